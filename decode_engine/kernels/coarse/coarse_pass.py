@@ -192,37 +192,10 @@ def list_keys(
     q_BHGD: [B, H, G, d] contiguous, unscaled, in the dtype of keys. Does not wait for the device and may be captured in
     a CUDA graph.
     """
-    _launch_pass(q_BHGD, records_BF, sizes, work, lists, partials)
-
-
-def attend_all(
-    q_BHGD: Tensor,
-    records_BF: Tensor,
-    sizes: CoarseSizes,
-    work: CoarseWork,
-    lists: KeyLists,
-    partials: Partials,
-) -> None:
-    """A whole step's attention, into as many slots of `partials` as sizes has exact and value programs.
-
-    To the keys that the cuts keep, sinks, recent window and tail exactly, to all others by their codes; `lists` gets
-    those that are kept. For sizes in registers and queries, keys and values in bfloat16.
-    """
-    _launch_pass(q_BHGD, records_BF, sizes, work, lists, partials, exact=True)
-
-
-def _launch_pass(
-    q_BHGD: Tensor,
-    records_BF: Tensor,
-    sizes: CoarseSizes,
-    work: CoarseWork,
-    lists: KeyLists,
-    partials: Partials | None,
-    *,
-    exact: bool = False,
-) -> None:
     if sizes.in_registers:
-        _launch_alone(q_BHGD, records_BF, sizes, work, lists, partials, exact)
+        _list_alone(q_BHGD, records_BF, sizes, work, lists, weigh=partials is not None)
+        if partials is not None:
+            attend_others(q_BHGD, records_BF, sizes, work, lists, partials)
         return
     rows = q_BHGD.shape[0] * sizes.kv_heads
     pass_kernel[(sizes.splits(rows), rows)](
@@ -250,18 +223,99 @@ def _launch_pass(
     )
 
 
-def _launch_alone(
+def weigh_keys(
+    q_BHGD: Tensor, records_BF: Tensor, sizes: CoarseSizes, work: CoarseWork, lists: KeyLists
+) -> None:
+    """As `list_keys`, for sizes in registers: leaves in `work` what `attend_others` has to know of all other keys."""
+    _list_alone(q_BHGD, records_BF, sizes, work, lists, weigh=True)
+
+
+def attend_others(
     q_BHGD: Tensor,
     records_BF: Tensor,
     sizes: CoarseSizes,
     work: CoarseWork,
     lists: KeyLists,
-    partials: Partials | None,
+    partials: Partials,
+) -> None:
+    """Coarse attention to all keys of the searched range that `weigh_keys` has not listed, into the first slots."""
+    _attend_alone(q_BHGD, records_BF, sizes, work, lists, partials, exact=False)
+
+
+def attend_all(
+    q_BHGD: Tensor,
+    records_BF: Tensor,
+    sizes: CoarseSizes,
+    work: CoarseWork,
+    lists: KeyLists,
+    partials: Partials,
+) -> None:
+    """A whole step's attention, into as many slots of `partials` as sizes has exact and value programs.
+
+    To the keys that the cuts keep, sinks, recent window and tail exactly, to all others by their codes; `lists` gets
+    those that are kept. For sizes in registers and queries, keys and values in bfloat16.
+    """
+    _list_alone(q_BHGD, records_BF, sizes, work, lists, weigh=True)
+    _attend_alone(q_BHGD, records_BF, sizes, work, lists, partials, exact=True)
+
+
+def _list_alone(
+    q_BHGD: Tensor, records_BF: Tensor, sizes: CoarseSizes, work: CoarseWork, lists: KeyLists, *, weigh: bool
+) -> None:
+    """The kernel of one warp that goes over keys."""
+    rows, segments = q_BHGD.shape[0] * sizes.kv_heads, lists.counts_RP.shape[1]
+    pass_alone[(segments, rows)](
+        *_found(q_BHGD, records_BF, work, lists),
+        sizes.head_dim**-0.5 * LOG2E,
+        sizes.width(rows),
+        KEY_BITS=sizes.key_bits,
+        WEIGH=weigh,
+        AHEAD=sizes.ahead,
+        EARLY=sizes.shape.early,
+        TILE=sizes.tile,
+        **sizes.constants_alone(),
+        **sizes.launch_alone(keys=True),
+        **chained(q_BHGD.device),
+    )
+
+
+def _attend_alone(
+    q_BHGD: Tensor,
+    records_BF: Tensor,
+    sizes: CoarseSizes,
+    work: CoarseWork,
+    lists: KeyLists,
+    partials: Partials,
+    *,
     exact: bool,
 ) -> None:
-    """The kernels of one warp each: one for keys, and one for values where anything is attended to."""
+    """The kernel of one warp that goes over values, and with `exact` over exact rows too."""
     rows, segments = q_BHGD.shape[0] * sizes.kv_heads, lists.counts_RP.shape[1]
-    found = (
+    shares = sizes.exact_programs(rows) if exact else 0
+    values_alone[(shares + sizes.value_programs(rows), rows)](
+        *_found(q_BHGD, records_BF, work, lists),
+        partials.sums_RSGD,
+        partials.peaks_RSG,
+        partials.totals_RSG,
+        sizes.head_dim**-0.5 * LOG2E,
+        segments,
+        shares,
+        sizes.width(rows),
+        partials.peaks_RSG.shape[1],
+        VALUE_BITS=sizes.value_bits,
+        EXACT=exact,
+        AHEAD=sizes.values_ahead,
+        SEGMENTS=max(32, triton.next_power_of_2(segments)),
+        TILE=sizes.tile,
+        **sizes.constants_alone(),
+        **sizes.launch_alone(keys=False),
+        **chained(q_BHGD.device),
+    )
+
+
+def _found(q_BHGD: Tensor, records_BF: Tensor, work: CoarseWork, lists: KeyLists) -> tuple[Tensor, ...]:
+    """What both are given."""
+    return (
         q_BHGD,
         records_BF,
         work.normalisers_RG,
@@ -272,38 +326,3 @@ def _launch_alone(
         work.tiles_RST,
         work.weighed_RS,
     )
-    scale, width = sizes.head_dim**-0.5 * LOG2E, sizes.width(rows)
-    options = {
-        "TILE": sizes.tile,
-        **sizes.constants_alone(),
-        **chained(q_BHGD.device),
-    }
-    pass_alone[(segments, rows)](
-        *found,
-        scale,
-        width,
-        KEY_BITS=sizes.key_bits,
-        WEIGH=partials is not None,
-        AHEAD=sizes.shape.ahead,
-        **sizes.launch_alone(keys=True),
-        **options,
-    )
-    if partials is not None:
-        shares = sizes.exact_programs(rows) if exact else 0
-        values_alone[(shares + sizes.value_programs(rows), rows)](
-            *found,
-            partials.sums_RSGD,
-            partials.peaks_RSG,
-            partials.totals_RSG,
-            scale,
-            segments,
-            shares,
-            width,
-            partials.peaks_RSG.shape[1],
-            VALUE_BITS=sizes.value_bits,
-            EXACT=exact,
-            AHEAD=sizes.shape.values_ahead,
-            SEGMENTS=max(32, triton.next_power_of_2(segments)),
-            **sizes.launch_alone(keys=False),
-            **options,
-        )

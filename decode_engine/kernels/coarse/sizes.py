@@ -27,6 +27,8 @@ BITS_IN_REGISTERS = MappingProxyType({64: {4}, 128: {2, 3, 4}, 256: {2, 3, 4}})
 """Bits of codes that kernels in registers take, by head dimension."""
 MAX_SPLITS = 256
 """That merge at once what they found."""
+MOST_VALUES_AHEAD = 16
+"""Tiles of values that are asked for ahead, at most."""
 CHUNKS, LANES = 16, 32
 """Parts of a sample whose largest weights stand for themselves alone; lanes of a warp, which has a part."""
 
@@ -35,6 +37,8 @@ _COLUMNS, _MOST_SUMS, _FEW_SUMS = 8, 2048, 1024
 times as many programs as others have room on a processor."""
 _REGISTERS, _FEW_REGISTERS = 168, 128
 """Of each thread, where programs for values and exact rows, and those for keys, are held to few."""
+_WAVES = 3
+"""Programs that attend to values, where there is room for their results, by those that processors hold."""
 _LEAST_TILE, _ROW_BYTES = 16, 64
 """Keys of a tile in registers, at least, and bytes of its rows where it is not halved."""
 _LEAST_CHANNELS, _LEAST_INT8 = 16, 32
@@ -47,10 +51,11 @@ class CoarseShape:
 
     programs: that go over copies, of all rows together. registers: whether two or four times as many programs of one
     warp do, with all that they need in registers (`coarse.warp`), where sizes allow that; tile: keys that such a
-    program holds, half of them where rows are long; ahead, values_ahead: tiles of keys, and of values, that are on
-    their way to it meanwhile. warps, stages: of other programs, and blocks of which loads are in flight. samplers,
-    runs: programs per row that score a sample, and runs of keys of each; powers of two. At 1 % 82 of 8,192 keys decide
-    how many are kept, which then strays by a ninth; at 0.25 % by a fifth.
+    program holds, half of them where rows are long; ahead, values_ahead: bytes of codes of keys, and of values, that
+    are on their way to it meanwhile; early: blocks of keys besides that come near while the cut is looked for. warps,
+    stages: of other programs, and blocks of which loads are in flight. samplers, runs: programs per row that score a
+    sample, and runs of keys of each; powers of two. At 1 % 82 of 8,192 keys decide how many are kept, which then strays
+    by a ninth; at 0.25 % by a fifth.
     int8_keys, int8_values: products with the codes of keys, and with those of values, are of 8-bit integers instead of
     numbers of the queries' type.
     """
@@ -58,8 +63,9 @@ class CoarseShape:
     programs: int = 528
     registers: bool = False
     tile: int = 32
-    ahead: int = 2
-    values_ahead: int = 2
+    ahead: int = 10240
+    values_ahead: int = 12288
+    early: int = 1
     warps: int = 4
     stages: int = 3
     samplers: int = 64
@@ -125,9 +131,20 @@ class CoarseSizes:
     @property
     def tile(self) -> int:
         """Keys that a program in registers holds: eight programs' rings of tiles have room on a processor."""
-        most = max(self.key_bits, self.value_bits)
-        row_bytes = self.head_dim * (2 if most == 2 else 4) // 8  # third bits are there twice
+        row_bytes = _held_bytes(self.head_dim, max(self.key_bits, self.value_bits))
         return self.shape.tile if row_bytes <= _ROW_BYTES else max(_LEAST_TILE, self.shape.tile // 2)
+
+    @property
+    def ahead(self) -> int:
+        """Tiles of keys that are on their way to a program in registers."""
+        return max(1, self.shape.ahead // (self.tile * _held_bytes(self.head_dim, self.key_bits)))
+
+    @property
+    def values_ahead(self) -> int:
+        """The same of values, and of their weights."""
+        weights = 2 * self.columns * self.tile
+        held = self.tile * _held_bytes(self.head_dim, self.value_bits) + weights
+        return min(MOST_VALUES_AHEAD, max(1, self.shape.values_ahead // held))
 
     @property
     def few_registers(self) -> bool:
@@ -141,12 +158,20 @@ class CoarseSizes:
 
     def value_programs(self, rows: int) -> int:
         """That attend to coded values, and the slots that they fill."""
-        splits = self.splits(rows)
-        return -(-splits // 2) if self.in_registers else splits
+        return self._values_room(rows) - self.exact_programs(rows) if self.in_registers else self.splits(rows)
 
     def exact_programs(self, rows: int) -> int:
         """That attend to exact rows beside those, in slots of their own."""
-        return -(-self.splits(rows) // 4)
+        return max(1, self._values_room(rows) // 8)
+
+    def _values_room(self, rows: int) -> int:
+        """Programs of a row that attend, in registers.
+
+        As many as processors hold at once, or several times as many: rows differ in how many of their values count.
+        """
+        at_once = self.shape.programs * (3 if self.few_registers else 2) // rows
+        most = min(2 * self.blocks, MAX_SPLITS)
+        return max(2, min(most, at_once * _WAVES if at_once * _WAVES <= most else at_once))
 
     def width(self, rows: int) -> int:
         """Keys that one of a row's programs goes over, at most."""
@@ -198,6 +223,11 @@ def _word_bytes(head_dim: int, bits: int, least: int) -> int:
 def _low_bytes(head_dim: int, bits: int) -> int:
     """Of a row of codes, without third bits."""
     return head_dim * (4 if bits == 4 else 2) // 8
+
+
+def _held_bytes(head_dim: int, bits: int) -> int:
+    """Of a row of codes as programs in registers hold them: third bits are there twice."""
+    return head_dim * (2 if bits == 2 else 4) // 8
 
 
 def _per_byte(bits: int) -> int:

@@ -14,10 +14,10 @@ from torch import Tensor
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials
-from decode_engine.kernels.coarse.coarse_pass import attend_all, list_keys
+from decode_engine.kernels.coarse.coarse_pass import attend_all, attend_others, list_keys, weigh_keys
 from decode_engine.kernels.coarse.search import find_cuts
 from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork, coarse_shape, refuse_sizes
-from decode_engine.steps.attention.step_attention import KeySelection, StepPlan, StepRemainder
+from decode_engine.steps.attention.step_attention import KeySelection, StepPlan, StepRemainder, Turn
 from index_store.errors import MethodUnsupportedError
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.coarse_rows.parameters import CoarseParameters
@@ -77,8 +77,15 @@ class CoarseSelection(KeySelection):
         attend_all(q_BHGD, records_BF, self.sizes, self.work, self.lists, partials)
 
     def attend_too(self, partials: Partials) -> None:
-        """From now on the launch that lists keys also attends to all others, into the first slots."""
+        """From now on all keys that are not listed are attended to as well, into the first slots.
+
+        By the launch that lists the others; for sizes in registers by one of its own, `attend_others`.
+        """
         self._partials = partials
+
+    def attend_others(self, q_BHGD: Tensor, records_BF: Tensor, partials: Partials) -> None:
+        """After `select`, for sizes in registers: coarse attention to all keys that are not listed."""
+        attend_others(q_BHGD, records_BF, self.sizes, self.work, self.lists, partials)
 
     @classmethod
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
@@ -105,17 +112,26 @@ class CoarseSelection(KeySelection):
 
     def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
         find_cuts(q_BHGD, records_BF, self.sizes, self.work)
-        list_keys(q_BHGD, records_BF, self.sizes, self.work, self.lists, self._partials)
+        if self._partials is not None and self.sizes.in_registers:
+            weigh_keys(q_BHGD, records_BF, self.sizes, self.work, self.lists)
+        else:
+            list_keys(q_BHGD, records_BF, self.sizes, self.work, self.lists, self._partials)
         return self.lists
 
 
 class CoarseRemainder(StepRemainder):
-    """Attention to the coarse copies of all keys that a search over the same copy has not listed: by that search."""
+    """Attention to the coarse copies of all keys that a search over the same copy has not listed: by that search.
 
-    shared = True
+    Where its launches leave weights for another one, that one runs beside a fetch of the listed rows.
+    """
 
     def __init__(self, search: CoarseSelection) -> None:
         self.splits = search.sizes.value_programs(len(search.lists.counts_RP))
+        self.turn = Turn.AFTER_SEARCH if search.sizes.in_registers else Turn.IN_SEARCH
+        self._search = search
+
+    def attend(self, q_BHGD: Tensor, records_BF: Tensor, partials: Partials) -> None:
+        self._search.attend_others(q_BHGD, records_BF, partials)
 
 
 def coarse_fields(context: ResidentContext, index: str, layer: int) -> Mapping[int, int]:

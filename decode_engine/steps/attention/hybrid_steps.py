@@ -70,7 +70,7 @@ class HybridSteps(ListedSteps):
         self._ahead.expect(layer, q_BHGD, records_BF)
 
     def find(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> tuple[KeyLists, Tensor | None]:
-        lists = self.selection.select(layer, q_BHGD, records_BF)
+        lists = self.search(layer, q_BHGD, records_BF)
         if self._ahead is not None:
             self._ahead.wait()
             self._ahead.search()

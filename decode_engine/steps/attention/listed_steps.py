@@ -39,6 +39,7 @@ from decode_engine.steps.attention.step_attention import (
     StepAttention,
     StepPlan,
     StepRemainder,
+    Turn,
 )
 from decode_engine.steps.attention.table_steps import TableSelection
 from index_store.indexes.coarse_rows.index import CoarseRows
@@ -58,7 +59,7 @@ class ListedSteps(StepAttention):
     A remainder over clusters attends to all of them as their means, whatever is selected; what is attended exactly is
     taken out of the clusters afterwards. Where the search compares queries with these very means (Multipole Attention,
     sections 3.1-3.2), one launch does both. Else the remainder's runs beside the search, on a stream of its own.
-    One over a coarse copy attends to the keys that were not listed in the launch that lists the others. Where that
+    One over a coarse copy attends to the keys that were not listed after the others are, beside their fetch. Where that
     launch can do everything else as well (`CoarseSelection.attends_alone`), it does, unless rows are in two planes,
     which it does not read.
     """
@@ -135,12 +136,10 @@ class ListedSteps(StepAttention):
             self._alone.attend_all(q_BHGD, records_BF, self._kept_LRX[layer], self._partials)
             return merge_partials(self._partials, q_BHGD.dtype, self.plan.sink_HG(layer))[0].view_as(q_BHGD)
         q_RGD, scale, remainder = q_BHGD.flatten(0, 1), q_BHGD.shape[3] ** -0.5, self._remainder
-        beside = remainder is not None and not remainder.shared
-        if remainder is not None and beside:
-            with self._side.follow():
-                remainder.attend(q_BHGD, records_BF, self._partials)
+        turn = Turn.IN_SEARCH if remainder is None else remainder.turn
+        self._attend_remainder(Turn.BESIDE_SEARCH, q_BHGD, records_BF)
         lists, locations_RN = self.find(layer, q_BHGD, records_BF)
-        if beside:
+        if turn is Turn.BESIDE_SEARCH:
             self._side.join()
         attend_lists(
             q_RGD,
@@ -155,6 +154,8 @@ class ListedSteps(StepAttention):
             locations_RN=locations_RN,
             planes=self.plan.planes,
         )
+        if turn is Turn.AFTER_SEARCH:
+            self._side.join()
         if remainder is not None:
             remainder.correct(q_BHGD, records_BF, lists, self.joined_RN, self._partials, locations_RN)
         return merge_partials(self._partials, q_BHGD.dtype, self.plan.sink_HG(layer))[0].view_as(q_BHGD)
@@ -164,7 +165,20 @@ class ListedSteps(StepAttention):
 
         None for the locations: all are where the context is.
         """
-        return self.selection.select(layer, q_BHGD, records_BF), None
+        return self.search(layer, q_BHGD, records_BF), None
+
+    def search(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
+        """The keys to attend to. A remainder that can follow does so, beside what comes next."""
+        lists = self.selection.select(layer, q_BHGD, records_BF)
+        self._attend_remainder(Turn.AFTER_SEARCH, q_BHGD, records_BF)
+        return lists
+
+    def _attend_remainder(self, turn: Turn, q_BHGD: Tensor, records_BF: Tensor) -> None:
+        """On a stream of its own, if it is its turn."""
+        remainder = self._remainder
+        if remainder is not None and remainder.turn is turn:
+            with self._side.follow():
+                remainder.attend(q_BHGD, records_BF, self._partials)
 
     def kept_B(self) -> Tensor:
         return self._kept_LRX.view(len(self._kept_LRX), self.plan.size, -1).sum((0, 2))
@@ -197,7 +211,7 @@ class _Clusters(StepRemainder):
         """searched: what the search's own lookup fills, which is then the remainder's, too."""
         centred = isinstance(plan.method.remainder, Centred)
         width = cluster_width(plan, _partition(plan.method))
-        self.shared = searched is not None
+        self.turn = Turn.BESIDE_SEARCH if searched is None else Turn.IN_SEARCH
         self._scores = searched or ClusterScores.allocate(plan.rows, width, plan.group, centred, plan.device)
         self.take_out = TakeOut(self._scores, SUMS if centred else MONOPOLE)
         self.splits = lookup_slots(plan.rows, width)

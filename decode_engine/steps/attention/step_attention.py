@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -197,16 +198,23 @@ class KeySelection(ABC):
         """
 
 
+class Turn(Enum):
+    """When a remainder is attended to."""
+
+    IN_SEARCH = "by the search's own launches"
+    BESIDE_SEARCH = "beside the search"
+    AFTER_SEARCH = "beside all that follows the search"
+
+
 class StepRemainder:
     """Attention to what stands for the keys that a search does not list, with kernels only.
 
-    splits: slots of partial attention that it fills, before those of the attention to lists. shared: the search's own
-    launches fill them, otherwise `attend` does so beside the search. take_out: what listed keys are taken out of as
-    they are attended to.
+    splits: slots of partial attention that it fills, before those of the attention to lists. turn: when; unless the
+    search's launches do it, `attend` does. take_out: what listed keys are taken out of as they are attended to.
     """
 
     splits: int
-    shared: bool
+    turn: Turn
     take_out: TakeOut | None = None
 
     def slots(self, programs: int) -> int:
@@ -214,7 +222,7 @@ class StepRemainder:
         return self.splits
 
     def attend(self, q_BHGD: Tensor, records_BF: Tensor, partials: Partials) -> None:
-        """Fills the first slots, where they are not shared. Never waits for the device."""
+        """Fills the first slots, where the search does not. Never waits for the device."""
 
     def correct(
         self,

@@ -155,21 +155,24 @@ class Copies:
     """Copies into shared memory, which come as late as they may: only when they are waited for."""
 
     def __init__(self) -> None:
-        self._groups: list[list[tuple[Shared, Numbers]]] = [[]]
+        self._groups: list[list[tuple[Shared, Numbers, Any]]] = [[]]
 
-    def async_copy_global_to_shared(self, into: Shared, pointer: Numbers) -> None:
-        together = 16 // np.dtype(pointer.element).itemsize
-        assert not (pointer.array[..., ::together] % 16).any(), "copies are of 16 bytes"
+    def async_copy_global_to_shared(self, into: Shared, pointer: Numbers, mask: Any) -> None:
+        size = np.dtype(pointer.element).itemsize
+        together = min(16 // size, pointer.array.shape[-1])
+        assert not (pointer.array[..., ::together] % (together * size)).any(), (
+            "copies are of 16 bytes, or whole rows"
+        )
         into.array[:] = -1
-        self._groups[-1].append((into, pointer))
+        self._groups[-1].append((into, pointer, mask))
 
     def commit_group(self) -> None:
         self._groups.append([])
 
     def wait_group(self, outstanding: int) -> None:
         while len(self._groups) - 1 > outstanding:
-            for into, pointer in self._groups.pop(0):
-                into.array[:] = Language.load(pointer).array
+            for into, pointer, mask in self._groups.pop(0):
+                into.array[:] = Language.load(pointer, mask).array
 
 
 class Language:
@@ -265,6 +268,17 @@ class Language:
     @staticmethod
     def max(x: Numbers, axis: int) -> Numbers:
         return Numbers(x.array.max(axis))
+
+    @staticmethod
+    def associative_scan(x: Numbers, axis: int, combine: Callable[[Any, Any], Any]) -> Numbers:
+        found = [Numbers(np.take(x.array, 0, axis))]
+        for at in range(1, x.array.shape[axis]):
+            found.append(combine(found[-1], Numbers(np.take(x.array, at, axis))))
+        return Numbers(np.stack([each.array for each in found], axis), x.layout)
+
+    @staticmethod
+    def gather(x: Numbers, index: Numbers, axis: int) -> Numbers:
+        return Numbers(np.take_along_axis(x.array, index.array, axis), index.layout)
 
     @staticmethod
     def expand_dims(x: Any, axis: int) -> Numbers:

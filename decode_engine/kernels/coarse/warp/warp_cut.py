@@ -26,9 +26,9 @@ _MOST_DRAWS = gl.constexpr(border.MOST_DRAWS)
 
 
 @gluon.constexpr_function
-def sample_layout(CHUNKS: int) -> gl.BlockedLayout:
-    """Of logits [heads at once, K, C, 32]: a warp has a chunk, a lane K keys of it for all heads."""
-    return gl.BlockedLayout([HEADS_AT_ONCE, 1, 1, 1], [1, 1, 1, 32], [1, 1, CHUNKS, 1], [3, 2, 1, 0])
+def sample_layout(K: int, CHUNKS: int) -> gl.BlockedLayout:
+    """Of logits [heads at once, K, C, 32]: a warp has a chunk, a lane K neighbours of it for all heads."""
+    return gl.BlockedLayout([HEADS_AT_ONCE, K, 1, 1], [1, 1, 1, 32], [1, 1, CHUNKS, 1], [1, 3, 2, 0])
 
 
 @gluon.jit
@@ -38,9 +38,14 @@ def over_keys(numbers: gl.tensor) -> gl.tensor:
 
 
 @gluon.jit
-def over_sample(numbers: gl.tensor) -> gl.tensor:
-    """The sum of numbers [K, C, 32]."""
-    return gl.sum(gl.sum(gl.sum(numbers, 0), 1), 0)
+def over_chunks(counts: gl.tensor) -> gl.tensor:
+    """The sum of [K, C, 32] int32, three counts in 10 bits each, as int64 with 20 bits for each.
+
+    A chunk has fewer than 1024 keys.
+    """
+    chunks = gl.sum(gl.sum(counts, 0), 1)
+    spread = (chunks & 0x3FF).to(gl.int64) + (((chunks >> 10) & 0x3FF).to(gl.int64) << 20)
+    return gl.sum(spread + ((chunks >> 20).to(gl.int64) << 40), 0)
 
 
 @gluon.jit
@@ -66,11 +71,11 @@ def cut_kernel(
     The next launch may begin at once, since this one began when all programs of the one before had waited. So what
     came before the sample, such as queries, is there for both.
     """
-    LAYOUT: gl.constexpr = sample_layout(CHUNKS)
+    K: gl.constexpr = SAMPLED // CHUNKS // 32
+    LAYOUT: gl.constexpr = sample_layout(K, CHUNKS)
     OF_KEYS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     OF_CHUNKS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(1, LAYOUT))
     OF_HEADS: gl.constexpr = gl.SliceLayout(1, OF_CHUNKS)
-    K: gl.constexpr = SAMPLED // CHUNKS // 32
     let_next_begin(CHAINED)
     row = gl.program_id(0)
     b = row // HEADS
@@ -79,11 +84,11 @@ def cut_kernel(
     keep = number(records_ptr, b, _KEEP).to(gl.int32)
     wait_alone(CHAINED)
     if searched > 0:
-        part = gl.arange(0, K, layout=gl.SliceLayout(1, gl.SliceLayout(2, OF_KEYS))) * 32
+        part = gl.arange(0, K, layout=gl.SliceLayout(1, gl.SliceLayout(2, OF_KEYS)))
         chunk = gl.arange(0, CHUNKS, layout=gl.SliceLayout(0, gl.SliceLayout(2, OF_KEYS))) * (
             SAMPLED // CHUNKS
         )
-        lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, OF_KEYS)))
+        lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, OF_KEYS))) * K
         place = gl.expand_dims(gl.expand_dims(part, 1), 2) + gl.expand_dims(gl.expand_dims(chunk, 0), 2)
         place += gl.expand_dims(gl.expand_dims(lane, 0), 1)
         total = gl.full([K, CHUNKS, 32], 0.0, gl.float32, layout=OF_KEYS)
@@ -92,7 +97,7 @@ def cut_kernel(
             g = some + gl.arange(0, _AT_ONCE, layout=OF_HEADS)
             at_head = along(gl.expand_dims(g, 1))
             at = (row * GROUP + at_head) * SAMPLED + gl.expand_dims(place, 0)
-            known = (at_head < GROUP) & (gl.expand_dims(place, 0) >= 0)
+            known = at_head < GROUP
             logits = gl.load(sampled_ptr + at, mask=known, other=float("-inf"), cache_modifier=".cg")
             peaks = gl.max(gl.max(logits, 1), 2)
             weights = gl.exp2(logits - along(gl.where(peaks == float("-inf"), 0.0, peaks)))
@@ -118,10 +123,10 @@ def store_cut(
     wanted = keep.to(gl.float32) * counted.to(gl.float32) / searched.to(gl.float32)
     cut = searched * 0 + _LEAST_CUT
     for step in gl.static_range(0, _CUT_STEPS, 2):
-        reach = (bits >= cut + (1 << (26 - step))).to(gl.int64)
-        reach += (bits >= cut + (2 << (26 - step))).to(gl.int64) << 20
-        reach += (bits >= cut + (3 << (26 - step))).to(gl.int64) << 40
-        reached = over_sample(reach)
+        reach = (bits >= cut + (1 << (26 - step))).to(gl.int32)
+        reach += (bits >= cut + (2 << (26 - step))).to(gl.int32) << 10
+        reach += (bits >= cut + (3 << (26 - step))).to(gl.int32) << 20
+        reached = over_chunks(reach)
         parts = ((reached & 0xFFFFF).to(gl.float32) >= wanted).to(gl.int32)
         parts += (((reached >> 20) & 0xFFFFF).to(gl.float32) >= wanted).to(gl.int32)
         parts += ((reached >> 40).to(gl.float32) >= wanted).to(gl.int32)
@@ -129,9 +134,9 @@ def store_cut(
     lowest = cut == _LEAST_CUT
     least = gl.where(lowest, -1, cut - _CUT_MARGIN)
     above = cut + ((1 << (28 - _CUT_STEPS)) + _CUT_MARGIN)
-    reached = over_sample((bits >= above).to(gl.int64) + ((bits >= least).to(gl.int64) << 32))
-    over = (reached & 0xFFFFFFFF).to(gl.int32)
-    inside = gl.where(lowest, counted, (reached >> 32).to(gl.int32)) - over
+    reached = over_chunks((bits >= above).to(gl.int32) + ((bits >= least).to(gl.int32) << 10))
+    over = (reached & 0xFFFFF).to(gl.int32)
+    inside = gl.where(lowest, counted, (reached >> 20).to(gl.int32)) - over
     share = (wanted - over.to(gl.float32)) / gl.maximum(inside, 1).to(gl.float32)
     drawn = gl.minimum(gl.maximum(share, 0.0), _MOST_DRAWS) * 4294967296.0 - 2147483648.0
     nothing = gl.where(keep > 0, least, _INFINITE)

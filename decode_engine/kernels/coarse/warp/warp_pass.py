@@ -19,6 +19,7 @@ from decode_engine.kernels.coarse.warp.warp_records import (
     key_pointers,
     let_next_begin,
     number,
+    prefetch_key_codes,
     prefetch_key_steps,
     wait_alone,
 )
@@ -143,13 +144,14 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     TILE: gl.constexpr,
     WEIGH: gl.constexpr,
     AHEAD: gl.constexpr,
+    EARLY: gl.constexpr,
     CHAINED: gl.constexpr,
 ) -> None:
     """Program (split, row): a share of the row's blocks. Lists the keys that are kept.
 
     WEIGH: leaves the weights of the others, and which tiles they are of. AHEAD: tiles of keys that are on their way.
-    The first ones are so while the launches before still work: what these do not write, and what was there before they
-    began, may be read.
+    The first ones are so while the launches before still work, and EARLY more blocks come into the second-level cache:
+    the memory would be idle. What these launches do not write, and what was there before they began, may be read.
     """
     TILES: gl.constexpr = _BLOCK // TILE
     row = gl.program_id(1)
@@ -158,21 +160,27 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     end = number(records_ptr, b, _END).to(gl.int32)
     keys = number(records_ptr, b, _KEYS)
     keys_ptrs = key_pointers(records_ptr, b, head, keys, DIM, KEY_BITS)
-    _, scales_ptr, offsets_ptr = keys_ptrs
     first_block, stop = share_of_blocks(first, end)
     apart = gl.num_programs(0)
     start, beyond = first_block * _BLOCK, gl.minimum(stop * _BLOCK, keys.to(gl.int32))
     # A context's last keys are loaded with some before them, which do not count.
     last = beyond - TILE
-    prefetch_key_steps(keys_ptrs, start, beyond, DIM, CHAINED)
+    searches = stop > first_block
     ring = new_ring(TILE, DIM, KEY_BITS, AHEAD)
-    if stop > first_block:
+    if searches:
         for turn in gl.static_range(AHEAD):
-            base = gl.minimum(tile_after(start, turn, 0, TILE), last)
-            copy_tile(ring, turn, keys_ptrs[0], base, TILE, DIM, KEY_BITS, AHEAD)
+            base = tile_after(start, turn, 0, TILE)
+            copy_tile(
+                ring, turn, keys_ptrs[0], gl.minimum(base, last), base < beyond, TILE, DIM, KEY_BITS, AHEAD
+            )
             end_of_copies()
+    steps = load_steps(keys_ptrs, first_block, searches, DIM, KEY_BITS)
+    for more in gl.static_range(1, EARLY + 1):
+        prefetch_key_codes(keys_ptrs, start + more * apart * _BLOCK, beyond, DIM, KEY_BITS, CHAINED)
+        prefetch_key_steps(keys_ptrs, start + more * apart * _BLOCK, beyond, DIM, CHAINED)
     queries, units = load_queries(q_ptr, row, X, GROUP, DIM, KEY_BITS)
     units = units * scale_log2
+    folded, added = fold(queries, steps, X, DIM, KEY_BITS)
     wait_alone(CHAINED)
     let_next_begin(CHAINED)
     least, above, draws, shift = movable_cut(cuts_ptr, row)
@@ -184,22 +192,21 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     inner = key_of(gl.arange(0, TILE, layout=OF_KEYS), TILE)
     count = gl.full([8], 0, gl.int32, layout=OF_KEYS)
     weighed = first * 0
-    if stop > first_block:
-        steps = load_steps(scales_ptr + first_block * DIM, offsets_ptr + first_block * DIM, DIM, KEY_BITS)
+    if searches:
         turns = first_block * 0
         for block in range(first_block, stop, apart):
-            prefetch_key_steps(keys_ptrs, gl.minimum((block + apart) * _BLOCK, beyond), beyond, DIM, CHAINED)
-            after = gl.minimum(block + apart, stop - 1)
-            folded, added = fold(queries, steps, X, DIM, KEY_BITS)
-            steps = load_steps(scales_ptr + after * DIM, offsets_ptr + after * DIM, DIM, KEY_BITS)
+            steps = load_steps(keys_ptrs, gl.minimum(block + apart, stop - 1), None, DIM, KEY_BITS)
             bottom = gl.fma(added, units, 0.0 - peaks)
             for within in range(0, _BLOCK, TILE):
                 tile, turn = block * _BLOCK + within, turns + within // TILE
                 begin = gl.minimum(tile, last)
                 wait_for_copies(AHEAD - 1)
                 words = ring.index(turn % (AHEAD + 1)).load(key_layout(TILE, DIM, KEY_BITS))
-                later = gl.minimum(tile_after(tile, AHEAD, within, TILE), last)
-                copy_tile(ring, turn + AHEAD, keys_ptrs[0], later, TILE, DIM, KEY_BITS, AHEAD)
+                later = tile_after(tile, AHEAD, within, TILE)
+                copy_tile(
+                    ring, turn + AHEAD, keys_ptrs[0], gl.minimum(later, last), later < beyond,
+                    TILE, DIM, KEY_BITS, AHEAD,
+                )  # fmt: skip
                 end_of_copies()
                 products = multiply_keys(words, folded, TILE, X, DIM, KEY_BITS)
                 weights = gl.exp2(gl.fma(products, gl.expand_dims(units, 0), gl.expand_dims(bottom, 0)))
@@ -219,6 +226,7 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
                         store_weights(weights_ptr + place * width * GROUP, weighed, right, TILE, X, GROUP)
                         gl.store(tiles_ptr + place * (width // TILE) + weighed, begin)
                         weighed += 1
+            folded, added = fold(queries, steps, X, DIM, KEY_BITS)
             turns += TILES
         wait_for_copies(0)
     gl.store(counts_ptr + place, gl.max(count, 0))

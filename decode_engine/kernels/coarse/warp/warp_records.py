@@ -106,6 +106,21 @@ def prefetch(ptr: gl.tensor, count: gl.tensor, BYTES: gl.constexpr, CHAINED: gl.
 
 
 @gluon.jit
+def prefetch_key_codes(
+    keys_ptrs: gl.tensor,
+    start: gl.tensor,
+    stop: gl.tensor,
+    DIM: gl.constexpr,
+    BITS: gl.constexpr,
+    CHAINED: gl.constexpr,
+) -> None:
+    """Has the codes of a block of keys, those before `stop`, brought into the second-level cache."""
+    ROW: gl.constexpr = row_words(DIM, BITS)
+    words = gl.minimum(gl.maximum(stop - start, 0), _BLOCK) * ROW
+    prefetch(keys_ptrs[0] + gl.minimum(start, stop).to(gl.int64) * ROW, words, 4, CHAINED)
+
+
+@gluon.jit
 def prefetch_key_steps(
     keys_ptrs: gl.tensor, start: gl.tensor, stop: gl.tensor, DIM: gl.constexpr, CHAINED: gl.constexpr
 ) -> None:

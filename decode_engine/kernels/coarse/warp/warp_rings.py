@@ -62,19 +62,23 @@ def copy_tile(
     turn: gl.tensor,
     ptr: gl.tensor,
     base: gl.tensor,
+    there: gl.tensor,
     T: gl.constexpr,
     DIM: gl.constexpr,
     BITS: gl.constexpr,
     AHEAD: gl.constexpr,
 ) -> None:
-    """Has T rows of codes from `base` on copied as the turn-th tile, in the order of `key_of`."""
+    """Has T rows of codes from `base` on copied as the turn-th tile, in the order of `key_of`, if they are there.
+
+    Behind a program's last tile there is none: what all would copy then, the same rows, kept others from theirs.
+    """
     LANES: gl.constexpr = copy_layout(T, DIM, BITS)
     ROW: gl.constexpr = row_words(DIM, BITS)
     key = key_of(gl.arange(0, T, layout=gl.SliceLayout(1, LANES)), T)
     word = gl.arange(0, held_words(DIM, BITS), layout=gl.SliceLayout(0, LANES))
     ptr = gl.multiple_of(ptr + base.to(gl.int64) * ROW, 16)
     at = gl.expand_dims(key * ROW, 1) + gl.expand_dims(stored_word(word, DIM, BITS), 0)
-    async_copy.async_copy_global_to_shared(ring.index(turn % (AHEAD + 1)), ptr + at)
+    async_copy.async_copy_global_to_shared(ring.index(turn % (AHEAD + 1)), ptr + at, mask=there)
 
 
 @gluon.jit

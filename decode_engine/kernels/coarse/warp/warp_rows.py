@@ -1,10 +1,9 @@
-"""Exact attention of one warp to tiles of listed keys, or of those that are always attended.
+"""Exact attention of one warp to tiles of keys, of a context and of the tail behind it.
 
-Entries are a list's keys; or keys of the context outside of the searched range, and then the tail's. Their rows are
-loaded in the layouts of operands, 16 bytes of a row for each lane and load. Values come in the planes of coded ones, so
-that their sums add to those in registers; where rows of codes have 8 words, that makes 8 bytes for each lane and load.
-Weights are relative to a number far below the largest logit so far; only where they could overflow everything so far
-moves to another one.
+Their rows are loaded in the layouts of operands, 16 bytes of a row for each lane and load. Values come in the planes of
+coded ones, so that their sums add to those in registers; where rows of codes have 8 words, that makes 8 bytes for each
+lane and load. Weights are relative to a number far below the largest logit so far; only where they could overflow
+everything so far moves to another one.
 
 Shape legend: as in `warp_tiles`; E entries of a tile.
 """
@@ -52,34 +51,27 @@ def load_row_queries(
 
 
 @gluon.jit
-def places_of(
-    ids_ptr: gl.tensor, entry: gl.tensor, listed: gl.tensor, context: gl.tensor, DIM: gl.constexpr
-) -> gl.tensor:
-    """Where the rows of entries begin.
-
-    listed: how many entries ids_ptr has the keys of. Where that is 0 they are the context's keys 0 .. first - 1 and end
-    and on, and behind these the tail's.
-    """
-    _, first, end, in_context, to_tail = context
-    ids = gl.load(ids_ptr + entry, mask=entry < listed, other=0, cache_modifier=".cg")
-    ids = gl.where(listed > 0, ids, gl.where(entry < first, entry, end + entry - first))
-    tail = (entry >= in_context) & (listed == 0)
+def places_of(keys: gl.tensor, context: gl.tensor, DIM: gl.constexpr) -> gl.tensor:
+    """Where the rows of keys begin; from -1 downwards those of the tail."""
     both: gl.constexpr = 2 * DIM  # elements of a key and its value
-    return gl.where(tail, to_tail + (entry - in_context).to(gl.int64) * both, ids.to(gl.int64) * both)
+    own = gl.where(keys >= 0, keys, -1 - keys).to(gl.int64) * both
+    return gl.where(keys >= 0, own, own + context[4])
 
 
 @gluon.jit
 def load_rows(
     rows_ptr: gl.tensor,
-    entry: gl.tensor,
-    where: gl.tensor,
+    keys: gl.tensor,
     stop: gl.tensor,
+    context: gl.tensor,
     DIM: gl.constexpr,
     LAYOUT: gl.constexpr,
 ) -> gl.tensor:
-    """Rows [E, DIM] of entries, which begin `where` [E] from rows_ptr on; zeros for those from `stop` on."""
+    """Rows [E, DIM] of keys (`places_of`), from rows_ptr on; zeros for those from `stop` on."""
+    keys = gl.convert_layout(keys, gl.SliceLayout(1, LAYOUT))
+    entry = gl.arange(0, _TILE, layout=gl.SliceLayout(1, LAYOUT))
     channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
-    at = gl.expand_dims(where, 1) + gl.expand_dims(channel, 0)
+    at = gl.expand_dims(places_of(keys, context, DIM), 1) + gl.expand_dims(channel, 0)
     there = gl.expand_dims(entry < stop, 1) & gl.expand_dims(channel >= 0, 0)
     return gl.load(rows_ptr + at, mask=there, other=0.0)
 
@@ -113,11 +105,8 @@ def add_rows(
 @gluon.jit
 def attend_rows(
     queries: gl.tensor,
-    ids_ptr: gl.tensor,
-    tile: gl.tensor,
-    apart: gl.tensor,
-    count: gl.tensor,
-    listed: gl.tensor,
+    keys: gl.tensor,
+    stop: gl.tensor,
     context: gl.tensor,
     state: gl.tensor,
     scale_log2: gl.tensor,
@@ -125,35 +114,26 @@ def attend_rows(
     DIM: gl.constexpr,
     BITS: gl.constexpr,
 ) -> gl.tensor:
-    """Adds what is attended exactly to a state: sums of planes, sums of weights [X], and what these are relative to.
+    """Adds a tile of keys to a state: sums of planes, sums of weights [X], and what these are relative to.
 
-    Tiles of entries from `tile` on, `apart` entries from each other, of `count`. listed: see `places_of`. context:
-    where rows begin, first and end of the searched range, how many others there are, and elements from rows to the
-    tail's.
+    keys: [E] int32, from -1 downwards those of the tail; those before `stop` are there. context: where rows begin,
+    first and end of the searched range, how many others there are, and elements from rows to the tail's.
     """
     KEY_ROWS: gl.constexpr = key_row_layout(_TILE, DIM)
     VALUE_ROWS: gl.constexpr = value_row_layout(_TILE, DIM, BITS)
     rows_ptr = context[0]
     element: gl.constexpr = rows_ptr.dtype.element_ty
     sums, totals, peaks = state
-    for begin in range(tile, count, apart):
-        of_keys = begin + gl.arange(0, _TILE, layout=gl.SliceLayout(1, KEY_ROWS))
-        keys = load_rows(
-            rows_ptr, of_keys, places_of(ids_ptr, of_keys, listed, context, DIM), count, DIM, KEY_ROWS
-        )
-        of_values = begin + gl.arange(0, _TILE, layout=gl.SliceLayout(1, VALUE_ROWS))
-        values_at = places_of(ids_ptr, of_values, listed, context, DIM)
-        values = load_rows(rows_ptr + DIM, of_values, values_at, count, DIM, VALUE_ROWS)
-        logits = multiply_rows(keys, queries, X, DIM) * scale_log2
-        there = begin + gl.arange(0, _TILE, layout=gl.SliceLayout(1, RESULT)) < count
-        logits = gl.where(gl.expand_dims(there, 1), logits, float("-inf"))
-        higher = gl.maximum(peaks, gl.max(logits, 0) - _HEADROOM)
-        shrink = gl.exp2(peaks - higher)
-        peaks = higher
-        weights = gl.exp2(logits - gl.expand_dims(peaks, 0))
-        totals = totals * shrink + gl.sum(weights, 0)
-        shrunk: gl.tensor = ()
-        for plane in gl.static_range(plane_count(DIM)):
-            shrunk += (sums[plane] * gl.expand_dims(shrink, 0),)
-        sums = add_rows(shrunk, values, as_right(weights.to(element), _TILE, X), DIM, BITS)
-    return sums, totals, peaks
+    keys_ED = load_rows(rows_ptr, keys, stop, context, DIM, KEY_ROWS)
+    values_ED = load_rows(rows_ptr + DIM, keys, stop, context, DIM, VALUE_ROWS)
+    logits = multiply_rows(keys_ED, queries, X, DIM) * scale_log2
+    there = gl.arange(0, _TILE, layout=gl.SliceLayout(1, RESULT)) < stop
+    logits = gl.where(gl.expand_dims(there, 1), logits, float("-inf"))
+    higher = gl.maximum(peaks, gl.max(logits, 0) - _HEADROOM)
+    shrink = gl.exp2(peaks - higher)
+    weights = gl.exp2(logits - gl.expand_dims(higher, 0))
+    shrunk: gl.tensor = ()
+    for plane in gl.static_range(plane_count(DIM)):
+        shrunk += (sums[plane] * gl.expand_dims(shrink, 0),)
+    sums = add_rows(shrunk, values_ED, as_right(weights.to(element), _TILE, X), DIM, BITS)
+    return sums, totals * shrink + gl.sum(weights, 0), higher

@@ -59,7 +59,7 @@ def sample_kernel(
     end = number(records_ptr, b, _END).to(gl.int32)
     keys = number(records_ptr, b, _KEYS)
     if end > first:
-        codes_ptr, scales_ptr, offsets_ptr = key_pointers(records_ptr, b, head, keys, DIM, KEY_BITS)
+        keys_ptrs = key_pointers(records_ptr, b, head, keys, DIM, KEY_BITS)
         inner = key_of(gl.arange(0, RUN, layout=OF_KEYS), RUN)
         base = first // RUN * RUN
         runs = (end - base + RUN - 1) // RUN
@@ -73,13 +73,13 @@ def sample_kernel(
             block = gl.minimum(run, end - 1) // _BLOCK
             # A context's last keys are loaded with some before them, of places that do not count.
             begin = gl.minimum(run, keys.to(gl.int32) - RUN)
-            loaded += ((turn, run, begin, block, load_key_words(codes_ptr, begin, RUN, DIM, KEY_BITS)),)
+            loaded += ((turn, run, begin, block, load_key_words(keys_ptrs[0], begin, RUN, DIM, KEY_BITS)),)
         wait_alone(CHAINED)
         let_next_begin(CHAINED)
         numbers: gl.tensor = ()
         for i in gl.static_range(RUNS):
             block = loaded[i][3]
-            numbers += (load_steps(scales_ptr + block * DIM, offsets_ptr + block * DIM, DIM, KEY_BITS),)
+            numbers += (load_steps(keys_ptrs, block, None, DIM, KEY_BITS),)
         queries, units = load_queries(q_ptr, row, X, GROUP, DIM, KEY_BITS)
         units = units * scale_log2
         n = gl.arange(0, X, layout=OF_ROWS)

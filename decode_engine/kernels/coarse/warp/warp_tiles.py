@@ -94,9 +94,15 @@ def load_queries(
 
 
 @gluon.jit
-def load_channels(ptr: gl.tensor, DIM: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
-    """Float16 numbers of all channels, [DIM] as they are loaded."""
-    return gl.load(ptr + gl.arange(0, DIM, layout=channel_layout(DIM, BITS)))
+def load_channels(
+    ptr: gl.tensor, there: gl.tensor | None, DIM: gl.constexpr, BITS: gl.constexpr
+) -> gl.tensor:
+    """Float16 numbers of all channels, [DIM] as they are loaded; zeros where it is said that they are not there."""
+    channel = gl.arange(0, DIM, layout=channel_layout(DIM, BITS))
+    if there is None:
+        return gl.load(ptr + channel)
+    else:  # noqa: RET505 - the other branch is not compiled
+        return gl.load(ptr + channel, mask=(channel >= 0) & there, other=0.0)
 
 
 @gluon.jit
@@ -117,10 +123,13 @@ def scaled(query: gl.tensor, step: gl.tensor, ASM: gl.constexpr) -> gl.tensor:
 
 @gluon.jit
 def load_steps(
-    scales_ptr: gl.tensor, offsets_ptr: gl.tensor, DIM: gl.constexpr, BITS: gl.constexpr
+    keys_ptrs: gl.tensor, block: gl.tensor, there: gl.tensor | None, DIM: gl.constexpr, BITS: gl.constexpr
 ) -> gl.tensor:
-    """Scales and offsets of a block of keys: nothing waits for them before they are folded."""
-    return load_channels(scales_ptr, DIM, BITS), load_channels(offsets_ptr, DIM, BITS)
+    """Scales and offsets of a block of keys: nothing waits for them before they are folded. there: None if it is."""
+    at = block * DIM
+    return load_channels(keys_ptrs[1] + at, there, DIM, BITS), load_channels(
+        keys_ptrs[2] + at, there, DIM, BITS
+    )
 
 
 @gluon.jit

@@ -1,11 +1,9 @@
 """The kernel of `coarse_pass` for one warp each: coded values, by the weights that `warp_pass` left, and exact rows.
 
 Some programs of a row attend to exact rows, the others to coded values meanwhile: either would wait more than it works.
-Which tiles are read is known before, so that all of them are asked for ahead. Scales and offsets of values come a lane
-each, and go through shared memory to the lanes that have their keys; offsets are a row of numbers that all query heads'
-weights are multiplied with.
-
-Exact rows are shared out by tiles of a segment, so that no program waits for one whose keys are all kept.
+Both share out what all segments together have, evenly, whatever one of them has. Which tiles are read is known before,
+so that those to come are asked for ahead. Scales and offsets of values come a lane each, and go through shared memory
+to the lanes that have their keys; offsets are a row of numbers that all query heads' weights are multiplied with.
 
 Shape legend: as in `warp_tiles`; S segments of a row, E programs of it for exact rows, V for values.
 """
@@ -20,6 +18,7 @@ from decode_engine.kernels import records
 from decode_engine.kernels.coarse.warp import warp_rows
 from decode_engine.kernels.coarse.warp.warp_codes import value_layout
 from decode_engine.kernels.coarse.warp.warp_pass import movable_cut, reference_weights
+from decode_engine.kernels.coarse.warp.warp_places import bits_of
 from decode_engine.kernels.coarse.warp.warp_records import (
     let_next_begin,
     number,
@@ -43,18 +42,29 @@ from decode_engine.kernels.coarse.warp.warp_tiles import (
     store_sums,
     values_of,
 )
-from decode_engine.kernels.coarse.warp.warp_weights import as_operand, load_weights
+from decode_engine.kernels.coarse.warp.warp_weights import (
+    as_operand,
+    copied_weights,
+    copy_weights,
+    new_weights_ring,
+)
 
 _KEYS, _FIRST, _END, _TAIL_KEYS, _KV, _TAIL = (
     gl.constexpr(field)
     for field in (records.KEYS, records.FIRST, records.END, records.TAIL_KEYS, records.KV, records.TAIL)
 )
 _ROWS_TILE = gl.constexpr(warp_rows.TILE)
-_APART = gl.constexpr(37)
-"""Programs between those that have the first tiles of two neighbouring segments; kept keys lie together."""
-_COUNT_BITS = gl.constexpr(22)
-"""That a segment's count takes: contexts have up to 2^21 keys."""
-_COUNTS = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+_STEPS_AHEAD = gl.constexpr(3)
+"""Tiles of values whose scales and offsets are on their way."""
+_COMING, _AT_ONCE = gl.constexpr(64), gl.constexpr(32)
+"""Tiles that are looked up together, and those after which others are; the rest are what is asked for ahead."""
+_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+
+
+@gluon.constexpr_function
+def segment_layout(SEGMENTS: int) -> gl.BlockedLayout:
+    """Of numbers of all segments: a lane has some that follow one another."""
+    return gl.BlockedLayout([SEGMENTS // 32], [32], [1], [0])
 
 
 @gluon.constexpr_function
@@ -70,10 +80,16 @@ def step_layout(T: int) -> gl.DistributedLinearLayout:
 @gluon.jit
 def load_bits(ptr: gl.tensor, base: gl.tensor, T: gl.constexpr) -> gl.tensor:
     """Bits of T float16 numbers, [T] int32, a lane each: halves of registers would be put together, and waited for."""
-    key = gl.arange(0, T, layout=_COUNTS)
+    key = gl.arange(0, T, layout=_LANES)
     return gl.inline_asm_elementwise(
         "ld.global.nc.u16 $0, [$1];", "=r,l", [(ptr + base + key).to(gl.int64)], dtype=gl.int32, is_pure=True, pack=1
     )  # fmt: skip
+
+
+@gluon.jit
+def load_value_steps(values_ptrs: gl.tensor, begin: gl.tensor, T: gl.constexpr) -> gl.tensor:
+    """Bits of a tile's scales and offsets."""
+    return load_bits(values_ptrs[1], begin, T), load_bits(values_ptrs[2], begin, T)
 
 
 @gluon.jit
@@ -88,7 +104,7 @@ def in_order_of_rows(room: gl.shared_memory_descriptor, bits: gl.tensor, T: gl.c
 def attend_values(
     attended: gl.tensor,
     words: gl.tensor,
-    loaded: gl.tensor,
+    weights: gl.tensor,
     steps: gl.tensor,
     room: gl.shared_memory_descriptor,
     T: gl.constexpr,
@@ -96,9 +112,9 @@ def attend_values(
     DIM: gl.constexpr,
     BITS: gl.constexpr,
 ) -> gl.tensor:
-    """Adds a tile's values, as words, by its weights, as loaded; steps: bits of scales and of offsets."""
+    """Adds a tile's values, as words, by its weights, by lanes; steps: bits of scales and of offsets."""
     sums, evens, totals = attended
-    weights = as_operand(loaded, T, X)
+    weights = as_operand(weights, T, X)
     scales = gl.convert_layout(
         in_order_of_rows(room.index(0), steps[0], T), gl.SliceLayout(1, RIGHT), assert_trivial=True
     )
@@ -119,53 +135,58 @@ def attend_values(
 
 
 @gluon.jit
-def attend_segment(
-    attended: gl.tensor,
-    ring: gl.shared_memory_descriptor,
-    room: gl.shared_memory_descriptor,
-    values_ptrs: gl.tensor,
-    weights_ptr: gl.tensor,
-    tiles_ptr: gl.tensor,
-    count: gl.tensor,
-    T: gl.constexpr,
-    X: gl.constexpr,
-    GROUP: gl.constexpr,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
-    AHEAD: gl.constexpr,
-) -> gl.tensor:
-    """Adds a segment's `count` tiles: to sums of planes, to what adds to all channels, and to sums of weights.
+def add(a: gl.tensor, b: gl.tensor) -> gl.tensor:
+    return a + b
 
-    The last two are [16, X] of equal rows.
+
+@gluon.jit
+def counts_of(
+    counts_ptr: gl.tensor, row: gl.tensor, segments: gl.tensor, SEGMENTS: gl.constexpr
+) -> gl.tensor:
+    """What each segment of a row has, [SEGMENTS] int32, and how many there are up to its end."""
+    segment = gl.arange(0, SEGMENTS, layout=segment_layout(SEGMENTS))
+    counts = gl.load(
+        counts_ptr + row * segments + segment, mask=segment < segments, other=0, cache_modifier=".cg"
+    )
+    return counts, gl.associative_scan(counts, 0, add)
+
+
+@gluon.jit
+def found_in(counted: gl.tensor, place: gl.tensor, SEGMENTS: gl.constexpr) -> gl.tensor:
+    """In which segment a place of all of a row's lies, and where in it; for each place that there is.
+
+    counted: as `counts_of` returns.
     """
-    codes_ptr, scales_ptr, offsets_ptr = values_ptrs
-    if count > 0:
-        last = count - 1
-        coming: gl.tensor = ()
-        for turn in gl.static_range(AHEAD + 1):
-            coming += (gl.load(tiles_ptr + gl.minimum(turn, last), cache_modifier=".cg"),)
-        for turn in gl.static_range(AHEAD):
-            copy_tile(ring, turn, codes_ptr, coming[turn], T, DIM, BITS, AHEAD)
-            end_of_copies()
-        steps = (load_bits(scales_ptr, coming[0], T), load_bits(offsets_ptr, coming[0], T))
-        weights = load_weights(weights_ptr, 0, T, X, GROUP)
-        for turn in range(0, count):
-            wait_for_copies(AHEAD - 1)
-            words = ring.index(turn % (AHEAD + 1)).load(value_layout(T, DIM, BITS, False))
-            copy_tile(ring, turn + AHEAD, codes_ptr, coming[AHEAD], T, DIM, BITS, AHEAD)
-            end_of_copies()
-            current, current_steps = weights, steps
-            weights = load_weights(weights_ptr, gl.minimum(turn + 1, last), T, X, GROUP)
-            steps = (load_bits(scales_ptr, coming[1], T), load_bits(offsets_ptr, coming[1], T))
-            later: gl.tensor = ()
-            for following in gl.static_range(1, AHEAD + 1):
-                later += (coming[following],)
-            coming = later + (  # noqa: RUF005 - tuples are not unpacked into others here
-                gl.load(tiles_ptr + gl.minimum(turn + AHEAD + 1, last), cache_modifier=".cg"),
-            )
-            attended = attend_values(attended, words, current, current_steps, room, T, X, DIM, BITS)
-        wait_for_copies(0)
-    return attended
+    counts, ends = counted
+    segment = place * 0
+    for bit in gl.static_range(1, bits_of(SEGMENTS) + 1):
+        later = segment + (SEGMENTS >> bit)
+        segment = gl.where(gl.gather(ends, later - 1, 0) <= place, later, segment)
+    return segment, place - gl.gather(ends - counts, segment, 0)
+
+
+@gluon.jit
+def at_lane(numbers: gl.tensor, place: gl.tensor) -> gl.tensor:
+    """One of a vector's numbers."""
+    return gl.max(gl.gather(numbers, gl.full([1], 0, gl.int32, layout=_LANES) + place, 0), 0)
+
+
+@gluon.jit
+def coming_tiles(
+    tiles_ptr: gl.tensor,
+    counted: gl.tensor,
+    row: gl.tensor,
+    segments: gl.tensor,
+    tile: gl.tensor,
+    last: gl.tensor,
+    room: gl.tensor,
+    SEGMENTS: gl.constexpr,
+) -> gl.tensor:
+    """Of the tiles from `tile` to `last` of a row's, the next ones: which tiles' weights are theirs, and first keys."""
+    later = gl.minimum(tile + gl.arange(0, _COMING, layout=_LANES), last)
+    segment, place = found_in(counted, later, SEGMENTS)
+    place += (row * segments + segment) * room
+    return place, gl.load(tiles_ptr + place, cache_modifier=".cg")
 
 
 @gluon.jit
@@ -184,39 +205,56 @@ def coarse_share(
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
     BITS: gl.constexpr,
+    SEGMENTS: gl.constexpr,
     AHEAD: gl.constexpr,
 ) -> gl.tensor:
-    """Sums of planes and of weights [X] over every so many of a row's segments."""
+    """Sums of planes and of weights [X] over a share of a row's tiles, consecutive ones of all of its segments."""
     none = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
     attended = (no_values_yet(X, DIM), none, none)
-    ring = new_ring(T, DIM, BITS, AHEAD)
+    ring, weights_ring = new_ring(T, DIM, BITS, AHEAD), new_weights_ring(T, X, AHEAD)
     room = gl.allocate_shared_memory(gl.float16, [2, T], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for segment in range(share, segments, shares):
-        place = row.to(gl.int64) * segments + segment
-        attended = attend_segment(
-            attended, ring, room, values_ptrs, weights_ptr + place * width * GROUP, tiles_ptr + place * (width // T),
-            gl.load(weighed_ptr + place, cache_modifier=".cg"), T, X, GROUP, DIM, BITS, AHEAD,
-        )  # fmt: skip
+    codes_ptr = values_ptrs[0]
+    counted = counts_of(weighed_ptr, row, segments, SEGMENTS)
+    total = gl.max(counted[1], 0)
+    first, end = total * share // shares, total * (share + 1) // shares
+    last = end - 1
+    if end > first:
+        places, begins = coming_tiles(tiles_ptr, counted, row, segments, first, last, width // T, SEGMENTS)
+        for early in gl.static_range(AHEAD):
+            there = first + early < end
+            copy_tile(ring, early, codes_ptr, at_lane(begins, early), there, T, DIM, BITS, AHEAD)
+            copy_weights(weights_ring, early, weights_ptr, at_lane(places, early), there, T, X, GROUP, AHEAD)
+            end_of_copies()
+        steps: gl.tensor = ()
+        for early in gl.static_range(_STEPS_AHEAD):
+            steps += (load_value_steps(values_ptrs, at_lane(begins, early), T),)
+        for some in range(first, end, _AT_ONCE):
+            for turn in range(0, gl.minimum(end - some, _AT_ONCE)):
+                wait_for_copies(AHEAD - 1)
+                now = some - first + turn
+                words = ring.index(now % (AHEAD + 1)).load(value_layout(T, DIM, BITS, False))
+                weights = copied_weights(weights_ring, now, T, X, AHEAD)
+                later, there = turn + AHEAD, some + turn + AHEAD < end
+                copy_tile(ring, now + AHEAD, codes_ptr, at_lane(begins, later), there, T, DIM, BITS, AHEAD)
+                copy_weights(
+                    weights_ring, now + AHEAD, weights_ptr, at_lane(places, later), there, T, X, GROUP, AHEAD
+                )
+                end_of_copies()
+                current = steps[0]
+                coming: gl.tensor = ()
+                for following in gl.static_range(1, _STEPS_AHEAD):
+                    coming += (steps[following],)
+                steps = coming + (  # noqa: RUF005 - tuples are not unpacked into others here
+                    load_value_steps(values_ptrs, at_lane(begins, turn + _STEPS_AHEAD), T),
+                )
+                attended = attend_values(attended, words, weights, current, room, T, X, DIM, BITS)
+            if some + _AT_ONCE < end:
+                places, begins = coming_tiles(
+                    tiles_ptr, counted, row, segments, some + _AT_ONCE, last, width // T, SEGMENTS
+                )
+        wait_for_copies(0)
     sums, evens, totals = attended
     return values_of(sums, gl.max(evens, 0), DIM, BITS), gl.max(totals, 0)
-
-
-@gluon.jit
-def first_tile(segment: gl.tensor, shares: gl.tensor) -> gl.tensor:
-    """Of a segment that is this program's; the next ones follow E tiles apart."""
-    return (gl.program_id(0) - segment * _APART % shares + shares) % shares
-
-
-@gluon.jit
-def next_segment(counts: gl.tensor, segment: gl.tensor, before: gl.tensor, shares: gl.tensor) -> gl.tensor:
-    """The last segment before one of which this program has tiles, how many keys it has, and the first such tile.
-
-    -1 when there is none. counts, segment: of all segments. Tile j of segment t is program's t * _APART + j, modulo E.
-    """
-    mine = first_tile(segment, shares) * _ROWS_TILE < counts
-    found = gl.max(gl.where(mine & (segment < before), (segment << _COUNT_BITS) + counts, -1), 0)
-    chosen = found >> _COUNT_BITS
-    return chosen, found & ((1 << _COUNT_BITS) - 1), first_tile(chosen, shares)
 
 
 @gluon.jit
@@ -232,6 +270,30 @@ def context_of(records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, ELEMENT: g
     rows_ptr = gl.multiple_of(context.to(gl.pointer_type(ELEMENT)), 16)
     entries = in_context + number(records_ptr, b, _TAIL_KEYS).to(gl.int32)
     return (rows_ptr, first, end, in_context, to_tail), entries
+
+
+@gluon.jit
+def keys_of_entries(
+    ids_ptr: gl.tensor,
+    counted: gl.tensor,
+    context: gl.tensor,
+    row: gl.tensor,
+    segments: gl.tensor,
+    width: gl.tensor,
+    begin: gl.tensor,
+    listed: gl.tensor,
+    SEGMENTS: gl.constexpr,
+) -> gl.tensor:
+    """Which keys a tile of entries from `begin` on are, [_ROWS_TILE] int32; from -1 downwards those of the tail."""
+    _, first, end, in_context, _ = context
+    entry = begin + gl.arange(0, _ROWS_TILE, layout=_LANES)
+    there = entry < listed
+    segment, place = found_in(counted, gl.where(there, entry, 0), SEGMENTS)
+    segment_ptr = ids_ptr + (row.to(gl.int64) * segments + segment) * width
+    ids = gl.load(segment_ptr + place, mask=there, other=0, cache_modifier=".cg")
+    always = entry - listed
+    outside = gl.where(always < first, always, end + always - first)
+    return gl.where(there, ids, gl.where(always < in_context, outside, in_context - 1 - always))
 
 
 @gluon.jit
@@ -253,27 +315,28 @@ def exact_share(
     BITS: gl.constexpr,
     SEGMENTS: gl.constexpr,
 ) -> gl.tensor:
-    """Sums of planes, sums of weights and what these are relative to, [X], of this program's tiles of exact rows."""
+    """Sums of planes, sums of weights and what these are relative to, [X], of every so many tiles of exact rows.
+
+    What is always attended comes behind all that is listed.
+    """
     state = (
         no_values_yet(X, DIM),
         gl.full([X], 0.0, gl.float32, layout=OF_ROWS),
         gl.full([X], float("-inf"), gl.float32, layout=OF_ROWS),
     )
-    segment = gl.arange(0, SEGMENTS, layout=_COUNTS)
-    there = segment < segments
-    counts = gl.load(counts_ptr + row * segments + segment, mask=there, other=0, cache_modifier=".cg")
-    context, entries = context_of(records_ptr, b, head, q_ptr.dtype.element_ty)
+    counted = counts_of(counts_ptr, row, segments, SEGMENTS)
+    context, always = context_of(records_ptr, b, head, q_ptr.dtype.element_ty)
     queries = load_row_queries(q_ptr, row, X, GROUP, DIM)
-    # What is always attended counts as a segment behind all others, which has no list.
-    chosen, count, tile = segments, entries, first_tile(segments, shares)
-    while chosen >= 0:
-        listed = gl.where(chosen < segments, count, 0)
-        segment_ptr = ids_ptr + (row.to(gl.int64) * segments + gl.minimum(chosen, segments - 1)) * width
-        state = attend_rows(
-            queries, segment_ptr, tile * _ROWS_TILE, shares * _ROWS_TILE, count, listed, context, state, scale_log2,
-            X, DIM, BITS,
-        )  # fmt: skip
-        chosen, count, tile = next_segment(counts, segment, chosen, shares)
+    listed = gl.max(counted[1], 0)
+    count = listed + always
+    first, apart = gl.program_id(0) * _ROWS_TILE, shares * _ROWS_TILE
+    keys = keys_of_entries(ids_ptr, counted, context, row, segments, width, first, listed, SEGMENTS)
+    for begin in range(first, count, apart):
+        current = keys
+        keys = keys_of_entries(
+            ids_ptr, counted, context, row, segments, width, begin + apart, listed, SEGMENTS
+        )
+        state = attend_rows(queries, current, count - begin, context, state, scale_log2, X, DIM, BITS)
     return state
 
 
@@ -329,7 +392,7 @@ def values_kernel(
     else:
         sums, total = coarse_share(
             values_ptrs, weights_ptr, tiles_ptr, weighed_ptr, row, segments, slot - shares,
-            gl.num_programs(0) - shares, width, TILE, X, GROUP, DIM, VALUE_BITS, AHEAD,
+            gl.num_programs(0) - shares, width, TILE, X, GROUP, DIM, VALUE_BITS, SEGMENTS, AHEAD,
         )  # fmt: skip
         _, _, _, shift = movable_cut(cuts_ptr, row)
         peaks = reference_weights(normalisers_ptr, row, shift, searches, X, GROUP)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from decode_engine.kernels.coarse.warp.warp_places import bits_of
 from decode_engine.kernels.coarse.warp.warp_tiles import RIGHT
@@ -48,17 +49,47 @@ def store_weights(
 
 
 @gluon.jit
-def load_weights(
-    ptr: gl.tensor, tile: gl.tensor, T: gl.constexpr, X: gl.constexpr, GROUP: gl.constexpr
+def new_weights_ring(T: gl.constexpr, X: gl.constexpr, AHEAD: gl.constexpr) -> gl.shared_memory_descriptor:
+    """Room for the weights of a tile and of AHEAD that are on their way."""
+    rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return gl.allocate_shared_memory(gl.float16, [AHEAD + 1, 4 * X, T // 4], rows)
+
+
+@gluon.jit
+def copy_weights(
+    ring: gl.shared_memory_descriptor,
+    turn: gl.tensor,
+    ptr: gl.tensor,
+    tile: gl.tensor,
+    there: gl.tensor,
+    T: gl.constexpr,
+    X: gl.constexpr,
+    GROUP: gl.constexpr,
+    AHEAD: gl.constexpr,
+) -> None:
+    """Has the weights of the tile-th tile from ptr on copied as the turn-th, if there are any.
+
+    Those of rows that only pad the tile are no numbers: their sums are nobody's.
+    """
+    at, own = _places(T, X, GROUP)
+    ptr = gl.multiple_of(ptr + tile.to(gl.int64) * (T * GROUP), 16)
+    async_copy.async_copy_global_to_shared(ring.index(turn % (AHEAD + 1)), ptr + at, mask=own & there)
+
+
+@gluon.jit
+def copied_weights(
+    ring: gl.shared_memory_descriptor,
+    turn: gl.tensor,
+    T: gl.constexpr,
+    X: gl.constexpr,
+    AHEAD: gl.constexpr,
 ) -> gl.tensor:
-    """As they were left, by lanes, past the first-level cache."""
-    at, there = _places(T, X, GROUP)
-    ptr = gl.multiple_of(ptr + tile * (T * GROUP), 16)
-    return gl.load(ptr + at, mask=there, other=0.0, cache_modifier=".cg")
+    """As they were copied, by lanes; their copy has been waited for."""
+    return ring.index(turn % (AHEAD + 1)).load(lanes_layout(T, X))
 
 
 @gluon.jit
 def as_operand(loaded: gl.tensor, T: gl.constexpr, X: gl.constexpr) -> gl.tensor:
-    """Loaded weights as a right operand [T, X]."""
+    """Weights by lanes as a right operand [T, X]."""
     turned = gl.permute(gl.reshape(loaded, [X, 4, T // 8, 2]), [2, 1, 3, 0])
     return gl.convert_layout(gl.reshape(turned, [T, X]), RIGHT, assert_trivial=True)

@@ -78,7 +78,9 @@ class Searched:
         self.lists.counts_RP.fill_(2**30)
         device = torch.device(DEVICE)
         # One slot more than is filled.
-        self.partials = Partials.allocate(rows, sizes.splits(rows) + 1, sizes.group, sizes.head_dim, device)
+        self.partials = Partials.allocate(
+            rows, sizes.value_programs(rows) + 1, sizes.group, sizes.head_dim, device
+        )
         self.partials.sums_RSGD.fill_(torch.nan)
         self.partials.peaks_RSG.fill_(-torch.inf)
         self.partials.totals_RSG.fill_(torch.nan)

@@ -29,7 +29,7 @@ _TYPES = {
     "slots": "i32", "segments": "i32", "shares": "i32", "weights_ptr": "*fp16", "tiles_ptr": "*i32",
     "weighed_ptr": "*i32",
 }  # fmt: skip
-_COMMON = {"HEADS": 8, "AHEAD": 2, "SEGMENTS": 256, "CHAINED": True}
+_COMMON = {"HEADS": 8, "EARLY": 1, "SEGMENTS": 256, "CHAINED": True}
 _SIZES = {
     "weigh": (
         (4, 128, 4, 4), (4, 128, 3, 3), (4, 128, 2, 2), (8, 128, 4, 4), (4, 64, 4, 4), (16, 128, 3, 4), (16, 64, 4, 4),
@@ -68,12 +68,14 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
                 )
             else:
                 kernel = warp_pass.pass_kernel if kind in ("weigh", "list") else warp_values.values_kernel
+                of_keys = kind in ("weigh", "list")
                 constants |= {"TILE": layer.tile, "WEIGH": kind == "weigh", "EXACT": kind == "everything"}
+                constants["AHEAD"] = layer.ahead if of_keys else layer.values_ahead
                 yield (
                     f"{kind}-{group}-{head_dim}-{key_bits}-{value_bits}",
                     kernel,
                     constants,
-                    layer.launch_alone(keys=kind in ("weigh", "list")),
+                    layer.launch_alone(keys=of_keys),
                 )
 
 
