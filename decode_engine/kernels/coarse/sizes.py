@@ -27,8 +27,6 @@ BITS_IN_REGISTERS = MappingProxyType({64: {4}, 128: {2, 3, 4}, 256: {2, 3, 4}})
 """Bits of codes that kernels in registers take, by head dimension."""
 MAX_SPLITS = 256
 """That merge at once what they found."""
-MOST_VALUES_AHEAD = 16
-"""Tiles of values that are asked for ahead, at most."""
 CHUNKS, LANES = 16, 32
 """Parts of a sample whose largest weights stand for themselves alone; lanes of a warp, which has a part."""
 
@@ -51,8 +49,8 @@ class CoarseShape:
 
     programs: that go over copies, of all rows together. registers: whether two or four times as many programs of one
     warp do, with all that they need in registers (`coarse.warp`), where sizes allow that; tile: keys that such a
-    program holds, half of them where rows are long; ahead, values_ahead: bytes of codes of keys, and of values, that
-    are on their way to it meanwhile; early: blocks of keys besides that come near while the cut is looked for. warps,
+    program holds, half of them where rows are long; ahead, values_ahead: tiles of keys, and of values, that are on
+    their way to it meanwhile, less than a power of two by one; early: blocks of keys besides that come near while the cut is looked for. warps,
     stages: of other programs, and blocks of which loads are in flight. samplers, runs: programs per row that score a
     sample, and runs of keys of each; powers of two. At 1 % 82 of 8,192 keys decide how many are kept, which then strays
     by a ninth; at 0.25 % by a fifth.
@@ -63,8 +61,8 @@ class CoarseShape:
     programs: int = 528
     registers: bool = False
     tile: int = 32
-    ahead: int = 10240
-    values_ahead: int = 12288
+    ahead: int = 3
+    values_ahead: int = 3
     early: int = 1
     warps: int = 4
     stages: int = 3
@@ -133,18 +131,6 @@ class CoarseSizes:
         """Keys that a program in registers holds: eight programs' rings of tiles have room on a processor."""
         row_bytes = _held_bytes(self.head_dim, max(self.key_bits, self.value_bits))
         return self.shape.tile if row_bytes <= _ROW_BYTES else max(_LEAST_TILE, self.shape.tile // 2)
-
-    @property
-    def ahead(self) -> int:
-        """Tiles of keys that are on their way to a program in registers."""
-        return max(1, self.shape.ahead // (self.tile * _held_bytes(self.head_dim, self.key_bits)))
-
-    @property
-    def values_ahead(self) -> int:
-        """The same of values, and of their weights."""
-        weights = 2 * self.columns * self.tile
-        held = self.tile * _held_bytes(self.head_dim, self.value_bits) + weights
-        return min(MOST_VALUES_AHEAD, max(1, self.shape.values_ahead // held))
 
     @property
     def few_registers(self) -> bool:
@@ -259,9 +245,9 @@ class CoarseWork:
     `border.store_cut`. kept_RN: [R, N] uint8, 1 for keys that were listed; of blocks that hold searched keys; empty for
     kernels in registers.
 
-    What those leave between their launches, else empty: weights_RSX: [R, S, W * G] float16 of the keys of tiles whose
-    values are read, W keys that a program goes over; tiles_RST: [R, S, W / T] int32, first keys of these tiles, T keys
-    each; weighed_RS: [R, S] int32, how many there are.
+    What those leave between their launches, else empty: weights_RSX: [R, S, W * (G + 2)] float16 of the keys of tiles
+    whose values are read, and their scales and offsets, W keys that a program goes over; tiles_RST: [R, S, W / T]
+    int32, first keys of these tiles, T keys each; weighed_RS: [R, S] int32, how many there are.
     """
 
     sampled_RGM: Tensor
@@ -283,7 +269,7 @@ class CoarseWork:
             torch.empty(rows, sizes.group, device=device),
             torch.empty(rows, 3, dtype=torch.int32, device=device),
             torch.empty(rows, 0 if alone else sizes.blocks * BLOCK, dtype=torch.uint8, device=device),
-            torch.empty(*left, width * sizes.group, dtype=torch.float16, device=device),
+            torch.empty(*left, width * (sizes.group + 2), dtype=torch.float16, device=device),
             torch.empty(*left, width // sizes.tile, dtype=torch.int32, device=device),
             torch.empty(*left, dtype=torch.int32, device=device),
         )

@@ -50,7 +50,8 @@ def parse_counts(text: str, least: int = 1) -> list[int]:
 
 
 def parse_method(text: str) -> Method:
-    """NAME[:KEEP][/m8][/pooled]: m8 are tables of 8 subspaces with 64 centroids, pooled searches once for a group."""
+    """NAME[:KEEP][/m8][/pooled][/2bits]: m8 are tables of 8 subspaces with 64 centroids, pooled searches once for a
+    group, 2bits (or 3bits, 4bits) are the codes of a coarse copy."""
     expression, *variants = text.split("/")
     name, _, keep = expression.partition(":")
     method = get_method(name, float(keep) if keep else None)
@@ -60,6 +61,9 @@ def parse_method(text: str) -> Method:
             method = replace(method, index=replace(method.index, name="m8_tables", parameters=parameters))
         elif variant == "pooled":
             method = replace(method, search={**method.search, "group": "pooled"})
+        elif variant in ("2bits", "3bits", "4bits") and method.index is not None:
+            bits = int(variant[0])
+            method = replace(method, index=method.index.with_parameters(key_bits=bits, value_bits=bits))
         else:
-            raise typer.BadParameter(f"variant is {variant!r}, expected m8 or pooled")
+            raise typer.BadParameter(f"variant is {variant!r}, expected m8, pooled, 2bits, 3bits or 4bits")
     return method

@@ -133,8 +133,8 @@ class Bench(Steps):
         tries = [
             replace(shape, registers=not shape.registers),
             *(replace(shape, tile=tile) for tile in (16, 64)),
-            *(replace(shape, ahead=1024 * ahead) for ahead in (4, 6, 8)),
-            *(replace(shape, values_ahead=1024 * ahead) for ahead in (4, 8)),
+            *(replace(shape, ahead=ahead) for ahead in (1, 2, 4)),
+            *(replace(shape, values_ahead=ahead) for ahead in (1, 2, 5, 7)),
             *(replace(shape, early=early) for early in (0, 2, 3)),
             *(replace(shape, programs=shape.programs * part // 8) for part in (4, 6, 7)),
         ]

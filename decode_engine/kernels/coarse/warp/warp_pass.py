@@ -21,6 +21,8 @@ from decode_engine.kernels.coarse.warp.warp_records import (
     number,
     prefetch_key_codes,
     prefetch_key_steps,
+    prefetch_value_steps,
+    value_steps,
     wait_alone,
 )
 from decode_engine.kernels.coarse.warp.warp_rings import (
@@ -39,7 +41,7 @@ from decode_engine.kernels.coarse.warp.warp_tiles import (
     load_steps,
     multiply_keys,
 )
-from decode_engine.kernels.coarse.warp.warp_weights import store_weights
+from decode_engine.kernels.coarse.warp.warp_weights import load_bits, store_weights
 from index_store.indexes.coarse_rows.scalars import scalar_rows
 
 NEGLIGIBLE = 0.005
@@ -149,9 +151,10 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
 ) -> None:
     """Program (split, row): a share of the row's blocks. Lists the keys that are kept.
 
-    WEIGH: leaves the weights of the others, and which tiles they are of. AHEAD: tiles of keys that are on their way.
-    The first ones are so while the launches before still work, and EARLY more blocks come into the second-level cache:
-    the memory would be idle. What these launches do not write, and what was there before they began, may be read.
+    WEIGH: leaves the weights of the others, what their values' codes mean, and which tiles they are of. AHEAD: tiles of
+    keys that are on their way. The first ones are so while the launches before still work, and EARLY more blocks come
+    into the second-level cache: the memory would be idle. What these launches do not write, and what was there before
+    they began, may be read.
     """
     TILES: gl.constexpr = _BLOCK // TILE
     row = gl.program_id(1)
@@ -166,6 +169,7 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     # A context's last keys are loaded with some before them, which do not count.
     last = beyond - TILE
     searches = stop > first_block
+    steps_ptrs = value_steps(records_ptr, b, head, keys)
     ring = new_ring(TILE, DIM, KEY_BITS, AHEAD)
     if searches:
         for turn in gl.static_range(AHEAD):
@@ -175,6 +179,8 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
             )
             end_of_copies()
     steps = load_steps(keys_ptrs, first_block, searches, DIM, KEY_BITS)
+    if WEIGH:
+        prefetch_value_steps(steps_ptrs, start, beyond, CHAINED)
     for more in gl.static_range(1, EARLY + 1):
         prefetch_key_codes(keys_ptrs, start + more * apart * _BLOCK, beyond, DIM, KEY_BITS, CHAINED)
         prefetch_key_steps(keys_ptrs, start + more * apart * _BLOCK, beyond, DIM, CHAINED)
@@ -194,13 +200,17 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     weighed = first * 0
     if searches:
         turns = first_block * 0
+        bottom = gl.fma(added, units, 0.0 - peaks)
         for block in range(first_block, stop, apart):
+            if WEIGH:
+                prefetch_value_steps(steps_ptrs, (block + apart) * _BLOCK, beyond, CHAINED)
             steps = load_steps(keys_ptrs, gl.minimum(block + apart, stop - 1), None, DIM, KEY_BITS)
-            bottom = gl.fma(added, units, 0.0 - peaks)
             for within in range(0, _BLOCK, TILE):
                 tile, turn = block * _BLOCK + within, turns + within // TILE
                 begin = gl.minimum(tile, last)
                 wait_for_copies(AHEAD - 1)
+                if WEIGH:  # what belongs to values comes while keys are multiplied
+                    own_steps = (load_bits(steps_ptrs[0], begin, TILE), load_bits(steps_ptrs[1], begin, TILE))
                 words = ring.index(turn % (AHEAD + 1)).load(key_layout(TILE, DIM, KEY_BITS))
                 later = tile_after(tile, AHEAD, within, TILE)
                 copy_tile(
@@ -223,10 +233,12 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
                 if WEIGH:  # noqa: SIM102 - decided when the kernel is compiled
                     if heavy:
                         right = as_right(weights.to(gl.float16), TILE, X)
-                        store_weights(weights_ptr + place * width * GROUP, weighed, right, TILE, X, GROUP)
+                        into = weights_ptr + place * width * (GROUP + 2)
+                        store_weights(into, weighed, right, own_steps, TILE, X, GROUP)
                         gl.store(tiles_ptr + place * (width // TILE) + weighed, begin)
                         weighed += 1
             folded, added = fold(queries, steps, X, DIM, KEY_BITS)
+            bottom = gl.fma(added, units, 0.0 - peaks)
             turns += TILES
         wait_for_copies(0)
     gl.store(counts_ptr + place, gl.max(count, 0))

@@ -72,7 +72,7 @@ def key_pointers(
 
 
 @gluon.jit
-def value_pointers(
+def value_codes(
     records_ptr: gl.tensor,
     b: gl.tensor,
     head: gl.tensor,
@@ -80,9 +80,14 @@ def value_pointers(
     DIM: gl.constexpr,
     BITS: gl.constexpr,
 ) -> gl.tensor:
-    """As `fields.value_pointers`, codes in words."""
+    """To codes of values, in words."""
+    return pointer(records_ptr, b, head * keys * row_words(DIM, BITS), _VALUE_CODES, gl.int32)
+
+
+@gluon.jit
+def value_steps(records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, keys: gl.tensor) -> gl.tensor:
+    """To scales and offsets of values."""
     return (
-        pointer(records_ptr, b, head * keys * row_words(DIM, BITS), _VALUE_CODES, gl.int32),
         pointer(records_ptr, b, head * keys, _VALUE_SCALES, gl.float16),
         pointer(records_ptr, b, head * keys, _VALUE_OFFSETS, gl.float16),
     )
@@ -118,6 +123,16 @@ def prefetch_key_codes(
     ROW: gl.constexpr = row_words(DIM, BITS)
     words = gl.minimum(gl.maximum(stop - start, 0), _BLOCK) * ROW
     prefetch(keys_ptrs[0] + gl.minimum(start, stop).to(gl.int64) * ROW, words, 4, CHAINED)
+
+
+@gluon.jit
+def prefetch_value_steps(
+    steps_ptrs: gl.tensor, start: gl.tensor, stop: gl.tensor, CHAINED: gl.constexpr
+) -> None:
+    """Has the scales and offsets of a block of values, those before `stop`, brought into the second-level cache."""
+    count = gl.minimum(gl.maximum(stop - start, 0), _BLOCK)
+    for part in gl.static_range(2):
+        prefetch(steps_ptrs[part] + gl.minimum(start, stop), count, 2, CHAINED)
 
 
 @gluon.jit

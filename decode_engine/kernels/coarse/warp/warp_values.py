@@ -2,8 +2,8 @@
 
 Some programs of a row attend to exact rows, the others to coded values meanwhile: either would wait more than it works.
 Both share out what all segments together have, evenly, whatever one of them has. Which tiles are read is known before,
-so that those to come are asked for ahead. Scales and offsets of values come a lane each, and go through shared memory
-to the lanes that have their keys; offsets are a row of numbers that all query heads' weights are multiplied with.
+so that those to come are asked for ahead. Offsets are a row of numbers that all query heads' weights are multiplied
+with.
 
 Shape legend: as in `warp_tiles`; S segments of a row, E programs of it for exact rows, V for values.
 """
@@ -22,7 +22,7 @@ from decode_engine.kernels.coarse.warp.warp_places import bits_of
 from decode_engine.kernels.coarse.warp.warp_records import (
     let_next_begin,
     number,
-    value_pointers,
+    value_codes,
     wait_alone,
 )
 from decode_engine.kernels.coarse.warp.warp_rings import (
@@ -46,7 +46,8 @@ from decode_engine.kernels.coarse.warp.warp_weights import (
     as_operand,
     copied_weights,
     copy_weights,
-    new_weights_ring,
+    in_order_of_rows,
+    new_weights_rings,
 )
 
 _KEYS, _FIRST, _END, _TAIL_KEYS, _KV, _TAIL = (
@@ -54,8 +55,6 @@ _KEYS, _FIRST, _END, _TAIL_KEYS, _KV, _TAIL = (
     for field in (records.KEYS, records.FIRST, records.END, records.TAIL_KEYS, records.KV, records.TAIL)
 )
 _ROWS_TILE = gl.constexpr(warp_rows.TILE)
-_STEPS_AHEAD = gl.constexpr(3)
-"""Tiles of values whose scales and offsets are on their way."""
 _COMING, _AT_ONCE = gl.constexpr(64), gl.constexpr(32)
 """Tiles that are looked up together, and those after which others are; the rest are what is asked for ahead."""
 _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
@@ -67,60 +66,23 @@ def segment_layout(SEGMENTS: int) -> gl.BlockedLayout:
     return gl.BlockedLayout([SEGMENTS // 32], [32], [1], [0])
 
 
-@gluon.constexpr_function
-def step_layout(T: int) -> gl.DistributedLinearLayout:
-    """Of numbers of keys as they lie, [T], for lanes that have operands' keys: as `key_of` has them."""
-    own, base = [], 1
-    while base <= T // 8:
-        own.append([base])
-        base *= 2
-    return gl.DistributedLinearLayout(own, [[T // 4], [T // 2], [0], [0], [0]], [], [], [T])
-
-
-@gluon.jit
-def load_bits(ptr: gl.tensor, base: gl.tensor, T: gl.constexpr) -> gl.tensor:
-    """Bits of T float16 numbers, [T] int32, a lane each: halves of registers would be put together, and waited for."""
-    key = gl.arange(0, T, layout=_LANES)
-    return gl.inline_asm_elementwise(
-        "ld.global.nc.u16 $0, [$1];", "=r,l", [(ptr + base + key).to(gl.int64)], dtype=gl.int32, is_pure=True, pack=1
-    )  # fmt: skip
-
-
-@gluon.jit
-def load_value_steps(values_ptrs: gl.tensor, begin: gl.tensor, T: gl.constexpr) -> gl.tensor:
-    """Bits of a tile's scales and offsets."""
-    return load_bits(values_ptrs[1], begin, T), load_bits(values_ptrs[2], begin, T)
-
-
-@gluon.jit
-def in_order_of_rows(room: gl.shared_memory_descriptor, bits: gl.tensor, T: gl.constexpr) -> gl.tensor:
-    """Loaded numbers [T] float16 in the order of a tile's rows, for the lanes of operands."""
-    room.store(bits.to(gl.int16).to(gl.float16, bitcast=True))
-    rows = gl.permute(gl.reshape(room.load(step_layout(T)), [8, T // 8]), [1, 0])
-    return gl.reshape(rows, [T])
-
-
 @gluon.jit
 def attend_values(
     attended: gl.tensor,
     words: gl.tensor,
     weights: gl.tensor,
-    steps: gl.tensor,
-    room: gl.shared_memory_descriptor,
+    scales: gl.tensor,
+    offsets: gl.tensor,
     T: gl.constexpr,
     X: gl.constexpr,
     DIM: gl.constexpr,
     BITS: gl.constexpr,
 ) -> gl.tensor:
-    """Adds a tile's values, as words, by its weights, by lanes; steps: bits of scales and of offsets."""
+    """Adds a tile's values, as words, by its weights, scales and offsets, as they were copied."""
     sums, evens, totals = attended
     weights = as_operand(weights, T, X)
-    scales = gl.convert_layout(
-        in_order_of_rows(room.index(0), steps[0], T), gl.SliceLayout(1, RIGHT), assert_trivial=True
-    )
-    offsets = gl.convert_layout(
-        in_order_of_rows(room.index(1), steps[1], T), gl.SliceLayout(0, LEFT), assert_trivial=True
-    )
+    scales = gl.convert_layout(in_order_of_rows(scales, T), gl.SliceLayout(1, RIGHT), assert_trivial=True)
+    offsets = gl.convert_layout(in_order_of_rows(offsets, T), gl.SliceLayout(0, LEFT), assert_trivial=True)
     ones = gl.full([16, T], 1.0, gl.float16, layout=LEFT)
     _, offsets = gl.broadcast(ones, gl.expand_dims(offsets, 0))
     none = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
@@ -191,7 +153,7 @@ def coming_tiles(
 
 @gluon.jit
 def coarse_share(
-    values_ptrs: gl.tensor,
+    codes_ptr: gl.tensor,
     weights_ptr: gl.tensor,
     tiles_ptr: gl.tensor,
     weighed_ptr: gl.tensor,
@@ -211,9 +173,7 @@ def coarse_share(
     """Sums of planes and of weights [X] over a share of a row's tiles, consecutive ones of all of its segments."""
     none = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
     attended = (no_values_yet(X, DIM), none, none)
-    ring, weights_ring = new_ring(T, DIM, BITS, AHEAD), new_weights_ring(T, X, AHEAD)
-    room = gl.allocate_shared_memory(gl.float16, [2, T], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    codes_ptr = values_ptrs[0]
+    ring, rings = new_ring(T, DIM, BITS, AHEAD), new_weights_rings(T, X, AHEAD)
     counted = counts_of(weighed_ptr, row, segments, SEGMENTS)
     total = gl.max(counted[1], 0)
     first, end = total * share // shares, total * (share + 1) // shares
@@ -223,31 +183,21 @@ def coarse_share(
         for early in gl.static_range(AHEAD):
             there = first + early < end
             copy_tile(ring, early, codes_ptr, at_lane(begins, early), there, T, DIM, BITS, AHEAD)
-            copy_weights(weights_ring, early, weights_ptr, at_lane(places, early), there, T, X, GROUP, AHEAD)
+            copy_weights(rings, early, weights_ptr, at_lane(places, early), there, T, X, GROUP, AHEAD)
             end_of_copies()
-        steps: gl.tensor = ()
-        for early in gl.static_range(_STEPS_AHEAD):
-            steps += (load_value_steps(values_ptrs, at_lane(begins, early), T),)
         for some in range(first, end, _AT_ONCE):
             for turn in range(0, gl.minimum(end - some, _AT_ONCE)):
                 wait_for_copies(AHEAD - 1)
                 now = some - first + turn
                 words = ring.index(now % (AHEAD + 1)).load(value_layout(T, DIM, BITS, False))
-                weights = copied_weights(weights_ring, now, T, X, AHEAD)
+                weights, scales, offsets = copied_weights(rings, now, T, X, AHEAD)
                 later, there = turn + AHEAD, some + turn + AHEAD < end
                 copy_tile(ring, now + AHEAD, codes_ptr, at_lane(begins, later), there, T, DIM, BITS, AHEAD)
                 copy_weights(
-                    weights_ring, now + AHEAD, weights_ptr, at_lane(places, later), there, T, X, GROUP, AHEAD
+                    rings, now + AHEAD, weights_ptr, at_lane(places, later), there, T, X, GROUP, AHEAD
                 )
                 end_of_copies()
-                current = steps[0]
-                coming: gl.tensor = ()
-                for following in gl.static_range(1, _STEPS_AHEAD):
-                    coming += (steps[following],)
-                steps = coming + (  # noqa: RUF005 - tuples are not unpacked into others here
-                    load_value_steps(values_ptrs, at_lane(begins, turn + _STEPS_AHEAD), T),
-                )
-                attended = attend_values(attended, words, weights, current, room, T, X, DIM, BITS)
+                attended = attend_values(attended, words, weights, scales, offsets, T, X, DIM, BITS)
             if some + _AT_ONCE < end:
                 places, begins = coming_tiles(
                     tiles_ptr, counted, row, segments, some + _AT_ONCE, last, width // T, SEGMENTS
@@ -273,10 +223,9 @@ def context_of(records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, ELEMENT: g
 
 
 @gluon.jit
-def keys_of_entries(
+def load_listed(
     ids_ptr: gl.tensor,
     counted: gl.tensor,
-    context: gl.tensor,
     row: gl.tensor,
     segments: gl.tensor,
     width: gl.tensor,
@@ -284,16 +233,21 @@ def keys_of_entries(
     listed: gl.tensor,
     SEGMENTS: gl.constexpr,
 ) -> gl.tensor:
+    """The listed keys of a tile of entries from `begin` on, [_ROWS_TILE] int32; 0 for entries behind all of these."""
+    entry = begin + gl.arange(0, _ROWS_TILE, layout=_LANES)
+    segment, place = found_in(counted, gl.where(entry < listed, entry, 0), SEGMENTS)
+    segment_ptr = ids_ptr + (row.to(gl.int64) * segments + segment) * width
+    return gl.load(segment_ptr + place, mask=entry < listed, other=0, cache_modifier=".cg")
+
+
+@gluon.jit
+def keys_of_entries(ids: gl.tensor, begin: gl.tensor, listed: gl.tensor, context: gl.tensor) -> gl.tensor:
     """Which keys a tile of entries from `begin` on are, [_ROWS_TILE] int32; from -1 downwards those of the tail."""
     _, first, end, in_context, _ = context
     entry = begin + gl.arange(0, _ROWS_TILE, layout=_LANES)
-    there = entry < listed
-    segment, place = found_in(counted, gl.where(there, entry, 0), SEGMENTS)
-    segment_ptr = ids_ptr + (row.to(gl.int64) * segments + segment) * width
-    ids = gl.load(segment_ptr + place, mask=there, other=0, cache_modifier=".cg")
     always = entry - listed
     outside = gl.where(always < first, always, end + always - first)
-    return gl.where(there, ids, gl.where(always < in_context, outside, in_context - 1 - always))
+    return gl.where(entry < listed, ids, gl.where(always < in_context, outside, in_context - 1 - always))
 
 
 @gluon.jit
@@ -330,13 +284,11 @@ def exact_share(
     listed = gl.max(counted[1], 0)
     count = listed + always
     first, apart = gl.program_id(0) * _ROWS_TILE, shares * _ROWS_TILE
-    keys = keys_of_entries(ids_ptr, counted, context, row, segments, width, first, listed, SEGMENTS)
+    ids = load_listed(ids_ptr, counted, row, segments, width, first, listed, SEGMENTS)
     for begin in range(first, count, apart):
-        current = keys
-        keys = keys_of_entries(
-            ids_ptr, counted, context, row, segments, width, begin + apart, listed, SEGMENTS
-        )
-        state = attend_rows(queries, current, count - begin, context, state, scale_log2, X, DIM, BITS)
+        keys = keys_of_entries(ids, begin, listed, context)
+        ids = load_listed(ids_ptr, counted, row, segments, width, begin + apart, listed, SEGMENTS)
+        state = attend_rows(queries, keys, count - begin, context, state, scale_log2, X, DIM, BITS)
     return state
 
 
@@ -381,7 +333,7 @@ def values_kernel(
     at = (row.to(gl.int64) * slots + slot) * GROUP + n
     keys = number(records_ptr, b, _KEYS)
     searches = number(records_ptr, b, _END) > number(records_ptr, b, _FIRST)
-    values_ptrs = value_pointers(records_ptr, b, head, keys, DIM, VALUE_BITS)
+    codes_ptr = value_codes(records_ptr, b, head, keys, DIM, VALUE_BITS)
     wait_alone(CHAINED)
     let_next_begin(CHAINED)
     if EXACT and slot < shares:
@@ -391,7 +343,7 @@ def values_kernel(
         )  # fmt: skip
     else:
         sums, total = coarse_share(
-            values_ptrs, weights_ptr, tiles_ptr, weighed_ptr, row, segments, slot - shares,
+            codes_ptr, weights_ptr, tiles_ptr, weighed_ptr, row, segments, slot - shares,
             gl.num_programs(0) - shares, width, TILE, X, GROUP, DIM, VALUE_BITS, SEGMENTS, AHEAD,
         )  # fmt: skip
         _, _, _, shift = movable_cut(cuts_ptr, row)

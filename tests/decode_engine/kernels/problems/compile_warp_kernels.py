@@ -70,7 +70,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
                 kernel = warp_pass.pass_kernel if kind in ("weigh", "list") else warp_values.values_kernel
                 of_keys = kind in ("weigh", "list")
                 constants |= {"TILE": layer.tile, "WEIGH": kind == "weigh", "EXACT": kind == "everything"}
-                constants["AHEAD"] = layer.ahead if of_keys else layer.values_ahead
+                constants["AHEAD"] = layer.shape.ahead if of_keys else layer.shape.values_ahead
                 yield (
                     f"{kind}-{group}-{head_dim}-{key_bits}-{value_bits}",
                     kernel,
