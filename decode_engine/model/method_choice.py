@@ -34,7 +34,7 @@ AUTO = "auto"
 """The name by which a request asks for the choice."""
 
 _TOKENS = {"cpu": (4096, 16384), "cuda": (8192, 65536)}
-_SESSIONS = {"cpu": (1, 16), "cuda": (1, 4)}
+_SESSIONS = (1, 16)
 _STEPS = 5
 _LONG_S = 2.0
 """After so long no further steps of a shape are timed."""
@@ -173,7 +173,7 @@ def _measure(
         context = made_up_context(
             runner.identity, runner.kv_dtype, method, tokens, device=runner.device, placement=placement
         )
-        for sessions in _SESSIONS[runner.device.type]:
+        for sessions in _SESSIONS:
             found = _step_seconds(runner, context, timed, sessions)
             for each, seconds in zip(timed, found, strict=True):
                 measured[label(each)][tokens, sessions] = seconds

@@ -50,10 +50,10 @@ class CoarseShape:
     programs: that go over copies, of all rows together. registers: whether two or four times as many programs of one
     warp do, with all that they need in registers (`coarse.warp`), where sizes allow that; tile: keys that such a
     program holds, half of them where rows are long; ahead, values_ahead: tiles of keys, and of values, that are on
-    their way to it meanwhile, less than a power of two by one; early: blocks of keys besides that come near while the cut is looked for. warps,
-    stages: of other programs, and blocks of which loads are in flight. samplers, runs: programs per row that score a
-    sample, and runs of keys of each; powers of two. At 1 % 82 of 8,192 keys decide how many are kept, which then strays
-    by a ninth; at 0.25 % by a fifth.
+    their way to it meanwhile; early: blocks of keys besides that come near while the cut is looked for. warps, stages:
+    of other programs, and blocks of which loads are in flight. samplers, runs: programs per row that score a sample,
+    and runs of keys of each; powers of two. At 1 % 82 of 8,192 keys decide how many are kept, which then strays by a
+    ninth; at 0.25 % by a fifth.
     int8_keys, int8_values: products with the codes of keys, and with those of values, are of 8-bit integers instead of
     numbers of the queries' type.
     """

@@ -4,7 +4,7 @@ usage: python ops/bench/whole_model/choice.py [--lengths 4k,16k,32k] [--sessions
        python ops/bench/whole_model/choice.py --device cuda --lengths 8k,32k,128k --sessions 1,2,4,16,64
 
 Regime: a server's own measurement first (`decode_engine.model.method_choice`), once, as when it starts: steps of full
-attention and of the method at two lengths, with one session and with four. Then steps of both on made-up contexts of
+attention and of the method at two lengths, with one session and with sixteen. Then steps of both on made-up contexts of
 every length, which all sessions share, turn by turn. On a CPU the packaged reader; on a GPU transformers' Llama in the
 shape of Llama-3.1-8B with random weights, in captured steps, contexts in the GPU's memory.
 

@@ -179,8 +179,7 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
             )
             end_of_copies()
     steps = load_steps(keys_ptrs, first_block, searches, DIM, KEY_BITS)
-    if WEIGH:
-        prefetch_value_steps(steps_ptrs, start, beyond, CHAINED)
+    prefetch_value_steps(steps_ptrs, start, beyond, WEIGH and CHAINED)
     for more in gl.static_range(1, EARLY + 1):
         prefetch_key_codes(keys_ptrs, start + more * apart * _BLOCK, beyond, DIM, KEY_BITS, CHAINED)
         prefetch_key_steps(keys_ptrs, start + more * apart * _BLOCK, beyond, DIM, CHAINED)
@@ -202,8 +201,7 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
         turns = first_block * 0
         bottom = gl.fma(added, units, 0.0 - peaks)
         for block in range(first_block, stop, apart):
-            if WEIGH:
-                prefetch_value_steps(steps_ptrs, (block + apart) * _BLOCK, beyond, CHAINED)
+            prefetch_value_steps(steps_ptrs, (block + apart) * _BLOCK, beyond, WEIGH and CHAINED)
             steps = load_steps(keys_ptrs, gl.minimum(block + apart, stop - 1), None, DIM, KEY_BITS)
             for within in range(0, _BLOCK, TILE):
                 tile, turn = block * _BLOCK + within, turns + within // TILE
