@@ -32,6 +32,7 @@ from decode_engine.kernels.coarse.coded_tiles import (
 from decode_engine.kernels.coarse.search import product_options
 from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
 from decode_engine.kernels.coarse.warp.warp_pass import pass_kernel as pass_alone
+from decode_engine.kernels.coarse.warp.warp_together import together_kernel as together
 from decode_engine.kernels.coarse.warp.warp_values import values_kernel as values_alone
 from decode_engine.kernels.fields import KEYS, field, key_pointers, searched_keys, value_pointers
 from decode_engine.kernels.launches import chained, wait_for_launch
@@ -250,11 +251,14 @@ def attend_all(
     lists: KeyLists,
     partials: Partials,
 ) -> None:
-    """A whole step's attention, into as many slots of `partials` as sizes has exact and value programs.
+    """A whole step's attention, into sizes.slots(B * H) slots of `partials`.
 
     To the keys that the cuts keep, sinks, recent window and tail exactly, to all others by their codes; `lists` gets
     those that are kept. For sizes in registers and queries, keys and values in bfloat16.
     """
+    if sizes.together:
+        _attend_together(q_BHGD, records_BF, sizes, work, lists, partials)
+        return
     _list_alone(q_BHGD, records_BF, sizes, work, lists, weigh=True)
     _attend_alone(q_BHGD, records_BF, sizes, work, lists, partials, exact=True)
 
@@ -306,6 +310,36 @@ def _attend_alone(
         EXACT=exact,
         AHEAD=sizes.shape.values_ahead,
         SEGMENTS=max(32, triton.next_power_of_2(segments)),
+        TILE=sizes.tile,
+        **sizes.constants_alone(),
+        **sizes.launch_alone(keys=False),
+        **chained(q_BHGD.device),
+    )
+
+
+def _attend_together(
+    q_BHGD: Tensor,
+    records_BF: Tensor,
+    sizes: CoarseSizes,
+    work: CoarseWork,
+    lists: KeyLists,
+    partials: Partials,
+) -> None:
+    """The kernel of one warp that goes over everything."""
+    rows = q_BHGD.shape[0] * sizes.kv_heads
+    together[(lists.counts_RP.shape[1], rows)](
+        *_found(q_BHGD, records_BF, work, lists),
+        partials.sums_RSGD,
+        partials.peaks_RSG,
+        partials.totals_RSG,
+        sizes.head_dim**-0.5 * LOG2E,
+        sizes.width(rows),
+        partials.peaks_RSG.shape[1],
+        KEY_BITS=sizes.key_bits,
+        VALUE_BITS=sizes.value_bits,
+        AHEAD=sizes.shape.ahead,
+        VALUES_AHEAD=sizes.shape.values_ahead,
+        EARLY=sizes.shape.early,
         TILE=sizes.tile,
         **sizes.constants_alone(),
         **sizes.launch_alone(keys=False),

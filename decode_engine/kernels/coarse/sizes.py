@@ -48,7 +48,8 @@ class CoarseShape:
     """How the work is cut. Results depend on it by their rounding, and by the sample that the cut comes from.
 
     programs: that go over copies, of all rows together. registers: whether two or four times as many programs of one
-    warp do, with all that they need in registers (`coarse.warp`), where sizes allow that; tile: keys that such a
+    warp do, with all that they need in registers (`coarse.warp`), where sizes allow that; together: whether one launch
+    of these attends to everything, where it can be held to few registers; tile: keys that such a
     program holds, half of them where rows are long; ahead, values_ahead: tiles of keys, and of values, that are on
     their way to it meanwhile; early: blocks of keys besides that come near while the cut is looked for. warps, stages:
     of other programs, and blocks of which loads are in flight. samplers, runs: programs per row that score a sample,
@@ -60,6 +61,7 @@ class CoarseShape:
 
     programs: int = 528
     registers: bool = False
+    together: bool = False
     tile: int = 32
     ahead: int = 3
     values_ahead: int = 3
@@ -137,10 +139,21 @@ class CoarseSizes:
         """Whether programs of one warp are held to few registers."""
         return self.in_registers and self.columns * self.head_dim <= _FEW_SUMS
 
+    @property
+    def together(self) -> bool:
+        """Whether one launch attends to everything that a row attends to."""
+        return self.shape.together and self.few_registers
+
     def splits(self, rows: int) -> int:
         """S."""
-        times = 4 if self.few_registers else 2 if self.in_registers else 1
-        return max(1, min(self.blocks, MAX_SPLITS, self.shape.programs * times // rows))
+        times = 3 if self.together else 4 if self.few_registers else 2 if self.in_registers else 1
+        most = max(1, min(self.blocks, MAX_SPLITS, self.shape.programs * times // rows))
+        # Shares of whole blocks: none is larger than with so many programs.
+        return -(-self.blocks // -(-self.blocks // most)) if self.together else most
+
+    def slots(self, rows: int) -> int:
+        """That a launch fills which attends to everything."""
+        return self.splits(rows) if self.together else self.exact_programs(rows) + self.value_programs(rows)
 
     def value_programs(self, rows: int) -> int:
         """That attend to coded values, and the slots that they fill."""

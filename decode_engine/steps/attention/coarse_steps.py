@@ -68,7 +68,7 @@ class CoarseSelection(KeySelection):
     def slots(self) -> int:
         """That `attend_all` fills."""
         rows = len(self.lists.counts_RP)
-        return self.sizes.exact_programs(rows) + self.sizes.value_programs(rows)
+        return self.sizes.slots(rows)
 
     def attend_all(self, q_BHGD: Tensor, records_BF: Tensor, counts_RP: Tensor, partials: Partials) -> None:
         """Searches, and attends to everything that a row attends to; counts_RP gets how many keys each list has."""

@@ -29,7 +29,7 @@ from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
 from decode_engine.kernels.coarse.warp import (
     warp_codes,
     warp_cut,
-    warp_lists,
+    warp_findings,
     warp_pass,
     warp_places,
     warp_records,
@@ -37,8 +37,8 @@ from decode_engine.kernels.coarse.warp import (
     warp_rows,
     warp_sample,
     warp_tiles,
+    warp_together,
     warp_values,
-    warp_weights,
 )
 from decode_engine.kernels.coarse.warp.warp_pass import NEGLIGIBLE
 from decode_engine.kernels.records import records_of
@@ -57,14 +57,19 @@ from tests.support.warps.warp_launches import interpreted
 
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = (
-    warp_pass, warp_values, warp_cut, warp_lists, warp_sample, warp_records, warp_rings, warp_tiles, warp_places,
-    warp_codes, warp_rows, warp_weights, search, coarse_pass,
+    warp_pass, warp_values, warp_cut, warp_sample, warp_records, warp_rings, warp_tiles, warp_places,
+    warp_codes, warp_rows, warp_findings, warp_together, search, coarse_pass,
 )  # fmt: skip
 IN_REGISTERS = replace(SMALL, registers=True, samplers=8)
 CODES = ((128, 4), (128, 3), (128, 2), (64, 4), (256, 4), (256, 3), (256, 2))
 """Head dimensions and bits of codes."""
 GROUPS = {128: (*range(1, 9), 9, 16), 64: (*range(1, 9), 13), 256: (1, 7, 8)}
 """Query heads of a KV head, by head dimension."""
+
+
+def in_one_launch(head_dim: int, group: int) -> bool:
+    """Whether registers suffice for it."""
+    return make_sizes(group, head_dim, shape=replace(IN_REGISTERS, together=True)).together
 
 
 @dataclass
@@ -149,11 +154,21 @@ def test_sums_over_many_flat_keys_stay_exact(head_dim: int, bits: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "bits", "group"), [(*codes, group) for codes in CODES for group in GROUPS[codes[0]]]
+    ("head_dim", "bits", "group", "together"),
+    [
+        (*codes, group, together)
+        for codes in CODES
+        for group in GROUPS[codes[0]]
+        for together in (False, True)
+        if not together or in_one_launch(codes[0], group)
+    ],
 )
-def test_one_launch_attends_to_everything(head_dim: int, bits: int, group: int) -> None:
-    """Also where all keys are kept, where nothing is searched, and to a tail longer than a tile."""
-    sizes = make_sizes(group, head_dim, bits, bits, shape=IN_REGISTERS, kv_heads=2)
+def test_everything_is_attended_to(head_dim: int, bits: int, group: int, together: bool) -> None:
+    """Also where all keys are kept, where nothing is searched, and to a tail longer than a tile; in two launches, or in
+    one."""
+    shape = replace(IN_REGISTERS, together=together)
+    sizes = make_sizes(group, head_dim, bits, bits, shape=shape, kv_heads=2)
+    assert sizes.together == together
     sizes_of = ((300, 3, 259, 20, 37), (140, 0, 140, 140, 5), (90, 40, 40, 3, 1))
     sequences = [with_rows(sizes, *each) for each in sizes_of]
     batch: list[Sequence | None] = [sequences[0], None, *sequences[1:]]
@@ -161,7 +176,7 @@ def test_one_launch_attends_to_everything(head_dim: int, bits: int, group: int) 
     work = CoarseWork.make(sizes, len(batch), "cpu")
     work.normalisers_RG.fill_(torch.nan)
     lists = KeyLists.allocate(rows, sizes.splits(rows), sizes.width(rows), "cpu")
-    slots = sizes.exact_programs(rows) + sizes.value_programs(rows)
+    slots = sizes.slots(rows)
     partials = Partials.allocate(rows, slots, group, head_dim, torch.device("cpu"))
     with interpreted(*MODULES):
         records_BF = records_of(batch, "cpu")
@@ -209,15 +224,16 @@ def test_values_of_next_to_no_weight_are_not_read(head_dim: int, group: int) -> 
     assert read.out_RGD.isnan().all()
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_exact_weights_far_above_all_others_do_not_overflow(head_dim: int) -> None:
-    sizes = make_sizes(1, head_dim, shape=IN_REGISTERS)
+def test_exact_weights_far_above_all_others_do_not_overflow(head_dim: int, together: bool) -> None:
+    sizes = make_sizes(1, head_dim, shape=replace(IN_REGISTERS, together=together))
     sequence = with_rows(sizes, 300, 3, 259, 5, 2)
     q_BHGD = make_queries(sizes, torch.float32, 1)
     sequence.kv_HN2D[:, 1, 0] = 40.0 * q_BHGD[0, 0, 0]  # a sink
     work = CoarseWork.make(sizes, 1, "cpu")
     lists = KeyLists.allocate(1, sizes.splits(1), sizes.width(1), "cpu")
-    slots = sizes.exact_programs(1) + sizes.value_programs(1)
+    slots = sizes.slots(1)
     partials = Partials.allocate(1, slots, 1, head_dim, torch.device("cpu"))
     with interpreted(*MODULES):
         records_BF = records_of([sequence], "cpu")

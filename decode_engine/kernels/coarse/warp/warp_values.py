@@ -17,6 +17,13 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from decode_engine.kernels import records
 from decode_engine.kernels.coarse.warp import warp_rows
 from decode_engine.kernels.coarse.warp.warp_codes import value_layout
+from decode_engine.kernels.coarse.warp.warp_findings import (
+    as_operand,
+    copied_weights,
+    copy_weights,
+    in_order_of_rows,
+    new_weights_rings,
+)
 from decode_engine.kernels.coarse.warp.warp_pass import movable_cut, reference_weights
 from decode_engine.kernels.coarse.warp.warp_places import bits_of
 from decode_engine.kernels.coarse.warp.warp_records import (
@@ -42,22 +49,15 @@ from decode_engine.kernels.coarse.warp.warp_tiles import (
     store_sums,
     values_of,
 )
-from decode_engine.kernels.coarse.warp.warp_weights import (
-    as_operand,
-    copied_weights,
-    copy_weights,
-    in_order_of_rows,
-    new_weights_rings,
-)
 
 _KEYS, _FIRST, _END, _TAIL_KEYS, _KV, _TAIL = (
     gl.constexpr(field)
     for field in (records.KEYS, records.FIRST, records.END, records.TAIL_KEYS, records.KV, records.TAIL)
 )
-_ROWS_TILE = gl.constexpr(warp_rows.TILE)
+ROWS_TILE = gl.constexpr(warp_rows.TILE)
 _COMING, _AT_ONCE = gl.constexpr(64), gl.constexpr(32)
 """Tiles that are looked up together, and those after which others are; the rest are what is asked for ahead."""
-_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
 @gluon.constexpr_function
@@ -130,37 +130,41 @@ def found_in(counted: gl.tensor, place: gl.tensor, SEGMENTS: gl.constexpr) -> gl
 @gluon.jit
 def at_lane(numbers: gl.tensor, place: gl.tensor) -> gl.tensor:
     """One of a vector's numbers."""
-    return gl.max(gl.gather(numbers, gl.full([1], 0, gl.int32, layout=_LANES) + place, 0), 0)
+    return gl.max(gl.gather(numbers, gl.full([1], 0, gl.int32, layout=LANES) + place, 0), 0)
 
 
 @gluon.jit
 def coming_tiles(
     tiles_ptr: gl.tensor,
-    counted: gl.tensor,
-    row: gl.tensor,
-    segments: gl.tensor,
+    counted: gl.tensor | None,
+    segment: gl.tensor,
     tile: gl.tensor,
     last: gl.tensor,
     room: gl.tensor,
     SEGMENTS: gl.constexpr,
 ) -> gl.tensor:
-    """Of the tiles from `tile` to `last` of a row's, the next ones: which tiles' weights are theirs, and first keys."""
-    later = gl.minimum(tile + gl.arange(0, _COMING, layout=_LANES), last)
-    segment, place = found_in(counted, later, SEGMENTS)
-    place += (row * segments + segment) * room
+    """Of some tiles from `tile` to `last` the next ones: which tiles' weights are theirs, and first keys.
+
+    They are counted from the beginning of a segment, or of the first of a row's whose tiles are `counted`. room: tiles
+    from one segment to the next.
+    """
+    place = gl.minimum(tile + gl.arange(0, _COMING, layout=LANES), last)
+    if counted is not None:
+        later, place = found_in(counted, place, SEGMENTS)
+        segment += later
+    place += segment * room
     return place, gl.load(tiles_ptr + place, cache_modifier=".cg")
 
 
 @gluon.jit
-def coarse_share(
+def attend_tiles(
     codes_ptr: gl.tensor,
     weights_ptr: gl.tensor,
     tiles_ptr: gl.tensor,
-    weighed_ptr: gl.tensor,
-    row: gl.tensor,
-    segments: gl.tensor,
-    share: gl.tensor,
-    shares: gl.tensor,
+    counted: gl.tensor | None,
+    segment: gl.tensor,
+    first: gl.tensor,
+    end: gl.tensor,
     width: gl.tensor,
     T: gl.constexpr,
     X: gl.constexpr,
@@ -170,16 +174,13 @@ def coarse_share(
     SEGMENTS: gl.constexpr,
     AHEAD: gl.constexpr,
 ) -> gl.tensor:
-    """Sums of planes and of weights [X] over a share of a row's tiles, consecutive ones of all of its segments."""
+    """Sums of planes and of weights [X] over the values of consecutive tiles, `first` to `end` (`coming_tiles`)."""
     none = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
     attended = (no_values_yet(X, DIM), none, none)
     ring, rings = new_ring(T, DIM, BITS, AHEAD), new_weights_rings(T, X, AHEAD)
-    counted = counts_of(weighed_ptr, row, segments, SEGMENTS)
-    total = gl.max(counted[1], 0)
-    first, end = total * share // shares, total * (share + 1) // shares
     last = end - 1
     if end > first:
-        places, begins = coming_tiles(tiles_ptr, counted, row, segments, first, last, width // T, SEGMENTS)
+        places, begins = coming_tiles(tiles_ptr, counted, segment, first, last, width // T, SEGMENTS)
         for early in gl.static_range(AHEAD):
             there = first + early < end
             copy_tile(ring, early, codes_ptr, at_lane(begins, early), there, T, DIM, BITS, AHEAD)
@@ -200,7 +201,7 @@ def coarse_share(
                 attended = attend_values(attended, words, weights, scales, offsets, T, X, DIM, BITS)
             if some + _AT_ONCE < end:
                 places, begins = coming_tiles(
-                    tiles_ptr, counted, row, segments, some + _AT_ONCE, last, width // T, SEGMENTS
+                    tiles_ptr, counted, segment, some + _AT_ONCE, last, width // T, SEGMENTS
                 )
         wait_for_copies(0)
     sums, evens, totals = attended
@@ -233,8 +234,8 @@ def load_listed(
     listed: gl.tensor,
     SEGMENTS: gl.constexpr,
 ) -> gl.tensor:
-    """The listed keys of a tile of entries from `begin` on, [_ROWS_TILE] int32; 0 for entries behind all of these."""
-    entry = begin + gl.arange(0, _ROWS_TILE, layout=_LANES)
+    """The listed keys of a tile of entries from `begin` on, [ROWS_TILE] int32; 0 for entries behind all of these."""
+    entry = begin + gl.arange(0, ROWS_TILE, layout=LANES)
     segment, place = found_in(counted, gl.where(entry < listed, entry, 0), SEGMENTS)
     segment_ptr = ids_ptr + (row.to(gl.int64) * segments + segment) * width
     return gl.load(segment_ptr + place, mask=entry < listed, other=0, cache_modifier=".cg")
@@ -242,9 +243,9 @@ def load_listed(
 
 @gluon.jit
 def keys_of_entries(ids: gl.tensor, begin: gl.tensor, listed: gl.tensor, context: gl.tensor) -> gl.tensor:
-    """Which keys a tile of entries from `begin` on are, [_ROWS_TILE] int32; from -1 downwards those of the tail."""
+    """Which keys a tile of entries from `begin` on are, [ROWS_TILE] int32; from -1 downwards those of the tail."""
     _, first, end, in_context, _ = context
-    entry = begin + gl.arange(0, _ROWS_TILE, layout=_LANES)
+    entry = begin + gl.arange(0, ROWS_TILE, layout=LANES)
     always = entry - listed
     outside = gl.where(always < first, always, end + always - first)
     return gl.where(entry < listed, ids, gl.where(always < in_context, outside, in_context - 1 - always))
@@ -283,7 +284,7 @@ def exact_share(
     queries = load_row_queries(q_ptr, row, X, GROUP, DIM)
     listed = gl.max(counted[1], 0)
     count = listed + always
-    first, apart = gl.program_id(0) * _ROWS_TILE, shares * _ROWS_TILE
+    first, apart = gl.program_id(0) * ROWS_TILE, shares * ROWS_TILE
     ids = load_listed(ids_ptr, counted, row, segments, width, first, listed, SEGMENTS)
     for begin in range(first, count, apart):
         keys = keys_of_entries(ids, begin, listed, context)
@@ -342,9 +343,12 @@ def values_kernel(
             X, GROUP, DIM, VALUE_BITS, SEGMENTS,
         )  # fmt: skip
     else:
-        sums, total = coarse_share(
-            codes_ptr, weights_ptr, tiles_ptr, weighed_ptr, row, segments, slot - shares,
-            gl.num_programs(0) - shares, width, TILE, X, GROUP, DIM, VALUE_BITS, SEGMENTS, AHEAD,
+        counted = counts_of(weighed_ptr, row, segments, SEGMENTS)
+        tiles = gl.max(counted[1], 0)
+        share, programs = slot - shares, gl.num_programs(0) - shares
+        sums, total = attend_tiles(
+            codes_ptr, weights_ptr, tiles_ptr, counted, row * segments, tiles * share // programs,
+            tiles * (share + 1) // programs, width, TILE, X, GROUP, DIM, VALUE_BITS, SEGMENTS, AHEAD,
         )  # fmt: skip
         _, _, _, shift = movable_cut(cuts_ptr, row)
         peaks = reference_weights(normalisers_ptr, row, shift, searches, X, GROUP)

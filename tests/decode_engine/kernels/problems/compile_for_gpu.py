@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,12 +182,14 @@ def go_over_coarse_rows() -> None:
 
     records_BF = torch.zeros(SIZE, records.RECORD_FIELDS, dtype=torch.int64)
     rows = SIZE * HEADS
-    for group, head_dim, bits in COARSE:
-        sizes = CoarseSizes(HEADS, group, head_dim, bits, bits, 1, KEYS, coarse_shape(GPU, KEYS))
+    usual = coarse_shape(GPU, KEYS)
+    shapes = [(4, 128, 4, replace(usual, together=True)), *((*each, usual) for each in COARSE)]
+    for group, head_dim, bits, shape in shapes:
+        sizes = CoarseSizes(HEADS, group, head_dim, bits, bits, 1, KEYS, shape)
         queries = torch.zeros(SIZE, HEADS, group, head_dim, dtype=torch.bfloat16)
         work = CoarseWork.make(sizes, SIZE, GPU)
         lists = KeyLists.allocate(rows, sizes.splits(rows), sizes.width(rows), GPU)
-        slots = sizes.exact_programs(rows) + sizes.value_programs(rows)
+        slots = sizes.slots(rows)
         partials = Partials.allocate(rows, slots, group, head_dim, GPU)
         find_cuts(queries, records_BF, sizes, work)
         list_keys(queries, records_BF, sizes, work, lists)

@@ -1,6 +1,7 @@
-"""Weights of coded keys between two launches of one warp each: as tensor cores take them, so that nothing is turned.
+"""What a pass of one warp over keys leaves behind: lists of those that are kept, and weights of the others.
 
-A tile's weights are those of GROUP query heads, T of each, in the order in which a lane holds them; behind them lie the
+A warp appends to a list without memory that lanes share. Weights are as tensor cores take them, so that nothing is
+turned. A tile's are those of GROUP query heads, T of each, in the order in which a lane holds them; behind them lie the
 scales and the offsets of its values, T of each. So all of them are copied ahead, past the registers: a number that is
 loaded ahead into one is waited for where it is passed on to another.
 
@@ -14,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from decode_engine.kernels.coarse.warp.warp_places import bits_of
-from decode_engine.kernels.coarse.warp.warp_tiles import RIGHT
+from decode_engine.kernels.coarse.warp.warp_tiles import OF_KEYS, RIGHT
 
 _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _EIGHTS = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))
@@ -147,3 +148,74 @@ def as_operand(loaded: gl.tensor, T: gl.constexpr, X: gl.constexpr) -> gl.tensor
     """Weights by lanes as a right operand [T, X]."""
     turned = gl.permute(gl.reshape(loaded, [X, 4, T // 8, 2]), [2, 1, 3, 0])
     return gl.convert_layout(gl.reshape(turned, [T, X]), RIGHT, assert_trivial=True)
+
+
+@gluon.jit
+def by_registers(numbers: gl.tensor, T: gl.constexpr) -> gl.tensor:
+    """Numbers of a tile's keys, [T], as [8] for each register of a lane."""
+    if T == 8:
+        return (gl.convert_layout(numbers, OF_KEYS),)
+    else:  # noqa: RET505 - the other branch is not compiled
+        low, high = gl.split(gl.permute(gl.reshape(numbers, [2, T // 2]), [1, 0]))
+        return by_registers(low, T // 2) + by_registers(high, T // 2)
+
+
+@gluon.jit
+def voted(kept: gl.tensor) -> gl.tensor:
+    """Which lanes' keys are kept, [8] int32: a bit for the first of the four lanes that have a key."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 t, p, 0xffffffff; "
+        "and.b32 $0, t, 0x11111111; }",
+        "=r,r", [kept], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def counted(votes: gl.tensor) -> gl.tensor:
+    """Set bits, [8] int32."""
+    return gl.inline_asm_elementwise(
+        "popc.b32 $0, $1;", "=r,r", [votes], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def prefetch_rows(rows_ptr: gl.tensor, ids: gl.tensor, marks: gl.tensor, ROW_BYTES: gl.constexpr) -> None:
+    """Has the rows of marked keys, [8] each, brought into the second-level cache, a line by each lane of a key's."""
+    rows = rows_ptr.to(gl.int64) + ids.to(gl.int64) * ROW_BYTES
+    for begin in gl.static_range(0, ROW_BYTES, 512):
+        gl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b32 l; .reg .b64 a; mov.u32 l, %laneid; and.b32 l, l, 3; shl.b32 l, l, 7; "
+            "setp.ne.b32 p, $2, 0; setp.lt.and.u32 p, l, $3, p; cvt.u64.u32 a, l; add.u64 a, a, $1; "
+            "@p prefetch.global.L2 [a]; mov.b32 $0, 0; }",
+            "=r,l,r,r", [rows + begin, marks, marks * 0 + (ROW_BYTES - begin)],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def list_keys(
+    ids_ptr: gl.tensor,
+    count: gl.tensor,
+    kept: gl.tensor,
+    key: gl.tensor,
+    rows_ptr: gl.tensor | None,
+    ROW_BYTES: gl.constexpr,
+    T: gl.constexpr,
+) -> gl.tensor:
+    """Appends those of a tile's keys that are kept (int32, 0 or 1) to a list, ascending; the new count, [8] of one.
+
+    rows_ptr: has their rows brought near.
+    """
+    marks, ids = by_registers(kept, T), by_registers(key, T)
+    earlier_lanes = (gl.full([8], 1, gl.int32, layout=OF_KEYS) << (gl.arange(0, 8, layout=OF_KEYS) * 4)) - 1
+    place, total = count, count
+    for part in gl.static_range(T // 8):  # a lane's keys follow one another
+        votes = voted(marks[part])
+        place += counted(votes & earlier_lanes)
+        total += counted(votes)
+    for part in gl.static_range(T // 8):
+        gl.store(ids_ptr + place, ids[part], mask=marks[part] > 0)
+        place += marks[part]
+        if rows_ptr is not None:
+            prefetch_rows(rows_ptr, ids[part], marks[part], ROW_BYTES)
+    return total
