@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import index_store  # noqa: F401 - before torch: it says that idle OpenMP threads sleep, and tests import torch first
+from tests.support.interpreter.products import round_sums_once
 from tests.support.interpreter.speed import patch_once
 
 # Triton reads this once, when it is imported first: without a device its kernels run in its interpreter.
@@ -21,6 +22,7 @@ if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if "TRITON_INTERPRET" in os.environ:
     patch_once()
+    round_sums_once()
 
 # Tests start processes while clients and servers of others have run in this one. gRPC's own handling of forks ends some
 # of these processes before they have begun (it is read when gRPC is used first).

@@ -22,7 +22,6 @@ Place = tuple[str, str]
 LAUNCH: Place = ("index_store.launch", "launch")
 """Starts loops that numba compiled."""
 
-_COARSE = "decode_engine.kernels.coarse"
 _CLUSTERS = ("decode_engine.kernels.clusters.reference", "remainder_reference")
 _TABLES = ("decode_engine.kernels.tables.reference", "table_attention_reference")
 COMPARED_WITH: Mapping[Place, Place | str] = {
@@ -49,7 +48,6 @@ COMPARED_WITH: Mapping[Place, Place | str] = {
     ),
     ("decode_engine.kernels.clusters.lookup", "look_up"): _CLUSTERS,
     ("decode_engine.kernels.clusters.remainder", "correct_clusters"): _CLUSTERS,
-    (f"{_COARSE}.coarse_pass", "_launch_pass"): (f"{_COARSE}.reference", "list_keys_reference"),
     ("index_store.attention.listed_keys_numba", "_launch"): (
         "index_store.attention.listed_keys_numba",
         "attend_listed_reference",

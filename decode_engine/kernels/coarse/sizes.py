@@ -25,6 +25,7 @@ MIN_KEYS = 32
 """That a context has at least."""
 BITS_IN_REGISTERS = MappingProxyType({64: {4}, 128: {2, 3, 4}, 256: {2, 3, 4}})
 """Bits of codes that kernels in registers take, by head dimension."""
+VALUE_GROUPS_IN_REGISTERS = (1, 2)
 MAX_SPLITS = 256
 """That merge at once what they found."""
 CHUNKS, LANES = 16, 32
@@ -119,7 +120,7 @@ class CoarseSizes:
     def in_registers(self) -> bool:
         """Whether the kernels of `coarse.warp` go over the copies and the sample."""
         taken = BITS_IN_REGISTERS.get(self.head_dim, set())
-        coded = {self.key_bits, self.value_bits} <= taken and self.value_groups == 1
+        coded = {self.key_bits, self.value_bits} <= taken and self.value_groups in VALUE_GROUPS_IN_REGISTERS
         enough = self.shape.sampled % (LANES * CHUNKS) == 0
         return self.shape.registers and enough and coded and self.columns * self.head_dim <= _MOST_SUMS
 
@@ -258,9 +259,9 @@ class CoarseWork:
     `border.store_cut`. kept_RN: [R, N] uint8, 1 for keys that were listed; of blocks that hold searched keys; empty for
     kernels in registers.
 
-    What those leave between their launches, else empty: weights_RSX: [R, S, W * (G + 2)] float16 of the keys of tiles
-    whose values are read, and their scales and offsets, W keys that a program goes over; tiles_RST: [R, S, W / T]
-    int32, first keys of these tiles, T keys each; weighed_RS: [R, S] int32, how many there are.
+    What those leave between their launches, else empty: weights_RSX: [R, S, W * (G + 2 V)] float16 of the keys of tiles
+    whose values are read, and their scales and offsets, W keys that a program goes over, V value groups; tiles_RST:
+    [R, S, W / T] int32, first keys of these tiles, T keys each; weighed_RS: [R, S] int32, how many there are.
     """
 
     sampled_RGM: Tensor
@@ -282,7 +283,9 @@ class CoarseWork:
             torch.empty(rows, sizes.group, device=device),
             torch.empty(rows, 3, dtype=torch.int32, device=device),
             torch.empty(rows, 0 if alone else sizes.blocks * BLOCK, dtype=torch.uint8, device=device),
-            torch.empty(*left, width * (sizes.group + 2), dtype=torch.float16, device=device),
+            torch.empty(
+                *left, width * (sizes.group + 2 * sizes.value_groups), dtype=torch.float16, device=device
+            ),
             torch.empty(*left, width // sizes.tile, dtype=torch.int32, device=device),
             torch.empty(*left, dtype=torch.int32, device=device),
         )

@@ -106,35 +106,41 @@ def with_rows(sizes: CoarseSizes, keys: int, first: int, end: int, keep: int, ta
     generator = torch.Generator().manual_seed(keys)
     kv = torch.randn(sizes.kv_heads, keys, 2, sizes.head_dim, generator=generator)
     tail = torch.randn(sizes.kv_heads, tail_keys + 3, 2, sizes.head_dim, generator=generator)
-    rows = code_rows(kv, 0, sizes.key_bits, sizes.value_bits, 1)
+    rows = code_rows(kv, 0, sizes.key_bits, sizes.value_bits, sizes.value_groups)
     return Sequence(CoarseSequence(rows, first, end, keep), kv, tail, tail_keys)
 
 
 @pytest.mark.parametrize(
-    ("group", "head_dim", "bits", "apart", "tile"),
+    ("group", "head_dim", "bits", "apart", "tile", "groups"),
     [
-        (3, 128, (4, 4), False, 32),
-        (3, 128, (2, 2), True, 16),
-        (3, 128, (4, 2), False, 64),
-        (3, 128, (3, 3), False, 32),
-        (3, 128, (3, 4), True, 16),
-        (3, 128, (2, 3), False, 64),
-        (3, 64, (4, 4), False, 32),
-        (3, 64, (4, 4), True, 16),
-        (3, 64, (4, 4), False, 64),
-        (9, 128, (4, 4), False, 32),
-        (16, 128, (2, 4), False, 64),
-        (12, 128, (3, 3), True, 16),
-        (10, 64, (4, 4), True, 32),
-        (3, 256, (4, 4), False, 32),
-        (3, 256, (2, 2), True, 32),
-        (3, 256, (4, 3), False, 64),
+        (3, 128, (4, 4), False, 32, 1),
+        (3, 128, (2, 2), True, 16, 1),
+        (3, 128, (4, 2), False, 64, 1),
+        (3, 128, (3, 3), False, 32, 1),
+        (3, 128, (3, 4), True, 16, 1),
+        (3, 128, (2, 3), False, 64, 1),
+        (3, 64, (4, 4), False, 32, 1),
+        (3, 64, (4, 4), True, 16, 1),
+        (3, 64, (4, 4), False, 64, 1),
+        (9, 128, (4, 4), False, 32, 1),
+        (16, 128, (2, 4), False, 64, 1),
+        (12, 128, (3, 3), True, 16, 1),
+        (10, 64, (4, 4), True, 32, 1),
+        (3, 256, (4, 4), False, 32, 1),
+        (3, 256, (2, 2), True, 32, 1),
+        (3, 256, (4, 3), False, 64, 1),
+        (3, 256, (4, 4), False, 32, 2),
+        (8, 256, (3, 2), True, 32, 2),
+        (2, 256, (2, 3), False, 64, 2),
+        (4, 128, (4, 4), True, 32, 2),
+        (3, 128, (2, 2), False, 16, 2),
+        (5, 64, (4, 4), False, 32, 2),
     ],
 )
 def test_kernels_find_what_the_references_find(
-    group: int, head_dim: int, bits: tuple[int, int], apart: bool, tile: int
+    group: int, head_dim: int, bits: tuple[int, int], apart: bool, tile: int, groups: int
 ) -> None:
-    sizes = make_sizes(group, head_dim, *bits, shape=replace(IN_REGISTERS, tile=tile), kv_heads=2)
+    sizes = make_sizes(group, head_dim, *bits, groups, shape=replace(IN_REGISTERS, tile=tile), kv_heads=2)
     assert sizes.in_registers
     sequences = [make_sequence(sizes, 300, 3, 259, 20), None, make_sequence(sizes, 77, 8, 60, 10)]
     with interpreted(*MODULES):
@@ -167,7 +173,9 @@ def test_everything_is_attended_to(head_dim: int, bits: int, group: int, togethe
     """Also where all keys are kept, where nothing is searched, and to a tail longer than a tile; in two launches, or in
     one."""
     shape = replace(IN_REGISTERS, together=together)
-    sizes = make_sizes(group, head_dim, bits, bits, shape=shape, kv_heads=2)
+    # As it is by default, and with two groups at one of the sizes that would have one.
+    groups = 2 if head_dim == 256 or (head_dim, bits, group) == (128, 4, 4) else 1
+    sizes = make_sizes(group, head_dim, bits, bits, groups, shape=shape, kv_heads=2)
     assert sizes.together == together
     sizes_of = ((300, 3, 259, 20, 37), (140, 0, 140, 140, 5), (90, 40, 40, 3, 1))
     sequences = [with_rows(sizes, *each) for each in sizes_of]
@@ -250,7 +258,9 @@ def test_which_sizes_they_take(head_dim: int, bits: tuple[int, int], group: int)
     sizes = make_sizes(group, head_dim, *bits, shape=IN_REGISTERS)
     taken = {64: bits == (4, 4), 128: True, 256: group <= 8}[head_dim]
     assert sizes.in_registers == taken
-    assert not replace(sizes, value_groups=2).in_registers
+    assert replace(sizes, value_groups=2).in_registers == taken
+    if bits[1] == 2:  # others have not four codes in a byte
+        assert not replace(sizes, value_groups=4).in_registers
     assert not replace(sizes, shape=replace(IN_REGISTERS, registers=False)).in_registers
 
 

@@ -2,10 +2,10 @@
 
 A warp appends to a list without memory that lanes share. Weights are as tensor cores take them, so that nothing is
 turned. A tile's are those of GROUP query heads, T of each, in the order in which a lane holds them; behind them lie the
-scales and the offsets of its values, T of each. So all of them are copied ahead, past the registers: a number that is
-loaded ahead into one is waited for where it is passed on to another.
+scales and the offsets of its values, T of each for every group of channels. So all of them are copied ahead, past the
+registers: a number that is loaded ahead into one is waited for where it is passed on to another.
 
-Shape legend: as in `warp_tiles`.
+Shape legend: as in `warp_tiles`; GROUPS groups of channels of a value, 1 or 2.
 """
 
 from __future__ import annotations
@@ -52,12 +52,27 @@ def _places(T: gl.constexpr, X: gl.constexpr, GROUP: gl.constexpr) -> gl.tensor:
 
 
 @gluon.jit
-def load_bits(ptr: gl.tensor, base: gl.tensor, T: gl.constexpr) -> gl.tensor:
-    """Bits of T float16 numbers, [T] int32, a lane each: halves of registers would be put together, and waited for."""
+def load_bits(ptr: gl.tensor, T: gl.constexpr, APART: gl.constexpr) -> gl.tensor:
+    """Bits of T float16 numbers, APART from each other, [T] int32, a lane each.
+
+    Halves of registers would be put together, and waited for.
+    """
     key = gl.arange(0, T, layout=_LANES)
     return gl.inline_asm_elementwise(
-        "ld.global.nc.u16 $0, [$1];", "=r,l", [(ptr + base + key).to(gl.int64)], dtype=gl.int32, is_pure=True, pack=1
+        "ld.global.nc.u16 $0, [$1];", "=r,l", [(ptr + key * APART).to(gl.int64)], dtype=gl.int32, is_pure=True, pack=1
     )  # fmt: skip
+
+
+@gluon.jit
+def load_value_steps(
+    steps_ptrs: gl.tensor, begin: gl.tensor, T: gl.constexpr, GROUPS: gl.constexpr
+) -> gl.tensor:
+    """Bits of the scales of a tile's values, by groups of channels, and then of their offsets."""
+    loaded: gl.tensor = ()
+    for part in gl.static_range(2):
+        for group in gl.static_range(GROUPS):
+            loaded += (load_bits(steps_ptrs[part] + (begin * GROUPS + group), T, GROUPS),)
+    return loaded
 
 
 @gluon.jit
@@ -72,27 +87,29 @@ def store_weights(
 ) -> None:
     """Leaves a right operand [T, X] float16 as the tile-th of those from ptr on, which is a multiple of 16 bytes.
 
-    steps: bits of the scales and of the offsets of the tile's values, as loaded.
+    steps: of the tile's values, as loaded.
     """
     at, there = _places(T, X, GROUP)
     by_lanes = gl.permute(gl.reshape(weights, [T // 8, 4, 2, X]), [3, 1, 0, 2])
     own = gl.convert_layout(gl.reshape(by_lanes, [4 * X, T // 4]), lanes_layout(T, X), assert_trivial=True)
     # Here, so that the store is known to be aligned.
-    ptr = gl.multiple_of(ptr + tile * (T * (GROUP + 2)), 16)
+    ptr = gl.multiple_of(ptr + tile * (T * (GROUP + len(steps))), 16)
     gl.store(ptr + at, own, mask=there)
     key = gl.arange(0, T, layout=_LANES)
-    for part in gl.static_range(2):
+    for part in gl.static_range(len(steps)):
         number = steps[part].to(gl.int16).to(gl.float16, bitcast=True)
         gl.store(ptr + (GROUP + part) * T + key, number)
 
 
 @gluon.jit
-def new_weights_rings(T: gl.constexpr, X: gl.constexpr, AHEAD: gl.constexpr) -> gl.shared_memory_descriptor:
+def new_weights_rings(
+    T: gl.constexpr, X: gl.constexpr, GROUPS: gl.constexpr, AHEAD: gl.constexpr
+) -> gl.shared_memory_descriptor:
     """Room for the weights of a tile and of AHEAD that are on their way; and for their scales and offsets."""
     rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     weights = gl.allocate_shared_memory(gl.float16, [AHEAD + 1, 4 * X, T // 4], rows)
     numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return weights, gl.allocate_shared_memory(gl.float16, [2 * (AHEAD + 1), T], numbers)
+    return weights, gl.allocate_shared_memory(gl.float16, [2 * GROUPS * (AHEAD + 1), T], numbers)
 
 
 @gluon.jit
@@ -105,6 +122,7 @@ def copy_weights(
     T: gl.constexpr,
     X: gl.constexpr,
     GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
     AHEAD: gl.constexpr,
 ) -> None:
     """Has what belongs to the tile-th tile from ptr on copied as the turn-th, if there is any.
@@ -112,13 +130,13 @@ def copy_weights(
     Weights of rows that only pad the tile are no numbers: their sums are nobody's.
     """
     at, own = _places(T, X, GROUP)
-    ptr = gl.multiple_of(ptr + tile.to(gl.int64) * (T * (GROUP + 2)), 16)
+    ptr = gl.multiple_of(ptr + tile.to(gl.int64) * (T * (GROUP + 2 * GROUPS)), 16)
     slot = turn % (AHEAD + 1)
     async_copy.async_copy_global_to_shared(rings[0].index(slot), ptr + at, mask=own & there)
     key = gl.arange(0, T, layout=_EIGHTS)
-    for part in gl.static_range(2):
+    for part in gl.static_range(2 * GROUPS):
         async_copy.async_copy_global_to_shared(
-            rings[1].index(2 * slot + part), ptr + (GROUP + part) * T + key, mask=there
+            rings[1].index(2 * GROUPS * slot + part), ptr + (GROUP + part) * T + key, mask=there
         )
 
 
@@ -128,13 +146,17 @@ def copied_weights(
     turn: gl.tensor,
     T: gl.constexpr,
     X: gl.constexpr,
+    GROUPS: gl.constexpr,
     AHEAD: gl.constexpr,
 ) -> gl.tensor:
-    """As they were copied: weights by lanes, scales and offsets [T]; their copy has been waited for."""
+    """As they were copied: weights by lanes, scales and offsets [T] by groups; their copy has been waited for."""
     slot = turn % (AHEAD + 1)
-    scales, offsets = rings[1].index(2 * slot), rings[1].index(2 * slot + 1)
-    weights = rings[0].index(slot).load(lanes_layout(T, X))
-    return weights, scales.load(step_layout(T)), offsets.load(step_layout(T))
+    scales: gl.tensor = ()
+    offsets: gl.tensor = ()
+    for group in gl.static_range(GROUPS):
+        scales += (rings[1].index(2 * GROUPS * slot + group).load(step_layout(T)),)
+        offsets += (rings[1].index(2 * GROUPS * slot + GROUPS + group).load(step_layout(T)),)
+    return rings[0].index(slot).load(lanes_layout(T, X)), scales, offsets
 
 
 @gluon.jit

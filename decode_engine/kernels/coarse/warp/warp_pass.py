@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels import border, records
 from decode_engine.kernels.coarse.warp.warp_codes import key_layout
-from decode_engine.kernels.coarse.warp.warp_findings import list_keys, load_bits, store_weights
+from decode_engine.kernels.coarse.warp.warp_findings import list_keys, load_value_steps, store_weights
 from decode_engine.kernels.coarse.warp.warp_records import (
     key_pointers,
     let_next_begin,
@@ -141,6 +141,7 @@ def pass_over_keys(  # noqa: PLR0915 - what a program does stands in one place
     X: gl.constexpr,
     DIM: gl.constexpr,
     KEY_BITS: gl.constexpr,
+    VALUE_GROUPS: gl.constexpr,
     TILE: gl.constexpr,
     WEIGH: gl.constexpr,
     AHEAD: gl.constexpr,
@@ -169,7 +170,7 @@ def pass_over_keys(  # noqa: PLR0915 - what a program does stands in one place
     # A context's last keys are loaded with some before them, which do not count.
     last = beyond - TILE
     searches = stop > first_block
-    steps_ptrs = value_steps(records_ptr, b, head, keys)
+    steps_ptrs = value_steps(records_ptr, b, head, keys, VALUE_GROUPS)
     ring = new_ring(TILE, DIM, KEY_BITS, AHEAD)
     if searches:
         for turn in gl.static_range(AHEAD):
@@ -179,7 +180,7 @@ def pass_over_keys(  # noqa: PLR0915 - what a program does stands in one place
             )
             end_of_copies()
     steps = load_steps(keys_ptrs, first_block, searches, DIM, KEY_BITS)
-    prefetch_value_steps(steps_ptrs, start, beyond, WEIGH and CHAINED)
+    prefetch_value_steps(steps_ptrs, start, beyond, VALUE_GROUPS, WEIGH and CHAINED)
     for more in gl.static_range(1, EARLY + 1):
         prefetch_key_codes(keys_ptrs, start + more * apart * _BLOCK, beyond, DIM, KEY_BITS, CHAINED)
         prefetch_key_steps(keys_ptrs, start + more * apart * _BLOCK, beyond, DIM, CHAINED)
@@ -201,14 +202,16 @@ def pass_over_keys(  # noqa: PLR0915 - what a program does stands in one place
         turns = first_block * 0
         bottom = gl.fma(added, units, 0.0 - peaks)
         for block in range(first_block, stop, apart):
-            prefetch_value_steps(steps_ptrs, (block + apart) * _BLOCK, beyond, WEIGH and CHAINED)
+            prefetch_value_steps(
+                steps_ptrs, (block + apart) * _BLOCK, beyond, VALUE_GROUPS, WEIGH and CHAINED
+            )
             steps = load_steps(keys_ptrs, gl.minimum(block + apart, stop - 1), None, DIM, KEY_BITS)
             for within in range(0, _BLOCK, TILE):
                 tile, turn = block * _BLOCK + within, turns + within // TILE
                 begin = gl.minimum(tile, last)
                 wait_for_copies(AHEAD - 1)
                 if WEIGH:  # what belongs to values comes while keys are multiplied
-                    own_steps = (load_bits(steps_ptrs[0], begin, TILE), load_bits(steps_ptrs[1], begin, TILE))
+                    own_steps = load_value_steps(steps_ptrs, begin, TILE, VALUE_GROUPS)
                 words = ring.index(turn % (AHEAD + 1)).load(key_layout(TILE, DIM, KEY_BITS))
                 later = tile_after(tile, AHEAD, within, TILE)
                 copy_tile(
@@ -231,7 +234,7 @@ def pass_over_keys(  # noqa: PLR0915 - what a program does stands in one place
                 if WEIGH:  # noqa: SIM102 - decided when the kernel is compiled
                     if heavy:
                         right = as_right(weights.to(gl.float16), TILE, X)
-                        into = weights_ptr + place * width * (GROUP + 2)
+                        into = weights_ptr + place * width * (GROUP + 2 * VALUE_GROUPS)
                         store_weights(into, weighed, right, own_steps, TILE, X, GROUP)
                         gl.store(tiles_ptr + place * (width // TILE) + weighed, begin)
                         weighed += 1
@@ -260,6 +263,7 @@ def pass_kernel(
     X: gl.constexpr,
     DIM: gl.constexpr,
     KEY_BITS: gl.constexpr,
+    VALUE_GROUPS: gl.constexpr,
     TILE: gl.constexpr,
     WEIGH: gl.constexpr,
     AHEAD: gl.constexpr,
@@ -269,7 +273,7 @@ def pass_kernel(
     """Program (split, row): a share of the row's blocks (`pass_over_keys`)."""
     count, weighed, _ = pass_over_keys(
         q_ptr, records_ptr, normalisers_ptr, cuts_ptr, ids_ptr, weights_ptr, tiles_ptr, None, scale_log2, width,
-        HEADS, GROUP, X, DIM, KEY_BITS, TILE, WEIGH, AHEAD, EARLY, 0, CHAINED,
+        HEADS, GROUP, X, DIM, KEY_BITS, VALUE_GROUPS, TILE, WEIGH, AHEAD, EARLY, 0, CHAINED,
     )  # fmt: skip
     place = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
     gl.store(counts_ptr + place, count)

@@ -95,6 +95,13 @@ def first_channel(plane: int, places: tuple[tuple[int, ...], tuple[int, ...]]) -
 
 
 @gluon.constexpr_function
+def group_of(plane: int, DIM: int, BITS: int, GROUPS: int) -> int:
+    """Which group of channels of values a plane is of; GROUPS: 1 or 2."""
+    first: int = first_channel(plane, value_places(DIM, BITS))
+    return first * GROUPS // DIM
+
+
+@gluon.constexpr_function
 def step_of(bit: int, places: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
     """How many channels lie between two places in a plane that differ by a bit."""
     return 1 << places[1][bit]

@@ -93,11 +93,13 @@ def value_codes(
 
 
 @gluon.jit
-def value_steps(records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, keys: gl.tensor) -> gl.tensor:
-    """To scales and offsets of values."""
+def value_steps(
+    records_ptr: gl.tensor, b: gl.tensor, head: gl.tensor, keys: gl.tensor, GROUPS: gl.constexpr
+) -> gl.tensor:
+    """To scales and offsets of values, GROUPS of each for a key."""
     return (
-        pointer(records_ptr, b, head * keys, _VALUE_SCALES, gl.float16),
-        pointer(records_ptr, b, head * keys, _VALUE_OFFSETS, gl.float16),
+        pointer(records_ptr, b, head * keys * GROUPS, _VALUE_SCALES, gl.float16),
+        pointer(records_ptr, b, head * keys * GROUPS, _VALUE_OFFSETS, gl.float16),
     )
 
 
@@ -135,12 +137,12 @@ def prefetch_key_codes(
 
 @gluon.jit
 def prefetch_value_steps(
-    steps_ptrs: gl.tensor, start: gl.tensor, stop: gl.tensor, CHAINED: gl.constexpr
+    steps_ptrs: gl.tensor, start: gl.tensor, stop: gl.tensor, GROUPS: gl.constexpr, CHAINED: gl.constexpr
 ) -> None:
     """Has the scales and offsets of a block of values, those before `stop`, brought into the second-level cache."""
-    count = gl.minimum(gl.maximum(stop - start, 0), _BLOCK)
+    count = gl.minimum(gl.maximum(stop - start, 0), _BLOCK) * GROUPS
     for part in gl.static_range(2):
-        prefetch(steps_ptrs[part] + gl.minimum(start, stop), count, 2, CHAINED)
+        prefetch(steps_ptrs[part] + gl.minimum(start, stop) * GROUPS, count, 2, CHAINED)
 
 
 @gluon.jit

@@ -29,6 +29,7 @@ from decode_engine.kernels.coarse.warp.warp_places import (
     as_planes,
     channel_layout,
     channels_of,
+    group_of,
     held_words,
     key_places,
     plane_count,
@@ -219,20 +220,21 @@ def add_values(
     DIM: gl.constexpr,
     BITS: gl.constexpr,
 ) -> gl.tensor:
-    """Adds values, as words, by weights, a right operand [T, X]."""
+    """Adds values, as words, by weights for each group of channels, right operands [T, X]."""
     planes = value_planes(words, T, DIM, BITS)
     new: gl.tensor = ()
     for plane in gl.static_range(plane_count(DIM)):
         values = gl.convert_layout(planes[plane], LEFT, assert_trivial=True)
-        new += (mma_v2(values, weights, sums[plane]),)
+        new += (mma_v2(values, weights[group_of(plane, DIM, BITS, len(weights))], sums[plane]),)
     return new
 
 
 @gluon.jit
-def values_of(sums: gl.tensor, even: gl.tensor, DIM: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
-    """Sums of values, by planes, of those of codes; even: adds to all channels, [X]."""
+def values_of(sums: gl.tensor, evens: gl.tensor, DIM: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
+    """Sums of values, by planes, of those of codes; evens: add to all channels of each group, [16, X] of equal rows."""
     plain: gl.tensor = ()
     for plane in gl.static_range(plane_count(DIM)):
+        even = gl.max(evens[group_of(plane, DIM, BITS, len(evens))], 0)
         plain += (sums[plane] * unit_of(plane, BITS) + gl.expand_dims(even, 0),)
     return plain
 

@@ -51,6 +51,7 @@ def together_kernel(
     DIM: gl.constexpr,
     KEY_BITS: gl.constexpr,
     VALUE_BITS: gl.constexpr,
+    VALUE_GROUPS: gl.constexpr,
     TILE: gl.constexpr,
     AHEAD: gl.constexpr,
     VALUES_AHEAD: gl.constexpr,
@@ -61,10 +62,11 @@ def together_kernel(
     split, row = gl.program_id(0), gl.program_id(1)
     b, head = row // HEADS, row % HEADS
     element: gl.constexpr = q_ptr.dtype.element_ty
+    BYTES: gl.constexpr = element.primitive_bitwidth // 8
     context, always = context_of(records_ptr, b, head, element)
     count, weighed, peaks = pass_over_keys(
         q_ptr, records_ptr, normalisers_ptr, cuts_ptr, ids_ptr, weights_ptr, tiles_ptr, context[0], scale_log2, width,
-        HEADS, GROUP, X, DIM, KEY_BITS, TILE, True, AHEAD, EARLY, 2 * DIM * (element.primitive_bitwidth // 8), CHAINED,
+        HEADS, GROUP, X, DIM, KEY_BITS, VALUE_GROUPS, TILE, True, AHEAD, EARLY, 2 * DIM * BYTES, CHAINED,
     )  # fmt: skip
     place = row * gl.num_programs(0) + split
     gl.store(counts_ptr + place, count)
@@ -73,7 +75,7 @@ def together_kernel(
     codes_ptr = value_codes(records_ptr, b, head, number(records_ptr, b, _KEYS), DIM, VALUE_BITS)
     sums, total = attend_tiles(
         codes_ptr, weights_ptr, tiles_ptr, None, place, weighed * 0, weighed, width,
-        TILE, X, GROUP, DIM, VALUE_BITS, 0, VALUES_AHEAD,
+        TILE, X, GROUP, DIM, VALUE_BITS, VALUE_GROUPS, 0, VALUES_AHEAD,
     )  # fmt: skip
     # Nothing was weighed where nothing is searched.
     state = (sums, total, gl.where(total > 0, peaks, float("-inf")))

@@ -78,22 +78,30 @@ def attend_values(
     DIM: gl.constexpr,
     BITS: gl.constexpr,
 ) -> gl.tensor:
-    """Adds a tile's values, as words, by its weights, scales and offsets, as they were copied."""
+    """Adds a tile's values, as words, by its weights, and scales and offsets of each group of channels."""
     sums, evens, totals = attended
     weights = as_operand(weights, T, X)
-    scales = gl.convert_layout(in_order_of_rows(scales, T), gl.SliceLayout(1, RIGHT), assert_trivial=True)
-    offsets = gl.convert_layout(in_order_of_rows(offsets, T), gl.SliceLayout(0, LEFT), assert_trivial=True)
-    ones = gl.full([16, T], 1.0, gl.float16, layout=LEFT)
-    _, offsets = gl.broadcast(ones, gl.expand_dims(offsets, 0))
     none = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
-    evens = evens + mma_v2(offsets, weights, none)
+    ones = gl.full([16, T], 1.0, gl.float16, layout=LEFT)
     totals = totals + mma_v2(ones, weights, none)
+    scaled: gl.tensor = ()
+    new_evens: gl.tensor = ()
+    for group in gl.static_range(len(evens)):
+        scale = gl.convert_layout(
+            in_order_of_rows(scales[group], T), gl.SliceLayout(1, RIGHT), assert_trivial=True
+        )
+        offset = gl.convert_layout(
+            in_order_of_rows(offsets[group], T), gl.SliceLayout(0, LEFT), assert_trivial=True
+        )
+        _, offset = gl.broadcast(ones, gl.expand_dims(offset, 0))
+        scaled += (weights * gl.expand_dims(scale, 1),)
+        new_evens += (evens[group] + mma_v2(offset, weights, none),)
     # Added as float32 numbers are, rounded: tensor cores drop what is below a sum's last bit.
-    more = add_values(no_values_yet(X, DIM), words, weights * gl.expand_dims(scales, 1), T, DIM, BITS)
+    more = add_values(no_values_yet(X, DIM), words, scaled, T, DIM, BITS)
     new: gl.tensor = ()
     for plane in gl.static_range(len(sums)):
         new += (sums[plane] + more[plane],)
-    return new, evens, totals
+    return new, new_evens, totals
 
 
 @gluon.jit
@@ -171,31 +179,35 @@ def attend_tiles(
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
     BITS: gl.constexpr,
+    GROUPS: gl.constexpr,
     SEGMENTS: gl.constexpr,
     AHEAD: gl.constexpr,
 ) -> gl.tensor:
     """Sums of planes and of weights [X] over the values of consecutive tiles, `first` to `end` (`coming_tiles`)."""
     none = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
-    attended = (no_values_yet(X, DIM), none, none)
-    ring, rings = new_ring(T, DIM, BITS, AHEAD), new_weights_rings(T, X, AHEAD)
+    evens: gl.tensor = ()
+    for _ in gl.static_range(GROUPS):
+        evens += (none,)
+    attended = (no_values_yet(X, DIM), evens, none)
+    ring, rings = new_ring(T, DIM, BITS, AHEAD), new_weights_rings(T, X, GROUPS, AHEAD)
     last = end - 1
     if end > first:
         places, begins = coming_tiles(tiles_ptr, counted, segment, first, last, width // T, SEGMENTS)
         for early in gl.static_range(AHEAD):
             there = first + early < end
             copy_tile(ring, early, codes_ptr, at_lane(begins, early), there, T, DIM, BITS, AHEAD)
-            copy_weights(rings, early, weights_ptr, at_lane(places, early), there, T, X, GROUP, AHEAD)
+            copy_weights(rings, early, weights_ptr, at_lane(places, early), there, T, X, GROUP, GROUPS, AHEAD)
             end_of_copies()
         for some in range(first, end, _AT_ONCE):
             for turn in range(0, gl.minimum(end - some, _AT_ONCE)):
                 wait_for_copies(AHEAD - 1)
                 now = some - first + turn
                 words = ring.index(now % (AHEAD + 1)).load(value_layout(T, DIM, BITS, False))
-                weights, scales, offsets = copied_weights(rings, now, T, X, AHEAD)
+                weights, scales, offsets = copied_weights(rings, now, T, X, GROUPS, AHEAD)
                 later, there = turn + AHEAD, some + turn + AHEAD < end
                 copy_tile(ring, now + AHEAD, codes_ptr, at_lane(begins, later), there, T, DIM, BITS, AHEAD)
                 copy_weights(
-                    rings, now + AHEAD, weights_ptr, at_lane(places, later), there, T, X, GROUP, AHEAD
+                    rings, now + AHEAD, weights_ptr, at_lane(places, later), there, T, X, GROUP, GROUPS, AHEAD
                 )
                 end_of_copies()
                 attended = attend_values(attended, words, weights, scales, offsets, T, X, DIM, BITS)
@@ -205,7 +217,7 @@ def attend_tiles(
                 )
         wait_for_copies(0)
     sums, evens, totals = attended
-    return values_of(sums, gl.max(evens, 0), DIM, BITS), gl.max(totals, 0)
+    return values_of(sums, evens, DIM, BITS), gl.max(totals, 0)
 
 
 @gluon.jit
@@ -317,6 +329,7 @@ def values_kernel(
     X: gl.constexpr,
     DIM: gl.constexpr,
     VALUE_BITS: gl.constexpr,
+    VALUE_GROUPS: gl.constexpr,
     TILE: gl.constexpr,
     EXACT: gl.constexpr,
     SEGMENTS: gl.constexpr,
@@ -348,7 +361,7 @@ def values_kernel(
         share, programs = slot - shares, gl.num_programs(0) - shares
         sums, total = attend_tiles(
             codes_ptr, weights_ptr, tiles_ptr, counted, row * segments, tiles * share // programs,
-            tiles * (share + 1) // programs, width, TILE, X, GROUP, DIM, VALUE_BITS, SEGMENTS, AHEAD,
+            tiles * (share + 1) // programs, width, TILE, X, GROUP, DIM, VALUE_BITS, VALUE_GROUPS, SEGMENTS, AHEAD,
         )  # fmt: skip
         _, _, _, shift = movable_cut(cuts_ptr, row)
         peaks = reference_weights(normalisers_ptr, row, shift, searches, X, GROUP)

@@ -21,6 +21,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from decode_engine.kernels.coarse.search import most_runs_alone
 from decode_engine.kernels.coarse.sizes import RUN, CoarseShape, CoarseSizes
 from decode_engine.kernels.coarse.warp import warp_cut, warp_pass, warp_sample, warp_together, warp_values
+from index_store.indexes.coarse_rows.scalars.scalar_rows import value_groups
 
 _TYPES = {
     "q_ptr": "*bf16", "records_ptr": "*i64", "cuts_ptr": "*i32", "ids_ptr": "*i32",
@@ -56,8 +57,10 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
     for kind, sizes in _SIZES.items():
         for group, head_dim, key_bits, value_bits in sizes:
             shape = CoarseShape(registers=True)
-            layer = CoarseSizes(8, group, head_dim, key_bits, value_bits, 1, 2**17, shape)
+            groups = value_groups(head_dim, 128)
+            layer = CoarseSizes(8, group, head_dim, key_bits, value_bits, groups, 2**17, shape)
             constants = {**layer.constants_alone(), "KEY_BITS": key_bits, "VALUE_BITS": value_bits}
+            constants["VALUE_GROUPS"] = groups
             if kind == "sample":
                 runs = most_runs_alone(head_dim)
                 constants |= {"TAKEN": 512, "RUNS": runs, "RUN": RUN}
