@@ -112,7 +112,8 @@ def bounded_receive(receive: Receive, most_bytes: int) -> Receive:
     async def bounded() -> Message:
         nonlocal total
         try:
-            message = await asyncio.wait_for(receive(), min(_BODY_S, until - time.monotonic()))
+            async with asyncio.timeout(min(_BODY_S, until - time.monotonic())):
+                message = await receive()
         except TimeoutError as error:
             raise HttpError(
                 408,

@@ -87,7 +87,9 @@ class Bell:
     async def wait(self, timeout_s: float | None) -> bool:
         """Whether it rang in time."""
         try:
-            await asyncio.wait_for(self._event.wait(), timeout_s)
+            # Not `wait_for`, which in Python 3.11 loses a cancellation that comes when the bell has rung.
+            async with asyncio.timeout(timeout_s):
+                await self._event.wait()
         except TimeoutError:
             return False
         return True

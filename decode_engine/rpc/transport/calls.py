@@ -146,7 +146,8 @@ class Call:
         task = asyncio.ensure_future(self._gate.work.run(function))
         task.add_done_callback(forget_error)
         try:
-            return await asyncio.wait_for(task, _ANSWER_S)
+            async with asyncio.timeout(_ANSWER_S):
+                return await task
         except TimeoutError as error:
             raise DeadlineExceededError(
                 f"the server did not get to an answer in {_ANSWER_S:g} s; its disk may not respond"
