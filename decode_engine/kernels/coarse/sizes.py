@@ -147,10 +147,11 @@ class CoarseSizes:
 
     def splits(self, rows: int) -> int:
         """S."""
-        times = 3 if self.together else 4 if self.few_registers else 2 if self.in_registers else 1
-        most = max(1, min(self.blocks, MAX_SPLITS, self.shape.programs * times // rows))
-        # Shares of whole blocks: none is larger than with so many programs.
-        return -(-self.blocks // -(-self.blocks // most)) if self.together else most
+        if self.together:
+            # Shares of whole blocks: none is larger than with as many programs as there is room for.
+            return -(-self.blocks // -(-self.blocks // min(self.blocks, self._values_room(rows))))
+        times = 4 if self.few_registers else 2 if self.in_registers else 1
+        return max(1, min(self.blocks, MAX_SPLITS, self.shape.programs * times // rows))
 
     def slots(self, rows: int) -> int:
         """That a launch fills which attends to everything."""
