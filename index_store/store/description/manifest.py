@@ -54,7 +54,12 @@ READABLE_VERSIONS = (2, 3, 4, 5)
 HIGH_PLANE = "coarse_rows"
 """The index, of that kind, that has four of the 8 bits of rows: the coarse copy in its usual form."""
 
-_HIGH_PARAMETERS: Mapping[str, Scalar] = {"coding": "scalar", "key_bits": 4, "value_bits": 4}
+_HIGH_PARAMETERS: Mapping[str, Scalar] = {
+    "coding": "scalar",
+    "key_bits": 4,
+    "value_bits": 4,
+    "value_group": 128,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +326,7 @@ class Manifest:
             or not (there and index.arrays)
             or any(index.parameters.get(name) != value for name, value in _HIGH_PARAMETERS.items())
         ):
-            expected = f"index {HIGH_PLANE} of 4 bits in all layers that see all keys, beside rows in 8 bits"
+            expected = f"index {HIGH_PLANE} in its usual form, in all layers that see all keys, beside rows in 8 bits"
             raise field_error("indexes", sorted(each.name for each in self.indexes), expected)
 
     def _check_queries(self) -> None:

@@ -120,6 +120,12 @@ def test_what_cannot_be_is_refused(make_config: MakeConfig, pair: tuple[Store, M
     _, plain, coded = pair
     with pytest.raises(ManifestError, match="beside rows in 8 bits"):
         replace(coded, indexes=())
+    high = coded.index(HIGH_PLANE)
+    assert high is not None
+    for name, value in (("key_bits", 3), ("value_group", 64)):
+        other = replace(high, parameters={**high.parameters, name: value})
+        with pytest.raises(ManifestError, match="in its usual form"):
+            replace(coded, indexes=(other,))
     with pytest.raises(ManifestError, match="kv"):
         replace(coded, kv=plain.kv.layout, window=coded.kv)
 
