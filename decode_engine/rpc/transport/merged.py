@@ -9,6 +9,9 @@ from typing import TypeVar
 
 ItemT = TypeVar("ItemT")
 
+_AGAIN_S = 0.5
+"""After which sources that still run are cancelled again."""
+
 
 async def merged(
     sources: Sequence[Callable[[], AsyncGenerator[ItemT, None]]], at_once: int
@@ -41,6 +44,10 @@ async def merged(
             else:
                 yield found
     finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+        # Again where a source has lost it: a library's wait may, and what it goes on with nobody reads.
+        while left_over := [worker for worker in workers if not worker.done()]:
+            for worker in left_over:
+                worker.cancel()
+            while not items.empty():
+                items.get_nowait()
+            await asyncio.wait(left_over, timeout=_AGAIN_S)

@@ -67,3 +67,27 @@ def test_who_leaves_early_ends_all_and_who_reads_slowly_holds_all_back() -> None
         assert sources.open == 0
 
     asyncio.run(run())
+
+
+def test_a_source_that_loses_a_cancellation_is_closed_all_the_same() -> None:
+    async def run() -> None:
+        sources, lost = Sources(), []
+
+        async def deaf(name: str) -> AsyncGenerator[str, None]:
+            try:
+                await asyncio.sleep(60.0)
+            except asyncio.CancelledError:
+                lost.append(name)
+            async with aclosing(sources.stream(name, 10**9)) as items:
+                async for item in items:
+                    yield item
+
+        streams = [partial(deaf, "a"), partial(sources.stream, "b", 10**9), partial(sources.stream, "c", 3)]
+        async with asyncio.timeout(30.0), aclosing(merged(streams, 2)) as items:
+            async for number, _ in items:
+                assert number == 1
+                break
+        assert lost == ["a"]
+        assert sources.open == 0
+
+    asyncio.run(run())
