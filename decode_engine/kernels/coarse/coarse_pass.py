@@ -194,7 +194,7 @@ def list_keys(
     a CUDA graph.
     """
     if sizes.in_registers:
-        _list_alone(q_BHGD, records_BF, sizes, work, lists, weigh=partials is not None)
+        weigh_keys(q_BHGD, records_BF, sizes, work, lists, weigh=partials is not None)
         if partials is not None:
             attend_others(q_BHGD, records_BF, sizes, work, lists, partials)
         return
@@ -224,25 +224,6 @@ def list_keys(
     )
 
 
-def weigh_keys(
-    q_BHGD: Tensor, records_BF: Tensor, sizes: CoarseSizes, work: CoarseWork, lists: KeyLists
-) -> None:
-    """As `list_keys`, for sizes in registers: leaves in `work` what `attend_others` has to know of all other keys."""
-    _list_alone(q_BHGD, records_BF, sizes, work, lists, weigh=True)
-
-
-def attend_others(
-    q_BHGD: Tensor,
-    records_BF: Tensor,
-    sizes: CoarseSizes,
-    work: CoarseWork,
-    lists: KeyLists,
-    partials: Partials,
-) -> None:
-    """Coarse attention to all keys of the searched range that `weigh_keys` has not listed, into the first slots."""
-    _attend_alone(q_BHGD, records_BF, sizes, work, lists, partials, exact=False)
-
-
 def attend_all(
     q_BHGD: Tensor,
     records_BF: Tensor,
@@ -258,15 +239,24 @@ def attend_all(
     """
     if sizes.together:
         _attend_together(q_BHGD, records_BF, sizes, work, lists, partials)
-        return
-    _list_alone(q_BHGD, records_BF, sizes, work, lists, weigh=True)
-    _attend_alone(q_BHGD, records_BF, sizes, work, lists, partials, exact=True)
+    else:
+        weigh_keys(q_BHGD, records_BF, sizes, work, lists)
+        attend_others(q_BHGD, records_BF, sizes, work, lists, partials, exact=True)
 
 
-def _list_alone(
-    q_BHGD: Tensor, records_BF: Tensor, sizes: CoarseSizes, work: CoarseWork, lists: KeyLists, *, weigh: bool
+def weigh_keys(
+    q_BHGD: Tensor,
+    records_BF: Tensor,
+    sizes: CoarseSizes,
+    work: CoarseWork,
+    lists: KeyLists,
+    *,
+    weigh: bool = True,
 ) -> None:
-    """The kernel of one warp that goes over keys."""
+    """As `list_keys`, for sizes in registers; leaves in `work` what `attend_others` has to know of all other keys.
+
+    weigh: False where nobody is going to ask.
+    """
     rows, segments = q_BHGD.shape[0] * sizes.kv_heads, lists.counts_RP.shape[1]
     pass_alone[(segments, rows)](
         *_found(q_BHGD, records_BF, work, lists),
@@ -284,7 +274,7 @@ def _list_alone(
     )
 
 
-def _attend_alone(
+def attend_others(
     q_BHGD: Tensor,
     records_BF: Tensor,
     sizes: CoarseSizes,
@@ -292,9 +282,12 @@ def _attend_alone(
     lists: KeyLists,
     partials: Partials,
     *,
-    exact: bool,
+    exact: bool = False,
 ) -> None:
-    """The kernel of one warp that goes over values, and with `exact` over exact rows too."""
+    """Coarse attention to all keys of the searched range that `weigh_keys` has not listed, into the first slots.
+
+    exact: the first programs attend to everything else exactly, and sizes.slots(B * H) slots are filled.
+    """
     rows, segments = q_BHGD.shape[0] * sizes.kv_heads, lists.counts_RP.shape[1]
     shares = sizes.exact_programs(rows) if exact else 0
     values_alone[(shares + sizes.value_programs(rows), rows)](
@@ -351,7 +344,7 @@ def _attend_together(
 
 
 def _found(q_BHGD: Tensor, records_BF: Tensor, work: CoarseWork, lists: KeyLists) -> tuple[Tensor, ...]:
-    """What both are given."""
+    """What all kernels of one warp are given."""
     return (
         q_BHGD,
         records_BF,

@@ -26,6 +26,7 @@ MIN_KEYS = 32
 BITS_IN_REGISTERS = MappingProxyType({64: {4}, 128: {2, 3, 4}, 256: {2, 3, 4}})
 """Bits of codes that kernels in registers take, by head dimension."""
 VALUE_GROUPS_IN_REGISTERS = (1, 2)
+"""Groups of channels of a value that these take."""
 MAX_SPLITS = 256
 """That merge at once what they found."""
 CHUNKS, LANES = 16, 32
@@ -50,12 +51,11 @@ class CoarseShape:
 
     programs: that go over copies, of all rows together. registers: whether two or four times as many programs of one
     warp do, with all that they need in registers (`coarse.warp`), where sizes allow that; together: whether one launch
-    of these attends to everything, where it can be held to few registers; tile: keys that such a
-    program holds, half of them where rows are long; ahead, values_ahead: tiles of keys, and of values, that are on
-    their way to it meanwhile; early: blocks of keys besides that come near while the cut is looked for. warps, stages:
-    of other programs, and blocks of which loads are in flight. samplers, runs: programs per row that score a sample,
-    and runs of keys of each; powers of two. At 1 % 82 of 8,192 keys decide how many are kept, which then strays by a
-    ninth; at 0.25 % by a fifth.
+    of these attends to everything, where it can be held to few registers; tile: keys that such a program holds, half of
+    them where rows are long; ahead, values_ahead: tiles of keys, and of values, that are on their way to it meanwhile;
+    early: blocks of keys besides that come near while the cut is looked for. warps, stages: of other programs, and
+    blocks of which loads are in flight. samplers, runs: programs per row that score a sample, and runs of keys of each;
+    powers of two. At 1 % 82 of 8,192 keys decide how many are kept, which then strays by a ninth; at 0.25 % by a fifth.
     int8_keys, int8_values: products with the codes of keys, and with those of values, are of 8-bit integers instead of
     numbers of the queries' type.
     """

@@ -87,25 +87,36 @@ def test_the_cheaper_one_is_chosen_and_it_is_told_why(tokens: int, sessions: int
     ]
 
 
-@pytest.mark.parametrize("signs", list(itertools.product((-1, 1), repeat=4)))
-def test_a_choice_by_times_of_a_card_is_the_faster_one_though_they_stray(signs: tuple[int, ...]) -> None:
-    """Measured at two lengths with 1 and with 16 sessions, two per cent off: within 1.06 of the faster one everywhere.
+def test_a_choice_by_times_of_a_card_is_the_faster_one_though_they_stray() -> None:
+    """Measured at two lengths with 1 and with 16 sessions, each three per cent off: within 1.06 of the faster one.
 
-    With 1 and with 4 sessions it was up to 1.45 with one per cent.
+    With 1 and with 4 sessions one per cent is enough for 1.45.
     """
-    shapes = [(tokens, sessions) for tokens in (8192, 131072) for sessions in (1, 16)]
-    off = {shape: 1 + 0.02 * sign for shape, sign in zip(shapes, signs, strict=True)}
-    full, own = (
-        StepTime.of(
-            {shape: CARD_MS[shape[0]][shape[1]][which] * off[shape] ** (1 - 2 * which) for shape in shapes}
-        )
-        for which in range(2)
-    )
-    costs = StepCosts({(label(OWN), HERE): own, ("full", HERE): full})
-    for tokens, by_sessions in CARD_MS.items():
-        for sessions, (full_ms, own_ms) in by_sessions.items():
-            chosen, _ = costs.choose(OWN, context(tokens), HERE, sessions)
-            assert (full_ms if chosen.name == "full" else own_ms) <= 1.06 * min(full_ms, own_ms)
+    assert worst_choice((1, 16), 0.03) <= 1.06
+    assert worst_choice((1, 4), 0.01) > 1.4
+
+
+def worst_choice(sessions: tuple[int, int], off: float) -> float:
+    """Of all shapes of CARD_MS, and all ways in which times of two lengths with so many sessions are off by a share."""
+    shapes = [(tokens, count) for tokens in (8192, 131072) for count in sessions]
+    worst = 0.0
+    for signs in itertools.product((-1, 1), repeat=8):
+        times = [
+            StepTime.of(
+                {
+                    (tokens, count): CARD_MS[tokens][count][which] * (1 + off * sign)
+                    for (tokens, count), sign in zip(shapes, signs[4 * which :], strict=False)
+                }
+            )
+            for which in range(2)
+        ]
+        costs = StepCosts({("full", HERE): times[0], (label(OWN), HERE): times[1]})
+        for tokens, by_sessions in CARD_MS.items():
+            for count, (full_ms, own_ms) in by_sessions.items():
+                chosen, _ = costs.choose(OWN, context(tokens), HERE, count)
+                taken = full_ms if chosen.name == "full" else own_ms
+                worst = max(worst, taken / min(full_ms, own_ms))
+    return worst
 
 
 def test_what_was_not_timed_is_the_context_s_own() -> None:

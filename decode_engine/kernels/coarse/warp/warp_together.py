@@ -16,13 +16,13 @@ from decode_engine.kernels import records
 from decode_engine.kernels.coarse.warp.warp_pass import pass_over_keys
 from decode_engine.kernels.coarse.warp.warp_records import meet_lanes, number, value_codes
 from decode_engine.kernels.coarse.warp.warp_rows import attend_rows, load_row_queries
-from decode_engine.kernels.coarse.warp.warp_tiles import OF_ROWS, store_sums
 from decode_engine.kernels.coarse.warp.warp_values import (
     LANES,
     ROWS_TILE,
+    always_attended,
     attend_tiles,
     context_of,
-    keys_of_entries,
+    store_state,
 )
 
 _KEYS = gl.constexpr(records.KEYS)
@@ -86,11 +86,8 @@ def together_kernel(
         ids = gl.load(own_ptr + begin + entry, mask=begin + entry < count, other=0, cache_modifier=".cg")
         state = attend_rows(queries, ids, count - begin, context, state, scale_log2, X, DIM, VALUE_BITS)
     for begin in range(split * ROWS_TILE, always, gl.num_programs(0) * ROWS_TILE):
-        keys = keys_of_entries(entry, begin, always * 0, context)
+        keys = always_attended(begin + entry, context)
         state = attend_rows(queries, keys, always - begin, context, state, scale_log2, X, DIM, VALUE_BITS)
-    sums, total, peaks = state
-    n = gl.arange(0, X, layout=OF_ROWS)
-    at = (row.to(gl.int64) * slots + split) * GROUP + n
-    gl.store(peaks_ptr + at, gl.where(total > 0, peaks, float("-inf")), mask=n < GROUP)
-    gl.store(totals_ptr + at, total, mask=n < GROUP)
-    store_sums(sums_ptr, sums, at, (n < GROUP) & (total > 0), DIM, VALUE_BITS)
+    store_state(
+        sums_ptr, peaks_ptr, totals_ptr, state, row.to(gl.int64) * slots + split, X, GROUP, DIM, VALUE_BITS
+    )

@@ -254,13 +254,11 @@ def load_listed(
 
 
 @gluon.jit
-def keys_of_entries(ids: gl.tensor, begin: gl.tensor, listed: gl.tensor, context: gl.tensor) -> gl.tensor:
-    """Which keys a tile of entries from `begin` on are, [ROWS_TILE] int32; from -1 downwards those of the tail."""
+def always_attended(entry: gl.tensor, context: gl.tensor) -> gl.tensor:
+    """Which keys those entries are that are always attended; from -1 downwards those of the tail."""
     _, first, end, in_context, _ = context
-    entry = begin + gl.arange(0, ROWS_TILE, layout=LANES)
-    always = entry - listed
-    outside = gl.where(always < first, always, end + always - first)
-    return gl.where(entry < listed, ids, gl.where(always < in_context, outside, in_context - 1 - always))
+    outside = gl.where(entry < first, entry, end + entry - first)
+    return gl.where(entry < in_context, outside, in_context - 1 - entry)
 
 
 @gluon.jit
@@ -299,10 +297,32 @@ def exact_share(
     first, apart = gl.program_id(0) * ROWS_TILE, shares * ROWS_TILE
     ids = load_listed(ids_ptr, counted, row, segments, width, first, listed, SEGMENTS)
     for begin in range(first, count, apart):
-        keys = keys_of_entries(ids, begin, listed, context)
+        entry = begin + gl.arange(0, ROWS_TILE, layout=LANES)
+        keys = gl.where(entry < listed, ids, always_attended(entry - listed, context))
         ids = load_listed(ids_ptr, counted, row, segments, width, begin + apart, listed, SEGMENTS)
         state = attend_rows(queries, keys, count - begin, context, state, scale_log2, X, DIM, BITS)
     return state
+
+
+@gluon.jit
+def store_state(
+    sums_ptr: gl.tensor,
+    peaks_ptr: gl.tensor,
+    totals_ptr: gl.tensor,
+    state: gl.tensor,
+    place: gl.tensor,
+    X: gl.constexpr,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    BITS: gl.constexpr,
+) -> None:
+    """Leaves sums of planes, sums of weights and what these are relative to in the place-th of all slots, int64."""
+    sums, total, peaks = state
+    n = gl.arange(0, X, layout=OF_ROWS)
+    at = place * GROUP + n
+    gl.store(peaks_ptr + at, gl.where(total > 0, peaks, float("-inf")), mask=n < GROUP)
+    gl.store(totals_ptr + at, total, mask=n < GROUP)
+    store_sums(sums_ptr, sums, at, (n < GROUP) & (total > 0), DIM, BITS)
 
 
 @gluon.jit(do_not_specialize=["segments", "shares", "width", "slots"])
@@ -343,8 +363,6 @@ def values_kernel(
     """
     slot, row = gl.program_id(0), gl.program_id(1)
     b, head = row // HEADS, row % HEADS
-    n = gl.arange(0, X, layout=OF_ROWS)
-    at = (row.to(gl.int64) * slots + slot) * GROUP + n
     keys = number(records_ptr, b, _KEYS)
     searches = number(records_ptr, b, _END) > number(records_ptr, b, _FIRST)
     codes_ptr = value_codes(records_ptr, b, head, keys, DIM, VALUE_BITS)
@@ -365,6 +383,5 @@ def values_kernel(
         )  # fmt: skip
         _, _, _, shift = movable_cut(cuts_ptr, row)
         peaks = reference_weights(normalisers_ptr, row, shift, searches, X, GROUP)
-    gl.store(peaks_ptr + at, gl.where(total > 0, peaks, float("-inf")), mask=n < GROUP)
-    gl.store(totals_ptr + at, total, mask=n < GROUP)
-    store_sums(sums_ptr, sums, at, (n < GROUP) & (total > 0), DIM, VALUE_BITS)
+    place = row.to(gl.int64) * slots + slot
+    store_state(sums_ptr, peaks_ptr, totals_ptr, (sums, total, peaks), place, X, GROUP, DIM, VALUE_BITS)
