@@ -17,7 +17,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from decode_engine.kernels.coarse.warp.warp_places import bits_of
 from decode_engine.kernels.coarse.warp.warp_tiles import OF_KEYS, RIGHT
 
-_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+"""Of numbers that come a lane each."""
 _EIGHTS = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))
 
 
@@ -44,9 +45,9 @@ def step_layout(T: int) -> gl.DistributedLinearLayout:
 @gluon.jit
 def _places(T: gl.constexpr, X: gl.constexpr, GROUP: gl.constexpr) -> gl.tensor:
     """Where a tile's weights lie, and which of them are a query head's, [4 X, T / 4]."""
-    LANES: gl.constexpr = lanes_layout(T, X)
-    lane = gl.arange(0, 4 * X, layout=gl.SliceLayout(1, LANES))
-    own = gl.arange(0, T // 4, layout=gl.SliceLayout(0, LANES))
+    LAYOUT: gl.constexpr = lanes_layout(T, X)
+    lane = gl.arange(0, 4 * X, layout=gl.SliceLayout(1, LAYOUT))
+    own = gl.arange(0, T // 4, layout=gl.SliceLayout(0, LAYOUT))
     there = gl.expand_dims(lane < 4 * GROUP, 1) & gl.expand_dims(own >= 0, 0)
     return gl.expand_dims(lane * (T // 4), 1) + gl.expand_dims(own, 0), there
 
@@ -57,7 +58,7 @@ def load_bits(ptr: gl.tensor, T: gl.constexpr, APART: gl.constexpr) -> gl.tensor
 
     Halves of registers would be put together, and waited for.
     """
-    key = gl.arange(0, T, layout=_LANES)
+    key = gl.arange(0, T, layout=LANES)
     return gl.inline_asm_elementwise(
         "ld.global.nc.u16 $0, [$1];", "=r,l", [(ptr + key * APART).to(gl.int64)], dtype=gl.int32, is_pure=True, pack=1
     )  # fmt: skip
@@ -95,7 +96,7 @@ def store_weights(
     # Here, so that the store is known to be aligned.
     ptr = gl.multiple_of(ptr + tile * (T * (GROUP + len(steps))), 16)
     gl.store(ptr + at, own, mask=there)
-    key = gl.arange(0, T, layout=_LANES)
+    key = gl.arange(0, T, layout=LANES)
     for part in gl.static_range(len(steps)):
         number = steps[part].to(gl.int16).to(gl.float16, bitcast=True)
         gl.store(ptr + (GROUP + part) * T + key, number)

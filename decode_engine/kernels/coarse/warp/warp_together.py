@@ -13,11 +13,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels import records
+from decode_engine.kernels.coarse.warp.warp_findings import LANES
 from decode_engine.kernels.coarse.warp.warp_pass import pass_over_keys
 from decode_engine.kernels.coarse.warp.warp_records import meet_lanes, number, value_codes
 from decode_engine.kernels.coarse.warp.warp_rows import attend_rows, load_row_queries
 from decode_engine.kernels.coarse.warp.warp_values import (
-    LANES,
     ROWS_TILE,
     always_attended,
     attend_tiles,

@@ -18,6 +18,7 @@ from decode_engine.kernels import records
 from decode_engine.kernels.coarse.warp import warp_rows
 from decode_engine.kernels.coarse.warp.warp_codes import value_layout
 from decode_engine.kernels.coarse.warp.warp_findings import (
+    LANES,
     as_operand,
     copied_weights,
     copy_weights,
@@ -57,7 +58,6 @@ _KEYS, _FIRST, _END, _TAIL_KEYS, _KV, _TAIL = (
 ROWS_TILE = gl.constexpr(warp_rows.TILE)
 _COMING, _AT_ONCE = gl.constexpr(64), gl.constexpr(32)
 """Tiles that are looked up together, and those after which others are; the rest are what is asked for ahead."""
-LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
 @gluon.constexpr_function
