@@ -74,22 +74,28 @@ def test_rows_that_are_not_finite_fail_alone() -> None:
     assert second == 1
 
 
+@pytest.mark.parametrize("vocabulary", [100, 6000])  # all rows at a time, and five
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8}])
-def test_rows_chosen_together_are_those_chosen_alone(options: dict[str, float]) -> None:
-    logits = torch.randn(6, 100, generator=torch.Generator().manual_seed(2))
+def test_rows_chosen_together_are_those_chosen_alone(options: dict[str, float], vocabulary: int) -> None:
+    logits = torch.randn(12, vocabulary, generator=torch.Generator().manual_seed(2))
     logits[3, 7] = torch.inf
 
     def samplers() -> list[Sampler]:
-        drawn = [Sampler(SamplingParameters(seed=seed, **options)) for seed in range(5)]  # type: ignore[arg-type]
-        return [*drawn, *_greedy(1)]
+        drawn = [Sampler(SamplingParameters(seed=seed, **options)) for seed in range(10)]  # type: ignore[arg-type]
+        filtered = Sampler(SamplingParameters(temperature=2.0, top_k=50, seed=11))
+        return [*drawn[:5], *_greedy(1), filtered, *drawn[5:]]
 
-    together, alone = samplers(), samplers()
+    together, each, alone = samplers(), samplers(), samplers()
     for _ in range(5):
-        tokens, expected = choose_together(logits, together), choose_each(list(logits), alone)
-        assert isinstance(tokens.pop(3), SparseKVError)
-        assert isinstance(expected.pop(3), SparseKVError)
-        assert tokens == expected
-        assert [sampler.draw() for sampler in together] == [sampler.draw() for sampler in alone]
+        ways = [
+            choose_together(logits, together),
+            choose_each(list(logits), each),
+            [choose_each([row], [sampler])[0] for row, sampler in zip(logits, alone, strict=True)],
+        ]
+        assert all(isinstance(tokens.pop(3), SparseKVError) for tokens in ways)
+        assert ways[0] == ways[1] == ways[2]
+        drawn = [[sampler.draw() for sampler in some] for some in (together, each, alone)]
+        assert drawn[0] == drawn[1] == drawn[2]
 
 
 @pytest.mark.parametrize(
