@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import carray, get_num_threads, njit, prange, threading_layer, types
+from numba import carray, get_num_threads, njit, prange, set_num_threads, threading_layer, types
 from numba.core import cgutils, codegen, config
 from numba.extending import intrinsic
 from numpy.typing import NDArray
@@ -34,6 +35,9 @@ __all__ = ["int16_table", "launch", "njit", "on_host", "prange", "thread_count"]
 
 _workqueue_guard = threading.Lock()
 
+_WORTH = 50_000
+"""Nanoseconds of work that a further thread is started for: to wake one that sleeps takes about as long."""
+
 
 def on_host(tensor: Tensor) -> bool:
     """Whether the compiled kernels can read the tensor; their eager references run on any device."""
@@ -45,17 +49,28 @@ def thread_count() -> int:
     return int(get_num_threads())
 
 
-def launch(kernel: Callable[..., None], *args: object) -> None:
+def launch(kernel: Callable[..., None], *args: object, work: float = math.inf) -> None:
     """Runs a parallel kernel; the GIL is free meanwhile.
+
+    work: nanoseconds that one thread takes for it, to within a factor of two or so; of several parallel loops, for one
+    of them on average. It says how many threads are started; what a kernel computes does not depend on their number.
 
     numba's fallback threading layer, workqueue, aborts the process when two threads enter it at once, so there
     (and on the very first launch, when the layer is not known yet) launches take turns.
     """
-    if _is_thread_safe():
-        kernel(*args)
-        return
-    with _workqueue_guard:
-        kernel(*args)
+    most = get_num_threads()
+    wanted = most if work >= most * _WORTH else max(1, int(work / _WORTH))
+    if wanted < most:
+        set_num_threads(wanted)
+    try:
+        if _is_thread_safe():
+            kernel(*args)
+        else:
+            with _workqueue_guard:
+                kernel(*args)
+    finally:
+        if wanted < most:
+            set_num_threads(most)
 
 
 def _is_thread_safe() -> bool:

@@ -21,7 +21,7 @@ from decode_engine.engine.sampler import Draws, Sampler, any_filters, choose_gre
 logger = logging.getLogger(__name__)
 
 _CACHED = 2**15
-"""Logits of which a CPU's cache holds all that a choice makes, 40 bytes each: more take memory that is new each time."""
+"""Logits of which a cache holds all that a choice makes, 40 bytes each: more take memory that is new each time."""
 
 Forward = Callable[[Sequence[SessionT], Sequence[Sequence[int]]], Sequence[Tensor]]
 """Feeds each session its tokens; returns logits [1, V] after the last one per session, or [T, V] after all.

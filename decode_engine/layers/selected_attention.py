@@ -16,6 +16,7 @@ from torch import Tensor
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.host_rows import pick_rows
 from decode_engine.layers.partial_attention import attend_logits
+from decode_engine.layers.tail import Tail
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.listed_keys_numba import Listed, attend_listed, attend_row_lists
 from index_store.attention.logit_form import PLAIN, LogitForm
@@ -156,24 +157,27 @@ def attends_together(
 class SharingLayer(Protocol):
     """A searching layer whose decode steps can be taken with those of other sessions (`SparseLayer`).
 
-    sharing: the index, one for all of them; None where the layer cannot.
+    sharing: the index, one for all of them; None where the layer cannot. form: what they do to logits, one for all of
+    them, too.
     """
 
     sharing: LayerIndex | None
     budget: Budget
     context_HN2D: ContextRows
+    tail: Tail
+    form: LogitForm
 
     def ask(self, q_H1GD: Tensor, keys_H1D: Tensor, values_H1D: Tensor, position: int) -> Asked:
         """Adds a new key, and says what its query wants of the index."""
 
+    def length(self, asked: Asked) -> int:
+        """Tokens of sinks, searched keys and recent window together."""
+
     def step(self, asked: Asked) -> Step:
         """What the budget may know besides the ranking."""
 
-    def list_keys(self, asked: Asked, selection: Selection, others: AttentionState | None) -> Listed:
-        """What is attended exactly, besides others."""
-
-    def finish(self, asked: Asked, best: Best, position: int, state: AttentionState) -> Tensor:
-        """Attention out [H, 1, G, d] from the state over all keys."""
+    def note(self, asked: Asked, position: int, best: Best, number: int, out_H1GD: Tensor) -> None:
+        """Counts what was done for the session of that number, and tells who measures."""
 
     def count_time(self, search_ns: int, attend_ns: int) -> None:
         """Notes time spent on this session's attention."""
@@ -189,56 +193,77 @@ def attend_sparse_together(
     """
     begin = perf_counter_ns()
     layers = [layer for layer, *_ in calls]
-    index = layers[0].sharing
-    context = layers[0].context_HN2D
+    index, form = layers[0].sharing, layers[0].form
     if index is None:
         raise ValueError("layers of this method do not attend together")
     asked = [layer.ask(q, keys, values, position) for layer, q, keys, values, position in calls]
     outs: list[Tensor] = []
     score_bytes = max(4 * each.queries_HTGD[..., 0].numel() * each.end_key for each in asked)
-    step = max(1, GROUP_SCORE_BYTES // score_bytes)
+    at_once = max(1, GROUP_SCORE_BYTES // score_bytes)
     search_ns = perf_counter_ns() - begin
-    for first in range(0, len(calls), step):
-        some, own = asked[first : first + step], layers[first : first + step]
+    for first in range(0, len(calls), at_once):
+        some, own = asked[first : first + at_once], layers[first : first + at_once]
         searched_at = perf_counter_ns()
-        steps = [layer.step(each) for layer, each in zip(own, some, strict=True)]
-        best = find_best(index, some, [layer.budget for layer in own], steps)
+        best = _find_best(index, some, own)
         search_ns += perf_counter_ns() - searched_at
-        found = zip(own, some, best, strict=True)
-        listed = [layer.list_keys(each, chosen.selection, chosen.others) for layer, each, chosen in found]
-        if isinstance(context, TwoPlanes):
-            states = [attend_listed(*decode_listed_keys(context, each))[0] for each in listed]
-        else:
-            states = attend_listed(context, listed)
-        for number, layer in enumerate(own):
-            position = calls[first + number][4]
-            outs.append(layer.finish(some[number], best[number], position, states[number]))
+        state = form.add_sink(_attend_best(layers[0].context_HN2D, some, own, best))
+        found = state.out.split_with_sizes([1] * len(own), dim=1)
+        for number, (layer, each, out) in enumerate(zip(own, some, found, strict=True)):
+            layer.note(each, calls[first + number][4], best, number, out)
+        outs += found
     attend_ns = perf_counter_ns() - begin - search_ns
     for layer in layers:
         layer.count_time(search_ns, attend_ns)
     return outs
 
 
-def decode_listed_keys(planes: TwoPlanes, keys: Listed) -> tuple[Tensor, list[Listed]]:
-    """A context of those rows alone that are attended to, in float32, and the same keys listed in it.
+def _find_best(index: LayerIndex, asked: Sequence[Asked], layers: Sequence[SharingLayer]) -> Best:
+    lengths = [layer.length(each) for layer, each in zip(layers, asked, strict=True)]
+    budgets = [layer.budget for layer in layers]
+    return find_best(index, asked, budgets, lengths, lambda number: layers[number].step(asked[number]))
+
+
+def _attend_best(
+    context: ContextRows, asked: Sequence[Asked], layers: Sequence[SharingLayer], best: Best
+) -> AttentionState:
+    """Attention [H, S, G, d] to what was selected, to sinks, recent window and tail, and to all others."""
+    listed = Listed(
+        torch.cat([each.queries_HTGD for each in asked], dim=1),
+        [layer.tail.rows for layer in layers],
+        best.ids_HSK,
+        best.counts_HS,
+        [each.first_key for each in asked],
+        [each.end_key for each in asked],
+        best.others,
+    )
+    if not isinstance(context, TwoPlanes):
+        return attend_listed(context, listed)
+    each_alone = (listed.of(number) for number in range(len(asked)))
+    states = [attend_listed(*decode_listed_keys(context, own)) for own in each_alone]
+    return AttentionState.concatenate(states, dim=1)
+
+
+def decode_listed_keys(planes: TwoPlanes, keys: Listed) -> tuple[Tensor, Listed]:
+    """A context of those rows alone that a session attends to, in float32, and the same keys listed in it.
 
     Its rows: sinks, listed keys, and all of the context's from `begin` on.
     """
     heads, count = planes.shape[:2]
-    listed, recent = keys.ids_HK.shape[1], max(0, count - keys.begin)
-    ends = torch.cat([torch.arange(keys.sinks), torch.arange(count - recent, count)]).to(torch.int32)
+    [tail_Ht2D], [sinks], [begin] = keys.tails, keys.sinks, keys.begins
+    ids_HK = keys.ids_HSK[:, 0]
+    listed, recent = ids_HK.shape[1], max(0, count - begin)
+    ends = torch.cat([torch.arange(sinks), torch.arange(count - recent, count)]).to(torch.int32)
     fixed = ends.expand(heads, -1)
     # Lists are as wide as the widest: what lies behind the others may be no key.
-    ids = keys.ids_HK.clamp(0, count - 1)
-    rows = planes.pick(torch.cat([fixed[:, : keys.sinks], ids, fixed[:, keys.sinks :]], dim=1))
-    if bool((keys.ids_HK >= count).any()):  # keys of the tail that were searched
-        head, column = (keys.ids_HK >= count).nonzero(as_tuple=True)
-        of_tail = (keys.ids_HK[head, column] - count).long().clamp_(max=keys.tail_Ht2D.shape[1] - 1)
-        rows[head, keys.sinks + column] = keys.tail_Ht2D[head, of_tail].float()
-    places = torch.arange(keys.sinks, keys.sinks + listed, dtype=torch.int32).expand(heads, -1)
-    tail = keys.tail_Ht2D[:, max(0, keys.begin - count) :].float()
-    begin = keys.sinks + listed
-    return rows, [replace(keys, tail_Ht2D=tail, ids_HK=places, begin=begin)]
+    ids = ids_HK.clamp(0, count - 1)
+    rows = planes.pick(torch.cat([fixed[:, :sinks], ids, fixed[:, sinks:]], dim=1))
+    if bool((ids_HK >= count).any()):  # keys of the tail that were searched
+        head, column = (ids_HK >= count).nonzero(as_tuple=True)
+        of_tail = (ids_HK[head, column] - count).long().clamp_(max=tail_Ht2D.shape[1] - 1)
+        rows[head, sinks + column] = tail_Ht2D[head, of_tail].float()
+    places = torch.arange(sinks, sinks + listed, dtype=torch.int32).expand(heads, 1, -1)
+    tail = tail_Ht2D[:, max(0, begin - count) :].float()
+    return rows, replace(keys, tails=[tail], ids_HSK=places, begins=[sinks + listed])
 
 
 def attend_selection(
@@ -271,16 +296,8 @@ def attend_selection(
         ]
         for head in range(0, heads, heads_step)
     ]
-    return concatenate([concatenate(parts, dim=1) for parts in states], dim=0)
-
-
-def concatenate(states: Sequence[AttentionState], dim: int) -> AttentionState:
-    """One state of consecutive positions (dim 1) or KV heads (dim 0)."""
-    if len(states) == 1:
-        return states[0]
-    return AttentionState(
-        torch.cat([state.out for state in states], dim), torch.cat([state.lse for state in states], dim)
-    )
+    heads_of = [AttentionState.concatenate(parts, dim=1) for parts in states]
+    return AttentionState.concatenate(heads_of, dim=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,6 @@ from decode_engine.layers.selected_attention import (
 from decode_engine.layers.tail import Tail
 from decode_engine.layers.window_layer import WindowLayer
 from index_store.attention.attention_state import AttentionState
-from index_store.attention.listed_keys_numba import Listed
 from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.errors import MethodUnsupportedError
 from index_store.indexes.interface.layer_index import AppendedKeys, Asked, Best, LayerIndex
@@ -98,7 +97,7 @@ class SparseLayer:
         self._method = method
         self.budget = method.budget
         self._figures = figures
-        self._form = form
+        self.form = form
         self._appended: dict[LayerIndex, AppendedKeys] = {}
         self._searchers = Searchers(method.schedule, figures)
         self._vectors_read, self._bytes_read = 0.0, 0.0
@@ -156,27 +155,25 @@ class SparseLayer:
         appended = self._appended.get(self._index)
         return Asked(q_H1GD, self._sinks, search_end, appended, self._method.search, position)
 
+    def length(self, asked: Asked) -> int:
+        """Tokens of sinks, searched keys and recent window together."""
+        return asked.end_key + self._method.recent
+
     def step(self, asked: Asked) -> Step:
         """What the budget may know besides the ranking; budgets of such layers ask for no more."""
         return self._step(asked.queries_HTGD, asked.end_key, asked.queries_HTGD.new_empty(0))
 
-    def list_keys(self, asked: Asked, selection: Selection, others: AttentionState | None) -> Listed:
-        """What is attended exactly: the selection, sinks, recent window and tail."""
-        rest = None if others is None else AttentionState(others.out[:, 0], others.lse[:, 0])
-        ids, counts = selection.ids_HTK[:, 0], selection.counts_HT[:, 0]
-        queries, tail = asked.queries_HTGD[:, 0], self.tail.rows
-        return Listed(queries, tail, ids, counts, self._sinks, asked.end_key, rest)
-
-    def finish(self, asked: Asked, best: Best, position: int, state: AttentionState) -> Tensor:
-        """Attention out [H, 1, G, d] from the state over all keys; counts what was done."""
-        out = self._form.add_sink(AttentionState(state.out[:, None], state.lse[:, None])).out
-        self._vectors_read, self._bytes_read = best.vectors_read, best.bytes_read
+    def note(self, asked: Asked, position: int, best: Best, number: int, out_H1GD: Tensor) -> None:
+        """Counts what was done for the session of that number, and tells who measures."""
         self._figures.searches += 1
-        self._figures.count_kept(int(best.selection.counts_HT.sum()))
+        self._figures.count_kept(best.kept[number])
         self._always.count(position, 1, asked.end_key)
-        rest = best.remainder_bytes
-        self._observe(asked.queries_HTGD, position, asked.end_key, best.selection, rest, out)
-        return out
+        if self.observer is not None:
+            own = best.of([number])
+            self._vectors_read, self._bytes_read = own.vectors_read[0], own.bytes_read[0]
+            selection = Selection(own.ids_HSK, own.counts_HS)
+            rest = own.remainder_bytes[0]
+            self._observe(asked.queries_HTGD, position, asked.end_key, selection, rest, out_H1GD)
 
     def count_time(self, search_ns: int, attend_ns: int) -> None:
         """Notes time spent on this session's attention."""
@@ -255,7 +252,7 @@ class SparseLayer:
             queries, first = q_HTGD[:, part], position + part.start
             pieces = self._pieces(queries, first, search_end, None)
             elsewhere = self._elsewhere(queries, search_end, pieces)
-            left = LeftOut(self._method.remainder, pieces, elsewhere, self._form)
+            left = LeftOut(self._method.remainder, pieces, elsewhere, self.form)
             state = attend_selection(queries, held, selection, left, self._figures)
             outs.append(state.merge(AttentionState(exact.out[:, part], exact.lse[:, part])).out)
             rest = self._remainder_bytes(pieces, None)
@@ -273,7 +270,7 @@ class SparseLayer:
         for part in passes(q_HTGD[:, 1:], weights.items, self._prompt_score_bytes):
             weights.add(self._rank(q_HTGD[:, 1:][:, part], position + 1 + part.start, search_end))
         length = search_end + self._method.recent
-        thresholds, form = self._thresholds, self._form
+        thresholds, form = self._thresholds, self.form
         selection = weights.cut(self.budget, q_HTGD, exact_lse_HTG, rows, length, thresholds, form)
         self._vectors_read, self._bytes_read = weights.read
         self._figures.searches += 1
@@ -287,7 +284,7 @@ class SparseLayer:
         choice = searcher.choose(q_HTGD, position, usual, partial(self._search, position, exact.lse))
         pieces = self._pieces(q_HTGD, position, choice.search_end, choice.pieces)
         elsewhere = self._elsewhere(q_HTGD, choice.search_end, pieces)
-        left = LeftOut(self._method.remainder, pieces, elsewhere, self._form)
+        left = LeftOut(self._method.remainder, pieces, elsewhere, self.form)
         state = attend_selection(q_HTGD, self._rows, choice.selection, left, self._figures)
         out = state.merge(exact).out
         self._always.count(position, q_HTGD.shape[1], choice.search_end)
@@ -307,7 +304,7 @@ class SparseLayer:
         """Tells who measures."""
         if self.observer is not None:
             read = (self._vectors_read, self._bytes_read, remainder_bytes)
-            found = (selection, self._rows, out_HTGD, *read, self._form)
+            found = (selection, self._rows, out_HTGD, *read, self.form)
             self.observer(Observation(q_HTGD, position, self._sinks, search_end, *found))
 
     def _remainder_bytes(self, pieces: Sequence[Piece], searched: Sequence[Piece] | None) -> float:
@@ -339,16 +336,14 @@ class SparseLayer:
 
     def _rank(self, q_HTGD: Tensor, position: int, search_end: int) -> Ranking:
         appended, search = self._appended.get(self._index), self._method.search
-        return self._index.rank(q_HTGD, self._sinks, search_end, appended, search, position).capped(
-            self._form
-        )
+        return self._index.rank(q_HTGD, self._sinks, search_end, appended, search, position).capped(self.form)
 
     def _step(self, q_HTGD: Tensor, search_end: int, exact_lse_HTG: Tensor) -> Step:
         rows = self._rows
         return Step(
             search_end + self._method.recent,
             self._thresholds,
-            lambda ids_HTGK: self._form.capped(rows.read_logits(q_HTGD, ids_HTGK)),
+            lambda ids_HTGK: self.form.capped(rows.read_logits(q_HTGD, ids_HTGK)),
             exact_lse_HTG,
         )
 

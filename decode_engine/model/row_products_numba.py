@@ -53,7 +53,8 @@ def multiply_rows(rows_BI: Tensor, weight_OI: Tensor) -> Tensor:
     padded = rows_BI.new_zeros(-(-count // _TILE) * _TILE, rows_BI.shape[1])
     padded[:count] = rows_BI
     out = rows_BI.new_empty(len(padded), len(weight_OI))
-    launch(_multiply_rows, padded.numpy(), weight_OI.detach().numpy(), out.numpy())
+    work = weight_OI.numel() * (0.1 + 0.04 * len(padded))
+    launch(_multiply_rows, padded.numpy(), weight_OI.detach().numpy(), out.numpy(), work=work)
     return out[:count]
 
 

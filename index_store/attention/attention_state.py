@@ -33,6 +33,19 @@ class AttentionState:
             torch.full(tuple(shape), -torch.inf, dtype=torch.float32, device=device),
         )
 
+    @staticmethod
+    def concatenate(states: Sequence[AttentionState], dim: int) -> AttentionState:
+        """One state of consecutive KV heads (dim 0), or positions or sessions (dim 1)."""
+        if len(states) == 1:
+            return states[0]
+        return AttentionState(
+            torch.cat([state.out for state in states], dim), torch.cat([state.lse for state in states], dim)
+        )
+
+    def columns(self, wanted: slice | list[int]) -> AttentionState:
+        """State of some positions or sessions, which are the second dimension."""
+        return AttentionState(self.out[:, wanted], self.lse[:, wanted])
+
     def merge(self, other: AttentionState) -> AttentionState:
         """State of the disjoint union of both sets of keys. Associative and commutative."""
         lse, own, others = self._weigh(other)

@@ -46,41 +46,44 @@ _Numbers = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """Keys that a session's queries attend to: of the context and, from id N on, of its tail.
+    """Keys that queries of S sessions attend to: of the context and, from id N on, of each session's tail.
 
-    q_HGD: float32, scaled. tail_Ht2D: in the context's dtype; heads may be apart. ids_HK: int32, listed keys. counts_H:
-    int32, how many of a row count. sinks: keys from the first one on. begin: of the last ones, all from there to the
-    tail's end. They do not overlap. others: a state over other keys, [H, G, d] and [H, G], that is merged with it.
+    q_HSGD: float32, scaled. tails: of each, [H, t, 2, d] in the context's dtype; heads may be apart. ids_HSK: int32.
+    counts_HS: int32, how many of a row count. sinks: of each, keys from the first one on. begins: of the last ones, all
+    from there to the tail's end. They do not overlap. others: a state over other keys, [H, S, G, d], that is merged.
     """
 
-    q_HGD: Tensor
-    tail_Ht2D: Tensor
-    ids_HK: Tensor
-    counts_H: Tensor
-    sinks: int
-    begin: int
-    others: AttentionState | None = None
+    q_HSGD: Tensor
+    tails: Sequence[Tensor]
+    ids_HSK: Tensor
+    counts_HS: Tensor
+    sinks: Sequence[int]
+    begins: Sequence[int]
+    others: AttentionState
+
+    def of(self, number: int) -> Listed:
+        """The same of one session, its list no wider than it has to be."""
+        row = slice(number, number + 1)
+        counts = self.counts_HS[:, row]
+        return Listed(
+            self.q_HSGD[:, row],
+            self.tails[row],
+            self.ids_HSK[:, row, : int(counts.max())],
+            counts,
+            self.sinks[row],
+            self.begins[row],
+            self.others.columns(row),
+        )
 
 
-def attend_listed(context_HN2D: Tensor, listed: Sequence[Listed]) -> list[AttentionState]:
-    """Attention of sessions on one context to the keys that each lists: out [H, G, d] and lse [H, G], float32.
+def attend_listed(context_HN2D: Tensor, listed: Listed) -> AttentionState:
+    """Attention of sessions on one context to the keys that each lists: out [H, S, G, d] and lse [H, S, G], float32.
 
     Each gets the bits that it gets alone.
     """
-    heads, head_dim = context_HN2D.shape[0], context_HN2D.shape[3]
-    queries_HSGD = torch.stack([each.q_HGD for each in listed], dim=1)
-    nothing = AttentionState.empty(listed[0].q_HGD.shape[:-1], head_dim)
-    others = [each.others or nothing for each in listed]
-    state = AttentionState(
-        torch.stack([each.out for each in others], dim=1), torch.stack([each.lse for each in others], dim=1)
-    )
-    ids = np.zeros((heads, len(listed), max(each.ids_HK.shape[1] for each in listed)), np.int32)
-    for number, each in enumerate(listed):
-        ids[:, number, : each.ids_HK.shape[1]] = each.ids_HK.numpy()
-    counts = torch.stack([each.counts_H for each in listed], dim=1).numpy()
-    numbers = [_numbers(each.tail_Ht2D, each.sinks, each.begin) for each in listed]
-    _launch(queries_HSGD, context_HN2D, numbers, ids, counts, state)
-    return [AttentionState(state.out[:, number], state.lse[:, number]) for number in range(len(listed))]
+    numbers = [_numbers(*each) for each in zip(listed.tails, listed.sinks, listed.begins, strict=True)]
+    ids, counts = listed.ids_HSK.contiguous().numpy(), listed.counts_HS.contiguous().numpy()
+    return _launch(listed.q_HSGD, context_HN2D, numbers, ids, counts, listed.others)
 
 
 def attend_tails(
@@ -93,12 +96,9 @@ def attend_tails(
     """
     if not all(_readable(queries_HSGD, context_HN2D, tail) for tail in tails):
         return None
-    form = torch.contiguous_format
-    state = AttentionState(context.out.clone(memory_format=form), context.lse.clone(memory_format=form))
     numbers = [_numbers(tail, 0, context_HN2D.shape[1]) for tail in tails]
     ids = np.zeros((*queries_HSGD.shape[:2], 0), np.int32)
-    _launch(queries_HSGD.contiguous(), context_HN2D, numbers, ids, np.zeros(ids.shape[:2], np.int32), state)
-    return state
+    return _launch(queries_HSGD, context_HN2D, numbers, ids, np.zeros(ids.shape[:2], np.int32), context)
 
 
 def attend_row_lists(
@@ -111,17 +111,15 @@ def attend_row_lists(
     """
     if not _readable(queries_HTGD, context_HN2D, tail_Ht2D):
         return attend_row_lists_reference(queries_HTGD, context_HN2D, tail_Ht2D, ids_HTK, counts_HT)
-    state = AttentionState.empty(queries_HTGD.shape[:3], queries_HTGD.shape[3])
     end = context_HN2D.shape[1] + tail_Ht2D.shape[1]
-    _launch(
-        queries_HTGD.contiguous(),
+    return _launch(
+        queries_HTGD,
         context_HN2D,
         [_numbers(tail_Ht2D, 0, end)] * queries_HTGD.shape[1],
         ids_HTK.to(torch.int32).contiguous().numpy(),
         counts_HT.to(torch.int32).contiguous().numpy(),
-        state,
+        AttentionState.empty(queries_HTGD.shape[:3], queries_HTGD.shape[3]),
     )
-    return state
 
 
 def _launch(
@@ -130,22 +128,28 @@ def _launch(
     numbers: Sequence[_Numbers],
     ids: NDArray[np.int32],
     counts: NDArray[np.int32],
-    state: AttentionState,
-) -> None:
-    """Adds the keys that sessions, or positions, list to the state."""
+    others: AttentionState,
+) -> AttentionState:
+    """State of the keys that sessions, or positions, list, and of others."""
+    form = torch.contiguous_format
+    state = AttentionState(others.out.clone(memory_format=form), others.lse.clone(memory_format=form))
+    heads, count, _, head_dim = context_HN2D.shape
+    always = sum(sinks + max(0, count + tail - begin) for *_, tail, sinks, begin in numbers)
     launch(
         _attend,
-        queries_HSGD.numpy(),
+        queries_HSGD.contiguous().numpy(),
         *_table(context_HN2D),
-        context_HN2D.shape[1],
-        context_HN2D.shape[3] * context_HN2D.element_size(),
+        count,
+        head_dim * context_HN2D.element_size(),
         _KINDS[context_HN2D.dtype],
         np.array(numbers, np.int64),
         ids,
         counts,
         state.out.numpy(),
         state.lse.numpy(),
+        work=0.6 * head_dim * (heads * always + int(counts.sum())),
     )
+    return state
 
 
 def _numbers(tail_Ht2D: Tensor, sinks: int, begin: int) -> _Numbers:
@@ -174,19 +178,19 @@ def _is_table(rows_HN2D: Tensor) -> bool:
     return rows_HN2D.stride()[1:] == (2 * head_dim, head_dim, 1) and rows_HN2D.stride(0) % (2 * head_dim) == 0
 
 
-def attend_listed_reference(context_HN2D: Tensor, keys: Listed) -> AttentionState:
-    """The same for one session, over gathered copies in float32."""
-    q_HGD = keys.q_HGD
-    kv = torch.cat([context_HN2D, keys.tail_Ht2D], dim=1).float()
-    count = kv.shape[1]
-    seen_HN = torch.zeros(kv.shape[:2], dtype=torch.bool)
-    seen_HN[:, : keys.sinks] = seen_HN[:, keys.begin :] = True
-    for head, (ids, some) in enumerate(zip(keys.ids_HK, keys.counts_H.tolist(), strict=True)):
-        seen_HN[head, ids[:some].long()] = True
-    logits = torch.einsum("hgd,hnd->hgn", q_HGD, kv[:, :, 0])
-    logits = logits.masked_fill_(~seen_HN[:, None].expand(-1, q_HGD.shape[1], count), -torch.inf)
-    state = AttentionState(logits.softmax(-1) @ kv[:, :, 1], logits.logsumexp(-1))
-    return state if keys.others is None else state.merge(keys.others)
+def attend_listed_reference(context_HN2D: Tensor, listed: Listed) -> AttentionState:
+    """The same over gathered copies in float32, session by session."""
+    states = []
+    for number, tail_Ht2D in enumerate(listed.tails):
+        kv = torch.cat([context_HN2D, tail_Ht2D], dim=1).float()
+        seen_HN = torch.zeros(kv.shape[:2], dtype=torch.bool)
+        seen_HN[:, : listed.sinks[number]] = seen_HN[:, listed.begins[number] :] = True
+        for head, count in enumerate(listed.counts_HS[:, number]):
+            seen_HN[head, listed.ids_HSK[head, number, :count].long()] = True
+        logits = torch.einsum("hsgd,hnd->hsgn", listed.q_HSGD[:, number : number + 1], kv[:, :, 0])
+        logits.masked_fill_(~seen_HN[:, None, None], -torch.inf)
+        states.append(AttentionState(logits.softmax(-1) @ kv[:, None, :, 1], logits.logsumexp(-1)))
+    return AttentionState.concatenate(states, dim=1).merge(listed.others)
 
 
 def attend_row_lists_reference(
@@ -222,14 +226,10 @@ def leave_out_reference(logits_HTGX: Tensor, columns_HTK: Tensor, counted_HTK: T
 def _leave_out(
     logits: NDArray[np.float32], columns: NDArray[np.int32], counted: NDArray[np.bool_]
 ) -> None:  # pragma: no cover - compiled
-    heads, positions, group, count = logits.shape
-    for head in range(heads):
-        for position in range(positions):
-            for g in range(group):
-                for k in range(columns.shape[2]):
-                    column = columns[head, position, k]
-                    if counted[head, position, k] and 0 <= column < count:
-                        logits[head, position, g, column] = -np.inf
+    for head, position, k in np.ndindex(columns.shape):
+        column = columns[head, position, k]
+        if counted[head, position, k] and 0 <= column < logits.shape[3]:
+            logits[head, position, :, column] = -np.inf
 
 
 @njit(cache=True, nogil=True, parallel=True)

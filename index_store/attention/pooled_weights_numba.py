@@ -41,6 +41,7 @@ def pooled_weights(logits_HTGM: Tensor) -> Tensor:
             np.empty((queries, group, tiles), np.float32),
             own.numbers,
             own.places_HR.reshape(queries),
+            work=0.15 * logits_HTGM.numel(),
         )
     return out
 

@@ -70,8 +70,11 @@ class Budget(ABC):
     def cut(self, ranking: Ranking, step: Step) -> Selection:
         """The selection of every KV head and position."""
 
-    def best(self, step: Step) -> int | None:
-        """How many of the keys with the best average are kept, where that is all there is to it; otherwise None."""
+    def best(self, length: int) -> int | None:
+        """How many of the keys with the best average are kept, where that is all there is to it; otherwise None.
+
+        length: as `Step.length`.
+        """
         return None
 
     @property
@@ -143,8 +146,8 @@ class Ratio(Budget):
         """Cuts to the budget for a sequence of `step.length` tokens."""
         return best_keys(ranking, self.count(step.length), self.group)
 
-    def best(self, step: Step) -> int | None:
-        return self.count(step.length) if self.group == "average" else None
+    def best(self, length: int) -> int | None:
+        return self.count(length) if self.group == "average" else None
 
     def count(self, length: int) -> int:
         """How many of so many keys are kept; over very short contexts there may be fewer."""
@@ -176,7 +179,7 @@ class TokenCount(Budget):
         """Cuts to the number of tokens."""
         return best_keys(ranking, self.tokens, self.group)
 
-    def best(self, step: Step) -> int | None:
+    def best(self, length: int) -> int | None:
         return self.tokens if self.group == "average" else None
 
 

@@ -56,6 +56,7 @@ def cluster_sums(
         weights.numpy(),
         totals.numpy(),
         sums.numpy(),
+        work=0.16 * weights.numel() * head_dim,
     )
     shape = (heads, positions, group)
     return weights.view(*shape, count), totals.sum(1).view(shape), sums.sum(1).view(*shape, head_dim)

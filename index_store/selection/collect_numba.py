@@ -43,6 +43,7 @@ def collect(order_HTGM: Tensor, items_HTG: Tensor, limits_HTG: Tensor, items: It
             items.end_key,
             ids.flatten(0, 1).numpy(),
             counts.flatten().numpy(),
+            work=20 * ids.numel(),
         )
     kept = int(counts.max()) if rows else 0
     return ids[..., :kept], counts

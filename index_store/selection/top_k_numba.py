@@ -34,7 +34,8 @@ def top_k(scores_HTM: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     counts = torch.zeros(heads, positions, dtype=torch.int32, device="cpu")
     if ids.numel() > 0:
         rows = RowsInLine.of([scores_HTM])
-        launch(_top_k_rows, rows.numbers, rows.places_HR, columns, ids.numpy(), counts.numpy())
+        found = (ids.numpy(), counts.numpy())
+        launch(_top_k_rows, rows.numbers, rows.places_HR, columns, *found, work=0.9 * scores_HTM.numel())
     return ids, counts
 
 

@@ -27,7 +27,6 @@ from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
 from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, shift_of
 from index_store.indexes.coarse_rows.scalars.value_sums_numba import add_values
 from index_store.launch import thread_count
-from index_store.selection.budgets import Selection
 
 _WEIGHTS = 8 * 2**20
 """Weights in memory that is kept from step to step: new memory costs more than what is computed with it."""
@@ -74,10 +73,10 @@ class _Pass:
 
 def attend_best(
     rows: ScalarRows, searched: Sequence[Searched], keeps: Sequence[int]
-) -> list[tuple[Selection, AttentionState]]:
-    """The selection of so many columns of each session, and attention to all other keys, [H, 1, G, d] and [H, 1, G].
+) -> tuple[Tensor, Tensor, AttentionState]:
+    """So many best columns of each session, and attention to all other keys: ids [H, Q, K] and counts [H, Q], int32.
 
-    Ids are columns. Each session gets the bits that it gets alone.
+    Each session gets the bits that it gets alone.
     """
     heads, group, head_dim = searched[0].queries_HGD.shape
     weights = sum(group * each.columns.room for each in searched)
@@ -93,13 +92,7 @@ def attend_best(
         some = searched if step >= heads else [each.heads(part) for each in searched]
         own = AttentionState(state.out[part], state.lse[part])
         _attend_heads(rows.heads(part), some, widths, ids[part], counts[part], own)
-    return [
-        (
-            Selection(ids[:, number : number + 1, :width], counts[:, number : number + 1]),
-            AttentionState(state.out[:, number : number + 1], state.lse[:, number : number + 1]),
-        )
-        for number, width in enumerate(widths)
-    ]
+    return ids, counts, state
 
 
 def _attend_heads(
@@ -125,7 +118,7 @@ def _attend_heads(
         shape = (heads, len(each.sessions), group)
         made = AttentionState(found.out.view(*shape, -1), found.lse.view(shape))
         if not begun.isdisjoint(each.sessions):
-            made = AttentionState(state.out[:, each.sessions], state.lse[:, each.sessions]).merge(made)
+            made = state.columns(each.sessions).merge(made)
         state.out[:, each.sessions], state.lse[:, each.sessions] = made.out, made.lse
         begun.update(each.sessions)
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
@@ -37,7 +38,6 @@ from index_store.indexes.interface.layer_index import (
     check_keys,
 )
 from index_store.launch import on_host
-from index_store.selection.budgets import Selection
 from index_store.selection.pieces import ScoredRows
 from index_store.selection.ranking import Items, Ranking
 from index_store.store.description.json_fields import Scalar
@@ -106,18 +106,22 @@ class CoarseRows(LayerIndex):
             self._ranking(each, *found) for each, found in zip(asked, self._score_all(asked), strict=True)
         ]
 
-    def best_together(self, asked: Sequence[Asked], keeps: Sequence[int]) -> list[Best]:
+    def best_together(self, asked: Sequence[Asked], keeps: Sequence[int]) -> Best:
         if not self.shares:
             return super().best_together(asked, keeps)
         self._check(asked)
         searched = [self._searched(each) for each in asked]
-        best = []
-        for each, (chosen, others) in zip(asked, attend_best(self.scalars, searched, keeps), strict=True):
-            count = max(0, each.end_key - each.first_key)
-            selection = Selection(chosen.ids_HTK + each.first_key, chosen.counts_HT)
-            read = (float(count), self.rows.key_bytes(count), self.rows.value_bytes(count))
-            best.append(Best(selection, others, *read))
-        return best
+        ids, counts, others = attend_best(self.scalars, searched, keeps)
+        ids += torch.tensor([each.first_key for each in asked], dtype=torch.int32, device="cpu")[:, None]
+        keys = [max(0, each.end_key - each.first_key) for each in asked]
+        return Best(
+            ids,
+            counts,
+            others,
+            [float(count) for count in keys],
+            [self.rows.key_bytes(count) for count in keys],
+            [self.rows.value_bytes(count) for count in keys],
+        )
 
     @cached_property
     def _no_rows(self) -> ScalarRows:

@@ -15,12 +15,12 @@ from typing import ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from index_store.attention.attention_state import AttentionState
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.indexes.interface.growing import GrowingRows
 from index_store.indexes.interface.parameters import Parameters
-from index_store.selection.budgets import Selection
 from index_store.selection.pieces import Piece
 from index_store.selection.ranking import Ranking
 from index_store.store.description.json_fields import Scalar
@@ -90,19 +90,54 @@ class Asked:
     position: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Best:
-    """The best keys of a session, and what stands for all others of the searched range.
+    """The best keys of S sessions, and what stands for all others that each has searched.
 
-    others: attention to them, out [H, 1, G, d] and lse [H, 1, G]; None where nothing is searched. vectors_read,
-    bytes_read: of the index for the search, per KV head. remainder_bytes: for the others besides.
+    ids_HSK: [H, S, K] int32, ascending within the first `counts` entries of a row; others are valid ids. counts_HS:
+    [H, S] int32. others: attention to the others, out [H, S, G, d] and lse [H, S, G]. vectors_read, bytes_read: of the
+    index for each session's search, per KV head. remainder_bytes: for the others besides.
     """
 
-    selection: Selection
-    others: AttentionState | None
-    vectors_read: float
-    bytes_read: float
-    remainder_bytes: float
+    ids_HSK: Tensor
+    counts_HS: Tensor
+    others: AttentionState
+    vectors_read: Sequence[float]
+    bytes_read: Sequence[float]
+    remainder_bytes: Sequence[float]
+
+    @cached_property
+    def kept(self) -> list[int]:
+        """How many keys each session selects, over all KV heads."""
+        return self.counts_HS.sum(0).tolist()
+
+    def of(self, sessions: Sequence[int]) -> Best:
+        """The same of some sessions, in that order."""
+        rows = list(sessions)
+        return Best(
+            self.ids_HSK[:, rows],
+            self.counts_HS[:, rows],
+            self.others.columns(rows),
+            [self.vectors_read[row] for row in rows],
+            [self.bytes_read[row] for row in rows],
+            [self.remainder_bytes[row] for row in rows],
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[Best]) -> Best:
+        """The sessions of all parts, one part behind the other."""
+        if len(parts) == 1:
+            return parts[0]
+        width = max(part.ids_HSK.shape[2] for part in parts)
+        ids = [pad(part.ids_HSK, (0, width - part.ids_HSK.shape[2])) for part in parts]
+        return cls(
+            torch.cat(ids, dim=1),
+            torch.cat([part.counts_HS for part in parts], dim=1),
+            AttentionState.concatenate([part.others for part in parts], dim=1),
+            [read for part in parts for read in part.vectors_read],
+            [read for part in parts for read in part.bytes_read],
+            [read for part in parts for read in part.remainder_bytes],
+        )
 
 
 class AppendedKeys(ABC):
@@ -273,7 +308,7 @@ class LayerIndex(ABC):
             for each in asked
         ]
 
-    def best_together(self, asked: Sequence[Asked], keeps: Sequence[int]) -> list[Best]:
+    def best_together(self, asked: Sequence[Asked], keeps: Sequence[int]) -> Best:
         """The keys with the largest weights, added up over a group's heads, of sessions that decode one token each.
 
         keeps: how many of each. Each gets the bits that it gets alone. Only where the index `shares`; raises

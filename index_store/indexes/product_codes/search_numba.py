@@ -51,6 +51,7 @@ def score_codes(reads: CodeReads) -> Tensor:
             reads.tables_HTGSW.contiguous().flatten(1, 2).numpy(),
             reads.first,
             out.flatten(1, 2).numpy(),
+            work=0.3 * out.numel() * reads.tables_HTGSW.shape[3],
         )
     return out
 

@@ -81,9 +81,8 @@ def sum_rows_reference(reads: TableReads) -> Tensor:
 def softmax_sum_rows(reads: TableReads) -> Tensor:
     """[H, T, M] float32: `sum_rows`, softmaxed over keys and summed over the group.
 
-    exp is a cubic polynomial per octave (relative error below 2e-4), enough for a ranking. Sums are
-    exponentiated while their tile is in cache, relative to the tile's own maximum, and rescaled in a second pass,
-    a few query positions at a time.
+    exp is a cubic polynomial per octave (relative error below 2e-4), enough for a ranking. Sums are exponentiated while
+    in cache, relative to their tile's maximum, and rescaled in a second pass, a few query positions at a time.
     """
     if not on_host(reads.tables_HSN):
         return softmax_sum_rows_reference(reads)
@@ -101,6 +100,7 @@ def softmax_sum_rows(reads: TableReads) -> Tensor:
             out.new_empty(wave, group, tiles).numpy(),
             out.new_empty(wave, group, tiles).numpy(),
             out.numpy(),
+            work=0.1 * reads.rows_HTGJ.numel() * columns,
         )
     return out
 

@@ -54,6 +54,7 @@ def decode_listed(
             ids_HX.to(torch.int32).contiguous().numpy(),
             first,
             out.view(-1, coarse.head_dim).numpy(),
+            work=0.5 * out.numel(),
         )
     return out
 

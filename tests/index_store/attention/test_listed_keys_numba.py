@@ -19,20 +19,35 @@ from index_store.attention.listed_keys_numba import (
 H, G = 3, 2
 
 
-def session(count: int, head_dim: int, dtype: torch.dtype, number: int) -> Listed:
-    """One that has 5 to 80 keys of its own, and lists as many of those before its window as it has a number."""
-    generator = torch.Generator().manual_seed(number)
-    tail = torch.randn(H, 90, 2, head_dim, generator=generator).to(dtype)[:, : 5 + 25 * number]
-    begin = count - 3 + 20 * number
-    sinks, wanted = min(4, count), min(7 * number, max(0, begin - 4))
-    order = torch.stack([torch.randperm(max(begin - sinks, 0), generator=generator) for _ in range(H)])
-    ids = (order[:, :wanted].sort().values + sinks).to(torch.int32)
-    counts = torch.tensor([wanted, max(0, wanted - 1), 0], dtype=torch.int32)
-    queries = 3 * torch.randn(H, G, head_dim, generator=generator) * head_dim**-0.5
+SESSIONS = 4
+
+
+def sessions(count: int, head_dim: int, dtype: torch.dtype) -> Listed:
+    """They have 5 to 80 keys of their own, and list seven more of those before their window than the one before."""
+    numbers = range(SESSIONS)
+    generator = torch.Generator().manual_seed(count)
+    sinks = min(4, count)
+    begins = [max(count - 3 + 20 * number, sinks) for number in numbers]
+    wanted = [min(7 * number, begins[number] - sinks) for number in numbers]
+    ids = torch.full((H, SESSIONS, max(wanted) + 2), 99_999, dtype=torch.int32)  # which no row counts
+    counts = torch.zeros(H, SESSIONS, dtype=torch.int32)
+    for number in numbers:
+        for head in range(H):
+            order = torch.randperm(begins[number] - sinks, generator=generator)[: wanted[number]]
+            ids[head, number, : wanted[number]] = order.sort().values + sinks
+        counts[:, number] = torch.tensor([wanted[number], max(0, wanted[number] - 1), 0])
+    shape = (H, SESSIONS, G)
     others = AttentionState(
-        torch.randn(H, G, head_dim, generator=generator), torch.randn(H, G, generator=generator)
+        torch.randn(*shape, head_dim, generator=generator), torch.randn(shape, generator=generator)
     )
-    return Listed(queries, tail, ids, counts, sinks, max(begin, sinks), others if number % 2 else None)
+    others.lse[:, ::2] = -torch.inf
+    others.out[:, ::2] = 0
+    tails = [
+        torch.randn(H, 90, 2, head_dim, generator=generator).to(dtype)[:, : 5 + 25 * number]
+        for number in numbers
+    ]
+    queries = 3 * head_dim**-0.5 * torch.randn(*shape, head_dim, generator=generator)
+    return Listed(queries, tails, ids, counts, [sinks] * SESSIONS, begins, others)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -43,15 +58,16 @@ def test_attention_equals_the_reference_and_depends_on_no_other_session(
 ) -> None:
     context = torch.randn(H, count + 5, 2, head_dim, generator=torch.Generator().manual_seed(9)).to(dtype)
     context = context[:, :count]  # with room behind the rows of a head
-    listed = [session(count, head_dim, dtype, number) for number in range(4)]
-    together = attend_listed(context, listed)
-    for own, state in zip(listed, together, strict=True):
-        expected = attend_listed_reference(context, own)
-        torch.testing.assert_close(state.out, expected.out, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(state.lse, expected.lse, rtol=1e-5, atol=1e-5)
-        (alone,) = attend_listed(context, [own])
-        assert torch.equal(alone.out, state.out)
-        assert torch.equal(alone.lse, state.lse)
+    listed = sessions(count, head_dim, dtype)
+    before = listed.others.out.clone()
+    together, expected = attend_listed(context, listed), attend_listed_reference(context, listed)
+    torch.testing.assert_close(together.out, expected.out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(together.lse, expected.lse, rtol=1e-5, atol=1e-5)
+    assert torch.equal(listed.others.out, before)
+    for number in range(SESSIONS):
+        alone = attend_listed(context, listed.of(number))
+        assert torch.equal(alone.out[:, 0], together.out[:, number])
+        assert torch.equal(alone.lse[:, 0], together.lse[:, number])
 
 
 def rows(count: int, head_dim: int, dtype: torch.dtype, slack: int = 5) -> torch.Tensor:

@@ -46,6 +46,7 @@ def score_keys(
     if not out.counts_R.any():
         return
     kept = _NO_SPANS if spans is None else spans
+    heads, _, head_dim = queries_HRD.shape
     launch(
         _score_keys,
         *row_table(rows.key_codes_HNC),
@@ -64,6 +65,7 @@ def score_keys(
         kept.totals_HRS,
         kept.rows_R,
         kept.first_R,
+        work=heads * head_dim * (0.03 * out.counts_R.max() + 0.008 * out.counts_R.sum()),
     )
 
 

@@ -92,6 +92,7 @@ def add_values(
         shift,
         beside,
         limits,
+        work=14 * limits.size * spans.peaks_HRS.shape[2],
     )
     for begin in range(0, queries, _MOST_ROWS):
         some = slice(begin, begin + _MOST_ROWS)
@@ -101,8 +102,10 @@ def add_values(
         peaks, totals = (torch.empty(shape, device="cpu") for _ in range(2))
         partial = (outs.numpy(), peaks.numpy(), totals.numpy())
         known = (spans.peaks_HRS, spans.rows_R[some], spans.first_R[some], limits[:, some])
-        launch(_attend_parts, *values, weights.numbers, places, counts, *known, first, shift, each, *partial)
-        launch(_merge_parts, *partial, state.out.numpy(), state.lse.numpy(), begin)
+        work = heads * rows.head_dim * (0.04 * counts.max() + 0.01 * counts.sum())
+        numbers = (weights.numbers, places, counts)
+        launch(_attend_parts, *values, *numbers, *known, first, shift, each, *partial, work=work)
+        launch(_merge_parts, *partial, state.out.numpy(), state.lse.numpy(), begin, work=0.25 * outs.numel())
     return state
 
 

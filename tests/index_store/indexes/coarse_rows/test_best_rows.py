@@ -87,7 +87,15 @@ def by_rankings(index: CoarseRows, asked: Asked, keep: int) -> Best:
     selection = TokenCount(keep).cut(ranking, None)  # type: ignore[arg-type]
     read = sum(piece.remainder_bytes("none", True) for piece in ranking.pieces)
     others = COARSE.states([(ranking.pieces, selection)])[0]
-    return Best(selection, others, ranking.vectors_read, ranking.bytes_read, read)
+    assert others is not None
+    totals = ([ranking.vectors_read], [ranking.bytes_read], [read])
+    return Best(selection.ids_HTK, selection.counts_HT, others, *totals)
+
+
+def listed(best: Best) -> list[list[int]]:
+    """Selected keys of every KV head, of one session."""
+    counted = zip(best.ids_HSK[:, 0].tolist(), best.counts_HS[:, 0].tolist(), strict=True)
+    return [ids[:count] for ids, count in counted]
 
 
 SESSIONS = [(4, 700, 10), (4, 5000, 1), (0, 5000, 5000), (9, 5128, 300), (4, 5256, 40), (1900, 2100, 7)]
@@ -99,12 +107,11 @@ def test_a_step_equals_the_way_by_rankings(head_dim: int, bits: int) -> None:
     index = build(5000, head_dim, bits)
     asked = [ask(index, first, end, head_dim, seed) for seed, (first, end, _) in enumerate(SESSIONS)]
     keeps = [keep for *_, keep in SESSIONS]
-    for one, keep, best in zip(asked, keeps, index.best_together(asked, keeps), strict=True):
-        general = by_rankings(index, one, keep)
-        assert torch.equal(best.selection.counts_HT, general.selection.counts_HT)
-        assert torch.equal(best.selection.ids_HTK, general.selection.ids_HTK)
-        assert best.others is not None
-        assert general.others is not None
+    together = index.best_together(asked, keeps)
+    for number, (one, keep) in enumerate(zip(asked, keeps, strict=True)):
+        best, general = together.of([number]), by_rankings(index, one, keep)
+        assert listed(best) == listed(general)
+        assert together.kept[number] == sum(map(len, listed(general)))
         # The weights of a tile are rounded to 127 units, where tiles begin elsewhere.
         torch.testing.assert_close(best.others.out, general.others.out, rtol=0, atol=0.02)
         torch.testing.assert_close(best.others.lse, general.others.lse, rtol=1e-5, atol=1e-4)
@@ -121,11 +128,9 @@ def test_a_session_gets_the_bits_that_it_gets_alone(monkeypatch: pytest.MonkeyPa
     together = index.best_together(asked, keeps)
     monkeypatch.setattr(best_rows, "_WEIGHTS", 10)
     monkeypatch.setattr(best_rows, "thread_count", lambda: 1)
-    for one, keep, best in zip(asked, keeps, together, strict=True):
-        alone = index.best_together([one], [keep])[0]
-        assert torch.equal(alone.selection.ids_HTK, best.selection.ids_HTK)
-        assert alone.others is not None
-        assert best.others is not None
+    for number, (one, keep) in enumerate(zip(asked, keeps, strict=True)):
+        best, alone = together.of([number]), index.best_together([one], [keep])
+        assert listed(alone) == listed(best)
         assert torch.equal(alone.others.out, best.others.out)
         assert torch.equal(alone.others.lse, best.others.lse)
 
@@ -133,13 +138,11 @@ def test_a_session_gets_the_bits_that_it_gets_alone(monkeypatch: pytest.MonkeyPa
 def test_nothing_is_left_of_keys_that_are_all_kept() -> None:
     index = build(300, 32)
     asked = [ask(index, 4, 300, 32, 0), ask(index, 4, 4, 32, 1)]
-    every, nothing = index.best_together(asked, [296, 5])
-    assert torch.equal(every.selection.ids_HTK[0, 0], torch.arange(4, 300, dtype=torch.int32))
-    assert (nothing.selection.counts_HT == 0).all()
-    for best in (every, nothing):
-        assert best.others is not None
-        assert (best.others.lse == -torch.inf).all()
-        assert (best.others.out == 0).all()
+    best = index.best_together(asked, [296, 5])
+    assert listed(best.of([0])) == [list(range(4, 300))] * HEADS
+    assert best.kept == [296 * HEADS, 0]
+    assert (best.others.lse == -torch.inf).all()
+    assert (best.others.out == 0).all()
 
 
 def test_a_peak_that_is_kept_leaves_the_others_their_weights() -> None:
@@ -149,10 +152,8 @@ def test_a_peak_that_is_kept_leaves_the_others_their_weights() -> None:
     key = index.rows.decode_keys(SPAN, SPAN + 1)[:, 0]
     queries = 0.02 * asked.queries_HTGD + 60 * (key / key.square().sum(-1, keepdim=True))[:, None, None]
     peaked = Asked(queries, 0, 3 * SPAN, None, {}, 0)
-    best, general = index.best_together([peaked], [1])[0], by_rankings(index, peaked, 1)
-    assert (best.selection.ids_HTK == SPAN).all()
-    assert best.others is not None
-    assert general.others is not None
+    best, general = index.best_together([peaked], [1]), by_rankings(index, peaked, 1)
+    assert (best.ids_HSK == SPAN).all()
     torch.testing.assert_close(best.others.lse, general.others.lse, rtol=0, atol=1e-3)
 
 

@@ -81,11 +81,9 @@ def test_a_spoiled_coarse_copy_fails_the_check(bench: ModuleType) -> None:
     sparse.check()
     find = CoarseRows.best_together
 
-    def spoiled(index: CoarseRows, asked: Sequence[Asked], keeps: Sequence[int]) -> list[Best]:
+    def spoiled(index: CoarseRows, asked: Sequence[Asked], keeps: Sequence[int]) -> Best:
         best = find(index, asked, keeps)
-        found = [each.others for each in best]
-        states = [None if state is None else AttentionState(state.out, state.lse - 0.5) for state in found]
-        return [replace(each, others=state) for each, state in zip(best, states, strict=True)]
+        return replace(best, others=AttentionState(best.others.out, best.others.lse - 0.5))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CoarseRows, "best_together", spoiled)

@@ -1,0 +1,99 @@
+"""Compiled loops: which vectors they take, and how many threads a launch starts for them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from numba import get_num_threads, njit, prange, set_num_threads
+from numpy.typing import NDArray
+
+from index_store.launch import launch, thread_count
+
+SCRIPT = """
+import json
+import index_store.launch
+import numba
+import numpy as np
+from numba.core import codegen
+
+@numba.njit
+def add(a, b):
+    for i in range(len(a)):
+        a[i] += b[i]
+
+add(np.zeros(64, np.uint16), np.ones(64, np.uint16))
+print(json.dumps(["zmm" in add.inspect_asm(add.signatures[0]), "+avx512bw" in codegen.get_host_cpu_features()]))
+"""
+
+
+def wide_and_possible(features: str | None) -> tuple[bool, bool]:
+    """Whether a loop took vectors of 512 bits, and whether the processor has them."""
+    environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CPU_FEATURES"}
+    if features is not None:
+        environment["NUMBA_CPU_FEATURES"] = features
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    wide, possible = json.loads(result.stdout)
+    return wide, possible
+
+
+def test_loops_take_512_bits_where_the_processor_has_them() -> None:
+    wide, possible = wide_and_possible(None)
+    assert wide == possible
+
+
+def test_what_the_environment_says_about_the_processor_counts() -> None:
+    wide, _ = wide_and_possible("-avx512f")
+    assert not wide
+
+
+@njit(parallel=True)
+def count_threads(threads: NDArray[np.int64]) -> None:  # pragma: no cover - compiled
+    for task in prange(threads.shape[0]):
+        threads[task] = get_num_threads()
+
+
+def threads_for(work: float) -> int:
+    threads = np.zeros(4, np.int64)
+    launch(count_threads, threads, work=work)
+    return int(threads.max())
+
+
+def test_a_thread_is_started_for_every_50_microseconds_of_work() -> None:
+    most = thread_count()
+    assert threads_for(math.inf) == threads_for(most * 50_000) == most
+    assert threads_for(0.0) == threads_for(1_000) == threads_for(99_000) == 1
+    assert threads_for(100_000) == min(2, most)
+    assert thread_count() == most
+
+
+def test_a_launch_starts_no_more_threads_than_are_allowed() -> None:
+    most = thread_count()
+    set_num_threads(1)
+    try:
+        assert threads_for(math.inf) == 1
+        assert thread_count() == 1
+    finally:
+        set_num_threads(most)
+
+
+def test_a_launch_that_fails_leaves_the_threads_as_they_were() -> None:
+    def fail(threads: NDArray[np.int64]) -> None:
+        raise ValueError("spoiled")
+
+    most = thread_count()
+    with pytest.raises(ValueError, match="spoiled"):
+        launch(fail, np.zeros(1, np.int64), work=0.0)
+    assert thread_count() == most
