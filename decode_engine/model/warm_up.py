@@ -122,13 +122,15 @@ def made_up_context(
     placement: Placement = Placement.DEVICE,
     calibrated_for: float | None = None,
     rows: str = AS_DTYPE,
+    kv: Callable[[int], torch.Tensor] | None = None,
 ) -> ResidentContext:
     """A context of random keys and values with the indexes that the method needs.
 
     also: methods whose indexes it has too. distinct: layers with keys, values and indexes of their own, which the
     model's layers use in turn. placement: keys and values in host memory are page-locked beside a GPU. calibrated_for:
     standard deviation of the queries that thresholds are calibrated for; None where any threshold will do. rows: one of
-    `ROW_CODINGS`; in 8 bits it has the index of their high plane, too.
+    `ROW_CODINGS`; in 8 bits it has the index of their high plane, too. kv: keys and values [H, tokens, 2, d] of the
+    full layer of that number instead of random ones, in any float dtype.
     Raises InvalidArgumentError when an index cannot be built for the model's head dim.
     """
     generator = torch.Generator(device).manual_seed(seed)
@@ -139,18 +141,19 @@ def made_up_context(
     wanted = [spec for each in (method, *also) for spec in each.index_specs()]
     wanted += [INDEX_SPECS[HIGH_PLANE]] if rows == INT8 else []
     specs = {spec.name: spec for spec in wanted}.values()
-    kv: dict[int, torch.Tensor] = {}
+    stored: dict[int, torch.Tensor] = {}
     built: dict[tuple[str, int], LayerIndex] = {}
     calibrators = {
         spec.name: ThresholdCalibrator() for spec in specs if INDEX_KINDS[spec.kind].piece_type is not None
     }
-    for layer in layers[:distinct]:
-        kv[layer] = _random_rows(identity, layer, tokens, dtype, generator)
+    for place, layer in enumerate(layers[:distinct]):
+        made = _random_rows(identity, layer, tokens, dtype, generator)
+        stored[layer] = made if kv is None else made.copy_(kv(place))
         queries_HPGD = torch.randn(
             identity.kv_heads, sampled, group, head_dim, generator=generator, device=device
         )
         frequencies = torch.ones(head_dim // 2, device=device)
-        source = LayerSource(kv[layer], QuerySample(queries_HPGD, positions), frequencies)
+        source = LayerSource(stored[layer], QuerySample(queries_HPGD, positions), frequencies)
         for spec in specs:
             index = built[spec.name, layer] = INDEX_KINDS[spec.kind].build(spec.parameters, source, seed)
             if calibrated_for is not None and spec.name in calibrators:
@@ -159,9 +162,9 @@ def made_up_context(
                 position = tokens - late_HTGD.shape[1]
                 calibrators[spec.name].add(index.rank(late_HTGD, sinks, tokens, None, {}, position=position))
         if rows == INT8:
-            kv[layer] = _low_plane(kv[layer], built[HIGH_PLANE, layer])
+            stored[layer] = _low_plane(stored[layer], built[HIGH_PLANE, layer])
         if placement.kv_on_host:
-            kv[layer] = _to_host(kv[layer])
+            stored[layer] = _to_host(stored[layer])
     arrays = {
         (spec.name, layer): _place_arrays(built[spec.name, layer], placement)
         for spec in specs
@@ -184,7 +187,7 @@ def made_up_context(
     return ResidentContext(
         manifest,
         torch.zeros(tokens, dtype=torch.int64),
-        {**windows, **{layer: kv[like[layer]] for layer in layers}},
+        {**windows, **{layer: stored[like[layer]] for layer in layers}},
         {(spec.name, layer): arrays[spec.name, like[layer]] for spec in specs for layer in layers},
         placement=placement,
         device=torch.device(device),

@@ -1,7 +1,7 @@
 """Decode steps of a whole model on a GPU, through the engine's own captured graphs: how long they take, and where.
 
 usage: python ops/bench/whole_model/decode_gpu.py [--bars] [--methods full,pq:0.01] [--shapes 131072x1]
-       [--placement hybrid]
+       [--placement hybrid] [--trained]
 
 The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16. Contexts are random and
 lie in the GPU's memory; several layers' worth of keys, values and indexes take turns over the model's layers, and
@@ -10,6 +10,9 @@ such as `131072x16@1` there are fewer contexts, which the sequences take in turn
 `--placement hybrid` keys and values are in host memory that the GPU reads instead, those of as many layers as fit into
 `--host-gb`: all of them for one sequence of 128K tokens. All methods run through the same code: one operator for
 attention, the same compilation, one CUDA graph a step, greedy sampling.
+
+With `--trained` the contexts are a trained model's, and so are the queries of every step, the same at each; that is for
+contexts in GPU memory, one for each sequence, and methods whose indexes are not built from queries.
 
 - `none`: a stand-in for attention that reads nothing: what is left is the rest of the model.
 - `full`: attention to every key by the engine's own kernel, which reads a context once for all sessions on it; see
@@ -56,10 +59,12 @@ import typer
 from harness.checks import failure
 from harness.made_up.contexts import HOST_GB, PlacedContexts, make_ranges, release
 from harness.made_up.random_model import make_model, read_bytes
+from harness.made_up.trained_rows import record_rows
 from harness.parsing import parse_method, parse_shared_shapes
 from harness.report import reporting
 from harness.steps.captured_steps import Lanes, tidy_up, time_captured, time_flight, whole_difference
 from harness.steps.general_steps import full_logits, measure_general
+from harness.steps.trained_queries import asked
 from harness.timing import copy_bandwidth, event_ms
 from torch import Tensor
 
@@ -69,6 +74,7 @@ from decode_engine.steps import batch_kinds
 from decode_engine.steps.attention.step_attention import StepAttention
 from decode_engine.steps.step_graph import StepGraph
 from decode_engine.steps.step_model import step_model
+from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
@@ -226,6 +232,7 @@ def main(
     ] = False,
     host_gb: Annotated[float, typer.Option(help="Page-locked for keys and values in host memory.")] = HOST_GB,
     turns: Annotated[int, typer.Option(help="Steps that are timed, of every method.")] = TURNS,
+    trained: Annotated[bool, typer.Option("--trained", help="A trained model's keys and queries.")] = False,
     bars: Annotated[
         bool, typer.Option(help="Fail when a figure misses its bar; bars are for contexts in GPU memory.")
     ] = False,
@@ -235,29 +242,49 @@ def main(
         raise typer.BadParameter("--prefetch is for contexts in host memory, such as --placement hybrid")
     labels, sizes = methods.split(","), parse_shared_shapes(shapes)
     listed = [as_method(label) for label in labels]
+    if trained:
+        check_trained(listed, sizes, placement)
     with reporting("decode_gpu", bars) as report:
         model, identity = make_model(layers)
         weights_ms = read_bytes(model) / copy_bandwidth() * 1e3
+        rows = record_rows(max(length for length, _, _ in sizes), model.device.type) if trained else None
         tidy_up()
         searched = listed if placement is Placement.HOST else []
         ranges = make_ranges(host_gb, searched) if placement.kv_on_host else []
         run, threads = step_model(model, compilation, prefetch), SearchThreads(search_cores())
         for length, batch, count in sizes:
-            placed = PlacedContexts(identity, listed, length, count, model.device, ranges)
+            placed = PlacedContexts(identity, listed, length, count, model.device, ranges, trained=rows)
             made = placed.make(placement)
+            queries = None if rows is None else placed.trained_queries(identity, rows)
             placed.release()
             contexts = [made[session % count] for session in range(batch)]
-            for row in shape_figures(Bench(model, run, contexts, threads, turns), labels, weights_ms):
-                line: dict[str, Any] = {
-                    "figure": "decode", "method": row["method"], "placement": placement.value, "tokens": length,
-                    "batch": batch, "contexts": count, "layers": layers,
-                    "compilation": compilation.value, "prefetch": prefetch,
-                    "weights_ms": round(weights_ms, 3),
-                } | row  # fmt: skip
-                report.add(line, *missed(line))
+            with nullcontext() if queries is None else asked(queries):
+                for row in shape_figures(Bench(model, run, contexts, threads, turns), labels, weights_ms):
+                    line: dict[str, Any] = {
+                        "figure": "decode", "method": row["method"], "placement": placement.value, "tokens": length,
+                        "batch": batch, "contexts": count, "layers": layers,
+                        "compilation": compilation.value, "prefetch": prefetch, "trained": trained,
+                        "weights_ms": round(weights_ms, 3),
+                    } | row  # fmt: skip
+                    report.add(line, *missed(line))
             release(made)
             tidy_up()
         threads.close()
+
+
+def check_trained(
+    methods: Sequence[Method], sizes: Sequence[tuple[int, int, int]], placement: Placement
+) -> None:
+    """Raises typer.BadParameter where a trained model's queries would say nothing about a step's time."""
+    built_from = {
+        spec.name for each in methods for spec in each.index_specs() if INDEX_KINDS[spec.kind].needs_queries
+    }
+    if built_from:
+        raise typer.BadParameter(f"--trained has no queries to build {', '.join(sorted(built_from))} from")
+    if placement is not Placement.DEVICE or any(batch != count for _, batch, count in sizes):
+        raise typer.BadParameter(
+            "--trained has the same queries at every step: for contexts in GPU memory, one for each sequence"
+        )
 
 
 def missed(line: Mapping[str, Any]) -> list[str]:

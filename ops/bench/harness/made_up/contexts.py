@@ -1,4 +1,4 @@
-"""Random contexts for benchmarks of whole steps, in GPU memory or with copies in host memory.
+"""Contexts for benchmarks of whole steps, random or a trained model's, in GPU memory or with copies in host memory.
 
 Pinning gigabytes takes seconds: contexts of all shapes take turns in two ranges of host memory, one for keys and values
 and one for query tables, which are made and locked once.
@@ -7,13 +7,14 @@ and one for query tables, which are made and locked once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from decode_engine.model.warm_up import made_up_context
 from harness.made_up.random_model import DTYPE, QUERY_STD
+from harness.made_up.trained_rows import TrainedRows
 from index_store.memory.devices import finish
 from index_store.memory.host_memory import HostBlock, aligned, copy_source, default_page_locker
 from index_store.memory.placement import HOST_SEARCHED, USUAL_ROOM, Placement, SlotRoom
@@ -106,8 +107,9 @@ class PlacedContexts:
         ranges: Sequence[HostRange] = (),
         slots: SlotRoom = USUAL_ROOM,
         rows: str = AS_DTYPE,
+        trained: TrainedRows | None = None,
     ) -> None:
-        """With the indexes of all methods, and rows as in `made_up_context`.
+        """With the indexes of all methods, and rows as in `made_up_context`. trained: has keys and values for them.
 
         ranges: one for keys and values, and one for query tables where contexts are placed on the host; what was there
         is lost. Without any, contexts are placed on the device alone. slots: of contexts in host memory.
@@ -121,7 +123,7 @@ class PlacedContexts:
         self._sources = [
             made_up_context(
                 identity, DTYPE, first, length, also=others, distinct=self.distinct, device=device, seed=row,
-                calibrated_for=QUERY_STD, rows=rows,
+                calibrated_for=QUERY_STD, rows=rows, kv=self._trained_kv(row, identity, length, trained),
             )
             for row in range(batch)
         ]  # fmt: skip
@@ -138,6 +140,25 @@ class PlacedContexts:
         """Lets go of what no context uses that was made; no others can be made afterwards."""
         release(self._sources)
         self._sources = []
+
+    def trained_queries(self, identity: ModelIdentity, trained: TrainedRows) -> list[Tensor]:
+        """For each layer of the model the queries of the trained keys, [batch, Hq, 1, d] float32, unscaled."""
+        shape = (identity.kv_heads, identity.query_heads // identity.kv_heads, identity.head_dim)
+        batch = range(len(self._sources))
+        own = [
+            torch.stack([trained.q(row * self.distinct + number, *shape) for row in batch])
+            for number in range(self.distinct)
+        ]
+        return [own[layer % self.distinct].flatten(1, 2)[:, :, None] for layer in range(identity.layers)]
+
+    def _trained_kv(
+        self, row: int, identity: ModelIdentity, length: int, trained: TrainedRows | None
+    ) -> Callable[[int], Tensor] | None:
+        """Keys and values of each layer of a row's own; None where they are random."""
+        if trained is None:
+            return None
+        shape = (identity.kv_heads, length, identity.head_dim)
+        return lambda number: trained.kv(row * self.distinct + number, *shape)
 
     def _make(self, row: int, source: ResidentContext, placement: Placement) -> ResidentContext:
         manifest = source.manifest

@@ -28,6 +28,14 @@ def test_nothing_is_fetched_ahead_from_gpu_memory(bench: ModuleType) -> None:
         bench.main(prefetch=True)
 
 
+def test_trained_queries_are_refused_where_they_say_nothing(bench: ModuleType) -> None:
+    with pytest.raises(typer.BadParameter, match="no queries to build query_tables from"):
+        bench.main(methods="full,csattention:0.01", trained=True)
+    for options in ({"placement": Placement.HYBRID}, {"shapes": "400x2@1"}):
+        with pytest.raises(typer.BadParameter, match="same queries at every step"):
+            bench.main(methods="refined:0.01", trained=True, **options)
+
+
 def test_every_kernel_has_a_kind(bench: ModuleType) -> None:
     texts = (file.read_text() for file in KERNELS.rglob("*.py"))
     kernels = {name for text in texts for name in re.findall(r"^def (\w+_kernel)\(", text, re.M)}
@@ -75,10 +83,12 @@ def lines(bench: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch) -> Any:
     }.items():
         monkeypatch.setattr(bench, name, value)
 
-    def of(methods: str, placement: Placement, prefetch: bool) -> tuple[list[dict[str, Any]], int]:
+    def of(
+        methods: str, placement: Placement, prefetch: bool, trained: bool = False
+    ) -> tuple[list[dict[str, Any]], int]:
         found, code, _ = run(
-            bench, methods=methods, shapes="400x1", layers=2, compilation=Compilation.OFF, placement=placement,
-            prefetch=prefetch, host_gb=1e-3, turns=2,
+            bench, methods=methods, shapes="400x2" if trained else "400x1", layers=2, compilation=Compilation.OFF,
+            placement=placement, prefetch=prefetch, host_gb=1e-3, turns=2, trained=trained,
         )  # fmt: skip
         return found, code
 
@@ -99,6 +109,16 @@ def test_every_method_has_its_line(lines: Any) -> None:
     assert codes["attended"] < 1
     assert "host_mb" not in codes
     assert code == 0
+
+
+@pytest.mark.slow
+def test_a_trained_models_keys_and_queries(lines: Any) -> None:
+    """Logits of captured steps are compared with those of the general path, which gets the same queries."""
+    (full, refined), code = lines("full,refined:0.05", Placement.DEVICE, False, True)
+    assert (code, full["trained"], full["batch"]) == (0, True, 2)
+    assert full["logits_difference"] < 1e-3
+    assert refined["logits_difference"] < 1e-3
+    assert refined["attended"] < 1
 
 
 @pytest.mark.slow

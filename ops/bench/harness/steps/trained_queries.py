@@ -1,0 +1,35 @@
+"""A trained model's queries in place of those of a model with random weights, for contexts with a trained model's keys.
+
+Shape legend: L layers, B sessions, Hq query heads, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from decode_engine.model.decode_attention import ATTENTION_NAME, decode_attention
+
+
+@contextmanager
+def asked(queries_LBQ1D: Sequence[Tensor]) -> Iterator[None]:
+    """Decode steps of B sessions, by any path, ask every layer's keys with these queries, at every step with the same.
+
+    A step still computes its own, which the attention does not get. Queries are unscaled, [B, Hq, 1, d] each.
+    """
+
+    def attention(module: nn.Module, query: Tensor, *others: Any, **named: Any) -> Any:
+        wanted = queries_LBQ1D[int(module.layer_idx)]  # type: ignore[arg-type]
+        if query.shape != wanted.shape:
+            raise ValueError(f"a step has queries {tuple(query.shape)}, recorded are {tuple(wanted.shape)}")
+        return decode_attention(module, wanted.to(query.dtype), *others, **named)
+
+    AttentionInterface.register(ATTENTION_NAME, attention)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(ATTENTION_NAME, decode_attention)
