@@ -22,19 +22,22 @@ from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.online_softmax import LOG2E, tile_options
 from decode_engine.kernels.attention.partials import Partials
 from decode_engine.kernels.border import load_cut, passes
-from decode_engine.kernels.coarse.coded_tiles import (
+from decode_engine.kernels.coarse.search import product_options
+from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
+from decode_engine.kernels.coarse.tiles_by_coding import (
     add_values,
     key_logits,
+    key_places,
     load_queries,
     no_values_yet,
     store_values,
+    value_places,
+    value_steps,
 )
-from decode_engine.kernels.coarse.search import product_options
-from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
 from decode_engine.kernels.coarse.warp.warp_pass import pass_kernel as pass_alone
 from decode_engine.kernels.coarse.warp.warp_together import together_kernel as together
 from decode_engine.kernels.coarse.warp.warp_values import values_kernel as values_alone
-from decode_engine.kernels.fields import KEYS, field, key_pointers, searched_keys, value_pointers
+from decode_engine.kernels.fields import KEYS, field, searched_keys
 from decode_engine.kernels.launches import chained, wait_for_launch
 from index_store.indexes.coarse_rows.scalars import scalar_rows
 
@@ -69,20 +72,6 @@ def list_kept(
     return count
 
 
-@triton.jit
-def value_steps(
-    scales_ptr: tl.tensor, offsets_ptr: tl.tensor, key: tl.tensor, there: tl.tensor, GROUPS: tl.constexpr
-) -> tl.tensor:
-    """Scales and offsets of values, for each group of channels [T] float32."""
-    scales: tl.tensor = ()
-    offsets: tl.tensor = ()
-    for group in tl.static_range(GROUPS):
-        at = key.to(tl.int64) * GROUPS + group
-        scales += (tl.load(scales_ptr + at, mask=there, other=0.0).to(tl.float32),)
-        offsets += (tl.load(offsets_ptr + at, mask=there, other=0.0).to(tl.float32),)
-    return scales, offsets
-
-
 @triton.jit(do_not_specialize=["width", "room", "slots"])
 def pass_kernel(
     q_ptr: tl.tensor,
@@ -106,6 +95,7 @@ def pass_kernel(
     KEY_BITS: tl.constexpr,
     KEY_BYTES: tl.constexpr,
     INT8_KEYS: tl.constexpr,
+    PRODUCT: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     VALUE_BYTES: tl.constexpr,
     VALUE_GROUPS: tl.constexpr,
@@ -128,12 +118,10 @@ def pass_kernel(
     element: tl.constexpr = q_ptr.dtype.element_ty
     first, end = searched_keys(records_ptr, b)
     keys = field(records_ptr, b, KEYS).to(tl.int32)
-    codes_ptr, scales_ptr, offsets_ptr = key_pointers(records_ptr, b, head, DIM, KEY_BITS)
-    value_codes_ptr, value_scales_ptr, value_offsets_ptr = value_pointers(
-        records_ptr, b, head, DIM, VALUE_BITS, VALUE_GROUPS
-    )
+    coded_keys = key_places(records_ptr, b, head, DIM, KEY_BITS, PRODUCT)
+    coded_values = value_places(records_ptr, b, head, DIM, VALUE_BITS, VALUE_GROUPS, PRODUCT)
     heads = tl.arange(0, ROWS)
-    queries = load_queries(q_ptr, row, scale_log2, GROUP, DIM, KEY_BITS, KEY_BYTES, ROWS)
+    queries = load_queries(q_ptr, row, scale_log2, GROUP, DIM, KEY_BITS, KEY_BYTES, PRODUCT, ROWS)
     # Heads that only pad the tile weigh nothing. Past the first-level cache, as cuts are.
     at = normalisers_ptr + row * GROUP + heads
     normalisers = tl.load(at, mask=heads < GROUP, other=float("inf"), cache_modifier=".cg")
@@ -141,15 +129,15 @@ def pass_kernel(
     kept_ptr += row.to(tl.int64) * room
     begin, stop = share_of_blocks(first, end)
     totals = tl.zeros([BLOCK, ROWS], tl.float32)
-    sums, evens = no_values_yet(BLOCK, DIM, VALUE_BITS, VALUE_BYTES, VALUE_GROUPS, ROWS)
+    sums, evens = no_values_yet(BLOCK, DIM, VALUE_BITS, VALUE_BYTES, VALUE_GROUPS, PRODUCT, ROWS)
     for block in tl.range(begin, stop, num_stages=STAGES):
         key = block * BLOCK + tl.arange(0, BLOCK)
         there = key < keys
         if ATTEND:  # asked for before anything waits
-            steps, starts = value_steps(value_scales_ptr, value_offsets_ptr, key, there, VALUE_GROUPS)
+            steps, starts = value_steps(coded_values, key, there, VALUE_GROUPS, PRODUCT)
         logits = key_logits(
-            queries, codes_ptr, scales_ptr + block * DIM, offsets_ptr + block * DIM, key, there,
-            DIM, KEY_BITS, KEY_BYTES, INT8_KEYS, ROWS, element, PRECISION, PACKED,
+            queries, coded_keys, block, key, there,
+            DIM, KEY_BITS, KEY_BYTES, INT8_KEYS, PRODUCT, ROWS, element, PRECISION, PACKED,
         )  # fmt: skip
         shares = tl.exp2(logits - normalisers[None, :])
         searched = (key >= first) & (key < end)
@@ -161,8 +149,8 @@ def pass_kernel(
             weights = tl.where((searched & (kept == 0))[:, None], shares, 0.0)
             totals += weights
             sums, evens = add_values(
-                sums, evens, weights, value_codes_ptr, steps, starts, key, there,
-                DIM, VALUE_BITS, VALUE_BYTES, VALUE_GROUPS, INT8_VALUES, element, PRECISION, PACKED,
+                sums, evens, weights, above, coded_values, steps, starts, key, there,
+                DIM, VALUE_BITS, VALUE_BYTES, VALUE_GROUPS, INT8_VALUES, PRODUCT, element, PRECISION, PACKED,
             )  # fmt: skip
     tl.debug_barrier()
     place = row.to(tl.int64) * tl.num_programs(0) + split
@@ -175,7 +163,9 @@ def pass_kernel(
         tl.store(peaks_ptr + at, tl.where(total > 0, normalisers, float("-inf")), mask=heads < GROUP)
         tl.store(totals_ptr + at, total, mask=heads < GROUP)
         there = (heads < GROUP) & (total > 0)
-        store_values(sums_ptr, sums, evens, at, there, DIM, VALUE_BITS, VALUE_BYTES, VALUE_GROUPS)
+        store_values(
+            sums_ptr, sums, evens, above, at, there, DIM, VALUE_BITS, VALUE_BYTES, VALUE_GROUPS, PRODUCT
+        )
 
 
 def list_keys(
@@ -217,7 +207,7 @@ def list_keys(
         ATTEND=partials is not None,
         **sizes.value_constants(),
         STAGES=tile_options(q_BHGD.dtype, 0, sizes.shape.stages)["STAGES"],
-        num_warps=sizes.shape.warps,
+        num_warps=sizes.warps,
         **sizes.key_constants(),
         **product_options(q_BHGD),
         **chained(q_BHGD.device),

@@ -22,14 +22,16 @@ from decode_engine.kernels.border import (
 )
 from decode_engine.kernels.coarse.sizes import CHUNKS, RUN, CoarseSizes, CoarseWork
 from index_store.attention.attention_state import AttentionState
-from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows
+from index_store.indexes.coarse_rows.product_rows import ProductRows
+from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK
+from index_store.indexes.coarse_rows.scored_codes import CodedRows
 
 
 @dataclass(frozen=True, slots=True)
 class CoarseSequence:
     """What a record says of a sequence's coarse copy; rows are those of a context, contiguous."""
 
-    rows: ScalarRows
+    rows: CodedRows
     first: int
     end: int
     keep: int
@@ -37,18 +39,29 @@ class CoarseSequence:
     def fields(self) -> dict[int, int]:
         """Of its record."""
         rows = self.rows
-        return {
-            records.KEY_CODES: rows.key_codes_HNC.data_ptr(),
-            records.KEY_SCALES: rows.key_scales_HBD.data_ptr(),
-            records.KEY_OFFSETS: rows.key_offsets_HBD.data_ptr(),
-            records.VALUE_CODES: rows.value_codes_HNC.data_ptr(),
-            records.VALUE_SCALES: rows.value_scales_HNV.data_ptr(),
-            records.VALUE_OFFSETS: rows.value_offsets_HNV.data_ptr(),
+        if isinstance(rows, ProductRows):
+            arrays = {
+                records.KEY_CODES: rows.key_codes_HNS,
+                records.KEY_SCALES: rows.key_codebooks_HSWw,
+                records.VALUE_CODES: rows.value_codes_HNS,
+                records.VALUE_SCALES: rows.value_codebooks_HSWw,
+            }
+        else:
+            arrays = {
+                records.KEY_CODES: rows.key_codes_HNC,
+                records.KEY_SCALES: rows.key_scales_HBD,
+                records.KEY_OFFSETS: rows.key_offsets_HBD,
+                records.VALUE_CODES: rows.value_codes_HNC,
+                records.VALUE_SCALES: rows.value_scales_HNV,
+                records.VALUE_OFFSETS: rows.value_offsets_HNV,
+            }
+        counts = {
             records.KEYS: rows.count,
             records.FIRST: self.first,
             records.END: self.end,
             records.KEEP: self.keep,
         }
+        return {field: array.data_ptr() for field, array in arrays.items()} | counts
 
     def logits(self, q_GD: Tensor, head: int) -> Tensor:
         """Estimated logits [G, N] of all keys in units of log2, float32."""

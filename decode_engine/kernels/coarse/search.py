@@ -19,16 +19,11 @@ from torch import Tensor
 from decode_engine.kernels.attention.online_softmax import LOG2E, tile_options
 from decode_engine.kernels.border import moved, store_cut, stretch_of
 from decode_engine.kernels.coarse import sizes as coarse_sizes
-from decode_engine.kernels.coarse.coded_tiles import key_logits, load_queries
 from decode_engine.kernels.coarse.sizes import CHUNKS, CoarseSizes, CoarseWork
+from decode_engine.kernels.coarse.tiles_by_coding import key_logits, key_places, load_queries
 from decode_engine.kernels.coarse.warp.warp_cut import cut_kernel as cut_in_registers
 from decode_engine.kernels.coarse.warp.warp_sample import sample_kernel as sample_alone
-from decode_engine.kernels.fields import (
-    KEEP,
-    field,
-    key_pointers,
-    searched_keys,
-)
+from decode_engine.kernels.fields import KEEP, field, searched_keys
 from decode_engine.kernels.launches import chained, wait_for_launch
 from index_store.indexes.coarse_rows.scalars import scalar_rows
 
@@ -49,6 +44,7 @@ def sample_kernel(
     KEY_BITS: tl.constexpr,
     KEY_BYTES: tl.constexpr,
     INT8_KEYS: tl.constexpr,
+    PRODUCT: tl.constexpr,
     SAMPLERS: tl.constexpr,
     RUNS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -63,8 +59,8 @@ def sample_kernel(
     if end > first:
         element: tl.constexpr = q_ptr.dtype.element_ty
         taken: tl.constexpr = SAMPLERS * RUNS
-        codes_ptr, scales_ptr, offsets_ptr = key_pointers(records_ptr, b, row % HEADS, DIM, KEY_BITS)
-        queries = load_queries(q_ptr, row, scale_log2, GROUP, DIM, KEY_BITS, KEY_BYTES, ROWS)
+        places = key_places(records_ptr, b, row % HEADS, DIM, KEY_BITS, PRODUCT)
+        queries = load_queries(q_ptr, row, scale_log2, GROUP, DIM, KEY_BITS, KEY_BYTES, PRODUCT, ROWS)
         heads = tl.arange(0, ROWS)
         base = first // RUN * RUN
         runs = tl.cdiv(end - base, RUN)
@@ -75,8 +71,8 @@ def sample_kernel(
             there = (key >= first) & (key < end)
             block = tl.minimum(base + run * RUN, end - 1) // BLOCK
             logits = key_logits(
-                queries, codes_ptr, scales_ptr + block * DIM, offsets_ptr + block * DIM, key, there,
-                DIM, KEY_BITS, KEY_BYTES, INT8_KEYS, ROWS, element, PRECISION, PACKED,
+                queries, places, block, key, there,
+                DIM, KEY_BITS, KEY_BYTES, INT8_KEYS, PRODUCT, ROWS, element, PRECISION, PACKED,
             )  # fmt: skip
             logits = tl.where(there[:, None], logits, float("-inf"))
             at = (row * GROUP + heads)[None, :] * (taken * RUN) + (turn * RUN + tl.arange(0, RUN))[:, None]

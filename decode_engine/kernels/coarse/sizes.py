@@ -43,6 +43,8 @@ _LEAST_TILE, _ROW_BYTES = 16, 64
 """Keys of a tile in registers, at least, and bytes of its rows where it is not halved."""
 _LEAST_CHANNELS, _LEAST_INT8 = 16, 32
 """That a product takes at least, and one of 8-bit integers."""
+_PRODUCT_BITS = frozenset({2, 4})
+"""Of product codes, for each channel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +95,10 @@ def coarse_shape(device: torch.device, max_keys: int) -> CoarseShape:
 class CoarseSizes:
     """One layer shape: everything that a kernel is compiled for.
 
-    key_bits, value_bits: 2, 3 or 4. value_groups: of channels of a value with a scale and an offset each. max_keys: the
-    longest context of the batch. Raises InvalidArgumentError for sizes outside of what kernels can do.
+    key_bits, value_bits: 2, 3 or 4; of product codes 2 or 4. value_groups: of channels of a value with a scale and an
+    offset each; 1 of product codes, which have neither. max_keys: the longest context of the batch. product: rows are
+    product codes, which are multiplied as numbers, by kernels of several warps, whatever the shape says; otherwise
+    scalar ones. Raises InvalidArgumentError for sizes outside of what kernels can do.
     """
 
     kv_heads: int
@@ -105,9 +109,15 @@ class CoarseSizes:
     value_groups: int
     max_keys: int
     shape: CoarseShape = CoarseShape()
+    product: bool = False
 
     def __post_init__(self) -> None:
         refusal = refuse_sizes(self.group, self.head_dim, self.value_bits, self.value_groups, self.max_keys)
+        if self.product and not {self.key_bits, self.value_bits} <= _PRODUCT_BITS:
+            refusal = (
+                f"product codes of {self.key_bits} bits a channel of keys and {self.value_bits} of values; the kernels "
+                "over coarse rows take 2 and 4"
+            )
         if refusal is not None:
             raise InvalidArgumentError(refusal)
 
@@ -122,7 +132,14 @@ class CoarseSizes:
         taken = BITS_IN_REGISTERS.get(self.head_dim, set())
         coded = {self.key_bits, self.value_bits} <= taken and self.value_groups in VALUE_GROUPS_IN_REGISTERS
         enough = self.shape.sampled % (LANES * CHUNKS) == 0
-        return self.shape.registers and enough and coded and self.columns * self.head_dim <= _MOST_SUMS
+        if self.product or not self.shape.registers:
+            return False
+        return enough and coded and self.columns * self.head_dim <= _MOST_SUMS
+
+    @property
+    def warps(self) -> int:
+        """Of a program, where it has several. Twice as many have room in registers for codewords of 256 channels."""
+        return self.shape.warps * (2 if self.product and self.head_dim > 128 else 1)
 
     @property
     def columns(self) -> int:
@@ -180,7 +197,8 @@ class CoarseSizes:
 
     def key_constants(self) -> dict[str, Any]:
         """What kernels that score keys are compiled for. Planes of too few channels are multiplied as numbers."""
-        int8 = self.shape.int8_keys and _low_bytes(self.head_dim, self.key_bits) >= _LEAST_INT8
+        wide = _low_bytes(self.head_dim, self.key_bits) >= _LEAST_INT8
+        int8 = self.shape.int8_keys and wide and not self.product
         return {
             "HEADS": self.kv_heads,
             "GROUP": self.group,
@@ -189,6 +207,7 @@ class CoarseSizes:
             "KEY_BITS": self.key_bits,
             "KEY_BYTES": 1 if int8 else _word_bytes(self.head_dim, self.key_bits, _LEAST_CHANNELS),
             "INT8_KEYS": int8,
+            "PRODUCT": self.product,
         }
 
     def constants_alone(self) -> dict[str, Any]:
@@ -207,10 +226,10 @@ class CoarseSizes:
 
     def value_constants(self) -> dict[str, Any]:
         """What kernels that attend to values are compiled for besides."""
-        int8 = self.shape.int8_values
+        int8 = self.shape.int8_values and not self.product
         return {
             "VALUE_BITS": self.value_bits,
-            "VALUE_BYTES": 1 if int8 else _word_bytes(self.head_dim, self.value_bits, 8 * self.shape.warps),
+            "VALUE_BYTES": 1 if int8 else _word_bytes(self.head_dim, self.value_bits, 8 * self.warps),
             "VALUE_GROUPS": self.value_groups,
             "INT8_VALUES": int8,
         }

@@ -27,13 +27,19 @@ from index_store.methods.method import Method
 from index_store.store.description.dtypes import INT8
 from index_store.store.description.manifest import HIGH_PLANE, Manifest
 
-_ADDRESSES = {
+_SCALAR_ADDRESSES = {
     records.KEY_CODES: "key_codes",
     records.KEY_SCALES: "key_scales",
     records.KEY_OFFSETS: "key_offsets",
     records.VALUE_CODES: "value_codes",
     records.VALUE_SCALES: "value_scales",
     records.VALUE_OFFSETS: "value_offsets",
+}
+_PRODUCT_ADDRESSES = {
+    records.KEY_CODES: "key_codes",
+    records.KEY_SCALES: "key_codebooks",
+    records.VALUE_CODES: "value_codes",
+    records.VALUE_SCALES: "value_codebooks",
 }
 
 
@@ -49,9 +55,10 @@ class CoarseSelection(KeySelection):
             model.head_dim,
             parameters.key_bits,
             parameters.value_bits,
-            value_groups(model.head_dim, parameters.value_group),
+            _value_groups(parameters, model.head_dim),
             plan.max_keys,
             coarse_shape(plan.device, plan.max_keys),
+            parameters.coding == "product",
         )
         self.work = CoarseWork.make(self.sizes, plan.size, plan.device)
         self.lists = KeyLists.allocate(
@@ -94,13 +101,11 @@ class CoarseSelection(KeySelection):
         if manifest.rows == INT8 and method.index.name != HIGH_PLANE:
             return f"it searches {method.index.name}, and a record has room for one coarse copy, here that of the rows"
         parameters, model = _parameters(method), manifest.model
-        if parameters.coding != "scalar":
-            return f"its coarse rows are {parameters.coding} codes, kernels read scalar ones"
         return refuse_sizes(
             model.query_heads // model.kv_heads,
             model.head_dim,
             parameters.value_bits,
-            value_groups(model.head_dim, parameters.value_group),
+            _value_groups(parameters, model.head_dim),
             manifest.token_count,
         )
 
@@ -137,7 +142,8 @@ class CoarseRemainder(StepRemainder):
 def coarse_fields(context: ResidentContext, index: str, layer: int) -> Mapping[int, int]:
     """What a layer's record says about a coarse copy."""
     arrays = context.index(index, layer).arrays()
-    return {field: arrays[name].data_ptr() for field, name in _ADDRESSES.items()}
+    addresses = _PRODUCT_ADDRESSES if "key_codebooks" in arrays else _SCALAR_ADDRESSES
+    return {field: arrays[name].data_ptr() for field, name in addresses.items()}
 
 
 def coarse_refusal(method: Method, manifest: Manifest) -> str | None:
@@ -153,3 +159,8 @@ def _parameters(method: Method) -> CoarseParameters:
             f"method {method.name!r} has no coarse rows to search", method=method.name
         )
     return CoarseParameters.parse(method.index.parameters)
+
+
+def _value_groups(parameters: CoarseParameters, head_dim: int) -> int:
+    """Groups of channels of a value with scales of their own; product codes have none, so all are of one."""
+    return value_groups(head_dim, parameters.value_group) if parameters.coding == "scalar" else 1

@@ -24,7 +24,7 @@ from index_store.indexes.coarse_rows.appended import (
 )
 from index_store.indexes.coarse_rows.best_rows import Searched, attend_best
 from index_store.indexes.coarse_rows.parameters import CoarseParameters
-from index_store.indexes.coarse_rows.product_rows import ProductRows, find_codebooks, find_codes
+from index_store.indexes.coarse_rows.product_rows import ProductRows, code_products
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
 from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows, value_groups
 from index_store.indexes.coarse_rows.scored_codes import CodedRows, ScoredCodes, Wanted, score_rows
@@ -235,14 +235,13 @@ def _rows(parameters: CoarseParameters, arrays: Mapping[str, Tensor]) -> CodedRo
 def _build_arrays(parameters: CoarseParameters, source: LayerSource, seed: int) -> dict[str, Tensor]:
     """What is stored, made where keys and values are."""
     if parameters.coding == "product":
-        keys, values = source.keys_HND, source.values_HND
-        key_books = find_codebooks(keys, parameters.key_slice, parameters.iterations, seed)
-        value_books = find_codebooks(values, parameters.value_slice, parameters.iterations, seed)
+        widths = parameters.key_slice, parameters.value_slice
+        products = code_products(source.kv_HN2D, *widths, parameters.iterations, seed)
         return {
-            "key_codes": find_codes(keys, key_books),
-            "key_codebooks": key_books,
-            "value_codes": find_codes(values, value_books),
-            "value_codebooks": value_books,
+            "key_codes": products.key_codes_HNS,
+            "key_codebooks": products.key_codebooks_HSWw,
+            "value_codes": products.value_codes_HNS,
+            "value_codebooks": products.value_codebooks_HSWw,
         }
     groups = value_groups(source.kv_HN2D.shape[3], parameters.value_group)
     rows = code_rows(source.kv_HN2D, 0, parameters.key_bits, parameters.value_bits, groups)

@@ -77,6 +77,19 @@ class ProductRows:
         return _decode(self.value_codes_HNS[:, first:end], self.value_codebooks_HSWw)
 
 
+def code_products(
+    kv_HN2D: Tensor, key_width: int, value_width: int, iterations: int, seed: int
+) -> ProductRows:
+    """Codes keys and values [H, N, 2, d] by codebooks of their own, slices of key_width and value_width channels.
+
+    Raises InvalidArgumentError as `find_codebooks` does.
+    """
+    keys, values = kv_HN2D.unbind(2)
+    key_books = find_codebooks(keys, key_width, iterations, seed)
+    value_books = find_codebooks(values, value_width, iterations, seed)
+    return ProductRows(find_codes(keys, key_books), key_books, find_codes(values, value_books), value_books)
+
+
 def find_codebooks(rows_HND: Tensor, width: int, iterations: int, seed: int) -> Tensor:
     """[H, S, 256, w] float16: codewords of the slices of rows [H, N, d], by k-means where the rows are.
 

@@ -40,6 +40,7 @@ METHODS = (
     "pq+dropped",
     "refined",
     "refined-3",
+    "refined-codes",
     "refined+dropped",
 )
 GREEDY = SamplingParameters()

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels.coarse.coded_tiles import TO_BFLOAT16
-from decode_engine.kernels.coarse.reference import CoarseSequence
+from decode_engine.kernels.coarse.reference import CoarseSequence, attend_others_reference
 from decode_engine.kernels.coarse.sizes import CoarseShape, CoarseSizes, refuse_sizes
 from index_store.errors import InvalidArgumentError
+from index_store.indexes.coarse_rows.product_rows import ProductRows
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
 from tests.decode_engine.kernels.problems.coarse_problems import (
     SMALL,
@@ -75,9 +76,54 @@ def test_kernels_find_what_the_references_find(
     assert_equals_reference(coarse, dtype, sequences, apart=apart, tolerance=tolerance(dtype, int8))
 
 
-def test_keys_far_from_zero_cost_no_digits() -> None:
+@pytest.mark.parametrize(
+    ("group", "head_dim", "bits", "apart", "dtype", "sizes"),
+    [
+        (4, 128, (2, 2), False, torch.bfloat16, [LONG, None, SHORT]),
+        (1, 64, (2, 2), True, torch.float32, [LATE]),
+        (8, 64, (4, 4), False, torch.float16, [LONG]),
+        (16, 128, (2, 4), True, torch.bfloat16, [LATE]),
+        (3, 256, (4, 2), False, torch.bfloat16, [LONG]),
+        (16, 256, (2, 2), False, torch.float32, [SHORT]),
+        (4, 128, (4, 4), False, torch.float32, [ALL_KEPT, NONE_SEARCHED]),
+        (2, 64, (2, 4), True, torch.float16, [NONE_KEPT, MORE_THAN_ALL]),
+    ],
+)
+def test_product_codes_are_taken_as_they_are(
+    group: int,
+    head_dim: int,
+    bits: tuple[int, int],
+    apart: bool,
+    dtype: torch.dtype,
+    sizes: list[tuple[int, int, int, int] | None],
+) -> None:
+    """Neither codewords nor queries are rounded, and weights to 11 bits: errors are smaller than scalar codes'."""
+    coarse = make_sizes(group, head_dim, *bits, kv_heads=2 if None in sizes else 1, product=True)
+    sequences = [None if size is None else make_sequence(coarse, *size) for size in sizes]
+    assert_equals_reference(
+        coarse, dtype, sequences, apart=apart, tolerance=1e-4 if dtype == torch.float32 else 5e-4
+    )
+
+
+@pytest.mark.parametrize(("of_queries", "of_codewords"), [(2.0**17, 2.0**-14), (2.0**-30, 2.0**12)])
+def test_queries_beyond_float16_meet_product_codes(of_queries: float, of_codewords: float) -> None:
+    """They are multiplied in units of their own."""
+    sizes = make_sizes(3, 64, 2, 4, product=True)
+    sequence = make_sequence(sizes, *SHORT)
+    assert isinstance(sequence.rows, ProductRows)
+    books = sequence.rows.key_codebooks_HSWw * of_codewords
+    sequence = replace(sequence, rows=replace(sequence.rows, key_codebooks_HSWw=books))
+    q = make_queries(sizes, torch.bfloat16, 1) * of_queries
+    found = Searched(sizes, q, [sequence], apart=False)
+    expected = attend_others_reference(q, [sequence], found.lists)
+    torch.testing.assert_close(found.out_RGD, expected.out, rtol=5e-4, atol=5e-4)
+    torch.testing.assert_close(found.lse_RG, expected.lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("product", [False, True])
+def test_keys_far_from_zero_cost_no_digits(product: bool) -> None:
     """Offsets never meet codes, and what rounding leaves over is no error that all keys share."""
-    sizes = make_sizes(2, 128)
+    sizes = make_sizes(2, 128, product=product)
     sequence = make_sequence(sizes, 150, 0, 150, 0, offset=100.0)
     assert_equals_reference(sizes, torch.float16, [sequence], apart=False, tolerance=2e-2)
 
@@ -127,6 +173,21 @@ def test_sizes_that_kernels_cannot_do_are_refused() -> None:
         assert words in str(refuse_sizes(*arguments))
     with pytest.raises(InvalidArgumentError, match="group 17"):
         CoarseSizes(2, 17, 128, 4, 4, 1, 1000)
+    with pytest.raises(
+        InvalidArgumentError, match="product codes of 3 bits a channel of keys and 2 of values"
+    ):
+        make_sizes(4, 128, 3, 2, product=True)
+
+
+def test_product_codes_have_no_kernels_of_one_warp_and_no_products_of_integers() -> None:
+    registers = replace(SMALL, registers=True, samplers=8)
+    scalar, product = (
+        make_sizes(4, 128, 2, 2, shape=registers, int8=True, product=each) for each in (False, True)
+    )
+    assert (scalar.in_registers, product.in_registers) == (True, False)
+    for sizes in (scalar, product):
+        int8 = {sizes.key_constants()["INT8_KEYS"], sizes.value_constants()["INT8_VALUES"]}
+        assert int8 == {not sizes.product}
 
 
 @pytest.mark.parametrize(("bits", "shift", "word"), list(TO_BFLOAT16))

@@ -70,14 +70,47 @@ def test_kernels_find_what_the_references_find(
         assert 0.6 * LONG[3] < len(listed_keys(found.lists, row)) < 1.6 * LONG[3]
 
 
-@pytest.mark.parametrize("registers", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(
-    ("group", "head_dim", "bits"), [(4, 64, 4), (4, 128, 4), (4, 128, 3), (16, 128, 4), (4, 256, 4)]
+    ("group", "head_dim", "bits"),
+    [
+        (4, 128, (2, 2)),
+        (8, 128, (4, 4)),
+        (16, 128, (2, 4)),
+        (3, 64, (2, 2)),
+        (1, 64, (4, 2)),
+        (8, 256, (2, 2)),
+        (16, 256, (4, 4)),
+    ],
 )
-def test_sums_over_many_flat_keys_stay_exact(group: int, head_dim: int, bits: int, registers: bool) -> None:
+def test_product_codes_are_taken_as_they_are(
+    group: int, head_dim: int, bits: tuple[int, int], apart: bool
+) -> None:
+    shape = coarse_shape(torch.device(DEVICE, 0), 65536)
+    sizes = make_sizes(group, head_dim, *bits, shape=shape, max_keys=65536, kv_heads=2, product=True)
+    sequences = [make_sequence(sizes, *LONG), None, make_sequence(sizes, *SHORT)]
+    found = assert_equals_reference(sizes, torch.bfloat16, sequences, apart=apart, tolerance=2e-3)
+    for row in range(2):
+        assert 0.6 * LONG[3] < len(listed_keys(found.lists, row)) < 1.6 * LONG[3]
+
+
+@pytest.mark.parametrize(
+    ("group", "head_dim", "bits", "registers", "product"),
+    [
+        *((4, 64, 4, registers, False) for registers in (False, True)),
+        *((4, 128, 4, registers, False) for registers in (False, True)),
+        *((4, 128, 3, registers, False) for registers in (False, True)),
+        *((16, 128, 4, registers, False) for registers in (False, True)),
+        *((4, 256, 4, registers, False) for registers in (False, True)),
+        *((4, head_dim, 2, True, True) for head_dim in (64, 128, 256)),
+    ],
+)
+def test_sums_over_many_flat_keys_stay_exact(
+    group: int, head_dim: int, bits: int, registers: bool, product: bool
+) -> None:
     """Tensor cores drop what is below a sum's last bit."""
     shape = replace(coarse_shape(torch.device(DEVICE, 0), 65536), registers=registers, programs=8)
-    sizes = make_sizes(group, head_dim, bits, bits, shape=shape, max_keys=65536, kv_heads=2)
+    sizes = make_sizes(group, head_dim, bits, bits, shape=shape, max_keys=65536, kv_heads=2, product=product)
     # With nothing to keep, weights would not be moved to where float16 numbers are exact (`one_pass.movable_cut`).
     sequence = make_sequence(sizes, 60001, 0, 60001, 60)
     q = 0.01 * make_queries(sizes, torch.bfloat16, 1)
@@ -87,11 +120,21 @@ def test_sums_over_many_flat_keys_stay_exact(group: int, head_dim: int, bits: in
 
 
 @pytest.mark.parametrize(
-    ("group", "head_dim", "bits"), [(4, 64, 4), (4, 128, 4), (4, 128, 3), (16, 128, 4), (4, 256, 4)]
+    ("group", "head_dim", "bits", "product"),
+    [
+        (4, 64, 4, False),
+        (4, 128, 4, False),
+        (4, 128, 3, False),
+        (16, 128, 4, False),
+        (4, 256, 4, False),
+        (4, 128, 2, True),
+    ],
 )
-def test_a_captured_search_is_replayed_for_another_context(group: int, head_dim: int, bits: int) -> None:
+def test_a_captured_search_is_replayed_for_another_context(
+    group: int, head_dim: int, bits: int, product: bool
+) -> None:
     shape = coarse_shape(torch.device(DEVICE, 0), 65536)
-    sizes = make_sizes(group, head_dim, bits, bits, shape=shape, max_keys=65536, kv_heads=2)
+    sizes = make_sizes(group, head_dim, bits, bits, shape=shape, max_keys=65536, kv_heads=2, product=product)
     q = make_queries(sizes, torch.bfloat16, 1)
     first, other = ([make_sequence(sizes, *size)] for size in (SHORT, LONG))
     made = Searched(sizes, q, first, apart=False)

@@ -20,7 +20,9 @@ from decode_engine.kernels.coarse.reference import (
 from decode_engine.kernels.coarse.search import find_cuts
 from decode_engine.kernels.coarse.sizes import CoarseShape, CoarseSizes, CoarseWork
 from decode_engine.kernels.records import records_of
+from index_store.indexes.coarse_rows.product_rows import code_products
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
+from index_store.indexes.coarse_rows.scored_codes import CodedRows
 from tests.support.devices import DEVICE
 
 SMALL = CoarseShape(programs=4, samplers=2, runs=4)
@@ -37,9 +39,12 @@ def make_sizes(
     max_keys: int = 512,
     int8: bool = False,
     kv_heads: int = 1,
+    product: bool = False,
 ) -> CoarseSizes:
     shape = replace(shape, int8_keys=int8, int8_values=int8)
-    return CoarseSizes(kv_heads, group, head_dim, key_bits, value_bits, value_groups, max_keys, shape)
+    return CoarseSizes(
+        kv_heads, group, head_dim, key_bits, value_bits, value_groups, max_keys, shape, product
+    )
 
 
 def make_sequence(
@@ -50,8 +55,14 @@ def make_sequence(
     kv = torch.randn(sizes.kv_heads, keys, 2, sizes.head_dim, generator=generator)
     spread = 0.2 + torch.rand(sizes.head_dim, generator=generator)
     kv[:, :, 0] = kv[:, :, 0] * spread + offset * torch.randn(sizes.head_dim, generator=generator)
-    rows = code_rows(kv.to(DEVICE), 0, sizes.key_bits, sizes.value_bits, sizes.value_groups)
-    return CoarseSequence(rows, first, end, keep)
+    return CoarseSequence(code(sizes, kv.to(DEVICE)), first, end, keep)
+
+
+def code(sizes: CoarseSizes, kv_HN2D: Tensor) -> CodedRows:
+    """A coarse copy of rows, of whichever coding."""
+    if sizes.product:
+        return code_products(kv_HN2D, 8 // sizes.key_bits, 8 // sizes.value_bits, 1, 0)
+    return code_rows(kv_HN2D, 0, sizes.key_bits, sizes.value_bits, sizes.value_groups)
 
 
 def make_queries(sizes: CoarseSizes, dtype: torch.dtype, size: int) -> Tensor:

@@ -33,15 +33,16 @@ CARD = SimpleNamespace(multi_processor_count=132, total_memory=80 * 2**30)
 HEADS, SIZE, KEYS = 8, 4, 65536
 METHODS = (
     "full", "csattention", "csattention+dropped", "csattention+dropped@group=pooled", "csattention+centred",
-    "multipole", "pq", "refined", "refined+dropped",
+    "multipole", "pq", "refined", "refined+dropped", "refined-codes",
 )  # fmt: skip
 LARGE_GROUPS = ("full", "csattention", "csattention+dropped@group=pooled", "multipole", "pq", "refined-3")
-SMALL_DIMENSIONS = ("full", "csattention+dropped", "multipole", "pq", "refined", "refined-3")
+SMALL_DIMENSIONS = ("full", "csattention+dropped", "multipole", "pq", "refined", "refined-3", "refined-codes")
 WIDE_SHAPES = ((16, 128), (9, 64), (2, 256), (16, 256))
 WIDE_METHODS = ("full", "refined")
 """What takes groups of more than 8 and heads of 256 channels, and some of these."""
 COARSE = ((16, 128, 4), (9, 128, 3), (4, 256, 4), (8, 256, 2), (16, 256, 3))
-"""Groups, channels and bits of coarse rows."""
+PRODUCT = ((8, 64, 4), (16, 128, 4), (16, 256, 2))
+"""Groups, channels and bits of coarse rows, of scalar codes and of product codes."""
 IN_HOST_MEMORY = ("csattention+dropped", "refined")
 IN_PLANES = ("full", "csattention", "csattention+dropped", "multipole", "refined")
 
@@ -183,9 +184,13 @@ def go_over_coarse_rows() -> None:
     records_BF = torch.zeros(SIZE, records.RECORD_FIELDS, dtype=torch.int64)
     rows = SIZE * HEADS
     usual = coarse_shape(GPU, KEYS)
-    shapes = [(4, 128, 4, replace(usual, together=True)), *((*each, usual) for each in COARSE)]
-    for group, head_dim, bits, shape in shapes:
-        sizes = CoarseSizes(HEADS, group, head_dim, bits, bits, 1, KEYS, shape)
+    layers = [
+        (4, 128, 4, replace(usual, together=True), False),
+        *((*each, usual, False) for each in COARSE),
+        *((*each, usual, True) for each in PRODUCT),
+    ]
+    for group, head_dim, bits, shape, product in layers:
+        sizes = CoarseSizes(HEADS, group, head_dim, bits, bits, 1, KEYS, shape, product)
         queries = torch.zeros(SIZE, HEADS, group, head_dim, dtype=torch.bfloat16)
         work = CoarseWork.make(sizes, SIZE, GPU)
         lists = KeyLists.allocate(rows, sizes.splits(rows), sizes.width(rows), GPU)

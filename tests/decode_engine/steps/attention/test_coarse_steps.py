@@ -151,7 +151,11 @@ def state(q_GD: Tensor, keys_ND: Tensor, values_ND: Tensor) -> AttentionState:
 
 
 @pytest.mark.parametrize(
-    ("expression", "shape"), [*(("refined", shape) for shape in SHAPES), ("refined+dropped", SHAPES[0])]
+    ("expression", "shape"),
+    [
+        *((name, shape) for name in ("refined", "refined-codes") for shape in SHAPES),
+        ("refined+dropped", SHAPES[0]),
+    ],
 )
 def test_listed_keys_are_exact_and_all_others_coarse(expression: str, shape: tuple[int, int]) -> None:
     made = run(method_of(expression, Ratio(0.1)), ListedSteps, shape=shape)
@@ -165,9 +169,10 @@ def test_listed_keys_are_exact_and_all_others_coarse(expression: str, shape: tup
     assert made.batch.kept_B().tolist() == [*kept, 0]
 
 
-def test_the_same_keys_are_listed_as_on_the_general_path() -> None:
+@pytest.mark.parametrize("expression", ["refined", "refined-codes"])
+def test_the_same_keys_are_listed_as_on_the_general_path(expression: str) -> None:
     """Where all searched keys are sampled, but for the border, whose keys a draw tells apart."""
-    made = run(method_of("refined", TokenCount(25)), ListedSteps)
+    made = run(method_of(expression, TokenCount(25)), ListedSteps)
     for b, observed in enumerate(made.observations):
         for head in range(H):
             count = int(observed.selection.counts_HT[head, 0])
@@ -177,13 +182,15 @@ def test_the_same_keys_are_listed_as_on_the_general_path() -> None:
             assert len(listed) < 1.2 * count
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_hybrid_equals_device(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("expression", "shape"), [*(("refined", shape) for shape in SHAPES), ("refined-codes", SHAPES[0])]
+)
+def test_hybrid_equals_device(expression: str, shape: tuple[int, int]) -> None:
     """Though listing and attending are one launch on a device, and two where rows are fetched between them.
 
     Bit for bit, unless that launch attends to listed keys as well: sums are in another order then.
     """
-    method = method_of("refined", Ratio(0.1))
+    method = method_of(expression, Ratio(0.1))
     device = run(method, ListedSteps, shape=shape)
     hybrid = run(method, HybridSteps, Placement.HYBRID, shape)
     selection = device.attention.selection
@@ -224,7 +231,7 @@ def test_the_next_layers_search_has_buffers_of_its_own() -> None:
         (get_method("refined"), "ListedSteps"),
         (get_method("refined-3"), "ListedSteps"),
         (get_method("refined+dropped"), "ListedSteps"),
-        (get_method("refined-codes"), "product codes, kernels read scalar ones"),
+        (get_method("refined-codes"), "ListedSteps"),
         (get_method("csattention+coarse"), "over rows that its search does not score"),
         (replace(get_method("refined"), budget=Mass(0.9)), "a ratio or a number of keys"),
     ],
@@ -234,4 +241,5 @@ def test_methods_run_where_their_kernels_are(method: Method, expected: str) -> N
     found = step_attention_for(method, manifest)
     assert expected in (found if isinstance(found, str) else found.__name__)
     if expected == "ListedSteps":
-        assert step_attention_for(method, manifest, Placement.HYBRID) is HybridSteps
+        for placement in (Placement.HYBRID, Placement.HOST):
+            assert step_attention_for(method, manifest, placement) is HybridSteps

@@ -24,7 +24,7 @@ MODELS = {
     head_dim: replace(IDENTITY, layers=1, query_heads=query_heads, kv_heads=1, head_dim=head_dim)
     for head_dim, query_heads in ((64, 2), (256, 16))
 }
-METHODS = ("full", "csattention+dropped", "csattention", "multipole", "pq", "refined")
+METHODS = ("full", "csattention+dropped", "csattention", "multipole", "pq", "refined", "refined-codes")
 CPU = torch.device("cpu")
 
 

@@ -92,6 +92,15 @@ def test_wrong_attention_of_refined_is_not_timed(
     check_that_wrong_results_are_refused(steps, "was not written")
 
 
+def test_wrong_attention_of_refined_to_product_codes_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("refined_gpu", monkeypatch)
+    steps = bench.Bench(bench.CoarseMemory(256, 1, 64), bench.Figure("small", 1, 2, {0.05: 1.0}, True), 0.05)
+    assert steps.shape not in steps.neighbours()
+    row = 2 * 64 * layer.DTYPE.itemsize
+    assert steps.bytes_floor(20) == 256 * 32 + 2 * 256 * 64 * 2 + (20 + 8 + 64 + 16) * row
+    check_that_wrong_results_are_refused(steps, "was not written")
+
+
 def test_heads_that_refined_has_no_kernels_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load("refined_gpu", monkeypatch)
     for head_dim, group, words in ((96, 4, "one of 64, 128, 256"), (256, 17, "1 to 16")):

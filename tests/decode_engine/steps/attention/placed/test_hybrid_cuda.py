@@ -42,6 +42,7 @@ METHODS = (
     "pq",
     "pq+dropped",
     "refined",
+    "refined-codes",
 )
 LENGTHS = (4000, 1500)
 
