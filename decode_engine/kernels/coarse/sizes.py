@@ -293,10 +293,12 @@ class CoarseWork:
     weighed_RS: Tensor
 
     @classmethod
-    def make(cls, sizes: CoarseSizes, size: int, device: torch.device | str) -> CoarseWork:
-        """Buffers for `size` sequences."""
+    def make(
+        cls, sizes: CoarseSizes, size: int, device: torch.device | str, *, attends: bool = True
+    ) -> CoarseWork:
+        """Buffers for `size` sequences. attends: to keys that are not listed, too, for which weights are left."""
         rows, alone = size * sizes.kv_heads, sizes.in_registers
-        left = (rows, sizes.splits(rows)) if alone else (0, 0)
+        left = (rows, sizes.splits(rows)) if alone and attends else (0, 0)
         width = sizes.width(rows)
         return cls(
             torch.empty(rows, sizes.group, sizes.shape.sampled, device=device),

@@ -60,7 +60,7 @@ class CoarseSelection(KeySelection):
             coarse_shape(plan.device, plan.max_keys),
             parameters.coding == "product",
         )
-        self.work = CoarseWork.make(self.sizes, plan.size, plan.device)
+        self.work = CoarseWork.make(self.sizes, plan.size, plan.device, attends=False)
         self.lists = KeyLists.allocate(
             plan.rows, self.sizes.splits(plan.rows), self.sizes.width(plan.rows), plan.device
         )
@@ -89,6 +89,7 @@ class CoarseSelection(KeySelection):
         By the launch that lists the others; for sizes in registers by one of its own, `attend_others`.
         """
         self._partials = partials
+        self.work = CoarseWork.make(self.sizes, self.plan.size, self.plan.device)
 
     def attend_others(self, q_BHGD: Tensor, records_BF: Tensor, partials: Partials) -> None:
         """After `select`, for sizes in registers: coarse attention to all keys that are not listed."""

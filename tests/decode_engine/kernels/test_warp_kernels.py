@@ -22,7 +22,7 @@ from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials, merge_partials
 from decode_engine.kernels.coarse import coarse_pass, search
-from decode_engine.kernels.coarse.coarse_pass import attend_all
+from decode_engine.kernels.coarse.coarse_pass import attend_all, list_keys
 from decode_engine.kernels.coarse.reference import CoarseSequence, attend_others_reference
 from decode_engine.kernels.coarse.search import find_cuts
 from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
@@ -202,6 +202,26 @@ def test_everything_is_attended_to(head_dim: int, bits: int, group: int, togethe
             expected = sequence.attended(q_BHGD[b, head], head, listed).merge(rest)
             torch.testing.assert_close(out_RGD[row].double(), expected.out, rtol=0, atol=3e-3)
             torch.testing.assert_close(lse_RG[row].double(), expected.lse, rtol=0, atol=3e-3)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_search_that_only_lists_leaves_no_weights(head_dim: int) -> None:
+    sizes = make_sizes(3, head_dim, shape=IN_REGISTERS, kv_heads=2)
+    batch = [with_rows(sizes, 300, 3, 259, 20, 5), None]
+    q_BHGD, rows = make_queries(sizes, torch.float32, 2), 2 * sizes.kv_heads
+    found = []
+    with interpreted(*MODULES):
+        records_BF = records_of(batch, "cpu")
+        for attends in (True, False):
+            work = CoarseWork.make(sizes, 2, "cpu", attends=attends)
+            lists = KeyLists.allocate(rows, sizes.splits(rows), sizes.width(rows), "cpu")
+            partials = Partials.allocate(rows, sizes.slots(rows), 3, head_dim, torch.device("cpu"))
+            find_cuts(q_BHGD, records_BF, sizes, work)
+            list_keys(q_BHGD, records_BF, sizes, work, lists, partials if attends else None)
+            found.append([listed_keys(lists, row) for row in range(rows)])
+    assert found[0] == found[1]
+    assert 0 < len(found[1][0]) < 256
+    assert work.weights_RSX.numel() == 0
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(128, 3), (64, 16), (256, 1)])

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
+from decode_engine.kernels.coarse.sizes import CoarseShape, CoarseWork
 from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.model.warm_up import made_up_context
+from decode_engine.steps.attention import coarse_steps
 from decode_engine.steps.attention.coarse_steps import CoarseSelection
 from decode_engine.steps.attention.hybrid_steps import HybridSteps
 from decode_engine.steps.attention.listed_steps import ListedSteps
@@ -39,6 +41,7 @@ DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 pytestmark = [pytest.mark.gpu if DEVICE == "cuda" else pytest.mark.usefixtures("few_programs")]
 TOLERANCE = 2e-2 if DEVICE == "cuda" else 1e-4
 LENGTHS = (200, 77)
+IN_REGISTERS = CoarseShape(registers=True)
 
 
 def identity_of(group: int, head_dim: int) -> ModelIdentity:
@@ -223,6 +226,23 @@ def test_the_next_layers_search_has_buffers_of_its_own() -> None:
     assert isinstance(selection, CoarseSelection)
     again = type(selection)(plan)
     assert again.work.cuts_RX.data_ptr() != selection.work.cuts_RX.data_ptr()
+
+
+def test_weights_are_left_only_where_others_are_attended_to() -> None:
+    """Twelve bytes for each key and KV head of a batch, which a search that only lists has no use for."""
+    plan = StepPlan(IDENTITY, method_of("refined", Ratio(0.1)), SIZE, 512, DTYPE, torch.device(DEVICE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coarse_steps, "coarse_shape", lambda *_: IN_REGISTERS)
+        attending, listing = HybridSteps(plan).selection, CoarseSelection(plan)
+    assert isinstance(attending, CoarseSelection)
+    assert attending.sizes.in_registers
+    held = [sum(tensor.nbytes for tensor in weights_of(each.work)) for each in (attending, listing)]
+    assert held[0] >= SIZE * H * 512 * 2 * SHAPES[0][0]
+    assert held[1] == 0
+
+
+def weights_of(work: CoarseWork) -> tuple[Tensor, ...]:
+    return work.weights_RSX, work.tiles_RST, work.weighed_RS
 
 
 @pytest.mark.parametrize(
