@@ -1,4 +1,4 @@
-"""The order of the tests, the processes that run and are started by them, and how Triton's kernels run.
+"""The order of the tests, the numbers that they draw, the processes that run them, and how Triton's kernels run.
 
 Also small launches for those that run them in its interpreter.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import index_store  # noqa: F401 - before torch: it says that idle OpenMP threads sleep, and tests import torch first
 from tests.support.interpreter.products import round_sums_once
@@ -41,6 +43,12 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 _CACHE = tempfile.TemporaryDirectory(prefix="sparsekv-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
+# A busy machine is no failure, and the same numbers are drawn in every run, so that none fails by chance.
+# `--hypothesis-profile=drawn-anew` looks for examples that nobody has seen.
+settings.register_profile("drawn-anew", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("tests", settings.get_profile("drawn-anew"), derandomize=True)
+settings.load_profile("tests")
+
 
 def pytest_configure() -> None:
     """Undoes an inherited "ignore SIGINT", which shells give to background jobs.
@@ -64,6 +72,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return slow, slow and Path(__file__).parent not in item.path.parents[:2]
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test draws without a generator of its own depends on no test that ran before it in this process."""
+    import torch  # not above: it reads how many threads it may have when it is imported
+
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
+    """Nor does it depend on whether the test is the first one that asks for a fixture which several share."""
+    if fixturedef.scope == "function":
+        return (yield)
+    import torch
+
+    before = torch.get_rng_state()
+    torch.manual_seed(0)
+    try:
+        return (yield)
+    finally:
+        torch.set_rng_state(before)
 
 
 @pytest.fixture

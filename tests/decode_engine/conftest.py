@@ -27,6 +27,17 @@ TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 
 MAX_POSITIONS = 4096
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _patient() -> Iterator[None]:
+    """Servers and clients that wait for longer: a machine that has much to do is no fault of what a test asks for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("decode_engine.engine.sampling.trial._TRIAL_S", 60.0)
+        patch.setattr("decode_engine.engine.sampling.grammar._MASK_S", 60.0)
+        for module in ("blocking", "asynchronous"):
+            patch.setattr(f"decode_engine.rpc.client.{module}.HEALTH_TIMEOUT_S", 60.0)
+        yield
+
+
 @dataclass(frozen=True)
 class Library:
     """A store and the model that its contexts belong to."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import google_crc32c
@@ -297,3 +300,12 @@ def continuation(
     ]
     ids = torch.randint(0, base.model.vocab_size, (count,), generator=generator)
     return Continuation(base, before, OwnRows(ids, rows), attention, name, expires_at)
+
+
+def open_files(folder: Path) -> list[str]:
+    """Files below a folder that this process has open; those of servers that run in it are no concern of a test's."""
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            found.append(os.readlink(descriptor))
+    return sorted(path for path in found if Path(path).is_relative_to(folder))

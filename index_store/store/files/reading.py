@@ -97,8 +97,9 @@ class _Mark:
         self.unwanted = False
 
     def blocked_s(self) -> float:
+        now = time.monotonic()  # first: the step may end, and others be done, before this thread goes on
         since = self.since
-        return 0.0 if since is None else time.monotonic() - since
+        return 0.0 if since is None else now - since
 
 
 class _ThreadsMark(threading.local):

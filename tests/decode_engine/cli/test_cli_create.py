@@ -193,7 +193,7 @@ def test_a_worker_is_stopped(tmp_path: Path) -> None:
     wait_until(lambda: worker.pid is not None, 200)
     pid = worker.pid
     assert pid is not None
-    assert os.getpriority(os.PRIO_PROCESS, pid) == LOWEST_PRIORITY
+    wait_until(lambda: os.getpriority(os.PRIO_PROCESS, pid) == LOWEST_PRIORITY)  # set when it has begun
     worker.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

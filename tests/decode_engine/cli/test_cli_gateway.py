@@ -38,7 +38,7 @@ def running(*arguments: str) -> Iterator[dict[str, Any]]:
         yield json.loads(line)
     finally:
         process.send_signal(signal.SIGTERM)
-        _, logs = process.communicate(timeout=60)
+        _, logs = process.communicate(timeout=120)
     assert process.returncode == 0, logs
     assert "Traceback" not in logs
 

@@ -64,7 +64,7 @@ def test_serve_ask_and_stop(run: Run, library: Library, lamp: str) -> None:
         assert report["method_reason"].startswith("a step takes about ")
         assert report["completion_tokens"] == len(report["token_ids"]) <= 7
         process.send_signal(signal.SIGTERM)
-        output, logs = process.communicate(timeout=60)
+        output, logs = process.communicate(timeout=120)
         assert process.returncode == 0
         assert output == ""
     entries = [json.loads(line) for line in logs.splitlines()]
@@ -84,7 +84,7 @@ def test_a_request_that_the_grace_does_not_suffice_for_is_told_so(library: Libra
             process.send_signal(signal.SIGTERM)
             with pytest.raises(ShuttingDownError, match="shut down before this request finished"):
                 list(pieces)
-        _, logs = process.communicate(timeout=60)
+        _, logs = process.communicate(timeout=120)
         assert process.returncode == 0
     entries = [json.loads(line) for line in logs.splitlines()]
     messages = [entry["message"] for entry in entries]
@@ -115,7 +115,7 @@ main(sys.argv[1:])
         assert process.stdout is not None
         assert process.stdout.readline() == "warming up\n"
         process.send_signal(number)
-        _, logs = process.communicate(timeout=10)
+        _, logs = process.communicate(timeout=120)
         assert process.returncode == 0
         assert "told to stop while the model was being loaded" in logs
         assert "Traceback" not in logs
@@ -127,7 +127,7 @@ def test_serve_as_text_ends_well_on_interrupt(library: Library, lamp: str) -> No
         assert line.startswith("Serving ")
         assert "127.0.0.1:" in line
         process.send_signal(signal.SIGINT)
-        _, logs = process.communicate(timeout=60)
+        _, logs = process.communicate(timeout=120)
         assert process.returncode == 0
         assert "Traceback" not in logs
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -150,7 +151,8 @@ def test_a_failed_prefill_is_quoted(tmp_path: Path) -> None:
 
 def test_progress_in_a_pipe_is_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([0.0, 4.0, 12.0, 16.0])
-    monkeypatch.setattr("index_store.cli.progress.time.monotonic", lambda: next(seconds))
+    # Of this module alone: servers of other tests in this process ask for the time, too.
+    monkeypatch.setattr("index_store.cli.progress.time", SimpleNamespace(monotonic=lambda: next(seconds)))
     stream = io.StringIO()
     with show_stages(stream) as start_stage:
         advance = start_stage("asking", 3)

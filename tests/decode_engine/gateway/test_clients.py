@@ -68,7 +68,7 @@ def test_a_client_that_reads_nothing_is_ended(server: DecodeServer, client: Clie
 
 
 def test_a_head_that_does_not_come_ends_the_connection(server: DecodeServer) -> None:
-    with Gateway("127.0.0.1:0", server.address, bounds=Bounds(head_s=0.2)) as gateway:
+    with Gateway("127.0.0.1:0", server.address, bounds=Bounds(head_s=1.0)) as gateway:
         for sent in (b"", b"GET /health HTTP/1.1\r\nHost"):
             with raw(gateway) as connection:
                 connection.sendall(sent)

@@ -195,7 +195,7 @@ def test_a_file_that_comes_drop_by_drop_has_an_end(
 ) -> None:
     monkeypatch.setattr(exchange, "_FILE_S", 0.3)
     kind = "Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 10000\r\n\r\n--b\r\n"
-    with Gateway("127.0.0.1:0", server.address, bounds=Bounds(head_s=0.2)) as gateway:
+    with Gateway("127.0.0.1:0", server.address, bounds=Bounds(head_s=1.0)) as gateway:
         answer = dripped(gateway, f"POST /v1/files HTTP/1.1\r\nHost: x\r\n{kind}")
     assert answer.startswith(b"HTTP/1.1 408"), answer
 
@@ -203,21 +203,21 @@ def test_a_file_that_comes_drop_by_drop_has_an_end(
 def test_who_goes_on_sending_what_was_answered_is_ended(server: DecodeServer) -> None:
     """Of a body that nobody reads any more, neither drops nor silence hold the connection."""
     head = "POST /v1/nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
-    with Gateway("127.0.0.1:0", server.address, bounds=Bounds(head_s=0.2, idle_s=1000)) as gateway:
+    with Gateway("127.0.0.1:0", server.address, bounds=Bounds(head_s=1.0, idle_s=1000)) as gateway:
         assert dripped(gateway, head).startswith(b"HTTP/1.1 404")
         with raw(gateway) as connection:
             connection.sendall(head.encode())
             assert _read(connection).startswith(b"HTTP/1.1 404")
         with raw(gateway) as connection:  # who sends all of it may go on
             connection.sendall(head.replace("1000000", "1000").encode() + b"x" * 1000)
-            time.sleep(0.5)
+            time.sleep(1.5)
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             assert b"HTTP/1.1 200" in _read(connection)
 
 
 def dripped(gateway: Gateway, begun: str) -> bytes:
     """All that comes while a client sends one byte after the other, until the connection is ended."""
-    answer, until = b"", time.monotonic() + 30
+    answer, until = b"", time.monotonic() + 120
     with raw(gateway) as connection:
         connection.sendall(begun.encode())
         connection.settimeout(0.05)

@@ -17,7 +17,7 @@ from index_store.selection.budgets import best_keys
 from index_store.store.description.json_fields import Scalar
 
 HEADS, GROUP, DIM, SUBSPACES, CENTROIDS = 2, 3, 16, 4, 5
-SECONDS = 20.0
+SECONDS = 120.0
 
 
 class Layer:
@@ -68,12 +68,14 @@ def searched(row: int, layers: Sequence[Layer], first: int, end: int, keep: int)
 class FakeDevice(threading.Thread):
     """Plays the device's side of a mailbox for one step: posts queries layer by layer, and waits for the lists of each.
 
+    go_on: it waits for this behind the first layer, in the middle of the step. between: set when it has come there.
     lists: by layer, of every list of the used rows. error: what ended the step early.
     """
 
-    def __init__(self, mailbox: Mailbox, q_LBX: Tensor, *, pause: float = 0.0) -> None:
+    def __init__(self, mailbox: Mailbox, q_LBX: Tensor, *, go_on: threading.Event | None = None) -> None:
         super().__init__(daemon=True)
-        self.mailbox, self.q_LBX, self.pause = mailbox, q_LBX, pause
+        self.mailbox, self.q_LBX, self.go_on = mailbox, q_LBX, go_on
+        self.between = threading.Event()
         self.lists: dict[int, list[Tensor]] = {}
         self.error: BaseException | None = None
         self.start()
@@ -81,7 +83,10 @@ class FakeDevice(threading.Thread):
     def run(self) -> None:
         try:
             for layer in self.mailbox.order:
-                time.sleep(self.pause)
+                if self.lists:
+                    self.between.set()
+                    if self.go_on is not None and not self.go_on.wait(SECONDS):
+                        raise TimeoutError("was not told to go on")
                 self.mailbox.post(layer, self.q_LBX[layer])
                 heads = self.mailbox.sizes.heads
                 numbers = [row * heads + h for row in self.mailbox.used for h in range(heads)]

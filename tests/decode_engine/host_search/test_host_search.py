@@ -19,7 +19,16 @@ from decode_engine.host_search.thread_loop_numba import INSIDE
 from decode_engine.host_search.workers import SearchWorkers
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.indexes.query_tables.search_numba import TILE
-from tests.decode_engine.host_search.searches import DIM, GROUP, HEADS, FakeDevice, Layer, make_plan, searched
+from tests.decode_engine.host_search.searches import (
+    DIM,
+    GROUP,
+    HEADS,
+    SECONDS,
+    FakeDevice,
+    Layer,
+    make_plan,
+    searched,
+)
 
 LONG = 2 * TILE + 77
 VALUES = HEADS * GROUP * DIM
@@ -39,11 +48,13 @@ def workers() -> Iterator[SearchWorkers]:
 
 def test_the_search_is_compiled_before_a_device_can_ask_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a machine's first server it takes longer than a device waits."""
-    alive: list[int] = []
-    monkeypatch.setattr(workers_module, "compile_search", lambda: alive.append(threading.active_count()))
-    before = threading.active_count()
+    begun: list[set[threading.Thread]] = []
+    monkeypatch.setattr(workers_module, "compile_search", lambda: begun.append(set(threading.enumerate())))
+    before = set(threading.enumerate())
     made = SearchWorkers(2, 1)
-    assert alive == [before]
+    assert [[thread for thread in seen - before if thread.name.startswith("search-")] for seen in begun] == [
+        []
+    ]
     assert made.alive == 2
     made.close()
 
@@ -100,14 +111,16 @@ def test_keys_of_equal_scores_are_kept_by_their_ids(workers: SearchWorkers) -> N
 
 
 def test_steps_follow_each_other_and_lanes_run_at_once(workers: SearchWorkers, layers: list[Layer]) -> None:
-    """The device of one lane is slow; the other one's steps pass it. Some layers are not searched."""
+    """The device of one lane stops between two layers; the other one's steps pass it. Some layers are not searched."""
     plan = make_plan(1)
     slow, fast = (Mailbox(plan, page_locked=False) for _ in range(2))
     row = searched(0, [layers[0], layers[2]], 8, LONG, 100)
     q_LBX = queries(3, 1)
     assert slow.begin([row], [0, 2]) == 1
     workers.begin(0, slow)
-    slow_device = FakeDevice(slow, q_LBX, pause=0.2)
+    go_on = threading.Event()
+    slow_device = FakeDevice(slow, q_LBX, go_on=go_on)
+    assert slow_device.between.wait(SECONDS)
     for step in range(1, 4):
         assert fast.begin([row], [0, 2]) == step
         workers.begin(1, fast)
@@ -118,6 +131,7 @@ def test_steps_follow_each_other_and_lanes_run_at_once(workers: SearchWorkers, l
                 device.lists[layer][0], layers[layer].expected(q_LBX[layer, 0] * step, row, pooled=True)[0]
             )
     assert slow_device.is_alive()
+    go_on.set()
     finish(workers, slow_device)
     assert sorted(slow_device.lists) == [0, 2]
 
@@ -160,7 +174,7 @@ def test_a_thread_that_dies_ends_the_wait(layers: list[Layer], monkeypatch: pyte
     asked = threading.Event()
 
     def die(lanes: int, count: int, semaphore: int, end: int) -> None:
-        asked.wait(10)
+        asked.wait(SECONDS)
         raise MemoryError("no more")
 
     monkeypatch.setattr(workers_module, "take_part", die)
@@ -184,12 +198,13 @@ def test_a_thread_that_dies_ends_the_wait(layers: list[Layer], monkeypatch: pyte
 def test_a_thread_that_dies_inside_of_a_step_that_is_ended_is_not_waited_for_long(
     layers: list[Layer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(workers_module, "_END_SECONDS", 2 * SECONDS)  # for threads that live
     inside, ended = threading.Event(), threading.Event()
 
     def die(lanes: int, count: int, semaphore: int, end: int) -> None:
         write_word(lanes + 8 * INSIDE, 1)
         inside.set()
-        ended.wait(10)
+        ended.wait(SECONDS)
         time.sleep(0.2)
         raise MemoryError("no more")
 
@@ -198,28 +213,32 @@ def test_a_thread_that_dies_inside_of_a_step_that_is_ended_is_not_waited_for_lon
     mailbox = Mailbox(make_plan(1), page_locked=False)
     mailbox.begin([searched(0, layers, 8, LONG, 100)], range(3))
     workers.begin(0, mailbox)
-    assert inside.wait(10)
+    assert inside.wait(SECONDS)
     begin = time.monotonic()
     ended.set()
     with pytest.raises(SparseKVError, match="no more"):
         workers.end(0)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < SECONDS
     workers.close()
 
 
 def test_closing_leaves_no_thread_even_in_the_middle_of_a_step(layers: list[Layer]) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     workers = SearchWorkers(3, 1)
     assert workers.alive == 3
     mailbox = Mailbox(make_plan(1), page_locked=False)
     mailbox.begin([searched(0, layers, 8, LONG, 100)], range(3))
     workers.begin(0, mailbox)
-    device = FakeDevice(mailbox, queries(3, 1), pause=0.3)
+    go_on = threading.Event()
+    device = FakeDevice(mailbox, queries(3, 1), go_on=go_on)
+    assert device.between.wait(SECONDS)
     workers.close()
+    go_on.set()
     device.join()
     assert workers.alive == 0
     assert isinstance(device.error, InterruptedError)
-    assert threading.active_count() == before
+    # Threads of other tests in this process may end, and begin, meanwhile.
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("search-")]
 
 
 def test_what_cannot_be_searched_is_refused(layers: list[Layer]) -> None:

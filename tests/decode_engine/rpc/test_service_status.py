@@ -27,6 +27,7 @@ def _need(server: DecodeServer, context: str, tokens: int) -> int:
 def test_status_tells_what_runs_and_counts_what_was_fed(
     server: DecodeServer, client: Client, lamp: str
 ) -> None:
+    wait_until(lambda: client.server_status().requests == 0)  # of other tests
     before = client.server_status()
     generation = client.generate(lamp, text="Who?", max_tokens=20, method="full")
     generation.read()

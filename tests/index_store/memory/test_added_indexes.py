@@ -75,7 +75,7 @@ def test_where_both_do_not_fit_the_new_one_waits_for_the_old_one(
         waiting = threading.Thread(target=acquire)
         waiting.start()
         assert not came.wait(0.2)
-    assert came.wait(30)
+    assert came.wait(60)
     waiting.join()
     assert arena.stats().used_bytes == resident_bytes(added)
 

@@ -25,6 +25,7 @@ from index_store.memory.arena import Arena
 from index_store.store.catalog import Store
 from index_store.store.zarr_io import chunk_path
 from tests.support.memory import resident_bytes
+from tests.support.serving.service import wait_until
 from tests.support.store import (
     CREATED,
     RecordingLocker,
@@ -166,7 +167,7 @@ def test_many_threads_load_once(many: tuple[Store, list[SyntheticContext]]) -> N
     def use() -> int:
         begin.wait()
         with arena.acquire(store, contexts[0].id) as resident:
-            together.wait(10)
+            together.wait(60)
             return id(resident)
 
     with ThreadPoolExecutor(16) as pool:
@@ -186,19 +187,19 @@ def test_loading_one_does_not_hold_up_another(many: tuple[Store, list[SyntheticC
     def wait_once() -> None:
         if not loading.is_set():
             loading.set()
-            assert proceed.wait(10)
+            assert proceed.wait(60)
 
     locker.before = wait_once
     thread = threading.Thread(target=touch, args=(arena, store, slow))
     thread.start()
-    assert loading.wait(10)
+    assert loading.wait(60)
     with arena.acquire(store, fast.id):
         assert arena.ids() == [fast.id]
         assert arena.stats().used_bytes == 2 * SIZE
         with pytest.raises(MemoryBudgetError):  # what is being loaded cannot be evicted
             touch(arena, store, other)
     proceed.set()
-    thread.join(10)
+    thread.join(60)
     assert set(arena.ids()) == {slow.id, fast.id}
 
 
@@ -338,7 +339,7 @@ class SlowToUnlock(RecordingLocker):
 
     def unlock(self, tensor: Tensor) -> None:
         self.leaving.set()
-        assert self.go_on.wait(10)
+        assert self.go_on.wait(60)
         super().unlock(tensor)
 
 
@@ -353,16 +354,17 @@ def test_memory_on_its_way_out_is_counted(store: Store) -> None:
     touch(arena, store, large)
     with ThreadPoolExecutor(2) as pool:
         makes_room = pool.submit(touch, arena, store, first)
-        assert locker.leaving.wait(10)
+        assert locker.leaving.wait(60)
         finds_room = pool.submit(touch, arena, store, second)
-        time.sleep(0.2)
+        wait_until(lambda: arena.stats().leases == 2)  # both are at it
+        time.sleep(0.1)
         assert not makes_room.done()
         assert not finds_room.done()
         assert len(locker.locked) == 1
         stats = arena.stats()
         assert (stats.used_bytes, stats.contexts, stats.leases) == (budget, 0, 2)
         locker.go_on.set()
-        makes_room.result(10)
-        finds_room.result(10)
+        makes_room.result(60)
+        finds_room.result(60)
     assert set(arena.ids()) == {first.id, second.id}
     assert arena.stats().evictions == 1

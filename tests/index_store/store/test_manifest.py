@@ -134,7 +134,11 @@ def test_round_trip(manifest: Manifest) -> None:
     assert sorted(map(repr, scalars_read)) == sorted(map(repr, scalars_kept))
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_any_altered_byte_is_found(context: SyntheticContext, data: st.DataObject) -> None:
     rendered = bytearray(render_manifest(context.manifest))

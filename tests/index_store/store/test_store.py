@@ -23,7 +23,7 @@ from index_store.store.catalog import Store
 from index_store.store.description.dtypes import STORED_DTYPES, dtype_name
 from index_store.store.listing import BrokenContext
 from index_store.store.zarr_io import CHECKSUM_BYTES, chunk_path
-from tests.support.store import CREATED, SyntheticContext, synthetic_context
+from tests.support.store import CREATED, SyntheticContext, open_files, synthetic_context
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -108,11 +108,11 @@ def test_mapped_array_is_private(stored: Store, context: SyntheticContext) -> No
 
 
 def test_mapping_holds_no_files_open(stored: Store, context: SyntheticContext) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files(stored.path)
     opened = stored.open(context.id)
     for layer in range(3):
         opened.array("kv", layer, 0)
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert open_files(stored.path) == before
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_a_signal_ends_the_job_cleanly(make_config: MakeConfig, tmp_path: Path, 
         if line.startswith("prefill:"):
             break
     process.send_signal(sent)
-    output, rest = process.communicate(timeout=60)
+    output, rest = process.communicate(timeout=120)
     assert process.returncode == code, seen + rest
     assert output == ""
     assert "Traceback" not in rest

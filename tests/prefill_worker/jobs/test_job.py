@@ -80,11 +80,11 @@ def test_a_second_job_waits_for_the_first_and_finds_its_context(make_config: Mak
     with ThreadPoolExecutor(1) as pool:
         with store.lock(id_):
             second = pool.submit(run_job, config, LineReporter(notes), io.BytesIO())
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 60
             while "waiting for it" not in notes.getvalue() and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert not second.done()
-        report = second.result(timeout=30)
+        report = second.result(timeout=60)
     assert not report.created
     assert report.manifest == store.manifest(id_)
     assert f"another job is writing context {id_[:12]}" in notes.getvalue()

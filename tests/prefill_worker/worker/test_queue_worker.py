@@ -340,7 +340,7 @@ def test_a_full_disk_ends_neither_the_worker_nor_the_job(shop: Shop, monkeypatch
 def processes() -> ForkServerContext:
     """Processes that start in milliseconds: forked from a server that has everything imported."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.prefill_worker.jobs.test_queue_worker"])
+    context.set_forkserver_preload(["tests.prefill_worker.worker.test_queue_worker"])
     return context
 
 

@@ -12,7 +12,8 @@ from typing import Self
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
-_END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
+ACK = 1
+_END_STREAM, _END_HEADERS = 1, 4
 _HEADER_TABLE, _INITIAL_WINDOW = 1, 4
 
 GENERATE = "/sparsekv.v1.GenerationService/Generate"
@@ -36,11 +37,11 @@ class RawConnection:
     def __init__(self, address: str, window: int | None = None) -> None:
         """window: bytes of an answer that the server may send before it is read; the protocol's 65,535 by default."""
         host, _, port = address.rpartition(":")
-        self.socket = socket.create_connection((host, int(port)), timeout=10)
+        self.socket = socket.create_connection((host, int(port)), timeout=60)
         settings = struct.pack(">HI", _HEADER_TABLE, 0)  # so that the server, too, writes headers as they are
         if window is not None:
             settings += struct.pack(">HI", _INITIAL_WINDOW, window)
-        self.socket.sendall(_PREFACE + _frame(SETTINGS, 0, 0, settings) + _frame(SETTINGS, _ACK, 0))
+        self.socket.sendall(_PREFACE + _frame(SETTINGS, 0, 0, settings) + _frame(SETTINGS, ACK, 0))
         self._next = 1
         self._received = b""
 
@@ -85,7 +86,7 @@ class RawConnection:
             self._received = self._received[end:]
             yield Frame(head[3], head[4], int.from_bytes(head[5:9], "big"), payload)
 
-    def status(self, stream: int, seconds: float = 10.0) -> int | None:
+    def status(self, stream: int, seconds: float = 60.0) -> int | None:
         """The gRPC status that ends a call; None where it does not come, or the server hangs up."""
         for frame in self.frames(seconds):
             if frame.kind == HEADERS and frame.stream == stream and frame.flags & _END_STREAM:

@@ -18,7 +18,7 @@ ABSENT = "contexts/" + "0" * 64
 LONG = 3000  # tokens: seconds of work
 
 
-def wait_until(condition: Any, seconds: float = 10.0) -> None:
+def wait_until(condition: Any, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"

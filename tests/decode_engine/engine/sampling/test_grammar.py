@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
+from llguidance import LLMatcher
 
-from decode_engine.engine.sampling.matching import Constraint, Kind
+from decode_engine.engine.sampling import trial
+from decode_engine.engine.sampling.matching import Constraint, Kind, allowed_bytes
 from decode_engine.engine.sampling.trial import VocabularySource
 from decode_engine.engine.sampling.vocabulary import Vocabulary
 from index_store.errors import InvalidArgumentError
@@ -92,11 +95,29 @@ def test_tokens_that_may_not_come_are_refused(vocabulary: Vocabulary, tokenizer:
         obeyed.take(letter)
 
 
-def test_what_dies_in_its_trial_is_refused_and_the_next_one_is_tried(vocabulary: Vocabulary) -> None:
+def test_what_dies_in_its_trial_is_refused_and_the_next_one_is_tried(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hostile = Constraint("json_schema", '{"type": "integer", "multipleOf": 99999989}')
-    with pytest.raises(InvalidArgumentError, match="json_schema cannot be obeyed: it is too complex"):
-        vocabulary.compile(hostile)
+    with monkeypatch.context() as patch:
+        patch.setattr(trial, "_TRIAL_S", 2.0)
+        with pytest.raises(InvalidArgumentError, match="json_schema cannot be obeyed: it is too complex"):
+            vocabulary.compile(hostile)
     assert answer(vocabulary, Constraint("regex", "after"), 0)[0] == b"after"
+
+
+def test_who_waits_for_a_core_is_not_too_complex(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time in which nothing is computed says nothing about a constraint."""
+
+    def wait_first(matcher: LLMatcher) -> bytes:
+        time.sleep(1.5 * trial._SLOWEST_MASK_S)
+        return allowed_bytes(matcher)
+
+    monkeypatch.setattr(trial, "allowed_bytes", wait_first)
+    source = VocabularySource(tokenizer.definition(), SIZE, tokenizer.eos_ids)
+    assert trial._try(source.make(), Constraint("regex", "[ab]")) == ""
 
 
 def test_bytes_of_tokens_are_those_of_the_text(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:

@@ -132,7 +132,7 @@ def test_a_shutdown_does_not_wait_for_a_loading() -> None:
     waiting = submit(engine, cold(runner, "cold"))
     runner.meanwhile = lambda: setattr(engine, "_stopping", True)
     engine.start()
-    engine._thread.join(5.0)
+    engine._thread.join(60.0)
     assert isinstance(failure(waiting)[1], ShuttingDownError)
     assert runner.waits == 1
 

@@ -85,7 +85,7 @@ def test_shutdown_without_grace_ends_requests(running: FakeEngine, runner: FakeR
     stopper = threading.Thread(target=running.shutdown)
     stopper.start()
     runner.gate.release(1000)
-    stopper.join(20)
+    stopper.join(60)
     assert not stopper.is_alive()
     assert isinstance(failure(client)[1], ShuttingDownError)
     assert client.closes == [1]

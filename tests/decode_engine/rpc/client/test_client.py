@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -30,6 +30,7 @@ class Scripted(context_pb2_grpc.ContextServiceServicer, generation_pb2_grpc.Gene
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.refusals = 0
+        self.warm = threading.Event()
 
     def GetContext(self, request: Any, context: grpc.ServicerContext) -> Any:
         self.calls.append("GetContext")
@@ -54,7 +55,8 @@ class Scripted(context_pb2_grpc.ContextServiceServicer, generation_pb2_grpc.Gene
 
     def WarmContext(self, request: Any, context: grpc.ServicerContext) -> Any:
         self.calls.append("WarmContext")
-        time.sleep(5)
+        self.warm.wait(60)
+        return context_pb2.WarmContextResponse()
 
     def ListMethods(self, request: Any, context: grpc.ServicerContext) -> Any:
         context.abort(grpc.StatusCode.PERMISSION_DENIED, "not for you")
@@ -98,8 +100,9 @@ def scripted() -> Iterator[tuple[Scripted, Client]]:
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    with Client(f"127.0.0.1:{port}", timeout_s=3) as client:
+    with Client(f"127.0.0.1:{port}", timeout_s=60) as client:
         yield servicer, client
+    servicer.warm.set()
     server.stop(0)
 
 
@@ -148,10 +151,8 @@ def test_calls_that_change_something_are_not_repeated(scripted: tuple[Scripted, 
 
 
 def test_deadline_of_the_client(scripted: tuple[Scripted, Client]) -> None:
-    before = time.monotonic()
-    with pytest.raises(DeadlineExceededError):
-        scripted[1].warm_context("contexts/x")
-    assert time.monotonic() - before < 4.5
+    with Client(scripted[1]._address, timeout_s=0.5) as hasty, pytest.raises(DeadlineExceededError):
+        hasty.warm_context("contexts/x")  # which is not answered before the test ends
 
 
 def test_foreign_errors_keep_code_and_message(scripted: tuple[Scripted, Client]) -> None:
@@ -229,7 +230,7 @@ def test_the_asynchronous_client_reads_cancels_and_fails_like_the_other(
     client = scripted[1]
 
     async def use() -> None:
-        async with AsyncClient(client._address, timeout_s=30) as asynchronous:
+        async with AsyncClient(client._address, timeout_s=60) as asynchronous:
             assert (await asynchronous.get_context("contexts/x")).name == "contexts/x"
             listed = [context.name async for context in asynchronous.list_contexts()]
             assert listed == [f"contexts/{id_}" for id_ in IDS]

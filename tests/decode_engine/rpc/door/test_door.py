@@ -61,7 +61,7 @@ def listening(door: Door | None = None, certificates: Certificates | None = None
     try:
         yield listener.address
     finally:
-        listener.begin_stop(0).result(10)
+        listener.begin_stop(0).result(60)
         listener.close()
 
 

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -27,7 +28,7 @@ from decode_engine.rpc.transport.status import error_info
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
-from tests.support.serving.raw_http2 import CHECK, GENERATE, GOAWAY, REFLECT, RawConnection
+from tests.support.serving.raw_http2 import ACK, CHECK, GENERATE, GOAWAY, PING, REFLECT, RawConnection
 from tests.support.serving.service import wait_until
 
 DEADLINE_EXCEEDED = grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
@@ -35,10 +36,11 @@ TEXT = generation_pb2.GenerateRequest(text="x").SerializeToString()
 
 
 class Scripted(context_pb2_grpc.ContextServiceServicer, generation_pb2_grpc.GenerationServiceServicer):
-    """Answers ten pieces, and counts the answers that it is at."""
+    """Answers ten pieces, and counts the answers that it is at. work: what a deletion does with the store."""
 
     def __init__(self) -> None:
         self.answering = 0
+        self.work: Callable[[], object] = partial(time.sleep, 0.2)
         self.traffic: Traffic | None = None
 
     async def GetContext(self, request: Any, call: Call) -> Any:
@@ -46,7 +48,7 @@ class Scripted(context_pb2_grpc.ContextServiceServicer, generation_pb2_grpc.Gene
         return context_pb2.Context(name=request.name)
 
     async def DeleteContext(self, request: Any, call: Call) -> Any:
-        await call.run(lambda: time.sleep(0.2))
+        await call.run(self.work)
         return Empty()
 
     async def Generate(self, request: Any, call: Call) -> AsyncIterator[Any]:
@@ -72,13 +74,13 @@ def listening(**limits: Any) -> Iterator[tuple[Listener, Scripted]]:
     try:
         yield listener, scripted
     finally:
-        listener.begin_stop(0).result(10)
+        listener.begin_stop(0).result(60)
         listener.close()
 
 
 def serving(address: str) -> bool:
     """Whether health says so, to a client that has just come."""
-    with Client(address, timeout_s=5) as client:
+    with Client(address, timeout_s=60) as client:
         return client.is_serving()
 
 
@@ -112,7 +114,8 @@ def test_many_half_open_calls_hold_up_nobody_and_take_no_threads() -> None:
             assert scripted.traffic is not None
             assert scripted.traffic.unfinished <= 20
             assert scripted.traffic.open <= 40
-            assert threading.active_count() <= before + 2
+            # Threads of others may come and go: these calls would have one each for as long as they are open.
+            wait_until(lambda: threading.active_count() <= before + 2)
 
 
 def test_an_answer_that_is_not_read_ends_the_work_and_then_the_connection(
@@ -120,7 +123,7 @@ def test_an_answer_that_is_not_read_ends_the_work_and_then_the_connection(
 ) -> None:
     with (
         caplog.at_level(logging.INFO),
-        listening(unread_s=0.2, abandoned=3) as (listener, scripted),
+        listening(unread_s=0.5, abandoned=3) as (listener, scripted),
         RawConnection(listener.address, window=0) as reads_nothing,
         RawConnection(listener.address, window=0) as reads_one_late,
     ):
@@ -136,7 +139,7 @@ def test_an_answer_that_is_not_read_ends_the_work_and_then_the_connection(
 
 
 def test_who_reads_slowly_gets_everything() -> None:
-    with listening(unread_s=5) as (listener, _), Client(listener.address) as client:
+    with listening(unread_s=60) as (listener, _), Client(listener.address) as client:
         pieces = []
         for piece in client.generate("contexts/x", text="a"):
             pieces.append(piece.text)
@@ -149,7 +152,7 @@ def test_a_watcher_that_reads_nothing_does_not_hold_up_health() -> None:
         request = health_pb2.HealthCheckRequest().SerializeToString()
         raw.call("/grpc.health.v1.Health/Watch", request)
         with grpc.insecure_channel(listener.address) as channel:
-            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
             assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
             listener.set_serving(False)
             assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -161,9 +164,9 @@ def test_health_of_a_service_that_is_not_here() -> None:
     with listening() as (listener, _), grpc.insecure_channel(listener.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
-            stub.Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=5)
+            stub.Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=60)
         assert caught.value.code() == grpc.StatusCode.NOT_FOUND
-        watch = stub.Watch(health_pb2.HealthCheckRequest(service="nobody"), timeout=5)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="nobody"), timeout=60)
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         watch.cancel()
 
@@ -179,7 +182,7 @@ def test_bytes_that_are_no_message_are_refused_and_logged(caplog: pytest.LogCapt
             channel.unary_stream(GENERATE),
         ):
             with pytest.raises(grpc.RpcError) as caught:
-                list(call(b"\xff\xff\xff", timeout=5))
+                list(call(b"\xff\xff\xff", timeout=60))
             assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
             info = error_info(caught.value)
             assert info is not None
@@ -209,16 +212,22 @@ def test_pings_of_those_who_wait_are_no_offence(monkeypatch: pytest.MonkeyPatch)
         for _ in range(5):
             time.sleep(0.15)
             raw.ping()
+            # Only then is the time to the next one what the server sees, however busy the machine is.
+            assert any(frame.kind == PING and frame.flags == ACK for frame in raw.frames(60.0))
         assert raw.is_open()
         raw.ping(8)  # a flood of them is
-        assert [frame.kind for frame in raw.frames(1.0)][-1] == GOAWAY
+        assert any(frame.kind == GOAWAY for frame in raw.frames(60.0))
 
 
 def test_connections_are_bounded_and_idle_ones_ended() -> None:
-    with listening(connections=3, idle_s=1) as (listener, _):
+    with listening(connections=3, idle_s=600) as (listener, _):
         raws = [RawConnection(listener.address) for _ in range(5)]
         wait_until(lambda: sum(raw.is_open(0.05) for raw in raws) == 3)
         assert all(raw.is_open(0.05) for raw in raws[:3])
+        for raw in raws:
+            raw.socket.close()
+    with listening(connections=3, idle_s=1) as (listener, _):
+        raws = [RawConnection(listener.address) for _ in range(3)]
         wait_until(lambda: not any(raw.is_open(0.05) for raw in raws))
         assert serving(listener.address)
         for raw in raws:
@@ -252,10 +261,13 @@ def test_store_work_takes_a_few_threads_however_many_ask() -> None:
 
 def test_store_work_that_hangs_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls_module, "_ANSWER_S", 0.05)
-    with listening() as (listener, _), Client(listener.address) as client:
+    with listening() as (listener, scripted), Client(listener.address) as client:
+        responding = threading.Event()
+        scripted.work = partial(responding.wait, 60)
         with pytest.raises(DeadlineExceededError, match="disk may not respond"):
             client.delete_context("contexts/x")
         assert serving(listener.address)
+        responding.set()
 
 
 def test_reflection_answers_under_both_names() -> None:
@@ -267,6 +279,6 @@ def test_reflection_answers_under_both_names() -> None:
                 reflection_pb2.ServerReflectionRequest.SerializeToString,
                 reflection_pb2.ServerReflectionResponse.FromString,
             )
-            (answer,) = call(iter([request]), timeout=5)
+            (answer,) = call(iter([request]), timeout=60)
             names = {service.name for service in answer.list_services_response.service}
             assert {"grpc.reflection.v1.ServerReflection", "sparsekv.v1.ContextService"} <= names

@@ -100,7 +100,7 @@ def channel() -> Iterator[grpc.Channel]:
     listener = Listener("127.0.0.1:0", (), register, paths=Paths([STORE]))
     with grpc.insecure_channel(listener.address) as channel:
         yield channel
-    listener.begin_stop(0).result(10)
+    listener.begin_stop(0).result(60)
     listener.close()
 
 

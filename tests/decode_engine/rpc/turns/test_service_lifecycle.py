@@ -32,7 +32,7 @@ from tests.support.serving.service import wait_until
 def health_of(address: str, service: str = "") -> int:
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        return int(stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5).status)
+        return int(stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=60).status)
 
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -82,11 +82,11 @@ def test_stopping_drains_running_generations(library: Library, lamp: str) -> Non
         generation = client.generate(lamp, text="Who?", max_tokens=100, temperature=1.0, seed=1)
         pieces = iter(generation)
         next(pieces)
-        stopper = threading.Thread(target=server.stop, args=(30.0,))
+        stopper = threading.Thread(target=server.stop, args=(60.0,))
         stopper.start()
         assert len(list(pieces)) >= 50
         assert generation.summary.completion_tokens <= 100
-        stopper.join(20)
+        stopper.join(60)
         assert not stopper.is_alive()
 
 

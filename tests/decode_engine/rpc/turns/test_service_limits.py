@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,7 +14,7 @@ from decode_engine.errors import (
     PromptTooLongError,
     TooManyRequestsError,
 )
-from decode_engine.rpc.client import Client
+from decode_engine.rpc.client import Client, Waiting
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import (
     MemoryBudgetError,
@@ -23,7 +23,22 @@ from tests.decode_engine.conftest import MAX_POSITIONS, Library, Stubs
 from tests.support.serving.service import LONG, leases, wait_until
 
 
-def test_cancelling_ends_the_work(server: DecodeServer, client: Client, lamp: str) -> None:
+@pytest.fixture
+def ends_early(server: DecodeServer) -> Callable[[], bool]:
+    """Waits for the end of the only request: whether tokens of it were left, however fast this machine makes them."""
+    wait_until(lambda: server.backend.engine.places == leases(server) == 0)  # none of another test is at work
+    before = server.backend.engine.stats().decode_tokens
+
+    def wait() -> bool:
+        wait_until(lambda: leases(server) == 0)
+        return server.backend.engine.stats().decode_tokens - before < LONG - 100
+
+    return wait
+
+
+def test_cancelling_ends_the_work(
+    server: DecodeServer, client: Client, lamp: str, ends_early: Callable[[], bool]
+) -> None:
     generation = client.generate(lamp, text="Who?", max_tokens=LONG, temperature=1.0, seed=1)
     pieces = iter(generation)
     for _ in range(3):
@@ -32,22 +47,24 @@ def test_cancelling_ends_the_work(server: DecodeServer, client: Client, lamp: st
     generation.cancel()
     with pytest.raises(CancelledError):
         list(pieces)
-    wait_until(lambda: leases(server) == 0, 1.0)
+    assert ends_early()
 
 
-def test_a_client_that_goes_away_ends_the_work(server: DecodeServer, lamp: str) -> None:
+def test_a_client_that_goes_away_ends_the_work(
+    server: DecodeServer, lamp: str, ends_early: Callable[[], bool]
+) -> None:
     with Client(server.address) as leaving:
         next(iter(leaving.generate(lamp, text="Who?", max_tokens=LONG, temperature=1.0, seed=1)))
-    wait_until(lambda: leases(server) == 0, 1.0)
+    assert ends_early()
 
 
-def test_a_deadline_ends_the_work(server: DecodeServer, client: Client, lamp: str) -> None:
+def test_a_deadline_ends_the_work(
+    server: DecodeServer, client: Client, lamp: str, ends_early: Callable[[], bool]
+) -> None:
     generation = client.generate(lamp, text="Who?", max_tokens=LONG, temperature=1.0, seed=1, timeout_s=0.3)
-    before = time.monotonic()
     with pytest.raises(DeadlineExceededError):
         generation.read()
-    assert time.monotonic() - before < 2
-    wait_until(lambda: leases(server) == 0, 1.0)
+    assert ends_early()
 
 
 def test_too_many_requests_are_refused(library: Library, lamp: str) -> None:
@@ -86,9 +103,11 @@ def test_a_request_waits_while_others_use_the_memory(
     with client.generate(lamp, text="Who?", max_tokens=LONG, temperature=1.0, seed=1) as running:
         next(iter(running))
         with ThreadPoolExecutor(1) as pool:
-            waiting = client.generate(other, text="Who?", max_tokens=2)
+            told: list[Waiting] = []
+            waiting = client.generate(other, text="Who?", max_tokens=2, on_wait=told.append)
             answer = pool.submit(waiting.read)
-            wait_until(lambda: server.backend.engine.places == 2)
+            wait_until(lambda: told)  # since when it waits, as its times will say
+            assert server.backend.engine.places == 2
             with pytest.raises(TooManyRequestsError):
                 client.generate(lamp, text="Who?", max_tokens=2).read()
             with pytest.raises(MemoryBudgetError):  # loading ahead of need does not wait
@@ -96,7 +115,7 @@ def test_a_request_waits_while_others_use_the_memory(
             time.sleep(0.1)
             assert not answer.done()
             running.cancel()
-            assert answer.result(10) is not None
+            assert answer.result(60) is not None
     assert waiting.summary.timings.load_ns > 5e7
     assert server.backend.arena.ids() == [other.removeprefix("contexts/")]
 
@@ -111,10 +130,10 @@ def test_waiting_for_memory_ends_with_the_deadline_or_the_client(
         for _ in range(3):  # each finds the one place in the queue free again
             with pytest.raises(DeadlineExceededError):
                 client.generate(other, text="Who?", max_tokens=2, timeout_s=0.2).read()
-            wait_until(lambda: server.backend.engine.places == 1, 1.0)
+            wait_until(lambda: server.backend.engine.places == 1)
         with client.generate(other, text="Who?", max_tokens=2):
             wait_until(lambda: server.backend.engine.places == 2)
-        wait_until(lambda: server.backend.engine.places == 1, 1.0)
+        wait_until(lambda: server.backend.engine.places == 1)
         next(pieces)
     assert lamp.removeprefix("contexts/") in server.backend.arena.ids()
 

@@ -16,12 +16,13 @@ from index_store.store.stored_context import Context
 from tests.decode_engine.conftest import Library
 from tests.support.serving.service import wait_until
 
-SOON = 20.0
+SOON = 120.0  # longer than `wait_until` waits
 
 
 @pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def door(server: DecodeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Keys and values of layers from 1 on are read once this is set."""
+    wait_until(lambda: server.backend.engine.places == 0)  # no request of another test is at work any more
     opened = threading.Event()
     read = Context.read_head
 
@@ -116,7 +117,7 @@ def test_who_goes_away_while_running_behind_a_loading_ends_at_once(
     with pytest.raises(DeadlineExceededError):
         client.generate(cold, text="Who?", max_tokens=3, timeout_s=0.3).read()
     assert not door.is_set()
-    wait_until(lambda: engine.stats().prompting == 0, 1.0)
+    wait_until(lambda: engine.stats().prompting == 0)
     door.set()
     wait_until(lambda: engine.places == 0)
 

@@ -297,7 +297,7 @@ def test_nothing_is_changed_that_threads_of_a_failed_step_may_use(
     begun = threading.Event()
 
     def die(*addresses: int) -> None:
-        begun.wait(20)
+        begun.wait(60)
         raise MemoryError("no more")
 
     monkeypatch.setattr("decode_engine.host_search.workers.take_part", die)

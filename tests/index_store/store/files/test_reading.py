@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,7 @@ from index_store.errors import StoreUnavailableError
 from index_store.store.files import reading
 from index_store.store.files.reading import Readers, WrongFileError, may_block, read_bounded, read_file
 
-SOON = 5.0
+SOON = 60.0
 
 
 def test_a_file_is_read_whole(tmp_path: Path) -> None:
@@ -70,20 +71,28 @@ def test_a_step_that_hangs_is_given_up_and_comes_back(tmp_path: Path) -> None:
         finally:
             ended.set()
 
-    before = time.monotonic()
     with pytest.raises(StoreUnavailableError, match=r"slow: .*not answered for 0.1 s") as caught:
         read_bounded(hang, limit_s=0.1)
-    assert time.monotonic() - before < 2
+    assert not ended.is_set()
     assert "delete" not in caught.value.message
     back.set()
     assert ended.wait(SOON)
 
 
-def test_work_may_take_as_long_as_it_likes_between_steps(tmp_path: Path) -> None:
+def test_work_may_take_as_long_as_it_likes_between_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of its own: on a busy machine any step may take longer than a limit that a test can wait for."""
+    now = 0.0
+    monkeypatch.setattr(reading, "time", SimpleNamespace(monotonic=lambda: now))
+
     def slow() -> str:
+        nonlocal now
         for _ in range(5):
             with may_block(tmp_path):
+                now += 0.08
                 time.sleep(0.02)
+            now += 0.1
             time.sleep(0.1)
         return "done"
 
@@ -163,7 +172,7 @@ def test_a_process_ends_although_a_read_hangs() -> None:
         "read_bounded(hang, limit_s=0.05)\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
     )
     assert ended.returncode == 1
     assert "StoreUnavailableError: slow: the file system has not answered" in ended.stderr
