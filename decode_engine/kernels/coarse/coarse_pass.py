@@ -245,6 +245,7 @@ def weigh_keys(
 ) -> None:
     """As `list_keys`, for sizes in registers; leaves in `work` what `attend_others` has to know of all other keys.
 
+    Right behind `find_cuts` on its stream: queries are read before that has ended, but not what came before it.
     weigh: False where nobody is going to ask.
     """
     rows, segments = q_BHGD.shape[0] * sizes.kv_heads, lists.counts_RP.shape[1]

@@ -43,6 +43,8 @@ _LEAST_TILE, _ROW_BYTES = 16, 64
 """Keys of a tile in registers, at least, and bytes of its rows where it is not halved."""
 _LEAST_CHANNELS, _LEAST_INT8 = 16, 32
 """That a product takes at least, and one of 8-bit integers."""
+_MOST_AHEAD = 32
+"""Tiles of values whose places a program has at hand (`warp_values`)."""
 _PRODUCT_BITS = frozenset({2, 4})
 """Of product codes, for each channel."""
 
@@ -59,7 +61,7 @@ class CoarseShape:
     blocks of which loads are in flight. samplers, runs: programs per row that score a sample, and runs of keys of each;
     powers of two. At 1 % 82 of 8,192 keys decide how many are kept, which then strays by a ninth; at 0.25 % by a fifth.
     int8_keys, int8_values: products with the codes of keys, and with those of values, are of 8-bit integers instead of
-    numbers of the queries' type.
+    numbers of the queries' type. Raises InvalidArgumentError for tiles on their way that kernels have no place for.
     """
 
     programs: int = 528
@@ -75,6 +77,13 @@ class CoarseShape:
     runs: int = 8
     int8_keys: bool = False
     int8_values: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ahead < 1 or not 1 <= self.values_ahead <= _MOST_AHEAD:
+            raise InvalidArgumentError(
+                f"{self.ahead} tiles of keys ahead and {self.values_ahead} of values, expected 1 or more, and 1 to "
+                f"{_MOST_AHEAD}"
+            )
 
     @property
     def sampled(self) -> int:

@@ -43,6 +43,7 @@ from decode_engine.kernels.coarse.warp import (
 from decode_engine.kernels.coarse.warp.warp_pass import NEGLIGIBLE
 from decode_engine.kernels.records import records_of
 from index_store.attention.attention_state import AttentionState
+from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
 from tests.decode_engine.kernels.problems.coarse_problems import (
     SMALL,
@@ -269,6 +270,12 @@ def test_exact_weights_far_above_all_others_do_not_overflow(head_dim: int, toget
         attend_all(q_BHGD, records_BF, sizes, work, lists, partials)
     out_RGD, _ = merge_partials(partials)
     torch.testing.assert_close(out_RGD[0, 0], sequence.kv_HN2D[0, 1, 1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("ahead", [{"ahead": 0}, {"values_ahead": 0}, {"values_ahead": 33}])
+def test_tiles_ahead_that_have_no_place_are_refused(ahead: dict[str, int]) -> None:
+    with pytest.raises(InvalidArgumentError, match="tiles of keys ahead"):
+        replace(IN_REGISTERS, **ahead)
 
 
 @pytest.mark.parametrize("group", [1, 8, 9, 16])
