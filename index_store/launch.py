@@ -31,7 +31,7 @@ def _prefer_wide_vectors() -> None:
 
 _prefer_wide_vectors()
 
-__all__ = ["int16_table", "launch", "njit", "on_host", "prange", "thread_count"]
+__all__ = ["byte_table", "int16_table", "launch", "njit", "on_host", "prange", "thread_count"]
 
 _workqueue_guard = threading.Lock()
 
@@ -92,3 +92,9 @@ def _pointer(typing: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
 def int16_table(address: int, rows: int, width: int) -> NDArray[np.int16]:  # pragma: no cover - compiled
     """[rows, width] int16 at an address, for loops over tables of many sessions; whoever calls keeps them alive."""
     return carray(_pointer(address), (rows, width), np.int16)  # type: ignore[no-any-return]
+
+
+@njit(cache=True, nogil=True)
+def byte_table(address: int, rows: int, width: int) -> NDArray[np.uint8]:  # pragma: no cover - compiled
+    """[rows, width] uint8 at an address, likewise."""
+    return carray(_pointer(address), (rows, width), np.uint8)  # type: ignore[no-any-return]

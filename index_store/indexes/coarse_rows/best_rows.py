@@ -22,6 +22,7 @@ from index_store.attention.attention_state import AttentionState
 from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.code import LANES
 from index_store.indexes.coarse_rows.scalars.best_keys_numba import Columns, take_best
+from index_store.indexes.coarse_rows.scalars.coded_passes_numba import CodedPass
 from index_store.indexes.coarse_rows.scalars.key_scores_numba import score_keys
 from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
 from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, shift_of
@@ -57,18 +58,6 @@ class Searched:
     def heads(self, part: slice) -> Searched:
         """The same for some KV heads."""
         return replace(self, queries_HGD=self.queries_HGD[part], own_rows=self.own_rows.heads(part))
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """Rows of one copy that sessions search together from `first` on: who, and where weights and their spans are."""
-
-    rows: ScalarRows
-    first: int
-    queries_HRD: Tensor
-    weights: RowsInLine
-    spans: Spans
-    sessions: list[int]
 
 
 def attend_best(
@@ -108,19 +97,14 @@ def _attend_heads(
     columns = [each.columns for each in searched]
     line, places_HQG = _lay_out(heads, group, columns)
     spans = Spans.empty(heads, len(searched) * group, max(each.spans for each in columns))
-    passes = _plan(rows, searched, line, places_HQG, spans)
-    for each in passes:
-        score_keys(each.rows, each.queries_HRD, each.first, each.weights, each.spans)
+    passes, queries_HXD, weights, own = _plan(rows, searched, line, places_HQG, spans)
+    if not passes:  # nobody searches anything
+        return
+    score_keys(passes, queries_HXD, weights, own)
     take_best(line, places_HQG, spans, columns, keeps, ids_HQK, counts_HQ)
-    begun: set[int] = set()
-    for each in passes:
-        found = add_values(each.rows, each.weights, each.spans, each.first)
-        shape = (heads, len(each.sessions), group)
-        made = AttentionState(found.out.view(*shape, -1), found.lse.view(shape))
-        if not begun.isdisjoint(each.sessions):
-            made = state.columns(each.sessions).merge(made)
-        state.out[:, each.sessions], state.lse[:, each.sessions] = made.out, made.lse
-        begun.update(each.sessions)
+    found = add_values(passes, weights, own)
+    state.out[:] = found.out.view(state.out.shape)
+    state.lse[:] = found.lse.view(state.lse.shape)
 
 
 def _lay_out(
@@ -159,35 +143,44 @@ def _plan(
     line: NDArray[np.float32],
     places_HQG: NDArray[np.int64],
     spans: Spans,
-) -> list[_Pass]:
-    """Passes over the context's copy, one for each row at which sessions begin, and over what each has appended."""
+) -> tuple[list[CodedPass], Tensor, RowsInLine, Spans]:
+    """Passes over the context's copy, one for each row at which sessions begin, and over what each has appended.
 
-    def plan(of: ScalarRows, sessions: list[int], wanted: list[range], behind: int, first_span: int) -> _Pass:
-        """behind, first_span: numbers and spans of the session before these."""
-        heads, _, group = places_HQG.shape
-        places = places_HQG[:, sessions].reshape(heads, -1) + behind
-        counts = np.repeat([len(each) for each in wanted], group)
-        numbers = (np.array(sessions)[:, None] * group + np.arange(group)).reshape(-1)
-        first_spans = np.full(len(numbers), first_span)
-        queries = torch.cat([searched[number].queries_HGD for number in sessions], dim=1)
-        weights = RowsInLine(line, places, counts)
-        return _Pass(of, wanted[0].start, queries, weights, spans.of(numbers, first_spans), sessions)
-
+    And of all their rows of queries, one pass behind the other: the queries [H, X, d], where weights are, and spans.
+    """
     together: dict[int, list[int]] = {}
     for number, each in enumerate(searched):
         if each.shared:
             together.setdefault(each.shared.start, []).append(number)
-    return [
-        plan(rows, sessions, [searched[number].shared for number in sessions], 0, 0)
-        for sessions in together.values()
-    ] + [
-        plan(
-            each.own_rows,
-            [number],
-            [each.own],
-            each.columns.own_begin,
-            each.columns.shared_spans,
-        )
-        for number, each in enumerate(searched)
-        if each.own
-    ]
+    appending = [number for number, each in enumerate(searched) if each.own]
+    heads, _, group = places_HQG.shape
+    passes: list[CodedPass] = []
+    members: list[int] = []
+    for first, sessions in together.items():
+        passes.append(CodedPass(rows, first, _rows(len(members), len(sessions), group)))
+        members += sessions
+    for number in appending:
+        own = searched[number]
+        passes.append(CodedPass(own.own_rows, own.own.start, _rows(len(members), 1, group)))
+        members.append(number)
+    if not members:
+        return [], torch.empty(0), RowsInLine(line, places_HQG, np.empty(0, np.int64)), spans
+    shared, sessions_Y = members[: len(members) - len(appending)], np.array(members)
+    columns = [searched[number].columns for number in appending]
+    none = [0] * len(shared)
+    counts = [len(searched[number].shared) for number in shared] + [each.own for each in columns]
+    behind = np.array(none + [each.own_begin for each in columns])
+    first_spans = none + [each.shared_spans for each in columns]
+    places_HX = (places_HQG[:, sessions_Y] + behind[:, None]).reshape(heads, -1)
+    rows_X = (sessions_Y[:, None] * group + np.arange(group)).reshape(-1)
+    return (
+        passes,
+        torch.cat([searched[number].queries_HGD for number in members], dim=1),
+        RowsInLine(line, places_HX, np.repeat(counts, group)),
+        spans.of(rows_X, np.repeat(first_spans, group)),
+    )
+
+
+def _rows(before: int, sessions: int, group: int) -> range:
+    """Rows of queries of so many sessions, behind those of others."""
+    return range(before * group, (before + sessions) * group)

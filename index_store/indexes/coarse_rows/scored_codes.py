@@ -14,6 +14,7 @@ from torch import Tensor
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.rows_in_line import RowsInLine
 from index_store.indexes.coarse_rows.product_rows import ProductRows
+from index_store.indexes.coarse_rows.scalars.coded_passes_numba import CodedPass
 from index_store.indexes.coarse_rows.scalars.key_scores_numba import score_keys
 from index_store.indexes.coarse_rows.scalars.reference import attend_values_reference, score_keys_reference
 from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
@@ -83,7 +84,8 @@ def score_rows(rows: CodedRows, wanted: Sequence[Wanted]) -> list[ScoredCodes]:
             each.out_HTGX.view(len(own), own.shape[1], -1) for each, own in zip(some, queries, strict=True)
         ]
         if isinstance(rows, ScalarRows) and on_host(rows.key_codes_HNC):
-            score_keys(rows, torch.cat(queries, dim=1), first, RowsInLine.of(outs))
+            asked = torch.cat(queries, dim=1)
+            score_keys([CodedPass(rows, first, range(asked.shape[1]))], asked, RowsInLine.of(outs))
         else:
             for each, own, out in zip(some, queries, outs, strict=True):
                 score_keys_reference(rows, own, first, each.end, out)

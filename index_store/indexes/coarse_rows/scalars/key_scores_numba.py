@@ -5,10 +5,12 @@ block. A unit is the 127th part of the largest magnitude, so a logit is off by a
 a seventh of what coding itself does at 4 bits; codes count from their middle, which halves it. A row's logits depend
 neither on the rows beside it nor on the number of threads.
 
-Shape legend: H KV heads, N keys, B blocks of 128 keys, R rows of queries, S spans, d head dim.
+Shape legend: H KV heads, N keys, B blocks of 128 keys, R rows of queries, X those of all passes, S spans, d head dim.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,16 +21,31 @@ from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import add_weighted, make_scaling
 from index_store.attention.vectors.folding_numba import FOLDED, fold_rows
-from index_store.indexes.coarse_rows.scalars.coded_tables_numba import (
-    at_cache_line,
-    half_table,
-    row_table,
-    widen,
+from index_store.indexes.coarse_rows.scalars.coded_passes_numba import (
+    BEGIN,
+    CODES,
+    CODES_APART,
+    COUNT,
+    END,
+    FIRST,
+    LEAD,
+    MOST,
+    OFFSETS,
+    OFFSETS_APART,
+    SCALES,
+    SCALES_APART,
+    SHIFT,
+    SPLITS,
+    TASKS,
+    CodedPass,
+    PassTable,
+    pass_of,
 )
+from index_store.indexes.coarse_rows.scalars.coded_tables_numba import at_cache_line, widen
 from index_store.indexes.coarse_rows.scalars.packed_codes_numba import multiply, pack_keys
-from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows
-from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, shift_of
-from index_store.launch import launch, njit, prange
+from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK
+from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans
+from index_store.launch import byte_table, int16_table, launch, njit, prange
 
 _SCORED_AT_ONCE = 64  # keys, so that what is unpacked stays in the first-level cache
 _ROWS_AT_ONCE = 16
@@ -37,27 +54,25 @@ _write_scaled = make_scaling(add=False)
 
 
 def score_keys(
-    rows: ScalarRows, queries_HRD: Tensor, first: int, out: RowsInLine, spans: Spans | None = None
+    passes: Sequence[CodedPass], queries_HXD: Tensor, out: RowsInLine, spans: Spans | None = None
 ) -> None:
-    """Writes the products of queries [H, R, d] float32 with keys: of rows `first`.., as many as a row of out has.
+    """Writes the products of queries [H, X, d] float32 with the keys of each pass, as many as a row of out has.
 
     spans: where given, peaks and totals are written to them, and to out the exponentials (`Spans`).
     """
-    if not out.counts_R.any():
-        return
     kept = _NO_SPANS if spans is None else spans
-    heads, _, head_dim = queries_HRD.shape
+    heads, _, head_dim = queries_HXD.shape
+    table = PassTable.of_keys(passes, out.counts_R)
+    if table.tasks == 0:
+        return
     launch(
         _score_keys,
-        *row_table(rows.key_codes_HNC),
-        *half_table(rows.key_scales_HBD),
-        *half_table(rows.key_offsets_HBD),
-        rows.key_bits,
-        rows.lead,
-        shift_of(rows, first),
-        queries_HRD.contiguous().numpy(),
-        first,
-        int(out.counts_R.max()),
+        table.numbers,
+        table.tasks,
+        table.stride,
+        passes[0].rows.key_codes_HNC.shape[2],
+        passes[0].rows.key_bits,
+        queries_HXD.contiguous().numpy(),
         out.numbers,
         out.places_HR,
         out.counts_R,
@@ -65,7 +80,7 @@ def score_keys(
         kept.totals_HRS,
         kept.rows_R,
         kept.first_R,
-        work=heads * head_dim * (0.03 * out.counts_R.max() + 0.008 * out.counts_R.sum()),
+        work=heads * head_dim * (0.03 * table.numbers[:, MOST].sum() + 0.008 * out.counts_R.sum()),
     )
 
 
@@ -87,18 +102,12 @@ def weigh(logits: RowsInLine, shift: int, spans: Spans) -> None:
 
 @njit(cache=True, nogil=True, parallel=True)
 def _score_keys(
-    codes: NDArray[np.uint8],
-    codes_stride: int,
-    scales: NDArray[np.int16],
-    scales_stride: int,
-    offsets: NDArray[np.int16],
-    offsets_stride: int,
+    table: NDArray[np.int64],
+    tasks: int,
+    stride: int,
+    width: int,
     bits: int,
-    lead: int,
-    shift: int,
     queries: NDArray[np.float32],
-    first: int,
-    most: int,
     out: NDArray[np.float32],
     places: NDArray[np.int64],
     counts: NDArray[np.int64],
@@ -107,28 +116,40 @@ def _score_keys(
     span_rows: NDArray[np.int64],
     span_first: NDArray[np.int64],
 ) -> None:  # pragma: no cover - compiled
-    heads = queries.shape[0]
-    spans = (shift + most + SPAN - 1) // SPAN
-    for task in prange(heads * spans):
-        head, span = task // spans, task % spans
-        low, high = max(0, span * SPAN - shift), min(most, (span + 1) * SPAN - shift)
+    dim = queries.shape[2]
+    for number in prange(tasks):
+        task = number * stride % tasks
+        own = table[pass_of(table, task)]
+        head, span = (task - own[TASKS]) // own[SPLITS], (task - own[TASKS]) % own[SPLITS]
+        low, high = max(0, span * SPAN - own[SHIFT]), min(own[MOST], (span + 1) * SPAN - own[SHIFT])
+        blocks = (own[LEAD] + own[COUNT] + BLOCK - 1) // BLOCK
+        rows = slice(own[BEGIN], own[END])
         _score_span(
-            codes[head * codes_stride :],
-            scales[head * scales_stride :],
-            offsets[head * offsets_stride :],
+            byte_table(own[CODES] + head * own[CODES_APART] * width, own[COUNT], width),
+            int16_table(own[SCALES] + 2 * head * own[SCALES_APART] * dim, blocks, dim),
+            int16_table(own[OFFSETS] + 2 * head * own[OFFSETS_APART] * dim, blocks, dim),
             bits,
-            lead,
-            queries[head],
-            first + low,
-            first + high,
+            own[LEAD],
+            queries[head, rows],
+            own[FIRST] + low,
+            own[FIRST] + high,
             out,
-            places[head],
-            counts,
-            first,
+            places[head, rows],
+            counts[rows],
+            own[FIRST],
         )
         if peaks.shape[0] > 0:
             _weigh_span(
-                out, places[head], counts, low, high, span, peaks[head], totals[head], span_rows, span_first
+                out,
+                places[head, rows],
+                counts[rows],
+                low,
+                high,
+                span,
+                peaks[head],
+                totals[head],
+                span_rows[rows],
+                span_first[rows],
             )
 
 

@@ -26,20 +26,20 @@ def find_limits(
     span_rows: NDArray[np.int64],
     span_first: NDArray[np.int64],
     counts: NDArray[np.int64],
-    shift: int,
+    shifts: NDArray[np.int64],
     beside: NDArray[np.float32],
     limits: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled
     """Log of the weight a key, on average, below which runs are left out, of every row: [H, R].
 
-    peaks, totals, span_rows, span_first: `Spans` of the rows' counts of weights, the first of which begins `shift`
-    positions behind a span. beside: [H, R] log-sum-exp of logits that the totals lack, or nothing.
+    peaks, totals, span_rows, span_first: `Spans` of the rows' counts of weights, the first of which begins so many
+    positions as its shift behind a span. beside: [H, R] log-sum-exp of logits that the totals lack, or nothing.
     """
     heads, rows = limits.shape
     for task in prange(heads * rows):
         head, r = task // rows, task % rows
         row, first = span_rows[r], span_first[r]
-        spans = (shift + counts[r] + SPAN - 1) // SPAN if counts[r] > 0 else 0
+        spans = (shifts[r] + counts[r] + SPAN - 1) // SPAN if counts[r] > 0 else 0
         peak = beside[head, r] if beside.size else np.float32(-np.inf)
         for span in range(spans):
             peak = max(peak, peaks[head, row, first + span])

@@ -10,6 +10,8 @@ keys.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -20,18 +22,34 @@ from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import add_weighted, make_scaling
 from index_store.attention.vectors.folding_numba import FOLDED, fold_rows
-from index_store.indexes.coarse_rows.scalars.coded_tables_numba import (
-    at_cache_line,
-    half_table,
-    row_table,
-    widen_groups,
+from index_store.indexes.coarse_rows.scalars.coded_passes_numba import (
+    BEGIN,
+    CODES,
+    CODES_APART,
+    COUNT,
+    EACH,
+    END,
+    FIRST,
+    MOST,
+    OFFSETS,
+    OFFSETS_APART,
+    SCALES,
+    SCALES_APART,
+    SHIFT,
+    SLOT,
+    SPLITS,
+    TASKS,
+    CodedPass,
+    PassTable,
+    pass_of,
 )
+from index_store.indexes.coarse_rows.scalars.coded_tables_numba import at_cache_line, widen_groups
 from index_store.indexes.coarse_rows.scalars.key_scores_numba import weigh
 from index_store.indexes.coarse_rows.scalars.negligible_runs_numba import choose_rows, find_limits
 from index_store.indexes.coarse_rows.scalars.packed_codes_numba import multiply, pack_values
 from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows
 from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, shift_of, span_count
-from index_store.launch import launch, njit, prange
+from index_store.launch import byte_table, int16_table, launch, njit, prange
 
 _ROWS_AT_ONCE = 16
 _MOST_PARTS = 16
@@ -51,36 +69,27 @@ def attend_values(
     shift = shift_of(rows, first)
     spans = Spans.empty(heads, queries, span_count(int(logits.counts_R.max(initial=0)), shift))
     weigh(logits, shift, spans)
-    return add_values(rows, logits, spans, first, elsewhere_HR)
+    return add_values([CodedPass(rows, first, range(queries))], logits, spans, elsewhere_HR)
 
 
 def add_values(
-    rows: ScalarRows,
+    passes: Sequence[CodedPass],
     weights: RowsInLine,
     spans: Spans,
-    first: int,
     elsewhere_HR: Tensor | None = None,
 ) -> AttentionState:
-    """Attention to the values of rows `first`.. by exponentials of logits; 0 marks what counts not.
+    """Attention to the values of each pass by exponentials of logits; 0 marks what counts not.
 
-    spans: their totals may hold the weights of keys that count elsewhere; those that they do not are in elsewhere_HR,
-    as in `attend_values`. How keys are divided into parts depends on the coded rows alone. Returns out [H, R, d] and
-    lse [H, R], float32; 0 and -inf where nothing counts.
+    Rows of queries of several passes may add to one row of results, that of their spans. spans: their totals may hold
+    the weights of keys that count elsewhere; those that they do not are in elsewhere_HR, as in `attend_values`, of one
+    pass. How keys are divided into parts depends on the coded rows alone. Returns out [H, R, d] and lse [H, R],
+    float32; 0 and -inf where nothing counts.
     """
-    heads, queries = weights.places_HR.shape
-    shift = shift_of(rows, first)
-    each = max(1, -(-span_count(rows.count - first, shift) // _MOST_PARTS))
-    parts = -(-span_count(int(weights.counts_R.max(initial=0)), shift) // each)
-    values = (
-        *row_table(rows.value_codes_HNC),
-        *half_table(rows.value_scales_HNV),
-        *half_table(rows.value_offsets_HNV),
-        rows.value_bits,
-    )
-    state = AttentionState.empty((heads, queries), rows.head_dim)
-    if parts == 0:
+    heads, results, _ = spans.peaks_HRS.shape
+    state = AttentionState.empty((heads, results), passes[0].rows.head_dim)
+    if not weights.counts_R.any():
         return state
-    limits = np.empty((heads, queries), np.float32)
+    limits = np.empty((heads, len(weights.counts_R)), np.float32)
     beside = np.empty((0, 0), np.float32) if elsewhere_HR is None else elsewhere_HR.contiguous().numpy()
     launch(
         find_limits,
@@ -89,34 +98,83 @@ def add_values(
         spans.rows_R,
         spans.first_R,
         weights.counts_R,
-        shift,
+        np.repeat([each.shift for each in passes], [len(each.queries) for each in passes]),
         beside,
         limits,
         work=14 * limits.size * spans.peaks_HRS.shape[2],
     )
-    for begin in range(0, queries, _MOST_ROWS):
-        some = slice(begin, begin + _MOST_ROWS)
-        places, counts = np.ascontiguousarray(weights.places_HR[:, some]), weights.counts_R[some]
-        shape = (heads, parts, len(counts))
-        outs = torch.empty(*shape, rows.head_dim, device="cpu")
-        peaks, totals = (torch.empty(shape, device="cpu") for _ in range(2))
-        partial = (outs.numpy(), peaks.numpy(), totals.numpy())
-        known = (spans.peaks_HRS, spans.rows_R[some], spans.first_R[some], limits[:, some])
-        work = heads * rows.head_dim * (0.04 * counts.max() + 0.01 * counts.sum())
-        numbers = (weights.numbers, places, counts)
-        launch(_attend_parts, *values, *numbers, *known, first, shift, each, *partial, work=work)
-        launch(_merge_parts, *partial, state.out.numpy(), state.lse.numpy(), begin, work=0.25 * outs.numel())
+    for first in range(0, results, _MOST_ROWS):
+        own = AttentionState(
+            state.out[:, first : first + _MOST_ROWS], state.lse[:, first : first + _MOST_ROWS]
+        )
+        _add_some(
+            _among(passes, spans.rows_R, range(first, first + _MOST_ROWS)), weights, spans, limits, first, own
+        )
     return state
+
+
+def _among(passes: Sequence[CodedPass], rows_X: NDArray[np.int64], wanted: range) -> list[CodedPass]:
+    """The passes of those rows of queries that add to wanted rows of results, which ascend within a pass."""
+    some = []
+    for each in passes:
+        rows = rows_X[each.queries.start : each.queries.stop]
+        begin, end = (
+            each.queries.start + int(np.searchsorted(rows, edge)) for edge in (wanted.start, wanted.stop)
+        )
+        if begin < end:
+            some.append(CodedPass(each.rows, each.first, range(begin, end)))
+    return some
+
+
+def _add_some(
+    passes: Sequence[CodedPass],
+    weights: RowsInLine,
+    spans: Spans,
+    limits: NDArray[np.float32],
+    first: int,
+    state: AttentionState,
+) -> None:
+    """The attention of some rows of results, from row `first` on, whose parts' outputs are all in memory."""
+    heads, results, head_dim = state.out.shape
+    rows = spans.rows_R - first
+    table = PassTable.of_values(passes, weights.counts_R, np.maximum(rows, 0), _MOST_PARTS)
+    shape = (heads, table.slots, results)
+    outs = torch.empty(*shape, head_dim, device="cpu")
+    peaks, totals = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.float32)
+    coded = passes[0].rows
+    counted = sum(int(weights.counts_R[each.queries.start : each.queries.stop].sum()) for each in passes)
+    launch(
+        _attend_parts,
+        table.numbers,
+        table.tasks,
+        table.stride,
+        coded.value_codes_HNC.shape[2],
+        coded.value_scales_HNV.shape[2],
+        coded.value_bits,
+        weights.numbers,
+        weights.places_HR,
+        weights.counts_R,
+        spans.peaks_HRS,
+        spans.rows_R,
+        spans.first_R,
+        limits,
+        first,
+        outs.numpy(),
+        peaks,
+        totals,
+        work=heads * head_dim * (0.04 * table.numbers[:, MOST].sum() + 0.01 * counted),
+    )
+    merged = (outs.numpy(), peaks, totals, state.out.numpy(), state.lse.numpy())
+    launch(_merge_parts, *merged, work=0.25 * outs.numel())
 
 
 @njit(cache=True, nogil=True, parallel=True)
 def _attend_parts(
-    codes: NDArray[np.uint8],
-    codes_stride: int,
-    scales: NDArray[np.int16],
-    scales_stride: int,
-    offsets: NDArray[np.int16],
-    offsets_stride: int,
+    table: NDArray[np.int64],
+    tasks: int,
+    stride: int,
+    width: int,
+    groups: int,
     bits: int,
     weights: NDArray[np.float32],
     places: NDArray[np.int64],
@@ -125,35 +183,36 @@ def _attend_parts(
     span_rows: NDArray[np.int64],
     span_first: NDArray[np.int64],
     limits: NDArray[np.float32],
-    first: int,
-    shift: int,
-    each: int,
+    result: int,
     outs: NDArray[np.float32],
     peaks: NDArray[np.float32],
     totals: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled
-    heads, parts = outs.shape[:2]
-    for task in prange(heads * parts):
-        head, part = task // parts, task % parts
-        begin = first + max(0, part * each * SPAN - shift)
+    for number in prange(tasks):
+        task = number * stride % tasks
+        own = table[pass_of(table, task)]
+        head, part = (task - own[TASKS]) // own[SPLITS], (task - own[TASKS]) % own[SPLITS]
+        begin = own[FIRST] + max(0, part * own[EACH] * SPAN - own[SHIFT])
+        rows, slot, left = slice(own[BEGIN], own[END]), own[SLOT] + part, own[COUNT] - begin
         _attend_part(
-            codes[head * codes_stride + begin :],
-            scales[head * scales_stride + begin :],
-            offsets[head * offsets_stride + begin :],
+            byte_table(own[CODES] + (head * own[CODES_APART] + begin) * width, left, width),
+            int16_table(own[SCALES] + 2 * (head * own[SCALES_APART] + begin) * groups, left, groups),
+            int16_table(own[OFFSETS] + 2 * (head * own[OFFSETS_APART] + begin) * groups, left, groups),
             bits,
             weights,
-            places[head],
-            counts,
+            places[head, rows],
+            counts[rows],
             span_peaks[head],
-            span_rows,
-            span_first,
-            limits[head],
-            shift,
-            part * each,
-            (part + 1) * each,
-            outs[head, part],
-            peaks[head, part],
-            totals[head, part],
+            span_rows[rows],
+            span_first[rows],
+            limits[head, rows],
+            own[SHIFT],
+            part * own[EACH],
+            (part + 1) * own[EACH],
+            result,
+            outs[head, slot],
+            peaks[head, slot],
+            totals[head, slot],
         )
 
 
@@ -173,14 +232,15 @@ def _attend_part(
     shift: int,
     first: int,
     end: int,
+    result: int,
     out: NDArray[np.float32],
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
+    part_peaks: NDArray[np.float32],
+    part_totals: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled
     """Sums of weighted values [R, d] of one head's first keys, the weights' peaks and their totals.
 
     weights: of a row those in columns of spans first..end-1, as far as it has any; beyond the longest row there is
-    nothing. limits: see `find_limits`.
+    nothing. limits: see `find_limits`. result: number of the first row of results among those of the spans.
     """
     rows, dim, groups = places.shape[0], out.shape[1], scales.shape[1]
     width = dim // groups
@@ -200,8 +260,8 @@ def _attend_part(
     gathered = at_cache_line(rows * groups, vectors * LANES)
     factors, least = np.empty(rows, np.float32), np.empty(rows, np.float32)
     chosen = np.empty(rows, np.int64)
+    peaks, totals = np.empty(rows, np.float32), np.zeros(rows, np.float32)
     middle = np.float32((1 << bits) - 1) / np.float32(2)
-    totals[:] = 0
     longest = counts.max()
     _find_peaks(counts, span_peaks, span_rows, span_first, shift, first, end, peaks)
     begin_at = max(0, first * SPAN - shift)
@@ -252,8 +312,10 @@ def _attend_part(
             for r in range(some):
                 totals[chosen[begin + r]] += factors[chosen[begin + r]] * added[0, r]
     for r in range(rows):
+        row = span_rows[r] - result
+        part_peaks[row], part_totals[row] = peaks[r], totals[r]
         for g in range(groups):
-            out[r, g * width : (g + 1) * width] = gathered[r * groups + g, :width]
+            out[row, g * width : (g + 1) * width] = gathered[r * groups + g, :width]
 
 
 @njit(cache=True, nogil=True, _nrt=False)
@@ -337,9 +399,8 @@ def _merge_parts(
     totals: NDArray[np.float32],
     out: NDArray[np.float32],
     lse: NDArray[np.float32],
-    first: int,
 ) -> None:  # pragma: no cover - compiled
-    """Merges the parts of all rows; the first is row `first` of the out."""
+    """Merges the parts of all rows; nothing is in those whose peak is -inf."""
     heads, parts, rows, _ = outs.shape
     for task in prange(heads * rows):
         head, r = task // rows, task % rows
@@ -348,15 +409,17 @@ def _merge_parts(
             peak = max(peak, peaks[head, part, r])
         if peak == -np.inf:
             continue  # nothing was attended: the state is that already
-        line, total = out[head, first + r], np.float32(0)
+        line, total = out[head, r], np.float32(0)
         for part in range(parts):
-            total += np.exp(peaks[head, part, r] - peak) * totals[head, part, r]
+            if peaks[head, part, r] > -np.inf:
+                total += np.exp(peaks[head, part, r] - peak) * totals[head, part, r]
         if total == 0:
             continue  # all that counted is attended elsewhere
         for part in range(parts):
-            share = np.exp(peaks[head, part, r] - peak)
-            for i in range(line.shape[0]):
-                line[i] += share * outs[head, part, r, i]
+            if peaks[head, part, r] > -np.inf:
+                share = np.exp(peaks[head, part, r] - peak)
+                for i in range(line.shape[0]):
+                    line[i] += share * outs[head, part, r, i]
         for i in range(line.shape[0]):
             line[i] /= total
-        lse[head, first + r] = peak + np.log(total)
+        lse[head, r] = peak + np.log(total)

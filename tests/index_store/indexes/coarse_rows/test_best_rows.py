@@ -13,6 +13,7 @@ from index_store.attention.rows_in_line import RowsInLine
 from index_store.indexes.coarse_rows import best_rows
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.coarse_rows.scalars.best_keys_numba import Columns, take_best
+from index_store.indexes.coarse_rows.scalars.coded_passes_numba import CodedPass
 from index_store.indexes.coarse_rows.scalars.key_scores_numba import score_keys, weigh
 from index_store.indexes.coarse_rows.scalars.reference import take_best_reference, weigh_reference
 from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, span_count
@@ -161,9 +162,10 @@ def test_scores_do_not_depend_on_whether_they_are_weighed() -> None:
     rows = build(2500, 64).scalars
     queries = random(HEADS, 5, 64)
     logits, weights = torch.empty(HEADS, 5, 2400), torch.empty(HEADS, 5, 2400)
-    score_keys(rows, queries, 7, RowsInLine.of([logits]))
+    whole = [CodedPass(rows, 7, range(5))]
+    score_keys(whole, queries, RowsInLine.of([logits]))
     spans = Spans.empty(HEADS, 5, span_count(2400, 7))
-    score_keys(rows, queries, 7, RowsInLine.of([weights]), spans)
+    score_keys(whole, queries, RowsInLine.of([weights]), spans)
     expected, peaks, _ = weigh_reference(logits, 7)
     assert np.array_equal(spans.peaks_HRS, peaks.numpy())
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-37)

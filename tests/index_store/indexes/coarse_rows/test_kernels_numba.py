@@ -13,6 +13,7 @@ from index_store.attention.attention_state import AttentionState
 from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.bytes_numba import instruction_sets, make_block_product
 from index_store.attention.vectors.code import LANES
+from index_store.indexes.coarse_rows.scalars.coded_passes_numba import CodedPass
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
 from index_store.indexes.coarse_rows.scalars.key_scores_numba import score_keys
 from index_store.indexes.coarse_rows.scalars.negligible_runs_numba import NEGLIGIBLE
@@ -37,7 +38,7 @@ def queries(rows: int, head_dim: int) -> Tensor:
 
 
 def score(rows: ScalarRows, q_HRD: Tensor, first: int, out_HRX: Tensor) -> None:
-    score_keys(rows, q_HRD, first, RowsInLine.of([out_HRX]))
+    score_keys([CodedPass(rows, first, range(q_HRD.shape[1]))], q_HRD, RowsInLine.of([out_HRX]))
 
 
 def attend(
@@ -169,7 +170,7 @@ def test_rows_of_several_tensors_are_scored_and_attended_as_alone() -> None:
         whole = line[place : place + heads * count * (columns + 3)].view(heads, count, columns + 3)
         parts.append(whole[..., 2:-1])
         place += whole.numel() + 1
-    score_keys(rows, q, 4, RowsInLine.of(parts))
+    score_keys([CodedPass(rows, 4, range(7))], q, RowsInLine.of(parts))
     assert int((~line.isnan()).sum()) == sum(part.numel() for part in parts)
     logits = [part.clone() for part in parts]
     state = attend_values(rows, RowsInLine.of(parts), 4)
