@@ -9,6 +9,8 @@ Shape legend: H KV heads, T appended rows, d head dim.
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -45,10 +47,21 @@ class AppendedScalars(AppendedKeys):
         self._value_scales = growing(shared.value_scales_HNV)
         self._value_offsets = growing(shared.value_offsets_HNV)
         self._open = GrowingRows(heads, 2, shared.head_dim, device=device, limit=BLOCK)
+        self._rows: ScalarRows | None = None
 
     @property
     def rows(self) -> ScalarRows:
-        """All of them."""
+        """All of them: the same views until there are more."""
+        if self._rows is None:
+            self._rows = self._view_rows()
+        return self._rows
+
+    def fork(self) -> Self:
+        other = super().fork()
+        other._rows = None  # those are views of this one's
+        return other
+
+    def _view_rows(self) -> ScalarRows:
         return ScalarRows(
             self._key_codes.rows,
             self._key_scales.rows,
@@ -84,6 +97,7 @@ class AppendedScalars(AppendedKeys):
                 BLOCK
             )  # for good: how much room there is depends on no more than where keys end
         self._open.put(0, raw[:, raw.shape[1] - left :])
+        self._rows = None
 
     @property
     def nbytes(self) -> int:

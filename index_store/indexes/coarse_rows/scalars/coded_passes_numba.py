@@ -52,14 +52,15 @@ class PassTable:
     """What loops are told of passes.
 
     numbers: [P, fields] int64. tasks: of all heads and passes. stride: from one task to the next that is begun: threads
-    get runs of them, and those of a large pass are to be spread among the others. slots: of partial results. held:
-    what the addresses are of.
+    get runs of them, and those of a large pass are to be spread among the others. slots: of partial results.
+    weights: that all rows of queries have. held: what the addresses are of.
     """
 
     numbers: NDArray[np.int64]
     tasks: int
     stride: int
     slots: int
+    weights: int
     held: Sequence[Tensor]
 
     @classmethod
@@ -115,7 +116,20 @@ class PassTable:
             row[COUNT:SPLITS] = each.rows.count, each.rows.lead, shift, each.first, begin, end, most, tasks
             row[SPLITS:] = splits, spans, slot
             tasks += len(arrays[0]) * splits
-        return cls(numbers, tasks, _spreading(tasks) if len(passes) > 1 else 1, int(used.max()), held)
+        weights = sum(int(counts_X[each.queries.start : each.queries.stop].sum()) for each in passes)
+        stride = _spreading(tasks) if len(passes) > 1 else 1
+        return cls(numbers, tasks, stride, int(used.max()), weights, held)
+
+
+def passes_among(passes: Sequence[CodedPass], rows_X: NDArray[np.int64], wanted: range) -> list[CodedPass]:
+    """The passes of those rows of queries that add to wanted rows of results, which ascend within a pass."""
+    some = []
+    for each in passes:
+        rows, before = rows_X[each.queries.start : each.queries.stop], each.queries.start
+        begin, end = (before + int(np.searchsorted(rows, edge)) for edge in (wanted.start, wanted.stop))
+        if begin < end:
+            some.append(CodedPass(each.rows, each.first, range(begin, end)))
+    return some
 
 
 def _with_rows_in_line(rows_HNJ: Tensor) -> Tensor:

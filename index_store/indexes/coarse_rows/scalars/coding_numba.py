@@ -43,7 +43,7 @@ def code_rows(kv_HN2D: Tensor, first_id: int, key_bits: int, value_bits: int, gr
         lows, highs = ([numbers.new_empty(shape) for shape in shapes] for _ in range(2))
         line = numbers.view(-1, head_dim).numpy()
         bounds = [each.numpy() for each in (*lows, *highs)]
-        launch(_find_ranges, line, lead, *bounds)
+        launch(_find_ranges, line, lead, *bounds, work=0.5 * line.size)
         keys, values = (
             ranges_to_levels(low, high, bits)
             for low, high, bits in zip(lows, highs, (key_bits, value_bits), strict=True)
@@ -53,7 +53,8 @@ def code_rows(kv_HN2D: Tensor, first_id: int, key_bits: int, value_bits: int, gr
         rows.value_offsets_HNV[:, part.rows] = values.offsets
         steps = [each.numpy() for each in (keys.steps, keys.starts, values.steps, values.starts)]
         codes = rows.key_codes_HNC.numpy(), rows.value_codes_HNC.numpy()
-        launch(_write_codes, line, lead, *steps, key_bits, value_bits, part.rows.start, *codes)
+        bits = (key_bits, value_bits)
+        launch(_write_codes, line, lead, *steps, *bits, part.rows.start, *codes, work=2.2 * line.size)
     return rows
 
 

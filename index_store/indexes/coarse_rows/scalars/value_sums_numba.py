@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -42,6 +41,7 @@ from index_store.indexes.coarse_rows.scalars.coded_passes_numba import (
     CodedPass,
     PassTable,
     pass_of,
+    passes_among,
 )
 from index_store.indexes.coarse_rows.scalars.coded_tables_numba import at_cache_line, widen_groups
 from index_store.indexes.coarse_rows.scalars.key_scores_numba import weigh
@@ -104,68 +104,38 @@ def add_values(
         work=14 * limits.size * spans.peaks_HRS.shape[2],
     )
     for first in range(0, results, _MOST_ROWS):
-        own = AttentionState(
-            state.out[:, first : first + _MOST_ROWS], state.lse[:, first : first + _MOST_ROWS]
+        some = passes_among(passes, spans.rows_R, range(first, first + _MOST_ROWS))
+        table = PassTable.of_values(some, weights.counts_R, spans.rows_R, _MOST_PARTS)
+        if table.tasks == 0:
+            continue
+        shape = (heads, table.slots, min(_MOST_ROWS, results - first))
+        outs = np.empty((*shape, state.out.shape[2]), np.float32)
+        peaks, totals = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.float32)
+        coded = some[0].rows
+        launch(
+            _attend_parts,
+            table.numbers,
+            table.tasks,
+            table.stride,
+            coded.value_codes_HNC.shape[2],
+            coded.value_scales_HNV.shape[2],
+            coded.value_bits,
+            weights.numbers,
+            weights.places_HR,
+            weights.counts_R,
+            spans.peaks_HRS,
+            spans.rows_R,
+            spans.first_R,
+            limits,
+            first,
+            outs,
+            peaks,
+            totals,
+            work=heads * coded.head_dim * (0.04 * table.numbers[:, MOST].sum() + 0.01 * table.weights),
         )
-        _add_some(
-            _among(passes, spans.rows_R, range(first, first + _MOST_ROWS)), weights, spans, limits, first, own
-        )
+        merged = (state.out.numpy(), state.lse.numpy(), first)
+        launch(_merge_parts, outs, peaks, totals, *merged, work=0.25 * outs.size)
     return state
-
-
-def _among(passes: Sequence[CodedPass], rows_X: NDArray[np.int64], wanted: range) -> list[CodedPass]:
-    """The passes of those rows of queries that add to wanted rows of results, which ascend within a pass."""
-    some = []
-    for each in passes:
-        rows = rows_X[each.queries.start : each.queries.stop]
-        begin, end = (
-            each.queries.start + int(np.searchsorted(rows, edge)) for edge in (wanted.start, wanted.stop)
-        )
-        if begin < end:
-            some.append(CodedPass(each.rows, each.first, range(begin, end)))
-    return some
-
-
-def _add_some(
-    passes: Sequence[CodedPass],
-    weights: RowsInLine,
-    spans: Spans,
-    limits: NDArray[np.float32],
-    first: int,
-    state: AttentionState,
-) -> None:
-    """The attention of some rows of results, from row `first` on, whose parts' outputs are all in memory."""
-    heads, results, head_dim = state.out.shape
-    rows = spans.rows_R - first
-    table = PassTable.of_values(passes, weights.counts_R, np.maximum(rows, 0), _MOST_PARTS)
-    shape = (heads, table.slots, results)
-    outs = torch.empty(*shape, head_dim, device="cpu")
-    peaks, totals = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.float32)
-    coded = passes[0].rows
-    counted = sum(int(weights.counts_R[each.queries.start : each.queries.stop].sum()) for each in passes)
-    launch(
-        _attend_parts,
-        table.numbers,
-        table.tasks,
-        table.stride,
-        coded.value_codes_HNC.shape[2],
-        coded.value_scales_HNV.shape[2],
-        coded.value_bits,
-        weights.numbers,
-        weights.places_HR,
-        weights.counts_R,
-        spans.peaks_HRS,
-        spans.rows_R,
-        spans.first_R,
-        limits,
-        first,
-        outs.numpy(),
-        peaks,
-        totals,
-        work=heads * head_dim * (0.04 * table.numbers[:, MOST].sum() + 0.01 * counted),
-    )
-    merged = (outs.numpy(), peaks, totals, state.out.numpy(), state.lse.numpy())
-    launch(_merge_parts, *merged, work=0.25 * outs.numel())
 
 
 @njit(cache=True, nogil=True, parallel=True)
@@ -399,8 +369,9 @@ def _merge_parts(
     totals: NDArray[np.float32],
     out: NDArray[np.float32],
     lse: NDArray[np.float32],
+    first: int,
 ) -> None:  # pragma: no cover - compiled
-    """Merges the parts of all rows; nothing is in those whose peak is -inf."""
+    """Merges the parts of all rows, the first of which is row `first` of the out; nothing is in those with peak -inf."""
     heads, parts, rows, _ = outs.shape
     for task in prange(heads * rows):
         head, r = task // rows, task % rows
@@ -409,7 +380,7 @@ def _merge_parts(
             peak = max(peak, peaks[head, part, r])
         if peak == -np.inf:
             continue  # nothing was attended: the state is that already
-        line, total = out[head, r], np.float32(0)
+        line, total = out[head, first + r], np.float32(0)
         for part in range(parts):
             if peaks[head, part, r] > -np.inf:
                 total += np.exp(peaks[head, part, r] - peak) * totals[head, part, r]
@@ -422,4 +393,4 @@ def _merge_parts(
                     line[i] += share * outs[head, part, r, i]
         for i in range(line.shape[0]):
             line[i] /= total
-        lse[head, r] = peak + np.log(total)
+        lse[head, first + r] = peak + np.log(total)
