@@ -371,7 +371,7 @@ def _merge_parts(
     lse: NDArray[np.float32],
     first: int,
 ) -> None:  # pragma: no cover - compiled
-    """Merges the parts of all rows, the first of which is row `first` of the out; nothing is in those with peak -inf."""
+    """Merges the parts of all rows, the first of which is row `first` of the out. Those with peak -inf hold nothing."""
     heads, parts, rows, _ = outs.shape
     for task in prange(heads * rows):
         head, r = task // rows, task % rows
