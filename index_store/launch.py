@@ -35,8 +35,8 @@ __all__ = ["byte_table", "int16_table", "launch", "njit", "on_host", "prange", "
 
 _workqueue_guard = threading.Lock()
 
-_WORTH = 50_000
-"""Nanoseconds of work that a further thread is started for: to wake one that sleeps takes about as long."""
+_WORTH = 100_000
+"""Nanoseconds of work that other threads are woken for, which takes about half as long."""
 
 
 def on_host(tensor: Tensor) -> bool:
@@ -53,31 +53,25 @@ def launch(kernel: Callable[..., None], *args: object, work: float = math.inf) -
     """Runs a parallel kernel; the GIL is free meanwhile.
 
     work: nanoseconds that one thread takes for it, to within a factor of two or so; of several parallel loops, for one
-    of them on average. It says how many threads are started; what a kernel computes does not depend on their number.
+    of them on average. It says whether one thread takes all of it or all threads share it: OpenMP ends threads that a
+    smaller team has no use for, and starts them anew. What a kernel computes does not depend on their number.
 
-    numba's fallback threading layer, workqueue, aborts the process when two threads enter it at once, so there
-    (and on the very first launch, when the layer is not known yet) launches take turns.
+    numba's fallback threading layer, workqueue, aborts the process when two threads enter it at once, so there launches
+    take turns.
     """
-    most = get_num_threads()
-    wanted = most if work >= most * _WORTH else max(1, int(work / _WORTH))
-    if wanted < most:
-        set_num_threads(wanted)
+    most = get_num_threads()  # chooses the layer, where that was not done yet
+    alone = work < _WORTH and most > 1
+    if alone:
+        set_num_threads(1)
     try:
-        if _is_thread_safe():
+        if threading_layer() != "workqueue":
             kernel(*args)
         else:
             with _workqueue_guard:
                 kernel(*args)
     finally:
-        if wanted < most:
+        if alone:
             set_num_threads(most)
-
-
-def _is_thread_safe() -> bool:
-    try:
-        return bool(threading_layer() != "workqueue")
-    except ValueError:  # no parallel kernel has run yet
-        return False
 
 
 @intrinsic

@@ -269,12 +269,18 @@ class EngineStats:
     rows_reused: int = 0
     device_wait_for_host_ns: int = 0
 
-    def after_turn(self, prompt_tokens: int, batch: int) -> EngineStats:
-        """With one more turn of the scheduler counted: prompt tokens that it fed, and how many decoded in it."""
+    def after_turn(self) -> EngineStats:
+        """With one more turn of the scheduler counted."""
+        return replace(self, steps=self.steps + 1)
+
+    def after_prompts(self, tokens: int) -> EngineStats:
+        """With prompt tokens counted that were fed."""
+        return replace(self, prompt_tokens=self.prompt_tokens + tokens)
+
+    def after_decoding(self, batch: int) -> EngineStats:
+        """With a turn counted in which so many decoded."""
         return replace(
             self,
-            steps=self.steps + 1,
-            prompt_tokens=self.prompt_tokens + prompt_tokens,
             decode_steps=self.decode_steps + (batch > 0),
             decode_tokens=self.decode_tokens + batch,
             decode_batch=batch,

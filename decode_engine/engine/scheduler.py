@@ -69,16 +69,16 @@ class Scheduler(Generic[SessionT]):
         self._clock_ns = clock_ns
         self._endings = Endings(queues, changed, self._flight, self._note_session)
         self.stats = EngineStats()
-        """What was done so far; guarded by `changed`."""
+        """What was done so far; guarded by `changed`. It is counted before a request that it ends has ended."""
 
     def turn(self) -> None:
         """One iteration."""
         self._drop_ended()
         self._admit()
-        fed = self._advance_prompts()
-        batch = self._decode()
+        self._advance_prompts()
+        self._decode()
         with self._changed:
-            self.stats = self.stats.after_turn(fed, batch)
+            self.stats = self.stats.after_turn()
 
     def fail_all(self, error: Exception) -> None:
         """Ends all requests but those whose sessions are being kept."""
@@ -90,6 +90,10 @@ class Scheduler(Generic[SessionT]):
     def close(self) -> None:
         """Waits for sessions that are being kept; those whose turn has not come are not kept."""
         self._endings.close()
+
+    def _note_batch(self, count: int) -> None:
+        with self._changed:
+            self.stats = self.stats.after_decoding(count)
 
     def _note_session(self, figures: Figures) -> None:
         with self._changed:
@@ -118,14 +122,15 @@ class Scheduler(Generic[SessionT]):
             except Exception as error:
                 self._endings.fail(job, error)
 
-    def _advance_prompts(self) -> int:
-        """Feeds pieces of prompts; returns how many tokens these were."""
+    def _advance_prompts(self) -> None:
+        """Feeds pieces of prompts."""
         with self._changed:
             passes = self._queues.take_passes(self._prompt_chunk)
-        return sum(map(self._read_pass, passes))
+        for pieces in passes:
+            self._read_pass(pieces)
 
-    def _read_pass(self, pieces: Pass[SessionT]) -> int:
-        """Feeds pieces of different prompts at once; returns how many tokens these were."""
+    def _read_pass(self, pieces: Pass[SessionT]) -> None:
+        """Feeds pieces of different prompts at once."""
         here = [
             (job, piece) for job, piece in pieces if job.session is not None
         ]  # the piece before ended others
@@ -137,6 +142,9 @@ class Scheduler(Generic[SessionT]):
             [job.piece_ids(piece) for job, piece in read],
         )
         results = {job: result for (job, _), result in zip(read, found, strict=True)}
+        fed = sum(piece.tokens for job, piece in read if isinstance(results[job], Tensor))
+        with self._changed:
+            self.stats = self.stats.after_prompts(fed)
         for job, piece in here:
             try:
                 self._take_piece(job, piece, results.get(job))
@@ -144,7 +152,6 @@ class Scheduler(Generic[SessionT]):
                 self._put_back(job)
             except Exception as error:
                 self._endings.fail(job, error)
-        return sum(piece.tokens for job, piece in read if isinstance(results[job], Tensor))
 
     def _take_piece(self, job: Job[SessionT], piece: Piece, result: Tensor | Exception | None) -> None:
         """Goes on behind a piece of a prompt. result: logits after it, or what went wrong; None of stored tokens."""
@@ -185,8 +192,8 @@ class Scheduler(Generic[SessionT]):
         if session is not None:
             session.close()
 
-    def _decode(self) -> int:
-        """Takes one step with all that decode, or all that are in the step in flight; returns how many these are."""
+    def _decode(self) -> None:
+        """Takes one step with all that decode, or all that are in the step in flight."""
         with self._changed:
             jobs = list(self._queues.decoding)
         batch: list[tuple[Job[SessionT], SessionT]] = []
@@ -196,7 +203,8 @@ class Scheduler(Generic[SessionT]):
             except EngineCrashedError as error:
                 self._endings.fail(job, error)
         if not batch:
-            return 0
+            self._note_batch(0)
+            return
         before = self._clock_ns()
         results = self._flight.step(
             [session for _, session in batch],
@@ -206,6 +214,7 @@ class Scheduler(Generic[SessionT]):
         )
         spent = self._clock_ns() - before
         stepped = [(job, each) for (job, _), each in zip(batch, results, strict=True) if each is not None]
+        self._note_batch(len(stepped))
         for job, _ in stepped:
             job.decode_steps += 1
             job.decode_ns += spent
@@ -213,7 +222,6 @@ class Scheduler(Generic[SessionT]):
         for job, each in stepped:
             if isinstance(each, Exception):
                 self._endings.fail(job, each)
-        return len(stepped)
 
     def _take_tokens(self, taken: Iterable[tuple[Job[SessionT], int]]) -> None:
         """Emits tokens, and then ends the jobs for which it was the last one: that may wait for a step in flight."""

@@ -84,9 +84,9 @@ def decode_by_forward(
 def choose_each(logits: Sequence[Tensor], samplers: Sequence[Sampler]) -> list[int | Exception]:
     """A token of each row of logits [V], or the error: SparseKVError where they are not finite.
 
-    Samplers with a token advance. Rows on a device are chosen from together, with one wait. On the CPU short rows are
-    from which nothing has to be sorted out, as many at a time as stay in its cache; for others the shorter ways of
-    single rows take less time.
+    Samplers with a token advance. Rows on a device are chosen from together, with one wait. On the CPU it is short rows
+    of which nothing has to be sorted out, as many at a time as stay in its cache; the shorter ways of single rows take
+    less time for others.
     """
     if len(logits) > 1 and logits[0].device.type != "cpu":
         return _choose_stacked(logits, samplers)

@@ -71,11 +71,10 @@ def threads_for(work: float) -> int:
     return int(threads.max())
 
 
-def test_a_thread_is_started_for_every_50_microseconds_of_work() -> None:
+def test_all_threads_are_started_for_100_microseconds_of_work_and_one_for_less() -> None:
     most = thread_count()
-    assert threads_for(math.inf) == threads_for(most * 50_000) == most
+    assert threads_for(math.inf) == threads_for(100_000) == most
     assert threads_for(0.0) == threads_for(1_000) == threads_for(99_000) == 1
-    assert threads_for(100_000) == min(2, most)
     assert thread_count() == most
 
 

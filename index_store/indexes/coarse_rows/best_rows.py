@@ -171,7 +171,8 @@ def _plan(
     counts = [len(searched[number].shared) for number in shared] + [each.own for each in columns]
     behind = np.array(none + [each.own_begin for each in columns])
     first_spans = none + [each.shared_spans for each in columns]
-    places_HX = (places_HQG[:, sessions_Y] + behind[:, None]).reshape(heads, -1)
+    # In one order whatever is indexed, or loops are compiled for another one.
+    places_HX = np.ascontiguousarray(places_HQG[:, sessions_Y] + behind[:, None]).reshape(heads, -1)
     rows_X = (sessions_Y[:, None] * group + np.arange(group)).reshape(-1)
     return (
         passes,

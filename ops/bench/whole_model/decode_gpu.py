@@ -78,6 +78,7 @@ from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
+from index_store.selection.budgets import Threshold
 from index_store.store.description.manifest import Manifest
 
 TURNS = 25
@@ -281,6 +282,9 @@ def check_trained(
     }
     if built_from:
         raise typer.BadParameter(f"--trained has no queries to build {', '.join(sorted(built_from))} from")
+    calibrated = [each.name for each in methods if isinstance(each.budget, Threshold)]
+    if calibrated:
+        raise typer.BadParameter(f"--trained has no queries to calibrate {', '.join(calibrated)} with")
     if placement is not Placement.DEVICE or any(batch != count for _, batch, count in sizes):
         raise typer.BadParameter(
             "--trained has the same queries at every step: for contexts in GPU memory, one for each sequence"

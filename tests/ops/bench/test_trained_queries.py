@@ -6,9 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness.steps import trained_queries
 from harness.steps.general_steps import first_tokens, forward, start_sessions
 from harness.steps.trained_queries import asked
+from torch._dynamo.backends.common import aot_autograd
+from transformers import AttentionInterface
 
+from decode_engine.model.decode_attention import ATTENTION_NAME
 from decode_engine.model.warm_up import made_up_context
 from index_store.methods.presets import get_method
 from tests.support.tiny_model import IDENTITY, make_model
@@ -34,9 +38,34 @@ def test_every_layer_is_asked_with_what_was_given() -> None:
     first, second = (40.0 * rows[:, key, 0][None, :, None].expand(2, 2, 1, -1) for key in (5, 9))
     with asked([first, first]):
         near_first = logits(2)
-        with pytest.raises(ValueError, match=r"queries \(1, 2, 1, 64\), recorded are \(2, 2, 1, 64\)"):
+        with pytest.raises(
+            ValueError, match=r"queries \(1, 2, 1, 64\) in torch.float32, given are \(2, 2, 1, 64\)"
+        ):
             logits(1)
     with asked([second, first]):
         assert not torch.allclose(logits(2), near_first)
     assert not torch.allclose(near_first, own)
     assert torch.equal(logits(2), own)
+
+
+def test_a_compiled_step_still_computes_its_own_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a step would lack the projections that a model's step has."""
+    counts: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        counts.append(sum("mm" in str(node.target) for node in graph.graph.nodes))
+        return graph
+
+    weights = torch.randn(8, 2 * 64)
+    module = torch.nn.Module()
+    module.layer_idx = 0  # type: ignore[assignment]
+    monkeypatch.setattr(trained_queries, "decode_attention", lambda module, query, *_: 2.0 * query)
+
+    def step(rows: torch.Tensor) -> torch.Tensor:
+        return AttentionInterface()[ATTENTION_NAME](module, (rows @ weights).view(1, 2, 1, 64))
+
+    queries = torch.randn(1, 2, 1, 64)
+    with asked([queries]):
+        compiled = torch.compile(step, backend=aot_autograd(fw_compiler=count))
+        assert torch.equal(compiled(torch.randn(1, 8)), 2.0 * queries)
+    assert counts == [1]

@@ -142,14 +142,16 @@ class PlacedContexts:
         self._sources = []
 
     def trained_queries(self, identity: ModelIdentity, trained: TrainedRows) -> list[Tensor]:
-        """For each layer of the model the queries of the trained keys, [batch, Hq, 1, d] float32, unscaled."""
+        """For each layer of the model the queries of the trained keys, [batch, Hq, 1, d] in their dtype, unscaled."""
         shape = (identity.kv_heads, identity.query_heads // identity.kv_heads, identity.head_dim)
         batch = range(len(self._sources))
         own = [
             torch.stack([trained.q(row * self.distinct + number, *shape) for row in batch])
             for number in range(self.distinct)
         ]
-        return [own[layer % self.distinct].flatten(1, 2)[:, :, None] for layer in range(identity.layers)]
+        dtype = stored_dtype(DTYPE).torch_dtype
+        rows = [each.flatten(1, 2)[:, :, None].to(dtype) for each in own]
+        return [rows[layer % self.distinct] for layer in range(identity.layers)]
 
     def _trained_kv(
         self, row: int, identity: ModelIdentity, length: int, trained: TrainedRows | None

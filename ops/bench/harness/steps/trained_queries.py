@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -19,14 +20,19 @@ from decode_engine.model.decode_attention import ATTENTION_NAME, decode_attentio
 def asked(queries_LBQ1D: Sequence[Tensor]) -> Iterator[None]:
     """Decode steps of B sessions, by any path, ask every layer's keys with these queries, at every step with the same.
 
-    A step still computes its own, which the attention does not get. Queries are unscaled, [B, Hq, 1, d] each.
+    A step still computes its own, which the attention does not get: a choice that only the device knows keeps
+    compilers from leaving them out. Queries are unscaled, [B, Hq, 1, d] each, in the model's dtype.
     """
+    given = torch.ones((), dtype=torch.bool, device=queries_LBQ1D[0].device)
 
     def attention(module: nn.Module, query: Tensor, *others: Any, **named: Any) -> Any:
         wanted = queries_LBQ1D[int(module.layer_idx)]  # type: ignore[arg-type]
-        if query.shape != wanted.shape:
-            raise ValueError(f"a step has queries {tuple(query.shape)}, recorded are {tuple(wanted.shape)}")
-        return decode_attention(module, wanted.to(query.dtype), *others, **named)
+        if (query.shape, query.dtype) != (wanted.shape, wanted.dtype):
+            raise ValueError(
+                f"a step has queries {tuple(query.shape)} in {query.dtype}, given are {tuple(wanted.shape)} in "
+                f"{wanted.dtype}"
+            )
+        return decode_attention(module, torch.where(given, wanted, query), *others, **named)
 
     AttentionInterface.register(ATTENTION_NAME, attention)
     try:

@@ -31,6 +31,8 @@ def test_nothing_is_fetched_ahead_from_gpu_memory(bench: ModuleType) -> None:
 def test_trained_queries_are_refused_where_they_say_nothing(bench: ModuleType) -> None:
     with pytest.raises(typer.BadParameter, match="no queries to build query_tables from"):
         bench.main(methods="full,csattention:0.01", trained=True)
+    with pytest.raises(typer.BadParameter, match="no queries to calibrate squeezed with"):
+        bench.main(methods="full,squeezed:0.05", trained=True)
     for options in ({"placement": Placement.HYBRID}, {"shapes": "400x2@1"}):
         with pytest.raises(typer.BadParameter, match="same queries at every step"):
             bench.main(methods="refined:0.01", trained=True, **options)
