@@ -270,7 +270,7 @@ class EngineStats:
     device_wait_for_host_ns: int = 0
 
     def after_turn(self) -> EngineStats:
-        """With one more turn of the scheduler counted."""
+        """With one more turn of the scheduler counted, which begins."""
         return replace(self, steps=self.steps + 1)
 
     def after_prompts(self, tokens: int) -> EngineStats:

@@ -73,12 +73,12 @@ class Scheduler(Generic[SessionT]):
 
     def turn(self) -> None:
         """One iteration."""
+        with self._changed:
+            self.stats = self.stats.after_turn()
         self._drop_ended()
         self._admit()
         self._advance_prompts()
         self._decode()
-        with self._changed:
-            self.stats = self.stats.after_turn()
 
     def fail_all(self, error: Exception) -> None:
         """Ends all requests but those whose sessions are being kept."""
