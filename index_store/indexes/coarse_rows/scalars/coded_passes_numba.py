@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from index_store.indexes.coarse_rows.scalars.coded_tables_numba import rows_in_line
 from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
 from index_store.indexes.coarse_rows.scalars.spans import shift_of, span_count
 from index_store.launch import njit
@@ -105,7 +106,7 @@ class PassTable:
         held: list[Tensor] = []
         tasks = 0
         for row, each, arrays, spans in zip(numbers, passes, tables, spans_each, strict=True):
-            for place, array in enumerate(map(_with_rows_in_line, arrays)):
+            for place, array in enumerate(map(rows_in_line, arrays)):
                 held.append(array)
                 row[2 * place : 2 * place + 2] = array.data_ptr(), array.stride(0) // array.shape[2]
             begin, end, shift = each.queries.start, each.queries.stop, each.shift
@@ -130,13 +131,6 @@ def passes_among(passes: Sequence[CodedPass], rows_X: NDArray[np.int64], wanted:
         if begin < end:
             some.append(CodedPass(each.rows, each.first, range(begin, end)))
     return some
-
-
-def _with_rows_in_line(rows_HNJ: Tensor) -> Tensor:
-    """The rows, each head's one behind the other."""
-    width = rows_HNJ.shape[2]
-    fits = rows_HNJ.stride()[1:] == (width, 1) and rows_HNJ.stride(0) % width == 0
-    return rows_HNJ if fits else rows_HNJ.contiguous()
 
 
 def _spreading(tasks: int) -> int:
