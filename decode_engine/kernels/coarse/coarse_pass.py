@@ -35,7 +35,6 @@ from decode_engine.kernels.coarse.tiles_by_coding import (
     value_steps,
 )
 from decode_engine.kernels.coarse.warp.warp_pass import pass_kernel as pass_alone
-from decode_engine.kernels.coarse.warp.warp_together import together_kernel as together
 from decode_engine.kernels.coarse.warp.warp_values import values_kernel as values_alone
 from decode_engine.kernels.fields import KEYS, field, searched_keys
 from decode_engine.kernels.launches import chained, wait_for_launch
@@ -227,11 +226,8 @@ def attend_all(
     To the keys that the cuts keep, sinks, recent window and tail exactly, to all others by their codes; `lists` gets
     those that are kept. For sizes in registers and queries, keys and values in bfloat16.
     """
-    if sizes.together:
-        _attend_together(q_BHGD, records_BF, sizes, work, lists, partials)
-    else:
-        weigh_keys(q_BHGD, records_BF, sizes, work, lists)
-        attend_others(q_BHGD, records_BF, sizes, work, lists, partials, exact=True)
+    weigh_keys(q_BHGD, records_BF, sizes, work, lists)
+    attend_others(q_BHGD, records_BF, sizes, work, lists, partials, exact=True)
 
 
 def weigh_keys(
@@ -296,37 +292,6 @@ def attend_others(
         EXACT=exact,
         AHEAD=sizes.shape.values_ahead,
         SEGMENTS=max(32, triton.next_power_of_2(segments)),
-        TILE=sizes.tile,
-        **sizes.constants_alone(),
-        **sizes.launch_alone(keys=False),
-        **chained(q_BHGD.device),
-    )
-
-
-def _attend_together(
-    q_BHGD: Tensor,
-    records_BF: Tensor,
-    sizes: CoarseSizes,
-    work: CoarseWork,
-    lists: KeyLists,
-    partials: Partials,
-) -> None:
-    """The kernel of one warp that goes over everything."""
-    rows = q_BHGD.shape[0] * sizes.kv_heads
-    together[(lists.counts_RP.shape[1], rows)](
-        *_found(q_BHGD, records_BF, work, lists),
-        partials.sums_RSGD,
-        partials.peaks_RSG,
-        partials.totals_RSG,
-        sizes.head_dim**-0.5 * LOG2E,
-        sizes.width(rows),
-        partials.peaks_RSG.shape[1],
-        KEY_BITS=sizes.key_bits,
-        VALUE_BITS=sizes.value_bits,
-        VALUE_GROUPS=sizes.value_groups,
-        AHEAD=sizes.shape.ahead,
-        VALUES_AHEAD=sizes.shape.values_ahead,
-        EARLY=sizes.shape.early,
         TILE=sizes.tile,
         **sizes.constants_alone(),
         **sizes.launch_alone(keys=False),

@@ -54,19 +54,18 @@ class CoarseShape:
     """How the work is cut. Results depend on it by their rounding, and by the sample that the cut comes from.
 
     programs: that go over copies, of all rows together. registers: whether two or four times as many programs of one
-    warp do, with all that they need in registers (`coarse.warp`), where sizes allow that; together: whether one launch
-    of these attends to everything, where it can be held to few registers; tile: keys that such a program holds, half of
-    them where rows are long; ahead, values_ahead: tiles of keys, and of values, that are on their way to it meanwhile;
-    early: blocks of keys besides that come near while the cut is looked for. warps, stages: of other programs, and
-    blocks of which loads are in flight. samplers, runs: programs per row that score a sample, and runs of keys of each;
-    powers of two. At 1 % 82 of 8,192 keys decide how many are kept, which then strays by a ninth; at 0.25 % by a fifth.
+    warp do, with all that they need in registers (`coarse.warp`), where sizes allow that; tile: keys that such a
+    program holds, half of them where rows are long; ahead, values_ahead: tiles of keys, and of values, that are on
+    their way to it meanwhile; early: blocks of keys besides that come near while the cut is looked for. warps, stages:
+    of other programs, and blocks of which loads are in flight. samplers, runs: programs per row that score a sample,
+    and runs of keys of each; powers of two. At 1 % 82 of 8,192 keys decide how many are kept, which
+    then strays by a ninth; at 0.25 % by a fifth.
     int8_keys, int8_values: products with the codes of keys, and with those of values, are of 8-bit integers instead of
     numbers of the queries' type. Raises InvalidArgumentError for tiles on their way that kernels have no place for.
     """
 
     programs: int = 528
     registers: bool = False
-    together: bool = False
     tile: int = 32
     ahead: int = 3
     values_ahead: int = 3
@@ -166,22 +165,14 @@ class CoarseSizes:
         """Whether programs of one warp are held to few registers."""
         return self.in_registers and self.columns * self.head_dim <= _FEW_SUMS
 
-    @property
-    def together(self) -> bool:
-        """Whether one launch attends to everything that a row attends to."""
-        return self.shape.together and self.few_registers
-
     def splits(self, rows: int) -> int:
         """S."""
-        if self.together:
-            # Shares of whole blocks: none is larger than with as many programs as there is room for.
-            return -(-self.blocks // -(-self.blocks // min(self.blocks, self._values_room(rows))))
         times = 4 if self.few_registers else 2 if self.in_registers else 1
         return max(1, min(self.blocks, MAX_SPLITS, self.shape.programs * times // rows))
 
     def slots(self, rows: int) -> int:
         """That a launch fills which attends to everything."""
-        return self.splits(rows) if self.together else self.exact_programs(rows) + self.value_programs(rows)
+        return self.exact_programs(rows) + self.value_programs(rows)
 
     def value_programs(self, rows: int) -> int:
         """That attend to coded values, and the slots that they fill."""

@@ -141,7 +141,6 @@ class Bench(Steps):
         shape = self.shape
         tries = [
             replace(shape, registers=not shape.registers),
-            replace(shape, together=not shape.together),
             *(replace(shape, tile=tile) for tile in (16, 64)),
             *(replace(shape, ahead=ahead) for ahead in (1, 2, 4)),
             *(replace(shape, values_ahead=ahead) for ahead in (1, 2, 5, 7)),

@@ -90,7 +90,7 @@ KINDS = {
     "host": r"(post|await)_kernel",
     "turns": r"(take|give)_kernel",
     "remainder": r"(correct|remainder)_kernel",
-    "attend": r"(attend|window|shared|tail_write|values|together|merge)_kernel",
+    "attend": r"(attend|window|shared|tail_write|values|merge)_kernel",
 }
 """What kernels do, by their whole name; all others are the rest of the model. A lookup scores clusters, which
 is for the search or for the remainder; values are those of coarse rows, and of exact ones beside them."""

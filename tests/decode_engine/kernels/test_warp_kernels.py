@@ -37,7 +37,6 @@ from decode_engine.kernels.coarse.warp import (
     warp_rows,
     warp_sample,
     warp_tiles,
-    warp_together,
     warp_values,
 )
 from decode_engine.kernels.coarse.warp.warp_pass import NEGLIGIBLE
@@ -59,18 +58,13 @@ from tests.support.warps.warp_launches import interpreted
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = (
     warp_pass, warp_values, warp_cut, warp_sample, warp_records, warp_rings, warp_tiles, warp_places,
-    warp_codes, warp_rows, warp_findings, warp_together, search, coarse_pass,
+    warp_codes, warp_rows, warp_findings, search, coarse_pass,
 )  # fmt: skip
 IN_REGISTERS = replace(SMALL, registers=True, samplers=8)
 CODES = ((128, 4), (128, 3), (128, 2), (64, 4), (256, 4), (256, 3), (256, 2))
 """Head dimensions and bits of codes."""
 GROUPS = {128: (*range(1, 9), 9, 16), 64: (*range(1, 9), 13), 256: (1, 7, 8)}
 """Query heads of a KV head, by head dimension."""
-
-
-def in_one_launch(head_dim: int, group: int) -> bool:
-    """Whether registers suffice for it."""
-    return make_sizes(group, head_dim, shape=replace(IN_REGISTERS, together=True)).together
 
 
 @dataclass
@@ -161,23 +155,13 @@ def test_sums_over_many_flat_keys_stay_exact(head_dim: int, bits: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "bits", "group", "together"),
-    [
-        (*codes, group, together)
-        for codes in CODES
-        for group in GROUPS[codes[0]]
-        for together in (False, True)
-        if not together or in_one_launch(codes[0], group)
-    ],
+    ("head_dim", "bits", "group"), [(*codes, group) for codes in CODES for group in GROUPS[codes[0]]]
 )
-def test_everything_is_attended_to(head_dim: int, bits: int, group: int, together: bool) -> None:
-    """Also where all keys are kept, where nothing is searched, and to a tail longer than a tile; in two launches, or in
-    one."""
-    shape = replace(IN_REGISTERS, together=together)
+def test_everything_is_attended_to(head_dim: int, bits: int, group: int) -> None:
+    """Also where all keys are kept, where nothing is searched, and to a tail longer than a tile."""
     # As it is by default, and with two groups at one of the sizes that would have one.
     groups = 2 if head_dim == 256 or (head_dim, bits, group) == (128, 4, 4) else 1
-    sizes = make_sizes(group, head_dim, bits, bits, groups, shape=shape, kv_heads=2)
-    assert sizes.together == together
+    sizes = make_sizes(group, head_dim, bits, bits, groups, shape=IN_REGISTERS, kv_heads=2)
     sizes_of = ((300, 3, 259, 20, 37), (140, 0, 140, 140, 5), (90, 40, 40, 3, 1))
     sequences = [with_rows(sizes, *each) for each in sizes_of]
     batch: list[Sequence | None] = [sequences[0], None, *sequences[1:]]
@@ -253,10 +237,9 @@ def test_values_of_next_to_no_weight_are_not_read(head_dim: int, group: int) -> 
     assert read.out_RGD.isnan().all()
 
 
-@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_exact_weights_far_above_all_others_do_not_overflow(head_dim: int, together: bool) -> None:
-    sizes = make_sizes(1, head_dim, shape=replace(IN_REGISTERS, together=together))
+def test_exact_weights_far_above_all_others_do_not_overflow(head_dim: int) -> None:
+    sizes = make_sizes(1, head_dim, shape=IN_REGISTERS)
     sequence = with_rows(sizes, 300, 3, 259, 5, 2)
     q_BHGD = make_queries(sizes, torch.float32, 1)
     sequence.kv_HN2D[:, 1, 0] = 40.0 * q_BHGD[0, 0, 0]  # a sink

@@ -202,33 +202,14 @@ def counted(votes: gl.tensor) -> gl.tensor:
 
 
 @gluon.jit
-def prefetch_rows(rows_ptr: gl.tensor, ids: gl.tensor, marks: gl.tensor, ROW_BYTES: gl.constexpr) -> None:
-    """Has the rows of marked keys, [8] each, brought into the second-level cache, a line by each lane of a key's."""
-    rows = rows_ptr.to(gl.int64) + ids.to(gl.int64) * ROW_BYTES
-    for begin in gl.static_range(0, ROW_BYTES, 512):
-        gl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b32 l; .reg .b64 a; mov.u32 l, %laneid; and.b32 l, l, 3; shl.b32 l, l, 7; "
-            "setp.ne.b32 p, $2, 0; setp.lt.and.u32 p, l, $3, p; cvt.u64.u32 a, l; add.u64 a, a, $1; "
-            "@p prefetch.global.L2 [a]; mov.b32 $0, 0; }",
-            "=r,l,r,r", [rows + begin, marks, marks * 0 + (ROW_BYTES - begin)],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@gluon.jit
 def list_keys(
     ids_ptr: gl.tensor,
     count: gl.tensor,
     kept: gl.tensor,
     key: gl.tensor,
-    rows_ptr: gl.tensor | None,
-    ROW_BYTES: gl.constexpr,
     T: gl.constexpr,
 ) -> gl.tensor:
-    """Appends those of a tile's keys that are kept (int32, 0 or 1) to a list, ascending; the new count, [8] of one.
-
-    rows_ptr: has their rows brought near.
-    """
+    """Appends those of a tile's keys that are kept (int32, 0 or 1) to a list, ascending; the new count, [8] of one."""
     marks, ids = by_registers(kept, T), by_registers(key, T)
     earlier_lanes = (gl.full([8], 1, gl.int32, layout=OF_KEYS) << (gl.arange(0, 8, layout=OF_KEYS) * 4)) - 1
     place, total = count, count
@@ -239,6 +220,4 @@ def list_keys(
     for part in gl.static_range(T // 8):
         gl.store(ids_ptr + place, ids[part], mask=marks[part] > 0)
         place += marks[part]
-        if rows_ptr is not None:
-            prefetch_rows(rows_ptr, ids[part], marks[part], ROW_BYTES)
     return total

@@ -124,16 +124,17 @@ def reference_weights(
     return gl.where(searches, normalisers - shift, float("-inf"))
 
 
-@gluon.jit
-def pass_over_keys(  # noqa: PLR0915 - what a program does stands in one place
+@gluon.jit(do_not_specialize=["width"])
+def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     q_ptr: gl.tensor,
     records_ptr: gl.tensor,
     normalisers_ptr: gl.tensor,
     cuts_ptr: gl.tensor,
     ids_ptr: gl.tensor,
+    counts_ptr: gl.tensor,
     weights_ptr: gl.tensor,
     tiles_ptr: gl.tensor,
-    rows_ptr: gl.tensor | None,
+    weighed_ptr: gl.tensor,
     scale_log2: gl.tensor,
     width: gl.tensor,
     HEADS: gl.constexpr,
@@ -146,16 +147,14 @@ def pass_over_keys(  # noqa: PLR0915 - what a program does stands in one place
     WEIGH: gl.constexpr,
     AHEAD: gl.constexpr,
     EARLY: gl.constexpr,
-    ROW_BYTES: gl.constexpr,
     CHAINED: gl.constexpr,
-) -> gl.tensor:
-    """Lists the keys that are kept of a program's share of a row's blocks: how many, and of how many tiles weights are.
+) -> None:
+    """Program (split, row): a share of the row's blocks. Lists the keys that are kept.
 
-    Returns also what weights are relative to. WEIGH: leaves the weights of the others, what their values' codes mean,
-    and which tiles they are of. AHEAD: tiles of keys that are on their way. The first ones are so while the launches
-    before still work, and EARLY more blocks come into the second-level cache: the memory would be idle. What these
-    launches do not write, and what was there before they began, may be read. rows_ptr: exact rows, ROW_BYTES each,
-    which come into that cache when their keys are listed; or None.
+    WEIGH: leaves the weights of the others, what their values' codes mean, and which tiles they are of. AHEAD: tiles of
+    keys that are on their way. The first ones are so while the launches before still work, and EARLY more blocks come
+    into the second-level cache: the memory would be idle. What these launches do not write, and what was there before
+    they began, may be read.
     """
     TILES: gl.constexpr = _BLOCK // TILE
     row = gl.program_id(1)
@@ -229,7 +228,7 @@ def pass_over_keys(  # noqa: PLR0915 - what a program does stands in one place
                     key = begin + inner
                     searched = (key >= gl.maximum(first, tile)) & (key < end)
                     kept = kept_keys(together, key, head, searched, least, above, draws)
-                    count = list_keys(ids_ptr + place * width, count, kept, key, rows_ptr, ROW_BYTES, TILE)
+                    count = list_keys(ids_ptr + place * width, count, kept, key, TILE)
                     weights = gl.where(gl.expand_dims(searched & (kept == 0), 1), weights, 0.0)
                 if WEIGH:  # noqa: SIM102 - decided when the kernel is compiled
                     if heavy:
@@ -242,40 +241,6 @@ def pass_over_keys(  # noqa: PLR0915 - what a program does stands in one place
             bottom = gl.fma(added, units, 0.0 - peaks)
             turns += TILES
         wait_for_copies(0)
-    return gl.max(count, 0), weighed, peaks
-
-
-@gluon.jit(do_not_specialize=["width"])
-def pass_kernel(
-    q_ptr: gl.tensor,
-    records_ptr: gl.tensor,
-    normalisers_ptr: gl.tensor,
-    cuts_ptr: gl.tensor,
-    ids_ptr: gl.tensor,
-    counts_ptr: gl.tensor,
-    weights_ptr: gl.tensor,
-    tiles_ptr: gl.tensor,
-    weighed_ptr: gl.tensor,
-    scale_log2: gl.tensor,
-    width: gl.tensor,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    X: gl.constexpr,
-    DIM: gl.constexpr,
-    KEY_BITS: gl.constexpr,
-    VALUE_GROUPS: gl.constexpr,
-    TILE: gl.constexpr,
-    WEIGH: gl.constexpr,
-    AHEAD: gl.constexpr,
-    EARLY: gl.constexpr,
-    CHAINED: gl.constexpr,
-) -> None:
-    """Program (split, row): a share of the row's blocks (`pass_over_keys`)."""
-    count, weighed, _ = pass_over_keys(
-        q_ptr, records_ptr, normalisers_ptr, cuts_ptr, ids_ptr, weights_ptr, tiles_ptr, None, scale_log2, width,
-        HEADS, GROUP, X, DIM, KEY_BITS, VALUE_GROUPS, TILE, WEIGH, AHEAD, EARLY, 0, CHAINED,
-    )  # fmt: skip
-    place = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
-    gl.store(counts_ptr + place, count)
+    gl.store(counts_ptr + place, gl.max(count, 0))
     if WEIGH:
         gl.store(weighed_ptr + place, weighed)

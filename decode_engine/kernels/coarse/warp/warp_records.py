@@ -41,17 +41,6 @@ def let_next_begin(CHAINED: gl.constexpr) -> None:
 
 
 @gluon.jit
-def meet_lanes() -> None:
-    """What lanes of this warp have written before is seen by all of them afterwards, and by their copies.
-
-    Copies read the second-level cache: the fence has it written there.
-    """
-    gl.inline_asm_elementwise(
-        "fence.acq_rel.gpu; bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def number(records_ptr: gl.tensor, b: gl.tensor, FIELD: gl.constexpr) -> gl.tensor:
     return gl.load(records_ptr + b * _FIELDS + FIELD)
 

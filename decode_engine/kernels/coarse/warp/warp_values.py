@@ -144,7 +144,7 @@ def at_lane(numbers: gl.tensor, place: gl.tensor) -> gl.tensor:
 @gluon.jit
 def coming_tiles(
     tiles_ptr: gl.tensor,
-    counted: gl.tensor | None,
+    counted: gl.tensor,
     segment: gl.tensor,
     tile: gl.tensor,
     last: gl.tensor,
@@ -153,14 +153,12 @@ def coming_tiles(
 ) -> gl.tensor:
     """Of some tiles from `tile` to `last` the next ones: which tiles' weights are theirs, and first keys.
 
-    They are counted from the beginning of a segment, or of the first of a row's whose tiles are `counted`. room: tiles
-    from one segment to the next.
+    They are counted over all segments of a row, of which `segment` is the first. room: tiles from one segment to the
+    next.
     """
     place = gl.minimum(tile + gl.arange(0, _COMING, layout=LANES), last)
-    if counted is not None:
-        later, place = found_in(counted, place, SEGMENTS)
-        segment += later
-    place += segment * room
+    later, place = found_in(counted, place, SEGMENTS)
+    place += (segment + later) * room
     return place, gl.load(tiles_ptr + place, cache_modifier=".cg")
 
 
@@ -169,7 +167,7 @@ def attend_tiles(
     codes_ptr: gl.tensor,
     weights_ptr: gl.tensor,
     tiles_ptr: gl.tensor,
-    counted: gl.tensor | None,
+    counted: gl.tensor,
     segment: gl.tensor,
     first: gl.tensor,
     end: gl.tensor,

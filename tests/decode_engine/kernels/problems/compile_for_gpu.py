@@ -14,7 +14,6 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -185,7 +184,6 @@ def go_over_coarse_rows() -> None:
     rows = SIZE * HEADS
     usual = coarse_shape(GPU, KEYS)
     layers = [
-        (4, 128, 4, replace(usual, together=True), False),
         *((*each, usual, False) for each in COARSE),
         *((*each, usual, True) for each in PRODUCT),
     ]

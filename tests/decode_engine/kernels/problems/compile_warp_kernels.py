@@ -20,7 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from decode_engine.kernels.coarse.search import most_runs_alone
 from decode_engine.kernels.coarse.sizes import RUN, CoarseShape, CoarseSizes
-from decode_engine.kernels.coarse.warp import warp_cut, warp_pass, warp_sample, warp_together, warp_values
+from decode_engine.kernels.coarse.warp import warp_cut, warp_pass, warp_sample, warp_values
 from index_store.indexes.coarse_rows.scalars.scalar_rows import value_groups
 
 _TYPES = {
@@ -42,7 +42,6 @@ _SIZES = {
         (4, 128, 4, 4), (4, 128, 3, 3), (4, 128, 2, 2), (8, 128, 4, 4), (4, 64, 4, 4), (16, 128, 3, 4), (16, 64, 4, 4),
         (8, 256, 4, 4), (8, 256, 2, 2),
     ),
-    "together": ((4, 128, 4, 4), (4, 128, 3, 3), (4, 128, 2, 2), (8, 128, 4, 4), (4, 64, 4, 4), (16, 64, 4, 4)),
     "sample": ((4, 128, 4, 4), (4, 64, 4, 4), (16, 128, 3, 3), (8, 256, 4, 4)),
 }  # fmt: skip
 """Query heads of a KV head, channels, and bits of keys and of values."""
@@ -73,12 +72,8 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
             else:
                 of_keys = kind in ("weigh", "list")
                 kernel = warp_pass.pass_kernel if of_keys else warp_values.values_kernel
-                kernel = warp_together.together_kernel if kind == "together" else kernel
                 constants |= {"TILE": layer.tile, "WEIGH": kind == "weigh", "EXACT": kind == "everything"}
-                constants["VALUES_AHEAD"] = layer.shape.values_ahead
-                constants["AHEAD"] = (
-                    layer.shape.values_ahead if kind in ("values", "everything") else layer.shape.ahead
-                )
+                constants["AHEAD"] = layer.shape.ahead if of_keys else layer.shape.values_ahead
                 yield (
                     f"{kind}-{group}-{head_dim}-{key_bits}-{value_bits}",
                     kernel,
