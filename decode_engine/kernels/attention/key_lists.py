@@ -91,6 +91,12 @@ def share_of(entries: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
     return first, tl.minimum(first + share, entries)
 
 
+@triton.constexpr_function
+def halvings(size: int) -> int:
+    """How often a power of two can be halved."""
+    return size.bit_length() - 1
+
+
 @triton.jit
 def segment_ids(
     ids_ptr: tl.tensor,
@@ -100,14 +106,20 @@ def segment_ids(
     stop: tl.tensor,
     SEGMENTS: tl.constexpr,
 ) -> tl.tensor:
-    """Key ids of entries of a row's segments, one after the other; -1 from stop on."""
+    """Key ids of entries of a row's segments, one after the other; -1 from stop on.
+
+    counts: of a power of two of segments, as `listed_keys` returns them.
+    """
     if SEGMENTS == 1:
         place = entry.to(tl.int64)
     else:
-        passed = entry[None, :] >= tl.cumsum(counts, 0)[:, None]
-        segment = tl.minimum(tl.sum(passed.to(tl.int32), 0), SEGMENTS - 1)
-        ahead = tl.sum(tl.where(passed, counts[:, None], 0), 0)
-        place = segment.to(tl.int64) * width + (entry - ahead)
+        # Halves are looked at in turn: entries compared with all of several hundred segments leave no registers.
+        ends = tl.cumsum(counts, 0)
+        segment = entry * 0
+        for halving in tl.static_range(1, halvings(counts.shape[0]) + 1):
+            later = segment + (counts.shape[0] >> halving)
+            segment = tl.where(tl.gather(ends, later - 1, 0) <= entry, later, segment)
+        place = segment.to(tl.int64) * width + (entry - tl.gather(ends - counts, segment, 0))
     return tl.load(ids_ptr + place, mask=entry < stop, other=-1)
 
 

@@ -53,15 +53,15 @@ class SharedShape:
 
 
 def shared_shape(group: int, head_dim: int, planes: bool) -> SharedShape:
-    """Of launches for layers of that shape: two programs have room on a multiprocessor, and their sums in registers."""
+    """Of launches for layers of that shape: sums have room in registers, of one program on a multiprocessor or two."""
     # The heads of such a group are found in a large tile by divisions, which take registers.
     uneven = group & (group - 1) != 0
     if head_dim > 128 and planes:  # decoding long rows leaves none for a large tile
         return SharedShape(rows=FEW_ROWS, tile=16, stages=5)
     if head_dim > 128 and uneven:
-        return SharedShape(rows=32, tile=32, many_tile=16, many_stages=5)
+        return SharedShape(many_tile=32, warps=8, programs=1)
     if head_dim > 128:
-        return SharedShape(rows=32, tile=32, many_tile=32)
+        return SharedShape(rows=128, stages=2, many_stages=2, warps=8, programs=1)
     if head_dim == 128 and not planes and uneven and group > 8:
         return SharedShape(many_tile=32, many_stages=4)
     return SharedShape()

@@ -158,7 +158,8 @@ def test_contexts_of_a_million_tokens_and_more(length: int) -> None:
         found = steps.attend(0, q, records)
         kept = int(listed.counts_RP.sum()) / heads
         assert 0 < kept <= max(5000, 0.003 * length)
-        assert max(int(listed.of_row(row).max()) for row in range(heads)) > length - 2000
+        # Clusters are of 8,192 keys each: of several such stretches one is listed.
+        assert max(int(listed.of_row(row).max()) for row in range(heads)) > length - 2**16
         expected = attend_lists_reference(q[0], [sequence], listed, D**-0.5)
         expected = expected.merge(remainder_reference(q[0], [sequence], listed, D**-0.5, kind))
         assert relative_error(found[0], expected.out) < 1e-2
