@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from index_store.errors import MemoryBudgetError
+from index_store.indexes.coarse_rows.scalars.scalar_rows import DEVICE_CODED_BYTES
 from index_store.memory.memory_sizes import free_memory
 from index_store.store.description.context_id import ModelIdentity
 from prefill_worker.reading.causal_attention import PAST_BLOCK
@@ -23,6 +24,9 @@ SMALLEST_BLOCK = 1024
 INDEX_COPIES = 3
 """Of what one layer's indexes take: one is built, what it is made of is as large, and one waits for the disk."""
 
+LIBRARY_BYTES = 2 * 32 * 2**20
+"""That matrix libraries keep on a CUDA device from their first product on: 32 MiB on Hopper, for two streams."""
+
 
 @dataclass(frozen=True, slots=True)
 class JobSizes:
@@ -31,7 +35,8 @@ class JobSizes:
     tokens: of the context. chunk: tokens of a pass. sampled: query positions that are kept. feed_forward: width of the
     model's widest layer. index_bytes: of all indexes of one layer. kv_dtype, compute_dtype: of what is stored, and of
     what the model computes in. approximation_bytes: of approximate attention to the past, which reads ranges of up to
-    the whole context at a time (`muse.ranges.planned_bytes`); 0 for exact attention. pass_flag: what sets `chunk`.
+    the whole context at a time (`muse.ranges.planned_bytes`); 0 for exact attention. library_bytes: that libraries keep
+    for themselves on the device. pass_flag: what sets `chunk`.
     """
 
     identity: ModelIdentity
@@ -43,6 +48,7 @@ class JobSizes:
     kv_dtype: torch.dtype
     compute_dtype: torch.dtype
     approximation_bytes: int = 0
+    library_bytes: int = 0
     pass_flag: str = "--chunk"
 
     def row_bytes(self, dtype: torch.dtype) -> int:
@@ -74,9 +80,11 @@ class JobSizes:
         model, item = self.identity, self.compute_dtype.itemsize
         query = model.query_heads * model.head_dim * item
         one_pass = min(self.chunk, self.tokens) * (8 * query + 3 * self.feed_forward * item)
-        building = INDEX_COPIES * self.index_bytes + self.tokens * self.row_bytes(torch.float32)
+        numbers = self.tokens * self.row_bytes(torch.float32)
+        building = INDEX_COPIES * self.index_bytes + numbers + min(numbers, DEVICE_CODED_BYTES)
         sample = len(model.full_layers) * self.sampled * query
-        return sample + one_pass + self.window_bytes + self.approximation_bytes + building
+        held = self.window_bytes + self.approximation_bytes + self.library_bytes
+        return sample + one_pass + held + building
 
     def block_bytes(self, tokens: int, buffers: int) -> int:
         """So many blocks of so many tokens, and one of them in the dtype that the model computes in."""

@@ -38,7 +38,7 @@ from prefill_worker.build.index_choice import (
     table_flags,
     with_high_plane,
 )
-from prefill_worker.build.kv_placement import JobSizes
+from prefill_worker.build.kv_placement import LIBRARY_BYTES, JobSizes
 from prefill_worker.config import PrefillConfig, parse_dense_layers
 from prefill_worker.jobs.inputs import fingerprint_prompts, read_prompts
 from prefill_worker.muse.ranges import planned_bytes
@@ -99,7 +99,8 @@ class PreparedJob:
         index_row = sum(
             INDEX_KINDS[spec.kind].bytes_per_token(spec.parameters, self.identity.head_dim) for spec in specs
         )
-        tokens, muse, compute = len(self.token_ids), self.config.muse, next(model.parameters()).dtype
+        tokens, muse, weight = len(self.token_ids), self.config.muse, next(model.parameters())
+        compute = weight.dtype
         return JobSizes(
             self.identity,
             tokens=tokens,
@@ -110,6 +111,7 @@ class PreparedJob:
             kv_dtype=stored_dtype(self.dtype).torch_dtype,
             compute_dtype=compute,
             approximation_bytes=0 if muse is None else planned_bytes(muse, self.identity, tokens, compute),
+            library_bytes=LIBRARY_BYTES if weight.is_cuda else 0,
             pass_flag="--chunk" if muse is None else "--muse-block",
         )
 

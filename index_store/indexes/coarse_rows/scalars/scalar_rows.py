@@ -28,8 +28,8 @@ BLOCK = 128
 """Positions whose keys share a scale and an offset in every channel."""
 
 _LARGEST = torch.finfo(torch.float16).max
-# Keys and values in float32 that are coded at a time.
-_CODED_BYTES, _DEVICE_CODED_BYTES = 2 * 2**20, 256 * 2**20
+_CODED_BYTES, DEVICE_CODED_BYTES = 2 * 2**20, 256 * 2**20
+"""Of keys and values in float32 that are coded at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def parts_of(kv_HN2D: Tensor, first_id: int) -> list[Part]:
     heads, count, _, head_dim = kv_HN2D.shape
     lead = first_id % BLOCK
     blocks = -(-(lead + count) // BLOCK)
-    at_once = _CODED_BYTES if kv_HN2D.device.type == "cpu" else _DEVICE_CODED_BYTES
+    at_once = _CODED_BYTES if kv_HN2D.device.type == "cpu" else DEVICE_CODED_BYTES
     step = max(1, at_once // (heads * BLOCK * 2 * head_dim * 4))
     parts = []
     for block in range(0, blocks, step):
