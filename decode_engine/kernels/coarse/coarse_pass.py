@@ -205,7 +205,7 @@ def list_keys(
         0 if partials is None else partials.peaks_RSG.shape[1],
         ATTEND=partials is not None,
         **sizes.value_constants(),
-        STAGES=tile_options(q_BHGD.dtype, 0, sizes.shape.stages)["STAGES"],
+        STAGES=tile_options(q_BHGD.dtype, 0, sizes.stages)["STAGES"],
         num_warps=sizes.warps,
         **sizes.key_constants(),
         **product_options(q_BHGD),

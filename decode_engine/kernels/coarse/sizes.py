@@ -150,6 +150,11 @@ class CoarseSizes:
         return self.shape.warps * (2 if self.product and self.head_dim > 128 else 1)
 
     @property
+    def stages(self) -> int:
+        """Of a program of several warps. Blocks of looked up codewords leave the codebooks no room in a cache."""
+        return 1 if self.product else self.shape.stages
+
+    @property
     def columns(self) -> int:
         """Query rows of a product in registers, padded."""
         return -(-self.group // _COLUMNS) * _COLUMNS

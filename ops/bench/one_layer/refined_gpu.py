@@ -149,7 +149,6 @@ class Bench(Steps):
         ]
         if self.figure.product:  # what the kernels of several warps depend on
             tries = [
-                *(replace(shape, stages=stages) for stages in (1, 2, 4)),
                 *(replace(shape, warps=warps) for warps in (2, 8)),
                 *(replace(shape, programs=shape.programs * part // 4) for part in (2, 3, 6)),
             ]
