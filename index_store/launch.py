@@ -31,7 +31,16 @@ def _prefer_wide_vectors() -> None:
 
 _prefer_wide_vectors()
 
-__all__ = ["byte_table", "int16_table", "launch", "njit", "on_host", "prange", "thread_count"]
+__all__ = [
+    "byte_table",
+    "get_num_threads",
+    "int16_table",
+    "launch",
+    "njit",
+    "on_host",
+    "prange",
+    "thread_count",
+]
 
 _workqueue_guard = threading.Lock()
 

@@ -61,6 +61,22 @@ def highest(typing: Any, source: Any, row: Any, column: Any, vectors: Any) -> Ge
 
 
 @intrinsic
+def total_of(typing: Any, source: Any, row: Any, column: Any, vectors: Any) -> Generated:
+    """total_of(source, row, column, vectors): the sum of so many vectors of source[row, column..]."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        source, row, column, vectors = values
+        source_at = Rows(context, builder, signature.args[0], source)
+        total = variable(builder, constants(FLOATS, 0.0))
+        with each_vector(builder, vectors) as first:
+            numbers = source_at.load(row, builder.add(column, first), FLOATS)
+            builder.store(builder.fadd(builder.load(total), numbers), total)
+        return sum_of(builder, builder.load(total))
+
+    return types.float32(source, *_SIZES3), generate
+
+
+@intrinsic
 def extremes(typing: Any, source: Any, row: Any, column: Any, vectors: Any) -> Generated:
     """extremes(source, row, column, vectors): the least and the largest of so many vectors of source[row, column..]."""
 

@@ -19,7 +19,7 @@ from index_store.attention.vectors.bytes_numba import prefetch
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.neighbours_numba import make_sums, take_reaching
 from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, span_count
-from index_store.launch import launch, njit, prange
+from index_store.launch import launch, njit, prange, thread_count
 from index_store.selection.top_k_numba import lower_bound, top_k_row
 
 TILE = LANES * LANES
@@ -27,6 +27,7 @@ TILE = LANES * LANES
 
 _MOST = SPAN // LANES  # largest weights of a span
 _AHEAD = 8  # vectors asked for before they are added up again
+_ROWS_EACH = 4  # of a thread, for which there is no need to share out spans
 _largest_sums, _sums = make_sums(LANES), make_sums(1)
 
 
@@ -89,6 +90,7 @@ def take_best(
         np.array([(each.shared, each.shift, each.own, each.own_shift) for each in columns], np.int64),
         np.array([(each.shared_spans, each.own_begin) for each in columns], np.int64),
         np.array(keeps, np.int64),
+        _ROWS_EACH * thread_count(),
         ids_HQK.numpy(),
         counts_HQ.numpy(),
         work=0.08 * heads * places_HQG.shape[2] * sum(each.room for each in columns),
@@ -106,13 +108,35 @@ def _take_best(
     columns: NDArray[np.int64],
     parts: NDArray[np.int64],
     keeps: NDArray[np.int64],
+    enough: int,
     ids: NDArray[np.int32],
     found: NDArray[np.int32],
 ) -> None:  # pragma: no cover - compiled
+    """enough: sessions and heads whose rows occupy all threads."""
     heads, rows, spans = peaks.shape
     queries, group = keeps.shape[0], places.shape[1]
     line = weights.reshape(1, weights.size)
     factor_of = factors.reshape(heads * rows, spans)
+    if heads * queries >= enough:
+        # One loop: threads are woken once, and what a row's maxima are found in is still near when its keys are chosen.
+        for row in prange(heads * queries):
+            head, query = row // queries, row % queries
+            for each in range(query * group, (query + 1) * group):
+                _find_factors(peaks[head, each], totals[head, each], factors[head, each])
+            for span in range(spans):
+                _find_maxima(line, places, row, factor_of, span, columns[query], parts[query], maxima)
+            _take(
+                line,
+                places,
+                row,
+                factor_of,
+                columns[query],
+                parts[query],
+                maxima,
+                ids[head, query, : keeps[query]],
+                found[head],
+            )
+        return
     for task in prange(heads * rows):
         head, row = task // rows, task % rows
         _find_factors(peaks[head, row], totals[head, row], factors[head, row])
@@ -121,14 +145,41 @@ def _take_best(
         _find_maxima(line, places, row, factor_of, span, columns[row % queries], parts[row % queries], maxima)
     for row in prange(heads * queries):
         head, query = row // queries, row % queries
-        if keeps[query] > 0:
-            best = ids[head, query, : keeps[query]]
-            count = _choose(line, places, row, factor_of, columns[query], parts[query], maxima, best)
-            found[head, query] = count
-            shared, behind = columns[query, 0], parts[query, 1] - columns[query, 0]
-            for g in range(group):
-                for k in range(count):
-                    weights[places[row, g] + best[k] + (behind if best[k] >= shared else 0)] = 0
+        _take(
+            line,
+            places,
+            row,
+            factor_of,
+            columns[query],
+            parts[query],
+            maxima,
+            ids[head, query, : keeps[query]],
+            found[head],
+        )
+
+
+@njit(cache=True, nogil=True)
+def _take(
+    line: NDArray[np.float32],
+    places: NDArray[np.int64],
+    row: int,
+    factors: NDArray[np.float32],
+    columns: NDArray[np.int64],
+    parts: NDArray[np.int64],
+    maxima: NDArray[np.float32],
+    best: NDArray[np.int32],
+    found: NDArray[np.int32],
+) -> None:  # pragma: no cover - compiled
+    """Writes the best keys of a row's session, and how many there are; their weights become 0."""
+    query = row % found.shape[0]
+    if best.shape[0] == 0:
+        return
+    count = _choose(line, places, row, factors, columns, parts, maxima, best)
+    found[query] = count
+    shared, behind = columns[0], parts[1] - columns[0]
+    for g in range(places.shape[1]):
+        for k in range(count):
+            line[0, places[row, g] + best[k] + (behind if best[k] >= shared else 0)] = 0
 
 
 @njit(cache=True, nogil=True)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from index_store.attention.vectors.code import LANES
+from index_store.attention.vectors.floats_numba import total_of
 from index_store.indexes.coarse_rows.scalars.spans import SPAN
 from index_store.launch import njit, prange
 
@@ -74,10 +76,11 @@ def choose_rows(
     return count
 
 
-@njit(cache=True, nogil=True, _nrt=False, fastmath={"reassoc"})
+@njit(cache=True, nogil=True, _nrt=False)
 def _add_up(line: NDArray[np.float32], first: int, count: int) -> np.float32:  # pragma: no cover - compiled
     """Sum of so many weights."""
-    total = np.float32(0)
-    for x in range(first, first + count):
+    whole = count // LANES
+    total = total_of(line, 0, first, whole)
+    for x in range(first + whole * LANES, first + count):
         total += line[0, x]
-    return total
+    return total  # type: ignore[no-any-return]

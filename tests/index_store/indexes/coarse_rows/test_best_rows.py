@@ -12,6 +12,7 @@ from torch import Tensor
 from index_store.attention.rows_in_line import RowsInLine
 from index_store.indexes.coarse_rows import best_rows
 from index_store.indexes.coarse_rows.index import CoarseRows
+from index_store.indexes.coarse_rows.scalars import best_keys_numba
 from index_store.indexes.coarse_rows.scalars.best_keys_numba import Columns, take_best
 from index_store.indexes.coarse_rows.scalars.coded_passes_numba import CodedPass
 from index_store.indexes.coarse_rows.scalars.key_scores_numba import score_keys, weigh
@@ -45,10 +46,15 @@ def test_weights_equal_the_reference(count: int, shift: int) -> None:
     torch.testing.assert_close(torch.from_numpy(spans.totals_HRS), totals, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("threads", [0, 1000])
 @pytest.mark.parametrize(
     ("count", "shift", "keep"), [(1, 0, 1), (100, 7, 9), (2 * SPAN + 77, 19, 40), (60, 0, 60)]
 )
-def test_the_best_keys_are_those_of_the_reference(count: int, shift: int, keep: int) -> None:
+def test_the_best_keys_are_those_of_the_reference(
+    count: int, shift: int, keep: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a thread has whole rows or spans of them."""
+    monkeypatch.setattr(best_keys_numba, "thread_count", lambda: threads)
     weights, peaks, totals = weigh_reference(5 * random(HEADS, GROUP, count), shift)
     ids, left = take_best_reference(weights, peaks, totals, shift, keep)
     columns = Columns.of(count, 0, shift, 0)
