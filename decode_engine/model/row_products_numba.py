@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from index_store.launch import launch, njit, prange
 
@@ -50,8 +51,7 @@ def _takes(weight: Tensor) -> bool:
 def multiply_rows(rows_BI: Tensor, weight_OI: Tensor) -> Tensor:
     """rows @ weight.T, [B, O] float32; both are float32 on the host, and O is at least 4."""
     count = rows_BI.shape[0]
-    padded = rows_BI.new_zeros(-(-count // _TILE) * _TILE, rows_BI.shape[1])
-    padded[:count] = rows_BI
+    padded = pad(rows_BI, (0, 0, 0, -count % _TILE)) if count % _TILE else rows_BI.contiguous()
     out = rows_BI.new_empty(len(padded), len(weight_OI))
     work = weight_OI.numel() * (0.1 + 0.04 * len(padded))
     launch(_multiply_rows, padded.numpy(), weight_OI.detach().numpy(), out.numpy(), work=work)

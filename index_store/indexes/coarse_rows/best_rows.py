@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -94,8 +95,9 @@ def _attend_heads(
 ) -> None:
     """`attend_best` for as many KV heads as are held at a time; writes what it finds."""
     heads, group, _ = searched[0].queries_HGD.shape
-    columns = [each.columns for each in searched]
-    line, places_HQG = _lay_out(heads, group, columns)
+    columns = tuple(each.columns for each in searched)
+    count, places_HQG = _lay_out(heads, group, columns)
+    line = _memory(count)
     spans = Spans.empty(heads, len(searched) * group, max(each.spans for each in columns))
     passes, queries_HXD, weights, own = _plan(rows, searched, line, places_HQG, spans)
     if not passes:  # nobody searches anything
@@ -107,10 +109,9 @@ def _attend_heads(
     state.lse[:] = found.lse.view(state.lse.shape)
 
 
-def _lay_out(
-    heads: int, group: int, columns: Sequence[Columns]
-) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Memory for weights of all sessions, and where rows begin in it.
+@lru_cache(maxsize=64)  # all layers of a step ask for the same
+def _lay_out(heads: int, group: int, columns: tuple[Columns, ...]) -> tuple[int, NDArray[np.int64]]:
+    """How many weights all sessions have, and where their rows begin among these, [H, Q, G].
 
     A position that is a multiple of LANES is at a cache line in every row, so no vector lies across two.
     """
@@ -118,7 +119,7 @@ def _lay_out(
     sizes = np.array([each.room for each in columns], np.int64)
     begins = heads * group * (sizes.cumsum() - sizes) + leads
     rows = np.arange(heads)[:, None, None] * group + np.arange(group)
-    return _memory(int(heads * group * sizes.sum())), begins[:, None] + rows * sizes[:, None]
+    return int(heads * group * sizes.sum()), begins[:, None] + rows * sizes[:, None]
 
 
 def _memory(count: int) -> NDArray[np.float32]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +53,7 @@ class Columns:
     spans: int
 
     @classmethod
+    @lru_cache(maxsize=256)  # all layers of a step ask for the same ones
     def of(cls, shared: int, own: int, shift: int, own_shift: int) -> Columns:
         lead = shift % TILE
         own_begin = -(-(lead + shared) // TILE) * TILE - lead + own_shift % TILE

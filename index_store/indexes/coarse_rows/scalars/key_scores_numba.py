@@ -47,7 +47,8 @@ from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK
 from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans
 from index_store.launch import byte_table, int16_table, launch, njit, prange
 
-_SCORED_AT_ONCE = 64  # keys, so that what is unpacked stays in the first-level cache
+_LEAST_AT_ONCE, _CODES_AT_ONCE = 64, 8192
+"""Keys scored at once, at least, and their codes: what is unpacked stays in the first-level cache."""
 _ROWS_AT_ONCE = 16
 _NO_SPANS = Spans.empty(0, 0, 0)
 _write_scaled = make_scaling(add=False)
@@ -182,9 +183,11 @@ def _score_span(
     unused = np.empty((1, room), np.float32)
     scratch, halves = np.zeros((1, LANES), np.float32), np.zeros((1, LANES), np.int16)
     scale, offset = at_cache_line(1, width), at_cache_line(1, width)
-    raw = np.empty((max(1, codes.shape[1] // 4), _SCORED_AT_ONCE), np.uint32)
-    packed = at_cache_line(dim // 4, _SCORED_AT_ONCE).view(np.uint32)
-    sums = at_cache_line(_ROWS_AT_ONCE, _SCORED_AT_ONCE).view(np.int32)
+    at_once = min(BLOCK, max(_LEAST_AT_ONCE, _CODES_AT_ONCE // dim))
+    at_once -= at_once % LANES
+    raw = np.empty((max(1, codes.shape[1] // 4), at_once), np.uint32)
+    packed = at_cache_line(dim // 4, at_once).view(np.uint32)
+    sums = at_cache_line(_ROWS_AT_ONCE, at_once).view(np.int32)
     middle = np.float32((1 << bits) - 1) / np.float32(2)
     line = out.reshape(1, out.size)
     low = first
@@ -212,8 +215,8 @@ def _score_span(
                 unused,
                 width // LANES,
             )
-        for part in range(low, high, _SCORED_AT_ONCE):
-            count = min(_SCORED_AT_ONCE, high - part)
+        for part in range(low, high, at_once):
+            count = min(at_once, high - part)
             pack_keys(codes, part, count, bits, raw, packed)
             for begin in range(0, rows, _ROWS_AT_ONCE):
                 some = min(_ROWS_AT_ONCE, rows - begin)
