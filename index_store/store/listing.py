@@ -72,8 +72,11 @@ class Listing:
         with may_block(self._contexts):
             self._refreshing.acquire()
         try:
-            for id_ in self._changed_ids():
+            stamp, changed = self._changed_ids()
+            for id_ in changed:
                 self._note(id_, self._read(id_, self._known.get(id_)))
+            # Last: a reading that was given up leaves all to be looked at again.
+            self._folder_stamp = stamp
         finally:
             self._refreshing.release()
         with self._books:
@@ -95,26 +98,26 @@ class Listing:
             raise copy.copy(fresh.entry.error)
         return fresh.entry
 
-    def _changed_ids(self) -> list[str]:
-        """Ids of contexts that are new, have changed, or were not well when they were read; forgets what is gone."""
+    def _changed_ids(self) -> tuple[Stamp | None, list[str]]:
+        """The folder's stamp, None where a later change may not show in it, and the ids of contexts that are new, have
+        changed, or were not well when they were read; forgets what is gone."""
         try:
             with may_block(self._contexts):
                 stamp, settled = _stamp(os.stat(self._contexts), time.time())
                 if stamp == self._folder_stamp:
-                    return [id_ for id_, known in list(self._known.items()) if known.stamp is None]
+                    return stamp, [id_ for id_, known in list(self._known.items()) if known.stamp is None]
                 with os.scandir(self._contexts) as items:
                     found = {item.name for item in items if is_context_id(item.name)}
         except OSError as error:
             raise unavailable(self._contexts, error) from error
         for id_ in self._known.keys() - found:
             self._note(id_, None)
-        self._folder_stamp = stamp if settled else None
         ids = sorted(found)
         changed: list[str] = []
         for first in range(0, len(ids), _LOOKED_AT_TOGETHER):
             with may_block(self._contexts):
                 changed += filter(self._has_changed, ids[first : first + _LOOKED_AT_TOGETHER])
-        return changed
+        return stamp if settled else None, changed
 
     def _has_changed(self, id_: str) -> bool:
         known = self._known.get(id_)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from index_store.errors import ContextCorruptError, ContextNotFoundError
+from index_store.errors import ContextCorruptError, ContextNotFoundError, StoreUnavailableError
 from index_store.store import listing
 from index_store.store.catalog import Store
 from index_store.store.description.manifest import Manifest
@@ -172,3 +172,22 @@ def test_threads_see_a_consistent_list(store: Store) -> None:
         for done in looking:
             done.result()
     assert len(store.entries()) == 20
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_reading_that_was_given_up_leaves_nothing_unread(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_manifests(store.path, 3)
+    original, begun = listing.read_file, []
+
+    def read_file(path: Path, most: int) -> tuple[bytes, os.stat_result]:
+        begun.append(path)
+        if len(begun) == 2:
+            raise StoreUnavailableError(f"{path}: reading was given up")
+        return original(path, most)
+
+    monkeypatch.setattr(listing, "read_file", read_file)
+    with pytest.raises(StoreUnavailableError):
+        store.entries()
+    assert names(store) == ["book 2", "book 1", "book 0"]
