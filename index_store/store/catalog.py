@@ -189,10 +189,9 @@ class Store:
     def expired(self, manifest: Manifest) -> bool:
         return manifest.expired(self._clock())
 
-    def children(self, id_: str, *, living: bool = False) -> Sequence[Manifest]:
-        """The contexts that continue this one, newest first. living: without those that have expired."""
-        found = (entry for entry in self.list() if entry.parent is not None and entry.parent.id == id_)
-        return [entry for entry in found if not (living and self.expired(entry))]
+    def children(self, id_: str) -> Sequence[Manifest]:
+        """The contexts that continue this one, newest first, of those whose manifest can be used."""
+        return _children_among(self.entries(), id_)
 
     @contextmanager
     def family_lock(self, id_: str) -> Iterator[None]:
@@ -204,16 +203,21 @@ class Store:
         """Removes a context, whatever its state; returns what was. Who has it open or mapped keeps what they have.
 
         recursive: its children with it; those that have expired go in any case. Of a link to a context only the link is
-        removed. Raises ContextNotFoundError when it is not there, ContextHasChildrenError when it has living children.
+        removed. Raises ContextNotFoundError when it is not there, ContextHasChildrenError when it has living children,
+        StoreUnavailableError while a context that may be a child cannot be read. One that is damaged keeps none: nobody
+        can use it.
         """
         with self.family_lock(id_):
-            living = len(self.children(id_, living=True))
+            entries = self.entries()
+            _require_readable(entries, id_)
+            children = _children_among(entries, id_)
+            living = sum(not self.expired(child) for child in children)
             if living and not recursive:
                 raise ContextHasChildrenError.of(id_, living)
-            children = [child.id for child in self.children(id_) if self._delete(child.id)]
+            removed = [child.id for child in children if self._delete(child.id)]
             if not self._delete(id_):
                 raise ContextNotFoundError(f"{self.path}: no context {id_}", context=id_)
-        return [*children, id_]
+        return [*removed, id_]
 
     def _delete(self, id_: str) -> bool:
         with storing("deleting", self.folders.context(id_)):
@@ -335,3 +339,23 @@ class Store:
         except SparseKVError:
             return False
         return True
+
+
+def _children_among(entries: Sequence[Entry], id_: str) -> Sequence[Manifest]:
+    """Those of the entries that continue the context."""
+    manifests = (entry for entry in entries if isinstance(entry, Manifest))
+    return [entry for entry in manifests if entry.parent is not None and entry.parent.id == id_]
+
+
+def _require_readable(entries: Sequence[Entry], id_: str) -> None:
+    """Raises StoreUnavailableError where another context cannot be read now, which may continue this one."""
+    for entry in entries:
+        if entry.id == id_ or not isinstance(entry, BrokenContext):
+            continue
+        if isinstance(entry.error, StoreUnavailableError):
+            raise StoreUnavailableError(
+                f"context {id_[:12]} is not removed: whether context {entry.id[:12]} continues it cannot be told now; "
+                f"{entry.error.message}",
+                context=id_,
+                **entry.error.metadata,
+            )

@@ -16,6 +16,7 @@ from index_store.errors import (
     StoreError,
 )
 from index_store.store.catalog import Store
+from index_store.store.description.manifest import Manifest
 from index_store.store.files.additions import remove_unlisted, unlisted_arrays, unlisted_indexes
 from index_store.store.files.durable import TEMPORARY_PREFIX, TRASH_PREFIX, discard, storing
 from index_store.store.files.leftovers import (
@@ -27,6 +28,7 @@ from index_store.store.files.leftovers import (
     removed,
 )
 from index_store.store.files.locks import is_locked, locked_file
+from index_store.store.listing import BrokenContext, Entry
 from index_store.store.store_folders import is_lock_name
 from index_store.store.tuned_defaults import DefaultsFolder
 
@@ -46,10 +48,11 @@ def clean_up(
     """Removes what nobody can use, leftovers and expired contexts without living children, and returns it.
 
     With `dry_run` only returns it, which works on a store that cannot be written to. What cannot be removed is told
-    to `on_failure` and left; the rest is removed all the same.
+    to `on_failure` and left; the rest is removed all the same. While the manifest of any context cannot be used, all
+    expired ones are left: that context may continue one of them.
     """
     with storing("looking for leftovers", store.path):
-        found = chain(_folders_left(store), _expired(store), _files_left(store))
+        found = chain(_folders_left(store), _expired(store, on_failure), _files_left(store))
         return [item for item in found if dry_run or removed(item, on_failure)]
 
 
@@ -76,22 +79,47 @@ def _files_left(store: Store) -> Iterator[Leftover]:
     yield from free_locks(store.folders.locks, is_lock_name)
 
 
-def _expired(store: Store) -> Iterator[Leftover]:
-    needed = {entry.parent.id for entry in store.list() if entry.parent and not store.expired(entry)}
-    for manifest in store.list():
-        if store.expired(manifest) and manifest.id not in needed:
-            folder = store.folders.context(manifest.id)
-            yield leftover("expired", folder, partial(_remove_expired, store, manifest.id))
+def _expired(store: Store, on_failure: Callable[[StoreError], None]) -> Iterator[Leftover]:
+    entries = store.entries()
+    unneeded = _unneeded(store, entries)
+    try:
+        if unneeded:
+            _require_usable(entries)
+    except StoreError as error:
+        on_failure(error)
+        return
+    for id_ in unneeded:
+        yield leftover("expired", store.folders.context(id_), partial(_remove_expired, store, id_))
+
+
+def _unneeded(store: Store, entries: Sequence[Entry]) -> Sequence[str]:
+    """Ids of the expired contexts that no living one continues, as far as can be read."""
+    manifests = [entry for entry in entries if isinstance(entry, Manifest)]
+    needed = {entry.parent.id for entry in manifests if entry.parent and not store.expired(entry)}
+    return [entry.id for entry in manifests if store.expired(entry) and entry.id not in needed]
+
+
+def _require_usable(entries: Sequence[Entry]) -> None:
+    """Raises StoreError where nobody can tell what a context continues."""
+    for entry in entries:
+        if isinstance(entry, BrokenContext):
+            raise StoreError(
+                f"expired contexts are kept, since context {entry.id} may continue one of them: {entry.error.message}",
+                context=entry.id,
+            )
 
 
 def _remove_expired(store: Store, id_: str) -> bool:
     # A job may be replacing it, or may have removed it: then it is not ours to remove.
     with locked_file(store.folders.lock_path(id_), wait=False) as held, store.family_lock(id_):
         try:
-            unused = held and store.expired(store.manifest(id_)) and not store.children(id_, living=True)
-            return unused and discard(store.folders.context(id_))
+            if not held or not store.expired(store.manifest(id_)):
+                return False
         except (ContextNotFoundError, ContextCorruptError, FormatVersionError):
             return False
+        entries = store.entries()  # a child may have come meanwhile
+        _require_usable(entries)
+        return id_ in _unneeded(store, entries) and discard(store.folders.context(id_))
 
 
 def _remove_unlisted(store: Store, id_: str, path: Path) -> bool:
