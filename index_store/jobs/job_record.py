@@ -172,8 +172,9 @@ class JobRecord:
     """One job. id: 32 lower-case hex digits. request: the id that a client gave its request, or "". digest: SHA-256 of
     that request, by which a repeat is known.
 
-    priority: higher ones are taken first. attempts: workers that have taken it since it last came further. notes:
-    sentences for whoever asks. failure: of a failed job. ended_at: None while it is open. All times are in UTC.
+    priority: higher ones are taken first. furthest: tokens and layers that any worker has come to. attempts: workers
+    that have taken it since. notes: sentences for whoever asks. failure: of a failed job. ended_at: None while it is
+    open. All times are in UTC.
     """
 
     id: str
@@ -188,6 +189,7 @@ class JobRecord:
     notes: tuple[str, ...] = ()
     failure: JobFailure | None = None
     ended_at: datetime | None = None
+    furthest: tuple[int, ...] = (0, 0)
     format_version: int = JOB_VERSION
 
     def __post_init__(self) -> None:
@@ -205,6 +207,8 @@ class JobRecord:
             raise field_error("digest", self.digest, "64 lower-case hex digits, or nothing")
         if not is_integer(self.attempts) or self.attempts < 0:
             raise field_error("attempts", self.attempts, "an integer of 0 or more")
+        if len(self.furthest) != 2 or min(self.furthest) < 0:
+            raise field_error("furthest", self.furthest, "two integers of 0 or more")
         if len(self.notes) > MOST_NOTES:
             raise field_error("notes", self.notes, f"at most {MOST_NOTES} texts")
         if (self.failure is None) == (self.state is JobState.FAILED):
@@ -259,6 +263,8 @@ def render_job(record: JobRecord) -> bytes:
             del document["order"][name]
     if record.order.rows == AS_DTYPE:
         del document["order"]["rows"]
+    if not any(record.furthest):
+        del document["furthest"]
     return render_document(document)
 
 
@@ -303,6 +309,7 @@ def _parse_record(fields: JsonFields) -> JobRecord:
         notes=fields.texts("notes"),
         failure=fields.optional_item("failure", _parse_failure),
         ended_at=fields.optional_time("ended_at"),
+        furthest=fields.integers("furthest") if fields.has("furthest") else (0, 0),
         format_version=fields.integer("format_version"),
     )
     fields.finish()

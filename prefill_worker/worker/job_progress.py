@@ -74,19 +74,17 @@ class JobProgressWriter:
         return self._claim.record.progress
 
     def _write(self, progress: JobProgress) -> None:
-        """Whoever comes further has not been ended by the job itself."""
+        """Whoever comes further than any worker before has not been ended by the job itself."""
         self._written_s = self._clock_s()
-        attempts = 0 if _further(progress, self._progress) else self._claim.record.attempts
+        record, reached = self._claim.record, (progress.tokens_done, progress.layers_done)
+        if reached > record.furthest:
+            record = replace(record, furthest=reached, attempts=0)
         progress = replace(progress, bytes_written=_bytes_in(self._writing))
-        self._claim.write(replace(self._claim.record, progress=progress, attempts=attempts))
+        self._claim.write(replace(record, progress=progress))
 
     def _stop_if_unwanted(self) -> None:
         if self._claim.unwanted():
             raise JobCancelled
-
-
-def _further(now: JobProgress, before: JobProgress) -> bool:
-    return (now.tokens_done, now.layers_done) > (before.tokens_done, before.layers_done)
 
 
 def _bytes_in(folder: Path) -> int:

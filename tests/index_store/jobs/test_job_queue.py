@@ -210,6 +210,17 @@ def test_what_a_record_says_is_checked(queue: JobQueue) -> None:
             replace(good.order, **wrong)  # type: ignore[arg-type]
 
 
+def test_how_far_a_job_came_is_kept_and_older_records_do_not_say_it() -> None:
+    plain = record(1)
+    assert b"furthest" not in render_job(plain)
+    assert parse_job(render_job(plain), "here") == plain
+    moved = replace(plain, furthest=(7, 2))
+    assert parse_job(render_job(moved), "here") == moved
+    for wrong in ((1,), (1, 2, 3), (0, -1)):
+        with pytest.raises(ManifestError, match="furthest"):
+            replace(plain, furthest=wrong)
+
+
 def test_notes_and_failures_are_bounded_and_printable() -> None:
     noted = record(1)
     for number in range(30):
