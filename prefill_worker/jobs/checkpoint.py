@@ -11,13 +11,14 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import google_crc32c
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from index_store.errors import ManifestError
+from index_store.errors import ManifestError, StoreFullError
 from index_store.store.description.json_fields import JsonFields
 from index_store.store.description.manifest_json import render_document
 from index_store.store.files.durable import (
@@ -67,39 +68,41 @@ class _Layer:
         return f"layer-{self.layer}"
 
 
+_Kept = TypeVar("_Kept", _Part, _Layer)
+
+
 class Checkpoint:
     """The checkpoint of one job in a folder of its own. For one worker at a time, which holds the job's lock.
 
-    It is a `LayerKeeper`. `restore` comes before all else.
+    It is a `LayerKeeper`. `restore` comes before all else. Where the disk is too full for it, it is removed, which
+    leaves its room to the context, and the job goes on without one.
     """
 
-    def __init__(self, folder: Path, context: str) -> None:
+    def __init__(self, folder: Path, context: str, note: Note) -> None:
         """context: id of what is being made; a checkpoint of another one counts as damaged."""
         self._folder = folder
         self._context = context
+        self._note = note
+        self._given_up = False
         self._parts: list[_Part] = []
         self._layers: list[_Layer] = []
 
     def keep(self, capture: Capture, start: int, count: int) -> None:
-        """Keeps what a pass left in the capture. Raises StoreFullError or StoreError."""
+        """Keeps what a pass left in the capture. Raises StoreError."""
+        if self._given_up:
+            return
         tensors: dict[str, Tensor] = {}
         for layer, (kv, queries) in enumerate(capture.rows(start, count)):
             tensors[f"kv.{layer}"] = kv.contiguous()
             if queries is not None:
                 tensors[f"queries.{layer}"] = queries.contiguous()
         data = save(tensors)
-        part = _Part(start, count, google_crc32c.value(data))
-        self._write(part.name, data)
-        self._parts.append(part)
-        self._write_list()
+        self._keep(_Part(start, count, google_crc32c.value(data)), self._parts, data)
 
     def keep_layer(self, layer: int, record: LayerRecord) -> None:
-        """Keeps the record of a layer. Raises StoreFullError or StoreError."""
+        """Keeps the record of a layer. Raises StoreError."""
         data = save(record.tensors(), {"record": record.describe()})
-        kept = _Layer(layer, google_crc32c.value(data))
-        self._write(kept.name, data)
-        self._layers.append(kept)
-        self._write_list()
+        self._keep(_Layer(layer, google_crc32c.value(data)), self._layers, data)
 
     def records(self) -> dict[int, LayerRecord]:
         """Records of layers that were written; those that are damaged are left out, and their layers built again."""
@@ -114,6 +117,19 @@ class Checkpoint:
                 continue
         self._layers = [kept for kept in self._layers if kept.layer in found]
         return found
+
+    def _keep(self, kept: _Kept, among: list[_Kept], data: bytes) -> None:
+        if self._given_up:
+            return
+        try:
+            self._write(kept.name, data)
+            among.append(kept)
+            self._write_list()
+        except StoreFullError as error:
+            self._given_up = True
+            with storing("giving up a checkpoint", self._folder):
+                remove_tree(self._folder)
+            self._note(f"went on without a checkpoint, for which there is no room: {error.message}")
 
     def _write(self, name: str, data: bytes) -> None:
         with storing("keeping a checkpoint", self._folder):
@@ -146,27 +162,27 @@ class Checkpoint:
         """Whether something was kept."""
         return (self._folder / _LIST).exists()
 
-    def restore(self, capture: Capture, note: Note) -> int:
+    def restore(self, capture: Capture) -> int:
         """Has the capture hold what was kept; returns the token to go on with, 0 where there is nothing.
 
-        What is damaged is read again, with all that follows it, and `note` is told.
+        What is damaged is read again, with all that follows it, and noted.
         """
         self._parts = []
-        parts, self._layers = self._listed(note)
+        parts, self._layers = self._listed()
         expected = 0
         for part in parts:
             if part.start != expected or not self._put(part, capture):
-                note(
+                self._note(
                     f"the checkpoint is damaged from token {expected} on; the document is read again from there"
                 )
                 break
             self._parts.append(part)
             expected = part.start + part.count
         if expected:
-            note(f"went on with a reading that had come to token {expected}")
+            self._note(f"went on with a reading that had come to token {expected}")
         return expected
 
-    def _listed(self, note: Note) -> tuple[list[_Part], list[_Layer]]:
+    def _listed(self) -> tuple[list[_Part], list[_Layer]]:
         path = self._folder / _LIST
         try:
             data, _ = read_file(path, _LARGEST_LIST)
@@ -181,7 +197,7 @@ class Checkpoint:
         except FileNotFoundError:
             return [], []
         except (OSError, ValueError, TypeError, RecursionError, ManifestError):
-            note("the checkpoint is damaged; the document is read again from its beginning")
+            self._note("the checkpoint is damaged; the document is read again from its beginning")
             remove_tree(self._folder)
             return [], []
 

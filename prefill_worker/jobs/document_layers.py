@@ -93,7 +93,7 @@ def write_layers(
         with clock("prefill"), reporter.phase("prefill", "tokens") as update:
             first = 0 if taken is None else taken.tokens
             if kept is not None:
-                first = kept.restore(capture, reporter.note)
+                first = kept.restore(capture)
             passed = None if kept is None else partial(kept.keep, capture)
             run_context(loaded.model, capture, job.token_ids, config.pass_tokens, update, first, passed)
         if job.prompts:

@@ -10,7 +10,14 @@ import threading
 from dataclasses import replace
 
 from index_store.cli.documents import STANDARD_INPUT
-from index_store.errors import JobCorruptError, JobLostError, SparseKVError, StoreError
+from index_store.errors import (
+    JobCorruptError,
+    JobLostError,
+    SparseKVError,
+    StoreError,
+    StoreFullError,
+    StoreUnavailableError,
+)
 from index_store.jobs.job_queue import Claim, JobQueue
 from index_store.jobs.job_record import JobFailure, JobOrder, JobProgress, JobRecord, JobState
 from index_store.jobs.uploads import Uploads
@@ -31,10 +38,12 @@ from prefill_worker.worker.grown_children import order_grown
 from prefill_worker.worker.job_progress import JobCancelled, JobProgressWriter
 
 MOST_ATTEMPTS = 10
-"""Workers in a row that a job may end, none of which brought it any further."""
+"""Workers in a row that a job may end, or that may find the store full or unreadable, none of which brought it any
+further."""
 
 _LOOK_S = 0.25
 _PAUSE_S = 5.0  # while the store is full or does not answer
+_PASSING = (StoreFullError, StoreUnavailableError)
 _TIDY_EVERY = 1200  # looks
 _GROWN_EVERY = 20  # looks
 
@@ -81,7 +90,8 @@ class QueueWorker:
     def work_once(self) -> bool:
         """Works on the next job, if there is one; False without one.
 
-        Whatever becomes of the job is written into its record. An interrupt leaves it to the next worker.
+        Whatever becomes of the job is written into its record. An interrupt leaves it to the next worker, and so do
+        StoreFullError and StoreUnavailableError, which are raised, as long as it has attempts left.
         """
         with self._queue.claim(self._accepts) as claim:
             if claim is None:
@@ -120,6 +130,8 @@ class QueueWorker:
             logger.info("job %s was cancelled", claim.record.id)
             claim.end(self._queue.cancelled(claim.record))
         except SparseKVError as error:
+            if isinstance(error, _PASSING) and claim.record.attempts < MOST_ATTEMPTS:
+                raise  # the store may be well again for whoever comes next, who goes on from the checkpoint
             logger.warning("job %s failed: %s", claim.record.id, error.message)
             self._end_failed(claim, error)
         except Exception:
@@ -153,9 +165,10 @@ class QueueWorker:
         if child is not None:
             means = Means(self._model.load, stays=True)
             return carry_out_child(child, JobProgressWriter(claim, writing), clock, means)
-        checkpoint = Checkpoint(claim.folder / "reading", order.context)
+        reporter = JobProgressWriter(claim, writing)
+        checkpoint = Checkpoint(claim.folder / "reading", order.context, reporter.note)
         means = Means(self._model.load, stays=True, checkpoint=checkpoint, writing=writing)
-        return carry_out(job, JobProgressWriter(claim, writing), clock, means)
+        return carry_out(job, reporter, clock, means)
 
     def _prepare(self, claim: Claim) -> PreparedJob:
         worker, order = self._config, claim.record.order

@@ -17,8 +17,6 @@ import numpy as np
 import pytest
 
 from index_store.cli.progress import SilentReporter
-from index_store.errors import StoreFullError
-from index_store.jobs.job_folder import JobFolder
 from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.job_record import JobOrder, JobRecord, JobState
 from index_store.models.loading import identify, resolve_model
@@ -30,7 +28,6 @@ from prefill_worker.jobs import prepared_job
 from prefill_worker.jobs.checkpoint import Checkpoint
 from prefill_worker.jobs.job import run_job
 from prefill_worker.reading import prefill
-from prefill_worker.worker import queue_worker
 from prefill_worker.worker.queue_worker import MOST_ATTEMPTS, QueueWorker
 from tests.prefill_worker.conftest import DOCUMENT
 from tests.support.models import LAYER_KINDS, write_model_folder
@@ -310,30 +307,6 @@ def test_a_fault_ends_the_job_and_not_the_worker(shop: Shop, monkeypatch: pytest
     assert failure is not None
     assert failure.reason == "INTERNAL"
     assert "ZeroDivisionError" not in failure.message
-
-
-def test_a_full_disk_ends_neither_the_worker_nor_the_job(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = shop.order()
-    worker, stopping, tries = shop.worker(), Event(), []
-    write = JobFolder.write
-
-    def refuse_once(folder: JobFolder, record: JobRecord) -> None:
-        tries.append(record)
-        if len(tries) == 1:
-            raise StoreFullError("no space is left")
-        write(folder, record)
-
-    def work() -> bool:
-        if not shop.queue.get(job.id).open:
-            stopping.set()
-        return work_once()
-
-    work_once = worker.work_once
-    monkeypatch.setattr(queue_worker, "_PAUSE_S", 0.0)
-    monkeypatch.setattr(JobFolder, "write", refuse_once)
-    monkeypatch.setattr(worker, "work_once", work)
-    worker.run(stopping)
-    shop.made(job)
 
 
 @pytest.fixture(scope="module")
