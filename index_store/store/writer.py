@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Self
 
@@ -67,15 +67,18 @@ class _ArrayWriter:
 
     def __init__(self, folder: Path, permissions: int) -> None:
         self._store = FolderStore(folder, permissions)
+        self._begun: set[PurePosixPath] = set()
 
     def open(self) -> None:
         """Creates the root group. Comes first."""
-        self._store.forget(METADATA_NAME)  # an earlier writer may have left half of it
+        self._forget(PurePosixPath())
         zarr.create_group(self._store, zarr_format=3)
 
     def create(self, entry: ArrayEntry) -> None:
         """Creates the array without any chunk; it is complete once every chunk has been written or adopted."""
-        self._store.forget(f"{entry.path}/{METADATA_NAME}")
+        path = PurePosixPath(entry.path)
+        for group in (path, *path.parents):  # zarr makes the groups above it that are missing
+            self._forget(group)
         dtype = STORED_DTYPES[entry.dtype]
         zarr.create_array(
             self._store,
@@ -128,6 +131,12 @@ class _ArrayWriter:
     def close(self) -> None:
         """Ends all writing, also by threads that zarr has left running."""
         self._store.seal()
+
+    def _forget(self, path: PurePosixPath) -> None:
+        """Removes the metadata of an array or group that is new to this writer: an earlier one may have left half."""
+        if path not in self._begun:
+            self._begun.add(path)
+            self._store.forget((path / METADATA_NAME).as_posix())
 
     def _key(self, entry: ArrayEntry, indices: Sequence[int]) -> str:
         return chunk_path(self._store.root, entry, indices).relative_to(self._store.root).as_posix()

@@ -32,6 +32,7 @@ from index_store.store.description.dtypes import STORED_DTYPES, dtype_name
 from index_store.store.description.json_fields import Scalar
 from index_store.store.description.manifest import HIGH_PLANE, IndexEntry, Manifest
 from index_store.store.files.additions import WHOLE
+from index_store.store.writer import ContextWriter
 
 CREATED = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
 
@@ -99,14 +100,18 @@ class SyntheticContext:
     def write(self, store: Store) -> str:
         """Writes and publishes it; returns the id."""
         with store.writer(self.id) as writer:
-            writer.write_tokens(self.tokens)
-            for entry, data in self.by_layer():
-                writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
-                for row in range(data.shape[0]):
-                    for head in range(data.shape[1]):
-                        writer.write_chunk(entry.path, (row, head), data[row, head])
+            self.write_arrays(writer)
             writer.publish(self.draft)
         return self.id
+
+    def write_arrays(self, writer: ContextWriter) -> None:
+        """Writes all that is published with it."""
+        writer.write_tokens(self.tokens)
+        for entry, data in self.by_layer():
+            writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
+            for row in range(data.shape[0]):
+                for head in range(data.shape[1]):
+                    writer.write_chunk(entry.path, (row, head), data[row, head])
 
     def by_layer(self) -> list[tuple[ArrayEntry, Tensor]]:
         """(entry without checksums, data) of every array but the tokens'."""

@@ -158,6 +158,21 @@ def test_a_broken_context_is_replaced(stored: Store, context: SyntheticContext) 
     assert names(stored) == [context.id]
 
 
+def test_who_goes_on_in_a_folder_makes_half_written_metadata_anew(store: Store, tmp_path: Path) -> None:
+    """Of arrays and of the groups above them, as a killed writer leaves it."""
+    context, folder = synthetic_context(), tmp_path / "writing"
+    with store.writer(context.id, folder) as writer:
+        context.write_arrays(writer)
+    halves = sorted(folder.rglob("zarr.json"))
+    assert {folder, folder / "index", folder / "index" / "tables"} <= {path.parent for path in halves}
+    for path in halves:
+        path.write_text("{")
+    with store.writer(context.id, folder) as writer:
+        context.write_arrays(writer)
+        writer.publish(context.draft)
+    assert store.verify(context.id) == []
+
+
 def test_an_incomplete_context_is_not_published(store: Store, context: SyntheticContext) -> None:
     manifest = context.draft
     with store.writer(context.id) as writer:
