@@ -6,7 +6,6 @@ written without a copy, and its crc32c behind it.
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +34,6 @@ from index_store.store.files.additions import move_arrays, move_indexes
 from index_store.store.files.array_files import FolderStore
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
-    discard,
     new_file,
     permissions_in,
     remove_tree,
@@ -46,6 +44,7 @@ from index_store.store.files.durable import (
 )
 from index_store.store.files.locks import locked_file
 from index_store.store.files.reading import Readers
+from index_store.store.files.replacing import move_into_place
 from index_store.store.zarr_io import (
     METADATA_NAME,
     Forgotten,
@@ -280,7 +279,7 @@ class ContextWriter:
         sealed = self._seal(manifest, {})
         with storing("publishing", self._folder):
             self._write_manifest(sealed)
-            self._move_into_place(self._contexts / self._id)
+            move_into_place(self._folder, self._contexts / self._id, self._keep_existing)
         return sealed
 
     def publish_into(self, present: Manifest, manifest: Manifest) -> Manifest:
@@ -349,22 +348,6 @@ class ContextWriter:
         with new_file(self._folder / MANIFEST_NAME, self._permissions) as file:
             file.write(render_manifest(sealed))
         sync_tree(self._folder)
-
-    def _move_into_place(self, target: Path) -> None:
-        while True:
-            if os.path.lexists(target):
-                if self._keep_existing():
-                    return
-                discard(target)
-            try:
-                os.rename(self._folder, target)
-            except OSError as error:
-                # Another writer of the same content was faster: decide again.
-                if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
-                    raise
-                continue
-            sync_path(self._contexts)
-            return
 
     def _seal(self, manifest: Manifest, present: Mapping[str, ArrayEntry]) -> Manifest:
         """The manifest with the checksums of what was written, which must be what it lists besides `present`."""

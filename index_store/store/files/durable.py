@@ -113,14 +113,25 @@ def discard(folder: Path) -> bool:
 
     Processes that have its files mapped or open keep what they have. Of a link to a folder only the link is removed.
     """
-    trash = unused_name(folder.parent, f"{TRASH_PREFIX}{folder.name}")
-    try:
-        os.rename(folder, trash)
-    except FileNotFoundError:
+    trash = set_aside(folder)
+    if trash is None:
         return False
     sync_path(folder.parent)
     remove_tree(trash)
     return True
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Makes a context's folder invisible in one step; returns where it lies, to be removed; None when it was not there.
+
+    Whatever becomes of its remover, a clean-up removes it.
+    """
+    trash = unused_name(folder.parent, f"{TRASH_PREFIX}{folder.name}")
+    try:
+        os.rename(folder, trash)
+    except FileNotFoundError:
+        return None
+    return trash
 
 
 def sync_tree(path: Path) -> None:

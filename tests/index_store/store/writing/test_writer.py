@@ -6,7 +6,7 @@ import errno
 import os
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -24,6 +24,8 @@ from index_store.errors import (
     StoreFullError,
 )
 from index_store.store.catalog import Store
+from index_store.store.clean_up import clean_up
+from index_store.store.description.manifest import Manifest
 from index_store.store.files import array_files as writing
 from index_store.store.files import durable
 from index_store.store.zarr_io import chunk_path
@@ -171,6 +173,40 @@ def test_who_goes_on_in_a_folder_makes_half_written_metadata_anew(store: Store, 
         context.write_arrays(writer)
         writer.publish(context.draft)
     assert store.verify(context.id) == []
+
+
+def test_what_is_replaced_is_removed_once_the_new_one_is_there(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synthetic_context(ttl=timedelta(seconds=1)).write(store)
+    fresh = synthetic_context()
+    seen: list[Sequence[Manifest]] = []
+    remove = durable.shutil.rmtree
+
+    def look_and_remove(path: Path) -> None:
+        seen.append(Store(store.path).list())
+        remove(path)
+
+    monkeypatch.setattr(durable.shutil, "rmtree", look_and_remove)
+    fresh.write(store)
+    assert seen[0] == [fresh.manifest]
+    assert names(store) == [fresh.id]
+
+
+def test_what_cannot_be_removed_of_a_replaced_context_is_left(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synthetic_context(ttl=timedelta(seconds=1)).write(store)
+    fresh = synthetic_context()
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable.shutil, "rmtree", refuse)
+        fresh.write(store)
+    assert store.list() == [fresh.manifest]
+    assert [item.kind for item in clean_up(store)] == ["trash"]
 
 
 def test_an_incomplete_context_is_not_published(store: Store, context: SyntheticContext) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import index_store.store.files.additions
+import index_store.store.files.replacing
 import index_store.store.writer
 from index_store.family.children import publish_child
 from index_store.store.catalog import Store
@@ -74,7 +75,7 @@ def die_at_step(step: int) -> None:
         (ContextWriter, "write_chunk"),
         (ContextWriter, "create_array"),
         (index_store.store.writer, "sync_tree"),
-        (index_store.store.writer, "sync_path"),
+        (index_store.store.files.replacing, "sync_path"),
     )
 
 
