@@ -23,7 +23,6 @@ from index_store.errors import (
     ContextNotFoundError,
     FormatVersionError,
     InvalidArgumentError,
-    SparseKVError,
     StoreError,
     StoreUnavailableError,
 )
@@ -333,10 +332,13 @@ class Store:
         )
 
     def _ready(self, id_: str) -> bool:
-        """Whether the published context can be opened."""
+        """Whether the published context can be opened; False where it may be replaced.
+
+        Raises StoreUnavailableError and FormatVersionError, which say nothing against it.
+        """
         try:
             self.open(id_).close()
-        except SparseKVError:
+        except (ContextNotFoundError, ContextExpiredError, ContextCorruptError):
             return False
         return True
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,19 +18,24 @@ import pytest
 import torch
 
 from index_store.errors import (
+    FormatVersionError,
     InvalidArgumentError,
     ManifestError,
     MissingChunkError,
+    SparseKVError,
     StoreError,
     StoreFullError,
+    StoreUnavailableError,
 )
+from index_store.store import zarr_io
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up
 from index_store.store.description.manifest import Manifest
+from index_store.store.description.manifest_json import MANIFEST_NAME, render_document
 from index_store.store.files import array_files as writing
-from index_store.store.files import durable
+from index_store.store.files import durable, reading
 from index_store.store.zarr_io import chunk_path
-from tests.support.store import SyntheticContext, synthetic_context
+from tests.support.store import SyntheticContext, add_index, synthetic_context
 
 
 def names(store: Store) -> list[str]:
@@ -173,6 +179,47 @@ def test_who_goes_on_in_a_folder_makes_half_written_metadata_anew(store: Store, 
         context.write_arrays(writer)
         writer.publish(context.draft)
     assert store.verify(context.id) == []
+
+
+def unreadable(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    original = reading.open_regular
+
+    def open_regular(found: Path) -> AbstractContextManager[tuple[int, os.stat_result]]:
+        if folder / "kv" / "c" in found.parents:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return original(found)
+
+    patch.setattr(zarr_io, "open_regular", open_regular)
+
+
+def newer(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    document = json.loads((folder / MANIFEST_NAME).read_bytes())
+    document.pop("checksum")
+    (folder / MANIFEST_NAME).write_bytes(render_document({**document, "format_version": 99}))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"), [(unreadable, StoreUnavailableError), (newer, FormatVersionError)]
+)
+def test_a_context_that_may_be_well_is_not_replaced(
+    stored: Store,
+    context: SyntheticContext,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path, pytest.MonkeyPatch], None],
+    error: type[SparseKVError],
+) -> None:
+    """One that cannot be read now, or was written by a later version."""
+    added, _ = add_index(stored, context.manifest)
+    folder = stored.folders.context(context.id)
+    with monkeypatch.context() as patch, stored.writer(context.id) as writer:
+        context.write_arrays(writer)
+        change(folder, patch)
+        with pytest.raises(error):
+            writer.publish(context.draft)
+    assert names(stored) == [context.id]
+    assert (folder / "index" / "more").is_dir()
+    if change is unreadable:
+        assert stored.manifest(context.id) == added
 
 
 def test_what_is_replaced_is_removed_once_the_new_one_is_there(
