@@ -187,6 +187,18 @@ def test_an_addition_replaces_what_a_killed_one_left(stored: Store, context: Syn
     assert stored.verify(context.id) == []
 
 
+def test_an_addition_brings_the_groups_metadata_that_a_killed_clean_up_removed(store: Store) -> None:
+    context = synthetic_context()
+    bare = replace(context, draft=replace(context.draft, indexes=()), arrays={})
+    bare.write(store)
+    (store.folders.context(bare.id) / "index" / "dead").mkdir(parents=True)
+    added, _ = add_index(store, store.manifest(bare.id))
+    with store.open(bare.id) as found:
+        assert found.manifest == added
+    assert [item.kind for item in clean_up(store)] == ["index"]
+    assert store.verify(bare.id) == []
+
+
 def test_clean_up_leaves_what_a_living_writer_has_moved(stored: Store, context: SyntheticContext) -> None:
     moved = stored.path / "contexts" / context.id / "index" / "more"
     moved.mkdir()
