@@ -69,7 +69,8 @@ class Uploads:
         self.tidy()
         with storing("making the uploads' folder", self._folder):
             make_folder(self._folder, permissions_in(self._store / "contexts"))
-            waiting = sum(path.stat().st_size for path in self._folder.iterdir())
+            found = [_status(path) for path in self._folder.iterdir()]
+        waiting = sum(status.st_size for status in found if status is not None)
         if waiting + MOST_DOCUMENT_BYTES > self._most_bytes:
             error = QueueFullError(
                 f"uploaded documents of {waiting} bytes wait to be used, the limit is {self._most_bytes}; try again "
@@ -82,8 +83,9 @@ class Uploads:
 
     def read(self, id_: str) -> bytes:
         """A document, compared with its checksum. Raises UploadNotFoundError, JobCorruptError."""
-        path = self._path(id_)
+        path = self._folder
         try:
+            path = self._path(id_)
             data, _ = read_file(path, MOST_DOCUMENT_BYTES)
         except FileNotFoundError as error:
             raise _unknown(id_) from error
@@ -112,9 +114,10 @@ class Uploads:
     def _path(self, id_: str) -> Path:
         if _UPLOAD_ID.fullmatch(id_):
             for path in self._folder.glob(f"{id_}-*"):
-                match = _NAME.fullmatch(path.name)
-                expires = path.stat().st_mtime + LIFETIME.total_seconds()
-                if match is not None and expires >= self._clock().timestamp():
+                status = _status(path)
+                if status is None or _NAME.fullmatch(path.name) is None:
+                    continue
+                if status.st_mtime + LIFETIME.total_seconds() >= self._clock().timestamp():
                     return path
         raise _unknown(id_)
 
@@ -167,6 +170,14 @@ class UploadWriting:
         """Removes what is there of a document that is not finished."""
         self._file.close()
         self._path.unlink(missing_ok=True)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """Of a file that was listed; None where it was removed meanwhile. Raises OSError."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
 
 
 def _unknown(id_: str) -> UploadNotFoundError:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from index_store.errors import InvalidArgumentError, JobCorruptError, QueueFullError, UploadNotFoundError
+from index_store.errors import (
+    InvalidArgumentError,
+    JobCorruptError,
+    QueueFullError,
+    StoreUnavailableError,
+    UploadNotFoundError,
+)
 from index_store.jobs import uploads as module
 from index_store.jobs.uploads import LIFETIME, Upload, Uploads
 from index_store.store.catalog import Store
@@ -74,6 +82,31 @@ def test_unused_documents_are_bounded_and_end(tmp_path: Path, monkeypatch: pytes
         later.read(there.id)
     later.begin().discard()
     assert list((tmp_path / "uploads").iterdir()) == []
+
+
+def test_what_is_removed_meanwhile_is_gone(uploads: Uploads, tmp_path: Path) -> None:
+    """A link to nothing is listed and not there, as a file that is removed between the two."""
+    there = send(uploads, b"text")
+    (path,) = (tmp_path / "uploads").iterdir()
+    path.unlink()
+    path.symlink_to("nowhere")
+    with pytest.raises(UploadNotFoundError):
+        uploads.read(there.id)
+    uploads.remove(there.id)
+    uploads.begin().discard()
+
+
+def test_what_cannot_be_listed_now_is_not_gone(uploads: Uploads, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = send(uploads, b"text")
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_status", refuse)
+        with pytest.raises(StoreUnavailableError):
+            uploads.read(there.id)
+    assert uploads.read(there.id) == b"text"
 
 
 def test_ids_are_no_paths(uploads: Uploads) -> None:
