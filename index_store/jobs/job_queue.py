@@ -36,7 +36,7 @@ from index_store.store.files.durable import (
     remove_tree,
     storing,
 )
-from index_store.store.files.locks import is_locked, locked_file
+from index_store.store.files.locks import is_locked, locked_file, locked_within
 from index_store.store.files.reading import unavailable
 from index_store.store.store_folders import JOB_LOCK_PREFIX
 
@@ -51,6 +51,7 @@ KEPT_ENDED = timedelta(days=7)
 _QUEUE_LOCK = f"{JOB_LOCK_PREFIX}queue"
 _STRAY = timedelta(hours=1)
 _RETRY_S = 5.0
+_LOOKS_S = 0.05  # a look at who holds a lock (`held`) holds it for a moment, too
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +222,7 @@ class JobQueue:
     def remove(self, id_: str) -> None:
         """Forgets a job that has ended, or that is damaged. Raises JobNotFoundError, JobUnfinishedError."""
         entry = self.entry(id_)
-        with locked_file(self._lock(id_), wait=False) as held:
+        with locked_within(self._lock(id_), _LOOKS_S) as held:
             if not held or (isinstance(entry, JobRecord) and entry.open):
                 raise JobUnfinishedError(
                     f"operation {id_} has not ended; cancel it first, or wait for its end", operation=id_
@@ -290,7 +291,7 @@ class JobQueue:
     @contextmanager
     def _claimed(self, id_: str) -> Iterator[Claim | None]:
         """The job with its lock, None where somebody else has it or it is not open any more."""
-        with locked_file(self._lock(id_), wait=False) as held:
+        with locked_within(self._lock(id_), _LOOKS_S) as held:
             entry = None
             if held:
                 with suppress(JobNotFoundError):

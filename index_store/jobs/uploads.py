@@ -83,14 +83,13 @@ class Uploads:
 
     def read(self, id_: str) -> bytes:
         """A document, compared with its checksum. Raises UploadNotFoundError, JobCorruptError."""
-        path = self._folder
         try:
             path = self._path(id_)
             data, _ = read_file(path, MOST_DOCUMENT_BYTES)
         except FileNotFoundError as error:
             raise _unknown(id_) from error
         except OSError as error:
-            raise unavailable(path, error) from error
+            raise unavailable(self._folder, error) from error
         if not path.name.endswith(hashlib.sha256(data).hexdigest()):
             raise JobCorruptError(
                 f"{path}: the uploaded document does not fit its checksum; upload it again", upload=id_

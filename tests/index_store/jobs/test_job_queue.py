@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -34,6 +36,8 @@ from index_store.jobs.job_record import (
 )
 from index_store.store.catalog import Store
 from index_store.store.description.manifest_json import render_document
+from index_store.store.files import locks
+from index_store.store.store_folders import JOB_LOCK_PREFIX
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -107,6 +111,29 @@ def test_a_job_is_one_workers_at_a_time_and_contexts_are_not_made_twice(queue: J
     assert not other.held(first.id)
     with other.claim(lambda found: found.id == twin.id) as second:
         assert second is not None
+
+
+def test_a_look_at_a_job_does_not_keep_it_from_others(
+    queue: JobQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who looks whether a job is held has a shared lock for a moment; here until its claimer waits."""
+    job = queue.add(record(1), ids())
+    lock = tmp_path / "locks" / f"{JOB_LOCK_PREFIX}{job.id}"
+    looking: list[int] = []
+
+    def look() -> None:
+        looking.append(os.open(lock, os.O_RDONLY | os.O_CREAT))
+        fcntl.flock(looking[-1], fcntl.LOCK_SH)
+
+    monkeypatch.setattr(locks.time, "sleep", lambda seconds: os.close(looking.pop()))
+    look()
+    with queue.claim() as claim:
+        assert claim is not None
+        claim.end(queue.cancelled(claim.record))
+    look()
+    queue.remove(job.id)
+    assert queue.entries() == []
+    assert looking == []
 
 
 def test_the_same_order_is_one_job_unless_requests_differ(queue: JobQueue) -> None:
