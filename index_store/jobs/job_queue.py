@@ -182,7 +182,8 @@ class JobQueue:
             if is_job_id(name):
                 with suppress(JobNotFoundError):
                     found.append(self.entry(name))
-        self._known = {entry.id: self._known[entry.id] for entry in found if entry.id in self._known}
+        known = self._known  # which other threads replace
+        self._known = {entry.id: known[entry.id] for entry in found if entry.id in known}
         records = [entry for entry in found if isinstance(entry, JobRecord)]
         jobs = sorted((record for record in records if record.open), key=lambda record: record.turn)
         ended = sorted((record for record in records if not record.open), key=_newest_first)

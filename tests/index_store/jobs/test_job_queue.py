@@ -24,6 +24,7 @@ from index_store.errors import (
     QueueFullError,
     SparseKVError,
 )
+from index_store.jobs.job_folder import ReadRecord
 from index_store.jobs.job_queue import KEPT_ENDED, BrokenJob, JobQueue
 from index_store.jobs.job_record import (
     JobFailure,
@@ -134,6 +135,19 @@ def test_a_look_at_a_job_does_not_keep_it_from_others(
     queue.remove(job.id)
     assert queue.entries() == []
     assert looking == []
+
+
+def test_a_list_is_made_while_others_make_theirs(queue: JobQueue) -> None:
+    class Exchanged(dict[str, ReadRecord]):
+        """What another thread replaces between two looks at it."""
+
+        def __contains__(self, id_: object) -> bool:
+            queue._known = {}
+            return super().__contains__(id_)
+
+    job = queue.add(record(1), ids())
+    queue._known = Exchanged(queue._known)
+    assert queue.entries() == [job]
 
 
 def test_the_same_order_is_one_job_unless_requests_differ(queue: JobQueue) -> None:
