@@ -14,6 +14,17 @@ if TYPE_CHECKING:
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_CGROUP = Path("/sys/fs/cgroup")
+_CONTAINER_FILES = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
+"""Of version 2 of control groups and of version 1: limit, use, and where of it files are that can be dropped."""
 _SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([KMGT]i?B|)")
 
 
@@ -36,9 +47,17 @@ def free_memory(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     sizes += _numbers(Path("/proc/meminfo"), "MemAvailable:", 1024)
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container
-        sizes += _numbers(Path("/sys/fs/cgroup", limit), "", 1)
-    return min(sizes)
+    return max(0, min(sizes + _free_in_container()))
+
+
+def _free_in_container() -> list[int]:
+    """What the limit of a container leaves, nothing without one. Cached files that nobody used lately count as free."""
+    free = []
+    for limit_name, used_name, stat_name, label in _CONTAINER_FILES:
+        used = _numbers(_CGROUP / used_name, "", 1)
+        cached = _numbers(_CGROUP / stat_name, f"{label} ", 1)
+        free += [limit - sum(used) + sum(cached) for limit in _numbers(_CGROUP / limit_name, "", 1)]
+    return free
 
 
 def _numbers(path: Path, label: str, unit: int) -> list[int]:
