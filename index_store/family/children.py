@@ -103,7 +103,8 @@ def publish_child(store: Store, made: Continuation) -> Manifest:
     """Stores a child, durably and all at once; returns its manifest.
 
     Where the store has it already, it stays; it gets the name, the labels, and the later of both expiries. Raises
-    ContextNotFoundError when the parent was removed meanwhile, and what `ContextWriter.publish` raises.
+    ContextNotFoundError when the parent was removed meanwhile, InvalidArgumentError for too many labels, and what
+    `ContextWriter.publish` raises.
     """
     id_ = made.id()
     with store.lock(id_):
@@ -111,7 +112,7 @@ def publish_child(store: Store, made: Continuation) -> Manifest:
         if present is not None:
             ends = (present.expires_at, made.expires_at)
             latest = None if None in ends else max(end for end in ends if end is not None)
-            labels = {**present.labels, **made.labels}
+            labels = present.labels_with(made.labels)
             wanted = replace(present, name=made.name, expires_at=latest, labels=labels)
             if wanted == present:
                 return present

@@ -55,8 +55,8 @@ def plan_changes(
     """What is to be done so that the context has these indexes, name, labels and time to live, counted from now.
 
     What is None stays. A method takes an index that is there as it was built. Raises InvalidArgumentError for an index
-    that was asked for in another form than the context has it in, and MethodUnsupportedError for a method that cannot
-    work with one as it was built.
+    that was asked for in another form than the context has it in, and for too many labels, and MethodUnsupportedError
+    for a method that cannot work with an index as it was built.
     """
     if present.parent is not None:
         raise InvalidArgumentError(
@@ -80,7 +80,7 @@ def plan_changes(
         name=name or present.name,
         expires_at=present.expires_at if lifetime is None else utc_now() + lifetime,
         methods=tuple(dict.fromkeys((*present.methods, *chosen.method_names))),
-        labels={**present.labels, **labels},
+        labels=present.labels_with(labels),
     )
     missing = tuple(spec for spec, entry in pairs if entry is None)
     return Changes(present, wanted, missing, tuple(notes))

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
+from index_store.errors import InvalidArgumentError
 from index_store.selection.threshold_curve import KEEP_GRID, are_thresholds
 from index_store.store.description.array_entry import HEX, PATH_PART, ArrayEntry
 from index_store.store.description.array_shapes import (
@@ -32,6 +33,7 @@ from index_store.store.description.context_id import (
 from index_store.store.description.dtypes import AS_DTYPE, INT8, KV_DTYPES, PLANE_DTYPE, STORED_DTYPES
 from index_store.store.description.json_fields import (
     MOST,
+    MOST_LABELS,
     Scalar,
     are_numbers,
     are_scalars,
@@ -248,6 +250,18 @@ class Manifest:
     def index(self, name: str) -> IndexEntry | None:
         """The index of that name, or None when the context has none."""
         return next((index for index in self.indexes if index.name == name), None)
+
+    def labels_with(self, added: Mapping[str, str]) -> Mapping[str, str]:
+        """Its labels with further ones, or others. Raises InvalidArgumentError where those are too many together."""
+        labels = {**self.labels, **added}
+        if len(labels) > MOST_LABELS:
+            raise InvalidArgumentError(
+                f"context {self.id[:12]} has {len(self.labels)} labels and would have {len(labels)}, expected at most "
+                f"{MOST_LABELS}; set fewer, or remove some of it first",
+                field="labels",
+                context=self.id,
+            )
+        return labels
 
     def with_checksums(self, checksums: Mapping[str, str]) -> Manifest:
         """The manifest with the checksums of every array, by path (see `ArrayEntry.checksums`)."""

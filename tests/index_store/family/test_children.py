@@ -122,6 +122,13 @@ def test_the_same_continuation_is_the_same_child_and_lives_as_long_as_anybody_as
     assert len(shelf.store.children(shelf.root.id)) == 1
 
 
+def test_labels_that_are_too_many_together_are_the_callers_mistake(shelf: Shelf) -> None:
+    first = publish_child(shelf.store, replace(shelf.made(), labels={f"key{i}": "a" for i in range(64)}))
+    with pytest.raises(InvalidArgumentError, match="would have 65, expected at most 64"):
+        publish_child(shelf.store, replace(shelf.made(), labels={"more": "a"}))
+    assert shelf.store.manifest(first.id) == first
+
+
 def test_how_tokens_attended_is_noted_once_for_each_way() -> None:
     assert joined("", "exact") == "exact"
     assert joined("exact", "exact") == "exact"

@@ -6,19 +6,23 @@ import errno
 import io
 import os
 import shutil
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from index_store.cli.progress import LineReporter
-from index_store.errors import StoreError
+from index_store.errors import InvalidArgumentError, StoreError
 from index_store.store.catalog import Store, utc_now
 from index_store.store.files import locks
+from prefill_worker.build.index_choice import ChosenIndexes
 from prefill_worker.config import PrefillConfig
+from prefill_worker.jobs.changes import plan_changes
 from prefill_worker.jobs.job import run_job
 from prefill_worker.jobs.report import PrefillReport
 from tests.prefill_worker.jobs.support_jobs import MakeConfig, run
+from tests.support.store import synthetic_context
 
 
 def run_noting(config: PrefillConfig) -> tuple[PrefillReport, str]:
@@ -51,6 +55,16 @@ def test_a_repeated_job_renames_and_sets_the_time_to_live(make_config: MakeConfi
     assert abs(stored.expires_at - utc_now() - timedelta(hours=2)) < timedelta(minutes=1)
     assert store.verify(first.id) == []
     assert [manifest.id for manifest in store.list()] == [first.id]
+
+
+def test_labels_that_are_too_many_together_are_the_callers_mistake() -> None:
+    labels = {f"key{number}": "a" for number in range(63)}
+    present = replace(synthetic_context().draft, indexes=(), labels=labels)
+    chosen = ChosenIndexes((), (), frozenset())
+    wanted = plan_changes(present, chosen, labels={"key0": "b", "more": "c"}).wanted
+    assert wanted.labels == {**labels, "key0": "b", "more": "c"}
+    with pytest.raises(InvalidArgumentError, match="has 63 labels and would have 65, expected at most 64"):
+        plan_changes(present, chosen, labels={"more": "c", "most": "d"})
 
 
 def test_a_time_to_live_is_given_to_a_context_without_one(make_config: MakeConfig) -> None:
