@@ -131,12 +131,13 @@ class _Evaluation:
         pieces = (sum(map(len, segments)) + len(contexts)) * (2 if approximated else 1)
         advance = start_stage(f"asking after {length:,} tokens", pieces)
         for number, (manifest, texts) in enumerate(zip(contexts, segments, strict=True)):
+            draw = documents[number].stretch
             with arena.acquire(store, manifest.id) as context:
-                references = self._score_context(number, context, variants, texts, tallies, advance)
+                references = self._score_context(draw, context, variants, texts, tallies, advance)
                 placement = context.placement
             if approximated:
                 with arena.acquire(store, twins[number].id) as context:
-                    self._score_context(number, context, approximated, texts, later, advance, references)
+                    self._score_context(draw, context, approximated, texts, later, advance, references)
             every, found = [*variants, *approximated], [*tallies, *later]
             stored = partial(_stored_bytes, contexts, twins, device, placement)
             self._summarise(length, every, found, stored)
@@ -155,7 +156,7 @@ class _Evaluation:
 
     def _score_context(
         self,
-        number: int,
+        draw: int,
         context: ResidentContext,
         variants: Sequence[Variant],
         segments: Sequence[Segment],
@@ -165,7 +166,7 @@ class _Evaluation:
     ) -> list[Tensor]:
         """Adds to the tallies; returns what full attention predicted, unless another context's are the references.
 
-        number: of the document that the context is made of.
+        draw: which one of those that are independent the context belongs to.
         """
         runner = self.runner
         found = list(references)
@@ -173,7 +174,7 @@ class _Evaluation:
             if not references:
                 found.append(reference_log_probs(runner, context, variants[0].method, segment))
             for variant, tally in zip(variants, tallies, strict=True):
-                tally.add(score_segment(runner, context, variant.method, segment, found[place]), number)
+                tally.add(score_segment(runner, context, variant.method, segment, found[place]), draw)
             return_free_memory()
             advance()
         steps = segments[-1].token_ids[: TIMED_STEPS + WARM_UP_STEPS]

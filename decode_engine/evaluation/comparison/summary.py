@@ -25,10 +25,10 @@ class Score:
 
     budget: as a text. keep, mass: the budget as a number, whichever it is; None for a method that keeps everything.
     Fields ending in _se are standard errors of the mean with a context and all that was asked about it as one draw,
-    because its questions share text, index and where k-means began (`cluster_mean`). None for a single context.
-    contexts: how many draws that are. exact_match_loss: full attention's exact match minus this one's, on the same
-    questions; its error is of these differences. answer_tokens_hit: share of the answer tokens that were the most
-    probable ones.
+    because its questions share text, index and where k-means began (`cluster_mean`). Contexts that overlap in the
+    text are one draw. None for a single one. contexts: how many draws that are. exact_match_loss: full attention's
+    exact match minus this one's, on the same questions; its error is of these differences. answer_tokens_hit: share
+    of the answer tokens that were the most probable ones.
     kl: over question and answer tokens; kl_answer: answer tokens only; kl_text: plain text. In nats per token.
     recall, captured_mass, output_error, vectors_read, bytes_per_step, bytes_share: means over layers that search, see
     `LayerSample`; None when nothing searched. vectors_read: per KV head, layer and step. bytes_per_step: of keys,
@@ -116,7 +116,7 @@ class Tally:
         self.seconds: list[float] = []
 
     def add(self, score: SegmentScore, context: int) -> None:
-        """A segment's score; context: a number for the context that it follows."""
+        """A segment's score; context: a number for the context that it follows, or for all that overlap with it."""
         self.scores.append(score)
         self.contexts.append(context)
 

@@ -53,8 +53,9 @@ def results_table(scores: Sequence[Score], title: str, prompts: str) -> Table:
     questions = sorted({score.questions for score in overall})
     contexts = sorted({score.contexts for score in overall})
     table.caption = (
-        f"n = {', '.join(map(str, questions))} questions about {', '.join(map(str, contexts))} contexts, which are the "
-        f"draws of ±; {_PROMPTS[prompts]}\nloss: exact match of full attention minus the method's; "
+        f"n = {', '.join(map(str, questions))} questions about {', '.join(map(str, contexts))} contexts without text "
+        f"in common, which are the draws of ±{_without_error(overall)}; {_PROMPTS[prompts]}\n"
+        "loss: exact match of full attention minus the method's; "
         "KL(full || method) in nats per token;\n"
         "over the layers that search: recall of the true top keys, attention mass captured, relative output error, "
         "keys and bytes touched;\nall: keys touched in all layers"
@@ -174,7 +175,9 @@ def markdown_table(scores: Sequence[Score], prompts: str) -> str:
         if score.task == ALL_TASKS
     ]
     said = _PROMPTS[prompts]
-    text = f"± is the standard error with contexts as draws; {said}.\n\n" + _markdown([headings, *rows])
+    lone = _without_error([score for score in scores if score.task == ALL_TASKS])
+    text = f"± is the standard error with contexts without text in common as draws{lone}; {said}.\n\n"
+    text += _markdown([headings, *rows])
     for title, found in (
         ("Exact match / KL by task:", figures_by_task(scores)),
         (
@@ -192,6 +195,17 @@ def markdown_table(scores: Sequence[Score], prompts: str) -> str:
 def _markdown(rows: Sequence[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(cell.strip() for cell in row)} |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) + "\n"
+
+
+def _without_error(scores: Sequence[Score]) -> str:
+    """Says at which lengths there is no standard error, and why."""
+    lengths = sorted({score.context_length for score in scores if score.contexts < 2})
+    if not lengths:
+        return ""
+    return (
+        f" (none at {', '.join(f'{length:,}' for length in lengths)} tokens: all questions are about one context, or "
+        "about contexts that share text; a longer text, or shorter contexts, make more draws)"
+    )
 
 
 def _error(value: float | None, digits: int) -> str:

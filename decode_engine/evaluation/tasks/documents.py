@@ -47,7 +47,8 @@ class Question:
 class Document:
     """A text of `token_count` tokens with facts in it.
 
-    continuation: what follows in the source text, for measuring predictions of plain text.
+    continuation: what follows in the source text, for measuring predictions of plain text. stretch: of several, which
+    stretch of the source text this is of: documents of different stretches have no text in common.
     """
 
     text: str
@@ -55,6 +56,7 @@ class Document:
     questions: tuple[Question, ...]
     continuation: str
     family: str = "single"
+    stretch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,8 @@ def make_documents(
 ) -> list[Document]:
     """Documents over different parts of the text, which overlap only when the text is too short for that.
 
-    spare: characters that must remain after each document, for its continuation.
+    spare: characters that must remain after each document, for its continuation. Documents that overlap, or overlap
+    with the same ones, are of one stretch.
     Raises InvalidArgumentError when the text is too short for a single document.
     """
     needed = round(tokens * characters_per_token(encoder, text) * 1.05) + 1_000 + spare
@@ -152,19 +155,24 @@ def make_documents(
         starts = [i * stride + int(offset) for i, offset in enumerate(offsets)]
     else:
         starts = [int(start) for start in np.linspace(0, len(text) - needed, len(each))]
-    return [
-        make_document(
+    documents: list[Document] = []
+    stretch, used = -1, 0
+    for i, (one, near) in enumerate(zip(each, starts, strict=True)):
+        start = word_end(text, near) if near else 0
+        document = make_document(
             encoder,
             text,
             tokens,
             facts=one.facts,
             seed=seed + i,
             distractors=one.distractors,
-            start=word_end(text, start) if start else 0,
+            start=start,
             family=one.family,
         )
-        for i, (one, start) in enumerate(zip(each, starts, strict=True))
-    ]
+        stretch += start >= used
+        documents.append(replace(document, stretch=stretch))
+        used = len(text) - len(document.continuation) + spare
+    return documents
 
 
 def chat_question(question: Question, asked: str) -> Question:

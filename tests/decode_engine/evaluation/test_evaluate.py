@@ -334,3 +334,22 @@ def test_make_document_command(run: Run, tmp_path: Path) -> None:
         run(*arguments, "--text", str(tmp_path / "q.jsonl"), fails=True)["error"].strip().splitlines()
     )
     assert message.startswith("error: the text has")
+
+
+@pytest.mark.slow
+def test_contexts_that_share_text_are_one_draw(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text(held_out_text()[:3600])
+    config = EvaluationConfig(
+        tmp_path / "out",
+        context_lengths=(512,),
+        text=(text,),
+        questions=4,
+        facts=2,
+        methods=("full",),
+        text_tokens=20,
+        device="cpu",
+    )
+    with show_stages(io.StringIO()) as start_stage:
+        (score,) = evaluate(config, start_stage).scores
+    assert (score.questions, score.contexts, score.exact_match_se, score.kl_se) == (4, 1, None, None)

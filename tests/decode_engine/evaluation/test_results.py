@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from decode_engine.evaluation.comparison.pictures import (
     pareto_front,
 )
 from decode_engine.evaluation.comparison.results import Results, merge_results, read_results, write_results
-from decode_engine.evaluation.comparison.tables import costs_table, results_table, tasks_table
+from decode_engine.evaluation.comparison.summary import Score
+from decode_engine.evaluation.comparison.tables import costs_table, markdown_table, results_table, tasks_table
 from index_store.errors import InvalidArgumentError
 from tests.decode_engine.evaluation.evaluation_samples import SETTING, some_results, some_scores
 
@@ -57,6 +59,19 @@ def test_tables_on_the_terminal(tmp_path: Path) -> None:
     assert "prompts exact" in text
     assert "keys" in text
     assert tasks_table([score for score in scores if score.task == "all"]) is None
+
+
+def test_tables_say_where_there_is_no_standard_error() -> None:
+    def told(scores: Sequence[Score]) -> str:
+        return f"{results_table(scores, 'title', 'exact').caption} {markdown_table(scores, 'exact')}"
+
+    scores = some_scores()
+    assert "none at" not in told(scores)
+    lone = [replace(score, contexts=1, exact_match_se=None) for score in scores]
+    assert (
+        told(lone).count("tokens: all questions are about one context, or about contexts that share text")
+        == 2
+    )
 
 
 def test_many_methods_are_drawn(tmp_path: Path) -> None:

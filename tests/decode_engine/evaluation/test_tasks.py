@@ -340,6 +340,16 @@ def test_documents_of_one_length_do_not_share_text(novels: str) -> None:
     assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
 
 
+def test_documents_that_overlap_are_of_one_stretch(novels: str) -> None:
+    sets = [DocumentSet(4, 3)]
+    apart = make_documents(ReaderTokens(), novels, 2048, sets, seed=0, spare=500)
+    assert [document.stretch for document in apart] == [0, 1, 2, 3]
+    (one,) = make_documents(ReaderTokens(), novels, 2048, [DocumentSet(1, 3)], seed=0)
+    shorter = novels[: 3 * len(one.text)]
+    crowded = make_documents(ReaderTokens(), shorter, 2048, sets, seed=0, spare=500)
+    assert [document.stretch for document in crowded] == [0, 0, 0, 0]
+
+
 def test_nine_contexts_of_32k_fit_into_the_held_out_text() -> None:
     tokens = len(ReaderTokens().encode(held_out_text()))
     assert tokens > 9 * (32_768 + 1_000)
