@@ -34,9 +34,8 @@ def move_indexes(names: Collection[str], written: Path, context: Path) -> None:
     for name in sorted(names):
         remove_tree(target / name)
         os.rename(source / name, target / name)
-    for (
-        path
-    ) in source.iterdir():  # the group's own, where a clean-up was killed that removed all of a dead writer's
+    # The group's own metadata, where a clean-up was killed that removed all of a dead writer's.
+    for path in source.iterdir():
         if path.is_file() and not (target / path.name).exists():
             os.rename(path, target / path.name)
     sync_path(target)
