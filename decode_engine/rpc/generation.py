@@ -32,6 +32,7 @@ from decode_engine.rpc.messages.describe import logprob_messages, summarise, tok
 from decode_engine.rpc.messages.validation import (
     Order,
     check_named_tokens,
+    check_prompt,
     choose_method,
     fit_max_tokens,
     parse_order,
@@ -108,6 +109,7 @@ def check_request(
         prompt = prompt_tokens(order, tokenizer, named, identity, stored, check)
     else:
         prompt = whole[named.token_count :]
+    check_prompt(order, prompt, identity)
     max_tokens = fit_max_tokens(order, named, identity, len(prompt))
     memory = session_bytes(fitted, ground.own_tokens + len(prompt) + max_tokens) + ground.own_bytes
     vocabulary, sampling = backend.runner.vocabulary, order.sampling

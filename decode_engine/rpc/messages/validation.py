@@ -290,9 +290,8 @@ def prompt_tokens(
 ) -> list[int]:
     """The prompt in tokens. check: called now and then while a long text is cut; what it raises ends that.
 
-    Raises InvalidArgumentError when there are none, or one is outside the vocabulary, for turns that cannot follow the
-    context, and PromptTooLongError, before it has cost more than the model's positions are worth, for what they do not
-    hold in any case.
+    Raises InvalidArgumentError for turns that cannot follow the context, and PromptTooLongError, before it has cost
+    more than the model's positions are worth, for what they do not hold in any case.
     """
     room = identity.max_positions - manifest.token_count
     text = "".join(turn.content for turn in order.turns) if order.text is None else order.text
@@ -306,9 +305,13 @@ def prompt_tokens(
             max_positions=identity.max_positions,
         )
     if order.turns:
-        ids = turn_tokens(order.turns, order.tools, tokenizer, stored)
-    else:
-        ids = list(order.token_ids) if order.text is None else tokenizer.encode(order.text)
+        return turn_tokens(order.turns, order.tools, tokenizer, stored)
+    return list(order.token_ids) if order.text is None else tokenizer.encode(order.text)
+
+
+def check_prompt(order: Order, ids: Sequence[int], identity: ModelIdentity) -> None:
+    """Raises InvalidArgumentError where a prompt has no tokens, one that the model has not, or too many to tell log
+    probabilities of."""
     if not ids:
         raise InvalidArgumentError("the prompt has no tokens, expected at least one", field="prompt")
     check_tokens("token_ids", ids, identity)
@@ -317,7 +320,6 @@ def prompt_tokens(
             f"prompt_logprobs are wanted of {len(ids)} tokens, expected a prompt of at most {MAX_PROMPT_LOGPROBS}",
             field="prompt_logprobs",
         )
-    return ids
 
 
 def check_named_tokens(order: Order, identity: ModelIdentity) -> None:

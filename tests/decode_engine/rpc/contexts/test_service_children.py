@@ -299,6 +299,17 @@ def test_a_text_continues_the_longest_context_that_it_begins_with(shelf: Shelf, 
         client.generate("", question="Who?").read()
 
 
+def test_what_follows_a_context_that_was_found_is_checked_like_any_prompt(
+    shelf: Shelf, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "The tide went out, and the ship lay on the sand until the evening. " * 6
+    shelf.library.prefill("sand", text=text, method=METHODS, salt="")
+    monkeypatch.setattr("decode_engine.rpc.messages.validation.MAX_PROMPT_LOGPROBS", 4)
+    client.generate("", text=text + " She", prompt_logprobs=True, max_tokens=1).read()
+    with pytest.raises(InvalidArgumentError, match="wanted of 9 tokens, expected a prompt of at most 4"):
+        client.generate("", text=text + " She came", prompt_logprobs=True, max_tokens=1).read()
+
+
 def test_a_child_can_be_warmed(shelf: Shelf, client: Client) -> None:
     child = extend(client, shelf.root)
     assert client.warm_context(child).context.name == child
