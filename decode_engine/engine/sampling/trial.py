@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from select import select
+from selectors import EVENT_READ, DefaultSelector
 
 from llguidance import LLTokenizer
 
@@ -64,14 +64,17 @@ class Trial:
     def check(self, constraint: Constraint) -> None:
         """Raises UnfitConstraintError for one that cannot be obeyed. Waits for those before it, 2 s for each."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._begin()
-            reason = self._ask(asdict(constraint), _TRIAL_S)
-            if reason is None:
-                self._end()
-                raise UnfitConstraintError(
-                    f"it is too complex (more than {_TRIAL_S:g} s to compile, or too large)"
-                )
+            try:
+                if self._process is None or self._process.poll() is not None:
+                    self._begin()
+                reason = self._ask(asdict(constraint), _TRIAL_S)
+                if reason is None:
+                    raise UnfitConstraintError(
+                        f"it is too complex (more than {_TRIAL_S:g} s to compile, or too large)"
+                    )
+            except BaseException:
+                self._end()  # the answer that it may still give must not be read as one to the next question
+                raise
         if reason:
             raise UnfitConstraintError(reason)
 
@@ -84,7 +87,6 @@ class Trial:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         if self._ask(asdict(self._source()), _START_S) is None:
-            self._end()
             raise UnfitConstraintError("the process that tries constraints does not start")
 
     def _ask(self, question: dict[str, object], timeout_s: float) -> str | None:
@@ -97,7 +99,9 @@ class Trial:
             process.stdin.flush()
         except OSError:
             return None
-        ready, _, _ = select([process.stdout], [], [], timeout_s)
+        with DefaultSelector() as selector:  # `select` itself knows no descriptors from 1,024 on
+            selector.register(process.stdout, EVENT_READ)
+            ready = selector.select(timeout_s)
         line = process.stdout.readline() if ready else b""
         return str(json.loads(line)) if line.endswith(b"\n") else None
 

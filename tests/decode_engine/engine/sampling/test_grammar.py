@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +16,7 @@ from llguidance import LLMatcher
 
 from decode_engine.engine.sampling import trial
 from decode_engine.engine.sampling.matching import Constraint, Kind, allowed_bytes
-from decode_engine.engine.sampling.trial import VocabularySource
+from decode_engine.engine.sampling.trial import Trial, VocabularySource
 from decode_engine.engine.sampling.vocabulary import Vocabulary
 from index_store.errors import InvalidArgumentError
 from index_store.models.loading import Tokenizer, load_tokenizer, resolve_model
@@ -29,6 +32,13 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def vocabulary(tokenizer: Tokenizer) -> Iterator[Vocabulary]:
     made = Vocabulary(lambda: VocabularySource(tokenizer.definition(), SIZE, tokenizer.eos_ids))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def trials(tokenizer: Tokenizer) -> Iterator[Trial]:
+    made = Trial(lambda: VocabularySource(tokenizer.definition(), SIZE, tokenizer.eos_ids))
     yield made
     made.close()
 
@@ -104,6 +114,36 @@ def test_what_dies_in_its_trial_is_refused_and_the_next_one_is_tried(
         with pytest.raises(InvalidArgumentError, match="json_schema cannot be obeyed: it is too complex"):
             vocabulary.compile(hostile)
     assert answer(vocabulary, Constraint("regex", "after"), 0)[0] == b"after"
+
+
+def test_a_trial_reads_answers_also_where_many_files_are_open(trials: Trial) -> None:
+    trials.check(Constraint("regex", "a"))
+    process = trials._process
+    assert process is not None
+    assert process.stdout is not None
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before, 2048), most))
+    try:
+        with process.stdout as low:
+            process.stdout = os.fdopen(fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1024), "rb")
+        trials.check(Constraint("regex", "b"))
+    finally:
+        trials.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
+
+
+def test_an_answer_that_was_not_read_is_not_taken_for_the_next_one(
+    trials: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise OSError(24, "Too many open files")
+
+    trials.check(Constraint("regex", "a"))
+    with monkeypatch.context() as patch:
+        patch.setattr(trial, "DefaultSelector", fail)
+        with pytest.raises(OSError, match="Too many open files"):
+            trials.check(Constraint("regex", "("))
+    trials.check(Constraint("regex", "a"))
 
 
 def test_who_waits_for_a_core_is_not_too_complex(
