@@ -14,7 +14,7 @@ from functools import partial
 from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf.empty_pb2 import Empty
 
-from decode_engine.errors import TooManyRequestsError, UnfinishedCallError
+from decode_engine.errors import UnfinishedCallError
 from decode_engine.rpc.backend import BackendSlot, ServiceBackend
 from decode_engine.rpc.contexts.names import COLLECTION, parse_name
 from decode_engine.rpc.contexts.pages import Pager, find_context
@@ -23,7 +23,6 @@ from decode_engine.rpc.creation.operations import parse_operation
 from decode_engine.rpc.messages.describe import describe_upload
 from decode_engine.rpc.transport.bound import Bound
 from decode_engine.rpc.transport.calls import Call
-from decode_engine.rpc.transport.stalled import forget_error
 from index_store.errors import ContextNotFoundError
 from sparsekv.v1 import context_pb2, context_pb2_grpc
 
@@ -47,7 +46,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
     def __init__(self, slot: BackendSlot) -> None:
         self._slot = slot
         self._pager = Pager()
-        self._warming = 0
+        self._warming = Bound(_MAX_WARMING, "contexts are being loaded ahead of need")
         self._ordering = Bound(_MAX_ORDERING, "contexts are being ordered")
         self._uploading = Bound(_MAX_UPLOADING, "documents are being uploaded")
 
@@ -55,11 +54,9 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         self, request: context_pb2.CreateContextRequest, call: Call
     ) -> operations_pb2.Operation:
         backend = self._slot.get()
-        with (
-            self._ordering.place()
-        ):  # who leaves has the order made or not made, and finds out by its request_id
-            work = call.run_alone(partial(self._create, backend, request, call))
-            operation = await asyncio.shield(asyncio.ensure_future(work))
+        # Who leaves has the order made or not made, and finds out by its request_id.
+        work = partial(self._create, backend, request, call)
+        operation = await self._ordering.run(partial(call.run_alone, work))
         call.note(operation=operation.name)
         return operation
 
@@ -151,19 +148,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         backend = self._slot.get()
         id_ = parse_name(request.name)
         call.note(context=id_)
-        if self._warming >= _MAX_WARMING:
-            raise TooManyRequestsError(
-                f"{self._warming} contexts are being loaded ahead of need, which is the limit; try again later",
-                limit=_MAX_WARMING,
-            )
-        self._warming += 1
-        work = asyncio.ensure_future(call.run_alone(partial(self._warm, backend, id_, call)))
-        work.add_done_callback(self._end_warming)
-        return await asyncio.shield(work)
-
-    def _end_warming(self, work: asyncio.Future[context_pb2.WarmContextResponse]) -> None:
-        self._warming -= 1
-        forget_error(work)
+        return await self._warming.run(partial(call.run_alone, partial(self._warm, backend, id_, call)))
 
     def _warm(self, backend: ServiceBackend, id_: str, call: Call) -> context_pb2.WarmContextResponse:
         ground = backend.ground(id_)

@@ -21,9 +21,9 @@ from decode_engine.rpc.generation import check_request, stream_answer
 from decode_engine.rpc.messages.describe import describe_methods, describe_status
 from decode_engine.rpc.messages.validation import check_tokens, content_tokens, parse_batch
 from decode_engine.rpc.transport.appointments import Appointments, Clients
+from decode_engine.rpc.transport.bound import Bound
 from decode_engine.rpc.transport.calls import Call
 from decode_engine.rpc.transport.merged import merged
-from decode_engine.rpc.transport.stalled import forget_error
 from decode_engine.rpc.transport.status import public_error, to_status
 from index_store.errors import InvalidArgumentError, SparseKVError
 from sparsekv.v1 import generation_pb2, generation_pb2_grpc
@@ -47,7 +47,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._clients = Clients(client_requests)
         self._appointments = Appointments()
         self._batches = 0
-        self._working = 0
+        self._working = Bound(_MAX_LONG, "other calls compile constraints or cut long texts")
 
     async def ListMethods(
         self, request: generation_pb2.ListMethodsRequest, call: Call
@@ -184,17 +184,4 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _long(self, call: Call, work: Callable[[], ResultT]) -> ResultT:
         """What may take seconds, on a thread of its own. Raises TooManyRequestsError where too many do."""
-        if self._working >= _MAX_LONG:
-            raise TooManyRequestsError(
-                f"{self._working} other calls compile constraints or cut long texts, which is the limit; try again "
-                "later",
-                limit=_MAX_LONG,
-            )
-        self._working += 1
-        task = asyncio.ensure_future(call.run_alone(work))
-        task.add_done_callback(self._end_long)
-        return await asyncio.shield(task)
-
-    def _end_long(self, task: asyncio.Future[ResultT]) -> None:
-        self._working -= 1
-        forget_error(task)
+        return await self._working.run(partial(call.run_alone, work))

@@ -1,0 +1,50 @@
+"""How many calls may do one thing at once, and until when each of them counts."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from decode_engine.errors import TooManyRequestsError
+from decode_engine.rpc.transport.bound import Bound
+
+
+def test_work_has_its_place_until_it_ends_whoever_leaves_before() -> None:
+    async def run() -> None:
+        bound, go_on = Bound(1, "documents are being read"), asyncio.Event()
+
+        async def work() -> str:
+            await go_on.wait()
+            return "read"
+
+        leaving = asyncio.ensure_future(bound.run(work))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        with pytest.raises(TooManyRequestsError, match="1 documents are being read, which is the limit"):
+            await bound.run(work)
+        go_on.set()
+        await asyncio.sleep(0)  # it ends
+        await asyncio.sleep(0)  # and its end is told
+        assert await bound.run(work) == "read"
+
+    asyncio.run(run())
+
+
+def test_a_place_comes_back_from_work_that_fails_or_cannot_begin() -> None:
+    async def fail() -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def run() -> None:
+        bound = Bound(1, "documents are being read")
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="new thread"):
+                await bound.run(fail)
+        with pytest.raises(KeyError), bound.place():
+            raise KeyError
+        with bound.place(), pytest.raises(TooManyRequestsError):
+            await bound.run(fail)
+
+    asyncio.run(run())
