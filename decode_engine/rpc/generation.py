@@ -43,7 +43,6 @@ from decode_engine.rpc.prompts.tool_fields import CallMode, CallPlan, plan_calls
 from decode_engine.rpc.prompts.turn_tokens import conversation_tokens
 from decode_engine.rpc.transport.appointments import Appointments, Bell
 from decode_engine.rpc.transport.calls import Call
-from decode_engine.rpc.transport.stalled import forget_error
 from index_store.methods.method import FittedMethod, Method
 from index_store.models.loading import Tokenizer
 from index_store.store.description.context_id import ModelIdentity
@@ -171,40 +170,51 @@ async def stream_answer(
     appointments: are told when the request has ended. note: is told what happened to it.
     """
     place = backend.engine.reserve(checked.fitted.manifest.id, checked.memory * checked.order.answers)
-    call.when_ended(appointments.place_freed)
     bell, notices = Bell(), _Notices(checked)
     submission = asyncio.ensure_future(
         call.run_alone(partial(_submit, backend, checked, call, place, bell.ring))
     )
-    submission.add_done_callback(forget_error)
-    while not submission.done():
-        await asyncio.wait({submission}, timeout=notices.due_in_s())
-        if not submission.done() and (notice := notices.take(generation_pb2.Waiting.CONTEXT, 0)):
-            yield notice
-    stream, load_ns, submitted_ns = submission.result()
-    generated, left = 0, checked.order.answers
-    told = _Told(checked, load_ns, submitted_ns - checked.arrived_ns)
-    while left:
-        bell.clear()
-        events = stream.take()
-        if not events and generated:
-            await bell.wait(None)
-        elif not events:
-            if not await bell.wait(notices.due_in_s()) and (notice := notices.of(backend, stream)):
+    try:
+        while not submission.done():
+            await asyncio.wait({submission}, timeout=notices.due_in_s())
+            if not submission.done() and (notice := notices.take(generation_pb2.Waiting.CONTEXT, 0)):
                 yield notice
-        else:
-            first = not generated and not notices.told
-            generated += sum(isinstance(event, Token) for event in events)
-            note(generated_tokens=generated)
-            for message in await told.messages(events, call, note):
-                if first:
-                    message.usage.CopyFrom(checked.usage())
-                    first, notices.told = False, True
-                yield message
-            last = events[-1]
-            if isinstance(last, Exception):
-                raise last
-            left -= sum(isinstance(event, Finished) for event in events)
+        stream, load_ns, submitted_ns = submission.result()
+        generated, left = 0, checked.order.answers
+        told = _Told(checked, load_ns, submitted_ns - checked.arrived_ns)
+        while left:
+            bell.clear()
+            events = stream.take()
+            if not events and generated:
+                await bell.wait(None)
+            elif not events:
+                if not await bell.wait(notices.due_in_s()) and (notice := notices.of(backend, stream)):
+                    yield notice
+            else:
+                first = not generated and not notices.told
+                generated += sum(isinstance(event, Token) for event in events)
+                note(generated_tokens=generated)
+                for message in await told.messages(events, call, note):
+                    if first:
+                        message.usage.CopyFrom(checked.usage())
+                        first, notices.told = False, True
+                    yield message
+                last = events[-1]
+                if isinstance(last, Exception):
+                    raise last
+                left -= sum(isinstance(event, Finished) for event in events)
+    finally:  # the call may go on with other requests
+        submission.add_done_callback(partial(_end, place))
+        appointments.place_freed()
+
+
+def _end(place: Place, submission: asyncio.Future[tuple[Stream, int, int]]) -> None:
+    """Ends the request, which is harmless when it has ended; gives its place back where none was submitted."""
+    if submission.cancelled() or submission.exception() is not None:
+        place.release()
+    else:
+        stream, _, _ = submission.result()
+        stream.cancel()
 
 
 class _Told:
@@ -226,7 +236,8 @@ class _Told:
         messages = []
         for event in events:
             if isinstance(event, PromptRead):
-                logprobs = await call.run(partial(logprob_messages, event.logprobs, bytes_of))
+                # A thread of its own: a request that has begun is not refused since others want the common ones.
+                logprobs = await call.run_alone(partial(logprob_messages, event.logprobs, bytes_of))
                 messages.append(generation_pb2.GenerateResponse(prompt_logprobs=logprobs))
         said = token_messages([event for event in events if isinstance(event, Token)], bytes_of)
         for message in said:
@@ -303,7 +314,7 @@ class _Notices:
 def _submit(
     backend: ServiceBackend, checked: CheckedOrder, call: Call, place: Place, ring: Callable[[], None]
 ) -> tuple[Stream, int, int]:
-    """Has the context loaded, and queues the request. The place is given back if that fails.
+    """Has the context loaded, and queues the request. The place is left to the caller if that fails.
 
     While other contexts that are in use leave no memory for it, the call waits; its place bounds how many do. The
     engine gets it while its context is still being loaded.
@@ -313,7 +324,6 @@ def _submit(
     id_ = checked.fitted.manifest.id
     clock_ns = backend.engine.clock_ns
     with ExitStack() as stack:
-        stack.callback(place.release)
         before = clock_ns()
         store, ground, runner = backend.store, checked.ground, backend.runner
         lease = backend.arena.acquire(
@@ -338,7 +348,6 @@ def _submit(
             sink=TextStream(decode, checked.prompt, checked.order.stops, checked.sampling.rules.min_tokens),
             end_ids=frozenset(runner.tokenizer.eos_ids),
             deadline_ns=_deadline_ns(call, submitted_ns),
-            on_close=stack.pop_all().close,
             on_event=ring,
             context=id_,
             memory=checked.memory,
@@ -349,10 +358,9 @@ def _submit(
             answers=checked.order.answers,
             stop_ids=checked.order.stop_token_ids,
             prompt_logprobs=checked.order.prompt_logprobs,
+            on_close=stack.pop_all().close,  # last: until here, what fails ends the lease
         )
-    stream = backend.engine.submit(place, request)
-    call.when_ended(stream.cancel)
-    return stream, submitted_ns - before, submitted_ns
+    return backend.engine.submit(place, request), submitted_ns - before, submitted_ns
 
 
 def _deadline_ns(call: Call, now_ns: int) -> int | None:

@@ -172,7 +172,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                     async for message in messages:
                         yield message
                 return
-            except TooManyRequestsError:  # nothing has been sent yet: places are taken before
+            except TooManyRequestsError:  # nothing has been sent yet: who has a place is not refused
                 await asyncio.sleep(self._appointments.next_s())
                 call.check()
 

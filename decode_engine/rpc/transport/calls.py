@@ -11,7 +11,6 @@ import asyncio
 import inspect
 import logging
 import secrets
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
@@ -84,7 +83,7 @@ class AbortError(Exception):
 
 
 class Call:
-    """One call, as its handler sees it. To be used on the loop's thread, except for `check` and `when_ended`.
+    """One call, as its handler sees it. To be used on the loop's thread, except for `check`.
 
     peer: where it comes from, with its port. host: the same without. caller: the name of its token, "" where none was
     asked for. deadline_s: on `time.monotonic`; None without one.
@@ -110,9 +109,7 @@ class Call:
         self.serialize: Callable[[Any], bytes] = bytes
         self.begun = False
         self._gate = gate
-        self._lock = threading.Lock()
         self._ended = False
-        self._callbacks: list[Callable[[], object]] = []
 
     def check(self) -> None:
         """Raises DeadlineExceededError or CancelledError once nobody needs the answer any more. From any thread."""
@@ -121,21 +118,9 @@ class Call:
         if self._ended:
             raise CancelledError("the client ended the call")
 
-    def when_ended(self, callback: Callable[[], object]) -> None:
-        """Has it called at the call's end, or at once when that is past. From any thread."""
-        with self._lock:
-            if not self._ended:
-                self._callbacks.append(callback)
-                return
-        callback()
-
     def end(self) -> None:
         """The call is over; for the gate."""
-        with self._lock:
-            self._ended = True
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+        self._ended = True
 
     def note(self, **facts: object) -> None:
         """Adds to what the log line of this call says."""
