@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +12,7 @@ import typer
 from typer import Argument, Option
 
 from decode_engine.cli.asking.answer_options import AnswerConfig, decoded, in_flags
+from decode_engine.cli.asking.answers_as_json import described_answers, shown
 from decode_engine.cli.asking.many_questions import QuestionFile, ask_all
 from decode_engine.rpc.client import Client, Generation, Piece, Summary, TokenLogprob, Waiting
 from index_store.cli.checks import Filled, InputFile, OutputFile
@@ -208,49 +209,19 @@ def _print_text(generation: Generation, answers: Sequence[Piece], *, streamed: b
 
 
 def _logprob_line(each: TokenLogprob) -> str:
-    others = "".join(f"  {_shown(other.text)!r} {other.logprob:.4f}" for other in each.alternatives)
-    return f"{each.logprob:9.4f} {_shown(each.text)!r}{':' if others else ''}{others}"
+    others = "".join(f"  {shown(other.text)!r} {other.logprob:.4f}" for other in each.alternatives)
+    return f"{each.logprob:9.4f} {shown(each.text)!r}{':' if others else ''}{others}"
 
 
 def _print_json(name: str, generation: Generation, answers: Sequence[Piece]) -> None:
-    """One answer's fields at the top, several in a list."""
-    described = [
-        {
-            "text": answer.text,
-            "token_ids": list(answer.token_ids),
-            **({"logprobs": _described(answer.logprobs)} if answer.logprobs else {}),
-            **asdict(summary),
-        }
-        for answer, summary in zip(answers, generation.summaries, strict=True)
-    ]
-    prompt = generation.prompt_logprobs
-    print_json(
-        {
-            "context": name,
-            **({"prompt_logprobs": _described(prompt)} if prompt else {}),
-            **(described[0] if len(described) == 1 else {"answers": described}),
-        }
+    described = described_answers(
+        (answer.text for answer in answers),
+        (answer.token_ids for answer in answers),
+        (answer.logprobs for answer in answers),
+        generation.summaries,
+        generation.prompt_logprobs,
     )
-
-
-def _described(logprobs: Iterable[TokenLogprob]) -> list[dict[str, object]]:
-    """As JSON, where bytes that are no text become U+FFFD."""
-    return [
-        {
-            "token_id": each.token_id,
-            "text": _shown(each.text),
-            "logprob": each.logprob,
-            "alternatives": [
-                {"token_id": other.token_id, "text": _shown(other.text), "logprob": other.logprob}
-                for other in each.alternatives
-            ],
-        }
-        for each in logprobs
-    ]
-
-
-def _shown(text: bytes) -> str:
-    return text.decode("utf-8", "replace")
+    print_json({"context": name, **described})
 
 
 def summary_lines(summary: Summary) -> list[str]:

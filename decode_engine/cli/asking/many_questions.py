@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from decode_engine.cli.asking.answer_options import as_flags, read_utf8
+from decode_engine.cli.asking.answers_as_json import described_answers
 from decode_engine.rpc.client import BatchItem, Client, GenerateOptions
 from decode_engine.settings.request_bounds import MAX_BATCH
 from index_store.cli.progress import Update
@@ -65,15 +65,10 @@ class QuestionFile:
 
     def add(self, place: int, item: BatchItem) -> None:
         """Writes the answer, or all of several, to a question."""
-        answers = [
-            {"text": text, "token_ids": list(ids), **asdict(summary)}
-            for text, ids, summary in zip(item.texts, item.token_ids, item.summaries, strict=True)
-        ]
-        record = {
-            "index": place,
-            "question": self._questions[place],
-            **(answers[0] if len(answers) == 1 else {"answers": answers}),
-        }
+        answers = described_answers(
+            item.texts, item.token_ids, item.logprobs, item.summaries, item.prompt_logprobs
+        )
+        record = {"index": place, "question": self._questions[place], **answers}
         with self.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 

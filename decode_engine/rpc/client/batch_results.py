@@ -12,7 +12,17 @@ import grpc
 from google.rpc.status_pb2 import Status
 
 from decode_engine.rpc.client.attempts import Attempts
-from decode_engine.rpc.client.replies import BatchItem, Piece, Summary, read_piece, read_summary, texts_of
+from decode_engine.rpc.client.replies import (
+    BatchItem,
+    Piece,
+    Summary,
+    TokenLogprob,
+    calls_of,
+    read_logprobs,
+    read_piece,
+    read_summary,
+    texts_of,
+)
 from decode_engine.rpc.transport.status import error_of
 from index_store.errors import SparseKVError
 from sparsekv.v1 import generation_pb2
@@ -36,6 +46,7 @@ class Results:
         self._answers = [each.n or 1 for each in request.requests]
         self._pieces: dict[int, list[Piece]] = {}
         self._summaries: dict[int, dict[int, Summary]] = {}
+        self._prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
 
     def cancel(self) -> None:
         """Ends the work on the server. Harmless when it has ended."""
@@ -48,7 +59,9 @@ class Results:
         if response.HasField("error"):
             return self._item(index, response.error)
         answer = response.response
-        if answer.token_ids or answer.text:
+        if answer.prompt_logprobs:
+            self._prompt_logprobs[index] = read_logprobs(answer.prompt_logprobs)
+        if answer.token_ids or answer.text or answer.tool_calls:
             self._pieces.setdefault(index, []).append(read_piece(answer))
         if answer.HasField("summary"):
             summaries = self._summaries.setdefault(index, {})
@@ -69,16 +82,16 @@ class Results:
         pieces, summaries = self._pieces.pop(index, []), self._summaries.pop(index, {})
         texts = texts_of(pieces)
         texts += [""] * (len(summaries) - len(texts))
-        ids = [
-            tuple(id_ for piece in pieces if piece.index == place for id_ in piece.token_ids)
-            for place in range(len(texts))
-        ]
+        answers = [[piece for piece in pieces if piece.index == place] for place in range(len(texts))]
         return BatchItem(
             index,
             tuple(texts),
-            tuple(ids),
+            tuple(tuple(id_ for piece in own for id_ in piece.token_ids) for own in answers),
             tuple(summaries[place] for place in sorted(summaries)),
             None if error is None else error_of(error),
+            tuple(map(calls_of, answers)),
+            tuple(tuple(each for piece in own for each in piece.logprobs) for own in answers),
+            self._prompt_logprobs.pop(index, ()),
         )
 
 

@@ -245,9 +245,10 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class BatchItem:
-    """What became of one request of a batch. index: which. texts, token_ids, summaries: of its answers.
+    """What became of one request of a batch. index: which. texts, token_ids, summaries, tool_calls, logprobs: of its
+    answers. prompt_logprobs: of the prompt's tokens but the first, where they are wanted.
 
-    error: why it failed; texts, token_ids and summaries are those of what came before.
+    error: why it failed; the rest is what came before.
     """
 
     index: int
@@ -255,6 +256,9 @@ class BatchItem:
     token_ids: tuple[tuple[int, ...], ...]
     summaries: tuple[Summary, ...]
     error: SparseKVError | None = None
+    tool_calls: tuple[tuple[ToolCall, ...], ...] = ()
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

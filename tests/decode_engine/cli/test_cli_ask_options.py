@@ -100,16 +100,19 @@ def test_many_questions_are_answered_once_each_and_gone_on_with(run: Run, tmp_pa
     asked = [f"Who lit lamp number {number}?" for number in range(9)]
     questions.write_text("\n".join(asked) + "\n\n")
     many = ("--questions", str(questions), "--out", str(out), "--format", "json", "--quiet")
-    first = run(*ASK, *many)
+    probable = ("--logprobs", "1", "--prompt-logprobs")
+    first = run(*ASK, *many, *probable)
     assert first.returncode == 0, first.stderr
     told = json.loads(first.stdout)
     assert (told["answered"], told["kept"], told["failed"]) == (9, 0, 0)
     records = {record["index"]: record for record in map(json.loads, out.read_text().splitlines())}
     assert [records[place]["question"] for place in range(9)] == asked
-    alone = json.loads(run(*ASK, "--format", "json", asked[4]).stdout)
+    alone = json.loads(run(*ASK, *probable, "--format", "json", asked[4]).stdout)
     assert {name: records[4][name] for name in ("text", "token_ids")} == {
         name: alone[name] for name in ("text", "token_ids")
     }
+    for name in ("logprobs", "prompt_logprobs"):
+        assert [each["token_id"] for each in records[4][name]] == [each["token_id"] for each in alone[name]]
     lines = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(lines[:5]) + lines[5][:20])
     again = json.loads(run(*ASK, *many).stdout)

@@ -18,7 +18,7 @@ from decode_engine.errors import DeadlineExceededError, InternalError, ServerUnr
 from decode_engine.rpc.client import AsyncClient, Client, Keep
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError
-from index_store.models.conversation.messages import Message, Role, Tool
+from index_store.models.conversation.messages import Message, Role, Tool, ToolCall
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 IDS = ("a" * 64, "a" * 40 + "b" * 24, "c" * 64)
@@ -88,8 +88,15 @@ class Scripted(context_pb2_grpc.ContextServiceServicer, generation_pb2_grpc.Gene
             self.refusals -= 1
             context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
         summary = generation_pb2.GenerationSummary(finish_reason=generation_pb2.GenerationSummary.STOP)
-        response = generation_pb2.GenerateResponse(text="hello", summary=summary)
-        yield generation_pb2.BatchGenerateResponse(response=response)
+        told = [generation_pb2.TokenLogprob(token_id=id_, logprob=-0.5) for id_ in (3, 4)]
+        call = {"id": "c", "name": "look", "arguments_json": '{"at":'}
+        for response in (
+            generation_pb2.GenerateResponse(prompt_logprobs=told),
+            generation_pb2.GenerateResponse(token_ids=[3], logprobs=told[:1], tool_calls=[call]),
+            generation_pb2.GenerateResponse(tool_calls=[{"arguments_json": "1}"}]),  # and no text or tokens
+            generation_pb2.GenerateResponse(text="hello", token_ids=[4], logprobs=told[1:], summary=summary),
+        ):
+            yield generation_pb2.BatchGenerateResponse(response=response)
 
 
 @pytest.fixture
@@ -222,6 +229,16 @@ def test_a_batch_begins_again_where_no_server_took_it(scripted: tuple[Scripted, 
     with pytest.raises(ServerUnreachableError, match="starting"):
         list(client.batch_generate("contexts/x", [{"text": "a"}]))
     assert servicer.calls == ["BatchGenerate"] * 7
+
+
+def test_a_batch_brings_calls_and_log_probabilities_as_an_answer_does(
+    scripted: tuple[Scripted, Client],
+) -> None:
+    [item] = scripted[1].batch_generate("contexts/x", [{"text": "a"}])
+    assert (item.texts, item.token_ids) == (("hello",), ((3, 4),))
+    assert item.tool_calls == ((ToolCall("look", '{"at":1}', "c"),),)
+    assert [[each.token_id for each in own] for own in item.logprobs] == [[3, 4]]
+    assert [each.token_id for each in item.prompt_logprobs] == [3, 4]
 
 
 def test_the_asynchronous_client_reads_cancels_and_fails_like_the_other(
