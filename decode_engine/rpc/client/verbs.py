@@ -178,7 +178,10 @@ def update_context(name: str, changes: ContextChanges) -> Call[ContextInfo]:
         pinned=changes.get("pinned"),
     )
     if isinstance(expires, datetime):
-        changed.expire_time.FromDatetime(expires)
+        try:
+            changed.expire_time.FromDatetime(expires)
+        except (ValueError, OverflowError) as error:  # a zone may bring it out of the years 1 to 9999
+            raise _unfit("expire_time", expires.isoformat(), error) from error
     others = [field for field in ("display_name", "expire_time", "pinned") if changes.get(field) is not None]
     paths = [*(f"labels.{key}" for key in labels), *others]
     request = message(
@@ -334,11 +337,15 @@ def message(kind: type[MessageT], **fields: Any) -> MessageT:
         try:
             given = generation_pb2.TokenIds(ids=value) if name == "token_ids" else value
             made.MergeFrom(kind(**{name: given}))
-        except (ValueError, TypeError) as error:
-            raise InvalidArgumentError(
-                f"{name} is {_shown(value)}, which no request can carry: {error}", field=name
-            ) from error
+        except (ValueError, TypeError, OverflowError) as error:
+            raise _unfit(name, value, error) from error
     return made
+
+
+def _unfit(field: str, value: object, error: Exception) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{field} is {_shown(value)}, which no request can carry: {error}", field=field
+    )
 
 
 def _shown(value: object) -> str:

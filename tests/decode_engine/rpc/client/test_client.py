@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from typing import Any
 
 import grpc
@@ -193,6 +194,36 @@ def test_nobody_answers() -> None:
 def test_requests_that_cannot_be_sent(arguments: dict[str, Any]) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(InvalidArgumentError):
         client.generate("contexts/x", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("ask", "field"),
+    [
+        (lambda client: client.generate("contexts/x", text="a", logit_bias={1: 10**400}), "logit_bias"),
+        (lambda client: client.generate("contexts/x", text="a", temperature=10**400), "temperature"),
+        (
+            lambda client: client.update_context(
+                "x", expire_time=datetime.fromisoformat("0001-01-01T00:00:00+23:59")
+            ),
+            "expire_time",
+        ),
+        (
+            lambda client: client.update_context(
+                "x", expire_time=datetime.fromisoformat("9999-12-31T23:59:59-23:59")
+            ),
+            "expire_time",
+        ),
+    ],
+)
+def test_numbers_and_times_too_large_for_a_message_name_their_field(
+    ask: Callable[[Client], object], field: str
+) -> None:
+    with (
+        Client("127.0.0.1:1") as client,
+        pytest.raises(InvalidArgumentError, match=f"^{field} is ") as caught,
+    ):
+        ask(client)
+    assert caught.value.metadata["field"] == field
 
 
 def test_both_clients_have_the_same_verbs() -> None:
