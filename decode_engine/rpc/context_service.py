@@ -7,6 +7,7 @@ memory through `Call.run_alone`. Errors are left to the gate.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from functools import partial
@@ -24,7 +25,10 @@ from decode_engine.rpc.messages.describe import describe_upload
 from decode_engine.rpc.transport.bound import Bound
 from decode_engine.rpc.transport.calls import Call
 from index_store.errors import ContextNotFoundError
+from index_store.jobs.uploads import Upload, UploadWriting
 from sparsekv.v1 import context_pb2, context_pb2_grpc
+
+logger = logging.getLogger(__name__)
 
 _MAX_WARMING = 8
 """Calls that load contexts ahead of need, at once: each holds a thread while it waits."""
@@ -68,22 +72,40 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
     async def UploadDocument(
         self, requests: AsyncIterator[context_pb2.UploadDocumentRequest], call: Call
     ) -> context_pb2.Upload:
-        uploads, sha256 = self._slot.get().workshop.uploads, ""
+        uploads = self._slot.get().workshop.uploads
         with self._uploading.place():
             writing = await call.run(uploads.begin)
             try:
-                async with asyncio.timeout(_UPLOAD_S):
-                    async for request in requests:
-                        sha256 = request.sha256 or sha256
-                        await call.run(partial(writing.add, request.data))
-                upload = await call.run(partial(writing.finish, sha256))
-            except TimeoutError as error:
-                raise UnfinishedCallError(
-                    f"the document did not come within {_UPLOAD_S} s; send it anew"
-                ) from error
-            finally:
-                await asyncio.shield(call.run(writing.discard))
+                upload = await self._receive(requests, writing, call)
+            except BaseException:
+                await self._discard(writing, call)
+                raise
         return describe_upload(upload)
+
+    async def _receive(
+        self,
+        requests: AsyncIterator[context_pb2.UploadDocumentRequest],
+        writing: UploadWriting,
+        call: Call,
+    ) -> Upload:
+        sha256 = ""
+        try:
+            async with asyncio.timeout(_UPLOAD_S):
+                async for request in requests:
+                    sha256 = request.sha256 or sha256
+                    await call.run(partial(writing.add, request.data))
+            return await call.run(partial(writing.finish, sha256))
+        except TimeoutError as error:
+            raise UnfinishedCallError(
+                f"the document did not come within {_UPLOAD_S} s; send it anew"
+            ) from error
+
+    async def _discard(self, writing: UploadWriting, call: Call) -> None:
+        """Gives an upload up; what fails here is logged, since its sender is told what failed before."""
+        try:
+            await asyncio.shield(call.run_alone(writing.discard))
+        except Exception:
+            logger.exception("what had come of an upload was not removed")
 
     async def GetContext(self, request: context_pb2.GetContextRequest, call: Call) -> context_pb2.Context:
         context = await call.run(partial(self._get, self._slot.get(), request))

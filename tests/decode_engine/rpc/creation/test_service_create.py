@@ -18,6 +18,7 @@ from index_store.errors import (
     UploadNotFoundError,
 )
 from index_store.jobs.job_queue import JobQueue
+from index_store.jobs.uploads import UploadWriting
 from index_store.models.conversation.messages import Conversation, Message, Role, Tool
 from prefill_worker.worker.queue_worker import QueueWorker
 from sparsekv.v1 import context_pb2, generation_pb2
@@ -210,6 +211,18 @@ def test_uploads_are_checked(client: Client, stubs: Stubs) -> None:
     broken = client.upload_document(b"\xff\xfe no text")
     with pytest.raises(InvalidArgumentError, match="not UTF-8 text"):
         client.create_context(upload=broken.name, wait=False)
+
+
+def test_what_discarding_an_upload_meets_hides_nothing(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(writing: UploadWriting) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(UploadWriting, "discard", fail)
+    assert client.upload_document(b"a keeper").size_bytes == 8  # and nothing is left to be discarded
+    with pytest.raises(InvalidArgumentError, match="the document is empty"):
+        client.upload_document(b"")
 
 
 def test_a_server_without_its_context_tells_so(client: Client, worker: QueueWorker) -> None:
