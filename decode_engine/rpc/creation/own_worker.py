@@ -66,23 +66,33 @@ class OwnWorker:
 
     def _keep(self) -> None:
         pause_s = _LEAST_S
-        while process := self._begin():
-            with process:
-                try:
-                    process.wait(_STEADY_S)
-                except subprocess.TimeoutExpired:
+        while True:
+            try:
+                process = self._begin()
+            except OSError as error:  # no memory or no files are left for it, which may pass
+                what = f"could not be started: {error}"
+            else:
+                if process is None:
+                    return
+                if self._outlives_start(process):
                     pause_s = _LEAST_S
-                    process.wait()
+                what = f"ended with {process.returncode}"
             if self._stopping.is_set():
                 return
-            logger.warning(
-                "the server's own prefill worker ended with %d; starting another one in %g s",
-                process.returncode,
-                pause_s,
-            )
+            logger.warning("the server's own prefill worker %s; starting another one in %g s", what, pause_s)
             if self._stopping.wait(pause_s):
                 return
             pause_s = min(2 * pause_s, _MOST_S)
+
+    def _outlives_start(self, process: subprocess.Popen[bytes]) -> bool:
+        """Waits for the end of the process: whether it lived long enough for its end to have come from its work."""
+        with process:
+            try:
+                process.wait(_STEADY_S)
+            except subprocess.TimeoutExpired:
+                process.wait()
+                return True
+        return False
 
     def _begin(self) -> subprocess.Popen[bytes] | None:
         with self._lock:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from decode_engine.rpc.creation import own_worker
 from decode_engine.rpc.creation.own_worker import LOWEST_PRIORITY, OwnWorker
 from decode_engine.rpc.server import DecodeServer
 from index_store.jobs.job_queue import JobQueue
@@ -185,6 +186,22 @@ def test_a_worker_that_ends_is_followed_by_another(tmp_path: Path) -> None:
     worker.stop()
     worker.stop()
     assert set(beats.read_text().splitlines()) <= {f"{LOWEST_PRIORITY} 3", f"{os.getpriority(0, 0)} 3"}
+
+
+def test_a_worker_that_cannot_be_started_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(own_worker, "_LEAST_S", 0.01)
+    program, made = tmp_path / "program", tmp_path / "made"
+    worker = OwnWorker([str(program)], 1)
+    worker.start()
+    wait_until(lambda: "could not be started" in caplog.text)
+    assert worker.pid is None
+    made.write_text("#!/bin/sh\nexec cat\n")
+    made.chmod(0o755)
+    made.rename(program)
+    wait_until(lambda: worker.pid is not None)
+    worker.stop()
 
 
 def test_a_worker_is_stopped(tmp_path: Path) -> None:
