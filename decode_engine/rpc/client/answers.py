@@ -53,6 +53,7 @@ class Answer:
 
         The rest is as in `Client.generate`.
         """
+        self._cancelled = threading.Event()
         self._start = start
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._call = start(timeout=timeout_s)
@@ -89,6 +90,11 @@ class Answer:
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """Calls that the first answer has made, as far as it has been read."""
         return calls_of(self._called)
+
+    def cancel(self) -> None:
+        """Ends the work on the server. Harmless when it has ended."""
+        self._cancelled.set()
+        self._call.cancel()
 
     def _take(self, response: generation_pb2.GenerateResponse) -> Piece | None:
         """What a message brought; None where that is no part of the answer."""
@@ -127,6 +133,8 @@ class Answer:
     def _again(self) -> None:
         left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
         self._call = self._start(timeout=left)
+        if self._cancelled.is_set():  # meanwhile, which ended the call before only
+            self._call.cancel()
 
 
 class Generation(Answer):
@@ -134,10 +142,6 @@ class Generation(Answer):
 
     Leaving it as a context manager, or `cancel`, ends the work on the server.
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._cancelled = threading.Event()
-        super().__init__(*arguments, **options)
 
     def __enter__(self) -> Self:
         return self
@@ -168,11 +172,6 @@ class Generation(Answer):
         """The rest of the texts of all answers."""
         return texts_of(list(self))
 
-    def cancel(self) -> None:
-        """Ends the work on the server. Harmless when it has ended."""
-        self._cancelled.set()
-        self._call.cancel()
-
 
 class AsyncGeneration(Answer):
     """The same for coroutines: `async with`, `async for`, and `await read()`. Cancelling the task that reads it ends
@@ -196,6 +195,8 @@ class AsyncGeneration(Answer):
             except grpc.RpcError as error:
                 translated = self._translate(error)
             await asyncio.sleep(self._appointment_s(translated))
+            if self._cancelled.is_set():
+                raise translated from None
             self._again()
 
     async def read(self) -> str:
@@ -205,7 +206,3 @@ class AsyncGeneration(Answer):
     async def read_all(self) -> list[str]:
         """The rest of the texts of all answers."""
         return texts_of([piece async for piece in self])
-
-    def cancel(self) -> None:
-        """Ends the work on the server. Harmless when it has ended."""
-        self._call.cancel()

@@ -38,6 +38,7 @@ class Results:
         translate: Callable[[grpc.RpcError], SparseKVError],
     ) -> None:
         """start: makes the call, and again where no server takes it."""
+        self._cancelled = threading.Event()
         self._start = start
         self._call = start()
         self._translate = translate
@@ -50,6 +51,7 @@ class Results:
 
     def cancel(self) -> None:
         """Ends the work on the server. Harmless when it has ended."""
+        self._cancelled.set()
         self._call.cancel()
 
     def _take(self, response: generation_pb2.BatchGenerateResponse) -> BatchItem | None:
@@ -78,6 +80,11 @@ class Results:
             raise translated from None
         return wait_s
 
+    def _again(self) -> None:
+        self._call = self._start()
+        if self._cancelled.is_set():  # meanwhile, which ended the call before only
+            self._call.cancel()
+
     def _item(self, index: int, error: Status | None) -> BatchItem:
         pieces, summaries = self._pieces.pop(index, []), self._summaries.pop(index, {})
         texts = texts_of(pieces)
@@ -101,15 +108,6 @@ class Batch(Results):
     Leaving it as a context manager, or `cancel`, ends the work on the server.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        self._cancelled = threading.Event()
-        super().__init__(*arguments)
-
-    def cancel(self) -> None:
-        """Ends the work on the server. Harmless when it has ended."""
-        self._cancelled.set()
-        super().cancel()
-
     def __enter__(self) -> Self:
         return self
 
@@ -129,7 +127,7 @@ class Batch(Results):
                 failed, wait_s = error, self._wait_s(error)
             if self._cancelled.wait(wait_s):
                 raise self._translate(failed) from None
-            self._call = self._start()
+            self._again()
 
 
 class AsyncBatch(Results):
@@ -151,6 +149,8 @@ class AsyncBatch(Results):
                         yield item
                 return
             except grpc.RpcError as error:
-                wait_s = self._wait_s(error)
+                failed, wait_s = error, self._wait_s(error)
             await asyncio.sleep(wait_s)
-            self._call = self._start()
+            if self._cancelled.is_set():
+                raise self._translate(failed) from None
+            self._again()
