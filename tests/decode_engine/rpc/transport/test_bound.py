@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from decode_engine.errors import TooManyRequestsError
+from decode_engine.rpc.context_service import ContextService
 from decode_engine.rpc.transport.bound import Bound
+from decode_engine.rpc.transport.calls import Call
+from sparsekv.v1 import context_pb2
 
 
 def test_work_has_its_place_until_it_ends_whoever_leaves_before() -> None:
@@ -46,5 +51,27 @@ def test_a_place_comes_back_from_work_that_fails_or_cannot_begin() -> None:
             raise KeyError
         with bound.place(), pytest.raises(TooManyRequestsError):
             await bound.run(fail)
+
+    asyncio.run(run())
+
+
+def test_who_leaves_while_a_context_is_ordered_still_counts() -> None:
+    class Waits:
+        """A call whose work does not end."""
+
+        async def run_alone(self, function: object) -> None:
+            await asyncio.Event().wait()
+
+    async def run() -> None:
+        slot: Any = SimpleNamespace(get=lambda: None)
+        service, request, call = ContextService(slot), context_pb2.CreateContextRequest(), cast(Call, Waits())
+        for _ in range(8):
+            leaving = asyncio.ensure_future(service.CreateContext(request, call))
+            await asyncio.sleep(0)
+            leaving.cancel()
+            await asyncio.wait({leaving})
+        with pytest.raises(TooManyRequestsError, match="8 contexts are being ordered"):
+            async with asyncio.timeout(10):
+                await service.CreateContext(request, call)
 
     asyncio.run(run())
