@@ -83,6 +83,8 @@ class DecodeServer:
         self._log_json = log_json
         self._worker: OwnWorker | None = None
         self._store = Store(config.store, create=config.prefill)
+        if config.prefill:
+            self._store.folders.check_writable()
         self._folder = resolve_model(config.model)
         self._slot = BackendSlot()
         self._backend: ServiceBackend | None = None

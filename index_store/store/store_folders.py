@@ -7,9 +7,10 @@ and of families, `defaults/<id>.json` what a context was tuned to.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from index_store.errors import InvalidArgumentError
+from index_store.errors import InvalidArgumentError, StoreError
 from index_store.store.description.context_id import is_context_id
 from index_store.store.files.durable import TEMPORARY_PREFIX, make_folder, permissions_in, storing
 
@@ -33,6 +34,16 @@ class StoreFolders:
         with storing("creating the store", self.path):
             for folder in (self.path, self.contexts, self.locks):
                 make_folder(folder)
+
+    def check_writable(self) -> None:
+        """Raises StoreError where contexts cannot be made, so that who is to make some need not find out by the first."""
+        for folder in (self.path, self.contexts, self.locks):
+            if folder.exists() and not os.access(folder, os.W_OK):
+                raise StoreError(
+                    f"{folder}: nothing may be written here, but contexts are to be made; check the permissions and how "
+                    "it is mounted",
+                    path=folder,
+                )
 
     def context(self, id_: str) -> Path:
         """Where a context is, or would be. Raises InvalidArgumentError for what is no id."""

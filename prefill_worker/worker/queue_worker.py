@@ -58,7 +58,8 @@ class QueueWorker:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
-        self._store = Store(config.store, create=True)
+        self._store = Store(config.store)  # not made: a mistyped path would be waited at for ever
+        self._store.folders.check_writable()
         self._queue = JobQueue(config.store)
         self._uploads = Uploads(config.store)
         self._folder = resolve_model(config.model)

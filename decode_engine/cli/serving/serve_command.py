@@ -116,7 +116,9 @@ def _check_served(config: ServeConfig) -> None:
 
     Raises StoreError, ModelUnsupportedError or AddressError, as the server itself does later.
     """
-    Store(config.store, create=config.prefill)
+    store = Store(config.store, create=config.prefill)
+    if config.prefill:
+        store.folders.check_writable()
     resolve_model(config.model)
     host, _, port = config.listen.rpartition(":")
     try:

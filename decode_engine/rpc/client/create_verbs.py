@@ -99,7 +99,7 @@ class CreateOptions(TypedDict, total=False):
 
     display_name: str | None
     ttl_s: float | None
-    methods: Sequence[str] | None
+    methods: str | Sequence[str] | None
     request_id: str | None
     priority: int | None
     parent: str | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import Enum
@@ -82,7 +82,7 @@ class GenerateOptions(TypedDict, total=False):
     choices, which say what the answer has to be. keep: makes a context of the session when it ends, the summary's
     `kept_context`. With a text or messages and no context, these are everything from the beginning. tools go with
     messages; tool_choice says whether the model may or has to call some ("auto" where there are tools), tool_name which
-    one it has to, single_call that it makes one call at most.
+    one it has to, single_call that it makes one call at most. One text may stand for a list of it (`stop`).
     sparsekv/v1/generation.proto has the ranges.
     """
 
@@ -99,7 +99,7 @@ class GenerateOptions(TypedDict, total=False):
     top_p: float | None
     top_k: int | None
     seed: int | None
-    stop: Sequence[str] | None
+    stop: str | Sequence[str] | None
     method: str | None
     keep_ratio: float | None
     target_mass: float | None
@@ -116,7 +116,7 @@ class GenerateOptions(TypedDict, total=False):
     min_tokens: int | None
     json_schema: str | Mapping[str, Any] | None
     regex: str | None
-    choices: Sequence[str] | None
+    choices: str | Sequence[str] | None
     keep: Keep | None
 
 
@@ -331,7 +331,7 @@ def _content(kind: type[MessageT], content: str | Sequence[ChatMessage] | Conver
 def message(kind: type[MessageT], **fields: Any) -> MessageT:
     """A message of the fields that are not None. Raises InvalidArgumentError that names a field which does not fit."""
     made = kind()
-    for name, value in fields.items():
+    for name, value in _in_lists(kind, fields):
         if value is None:
             continue
         try:
@@ -346,6 +346,14 @@ def _unfit(field: str, value: object, error: Exception) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"{field} is {_shown(value)}, which no request can carry: {error}", field=field
     )
+
+
+def _in_lists(kind: type[Message], fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields, with one text where there may be several as a list of it: it would be taken for one of its letters."""
+    for name, value in fields.items():
+        field = kind.DESCRIPTOR.fields_by_name.get(name)
+        texts = field is not None and field.is_repeated and field.type == field.TYPE_STRING
+        yield name, [value] if texts and isinstance(value, str) else value
 
 
 def _shown(value: object) -> str:

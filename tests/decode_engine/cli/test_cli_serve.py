@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -180,6 +181,15 @@ def test_a_taken_port_is_told_before_anything_slow_begins(
         assert entry["message"].startswith(f"cannot listen at {address}: the port is taken")
     else:
         assert result.stderr.startswith(f"error: cannot listen at {address}: the port is taken")
+
+
+def test_serving_and_making_needs_a_store_to_write_to(
+    run: Run, library: Library, lamp: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # root may do everything
+    result = run("serve", *serve_arguments(library), "--device", "cpu", "--prefill")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"error: {library.store}: nothing may be written here")
 
 
 def test_without_warm_up_nothing_runs_before_the_first_request(

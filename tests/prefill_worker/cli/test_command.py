@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from index_store.errors import InvalidArgumentError, MemoryBudgetError
+from index_store.errors import InvalidArgumentError, MemoryBudgetError, StoreError
 from index_store.store.catalog import Store
 from prefill_worker.__main__ import main
 from prefill_worker.cli.command_line import app
+from prefill_worker.config import WorkerConfig
+from prefill_worker.worker.queue_worker import QueueWorker
 from tests.prefill_worker.conftest import DOCUMENT
 
 PHASES = ["tokenize", "load", "prefill", "layers", "index", "thresholds", "write", "publish", "verify"]
@@ -193,3 +196,16 @@ def test_a_missing_input_is_told_before_anything_is_imported(tmp_path: Path) -> 
     assert (done.returncode, done.stdout) == (2, "")
     missing = tmp_path / "missing.txt"
     assert done.stderr == f"error: --input is '{missing}', which is not there; expected a file\n"
+
+
+def test_a_worker_refuses_a_store_that_is_not_there_or_not_to_be_written(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = WorkerConfig(store=tmp_path / "stroe", model=str(tiny_model), device="cpu")
+    with pytest.raises(StoreError, match="no store here"):
+        QueueWorker(config)
+    assert not config.store.exists()
+    Store(config.store, create=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may do everything
+    with pytest.raises(StoreError, match="nothing may be written here, but contexts are to be made"):
+        QueueWorker(config)

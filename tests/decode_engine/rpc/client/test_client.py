@@ -16,7 +16,7 @@ import grpc
 import pytest
 
 from decode_engine.errors import DeadlineExceededError, InternalError, ServerUnreachableError
-from decode_engine.rpc.client import AsyncClient, Client, Keep
+from decode_engine.rpc.client import AsyncClient, Client, Keep, create_verbs, verbs
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import Message, Role, Tool, ToolCall
@@ -384,3 +384,11 @@ def test_a_request_larger_than_servers_take_is_not_sent() -> None:
 def test_a_value_that_cannot_be_sent_is_named(arguments: dict[str, Any], named: str) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(InvalidArgumentError, match=named):
         client.generate("contexts/x", **arguments)
+
+
+def test_one_text_stands_for_a_list_of_it() -> None:
+    request = verbs.generate_request("", {"text": "x", "stop": "dairy is"})
+    assert list(request.stop) == ["dairy is"]
+    assert list(verbs.generate_request("", {"text": "x", "choices": "yes"}).constraint.choices.texts) == ["yes"]
+    order = create_verbs.create_context({"methods": "quest"}, text="x").request
+    assert list(order.methods) == ["quest"]
