@@ -85,10 +85,10 @@ class AddressError(SparseKVError):
     reason = "ADDRESS_UNUSABLE"
 
     @classmethod
-    def of(cls, address: str) -> Self:
-        """The error for a port that is taken, or a host that is another machine."""
+    def of(cls, address: str, flag: str = "--listen") -> Self:
+        """The error for a port that is taken, or a host that is another machine. flag: what chooses another one."""
         return cls(
             f"cannot listen at {address}: the port is taken or the address is not this machine's; choose another one "
-            "with --listen (port 0 picks a free one)",
+            f"with {flag} (port 0 picks a free one)",
             address=address,
         )

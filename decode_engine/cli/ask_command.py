@@ -126,6 +126,8 @@ def ask(
         _print_json(found.name, generation, answers)
     else:
         _print_text(generation, answers, streamed=stream)
+        if config.constrained:
+            _tell_what_was_cut(generation.summaries)
     if show_timings:
         for summary in generation.summaries:
             for line in summary_lines(summary):
@@ -206,6 +208,18 @@ def _print_text(generation: Generation, answers: Sequence[Piece], *, streamed: b
             typer.echo(f"[{answer.index + 1}] {answer.text.strip()}")
         for each in answer.logprobs:
             typer.echo(_logprob_line(each))
+
+
+def _tell_what_was_cut(summaries: Sequence[Summary]) -> None:
+    """Says on standard error which answers ended before they were what they have to be: JSON that is cut is none."""
+    for number, summary in enumerate(summaries, 1):
+        if summary.finish_reason == "length":
+            which = f"answer {number}" if len(summaries) > 1 else "the answer"
+            typer.echo(
+                f"{which} was cut at --max-tokens after {summary.completion_tokens} tokens, and is not what it has to "
+                "be; give it more",
+                err=True,
+            )
 
 
 def _logprob_line(each: TokenLogprob) -> str:

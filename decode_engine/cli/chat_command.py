@@ -23,7 +23,7 @@ from decode_engine.settings.request_bounds import (
 from index_store.cli.checks import AtLeast, Characters, Filled, MoreThan
 from index_store.cli.console import print_json
 from index_store.cli.options import FormatOption, OutputFormat, check_bounds, configured
-from index_store.errors import SparseKVError
+from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.models.conversation.messages import Message, Role
 
 _BLOCK = '"""'
@@ -88,8 +88,6 @@ def chat(config: ChatConfig, output: FormatOption = OutputFormat.TEXT) -> None:
                 typer.echo(_HELP, err=True)
             elif text == "/usage":
                 typer.echo(conversation.usage(), err=True)
-            elif text.startswith("/"):
-                typer.echo(f"{text.split()[0]} is no command; /help lists them", err=True)
             else:
                 _say(conversation, text, forgiving=sys.stdin.isatty())
     if output is OutputFormat.JSON:
@@ -101,6 +99,8 @@ def chat(config: ChatConfig, output: FormatOption = OutputFormat.TEXT) -> None:
 
 def _say(conversation: _Conversation, text: str, *, forgiving: bool) -> None:
     try:
+        if text.startswith("/"):
+            raise InvalidArgumentError(f"{text.split(maxsplit=1)[0]} is no command; /help lists them")
         conversation.say(text)
     except SparseKVError as error:
         if not forgiving:

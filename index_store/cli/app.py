@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
-from index_store.errors import InvalidArgumentError, SparseKVError
+from index_store.errors import InvalidArgumentError, MethodUnsupportedError, SparseKVError
 
 WRONG_USAGE = 2
 
@@ -86,7 +86,7 @@ def run_app(app: typer.Typer, name: str, argv: Sequence[str] | None = None) -> N
     except SystemExit as ended:
         _finish_output()
         sys.exit(ended.code)
-    except InvalidArgumentError as error:
+    except (InvalidArgumentError, MethodUnsupportedError) as error:
         fail(error.message, WRONG_USAGE)
     except SparseKVError as error:
         fail(error.message)

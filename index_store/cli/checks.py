@@ -39,7 +39,13 @@ class AtLeast(Check):
         return self.least <= number <= self.most  # NaN is in no range
 
     def _range(self) -> str:
-        return f"at least {self.least:g}" if self.most == MOST else f"{self.least:g} to {self.most:,.12g}"
+        if self.most == MOST:
+            return f"at least {self.least:g}"
+        return (
+            f"{self.least:g} to {self.most:,}"
+            if isinstance(self.most, int)
+            else f"{self.least:g} to {self.most:,.12g}"
+        )
 
 
 class MoreThan(AtLeast):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from index_store.cli.app import new_app
 from index_store.cli.console import byte_progress, format_bytes, on_terminal, print_json, print_table
 from index_store.cli.labels import LabelArguments, labels_text, parse_labels, with_labels
 from index_store.cli.options import FormatOption, OutputFormat, StoreOption
-from index_store.errors import ParentMissingError, SparseKVError
+from index_store.errors import InvalidArgumentError, ManifestError, ParentMissingError, SparseKVError
 from index_store.family.parents import parent_of
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up, find_leftovers
@@ -95,7 +95,8 @@ def verify_contexts(
 ) -> None:
     """Read every byte of contexts and name each bad file.
 
-    Exits with 1 when there is one. A file that belongs to no context is told, too.
+    Exits with 1 when there is one. A file in the folder of a context that is not part of it is one, too. What killed
+    jobs left is told, and nothing else that lies in the store.
     """
     opened = Store(store)
     ids = _resolve_all(opened, refs) if refs else [entry.id for entry in opened.entries()]
@@ -185,13 +186,19 @@ def label_context(
     changes = parse_labels(labels)
     opened = Store(store)
     id_ = opened.resolve(ref)
-    changed = opened.update(
-        id_, lambda present: replace(present, labels=with_labels(present.labels, changes))
-    )
+    changed = opened.update(id_, partial(_relabelled, changes))
     if output is OutputFormat.JSON:
         print_json({"id": id_, "labels": dict(changed.labels)})
         return
     typer.echo(f"{id_}: {labels_text(changed.labels)}")
+
+
+def _relabelled(changes: Mapping[str, str | None], present: Manifest) -> Manifest:
+    """The manifest with other labels. Raises InvalidArgumentError for some that no context can have."""
+    try:
+        return replace(present, labels=with_labels(present.labels, changes))
+    except ManifestError as error:
+        raise InvalidArgumentError(error.message) from None
 
 
 @app.command("gc")
@@ -213,7 +220,7 @@ def collect_garbage(
     verb = "would remove" if dry_run else "removed"
     for item in removed:
         typer.echo(f"{verb} {item.kind} {item.path} ({format_bytes(item.nbytes)})")
-    typer.echo(f"{verb} {len(removed)} folder{'' if len(removed) == 1 else 's'}, {format_bytes(total)}")
+    typer.echo(f"{verb} {len(removed)} item{'' if len(removed) == 1 else 's'}, {format_bytes(total)}")
 
 
 def _tell_leftovers(leftovers: Sequence[Leftover]) -> None:

@@ -104,7 +104,11 @@ def options_of(config: type[Any]) -> tuple[tuple[Field[Any], Any, tuple[Any, ...
 def flag_of(field: Field[Any], marks: tuple[Any, ...]) -> str:
     """What people write for a field: its flag, or an argument's name."""
     (info,) = (mark for mark in marks if isinstance(mark, ParameterInfo))
-    flags = [flag for flag in info.param_decls or () if flag.startswith("--")]
+    told = (
+        info.default,
+        *(info.param_decls or ()),
+    )  # typer has the first one there until it makes the command
+    flags = [flag for flag in told if isinstance(flag, str) and flag.startswith("--")]
     return flags[0].partition("/")[0] if flags else "--" + field.name.replace("_", "-")
 
 
@@ -188,12 +192,21 @@ def _read(value: Any, field: Field[Any], marks: tuple[Any, ...]) -> object:
 
 
 def _check(value: Any, flag: str, marks: tuple[Any, ...], *, files: bool) -> None:
-    """Lets every check of an option look at its value, or at each of its values."""
+    """Lets every check of an option look at its value, or at each of its values.
+
+    Of an option that is written in another way, what stands for its default is accepted, too, and errors say so.
+    """
+    spelled = [mark.default for mark in marks if isinstance(mark, Spelled) and not isinstance(value, tuple)]
     for mark in marks:
         if isinstance(mark, Check) and (files or not isinstance(mark, FileCheck)):
             for one in value if isinstance(value, tuple) else (value,):
                 if one is not None:
-                    mark.check(flag, one)
+                    try:
+                        mark.check(flag, one)
+                    except InvalidArgumentError as error:
+                        raise InvalidArgumentError(
+                            ", or ".join(map(str, (error.message, *spelled)))
+                        ) from None
 
 
 def parse_ttl(text: str | None) -> timedelta | None:

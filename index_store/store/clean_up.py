@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -53,7 +53,16 @@ def clean_up(
     """
     with storing("looking for leftovers", store.path):
         found = chain(_folders_left(store), _expired(store, on_failure), _files_left(store))
-        return [item for item in found if dry_run or removed(item, on_failure)]
+        return (
+            _without_their_locks(found) if dry_run else [item for item in found if removed(item, on_failure)]
+        )
+
+
+def _without_their_locks(found: Iterable[Leftover]) -> Sequence[Leftover]:
+    """What a clean-up would tell of: whatever is removed takes its own lock with it."""
+    items = list(found)
+    names = {name for item in items if item.kind != "lock" for name in (*item.path.parts, item.path.stem)}
+    return [item for item in items if item.kind != "lock" or item.path.stem not in names]
 
 
 def _folders_left(store: Store) -> Iterator[Leftover]:

@@ -36,12 +36,12 @@ class StoreFolders:
                 make_folder(folder)
 
     def check_writable(self) -> None:
-        """Raises StoreError where contexts cannot be made, so that who is to make some need not find out by the first."""
+        """Raises StoreError where contexts cannot be made: who is to make some finds out before the first one."""
         for folder in (self.path, self.contexts, self.locks):
             if folder.exists() and not os.access(folder, os.W_OK):
                 raise StoreError(
-                    f"{folder}: nothing may be written here, but contexts are to be made; check the permissions and how "
-                    "it is mounted",
+                    f"{folder}: nothing may be written here, but contexts are to be made; check the permissions and "
+                    "how it is mounted",
                     path=folder,
                 )
 

@@ -17,10 +17,14 @@ def read_prompts(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
     """Token ids of the example prompts in a calibration file.
 
     Plain text: one question per line, worded by the model's chat template. `.jsonl`: one object per line, either
-    {"question": text} (worded by the chat template) or {"prompt": text} (taken word for word).
+    {"question": text} (worded by the chat template) or {"prompt": text} (taken word for word). An "answer" beside it,
+    as `make-document --questions` writes it, is passed over.
     Raises InvalidArgumentError naming file and line of what cannot be used.
     """
-    text = read_text(path)
+    try:
+        text = read_text(path)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"--calibration: {error.message}") from error
     prompts = []
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
@@ -52,10 +56,11 @@ def _json_prompt(line: str, where: str, tokenizer: Tokenizer) -> list[int]:
         entry = json.loads(line)
     except ValueError as error:
         raise InvalidArgumentError(f"{where}: not JSON: {error}") from None
-    given = sorted(entry) if isinstance(entry, dict) else None
+    given = sorted(set(entry) - {"answer"}) if isinstance(entry, dict) else []
     if given not in (["prompt"], ["question"]) or not isinstance(entry[given[0]], str):
+        found = f"the members {', '.join(map(ascii, given))[:80]}" if len(given) > 1 else line.strip()[:80]
         raise InvalidArgumentError(
-            f'{where}: expected {{"prompt": text}} or {{"question": text}}, got {line.strip()[:80]}'
+            f'{where}: expected {{"prompt": text}} or {{"question": text}}, perhaps with an "answer", got {found}'
         )
     text: str = entry[given[0]]
     return _question(text, tokenizer) if given == ["question"] else tokenizer.encode(text)

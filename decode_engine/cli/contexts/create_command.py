@@ -151,11 +151,11 @@ def create_context(
 
 @dataclass(frozen=True, slots=True)
 class ExtendConfig(ServerConfig):
-    """`decode-engine contexts extend`. name: by default that of the context."""
+    """`decode-engine contexts extend`. name: by default the first file's: that of the context means the context."""
 
     name: Annotated[
         str | None,
-        Option("--name", help="Name of the new context; that of the one it continues by default."),
+        Option("--name", help="Name of the new context; by default the first file's name."),
         Characters(1, MAX_NAME_CHARACTERS),
     ] = None
     ttl: TtlOption = None
@@ -179,7 +179,7 @@ def extend_context(
     for path in inputs:
         InputFile(dash=True).check("FILE", path)
     text = read_document(inputs, sys.stdin.buffer)
-    keep = Keep(config.name or "", parse_ttl(config.ttl), prompt_only=True)
+    keep = Keep(config.name or document_name(inputs), parse_ttl(config.ttl), prompt_only=True)
     with Client(config.server, credentials=config.credentials()) as client:
         parent = client.find_context(reference)
         with client.generate(parent.name, text=text, method="full", keep=keep) as generation:

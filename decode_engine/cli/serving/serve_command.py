@@ -97,7 +97,11 @@ def _gateway(config: ServeConfig, inside: Path | None, door: Door) -> Iterator[G
 
     listen = f"{config.listen.rpartition(':')[0]}:{config.http_port}"
     certificates = certificates_of(config)
-    with Gateway(listen, f"unix:{inside}", door=door, certificates=certificates) as gateway:
+    try:
+        gateway = Gateway(listen, f"unix:{inside}", door=door, certificates=certificates)
+    except AddressError as error:
+        raise AddressError.of(listen, "--http-port") from error
+    with gateway:
         yield gateway
 
 

@@ -349,7 +349,7 @@ def _unfit(field: str, value: object, error: Exception) -> InvalidArgumentError:
 
 
 def _in_lists(kind: type[Message], fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The fields, with one text where there may be several as a list of it: it would be taken for one of its letters."""
+    """The fields; one text where there may be several is a list of it, and would be taken for one of its letters."""
     for name, value in fields.items():
         field = kind.DESCRIPTOR.fields_by_name.get(name)
         texts = field is not None and field.is_repeated and field.type == field.TYPE_STRING

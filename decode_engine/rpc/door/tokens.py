@@ -34,7 +34,7 @@ _OTHERS_WRITE = 0o022
 _LARGEST = 4 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_REPAIR = "write it again with `decode-engine token create`, or restore a copy"
+_REPAIR = "restore a copy, or delete the file and make new tokens with `decode-engine token create`"
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,9 @@ def test_answers_that_have_to_be_something(run: Run, tmp_path: Path) -> None:
     assert json.loads(as_json.stdout) in ({"lit": True}, {"lit": False})
     assert run(*ASK, "--regex", "[0-9]{3}", "How many?").stdout.strip().isdigit()
     assert run(*ASK, "--choice", "yes", "--choice", "no", "Was it?").stdout.strip() in ("yes", "no")
+    cut = run("ask", "--context", "lamp", "--json-schema", str(schema), "--max-tokens", "2", "Was it lit?")
+    assert (cut.returncode, "the answer was cut at --max-tokens after 2 tokens" in cut.stderr) == (0, True)
+    assert "was cut" not in as_json.stderr
     refused = run(*ASK, "--regex", "(", "How many?")
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: --regex cannot be obeyed: ")

@@ -40,15 +40,12 @@ def test_a_conversation_goes_on_line_by_line(
     one = answer(client, lamp, first)
     second = [*first, Message(Role.ASSISTANT, one), Message(Role.USER, "Why\n\nso?")]
     two = answer(client, lamp, second)
-    type_in(
-        monkeypatch, '/usage\nWho lit\\\nit?\n\n/help\n"""Why\n\nso?"""\n/usage\n/dance\n/quit\nnever said\n'
-    )
+    type_in(monkeypatch, '/usage\nWho lit\\\nit?\n\n/help\n"""Why\n\nso?"""\n/usage\n/quit\nnever said\n')
     result = run(*CHAT)
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"{one}\n{two}\n"
     assert "nothing was said yet" in result.stderr
     assert "Ctrl-C stops an answer" in result.stderr
-    assert "/dance is no command" in result.stderr
     assert (
         "of conversation, 4 of the last answer, which touched 100.00% of the keys (full); 2 messages"
         in result.stderr
@@ -68,7 +65,11 @@ def test_a_conversation_as_json(run: Run, monkeypatch: pytest.MonkeyPatch, clien
 def test_an_error_ends_a_conversation_in_a_pipe(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     type_in(monkeypatch, "Who?\nWhy?\n")
     result = run("chat", "lamp", "--method", "nonsense")
-    assert (result.returncode, result.stderr.count("error: ")) == (1, 1)
+    assert (result.returncode, result.stderr.count("error: ")) == (2, 1)
+    type_in(monkeypatch, "/dance\nWho?\n")
+    result = run(*CHAT)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "error: /dance is no command; /help lists them\n"
 
 
 def test_an_interrupt_ends_the_answer_and_not_the_conversation(

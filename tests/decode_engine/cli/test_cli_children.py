@@ -23,6 +23,11 @@ def test_a_context_is_continued_shown_and_removed(
     assert shown["expire_time"] is not None
     lines = [line.split() for line in run("contexts", "show", "winter", *place).stdout.splitlines()]
     assert ["continues", f"{lamp.removeprefix('contexts/')},"] in [line[:2] for line in lines]
+    other = tmp_path / "spring.txt"
+    other.write_text("Every spring it thawed. ")
+    assert run("contexts", "extend", lamp, str(other), *place).returncode == 0
+    assert run("contexts", "show", "lamp", *place).returncode == 0
+    assert run("contexts", "rm", "spring", *place).returncode == 0
     refused = run("contexts", "rm", lamp, *place)
     assert (refused.returncode, "--recursive" in refused.stderr) == (1, True)
     assert run("contexts", "rm", "winter", *place).returncode == 0

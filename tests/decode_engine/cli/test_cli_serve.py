@@ -149,6 +149,7 @@ def test_serve_as_text_ends_well_on_interrupt(library: Library, lamp: str) -> No
         ({"--device": "gpu"}, 2, "--device is 'gpu', expected auto, cpu or cuda"),
         ({"--dtype": "int8"}, 2, "--dtype is 'int8', expected auto, float32, float16 or bfloat16"),
         ({"--grace": "nan"}, 2, "--grace is nan, expected 0 to 604,800"),
+        ({"--threads": "-1"}, 2, "--threads is -1, expected at least 1, or 0\n"),
         ({"--threads": "100000"}, 2, "--threads is 100000, expected at most"),
     ],
 )
@@ -181,6 +182,17 @@ def test_a_taken_port_is_told_before_anything_slow_begins(
         assert entry["message"].startswith(f"cannot listen at {address}: the port is taken")
     else:
         assert result.stderr.startswith(f"error: cannot listen at {address}: the port is taken")
+
+
+def test_a_taken_port_of_the_gateway_is_told_by_its_flag(run: Run, library: Library, lamp: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = run("serve", *serve_arguments(library), "--http-port", str(port))
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.splitlines()[-1].startswith(f"error: cannot listen at 127.0.0.1:{port}: ")
+    assert "choose another one with --http-port" in result.stderr
 
 
 def test_serving_and_making_needs_a_store_to_write_to(
@@ -293,7 +305,7 @@ def test_ask_ends_questions_at_line_breaks_unless_told_otherwise(
     ("arguments", "code", "message"),
     [
         (["--context", "no such book"], 1, "no such book"),
-        (["--context", "lamp", "--method", "guesswork"], 1, "error: --method is 'guesswork'"),
+        (["--context", "lamp", "--method", "guesswork"], 2, "error: --method is 'guesswork'"),
         (["--context", "lamp", "--max-tokens", "32768"], 1, "shorten the prompt or lower --max-tokens"),
         (["--context", "lamp", "--stop", ""], 2, "--stop is '' of 0 characters"),
         (["--context", "lamp", *["--stop", "x"] * 17], 2, "--stop is given 17 times, expected at most 16"),
@@ -302,7 +314,9 @@ def test_ask_ends_questions_at_line_breaks_unless_told_otherwise(
         (["--context", "lamp", "--mass", "1.5"], 2, "--mass is 1.5"),
         (["--context", "lamp", "--tokens-kept", "0"], 2, "--tokens-kept is 0"),
         (["--context", "lamp", "--keep", "0.1", "--mass", "0.9"], 2, "--keep and --mass are given"),
-        (["--context", "lamp", "--method", "csattention+sixpole"], 1, "expected one of dropped, monopole"),
+        (["--context", "lamp", "--method", "full", "--keep", "0.1"], 2, "full"),
+        (["--context", "lamp", "--seed", str(2**64)], 2, "expected 0 to 18,446,744,073,709,551,615"),
+        (["--context", "lamp", "--method", "csattention+sixpole"], 2, "expected one of dropped, monopole"),
         (["--context", "lamp", "--server", "127.0.0.1:1"], 1, "no server answers"),
         (["--context", "lamp", "--server", "?"], 2, "HOST:PORT"),
         (["--context", "lamp", "--timeout", "-1"], 2, "--timeout is -1.0, expected a number above 0"),

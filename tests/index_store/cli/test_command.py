@@ -81,6 +81,11 @@ def test_verify_names_chunks_that_were_exchanged(command: Command, context: Synt
     assert result["errors"][0]["found"] == result["errors"][1]["expected"] == other[-4:][::-1].hex()
 
 
+def test_the_help_of_verify_says_what_is_told(command: Command) -> None:
+    told = " ".join(command.run("verify", "--help")[1].split())
+    assert "A file in the folder of a context that is not part of it is one, too." in told
+
+
 def test_verify_of_a_broken_manifest(command: Command, context: SyntheticContext) -> None:
     (command.store.path / "contexts" / context.id / "manifest.json").unlink()
     code, out, _ = command.run("verify")
@@ -104,9 +109,10 @@ def test_gc(command: Command, context: SyntheticContext, expired: SyntheticConte
     left = command.store.path / "contexts" / f".tmp-{'0' * 64}-00"
     left.mkdir()
     (left / "part").write_text("12345")
+    (command.store.path / "locks" / left.name).touch()  # goes with the folder
     out = command.ok("gc", "--dry-run")
     assert f"would remove temporary {left} (5 B)" in out
-    assert "would remove 2 folders" in out
+    assert "would remove 2 items" in out
     assert left.exists()
     document = command.json("gc", "--dry-run")
     assert (document["dry_run"], [item["kind"] for item in document["removed"]]) == (
@@ -114,10 +120,11 @@ def test_gc(command: Command, context: SyntheticContext, expired: SyntheticConte
         ["temporary", "expired"],
     )
     document = command.json("gc")
+    assert [item["kind"] for item in document["removed"]] == ["temporary", "expired"]
     assert document["removed"][0] == {"kind": "temporary", "path": str(left), "bytes": 5}
     assert document["bytes"] == sum(item["bytes"] for item in document["removed"])
     assert command.store.list() == [context.manifest]
-    assert command.ok("gc") == "removed 0 folders, 0 B\n"
+    assert command.ok("gc") == "removed 0 items, 0 B\n"
 
 
 @pytest.mark.parametrize("arguments", [["show", "nothing"], ["rm", "0" * 64], ["verify", "../x"]])
@@ -178,6 +185,8 @@ def test_contexts_are_pinned_and_labelled(command: Command, expired: SyntheticCo
     id_ = expired.id
     assert command.ok("pin", "old") == f"pinned {id_}\n"
     assert command.ok("label", "old", "team=law", "year=2026") == f"{id_}: team=law, year=2026\n"
+    code, _, err = command.run("label", "old", "A b=c")
+    assert (code, "'A b'" in err) == (2, True)
     assert command.json("label", "old", "year-") == {"id": id_, "labels": {"team": "law"}}
     shown = command.json("show", id_)
     assert (shown["pinned"], shown["labels"], shown["state"]) == (True, {"team": "law"}, "READY")

@@ -35,7 +35,10 @@ class Config:
     more: Annotated[tuple[str, ...], typer.Option(help="Any number.")] = ("as", "told")
     end: Annotated[tuple[str, ...] | None, typer.Option(help="Any number, or nothing said.")] = None
     memory: Annotated[int | None, typer.Option(metavar="SIZE"), SIZE, AtLeast(10)] = None
-    lengths: Annotated[tuple[int, ...], typer.Option(), comma_separated("1,2", int)] = (1, 2)
+    lengths: Annotated[tuple[int, ...], typer.Option("--length"), comma_separated("1,2", int), AtLeast(1)] = (
+        1,
+        2,
+    )
     layout: Annotated[str | None, typer.Option(), OneOf("dense", "lists")] = None
     kind: Annotated[str, typer.Option(), OneOf("exact", "muse")] = "exact"
     threads: Annotated[int, typer.Option(), Spelled(0, lambda count: count or 4)] = field(
@@ -83,8 +86,8 @@ def test_what_is_not_given_is_the_fields_default() -> None:
         (["--end", ""], {"end": ("",)}),
         (["--memory", "1KiB"], {"memory": 1024}),
         (["--memory", "auto"], {"memory": None}),
-        (["--lengths", " 3,,4 "], {"lengths": (3, 4)}),
-        (["--lengths", ""], {"lengths": ()}),
+        (["--length", " 3,,4 "], {"lengths": (3, 4)}),
+        (["--length", ""], {"lengths": ()}),
         (["--layout", "lists"], {"layout": "lists"}),
         (["--kind", "muse"], {"kind": "muse"}),
         (["--threads", "2"], {"threads": 2}),
@@ -118,10 +121,12 @@ def test_wrong_usage_is_exit_code_two(arguments: tuple[str, ...]) -> None:
 def test_bounds_name_the_flag() -> None:
     with pytest.raises(InvalidArgumentError, match=r"^--wait-most is -1.0, expected at least 0$"):
         invoke(*REQUIRED, "--wait-most", "-1")
-    with pytest.raises(InvalidArgumentError, match=r"^--memory is 9, expected at least 10$"):
+    with pytest.raises(InvalidArgumentError, match=r"^--memory is 9, expected at least 10, or auto$"):
         invoke(*REQUIRED, "--memory", "9")
     with pytest.raises(InvalidArgumentError, match=r"^--memory: size is 'much', expected"):
         invoke(*REQUIRED, "--memory", "much")
+    with pytest.raises(InvalidArgumentError, match=r"^--length is 0, expected at least 1$"):
+        invoke(*REQUIRED, "--length", "2,0")
     with pytest.raises(InvalidArgumentError, match=r"^--kind is 'x', expected exact or muse$"):
         invoke(*REQUIRED, "--kind", "x")
 

@@ -209,3 +209,11 @@ def test_a_worker_refuses_a_store_that_is_not_there_or_not_to_be_written(
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may do everything
     with pytest.raises(StoreError, match="nothing may be written here, but contexts are to be made"):
         QueueWorker(config)
+
+
+def test_an_unknown_method_is_wrong_usage(
+    tiny_model: Path, document: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments(tiny_model, document, tmp_path / "store", "--method", "nope"))
+    assert (ended.value.code, "method is 'nope'" in capsys.readouterr().err) == (2, True)

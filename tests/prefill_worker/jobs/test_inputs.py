@@ -68,7 +68,7 @@ def test_plain_lines_are_worded_as_questions(tmp_path: Path, reader: Tokenizer) 
 
 def test_json_lines_hold_prompts_or_questions(tmp_path: Path, reader: Tokenizer) -> None:
     path = tmp_path / "prompts.jsonl"
-    lines = [{"prompt": " Once more,"}, {"question": "Who?"}]
+    lines = [{"prompt": " Once more,"}, {"question": "Who?", "answer": "Nobody."}]
     path.write_text("\n".join(map(json.dumps, lines)))
     prompts = read_prompts(path, reader)
     assert [reader.decode(prompt) for prompt in prompts] == [" Once more,", "\nQuestion: Who?\nAnswer:"]
@@ -81,6 +81,7 @@ def test_json_lines_hold_prompts_or_questions(tmp_path: Path, reader: Tokenizer)
         ("[1]", r"prompts.jsonl:2: expected \{\"prompt\": text\}"),
         ('{"prompt": 3}', "prompts.jsonl:2: expected"),
         ('{"prompt": "a", "question": "b"}', "prompts.jsonl:2: expected"),
+        ('{"question": "b", "why": 1}', "got the members 'question', 'why'"),
         ('{"prompt": ""}', "prompts.jsonl:2: the prompt is empty"),
     ],
 )
@@ -88,6 +89,13 @@ def test_bad_lines_are_named(tmp_path: Path, reader: Tokenizer, line: str, messa
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "fine"}\n' + line)
     with pytest.raises(InvalidArgumentError, match=message):
+        read_prompts(path, reader)
+
+
+def test_the_flag_of_a_file_that_is_no_text_is_named(tmp_path: Path, reader: Tokenizer) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"\xff")
+    with pytest.raises(InvalidArgumentError, match=r"^--calibration: .*is not UTF-8 text"):
         read_prompts(path, reader)
 
 

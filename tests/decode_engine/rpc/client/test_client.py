@@ -389,6 +389,8 @@ def test_a_value_that_cannot_be_sent_is_named(arguments: dict[str, Any], named: 
 def test_one_text_stands_for_a_list_of_it() -> None:
     request = verbs.generate_request("", {"text": "x", "stop": "dairy is"})
     assert list(request.stop) == ["dairy is"]
-    assert list(verbs.generate_request("", {"text": "x", "choices": "yes"}).constraint.choices.texts) == ["yes"]
+    assert list(verbs.generate_request("", {"text": "x", "choices": "yes"}).constraint.choices.texts) == [
+        "yes"
+    ]
     order = create_verbs.create_context({"methods": "quest"}, text="x").request
     assert list(order.methods) == ["quest"]

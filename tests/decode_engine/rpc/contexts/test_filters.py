@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from decode_engine.rpc.contexts.context_fields import Row, row_of
 from decode_engine.rpc.contexts.filters import MAX_FILTER_CHARACTERS, parse_filter
-from decode_engine.rpc.contexts.ordering import parse_order
+from decode_engine.rpc.contexts.ordering import ORDERED, parse_order
 from index_store.errors import (
     ContextCorruptError,
     FormatVersionError,
@@ -172,3 +174,9 @@ def test_orders(text: str, order: str) -> None:
 def test_orders_that_cannot_be_read_are_refused(text: str, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         parse_order(text)
+
+
+def test_fields_that_lists_are_ordered_by_are_documented() -> None:
+    proto = Path(__file__).parents[4] / "protos" / "sparsekv" / "v1" / "context.proto"
+    told = proto.read_text().partition("// Fields in whose order")[2].partition("For example")[0]
+    assert set(ORDERED) <= set(re.findall(r"\w+", told))
