@@ -83,7 +83,7 @@ class ContextHasChildrenError(SparseKVError):
         continue_it = "1 context continues" if children == 1 else f"{children} contexts continue"
         return cls(
             f"context {id_} has children: {continue_it} it and would be lost; remove them before it, or with it "
-            "(--recursive), or make them stand alone (`prefill-worker detach`)",
+            "(--recursive; force in requests), or make them stand alone (`prefill-worker detach`)",
             context=id_,
             children=children,
         )

@@ -43,7 +43,11 @@ async def _answer(
     order = read(await read_json(request))
     client: AsyncClient = request.state.client
     work = _begin(client, order, shape_of(order)) if order.stream else _whole(client, order, shape_of(order))
-    return await while_connected(request, work) or Response(status_code=CLIENT_GONE)
+    try:
+        return await while_connected(request, work) or Response(status_code=CLIENT_GONE)
+    except SparseKVError as error:
+        order.name_parts(error)
+        raise
 
 
 async def _generate(client: AsyncClient, order: Order) -> AsyncGeneration:
@@ -116,5 +120,6 @@ async def _events(
         for text in shape.end(generation.summaries):
             yield text
     except SparseKVError as error:
+        shape.order.name_parts(error)
         for text in shape.fail(failure(error)[1]):
             yield text

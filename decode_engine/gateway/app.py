@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route, Router
+from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decode_engine.errors import TooManyRequestsError
@@ -25,6 +25,7 @@ from index_store.errors import InvalidArgumentError, SparseKVError
 logger = logging.getLogger(__name__)
 
 _OPEN_PATHS = frozenset({"/health"})
+_NOT_ALLOWED = 405
 _METHODS = ("GET", "POST", "PATCH", "DELETE")
 
 ROUTES = (
@@ -105,9 +106,9 @@ class Front:
 
     async def _fail(self, exchange: _Exchange, error: Exception, scope: Scope, receive: Receive) -> None:
         if isinstance(error, HTTPException):
-            error = HttpError(
-                error.status_code, f"{exchange.method} {exchange.path[:200]}: {error.detail}", "not_found"
-            )
+            message = f"{exchange.method} {exchange.path[:200]}: {error.detail}"
+            headers = {"allow": _allowed(scope)} if error.status_code == _NOT_ALLOWED else None
+            error = HttpError(error.status_code, message, "not_found", headers)
         if isinstance(error, RecursionError):
             error = InvalidArgumentError(
                 "the body has too many objects or lists inside each other; flatten it"
@@ -118,6 +119,12 @@ class Front:
         exchange.said = error.message
         if not exchange.begun:
             await refusal(error)(scope, receive, exchange.send)
+
+
+def _allowed(scope: Scope) -> str:
+    """The methods of a path, of all routes that it has."""
+    routes = [route for route in ROUTES if route.matches(scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
 
 
 class _Exchange:

@@ -31,6 +31,7 @@ from decode_engine.gateway.wire.parameters import (
     Parameter,
     integer,
     number,
+    pick,
 )
 from decode_engine.gateway.wire.shapes import DONE
 from decode_engine.gateway.wire.tool_shapes import tools_of
@@ -70,6 +71,7 @@ CREATE = Endpoint(
         Parameter("stream", FLAG, "Send the progress as server-sent events, the context at the end."),
     ),
 )
+_SOURCES = ("text", "token_ids", "messages", "file_id")
 _FILE_PREFIX = "file-"
 _PURPOSE = "user_data"
 _WAIT_S = 1.0
@@ -80,6 +82,8 @@ _MOST_FILES = 4
 async def create_context(request: Request) -> Response:
     """POST /v1/contexts: an operation, or with `stream` its progress. What was begun goes on when the client goes."""
     given = CREATE.read(await read_json(request))
+    if len(pick(given, _SOURCES)) != 1:
+        raise InvalidArgumentError(f"give exactly one of {', '.join(_SOURCES)}")
     client: AsyncClient = request.state.client
     parent = given.get("parent")
     operation = await client.create_context(
@@ -219,5 +223,9 @@ def _upload_of(file_id: str | None) -> str | None:
     if file_id is None:
         return None
     if not file_id.startswith(_FILE_PREFIX):
-        raise HttpError(404, f"there is no file {file_id[:100]!r}; /v1/files tells the ids", "file_not_found")
+        raise HttpError(
+            404,
+            f"there is no file {file_id[:100]!r}; POST /v1/files takes one and tells its id",
+            "file_not_found",
+        )
     return f"uploads/{file_id.removeprefix(_FILE_PREFIX)}"

@@ -35,13 +35,16 @@ _PARTICULAR = {"UNREACHABLE": 502, "STORE_FULL": 507}
 
 
 class HttpError(Exception):
-    """A request that HTTP itself refuses."""
+    """A request that HTTP itself refuses. headers: of the response."""
 
-    def __init__(self, status: int, message: str, code: str) -> None:
+    def __init__(
+        self, status: int, message: str, code: str, headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
+        self.headers = headers or {}
 
 
 def status_of_reason(reason: str) -> int:
@@ -79,6 +82,8 @@ def refusal(error: SparseKVError | HttpError) -> JSONResponse:
             headers["retry-after-ms"] = str(math.ceil(delay * 1000))
         if delay is not None or error.reason in _REPEATABLE:
             headers["x-should-retry"] = "true"
+    else:
+        headers |= error.headers
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     return JSONResponse(body, status_code=status, headers=headers)

@@ -90,6 +90,9 @@ async def update_context(request: Request) -> Response:
     """PATCH /v1/contexts/{context}."""
     known_query(request)
     given = UPDATE.read(await read_json(request))
+    if not any(value != {} for value in given.values()):
+        names = ", ".join(parameter.name for parameter in UPDATE.parameters)
+        raise InvalidArgumentError(f"nothing to change, expected some of {names}")
     changes = cast(ContextChanges, {name: value for name, value in given.items() if name != "expire_time"})
     if "expire_time" in given:
         changes["expire_time"] = _time(given["expire_time"])
@@ -114,10 +117,13 @@ def _time(text: str) -> datetime | Never:
 
 
 async def delete_context(request: Request) -> Response:
-    """DELETE /v1/contexts/{context}."""
-    known_query(request)
+    """DELETE /v1/contexts/{context}; with `force` those that continue it, too."""
+    known_query(request, "force")
+    force = request.query_params.get("force", "false")
+    if force not in ("true", "false"):
+        raise InvalidArgumentError(f"force is {force[:100]!r}, expected true or false", field="force")
     context = await _find(request)
-    await request.state.client.delete_context(context.name)
+    await request.state.client.delete_context(context.name, force=force == "true")
     return JSONResponse({"id": _id(context), "object": "context", "deleted": True})
 
 

@@ -136,7 +136,7 @@ class Store:
         if not fits:
             raise ContextNotFoundError(
                 f"{self.path}: no context {ref[:600]!r}; give an id, its first {_MIN_PREFIX} or more digits, or a name "
-                "as `index-store ls` shows them",
+                "as lists of the contexts (`ls`) show them",
                 context=ref[:600],
             )
         live = [entry for entry in fits if not (isinstance(entry, Manifest) and self.expired(entry))]

@@ -12,7 +12,7 @@ from decode_engine.gateway.wire.parameters import pick, shown
 from decode_engine.gateway.wire.response_items import messages_of
 from decode_engine.gateway.wire.tool_shapes import call_options
 from decode_engine.rpc.client import GenerateOptions, Keep
-from index_store.errors import InvalidArgumentError
+from index_store.errors import InvalidArgumentError, MethodUnsupportedError, SparseKVError
 
 _SAME_NAMES = (
     *("method", "keep_ratio", "target_mass", "token_budget", "search_period"),
@@ -20,12 +20,21 @@ _SAME_NAMES = (
     *("min_tokens", "stop_token_ids", "regex", "choices"),
 )
 
+_PROMPTS = frozenset({"prompt", "text", "token_ids", "messages"})
+_MADE_OF = {
+    "constraint": ("text", "response_format", "choices", "regex"),
+    "budget": ("token_budget", "target_mass", "keep_ratio"),
+    "max_tokens": ("max_output_tokens", "max_completion_tokens"),
+}
+"""Parameters that fields of the server's requests are made of, the last of those that are given."""
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
     """What a request asks for.
 
-    context: "" where it names none. options: of the generation. given: all that was sent and counts.
+    context: "" where it names none. options: of the generation. given: all that was sent and counts. prompt: the
+    parameter that continues the context.
     """
 
     model: str
@@ -34,6 +43,21 @@ class Order:
     stream: bool
     include_usage: bool
     given: dict[str, Any]
+    prompt: str
+
+    def name_parts(self, error: SparseKVError) -> None:
+        """Has an error of the server's name the parameter of this request that its own field was made of."""
+        field = error.metadata.get("field", "")
+        if not field and isinstance(error, MethodUnsupportedError):
+            field = "method"
+        part = field.partition("[")[0]
+        if part in _PROMPTS and part != self.prompt:
+            field = self.prompt
+        for name in _MADE_OF.get(part, ()):
+            if name in self.given:
+                field = name
+        if field:
+            error.metadata["field"] = field
 
 
 def chat_order(body: Any) -> Order:
@@ -53,7 +77,7 @@ def chat_order(body: Any) -> Order:
         options["top_logprobs"] = given.get("top_logprobs", 0)
     elif "top_logprobs" in given:
         raise InvalidArgumentError("top_logprobs is given, but logprobs is not true", field="top_logprobs")
-    return _order(given, options)
+    return _order(given, options, "messages")
 
 
 def completion_order(body: Any) -> Order:
@@ -63,25 +87,29 @@ def completion_order(body: Any) -> Order:
     options: GenerateOptions = {"text": prompt} if isinstance(prompt, str) else {"token_ids": prompt}
     options["max_tokens"] = given.get("max_tokens", 16)
     options["top_logprobs"] = given.get("logprobs")
-    return _order(given, options)
+    return _order(given, options, "prompt")
 
 
 def response_order(body: Any) -> Order:
     """A body of responses. Raises InvalidArgumentError."""
     given = RESPONSES.read(body)
     asked = given["input"]
+    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else messages_of(asked)
+    try:
+        turns = turns_of(items)
+    except InvalidArgumentError as error:
+        error.metadata["field"] = "input"
+        raise
     options: GenerateOptions = {
-        "messages": turns_of(
-            [{"role": "user", "content": asked}] if isinstance(asked, str) else messages_of(asked)
-        ),
+        "messages": turns,
         "max_tokens": given.get("max_output_tokens"),
         "json_schema": _schema_of_text(given.get("text")),
         **call_options(given),
     }
-    return _order(given, options)
+    return _order(given, options, "input")
 
 
-def _order(given: dict[str, Any], options: GenerateOptions) -> Order:
+def _order(given: dict[str, Any], options: GenerateOptions, prompt: str) -> Order:
     stop = given.get("stop", [])
     options["stop"] = [stop] if isinstance(stop, str) else stop
     options["temperature"] = float(given.get("temperature", 1.0))
@@ -96,6 +124,7 @@ def _order(given: dict[str, Any], options: GenerateOptions) -> Order:
         stream=stream,
         include_usage=_include_usage(given.get("stream_options"), stream),
         given=given,
+        prompt=prompt,
     )
 
 

@@ -85,7 +85,9 @@ INPUT = Kind(
 
 def number(least: float, most: float, *, above: bool = False) -> Kind:
     """A number of least to most; with `above`, not least itself."""
-    shown = f"a number above {least:g}, at most {most:g}" if above else f"a number of {least:g} to {most:g}"
+    shown = (
+        f"a number above {least:g}, at most {most:g}" if above else f"a number of {least:g} to {most:.12g}"
+    )
     return Kind(
         shown,
         lambda value: _is_number(value) and (least < value if above else least <= value) and value <= most,
@@ -94,8 +96,9 @@ def number(least: float, most: float, *, above: bool = False) -> Kind:
 
 def integer(least: int, most: int) -> Kind:
     """An integer of least to most."""
-    shown = f"an integer from {least}" if most >= 2**31 - 1 else f"an integer of {least} to {most}"
-    return Kind(shown, lambda value: _is_integer(value) and least <= value <= most)
+    return Kind(
+        f"an integer of {least} to {most}", lambda value: _is_integer(value) and least <= value <= most
+    )
 
 
 _LONGEST_S = 36_500 * 86_400
@@ -109,7 +112,7 @@ def _is_keep(value: Any) -> bool:
     )
 
 
-KEEP = Kind("an object", _is_keep)
+KEEP = Kind(f"an object, in it perhaps display_name ({TEXT.shown}) and ttl_seconds ({TTL.shown})", _is_keep)
 
 
 @dataclass(frozen=True, slots=True)

@@ -288,7 +288,9 @@ def _json_text(field: str, value: object) -> str:
     """JSON as text: what is an object already is written as one."""
     if value is None:
         return ""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else _text(field, value)
+    if isinstance(value, str):
+        return value
+    return json.dumps(_object(field, value), ensure_ascii=False)
 
 
 def _object(field: str, value: object) -> Mapping[str, Any]:

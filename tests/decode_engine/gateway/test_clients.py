@@ -128,7 +128,9 @@ def test_bodies_that_are_no_request(web: httpx.Client, body: bytes) -> None:
 
 def test_unknown_paths_and_methods(web: httpx.Client) -> None:
     assert web.get("/v1/nothing").json()["error"]["code"] == "not_found"
-    assert web.get("/v1/chat/completions").status_code == 405
+    for path, methods in (("/v1/chat/completions", "POST"), ("/v1/files", "POST")):
+        assert (web.get(path).status_code, web.get(path).headers["allow"]) == (405, methods)
+    assert web.delete("/v1/contexts").headers["allow"] == "GET, HEAD, POST"
     assert web.get("/v1/contexts", params={"colour": 1}).status_code == 400
     assert web.get("/v1/contexts", params={"page_size": "x"}).status_code == 400
 

@@ -68,15 +68,23 @@ def test_a_context_is_made_with_progress_asked_and_deleted(
     restored = {"display_name": "red", "labels": {"team": None}, "expire_time": "never"}
     changed = web.patch("/v1/contexts/crimson", json=restored).json()
     assert (changed["labels"], changed["expire_time"]) == ({}, None)
-    for wrong in ({"expire_time": "soon"}, {"colour": 1}, {"labels": {"a": 1}}):
-        assert web.patch("/v1/contexts/red", json=wrong).status_code == 400
-    assert web.delete("/v1/contexts/red").json() == {
+    for wrong in ({"expire_time": "soon"}, {"colour": 1}, {"labels": {"a": 1}}, {}, {"labels": {}}):
+        refused = web.patch("/v1/contexts/red", json=wrong)
+        assert (refused.status_code, "update_mask" in refused.json()["error"]["message"]) == (400, False)
+    continued = {"text": "And on.", "display_name": "pink", "parent": "red", "stream": True}
+    assert [name for name, _ in events(web, continued)][-2] == "context"
+    refused = web.delete("/v1/contexts/red")
+    assert (refused.status_code, "force in requests" in refused.json()["error"]["message"]) == (400, True)
+    assert web.delete("/v1/contexts/red", params={"force": "yes"}).status_code == 400
+    assert web.delete("/v1/contexts/red", params={"force": "true"}).json() == {
         "id": context["id"],
         "object": "context",
         "deleted": True,
     }
     gone = web.get("/v1/contexts/red")
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "context_not_found")
+    assert "index-store" not in gone.json()["error"]["message"]
+    assert web.get("/v1/contexts/pink").status_code == 404
 
 
 def test_a_file_becomes_a_context(web: httpx.Client, official: openai.OpenAI, tmp_path: Path) -> None:
@@ -107,12 +115,12 @@ def test_an_operation_can_be_followed_and_repeated(web: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "word"),
     [
-        ({}, 400, "exactly one of text"),
+        ({}, 400, "exactly one of text, token_ids, messages, file_id"),
         ({"text": "a", "token_ids": [1]}, 400, "exactly one of text"),
         ({"text": "a", "colour": 1}, 400, "colour"),
         ({"text": "a", "methods": ["magic"]}, 400, "magic"),
         ({"text": "a", "ttl_seconds": 0}, 400, "ttl_seconds"),
-        ({"file_id": "x"}, 404, "no file 'x'"),
+        ({"file_id": "x"}, 404, "POST /v1/files takes one and tells its id"),
         ({"file_id": "file-" + "0" * 32}, 404, "upload"),
     ],
 )

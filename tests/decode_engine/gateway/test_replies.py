@@ -151,7 +151,7 @@ def test_an_answer_ends_before_a_stop_text(official: openai.OpenAI, answer: str)
         (
             {"extra_body": {"context": "lamp", "method": "magic"}},
             openai.BadRequestError,
-            None,
+            "method",
             "method_unsupported",
         ),
         (

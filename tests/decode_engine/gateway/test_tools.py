@@ -135,8 +135,11 @@ def test_a_session_is_kept(
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "run"}}}, "tool_choice"),
-        ({"tool_choice": "auto", "response_format": {"type": "json_object"}}, "constraint"),
+        ({"tool_choice": "auto", "response_format": {"type": "json_object"}}, "response_format"),
         ({"keep": {"colour": 1}}, "keep"),
+        ({"regex": "("}, "regex"),
+        ({"regex": ""}, "regex"),
+        ({"method": "magic"}, "method"),
         ({"keep": {}, "tool_choice": "auto"}, "keep"),
     ],
 )

@@ -136,7 +136,10 @@ def test_one_of_a_few_texts(official: openai.OpenAI, lamp: str) -> None:
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}}, None),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+            "response_format",
+        ),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 1000}}, "logit_bias"),
         ({"presence_penalty": 3}, "presence_penalty"),
@@ -167,3 +170,31 @@ def test_wrong_values_are_named(web: httpx.Client, lamp: str, changes: Any, para
     told = reply.json()["error"]
     assert (told["type"], told["param"]) == ("invalid_request_error", param) or param is None
     assert told["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [({"prompt": ""}, "prompt"), ({"prompt": [10**6]}, "prompt"), ({"prompt": []}, "prompt")],
+)
+def test_a_wrong_prompt_is_named_as_it_was_sent(web: httpx.Client, lamp: str, body: Any, param: str) -> None:
+    reply = web.post("/v1/completions", json={"model": "model", "context": "lamp", **body})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"keep": {"ttl_seconds": 0}}, "ttl_seconds (a number of 1 to 3153600000)"),
+        ({"keep": {"foo": 1}}, "display_name (a text)"),
+        ({"seed": 2**64}, "expected an integer of 0 to 18446744073709551615"),
+        ({"token_budget": 2**31}, "expected an integer of 1 to 2147483647"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "x", "parameters": []}}]},
+            "expected an object",
+        ),
+    ],
+)
+def test_what_is_expected_is_what_would_do(web: httpx.Client, lamp: str, changes: Any, words: str) -> None:
+    body = {name: value for name, value in ASK.items() if name != "extra_body"}
+    reply = web.post("/v1/chat/completions", json={**body, "context": "lamp", **changes})
+    assert (reply.status_code, words in reply.json()["error"]["message"]) == (400, True), reply.text
