@@ -119,69 +119,32 @@ def _take_best(
     queries, group = keeps.shape[0], places.shape[1]
     line = weights.reshape(1, weights.size)
     factor_of = factors.reshape(heads * rows, spans)
-    if heads * queries >= enough:
-        # One loop: threads are woken once, and what a row's maxima are found in is still near when its keys are chosen.
-        for row in prange(heads * queries):
-            head, query = row // queries, row % queries
+    # A thread that has whole rows needs one loop: threads are woken once, and what a row's maxima are found in is still
+    # near when its keys are chosen.
+    whole = heads * queries >= enough
+    if not whole:
+        for task in prange(heads * rows):
+            head, row = task // rows, task % rows
+            _find_factors(peaks[head, row], totals[head, row], factors[head, row])
+        for task in prange(heads * queries * spans):
+            row, span = task // spans, task % spans
+            query = row % queries
+            _find_maxima(line, places, row, factor_of, span, columns[query], parts[query], maxima)
+    for row in prange(heads * queries):
+        head, query = row // queries, row % queries
+        if whole:
             for each in range(query * group, (query + 1) * group):
                 _find_factors(peaks[head, each], totals[head, each], factors[head, each])
             for span in range(spans):
                 _find_maxima(line, places, row, factor_of, span, columns[query], parts[query], maxima)
-            _take(
-                line,
-                places,
-                row,
-                factor_of,
-                columns[query],
-                parts[query],
-                maxima,
-                ids[head, query, : keeps[query]],
-                found[head],
-            )
-        return
-    for task in prange(heads * rows):
-        head, row = task // rows, task % rows
-        _find_factors(peaks[head, row], totals[head, row], factors[head, row])
-    for task in prange(heads * queries * spans):
-        row, span = task // spans, task % spans
-        _find_maxima(line, places, row, factor_of, span, columns[row % queries], parts[row % queries], maxima)
-    for row in prange(heads * queries):
-        head, query = row // queries, row % queries
-        _take(
-            line,
-            places,
-            row,
-            factor_of,
-            columns[query],
-            parts[query],
-            maxima,
-            ids[head, query, : keeps[query]],
-            found[head],
-        )
-
-
-@njit(cache=True, nogil=True)
-def _take(
-    line: NDArray[np.float32],
-    places: NDArray[np.int64],
-    row: int,
-    factors: NDArray[np.float32],
-    columns: NDArray[np.int64],
-    parts: NDArray[np.int64],
-    maxima: NDArray[np.float32],
-    best: NDArray[np.int32],
-    found: NDArray[np.int32],
-) -> None:  # pragma: no cover - compiled
-    """Writes the best keys of a row's session, and how many there are; their weights become 0."""
-    query = row % found.shape[0]
-    if best.shape[0] == 0:
-        return
-    count = _choose(line, places, row, factors, columns, parts, maxima, best)
-    found[query] = count
-    shared, behind = columns[0], parts[1] - columns[0]
-    for g in range(places.shape[1]):
-        for k in range(count):
-            line[0, places[row, g] + best[k] + (behind if best[k] >= shared else 0)] = 0
+        if keeps[query] > 0:
+            best = ids[head, query, : keeps[query]]
+            count = _choose(line, places, row, factor_of, columns[query], parts[query], maxima, best)
+            found[head, query] = count
+            shared, behind = columns[query, 0], parts[query, 1] - columns[query, 0]
+            for g in range(group):
+                for k in range(count):
+                    weights[places[row, g] + best[k] + (behind if best[k] >= shared else 0)] = 0
 
 
 @njit(cache=True, nogil=True)
