@@ -20,18 +20,17 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from decode_engine.host_search.shared_search_numba import COUNT_BITS, LINE
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.fields import STEP, field, row_of
-from decode_engine.kernels.launches import chained, wait_for_launch
+from decode_engine.kernels.launches import chained, clock, doze, wait_for_launch
 
 _LINE = tl.constexpr(LINE)
 _COUNT_BITS = tl.constexpr(COUNT_BITS)
 _COUNT_MASK = tl.constexpr((1 << COUNT_BITS) - 1)
 _CHUNK = 1024
-_TURN_NS = tl.constexpr(1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,24 +121,6 @@ def fence(ON_DEVICE: tl.constexpr) -> None:
             "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
     tl.debug_barrier()
-
-
-@triton.jit
-def clock(turns: tl.tensor, ON_DEVICE: tl.constexpr) -> tl.tensor:
-    """Nanoseconds; without a device, so many for every turn."""
-    now = turns * _TURN_NS
-    if ON_DEVICE:
-        now = globaltimer()
-    return now
-
-
-@triton.jit
-def doze(ON_DEVICE: tl.constexpr) -> None:
-    """Lets other programs have the memory for about 100 ns."""
-    if ON_DEVICE:
-        tl.inline_asm_elementwise(
-            "nanosleep.u32 100; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit(do_not_specialize=["out_address", "posted_address", "layer", "layers"])

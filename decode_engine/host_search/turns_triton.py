@@ -19,8 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from decode_engine.host_search.mailbox_triton import clock, doze
-from decode_engine.kernels.launches import chained, wait_for_launch
+from decode_engine.kernels.launches import chained, clock, doze, wait_for_launch
 
 LIMIT_NS = 5_000_000
 """Many times what a lane computes between two fetches."""

@@ -1,4 +1,4 @@
-"""How launches follow one another, and how the last program of a launch knows that it is the last.
+"""How launches follow one another, how a program waits, and how the last of a launch knows that it is the last.
 
 From compute capability 9.0 on a launch may begin while the one before ends. Such a kernel first waits for the results
 of the one before, but its programs are in place by then; what no launch of a step writes may be read before the wait.
@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
+
+_TURN_NS = tl.constexpr(1000)
 
 
 def chained(device: torch.device) -> dict[str, Any]:
@@ -57,3 +59,21 @@ def arrives_last(arrivals_ptr: tl.tensor, row: tl.tensor) -> tl.tensor:
     if last:
         tl.store(arrivals_ptr + row, 0)
     return last
+
+
+@triton.jit
+def clock(turns: tl.tensor, ON_DEVICE: tl.constexpr) -> tl.tensor:
+    """Nanoseconds; without a device, so many for every turn."""
+    now = turns * _TURN_NS
+    if ON_DEVICE:
+        now = globaltimer()
+    return now
+
+
+@triton.jit
+def doze(ON_DEVICE: tl.constexpr) -> None:
+    """Lets other programs have the memory for about 100 ns."""
+    if ON_DEVICE:
+        tl.inline_asm_elementwise(
+            "nanosleep.u32 100; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )

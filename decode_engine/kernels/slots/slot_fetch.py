@@ -72,8 +72,6 @@ _TILE = 32
 _FIND_PROGRAMS = 1024
 """Of all rows together."""
 _FIND_WARPS = 1
-_JOIN_WARPS = 4
-"""Of programs that look up keys of lists in several segments."""
 _CLAIM_TILE = 32
 """Misses that a program claims slots for at once."""
 _FETCH = CopyShape(programs=132)
@@ -121,6 +119,7 @@ def fetch_rows(
     shape: CopyShape | None = None,
     *,
     found_RX2: Tensor | None = None,
+    brought_R: Tensor | None = None,
     heads: range | None = None,
 ) -> Tensor:
     """Brings rows that are attended into the slots of every session's cache; their locations, [R, N] int32.
@@ -129,9 +128,9 @@ def fetch_rows(
     row_bytes: of keys and values of one token and KV head. shape: of the programs that read host memory. Rows of
     sessions without a cache stay where they are, and so do misses beyond the room for them. found_RX2: [R, X, 2] int32,
     set to how many of a row's keys each of the X `find_programs` found in no slot, and in one, or that another session
-    brings into one. heads: of KV heads,
-    those whose rows are brought, all by default; of the others nothing is read or set. Fixed launches, which never wait
-    for the device.
+    brings into one. brought_R: [R] int32, rows that this step has brought already (`early_rows`), which the first of
+    them counts as found in none; set to 0. heads: of KV heads, those whose rows are brought, all by default; of the
+    others nothing is read or set. Fixed launches, which never wait for the device.
     Raises InvalidArgumentError for shapes that do not fit.
     """
     rows, segments, width = lists.ids_RPW.shape
@@ -152,7 +151,7 @@ def fetch_rows(
     check_shape(row_bytes, shape)
     of_rows = {"HEADS": all_heads, "FIRST_HEAD": some.start, "SOME_HEADS": len(some)}
     of_lists = {"SEGMENTS": segments, "SEGMENTS_TILE": triton.next_power_of_2(segments), "TILE": _TILE}
-    finding = {"num_warps": _FIND_WARPS if segments == 1 else _JOIN_WARPS, **chained(records_BF.device)}
+    finding = {"num_warps": _FIND_WARPS, **chained(records_BF.device)}
     shared = len(records_BF) > 1
     misses = (buffers.sources_C, buffers.targets_C, buffers.ids_C, buffers.entries_C, buffers.counts_4)
     find_kernel[(programs, some_rows)](
@@ -163,6 +162,7 @@ def fetch_rows(
         buffers.locations_RN,
         *misses,
         found_RX2,
+        brought_R,
         len(buffers.sources_C),
         width,
         room,

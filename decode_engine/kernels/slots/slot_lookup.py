@@ -88,7 +88,7 @@ def first_slots(ids: tl.tensor, sets: tl.tensor, WAYS: tl.constexpr) -> tl.tenso
 @triton.jit
 def add_to_tally(tally_ptr: tl.tensor, number: tl.tensor, cached: tl.tensor) -> None:
     """Adds what a program counted."""
-    tl.atomic_add(tally_ptr, number.to(tl.int64), mask=cached & (number > 0), sem="relaxed")
+    tl.atomic_add(tally_ptr, number.to(tl.int64), mask=cached & (number != 0), sem="relaxed")
 
 
 @triton.jit
@@ -179,8 +179,17 @@ def list_misses(
     return missing.to(tl.int32) - listed, listed - fits.to(tl.int32)
 
 
+@triton.jit
+def take_brought(brought_ptr: tl.tensor) -> tl.tensor:
+    """Rows that were in no slot when the step began, for the first program of a row; sets them to 0."""
+    first = tl.program_id(0) == 0
+    brought = tl.load(brought_ptr, mask=first, other=0, cache_modifier=".cg")
+    tl.store(brought_ptr, 0, mask=first)
+    return brought
+
+
 @triton.jit(do_not_specialize=["misses_room", "width", "room"])
-def find_kernel(
+def find_kernel(  # noqa: PLR0915 - what a program does stands in one place
     records_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
@@ -192,6 +201,7 @@ def find_kernel(
     miss_entries_ptr: tl.tensor,
     miss_counts_ptr: tl.tensor,
     found_ptr: tl.tensor,
+    brought_ptr: tl.tensor,
     misses_room: tl.tensor,
     width: tl.tensor,
     room: tl.tensor,
@@ -254,6 +264,8 @@ def find_kernel(
         reused += there.to(tl.int32) + left
     wanted = tl.sum(keys, 0)
     found = tl.sum(reused, 0)
+    if brought_ptr is not None:
+        found -= take_brought(brought_ptr + row)
     if found_ptr is not None:
         # Behind entries of -1 there may be no room for all keys: attention reads the others from host memory.
         beyond = tl.where(tl.program_id(0) == 0, listed + always - entries, 0)

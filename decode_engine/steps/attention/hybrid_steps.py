@@ -16,9 +16,10 @@ from torch import Tensor
 
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.slots.slot_cache import SlotCache
+from decode_engine.steps.attention.coarse_steps import CoarseSelection
 from decode_engine.steps.attention.fetch_ahead import FetchAhead, RowFetch
 from decode_engine.steps.attention.listed_steps import ListedSteps
-from decode_engine.steps.attention.step_attention import StepPlan
+from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
 from index_store.errors import InvalidArgumentError
 from index_store.memory.host_memory import is_readable
 from index_store.memory.placement import slots_per_head
@@ -43,6 +44,12 @@ class HybridSteps(ListedSteps):
         super().__init__(plan)
         self.rows = RowFetch(plan)
         self._ahead: FetchAhead | None = None
+
+    def make_selection(self, kind: type[KeySelection]) -> KeySelection:
+        if issubclass(kind, CoarseSelection):
+            # Steps of several lanes fetch while others search, anyway.
+            return kind(self.plan, announces=self.plan.lane.turn_1 is None)
+        return super().make_selection(kind)
 
     @classmethod
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
@@ -70,7 +77,13 @@ class HybridSteps(ListedSteps):
         self._ahead.expect(layer, q_BHGD, records_BF)
 
     def find(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> tuple[KeyLists, Tensor | None]:
-        lists = self.search(layer, q_BHGD, records_BF)
+        announcements, search = None, self.selection
+        if isinstance(search, CoarseSelection):
+            # What was foretold is in slots, or on its way.
+            search.announcing = self._ahead is None
+            announcements = search.announcements
+        with self.rows.beside(records_BF, announcements, search.lists.counts_RP.numel()):
+            lists = self.search(layer, q_BHGD, records_BF)
         if self._ahead is not None:
             self._ahead.wait()
             self._ahead.search()

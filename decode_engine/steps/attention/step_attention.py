@@ -244,6 +244,11 @@ class SideStream:
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
 
+    @property
+    def beside(self) -> bool:
+        """Whether launches here run beside others."""
+        return self._stream is not None
+
     @contextmanager
     def follow(self) -> Iterator[None]:
         """What is launched inside runs here, after all that the current stream was given before."""

@@ -86,7 +86,7 @@ REST_BAR, SPEEDUP_BARS = 1.35, {1: 1.7, 4: 2.5}
 
 KINDS = {
     "search": r"(pick|cut|sample|sample_pooled|score|combine|select|tables|keep|join|lookup|pass)_kernel",
-    "fetch": r"(find|bring|settle|copy)_kernel",
+    "fetch": r"(early|find|bring|settle|copy)_kernel",
     "host": r"(post|await)_kernel",
     "turns": r"(take|give)_kernel",
     "remainder": r"(correct|remainder)_kernel",

@@ -19,26 +19,13 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
+from decode_engine.kernels.attention.announcements import ROW_SHIFT, Announcements
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials, merge_partials
-from decode_engine.kernels.coarse import coarse_pass, search
-from decode_engine.kernels.coarse.coarse_pass import attend_all, list_keys
+from decode_engine.kernels.coarse.coarse_pass import attend_all, list_keys, weigh_keys
 from decode_engine.kernels.coarse.reference import CoarseSequence, attend_others_reference
 from decode_engine.kernels.coarse.search import find_cuts
 from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
-from decode_engine.kernels.coarse.warp import (
-    warp_codes,
-    warp_cut,
-    warp_findings,
-    warp_pass,
-    warp_places,
-    warp_records,
-    warp_rings,
-    warp_rows,
-    warp_sample,
-    warp_tiles,
-    warp_values,
-)
 from decode_engine.kernels.coarse.warp.warp_pass import NEGLIGIBLE
 from decode_engine.kernels.records import records_of
 from index_store.attention.attention_state import AttentionState
@@ -54,12 +41,9 @@ from tests.decode_engine.kernels.problems.coarse_problems import (
     make_sizes,
 )
 from tests.support.warps.warp_launches import interpreted
+from tests.support.warps.warp_modules import WARP_MODULES
 
 ROOT = Path(__file__).resolve().parents[3]
-MODULES = (
-    warp_pass, warp_values, warp_cut, warp_sample, warp_records, warp_rings, warp_tiles, warp_places,
-    warp_codes, warp_rows, warp_findings, search, coarse_pass,
-)  # fmt: skip
 IN_REGISTERS = replace(SMALL, registers=True, samplers=8)
 CODES = ((128, 4), (128, 3), (128, 2), (64, 4), (256, 4), (256, 3), (256, 2))
 """Head dimensions and bits of codes."""
@@ -138,7 +122,7 @@ def test_kernels_find_what_the_references_find(
     sizes = make_sizes(group, head_dim, *bits, groups, shape=replace(IN_REGISTERS, tile=tile), kv_heads=2)
     assert sizes.in_registers
     sequences = [make_sequence(sizes, 300, 3, 259, 20), None, make_sequence(sizes, 77, 8, 60, 10)]
-    with interpreted(*MODULES):
+    with interpreted(*WARP_MODULES):
         assert_equals_reference(sizes, torch.float32, sequences, apart=apart, tolerance=5e-3)
 
 
@@ -148,7 +132,7 @@ def test_sums_over_many_flat_keys_stay_exact(head_dim: int, bits: int) -> None:
     sizes = make_sizes(1, head_dim, bits, bits, shape=replace(IN_REGISTERS, programs=1), max_keys=2048)
     sequence = make_sequence(sizes, 2048, 0, 2048, 0)
     q_BHGD = 0.01 * make_queries(sizes, torch.float32, 1)
-    with interpreted(*MODULES):
+    with interpreted(*WARP_MODULES):
         found = Searched(sizes, q_BHGD, [sequence], apart=False)
     expected = attend_others_reference(q_BHGD, [sequence], found.lists)
     assert float((found.out_RGD - expected.out).norm() / expected.out.norm()) < 5e-3
@@ -171,7 +155,7 @@ def test_everything_is_attended_to(head_dim: int, bits: int, group: int) -> None
     lists = KeyLists.allocate(rows, sizes.splits(rows), sizes.width(rows), "cpu")
     slots = sizes.slots(rows)
     partials = Partials.allocate(rows, slots, group, head_dim, torch.device("cpu"))
-    with interpreted(*MODULES):
+    with interpreted(*WARP_MODULES):
         records_BF = records_of(batch, "cpu")
         find_cuts(q_BHGD, records_BF, sizes, work)
         attend_all(q_BHGD, records_BF, sizes, work, lists, partials)
@@ -195,7 +179,7 @@ def test_a_search_that_only_lists_leaves_no_weights(head_dim: int) -> None:
     batch = [with_rows(sizes, 300, 3, 259, 20, 5), None]
     q_BHGD, rows = make_queries(sizes, torch.float32, 2), 2 * sizes.kv_heads
     found = []
-    with interpreted(*MODULES):
+    with interpreted(*WARP_MODULES):
         records_BF = records_of(batch, "cpu")
         for attends in (True, False):
             work = CoarseWork.make(sizes, 2, "cpu", attends=attends)
@@ -207,6 +191,39 @@ def test_a_search_that_only_lists_leaves_no_weights(head_dim: int) -> None:
     assert found[0] == found[1]
     assert 0 < len(found[1][0]) < 256
     assert work.weights_RSX.numel() == 0
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_keys_are_announced_as_they_are_listed(head_dim: int) -> None:
+    """Each once, those of a program to one queue; and every program says that it has ended. Lists stay as they are."""
+    sizes = make_sizes(3, head_dim, shape=IN_REGISTERS, kv_heads=2)
+    batch = [with_rows(sizes, 300, 3, 259, 20, 5), None, with_rows(sizes, 290, 0, 290, 280, 5)]
+    q_BHGD, rows = make_queries(sizes, torch.float32, 3), 3 * sizes.kv_heads
+    announcements = Announcements.allocate(rows, 300, 12, "cpu")
+    announcements.told_Q.fill_(200)  # rings go on where they were
+    found = []
+    with interpreted(*WARP_MODULES):
+        records_BF = records_of(batch, "cpu")
+        for told in (None, announcements):
+            work = CoarseWork.make(sizes, 3, "cpu")
+            lists = KeyLists.allocate(rows, sizes.splits(rows), sizes.width(rows), "cpu")
+            find_cuts(q_BHGD, records_BF, sizes, work)
+            weigh_keys(q_BHGD, records_BF, sizes, work, lists, announcements=told)
+            found.append([listed_keys(lists, row) for row in range(rows)])
+    assert found[0] == found[1]
+    assert announcements.ended_1.tolist() == [lists.counts_RP.numel()]
+    announced: list[list[int]] = [[] for _ in range(rows)]
+    for queue, (told, cells) in enumerate(
+        zip(announcements.told_Q.tolist(), announcements.cells_QC.tolist(), strict=True)
+    ):
+        assert sum(cell != 0 for cell in cells) == told - 200
+        for turn in range(200, told):
+            cell = cells[turn % len(cells)]
+            row, key = cell >> ROW_SHIFT, (cell & (2**ROW_SHIFT - 1)) - 1
+            announced[row].append(key)
+            assert queue == (key // sizes.tile + row % sizes.kv_heads * (3 // sizes.kv_heads)) % 3
+    assert [sorted(keys) for keys in announced] == [sorted(keys) for keys in found[0]]
+    assert sum(map(len, announced)) > 500
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(128, 3), (64, 16), (256, 1)])
@@ -227,7 +244,7 @@ def test_values_of_next_to_no_weight_are_not_read(head_dim: int, group: int) -> 
     poisoned = replace(sequence, rows=replace(rows, value_scales_HNV=rows.value_scales_HNV.clone()))
     for part in light:
         poisoned.rows.value_scales_HNV[:, part] = torch.nan
-    with interpreted(*MODULES):
+    with interpreted(*WARP_MODULES):
         found = Searched(sizes, q_BHGD, [poisoned], apart=False)
         poisoned.rows.value_scales_HNV[:, mixed] = torch.nan
         read = Searched(sizes, q_BHGD, [poisoned], apart=False)
@@ -247,7 +264,7 @@ def test_exact_weights_far_above_all_others_do_not_overflow(head_dim: int) -> No
     lists = KeyLists.allocate(1, sizes.splits(1), sizes.width(1), "cpu")
     slots = sizes.slots(1)
     partials = Partials.allocate(1, slots, 1, head_dim, torch.device("cpu"))
-    with interpreted(*MODULES):
+    with interpreted(*WARP_MODULES):
         records_BF = records_of([sequence], "cpu")
         find_cuts(q_BHGD, records_BF, sizes, work)
         attend_all(q_BHGD, records_BF, sizes, work, lists, partials)
@@ -285,7 +302,7 @@ def test_kernels_stay_in_registers() -> None:
         command, capture_output=True, text=True, cwd=ROOT, env=environment, check=True
     ).stdout
     for name, figures in json.loads(found).items():
-        assert figures["local"] <= (32 if name.startswith("sample-8-256") else 16), name
+        assert figures["local"] <= (40 if name.startswith(("sample-8-256", "announce")) else 16), name
         assert figures["programs"] or name == "cut", name
         if name.startswith(("sample", "cut")):
             assert figures["shared"] <= (1024 if name == "cut" else 0), name

@@ -230,6 +230,17 @@ class Language:
         memory.store(places, np.ascontiguousarray(numbers), np.ascontiguousarray(there))
 
     @staticmethod
+    def atomic_add(pointer: Numbers, value: Any, mask: Any = None, sem: str = "") -> Numbers:
+        places = np.atleast_1d(pointer.array)
+        there = np.broadcast_to(True if mask is None else _array(mask), places.shape)
+        before = np.zeros(places.shape, pointer.element)
+        for at in np.flatnonzero(there):
+            one = Numbers(places[at], None, pointer.element)
+            before[at] = Language.load(one).array
+            Language.store(one, before[at] + np.broadcast_to(_array(value), places.shape)[at])
+        return Numbers(before.reshape(pointer.array.shape), pointer.layout)
+
+    @staticmethod
     def where(condition: Any, a: Any, b: Any) -> Numbers:
         chosen = np.where(_array(condition), _array(a), _array(b))
         typed = [each.array.dtype for each in (a, b) if isinstance(each, Numbers)]

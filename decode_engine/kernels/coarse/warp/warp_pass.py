@@ -46,7 +46,6 @@ from index_store.indexes.coarse_rows.scalars import scalar_rows
 NEGLIGIBLE = 0.005
 """Share of its even share of a row's weight, all heads together, below which a tile's values are not read: that holds
 for less than this share of all of them, then."""
-
 _KEYS, _FIRST, _END = (gl.constexpr(field) for field in (records.KEYS, records.FIRST, records.END))
 _BLOCK = gl.constexpr(scalar_rows.BLOCK)
 _DRAW_STEP = gl.constexpr(border.DRAW_STEP.value)
@@ -72,13 +71,16 @@ def movable_cut(cuts_ptr: gl.tensor, row: gl.tensor) -> gl.tensor:
 
 @gluon.jit
 def share_of_blocks(first: gl.tensor, end: gl.tensor) -> gl.tensor:
-    """A program's first block, and where all of a row's end; its others follow num_programs blocks apart each.
+    """A program's first block, its last one, and where all of a row's end; its own are num_programs blocks apart.
 
-    What a query attends to lies together, at the end of a context above all. So neighbours are different programs'.
+    What a query attends to lies together, at the end of a context above all. So neighbours are different programs', and
+    each goes from its last block to its first: what is kept is known early.
     """
     base = first // _BLOCK
     stop = gl.where(end > first, (end + _BLOCK - 1) // _BLOCK, base)
-    return base + gl.program_id(0), stop
+    lowest = base + gl.program_id(0)
+    others = gl.maximum(stop - 1 - lowest, 0) // gl.num_programs(0)
+    return lowest, lowest + others * gl.num_programs(0), stop
 
 
 @gluon.jit
@@ -86,7 +88,7 @@ def tile_after(tile: gl.tensor, TILES: gl.constexpr, inner: gl.tensor, T: gl.con
     """First key of a program's tile that comes TILES tiles after that which begins with key `tile`, the key `inner` of
     its block."""
     blocks = (inner + TILES * T) // _BLOCK
-    return tile + TILES * T + blocks * ((gl.num_programs(0) - 1) * _BLOCK)
+    return tile + TILES * T - blocks * ((gl.num_programs(0) + 1) * _BLOCK)
 
 
 @gluon.jit
@@ -135,6 +137,9 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     weights_ptr: gl.tensor,
     tiles_ptr: gl.tensor,
     weighed_ptr: gl.tensor,
+    cells_ptr: gl.tensor,
+    told_ptr: gl.tensor,
+    ended_ptr: gl.tensor,
     scale_log2: gl.tensor,
     width: gl.tensor,
     HEADS: gl.constexpr,
@@ -147,6 +152,8 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     WEIGH: gl.constexpr,
     AHEAD: gl.constexpr,
     EARLY: gl.constexpr,
+    QUEUES: gl.constexpr,
+    CELLS: gl.constexpr,
     CHAINED: gl.constexpr,
 ) -> None:
     """Program (split, row): a share of the row's blocks. Lists the keys that are kept.
@@ -154,7 +161,7 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     WEIGH: leaves the weights of the others, what their values' codes mean, and which tiles they are of. AHEAD: tiles of
     keys that are on their way. The first ones are so while the launches before still work, and EARLY more blocks come
     into the second-level cache: the memory would be idle. What these launches do not write, and what was there before
-    they began, may be read.
+    they began, may be read. CELLS: of each of the QUEUES in which kept keys are announced at once, 0 for none.
     """
     TILES: gl.constexpr = _BLOCK // TILE
     row = gl.program_id(1)
@@ -163,26 +170,27 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     end = number(records_ptr, b, _END).to(gl.int32)
     keys = number(records_ptr, b, _KEYS)
     keys_ptrs = key_pointers(records_ptr, b, head, keys, DIM, KEY_BITS)
-    first_block, stop = share_of_blocks(first, end)
+    lowest, top, stop = share_of_blocks(first, end)
     apart = gl.num_programs(0)
-    start, beyond = first_block * _BLOCK, gl.minimum(stop * _BLOCK, keys.to(gl.int32))
+    start, beyond = lowest * _BLOCK, gl.minimum(stop * _BLOCK, keys.to(gl.int32))
     # A context's last keys are loaded with some before them, which do not count.
     last = beyond - TILE
-    searches = stop > first_block
+    searches = stop > lowest
     steps_ptrs = value_steps(records_ptr, b, head, keys, VALUE_GROUPS)
     ring = new_ring(TILE, DIM, KEY_BITS, AHEAD)
     if searches:
         for turn in gl.static_range(AHEAD):
-            base = tile_after(start, turn, 0, TILE)
-            copy_tile(
-                ring, turn, keys_ptrs[0], gl.minimum(base, last), base < beyond, TILE, DIM, KEY_BITS, AHEAD
-            )
+            base = tile_after(top * _BLOCK, turn, 0, TILE)
+            there = (base >= start) & (base < beyond)
+            copy_tile(ring, turn, keys_ptrs[0], gl.minimum(base, last), there, TILE, DIM, KEY_BITS, AHEAD)
             end_of_copies()
-    steps = load_steps(keys_ptrs, first_block, searches, DIM, KEY_BITS)
-    prefetch_value_steps(steps_ptrs, start, beyond, VALUE_GROUPS, WEIGH and CHAINED)
+    steps = load_steps(keys_ptrs, top, searches, DIM, KEY_BITS)
+    prefetch_value_steps(steps_ptrs, top * _BLOCK, beyond, VALUE_GROUPS, WEIGH and CHAINED)
     for more in gl.static_range(1, EARLY + 1):
-        prefetch_key_codes(keys_ptrs, start + more * apart * _BLOCK, beyond, DIM, KEY_BITS, CHAINED)
-        prefetch_key_steps(keys_ptrs, start + more * apart * _BLOCK, beyond, DIM, CHAINED)
+        lower = (top - more * apart) * _BLOCK
+        end_of_lower = gl.where(lower >= start, beyond, lower)
+        prefetch_key_codes(keys_ptrs, lower, end_of_lower, DIM, KEY_BITS, CHAINED)
+        prefetch_key_steps(keys_ptrs, lower, end_of_lower, DIM, CHAINED)
     queries, units = load_queries(q_ptr, row, X, GROUP, DIM, KEY_BITS)
     units = units * scale_log2
     folded, added = fold(queries, steps, X, DIM, KEY_BITS)
@@ -198,13 +206,14 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     count = gl.full([8], 0, gl.int32, layout=OF_KEYS)
     weighed = first * 0
     if searches:
-        turns = first_block * 0
+        turns = lowest * 0
         bottom = gl.fma(added, units, 0.0 - peaks)
-        for block in range(first_block, stop, apart):
-            prefetch_value_steps(
-                steps_ptrs, (block + apart) * _BLOCK, beyond, VALUE_GROUPS, WEIGH and CHAINED
-            )
-            steps = load_steps(keys_ptrs, gl.minimum(block + apart, stop - 1), None, DIM, KEY_BITS)
+        for below in range(0, top - lowest + 1, apart):
+            block = top - below
+            lower = (block - apart) * _BLOCK
+            end_of_lower = gl.where(lower >= start, beyond, lower)
+            prefetch_value_steps(steps_ptrs, lower, end_of_lower, VALUE_GROUPS, WEIGH and CHAINED)
+            steps = load_steps(keys_ptrs, gl.maximum(block - apart, lowest), None, DIM, KEY_BITS)
             for within in range(0, _BLOCK, TILE):
                 tile, turn = block * _BLOCK + within, turns + within // TILE
                 begin = gl.minimum(tile, last)
@@ -214,7 +223,8 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
                 words = ring.index(turn % (AHEAD + 1)).load(key_layout(TILE, DIM, KEY_BITS))
                 later = tile_after(tile, AHEAD, within, TILE)
                 copy_tile(
-                    ring, turn + AHEAD, keys_ptrs[0], gl.minimum(later, last), later < beyond,
+                    ring, turn + AHEAD, keys_ptrs[0], gl.minimum(later, last),
+                    (later >= start) & (later < beyond),
                     TILE, DIM, KEY_BITS, AHEAD,
                 )  # fmt: skip
                 end_of_copies()
@@ -228,7 +238,10 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
                     key = begin + inner
                     searched = (key >= gl.maximum(first, tile)) & (key < end)
                     kept = kept_keys(together, key, head, searched, least, above, draws)
-                    count = list_keys(ids_ptr + place * width, count, kept, key, TILE)
+                    count = list_keys(
+                        ids_ptr + place * width, count, kept, key, tile, row,
+                        (cells_ptr, told_ptr), TILE, HEADS, QUEUES, CELLS,
+                    )  # fmt: skip
                     weights = gl.where(gl.expand_dims(searched & (kept == 0), 1), weights, 0.0)
                 if WEIGH:  # noqa: SIM102 - decided when the kernel is compiled
                     if heavy:
@@ -242,5 +255,7 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
             turns += TILES
         wait_for_copies(0)
     gl.store(counts_ptr + place, gl.max(count, 0))
+    if CELLS > 0:
+        gl.atomic_add(ended_ptr, 1, sem="release")
     if WEIGH:
         gl.store(weighed_ptr + place, weighed)

@@ -22,6 +22,7 @@ from decode_engine.kernels.coarse.sizes import CoarseShape, CoarseSizes, CoarseW
 from decode_engine.kernels.records import records_of
 from index_store.indexes.coarse_rows.product_rows import code_products
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
+from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK
 from index_store.indexes.coarse_rows.scored_codes import CodedRows
 from tests.support.devices import DEVICE
 
@@ -108,12 +109,13 @@ class Searched:
 
 
 def listed_keys(lists: KeyLists, row: int) -> list[int]:
-    """A row's keys, ascending, as each program has listed its own, and each once."""
+    """A row's keys, ascending, each once; programs have listed theirs so, or block by block from the last one on."""
     counts = lists.counts_RP[row].tolist()
     assert min(counts) >= 0
     assert max(counts) <= lists.ids_RPW.shape[2]
     segments = [ids[:count].tolist() for ids, count in zip(lists.ids_RPW[row], counts, strict=True)]
-    assert all(segment == sorted(segment) for segment in segments)
+    for segment in segments:
+        assert segment in (sorted(segment), sorted(segment, key=lambda key: (-(key // BLOCK), key)))
     keys = sorted(key for segment in segments for key in segment)
     assert len(keys) == len(set(keys))
     return keys
