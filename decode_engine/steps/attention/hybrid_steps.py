@@ -20,6 +20,7 @@ from decode_engine.steps.attention.coarse_steps import CoarseSelection
 from decode_engine.steps.attention.fetch_ahead import FetchAhead, RowFetch
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
+from decode_engine.steps.attention.step_batch import kept_count
 from index_store.errors import InvalidArgumentError
 from index_store.memory.host_memory import is_readable
 from index_store.memory.placement import slots_per_head
@@ -39,6 +40,8 @@ class HybridSteps(ListedSteps):
 
     joins_lookups: ClassVar[bool] = False  # the remainder's hides behind the fetch
     rows_in_place: ClassVar[bool] = False
+    least_early: ClassVar[int] = 2**20
+    """Bytes of rows that a layer's searches list, from which on these are brought while the searches still run."""
 
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
@@ -46,10 +49,12 @@ class HybridSteps(ListedSteps):
         self._ahead: FetchAhead | None = None
 
     def make_selection(self, kind: type[KeySelection]) -> KeySelection:
-        if issubclass(kind, CoarseSelection):
-            # Steps of several lanes fetch while others search, anyway.
-            return kind(self.plan, announces=self.plan.lane.turn_1 is None)
-        return super().make_selection(kind)
+        if not issubclass(kind, CoarseSelection):
+            return super().make_selection(kind)
+        plan = self.plan
+        wanted = plan.rows * kept_count(plan.method, plan.max_keys) * plan.row_bytes
+        # Steps of several lanes fetch while others search, anyway.
+        return kind(plan, announces=plan.lane.turn_1 is None and wanted >= self.least_early)
 
     @classmethod
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:

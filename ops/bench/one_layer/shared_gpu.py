@@ -1,7 +1,7 @@
 """Exact decode attention of many sessions on one context on a GPU, against torch's attention to it with all queries.
 
 usage: python ops/bench/one_layer/shared_gpu.py [--bars] [--figures one-128k,mixed] [--head-dim 256] [--group 16]
-    [--sweep]
+    [--flashinfer] [--sweep]
 
 Regime: one layer of a decode step, 8 KV heads with 4 query heads each or as many as --group says, head dimension 128
 or, with --head-dim, 64 or 256, bfloat16; contexts in the GPU's memory, sessions with tails of 64 keys of their own. Two
@@ -18,6 +18,12 @@ our time over torch's, 1.05 at most is asked for; `over_one` is our time over th
 for 16 sessions). `byte_us` is the time of reading contexts and tails once at a plain copy's bandwidth, and `over_bytes`
 our time over it (1.1 for the mixed batch). Before a time is reported, the output of the first, a middle and the last
 session is compared with float64 attention to context and tail.
+
+--flashinfer also times FlashInfer (`pip install flashinfer-python`), where all sessions are on one context.
+`flashinfer_single_us` is its attention of one sequence over keys and values as they are stored; as with torch the
+queries of all sessions are the sequence, and there are no tails. `flashinfer_cascade_us` is its cascade of two levels,
+context and tails, with the merge, over pages that are copied beforehand; it is planned beforehand, too. Both outputs
+are compared like ours. Ratios and bars do not depend on them. `flashinfer` is its version.
 
 --sweep also times other launch shapes, to stderr.
 
@@ -41,6 +47,7 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 import torch
 import typer
 from harness.checks import check_close, failure
+from harness.flashinfer_baseline import flashinfer_us, load_flashinfer
 from harness.layer import COLD_BYTES, DEVICE, DTYPE, GROUP, HEAD_DIM, KV_HEADS, step_plan
 from harness.report import reporting
 from harness.timing import copy_bandwidth, fastest, graph_us, packed_attention_us
@@ -111,6 +118,19 @@ class SharedMemory:
         return rows.to(DEVICE)
 
 
+def check_sessions(
+    memory: SharedMemory, figure: Figure, what: str, out_BHGD: Tensor, tails: bool = True, layer: int = 0
+) -> None:
+    """Of the first, a middle and the last session. tails: attended to as well. Raises CheckFailedError."""
+    contexts = figure.contexts()
+    for b in {0, figure.sessions // 2, figure.sessions - 1}:
+        for h in range(KV_HEADS):
+            kv = memory.kv[layer, contexts[b], h]
+            kv = (torch.cat([kv, memory.tail[b, h]]) if tails else kv).double()
+            logits = memory.q[layer, b, h].double() @ kv[:, 0].t() * kv.shape[2] ** -0.5
+            check_close(f"{what} {b}", out_BHGD[b, h], logits.softmax(-1) @ kv[:, 1], 2e-2)
+
+
 class Bench:
     """The steps of a figure."""
 
@@ -135,13 +155,8 @@ class Bench:
         return self.attention.attend(layer, queries, self.records[layer])
 
     def check(self, layer: int = 0) -> None:
-        """Of the first and last sessions. Raises CheckFailedError."""
-        out_BHGD = self.attend(layer)
-        for b in {0, self.figure.sessions // 2, self.figure.sessions - 1}:
-            for h in range(KV_HEADS):
-                kv = torch.cat([self.memory.kv[layer, self.contexts[b], h], self.memory.tail[b, h]]).double()
-                logits = self.memory.q[layer, b, h].double() @ kv[:, 0].t() * kv.shape[2] ** -0.5
-                check_close(f"session {b}", out_BHGD[b, h], logits.softmax(-1) @ kv[:, 1], 2e-2)
+        """Raises CheckFailedError."""
+        check_sessions(self.memory, self.figure, "session", self.attend(layer), layer=layer)
 
     def microseconds(self) -> float:
         """Of a layer, after a check."""
@@ -174,7 +189,9 @@ def packed_us(memory: SharedMemory, figure: Figure) -> dict[str, float]:
     return {name: sum(found[count][name] for count in figure.groups) for name in sorted(names)}
 
 
-def measure(memory: SharedMemory, figure: Figure, bandwidth: float, sweep: bool) -> dict[str, Any]:
+def measure(
+    memory: SharedMemory, figure: Figure, bandwidth: float, sweep: bool, flashinfer: bool
+) -> dict[str, Any]:
     """The figure's row. Raises CheckFailedError for a wrong output."""
     group, head_dim = memory.q.shape[3:]
     shape = shared_shape(group, head_dim, False)
@@ -202,6 +219,9 @@ def measure(memory: SharedMemory, figure: Figure, bandwidth: float, sweep: bool)
     row["byte_us"] = nbytes / bandwidth * 1e6
     row["ratio"] = row["graph_us"] / row["torch_us"]
     row["over_bytes"] = row["graph_us"] / row["byte_us"]
+    if flashinfer and len(figure.groups) == 1:
+        count, check = figure.sessions, partial(check_sessions, memory, figure)
+        row |= flashinfer_us(memory.q[:, :count], memory.kv[:, 0], memory.tail[:count], check)
     return row | {"torch_backends_us": packed, "launch": asdict(shape), "copy_tb_per_s": bandwidth / 1e12}
 
 
@@ -219,7 +239,12 @@ def missed(row: dict[str, Any]) -> list[str]:
 
 
 def rows_of(
-    figures: Sequence[Figure], head_dim: int, group: int, bandwidth: float, sweep: bool
+    figures: Sequence[Figure],
+    head_dim: int,
+    group: int,
+    bandwidth: float,
+    sweep: bool,
+    flashinfer: bool,
 ) -> Iterator[dict[str, Any]]:
     """Of figures that share a memory; an error does not end the others."""
     sessions = max(figure.sessions for figure in figures)
@@ -227,7 +252,7 @@ def rows_of(
     one: float | None = None
     for figure in figures:
         try:
-            row = measure(memory, figure, bandwidth, sweep)
+            row = measure(memory, figure, bandwidth, sweep, flashinfer)
         except Exception as error:
             yield {"figure": figure.name, "tokens": figure.length, "sessions": figure.sessions} | failure(
                 error
@@ -243,6 +268,9 @@ def main(
     bars: Annotated[bool, typer.Option("--bars", help="Fail when a figure misses its bar.")] = False,
     head_dim: Annotated[int, typer.Option(help="Channels of a head: 64, 128 or 256.")] = HEAD_DIM,
     group: Annotated[int, typer.Option(help="Query heads of a KV head: 1 to 16.")] = GROUP,
+    flashinfer: Annotated[
+        bool, typer.Option("--flashinfer", help="Also time FlashInfer, on one context.")
+    ] = False,
     sweep: Annotated[bool, typer.Option("--sweep", help="Also time other launch shapes, to stderr.")] = False,
 ) -> None:
     """Times one layer's exact decode attention of many sessions on one context; one JSON line per figure."""
@@ -252,12 +280,14 @@ def main(
             f"--head-dim {head_dim} --group {group}; expected one of {', '.join(map(str, HEAD_DIMS))}, and 1 to "
             f"{MAX_GROUP}"
         )
+    if flashinfer:
+        load_flashinfer()  # refused before any work where it is missing
     chosen = [figure for figure in FIGURES if figure.name.startswith(prefixes)]
     with reporting("shared_gpu", bars) as report:
         torch.manual_seed(0)
         bandwidth = copy_bandwidth()
         for _, some in groupby(chosen, key=lambda figure: figure.name):
-            for row in rows_of(list(some), head_dim, group, bandwidth, sweep):
+            for row in rows_of(list(some), head_dim, group, bandwidth, sweep, flashinfer):
                 report.add(row, *(missed(row) if "error" not in row else ()))
             torch.cuda.empty_cache()
 

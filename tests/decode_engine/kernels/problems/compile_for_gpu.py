@@ -118,9 +118,17 @@ def pretend() -> tuple[Counter[str], list[str]]:
 
 
 def take_steps(
-    group: int, head_dim: int, methods: Sequence[str], where: str = "device", planes: bool = False
+    group: int,
+    head_dim: int,
+    methods: Sequence[str],
+    where: str = "device",
+    planes: bool = False,
+    lanes: bool = True,
 ) -> None:
-    """A layer's step of every method, over contexts in such a place (`Placement`). planes: with rows in 8 bits."""
+    """A layer's step of every method, over contexts in such a place (`Placement`).
+
+    planes: with rows in 8 bits. lanes: there are others, which take turns.
+    """
     from decode_engine.host_search.turns_triton import Lane
     from decode_engine.host_search.workers import SearchThreads
     from decode_engine.kernels import records
@@ -148,7 +156,7 @@ def take_steps(
         kind = step_attention_for(method, manifest, Placement(where))
         if isinstance(kind, str):
             raise ValueError(f"method {name} has no kernels: {kind}")
-        lane = Lane(0, torch.zeros(1, dtype=torch.int32))
+        lane = Lane(0, torch.zeros(1, dtype=torch.int32) if lanes else None)
         plan = StepPlan(model, method, SIZE, KEYS, torch.bfloat16, GPU, threads, lane, forms, planes=planes)
         with plan.lane.in_turn():
             write_tails(new, new, records_BF)
@@ -209,6 +217,7 @@ def main() -> None:
         take_steps(8, 128, LARGE_GROUPS)
         take_steps(3, 64, SMALL_DIMENSIONS)
         take_steps(4, 128, IN_HOST_MEMORY, "hybrid")
+        take_steps(4, 128, IN_HOST_MEMORY[1:], "hybrid", lanes=False)
         take_steps(4, 128, IN_HOST_MEMORY[:1], "host")
         take_steps(4, 128, IN_PLANES, planes=True)
         take_steps(8, 128, IN_PLANES[:1], planes=True)

@@ -221,6 +221,7 @@ def test_rows_that_come_while_a_search_runs_change_no_bit(
     )
     monkeypatch.setattr(coarse_steps, "coarse_shape", lambda *_: small)
     monkeypatch.setattr(coarse_steps, "LEAST_BLOCKS", 1)
+    monkeypatch.setattr(HybridSteps, "least_early", 0)
     with nullcontext() if DEVICE == "cuda" else interpreted(*WARP_MODULES):
         early = run(method, HybridSteps, Placement.HYBRID, shape)
         counted = early.batch.fetched_B2()

@@ -1,0 +1,210 @@
+"""FlashInfer as a baseline of many sessions on one context: with a stand-in that computes in plain torch, it is given
+the right queries, keys and tails, wrong outputs are not timed, and nothing imports it unasked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import typer
+from harness import flashinfer_baseline, layer
+from harness.checks import CheckFailedError
+from torch import Tensor
+
+from tests.ops.bench.conftest import Run, load_bench
+
+LENGTH, KV_HEADS = 192, 2
+FIELDS = {"flashinfer_single_us", "flashinfer_cascade_us", "flashinfer"}
+
+
+def attention(q_RQD: Tensor, keys_HND: Tensor, values_HND: Tensor) -> Tensor:
+    """[R, Q, d]: of query heads that share KV heads in groups."""
+    group = q_RQD.shape[1] // len(keys_HND)
+    keys, values = (part.repeat_interleave(group, 0).double() for part in (keys_HND, values_HND))
+    logits = torch.einsum("rqd,qnd->rqn", q_RQD.double(), keys) * q_RQD.shape[2] ** -0.5
+    return torch.einsum("rqn,qnd->rqd", logits.softmax(-1), values).to(q_RQD.dtype)
+
+
+def single_prefill(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, kv_layout: str, backend: str) -> Tensor:
+    assert (causal, kv_layout, backend) == (False, "HND", "fa2")
+    return attention(q, k, v)
+
+
+class Cascade:
+    """All levels' keys of a row in one softmax, which is what merging their outputs gives."""
+
+    def __init__(self, levels: int, workspace: Tensor, layout: str) -> None:
+        assert (levels, layout, workspace.dtype) == (2, "HND", torch.uint8)
+        self._batch_prefill_wrappers = [SimpleNamespace(_backend="auto") for _ in range(levels)]
+
+    def plan(
+        self,
+        rows: list[Tensor],
+        starts: list[Tensor],
+        pages: list[Tensor],
+        last: list[Tensor],
+        *sizes: int,
+        causal: bool,
+        q_data_type: torch.dtype,
+    ) -> None:
+        assert all(level._backend == "fa2" for level in self._batch_prefill_wrappers)
+        assert all(part.dtype == torch.int32 for parts in (rows, starts, pages, last) for part in parts)
+        assert (causal, q_data_type) == (False, layer.DTYPE)
+        self.levels, self.sizes = list(zip(rows, starts, pages, last, strict=True)), sizes
+
+    def run(self, q: Tensor, cache: Tensor) -> Tensor:
+        heads, kv_heads, head_dim, page = self.sizes
+        assert q.shape[1:] == (heads, head_dim)
+        assert cache.shape[1:] == (2, kv_heads, page, head_dim)
+        return torch.cat([attention(q[row, None], *self.keys(cache, row)) for row in range(len(q))])
+
+    def keys(self, cache: Tensor, row: int) -> Tensor:
+        """[2, H, N, d]"""
+        found = []
+        for rows, starts, pages, last in self.levels:
+            request = int(torch.searchsorted(rows, row, right=True)) - 1
+            listed = cache[pages[starts[request] : starts[request + 1]].long()]
+            kv = listed.permute(1, 2, 0, 3, 4).flatten(2, 3)
+            found.append(kv[:, :, : kv.shape[2] - cache.shape[3] + int(last[request])])
+        return torch.cat(found, 2)
+
+
+class WithoutTails(Cascade):
+    def keys(self, cache: Tensor, row: int) -> Tensor:
+        return super().keys(cache, row)[:, :, :LENGTH]
+
+
+class TailOfTheFirst(Cascade):
+    def keys(self, cache: Tensor, row: int) -> Tensor:
+        return super().keys(cache, 0)
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The stand-in."""
+    fake = ModuleType("flashinfer")
+    members = {
+        "__version__": "1.2.3",
+        "single_prefill_with_kv_cache": single_prefill,
+        "MultiLevelCascadeAttentionWrapper": Cascade,
+    }
+    vars(fake).update(members)
+    monkeypatch.setitem(sys.modules, "flashinfer", fake)
+    monkeypatch.setattr(flashinfer_baseline, "WORKSPACE_BYTES", 16)
+    return fake
+
+
+@pytest.fixture
+def bench(without_gpu: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The benchmark with small figures of few heads; every step takes a microsecond."""
+    found = load_bench("one_layer/shared_gpu")
+    for module in (layer, found):
+        monkeypatch.setattr(module, "KV_HEADS", KV_HEADS)
+    monkeypatch.setattr(found, "COLD_BYTES", 2)
+    for module in (found, flashinfer_baseline):
+        monkeypatch.setattr(module, "graph_us", lambda steps, turns: [step() for step in steps] and 1.0)
+    monkeypatch.setattr(found, "packed_attention_us", lambda q, kv: {"flash": 2.0})
+    monkeypatch.setattr(found, "copy_bandwidth", lambda: 1e12)
+    names = (("one-small", (1,)), ("one-small", (3,)), ("mixed", (2, 1)))
+    monkeypatch.setattr(found, "FIGURES", tuple(found.Figure(name, LENGTH, groups) for name, groups in names))
+    return found
+
+
+def parts(
+    bench: ModuleType, head_dim: int = 64, group: int = 4
+) -> tuple[Any, Callable[..., None], list[Tensor]]:
+    """Three sessions' memory of two layers, how they are checked, and what FlashInfer is given."""
+    figure, memory = bench.Figure("small", LENGTH, (3,)), bench.SharedMemory(LENGTH, 1, 4, head_dim, group)
+
+    def check(what: str, out: Tensor, tails: bool, layer: int = 0) -> None:
+        bench.check_sessions(memory, figure, what, out, tails, layer)
+
+    return memory, check, [memory.q[:, :3], memory.kv[:, 0], memory.tail[:3]]
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 4), (128, 1), (256, 3)])
+def test_flashinfer_gets_queries_keys_and_tails(
+    bench: ModuleType, flashinfer: ModuleType, head_dim: int, group: int
+) -> None:
+    memory, check, (q, kv, tail) = parts(bench, head_dim, group)
+    single, cascade = flashinfer_baseline.single_prefill(q, kv), flashinfer_baseline.cascade(q, kv, tail)
+    for number in range(memory.layers):
+        check("single", single(number), False, number)
+        check("cascade", cascade(number), True, number)
+        with pytest.raises(CheckFailedError, match=r"single \d: relative error"):
+            check("single", single(number), True, number)
+    with pytest.raises(CheckFailedError, match=r"cascade \d: relative error"):
+        check("cascade", cascade(0), True, 1)
+
+
+def test_keys_and_values_are_given_as_they_are_stored(
+    bench: ModuleType, flashinfer: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, (q, kv, _) = parts(bench)
+
+    def seen(q_RQD: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
+        assert (keys.data_ptr(), values.data_ptr()) == (kv[1].data_ptr(), kv[1, :, :, 1].data_ptr())
+        assert q_RQD.data_ptr() == q[1].data_ptr()
+        return q_RQD
+
+    monkeypatch.setattr(flashinfer, "single_prefill_with_kv_cache", seen)
+    assert torch.equal(flashinfer_baseline.single_prefill(q, kv)(1), q[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("single_prefill_with_kv_cache", lambda q, k, v, **options: attention(q, v, k), "single prefill"),
+        (
+            "single_prefill_with_kv_cache",
+            lambda q, k, v, **options: attention(q.flip(0), k, v),
+            "single prefill",
+        ),
+        ("MultiLevelCascadeAttentionWrapper", WithoutTails, "cascade"),
+        ("MultiLevelCascadeAttentionWrapper", TailOfTheFirst, "cascade"),
+    ],
+)
+def test_wrong_attention_of_flashinfer_is_not_timed(
+    bench: ModuleType,
+    flashinfer: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    wrong: Any,
+    message: str,
+) -> None:
+    _, check, given = parts(bench)
+    assert set(flashinfer_baseline.flashinfer_us(*given, check)) == FIELDS
+    monkeypatch.setattr(flashinfer, name, wrong)
+    with pytest.raises(CheckFailedError, match=rf"FlashInfer's {message}, session \d: relative error"):
+        flashinfer_baseline.flashinfer_us(*given, check)
+
+
+def test_rows_of_one_context_have_times_of_flashinfer(
+    bench: ModuleType, flashinfer: ModuleType, run: Run
+) -> None:
+    rows, code, _ = run(bench, head_dim=64, group=2, flashinfer=True)
+    assert (code, [row["sessions"] for row in rows]) == (0, [1, 3, 3])
+    for row in rows[:2]:
+        assert {name: row[name] for name in FIELDS} == {
+            "flashinfer_single_us": 1.0,
+            "flashinfer_cascade_us": 1.0,
+            "flashinfer": "1.2.3",
+        }
+    assert not FIELDS & set(rows[2])
+    assert {row["ratio"] for row in rows} == {0.5, 0.25}  # of a mixed batch's two contexts
+
+
+def test_flashinfer_is_imported_when_it_is_asked_for(
+    bench: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)  # what cannot be imported
+    rows, code, _ = run(bench, figures="one", head_dim=64, group=1)
+    assert (code, len(rows)) == (0, 2)
+    assert not any(FIELDS & set(row) for row in rows)
+    with pytest.raises(typer.BadParameter, match="pip install flashinfer-python") as refused:
+        run(bench, flashinfer=True)
+    assert refused.value.exit_code == 2
