@@ -74,7 +74,10 @@ def single_prefill(q_LBHGD: Tensor, kv_LHN2D: Tensor) -> Attend:
 
 
 def cascade(q_LBHGD: Tensor, kv_LHN2D: Tensor, tail_BHT2D: Tensor) -> Attend:
-    """Two levels, planned here: all sessions on the context's pages, and each on its tail's."""
+    """Two levels, planned here: all sessions on the context's pages, and each on its tail's.
+
+    What the wrapper's `run` does, into outputs that are made here: it fills new ones with zeros, two launches more.
+    """
     device = q_LBHGD.device
     sessions, heads, group, head_dim = q_LBHGD.shape[1:]
     caches = [torch.cat([pages(kv[None]), pages(tail_BHT2D)]) for kv in kv_LHN2D]
@@ -87,7 +90,12 @@ def cascade(q_LBHGD: Tensor, kv_LHN2D: Tensor, tail_BHT2D: Tensor) -> Attend:
     wrapper = load_flashinfer().MultiLevelCascadeAttentionWrapper(2, workspace, "HND")
     # The wrapper's constructor takes no backend. By itself it chooses fa3 on Hopper, which does not divide a context's
     # keys among programs, and takes 1.7 ms for 131,072 of them.
-    for level in wrapper._batch_prefill_wrappers:
+    levels = wrapper._batch_prefill_wrappers
+    for level in levels:
+        if not hasattr(level, "_backend"):
+            raise AttributeError(
+                "FlashInfer's wrappers have no _backend any more: its choice cannot be set to fa2"
+            )
         level._backend = "fa2"
     wrapper.plan(
         [ints([0, sessions]), ints(range(sessions + 1))],
@@ -102,10 +110,17 @@ def cascade(q_LBHGD: Tensor, kv_LHN2D: Tensor, tail_BHT2D: Tensor) -> Attend:
         q_data_type=q_LBHGD.dtype,
     )
 
+    shape = (sessions, heads * group)
+    outs = [torch.empty(*shape, head_dim, dtype=q_LBHGD.dtype, device=device) for _ in levels]
+    sums = [torch.empty(shape, dtype=torch.float32, device=device) for _ in levels]
+    merge = load_flashinfer().merge_state_in_place
+
     def attend(layer: int) -> Tensor:
         q = q_LBHGD[layer]
-        out: Tensor = wrapper.run(q.flatten(1, 2), caches[layer])
-        return out.view(q.shape)
+        for level, out, lse in zip(levels, outs, sums, strict=True):
+            level.run(q.flatten(1, 2), caches[layer], out=out, lse=lse, return_lse=True)
+        merge(outs[1], sums[1], outs[0], sums[0])
+        return outs[1].view(q.shape)
 
     return attend
 

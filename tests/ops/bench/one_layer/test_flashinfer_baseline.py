@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,25 +21,55 @@ LENGTH, KV_HEADS = 192, 2
 FIELDS = {"flashinfer_single_us", "flashinfer_cascade_us", "flashinfer"}
 
 
-def attention(q_RQD: Tensor, keys_HND: Tensor, values_HND: Tensor) -> Tensor:
-    """[R, Q, d]: of query heads that share KV heads in groups."""
+def attention(q_RQD: Tensor, keys_HND: Tensor, values_HND: Tensor) -> tuple[Tensor, Tensor]:
+    """[R, Q, d], and log-sum-exps [R, Q]: of query heads that share KV heads in groups."""
     group = q_RQD.shape[1] // len(keys_HND)
     keys, values = (part.repeat_interleave(group, 0).double() for part in (keys_HND, values_HND))
     logits = torch.einsum("rqd,qnd->rqn", q_RQD.double(), keys) * q_RQD.shape[2] ** -0.5
-    return torch.einsum("rqn,qnd->rqd", logits.softmax(-1), values).to(q_RQD.dtype)
+    out = torch.einsum("rqn,qnd->rqd", logits.softmax(-1), values).to(q_RQD.dtype)
+    return out, logits.logsumexp(-1)
 
 
 def single_prefill(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, kv_layout: str, backend: str) -> Tensor:
     assert (causal, kv_layout, backend) == (False, "HND", "fa2")
-    return attention(q, k, v)
+    return attention(q, k, v)[0]
+
+
+def merge_state_in_place(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    weight = torch.sigmoid(lse - other_lse)[..., None].to(out.dtype)
+    out.mul_(weight).add_(other_out * (1 - weight))
+
+
+class Level:
+    """One level's keys, found by its pages."""
+
+    def __init__(self) -> None:
+        self._backend = "auto"
+
+    def run(self, q: Tensor, cache: Tensor, *, out: Tensor, lse: Tensor, return_lse: bool) -> None:
+        heads, kv_heads, head_dim, page = self.sizes
+        assert return_lse
+        assert self._backend == "fa2"
+        assert q.shape[1:] == (heads, head_dim)
+        assert cache.shape[1:] == (2, kv_heads, page, head_dim)
+        for row in range(len(q)):
+            out[row : row + 1], lse[row : row + 1] = attention(q[row, None], *self.keys(cache, row))
+
+    def keys(self, cache: Tensor, row: int) -> Tensor:
+        """[2, H, N, d]"""
+        rows, starts, pages, last = self.tables
+        request = int(torch.searchsorted(rows, row, right=True)) - 1
+        listed = cache[pages[starts[request] : starts[request + 1]].long()]
+        kv = listed.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return kv[:, :, : kv.shape[2] - cache.shape[3] + int(last[request])]
 
 
 class Cascade:
-    """All levels' keys of a row in one softmax, which is what merging their outputs gives."""
+    level: type[Level] = Level
 
     def __init__(self, levels: int, workspace: Tensor, layout: str) -> None:
         assert (levels, layout, workspace.dtype) == (2, "HND", torch.uint8)
-        self._batch_prefill_wrappers = [SimpleNamespace(_backend="auto") for _ in range(levels)]
+        self._batch_prefill_wrappers = [self.level() for _ in range(levels)]
 
     def plan(
         self,
@@ -54,33 +84,26 @@ class Cascade:
         assert all(level._backend == "fa2" for level in self._batch_prefill_wrappers)
         assert all(part.dtype == torch.int32 for parts in (rows, starts, pages, last) for part in parts)
         assert (causal, q_data_type) == (False, layer.DTYPE)
-        self.levels, self.sizes = list(zip(rows, starts, pages, last, strict=True)), sizes
+        tables = zip(rows, starts, pages, last, strict=True)
+        for level, of_level in zip(self._batch_prefill_wrappers, tables, strict=True):
+            level.tables, level.sizes = of_level, sizes
 
-    def run(self, q: Tensor, cache: Tensor) -> Tensor:
-        heads, kv_heads, head_dim, page = self.sizes
-        assert q.shape[1:] == (heads, head_dim)
-        assert cache.shape[1:] == (2, kv_heads, page, head_dim)
-        return torch.cat([attention(q[row, None], *self.keys(cache, row)) for row in range(len(q))])
 
+class TailOfTheFirstLevel(Level):
     def keys(self, cache: Tensor, row: int) -> Tensor:
-        """[2, H, N, d]"""
-        found = []
-        for rows, starts, pages, last in self.levels:
-            request = int(torch.searchsorted(rows, row, right=True)) - 1
-            listed = cache[pages[starts[request] : starts[request + 1]].long()]
-            kv = listed.permute(1, 2, 0, 3, 4).flatten(2, 3)
-            found.append(kv[:, :, : kv.shape[2] - cache.shape[3] + int(last[request])])
-        return torch.cat(found, 2)
-
-
-class WithoutTails(Cascade):
-    def keys(self, cache: Tensor, row: int) -> Tensor:
-        return super().keys(cache, row)[:, :, :LENGTH]
+        return super().keys(cache, 0)
 
 
 class TailOfTheFirst(Cascade):
-    def keys(self, cache: Tensor, row: int) -> Tensor:
-        return super().keys(cache, 0)
+    level = TailOfTheFirstLevel
+
+
+class NoBackend:
+    """A wrapper of some other release."""
+
+
+class AnotherRelease(Cascade):
+    level = NoBackend  # type: ignore[assignment]
 
 
 @pytest.fixture
@@ -91,6 +114,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         "__version__": "1.2.3",
         "single_prefill_with_kv_cache": single_prefill,
         "MultiLevelCascadeAttentionWrapper": Cascade,
+        "merge_state_in_place": merge_state_in_place,
     }
     vars(fake).update(members)
     monkeypatch.setitem(sys.modules, "flashinfer", fake)
@@ -158,13 +182,13 @@ def test_keys_and_values_are_given_as_they_are_stored(
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
-        ("single_prefill_with_kv_cache", lambda q, k, v, **options: attention(q, v, k), "single prefill"),
+        ("single_prefill_with_kv_cache", lambda q, k, v, **options: attention(q, v, k)[0], "single prefill"),
         (
             "single_prefill_with_kv_cache",
-            lambda q, k, v, **options: attention(q.flip(0), k, v),
+            lambda q, k, v, **options: attention(q.flip(0), k, v)[0],
             "single prefill",
         ),
-        ("MultiLevelCascadeAttentionWrapper", WithoutTails, "cascade"),
+        ("merge_state_in_place", lambda out, lse, other_out, other_lse: out.copy_(other_out), "cascade"),
         ("MultiLevelCascadeAttentionWrapper", TailOfTheFirst, "cascade"),
     ],
 )
@@ -181,6 +205,14 @@ def test_wrong_attention_of_flashinfer_is_not_timed(
     monkeypatch.setattr(flashinfer, name, wrong)
     with pytest.raises(CheckFailedError, match=rf"FlashInfer's {message}, session \d: relative error"):
         flashinfer_baseline.flashinfer_us(*given, check)
+
+
+def test_a_release_whose_kernels_cannot_be_chosen_is_refused(
+    bench: ModuleType, flashinfer: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flashinfer, "MultiLevelCascadeAttentionWrapper", AnotherRelease)
+    with pytest.raises(AttributeError, match="_backend"):
+        flashinfer_baseline.cascade(*parts(bench)[2])
 
 
 def test_rows_of_one_context_have_times_of_flashinfer(
