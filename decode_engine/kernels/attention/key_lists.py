@@ -29,8 +29,8 @@ class KeyLists:
     """Selected keys of every row, in segments: one for each program that selected.
 
     ids_RPW: [R, P, W] int32 key ids of the context, only searched ones; a key is in at most one segment of its row.
-    Searches list them ascending inside a segment; entries of -1 do not count. counts_RP: [R, P] int32, entries of each
-    segment that were written; the others may hold anything.
+    Searches list them ascending inside a segment, or block by block from the last one on; entries of -1 do not count.
+    counts_RP: [R, P] int32, entries of each segment that were written; the others may hold anything.
 
     Raises InvalidArgumentError for other types and shapes.
     """

@@ -250,10 +250,11 @@ def weigh_keys(
     rows, segments = q_BHGD.shape[0] * sizes.kv_heads, lists.counts_RP.shape[1]
     pass_alone[(segments, rows)](
         *_found(q_BHGD, records_BF, work, lists),
-        *((None, None, None) if announcements is None else announcements.of_search()),
+        None if announcements is None else announcements.cells_QC,
+        None if announcements is None else announcements.counts_X,
         sizes.head_dim**-0.5 * LOG2E,
         sizes.width(rows),
-        QUEUES=1 if announcements is None else len(announcements.told_Q),
+        QUEUES=1 if announcements is None else announcements.queues,
         CELLS=0 if announcements is None else announcements.cells,
         KEY_BITS=sizes.key_bits,
         VALUE_GROUPS=sizes.value_groups,

@@ -7,8 +7,8 @@ window, which are known before. Then the step's own fetch (`slot_fetch`) finds t
 before had wanted them.
 
 Announcements are hints. What is not announced, or not brought in time, the fetch brings; what was announced in vain is
-a row in a slot that nobody asks for. So no result depends on them, and nothing has to be exact about how they are
-handed over: a queue is a ring of cells that the search fills and this launch empties, and counts that only grow.
+a row in a slot that nobody asks for. So no result depends on them. A queue is a ring of cells that are never emptied:
+each says of which step it is, and the fetch ends the step (`slot_lookup`), which begins when both launches have ended.
 
 Why this disturbs nothing. The launch is part of its step: slots that it uses carry the step's number, as those of the
 fetch do, and it claims slots as that one does (`slot_claims`): none that carries this number. A key that is announced
@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.attention.announcements import ROW_SHIFT, Announcements
+from decode_engine.kernels.attention.announcements import ROW_SHIFT, TURN_SHIFT, TURNS, Announcements
 from decode_engine.kernels.attention.key_lists import context_entries, with_always
 from decode_engine.kernels.fields import (
     KEYS,
@@ -46,13 +46,14 @@ from decode_engine.kernels.slots import gather_rows
 from decode_engine.kernels.slots.gather_rows import row_words
 from decode_engine.kernels.slots.slot_cache import CROWDED, DONE, TALLY_COUNT, WAYS
 from decode_engine.kernels.slots.slot_lookup import first_slots, marks_of, slots_of
+from index_store.errors import InvalidArgumentError
 from index_store.memory.placement import MARKED
 
 LIMIT_NS = 5_000_000
 """Many times what a search takes between two keys."""
-_TILE_BYTES, _MOST_ROWS = 4096, 32
+_TILE_BYTES, _LEAST_ROWS, _MOST_ROWS = 4096, 4, 32
 """That a program has under way, in bytes and rows."""
-_REGISTERS = 128
+REGISTERS = 128
 """Of each thread: as many as a program of the search has."""
 
 _TALLY = tl.constexpr(TALLY_COUNT)
@@ -62,6 +63,9 @@ _WAYS = tl.constexpr(WAYS)
 _MARKED = tl.constexpr(MARKED)
 _WORD = tl.constexpr(gather_rows.WORD)
 _ROW_SHIFT = tl.constexpr(ROW_SHIFT)
+_TURN_SHIFT = tl.constexpr(TURN_SHIFT)
+_TURNS = tl.constexpr(TURNS)
+_ROW_MASK = tl.constexpr(2 ** (TURN_SHIFT - ROW_SHIFT) - 1)
 _KEY_MASK = tl.constexpr(2**ROW_SHIFT - 1)
 
 
@@ -173,10 +177,7 @@ def bring(
 def early_kernel(
     records_ptr: tl.tensor,
     cells_ptr: tl.tensor,
-    told_ptr: tl.tensor,
-    taken_ptr: tl.tensor,
-    ended_ptr: tl.tensor,
-    awaited_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
     brought_ptr: tl.tensor,
     rows: tl.tensor,
     searchers: tl.tensor,
@@ -207,27 +208,26 @@ def early_kernel(
                 bring(
                     records_ptr, brought_ptr, row + turn * 0, ids, entry < always, HEADS, WORDS, TILE, SHARED
                 )
-    queue = reader % QUEUES
-    cells_ptr += queue * CELLS
-    awaited = tl.load(awaited_ptr + reader) + searchers
+    cells_ptr += reader % QUEUES * CELLS
+    step = tl.load(counts_ptr + QUEUES + 1) % _TURNS + 1
     # The readers of a queue take turns, a tile each.
-    start = tl.load(taken_ptr + reader) + reader // QUEUES * TILE
+    start = reader // QUEUES * TILE
     taken = start * 0
     idle = start.to(tl.int64) * 0
     began = clock(idle, ON_DEVICE)
+    # Of the ring, once around: what comes after that was written over what nobody has read.
+    most = CELLS // (readers // QUEUES)
+    over = rows < 0
     waiting = rows > 0
     while waiting:
         own = taken + turn
         place = start + own // TILE * (readers // QUEUES * TILE) + own % TILE
-        cell = cells_ptr + (place & (CELLS - 1))
-        # Before the cells: what was announced by programs that have ended is there then.
-        left = awaited - tl.load(ended_ptr, volatile=True)
-        found = tl.load(cell, volatile=True)
-        fresh = tl.cumsum((found == 0).to(tl.int32), 0) == 0
+        # Of a load, even a volatile one, the compiler makes several, in different layouts: cells fill between them.
+        found = tl.atomic_or(cells_ptr + (place & (CELLS - 1)), tl.zeros([TILE], tl.int64), sem="relaxed")
+        fresh = tl.cumsum((((found >> _TURN_SHIFT) != step) | (own >= most)).to(tl.int32), 0) == 0
         count = tl.sum(fresh.to(tl.int32), 0)
         if count > 0:
-            tl.store(cell, tl.zeros([TILE], tl.int64), mask=fresh)
-            row = (found >> _ROW_SHIFT).to(tl.int32)
+            row = (found >> _ROW_SHIFT).to(tl.int32) & _ROW_MASK
             ids = (found & _KEY_MASK).to(tl.int32) - 1
             there = fresh & (row < rows)
             bring(records_ptr, brought_ptr, tl.where(there, row, 0), ids, there, HEADS, WORDS, TILE, SHARED)
@@ -235,11 +235,12 @@ def early_kernel(
             idle = idle * 0
             began = clock(idle, ON_DEVICE)
         else:
-            doze(ON_DEVICE)
+            # Once all programs have ended the cells are looked at again: what they have announced is there then.
             idle += 1
-            waiting = (left > 0) & (clock(idle, ON_DEVICE) - began < limit_ns)
-    tl.store(taken_ptr + reader, tl.load(told_ptr + queue, volatile=True))
-    tl.store(awaited_ptr + reader, awaited)
+            waiting = (over == 0) & (taken < most) & (clock(idle, ON_DEVICE) - began < limit_ns)
+            over = tl.atomic_add(counts_ptr + QUEUES, 0, sem="acquire") >= searchers
+            if over == 0:
+                doze(ON_DEVICE)
 
 
 def bring_early(
@@ -254,27 +255,29 @@ def bring_early(
     To be launched on a stream beside that of the search, which does not wait for it, and before it: where launches run
     one after another, as in Triton's interpreter, behind it. searchers: programs of the search, each of which says when
     it has ended. limit_ns: for how long nothing may be announced. row_bytes: of keys and values of one token and KV
-    head. A fixed launch, which never waits for the device.
+    head. A fixed launch, which never waits for the device. Raises InvalidArgumentError for queues of too few cells.
     """
-    rows = len(announcements.brought_R)
-    early_kernel[(len(announcements.taken_P),)](
+    rows, tile = len(announcements.brought_R), min(_MOST_ROWS, max(_LEAST_ROWS, _TILE_BYTES // row_bytes))
+    if announcements.readers // announcements.queues * tile > announcements.cells:
+        raise InvalidArgumentError(
+            f"{announcements.readers} readers take {tile} cells each of {announcements.queues} queues of "
+            f"{announcements.cells}, expected as many cells at least"
+        )
+    early_kernel[(announcements.readers,)](
         records_BF,
         announcements.cells_QC,
-        announcements.told_Q,
-        announcements.taken_P,
-        announcements.ended_1,
-        announcements.awaited_P,
+        announcements.counts_X,
         announcements.brought_R,
         rows,
         searchers,
         limit_ns,
-        QUEUES=len(announcements.told_Q),
+        QUEUES=announcements.queues,
         CELLS=announcements.cells,
         HEADS=rows // len(records_BF),
         WORDS=row_bytes // gather_rows.WORD,
-        TILE=min(_MOST_ROWS, max(4, _TILE_BYTES // row_bytes)),
+        TILE=tile,
         SHARED=len(records_BF) > 1,
         ON_DEVICE=records_BF.is_cuda,
         num_warps=1,
-        **({"maxnreg": _REGISTERS} if records_BF.is_cuda else {}),
+        **({"maxnreg": REGISTERS} if records_BF.is_cuda else {}),
     )

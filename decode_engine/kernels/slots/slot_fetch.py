@@ -45,7 +45,7 @@ Rows of a batch may share a cache, as sessions of one context do. They count one
 
 Cost: 144 bytes per wanted row, most of it tags and from the second-level cache; per missing row 28 bytes on the list,
 128 of stamps, and the row over PCIe, which takes the time: PCIe idles only until find has ended. Misses are listed
-ascending inside a tile of find.
+in the order of the lists inside a tile of find.
 
 Shape legend: B sequences, H KV heads, R = B * H rows, N keys of the longest context, X programs that look a row's keys
 up, C misses that there is room for.
@@ -59,6 +59,7 @@ import torch
 import triton
 from torch import Tensor
 
+from decode_engine.kernels.attention.announcements import Announcements
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.launches import chained
 from decode_engine.kernels.slots.gather_rows import WORD, CopyShape, check_shape
@@ -119,7 +120,7 @@ def fetch_rows(
     shape: CopyShape | None = None,
     *,
     found_RX2: Tensor | None = None,
-    brought_R: Tensor | None = None,
+    early: Announcements | None = None,
     heads: range | None = None,
 ) -> Tensor:
     """Brings rows that are attended into the slots of every session's cache; their locations, [R, N] int32.
@@ -128,9 +129,9 @@ def fetch_rows(
     row_bytes: of keys and values of one token and KV head. shape: of the programs that read host memory. Rows of
     sessions without a cache stay where they are, and so do misses beyond the room for them. found_RX2: [R, X, 2] int32,
     set to how many of a row's keys each of the X `find_programs` found in no slot, and in one, or that another session
-    brings into one. brought_R: [R] int32, rows that this step has brought already (`early_rows`), which the first of
-    them counts as found in none; set to 0. heads: of KV heads, those whose rows are brought, all by default; of the
-    others nothing is read or set. Fixed launches, which never wait for the device.
+    brings into one. early: of rows that this step has brought already (`early_rows`), which the first of them counts
+    as found in none; their step ends. heads: of KV heads, those whose rows are brought, all by default; of the others
+    nothing is read or set. Fixed launches, which never wait for the device.
     Raises InvalidArgumentError for shapes that do not fit.
     """
     rows, segments, width = lists.ids_RPW.shape
@@ -162,13 +163,15 @@ def fetch_rows(
         buffers.locations_RN,
         *misses,
         found_RX2,
-        brought_R,
+        None if early is None else early.brought_R,
+        None if early is None else early.counts_X,
         len(buffers.sources_C),
         width,
         room,
         **of_rows,
         **of_lists,
         ROW_BYTES=row_bytes,
+        QUEUES=1 if early is None else early.queues,
         SHARED=shared,
         **finding,
     )

@@ -49,7 +49,7 @@ _PRODUCT_ADDRESSES = {
 
 
 class CoarseSelection(KeySelection):
-    """Search by a coarse copy: a list for each program that goes over a part of it, each ascending."""
+    """Search by a coarse copy: a list for each program that goes over a part of it."""
 
     def __init__(self, plan: StepPlan, *, announces: bool = False) -> None:
         """announces: keys are announced as they are listed, by searches that take long enough, in registers."""

@@ -56,15 +56,16 @@ class RowFetch:
         Before the layer's `fetch`. Without announcements everything is left to that.
         """
         self._early = announcements
-        if announcements is None:
-            yield
-        elif self._side.beside:
+        beside = announcements is not None and self._side.beside
+        if announcements is not None and beside:
             with self._side.follow():
                 bring_early(records_BF, announcements, self._row_bytes, searchers)
+        try:
             yield
-            self._side.join()
-        else:
-            yield
+        finally:
+            if beside:
+                self._side.join()
+        if announcements is not None and not beside:
             bring_early(records_BF, announcements, self._row_bytes, searchers)
 
     def fetch(
@@ -79,7 +80,7 @@ class RowFetch:
             self._row_bytes,
             self.copy_shape,
             found_RX2=self.found_LRX2[layer],
-            brought_R=None if self._early is None else self._early.brought_R,
+            early=self._early,
             heads=heads,
         )
 

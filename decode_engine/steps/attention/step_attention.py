@@ -246,8 +246,16 @@ class SideStream:
 
     @property
     def beside(self) -> bool:
-        """Whether launches here run beside others."""
-        return self._stream is not None
+        """Whether launches here run beside those of the current stream.
+
+        Torch hands out few streams, one after another: this one may be the current one.
+        """
+        current = None if self._stream is None else torch.cuda.current_stream(self._device)
+        return (
+            current is not None
+            and self._stream is not None
+            and current.cuda_stream != self._stream.cuda_stream
+        )
 
     @contextmanager
     def follow(self) -> Iterator[None]:

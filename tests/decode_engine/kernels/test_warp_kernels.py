@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.announcements import ROW_SHIFT, Announcements
+from decode_engine.kernels.attention.announcements import ROW_SHIFT, TURN_SHIFT, Announcements
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials, merge_partials
 from decode_engine.kernels.coarse.coarse_pass import attend_all, list_keys, weigh_keys
@@ -200,7 +200,7 @@ def test_keys_are_announced_as_they_are_listed(head_dim: int) -> None:
     batch = [with_rows(sizes, 300, 3, 259, 20, 5), None, with_rows(sizes, 290, 0, 290, 280, 5)]
     q_BHGD, rows = make_queries(sizes, torch.float32, 3), 3 * sizes.kv_heads
     announcements = Announcements.allocate(rows, 300, 12, "cpu")
-    announcements.told_Q.fill_(200)  # rings go on where they were
+    announcements.counts_X[-1] = 41
     found = []
     with interpreted(*WARP_MODULES):
         records_BF = records_of(batch, "cpu")
@@ -211,15 +211,14 @@ def test_keys_are_announced_as_they_are_listed(head_dim: int) -> None:
             weigh_keys(q_BHGD, records_BF, sizes, work, lists, announcements=told)
             found.append([listed_keys(lists, row) for row in range(rows)])
     assert found[0] == found[1]
-    assert announcements.ended_1.tolist() == [lists.counts_RP.numel()]
+    *told_Q, ended, steps = announcements.counts_X.tolist()
+    assert (ended, steps) == (lists.counts_RP.numel(), 41)
     announced: list[list[int]] = [[] for _ in range(rows)]
-    for queue, (told, cells) in enumerate(
-        zip(announcements.told_Q.tolist(), announcements.cells_QC.tolist(), strict=True)
-    ):
-        assert sum(cell != 0 for cell in cells) == told - 200
-        for turn in range(200, told):
-            cell = cells[turn % len(cells)]
-            row, key = cell >> ROW_SHIFT, (cell & (2**ROW_SHIFT - 1)) - 1
+    for queue, (told, cells) in enumerate(zip(told_Q, announcements.cells_QC.tolist(), strict=True)):
+        assert sum(cell != 0 for cell in cells) == told
+        for cell in cells[:told]:
+            assert cell >> TURN_SHIFT == 42
+            row, key = (cell >> ROW_SHIFT) % 2**16, (cell & (2**ROW_SHIFT - 1)) - 1
             announced[row].append(key)
             assert queue == (key // sizes.tile + row % sizes.kv_heads * (3 // sizes.kv_heads)) % 3
     assert [sorted(keys) for keys in announced] == [sorted(keys) for keys in found[0]]

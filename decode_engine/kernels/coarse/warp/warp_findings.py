@@ -20,7 +20,9 @@ from decode_engine.kernels.coarse.warp.warp_tiles import OF_KEYS, RIGHT
 
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 """Of numbers that come a lane each."""
-_ROW_SHIFT = gl.constexpr(announcements.ROW_SHIFT)
+_ROW_SHIFT, _TURN_SHIFT, _TURNS = (
+    gl.constexpr(each) for each in (announcements.ROW_SHIFT, announcements.TURN_SHIFT, announcements.TURNS)
+)
 _EIGHTS = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))
 
 
@@ -220,7 +222,7 @@ def list_keys(
     """Appends those of a tile's keys that are kept (int32, 0 or 1) to a list, ascending; the new count, [8] of one.
 
     CELLS: of each of the QUEUES in which they are announced as well (`announcements`), 0 for none. queues: pointers to
-    cells and to how many keys were announced. tile: its first key.
+    cells and counts. tile: its first key.
     """
     marks, ids = by_registers(kept, T), by_registers(key, T)
     earlier_lanes = (gl.full([8], 1, gl.int32, layout=OF_KEYS) << (gl.arange(0, 8, layout=OF_KEYS) * 4)) - 1
@@ -234,11 +236,12 @@ def list_keys(
         queue = (tile // T + row % HEADS * (QUEUES // HEADS)) % QUEUES
         ahead = gl.atomic_add(queues[1] + queue, gl.max(total - count, 0), sem="relaxed") - count
         cells_ptr = queues[0] + queue * CELLS
-        row_bits = row.to(gl.int64) << _ROW_SHIFT
+        turn = gl.load(queues[1] + (QUEUES + 1)) % _TURNS + 1
+        upper = ((turn << (_TURN_SHIFT - _ROW_SHIFT)) + row).to(gl.int64) << _ROW_SHIFT
     for part in gl.static_range(T // 8):
         gl.store(ids_ptr + place, ids[part], mask=marks[part] > 0)
         if CELLS > 0:
             cell = cells_ptr + ((place + ahead) & (CELLS - 1))
-            gl.store(cell, row_bits + (ids[part] + 1).to(gl.int64), mask=marks[part] > 0)
+            gl.store(cell, upper + (ids[part] + 1).to(gl.int64), mask=marks[part] > 0)
         place += marks[part]
     return total

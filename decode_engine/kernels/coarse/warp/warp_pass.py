@@ -24,6 +24,7 @@ from decode_engine.kernels.coarse.warp.warp_records import (
     prefetch_value_steps,
     value_steps,
     wait_alone,
+    wait_for_lanes,
 )
 from decode_engine.kernels.coarse.warp.warp_rings import (
     copy_tile,
@@ -139,7 +140,6 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     weighed_ptr: gl.tensor,
     cells_ptr: gl.tensor,
     told_ptr: gl.tensor,
-    ended_ptr: gl.tensor,
     scale_log2: gl.tensor,
     width: gl.tensor,
     HEADS: gl.constexpr,
@@ -256,6 +256,7 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
         wait_for_copies(0)
     gl.store(counts_ptr + place, gl.max(count, 0))
     if CELLS > 0:
-        gl.atomic_add(ended_ptr, 1, sem="release")
+        wait_for_lanes()  # what all lanes have announced is there for those who see this
+        gl.atomic_add(told_ptr + QUEUES, 1, sem="release")
     if WEIGH:
         gl.store(weighed_ptr + place, weighed)

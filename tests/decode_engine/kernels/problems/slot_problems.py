@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode_engine.kernels.attention.announcements import ROW_SHIFT, Announcements
+from decode_engine.kernels.attention.announcements import ROW_SHIFT, TURN_SHIFT, TURNS, Announcements
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.clusters.reference import ListedSequence
 from decode_engine.kernels.records import records_of
@@ -132,7 +132,7 @@ class Steps:
             row_bytes,
             self.shape,
             found_RX2=self.found_RX2,
-            brought_R=None if announcements is None else announcements.brought_R,
+            early=announcements,
         ).cpu()
         joined, located = self.joined_RN.cpu(), []
         for b, session in enumerate(sessions):
@@ -150,18 +150,19 @@ class Steps:
     def announce(self, wanted: Sequence[Sequence[Sequence[int]]], ended: int = 7) -> int:
         """As a search by so many programs does that has ended: all keys of a KV head to one queue."""
         assert self.announcements is not None
-        cells_QC = self.announcements.cells_QC.cpu()
-        told_Q = self.announcements.told_Q.cpu()
+        cells_QC, counts = self.announcements.cells_QC.cpu(), self.announcements.counts_X.cpu()
+        step = int(counts[-1]) % TURNS + 1
         for b, of_heads in enumerate(wanted):
             for head, ids in enumerate(of_heads):
-                queue = head % len(told_Q)
+                queue = head % len(cells_QC)
                 for key in ids:
-                    at = int(told_Q[queue]) % self.announcements.cells
-                    cells_QC[queue, at] = (b * self.heads + head) * 2**ROW_SHIFT + key + 1
-                    told_Q[queue] += 1
+                    at = int(counts[queue]) % self.announcements.cells
+                    row = b * self.heads + head
+                    cells_QC[queue, at] = (step << TURN_SHIFT) + (row << ROW_SHIFT) + key + 1
+                    counts[queue] += 1
+        counts[-2] += ended
         self.announcements.cells_QC.copy_(cells_QC)
-        self.announcements.told_Q.copy_(told_Q)
-        self.announcements.ended_1.add_(ended)
+        self.announcements.counts_X.copy_(counts)
         return ended
 
     def check(

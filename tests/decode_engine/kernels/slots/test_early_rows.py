@@ -5,14 +5,21 @@ Without a CUDA device the kernels run in Triton's interpreter.
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from decode_engine.kernels.attention.announcements import TURNS, Announcements
 from decode_engine.kernels.slots.early_rows import bring_early
 from decode_engine.kernels.slots.slot_cache import CROWDED, DONE, RowCounts
+from index_store.errors import InvalidArgumentError
 from tests.decode_engine.kernels.problems.slot_problems import (
     CachedSequence,
     Steps,
@@ -24,6 +31,7 @@ from tests.decode_engine.kernels.problems.slot_problems import (
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def generator(seed: int) -> torch.Generator:
@@ -47,9 +55,8 @@ def test_what_is_announced_is_in_slots_when_the_fetch_begins(queues: int, head_d
         assert counts.bypassed == 0
         announcements = steps.announcements
         assert announcements is not None
-        assert not announcements.cells_QC.any()
         assert not announcements.brought_R.any()
-        assert torch.equal(announcements.taken_P, announcements.told_Q.repeat(4))
+        assert announcements.counts_X.tolist() == [0] * (queues + 1) + [turn + 1]
     assert counts.fetched < 2 * 30
 
 
@@ -118,21 +125,59 @@ def test_hints_that_are_wrong_do_no_harm() -> None:
         for key, place in places.items():
             row = session.cache.rows_LHS2D[1, head, place].cpu()
             assert torch.equal(row, session.sequence.kv_HN2D[head, key])
-    # More than a ring holds: the oldest are forgotten, and brought by the fetch.
+    # More than a ring holds: the oldest are forgotten, and brought by the fetch. What is left there is of this step.
     few = [next_wanted(session, 2, 100, 0.0, generator(2)), [[], []], [[], []]]
-    short = announcements.cells_QC[:, :32].clone()
-    steps.announcements = replace(announcements, cells_QC=short)
-    steps.check([session, None, None], few)
+    steps.announcements = replace(announcements, cells_QC=announcements.cells_QC[:, :128].clone())
+    for _ in range(2):
+        steps.announce([[3 * few[0][0], []], [[], []], [[], []]])
+        steps.check([session, None, None], few)
+
+
+@pytest.mark.parametrize("ended", [0, TURNS - 1])
+def test_what_was_announced_in_another_step_is_not_read(ended: int) -> None:
+    """Rings keep it, also where steps begin to count anew."""
+    session = cached_sequence(307, 300, device=DEVICE)
+    steps = Steps(1, device=DEVICE, queues=2)
+    announcements = steps.announcements
+    assert announcements is not None
+    announcements.counts_X[-1] = ended
+    left = [sorted(range(40, 90)), sorted(range(90, 140))]
+    steps.announce([left])
+    announcements.counts_X[:-2] = 0
+    announcements.counts_X[-1] = (ended + 1) % TURNS
+    wanted = [sorted(range(200, 230)), sorted(range(230, 260))]
+    counts = steps.check([session], [wanted])[0]
+    assert counts == RowCounts(2 * 42, 0, 0)
+
+
+def test_readers_look_at_a_cell_once_a_round() -> None:
+    """For compute capability 9.0, next to no spills: a tile's keys, rows and tags are of one moment."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.decode_engine.kernels.problems.compile_early"]
+    found = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, check=True
+    ).stdout
+    for name, figures in json.loads(found).items():
+        assert figures["looks"] == 1, name
+        assert figures["local"] <= 32, name
+        assert figures["programs"], name
+
+
+def test_queues_of_too_few_cells_are_refused() -> None:
+    few = replace(
+        Announcements.allocate(2, 9, 8, DEVICE), cells_QC=torch.zeros(2, 32, dtype=torch.int64, device=DEVICE)
+    )
+    with pytest.raises(InvalidArgumentError, match="8 readers take 32 cells each of 2 queues of 32"):
+        bring_early(torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), few, 64, 1)
 
 
 def test_a_search_that_never_ends_is_not_waited_for() -> None:
-    """Of the launch's programs none hangs; what comes later is taken by the next step."""
+    """Of the launch's programs none hangs, and the steps behind it are as ever."""
     session = cached_sequence(120, 200, device=DEVICE)
     steps = Steps(1, device=DEVICE, queues=2)
     announcements = steps.announcements
     assert announcements is not None
     bring_early(steps.records([session]), announcements, 2 * 64 * 2, 7, limit_ns=20_000)
-    steps.announce([[[50], [60]]])
     steps.fetch([session], [[[50, 70], [60]]])
-    assert not announcements.cells_QC.any()
-    assert announcements.awaited_P.tolist() == [14] * 8
+    steps.check([session], [[[51, 70], [60]]])
+    assert announcements.counts_X.tolist() == [0, 0, 0, 2]
