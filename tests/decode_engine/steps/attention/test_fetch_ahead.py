@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.attention.fetch_ahead import FetchAhead
-from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
+from decode_engine.steps.attention.step_attention import SideStream, StepAttention, StepPlan
 from decode_engine.steps.attention.step_batch import StepBatch
 from decode_engine.steps.layer_ahead import foretell_queries, predicted_queries
 from decode_engine.steps.operator import foresees, register_batch
@@ -236,3 +237,12 @@ def test_a_compiler_takes_the_hooks(tmp_path: Path, family: str) -> None:
 def test_unknown_models_are_refused() -> None:
     with pytest.raises(MethodUnsupportedError, match="does not know the layers of Linear"):
         foretell_queries(nn.Linear(2, 2))
+
+
+def test_a_side_stream_may_be_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few streams that are handed out in turn; launches do not run beside each other then."""
+    handles = iter((7, 8))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=next(handles)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    same, other = SideStream(torch.device("cuda")), SideStream(torch.device("cuda"))
+    assert [same.beside, other.beside, SideStream(torch.device("cpu")).beside] == [False, True, False]
