@@ -29,6 +29,8 @@ from index_store.indexes.coarse_rows.scalars import scalar_rows
 
 BLOCK = tl.constexpr(scalar_rows.BLOCK)
 RUN = tl.constexpr(coarse_sizes.RUN)
+CUT_REGISTERS = 64
+"""Of each thread that finds a cut in registers."""
 
 
 @triton.jit
@@ -124,9 +126,9 @@ def cut_kernel(
     store_cut(cuts_ptr + row * 3, bits, counted, wanted, keep, searched)
 
 
-def most_runs_alone(head_dim: int) -> int:
+def most_runs_alone(head_dim: int, columns: int) -> int:
     """Runs that one warp scores at most: what it loads for them is on its way together."""
-    return min(4, 512 // head_dim)
+    return min(4, 512 // head_dim, 4096 // (columns * head_dim))
 
 
 def find_cuts(q_BHGD: Tensor, records_BF: Tensor, sizes: CoarseSizes, work: CoarseWork) -> None:
@@ -138,7 +140,9 @@ def find_cuts(q_BHGD: Tensor, records_BF: Tensor, sizes: CoarseSizes, work: Coar
     scale = sizes.head_dim**-0.5 * LOG2E
     if sizes.in_registers:
         taken, runs = shape.samplers * shape.runs, 1
-        while runs < most_runs_alone(sizes.head_dim) and rows * taken > 2 * shape.programs * runs:
+        while (
+            runs < most_runs_alone(sizes.head_dim, sizes.columns) and rows * taken > 2 * shape.programs * runs
+        ):
             runs *= 2
         sample_alone[(taken // runs, rows)](
             q_BHGD,
@@ -169,7 +173,9 @@ def find_cuts(q_BHGD: Tensor, records_BF: Tensor, sizes: CoarseSizes, work: Coar
     arguments = (records_BF, work.sampled_RGM, work.normalisers_RG, work.cuts_RX)
     constants = {"HEADS": sizes.kv_heads, "GROUP": sizes.group, "CHUNKS": CHUNKS, "SAMPLED": shape.sampled}
     kernel = cut_in_registers if sizes.in_registers else cut_kernel
-    kernel[(rows,)](*arguments, **constants, num_warps=CHUNKS, **chained(q_BHGD.device))
+    # Programs of the next launch have room beside it.
+    most = {"maxnreg": CUT_REGISTERS} if sizes.in_registers else {}
+    kernel[(rows,)](*arguments, **constants, num_warps=CHUNKS, **most, **chained(q_BHGD.device))
 
 
 def product_options(q_BHGD: Tensor) -> dict[str, Any]:

@@ -57,8 +57,9 @@ class CoarseShape:
     programs: that go over copies, of all rows together. registers: whether two or four times as many programs of one
     warp do, with all that they need in registers (`coarse.warp`), where sizes allow that; tile: keys that such a
     program holds, half of them where rows are long; ahead, values_ahead: tiles of keys, and of values, that are on
-    their way to it meanwhile; early: blocks of keys besides that come near while the cut is looked for. warps, stages:
-    of other programs, and blocks of which loads are in flight. samplers, runs: programs per row that score a sample,
+    their way to it meanwhile; early: blocks of keys besides that come near while the cut is looked for; exact_share: of
+    so many programs that attend one has exact rows, the others have values. warps, stages: of other programs, and
+    blocks of which loads are in flight. samplers, runs: programs per row that score a sample,
     and runs of keys of each; powers of two. At 1 % 82 of 8,192 keys decide how many are kept, which
     then strays by a ninth; at 0.25 % by a fifth.
     int8_keys, int8_values: products with the codes of keys, and with those of values, are of 8-bit integers instead of
@@ -71,6 +72,7 @@ class CoarseShape:
     ahead: int = 3
     values_ahead: int = 3
     early: int = 1
+    exact_share: int = 6
     warps: int = 4
     stages: int = 3
     samplers: int = 64
@@ -193,7 +195,7 @@ class CoarseSizes:
 
     def exact_programs(self, rows: int) -> int:
         """That attend to exact rows beside those, in slots of their own."""
-        return max(1, self._values_room(rows) // 8)
+        return max(1, self._values_room(rows) // self.shape.exact_share)
 
     def _values_room(self, rows: int) -> int:
         """Programs of a row that attend, in registers.

@@ -27,6 +27,7 @@ from decode_engine.kernels.coarse.reference import CoarseSequence, attend_others
 from decode_engine.kernels.coarse.search import find_cuts
 from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
 from decode_engine.kernels.coarse.warp.warp_pass import NEGLIGIBLE
+from decode_engine.kernels.coarse.warp.warp_scores import tiles_together
 from decode_engine.kernels.records import records_of
 from index_store.attention.attention_state import AttentionState
 from index_store.errors import InvalidArgumentError
@@ -49,6 +50,8 @@ CODES = ((128, 4), (128, 3), (128, 2), (64, 4), (256, 4), (256, 3), (256, 2))
 """Head dimensions and bits of codes."""
 GROUPS = {128: (*range(1, 9), 9, 16), 64: (*range(1, 9), 13), 256: (1, 7, 8)}
 """Query heads of a KV head, by head dimension."""
+ROUNDED = 2e-2
+"""That outputs may be off by, since queries times scales are rounded to bytes, which references do not do."""
 
 
 @dataclass
@@ -123,7 +126,23 @@ def test_kernels_find_what_the_references_find(
     assert sizes.in_registers
     sequences = [make_sequence(sizes, 300, 3, 259, 20), None, make_sequence(sizes, 77, 8, 60, 10)]
     with interpreted(*WARP_MODULES):
-        assert_equals_reference(sizes, torch.float32, sequences, apart=apart, tolerance=5e-3)
+        assert_equals_reference(sizes, torch.float32, sequences, apart=apart, tolerance=ROUNDED)
+
+
+@pytest.mark.parametrize(("head_dim", "bits"), CODES)
+@pytest.mark.parametrize("group", [3, 8])
+def test_queries_as_bytes_lose_little(head_dim: int, bits: int, group: int) -> None:
+    """Half a percent of what logits differ by; and what a block's logits lose together is made up for."""
+    sizes = make_sizes(group, head_dim, bits, bits, shape=IN_REGISTERS, kv_heads=2)
+    sequence, q_BHGD = make_sequence(sizes, 300, 3, 259, 20), make_queries(sizes, torch.float32, 1)
+    work = CoarseWork.make(sizes, 1, "cpu")
+    with interpreted(*WARP_MODULES):
+        find_cuts(q_BHGD, records_of([sequence], "cpu"), sizes, work)
+    for head in range(2):
+        logits_GN = sequence.logits(q_BHGD[0, head], head)[:, 3:259]
+        lost_GN = work.sampled_RGM[head, :, 3:259] - logits_GN
+        assert float(lost_GN.std()) < 0.006 * float(logits_GN.std())
+        assert float(lost_GN[:, 125:253].mean(1).abs().max()) < 0.004 * float(logits_GN.std())
 
 
 @pytest.mark.parametrize(("head_dim", "bits"), CODES)
@@ -169,8 +188,8 @@ def test_everything_is_attended_to(head_dim: int, bits: int, group: int) -> None
             listed = torch.tensor(listed_keys(lists, row), dtype=torch.long)
             rest = AttentionState(others.out[row].double(), others.lse[row].double())
             expected = sequence.attended(q_BHGD[b, head], head, listed).merge(rest)
-            torch.testing.assert_close(out_RGD[row].double(), expected.out, rtol=0, atol=3e-3)
-            torch.testing.assert_close(lse_RG[row].double(), expected.lse, rtol=0, atol=3e-3)
+            torch.testing.assert_close(out_RGD[row].double(), expected.out, rtol=0, atol=ROUNDED)
+            torch.testing.assert_close(lse_RG[row].double(), expected.lse, rtol=0, atol=ROUNDED)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -220,7 +239,8 @@ def test_keys_are_announced_as_they_are_listed(head_dim: int) -> None:
             assert cell >> TURN_SHIFT == 42
             row, key = (cell >> ROW_SHIFT) % 2**16, (cell & (2**ROW_SHIFT - 1)) - 1
             announced[row].append(key)
-            assert queue == (key // sizes.tile + row % sizes.kv_heads * (3 // sizes.kv_heads)) % 3
+            together = sizes.tile * tiles_together(sizes.columns, 3)
+            assert queue == (key // together + row % sizes.kv_heads * (3 // sizes.kv_heads)) % 3
     assert [sorted(keys) for keys in announced] == [sorted(keys) for keys in found[0]]
     assert sum(map(len, announced)) > 500
 
@@ -248,8 +268,8 @@ def test_values_of_next_to_no_weight_are_not_read(head_dim: int, group: int) -> 
         poisoned.rows.value_scales_HNV[:, mixed] = torch.nan
         read = Searched(sizes, q_BHGD, [poisoned], apart=False)
     expected = attend_others_reference(q_BHGD, [sequence], found.lists)
-    torch.testing.assert_close(found.out_RGD, expected.out, rtol=0, atol=2 * NEGLIGIBLE)
-    torch.testing.assert_close(found.lse_RG, expected.lse, rtol=0, atol=2 * NEGLIGIBLE)
+    torch.testing.assert_close(found.out_RGD, expected.out, rtol=0, atol=NEGLIGIBLE + ROUNDED)
+    torch.testing.assert_close(found.lse_RG, expected.lse, rtol=0, atol=NEGLIGIBLE + ROUNDED)
     assert read.out_RGD.isnan().all()
 
 
@@ -301,7 +321,7 @@ def test_kernels_stay_in_registers() -> None:
         command, capture_output=True, text=True, cwd=ROOT, env=environment, check=True
     ).stdout
     for name, figures in json.loads(found).items():
-        assert figures["local"] <= (40 if name.startswith(("sample-8-256", "announce")) else 16), name
+        assert figures["local"] <= (40 if name.startswith("announce") else 16), name
         assert figures["programs"] or name == "cut", name
         if name.startswith(("sample", "cut")):
             assert figures["shared"] <= (1024 if name == "cut" else 0), name

@@ -1,138 +1,23 @@
 """Runs kernels written in Gluon, program by program, in numpy: what `TRITON_INTERPRET` does for those in Triton.
 
-Tensors are logical, as the language has them, so that layouts change no result, with two exceptions. Inline assembly
-sees pairs of neighbouring registers: a tensor remembers the layout of its words, which says along which axis they
-lie. And votes see lanes: a tile's eight keys are four lanes each. Integers divide as in C, and wrap.
+Tensors are logical, as the language has them, so that layouts change no result, with three exceptions. Inline assembly
+that unpacks values sees pairs of neighbouring registers: a tensor remembers the layout of its words, which says along
+which axis they lie. Votes see lanes: a tile's eight keys are four lanes each. And products in inline assembly see
+tensors [8, 4] as a register of each lane. Integers divide as in C, and wrap.
 Whether the layouts that kernels claim are what the hardware has is checked where they are compiled.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from triton._C.libtriton import interpreter as memory
 from triton.experimental.gluon import language as gl
-from triton.language import pointer_type
 
-_DTYPES = {
-    "int1": np.bool_, "uint8": np.uint8, "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64,
-    "fp16": np.float16, "fp32": np.float32,
-}  # fmt: skip
-
-
-class Numbers:
-    """A tensor, or a scalar, of numbers or of addresses."""
-
-    def __init__(self, array: Any, layout: Any = None, element: Any = None) -> None:
-        self.array, self.layout, self.element = np.asarray(array), layout, element
-
-    @property
-    def dtype(self) -> Any:
-        if self.element is None:
-            return SimpleNamespace(element_ty=_named(self.array.dtype))
-        return SimpleNamespace(element_ty=_named(np.dtype(self.element)))
-
-    def to(self, dtype: Any, bitcast: bool = False) -> Numbers:
-        if isinstance(dtype, pointer_type):
-            return Numbers(self.array.astype(np.uint64), self.layout, _DTYPES[str(dtype.element_ty)])
-        wanted = _DTYPES[str(dtype)]
-        return Numbers(self.array.view(wanted) if bitcast else self.array.astype(wanted), self.layout)
-
-    def _with(self, other: Any, compute: Callable[[Any, Any], Any]) -> Numbers:
-        layout = self.layout if self.layout is not None else getattr(other, "layout", None)
-        element = self.element if self.element is not None else getattr(other, "element", None)
-        ours, theirs = self.array, getattr(other, "array", other)
-        if element is not None:  # an address and numbers of elements
-            size = np.dtype(element).itemsize
-            if self.element is None:
-                ours, theirs = theirs, ours
-            found = ours + (np.asarray(theirs).astype(np.int64) * size).astype(np.uint64)
-            return Numbers(found, layout, element)
-        with np.errstate(all="ignore"):
-            found = compute(ours, theirs)
-        if isinstance(theirs, int | float) and not isinstance(theirs, bool) and found.dtype != np.bool_:
-            found = found.astype(ours.dtype)  # Python's numbers take the tensor's type
-        return Numbers(found, layout)
-
-    def __add__(self, other: Any) -> Numbers:
-        return self._with(other, np.add)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Numbers:
-        return self._with(other, np.subtract)
-
-    def __rsub__(self, other: Any) -> Numbers:
-        return self._with(other, lambda a, b: b - a)
-
-    def __mul__(self, other: Any) -> Numbers:
-        return self._with(other, np.multiply)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> Numbers:
-        return self._with(other, np.divide)
-
-    def __floordiv__(self, other: Any) -> Numbers:
-        return self._with(other, _divide)
-
-    def __mod__(self, other: Any) -> Numbers:
-        return self._with(other, lambda a, b: a - _divide(a, b) * b)
-
-    def __and__(self, other: Any) -> Numbers:
-        return self._with(other, np.bitwise_and)
-
-    def __lshift__(self, other: Any) -> Numbers:
-        return self._with(other, np.left_shift)
-
-    def __rshift__(self, other: Any) -> Numbers:
-        return self._with(other, np.right_shift)
-
-    def __lt__(self, other: Any) -> Numbers:
-        return self._with(other, np.less)
-
-    def __gt__(self, other: Any) -> Numbers:
-        return self._with(other, np.greater)
-
-    def __ge__(self, other: Any) -> Numbers:
-        return self._with(other, np.greater_equal)
-
-    def __eq__(self, other: object) -> Numbers:  # type: ignore[override]
-        return self._with(other, np.equal)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __bool__(self) -> bool:
-        return bool(self.array)
-
-    def __index__(self) -> int:
-        return int(self.array)
-
-
-def _named(dtype: Any) -> Any:
-    """The language's type."""
-    names = {np.dtype(value): name for name, value in _DTYPES.items()}
-    return {"fp32": gl.float32, "fp16": gl.float16}[names[dtype]]
-
-
-def _divide(a: Any, b: Any) -> Any:
-    """As C divides integers."""
-    quotient = np.abs(a) // np.abs(b)
-    return np.where((np.asarray(a) < 0) != (np.asarray(b) < 0), -quotient, quotient).astype(
-        np.asarray(a).dtype
-    )
-
-
-def _array(value: Any) -> Any:
-    return value.array if isinstance(value, Numbers) else np.asarray(value)
-
-
-def _number(value: Any) -> Numbers:
-    return value if isinstance(value, Numbers) else Numbers(value)
+from tests.support.warps.warp_assembly import halves, multiplied, unpacked
+from tests.support.warps.warp_numbers import DTYPES, Numbers, array_of, number_of
 
 
 class Shared:
@@ -142,7 +27,7 @@ class Shared:
         self.array = array
 
     def index(self, at: Any) -> Shared:
-        return Shared(self.array[int(_array(at))])
+        return Shared(self.array[int(array_of(at))])
 
     def load(self, layout: Any) -> Numbers:
         return Numbers(self.array.copy(), layout)
@@ -199,11 +84,11 @@ class Language:
 
     @staticmethod
     def full(shape: list[int], value: float, dtype: Any, layout: Any) -> Numbers:
-        return Numbers(np.full(shape, value, _DTYPES[str(dtype)]), layout)
+        return Numbers(np.full(shape, value, DTYPES[str(dtype)]), layout)
 
     @staticmethod
     def allocate_shared_memory(dtype: Any, shape: list[int], layout: Any) -> Shared:
-        return Shared(np.full(shape, -1, _DTYPES[str(dtype)]))
+        return Shared(np.full(shape, -1, DTYPES[str(dtype)]))
 
     @staticmethod
     def multiple_of(pointer: Numbers, count: int) -> Numbers:
@@ -215,7 +100,7 @@ class Language:
     @staticmethod
     def load(pointer: Numbers, mask: Any = None, other: float = 0.0, cache_modifier: str = "") -> Numbers:
         places = np.asarray(pointer.array, np.uint64)
-        there = np.ones(places.shape, bool) if mask is None else np.broadcast_to(_array(mask), places.shape)
+        there = np.ones(places.shape, bool) if mask is None else np.broadcast_to(array_of(mask), places.shape)
         filled = np.full(places.shape, other, pointer.element)
         found = memory.load(places, np.ascontiguousarray(there), filled, np.dtype(pointer.element))
         return Numbers(found.reshape(places.shape), pointer.layout)
@@ -223,8 +108,8 @@ class Language:
     @staticmethod
     def store(pointer: Numbers, value: Any, mask: Any = None) -> None:
         places = np.asarray(pointer.array, np.uint64)
-        numbers = np.broadcast_to(_array(value).astype(pointer.element), places.shape)
-        there = np.ones(places.shape, bool) if mask is None else np.broadcast_to(_array(mask), places.shape)
+        numbers = np.broadcast_to(array_of(value).astype(pointer.element), places.shape)
+        there = np.ones(places.shape, bool) if mask is None else np.broadcast_to(array_of(mask), places.shape)
         taken = places[there]
         assert len(np.unique(taken)) == len(taken), "two elements of a tensor go to one place"
         memory.store(places, np.ascontiguousarray(numbers), np.ascontiguousarray(there))
@@ -232,27 +117,27 @@ class Language:
     @staticmethod
     def atomic_add(pointer: Numbers, value: Any, mask: Any = None, sem: str = "") -> Numbers:
         places = np.atleast_1d(pointer.array)
-        there = np.broadcast_to(True if mask is None else _array(mask), places.shape)
+        there = np.broadcast_to(True if mask is None else array_of(mask), places.shape)
         before = np.zeros(places.shape, pointer.element)
         for at in np.flatnonzero(there):
             one = Numbers(places[at], None, pointer.element)
             before[at] = Language.load(one).array
-            Language.store(one, before[at] + np.broadcast_to(_array(value), places.shape)[at])
+            Language.store(one, before[at] + np.broadcast_to(array_of(value), places.shape)[at])
         return Numbers(before.reshape(pointer.array.shape), pointer.layout)
 
     @staticmethod
     def where(condition: Any, a: Any, b: Any) -> Numbers:
-        chosen = np.where(_array(condition), _array(a), _array(b))
+        chosen = np.where(array_of(condition), array_of(a), array_of(b))
         typed = [each.array.dtype for each in (a, b) if isinstance(each, Numbers)]
         return Numbers(chosen.astype(typed[0]) if typed else chosen)
 
     @staticmethod
     def maximum(a: Any, b: Any) -> Numbers:
-        return _number(a)._with(b, np.maximum)
+        return number_of(a)._with(b, np.maximum)
 
     @staticmethod
     def minimum(a: Any, b: Any) -> Numbers:
-        return _number(a)._with(b, np.minimum)
+        return number_of(a)._with(b, np.minimum)
 
     @staticmethod
     def exp2(x: Numbers) -> Numbers:
@@ -293,7 +178,7 @@ class Language:
 
     @staticmethod
     def expand_dims(x: Any, axis: int) -> Numbers:
-        found = _number(x)
+        found = number_of(x)
         layout = getattr(found.layout, "parent", found.layout)
         return Numbers(np.expand_dims(found.array, axis), layout, found.element)
 
@@ -334,52 +219,23 @@ class Language:
             found = memory.load(places, np.ones(places.shape, bool), none, np.dtype(np.uint16))
             return Numbers(found.reshape(places.shape).astype(np.int32))
         if "vote" in asm:
-            bits = sum(int(mark != 0) << (4 * lane) for lane, mark in enumerate(args[0].array))
-            return Numbers(np.full(8, np.uint32(bits)).view(np.int32))
+            marks = args[0].array  # a key has so many lanes, of which the first votes
+            lanes = 4 * np.arange(8)[:, None] + 4 // marks.shape[1] * np.arange(marks.shape[1])
+            bits = np.sum(np.where(marks != 0, 1 << lanes, 0))
+            return Numbers(np.full(marks.shape, np.uint32(bits)).view(np.int32))
         if "popc" in asm:
-            return Numbers(np.array([int(np.uint32(bits)).bit_count() for bits in args[0].array], np.int32))
+            return Numbers(np.bitwise_count(args[0].array.view(np.uint32)).astype(np.int32))
         if "movmatrix" in asm:
             blocks = args[0].array.reshape(args[0].array.shape[0] // 8, 8, args[0].array.shape[1] // 8, 8)
             return Numbers(blocks.transpose(0, 3, 2, 1).reshape(args[0].array.shape))
-        if "mul.f16x2" in asm:
-            factor = np.uint16(int((re.findall("0x([0-9a-f]{4})", asm) or ["3c00"])[0], 16)).view(np.float16)
-            return Numbers(args[0].array * args[1].array * factor)
-        return _unpacked(asm, args, len(dtype))
-
-
-def _unpacked(asm: str, words: list[Numbers], count: int) -> tuple[Numbers, ...]:
-    """Runs instructions over pairs of neighbouring registers: each result is two float16 numbers, one of each."""
-    axis = int(words[0].layout.reg_bases[0][1] != 0)
-    registers = {}
-    for number, each in enumerate(words):
-        for half in range(2):
-            taken = np.take(each.array, range(half, each.array.shape[axis], 2), axis)
-            registers[f"${count + 2 * number + half}"] = taken.view(np.uint32)
-    for line in filter(None, map(str.strip, re.sub(r"[{}]|\.reg \.b32 \w;", "", asm).split(";"))):
-        name, target, *operands = line.replace(",", "").split()
-        a, *others = (registers.get(each, each) for each in operands)
-        if name in ("shr.b32", "shl.b32"):
-            by = np.uint32(others[0])
-            registers[target] = a >> by if name == "shr.b32" else a << by
-        elif name == "and.b32":
-            registers[target] = a & np.uint32(int(others[0], 16))
-        elif name == "lop3.b32":
-            assert others[2] == "0xe4"
-            mask = np.uint32(int(others[1], 16))
-            registers[target] = (a & mask) | (others[0] & ~mask)
-        else:
-            assert name == "prmt.b32", name
-            halves = {"5": others[0], "7": others[0], "1": a, "3": a}
-            low, high = others[1][4:], others[1][2:4]
-            taken = [halves[pair[0]] >> np.uint32(16 if pair[0] in "37" else 0) for pair in (low, high)]
-            registers[target] = (taken[0] & np.uint32(0xFFFF)) | (taken[1] << np.uint32(16))
-    found = []
-    for number in range(count):
-        pair = registers[f"${number}"]
-        halves = [(pair >> np.uint32(at) & np.uint32(0xFFFF)).astype(np.uint16) for at in (0, 16)]
-        numbers = np.stack([half.view(np.float16) for half in halves], axis + 1)
-        found.append(Numbers(numbers.reshape(words[0].array.shape)))
-    return tuple(found)
+        if "mma.sync" in asm:
+            return multiplied(asm, [each.array for each in args])
+        if "cvt.rn.f16x2" in asm:  # pairs of neighbours, twice
+            pairs = np.ascontiguousarray(args[0].array.astype(np.float16)).view(np.int32)
+            return Numbers(np.repeat(pairs, 2, -1))
+        if "f16" in asm or asm.startswith("prmt"):
+            return halves(asm, args, dtype)
+        return unpacked(asm, args, len(dtype))
 
 
 def multiply(a: Numbers, b: Numbers, acc: Numbers) -> Numbers:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from decode_engine.kernels.coarse import coarse_pass, search
 from decode_engine.kernels.coarse.warp import (
-    warp_codes,
     warp_cut,
     warp_findings,
     warp_pass,
-    warp_places,
     warp_records,
     warp_rings,
     warp_rows,
     warp_sample,
-    warp_tiles,
+    warp_scores,
     warp_values,
+)
+from decode_engine.kernels.coarse.warp.operands import (
+    channel_places,
+    folding,
+    key_tiles,
+    registers,
+    value_tiles,
 )
 
 WARP_MODULES = (
-    warp_pass, warp_values, warp_cut, warp_sample, warp_records, warp_rings, warp_tiles, warp_places,
-    warp_codes, warp_rows, warp_findings, search, coarse_pass,
+    warp_pass, warp_values, warp_cut, warp_sample, warp_records, warp_rings, value_tiles, channel_places,
+    registers, folding, key_tiles, warp_rows, warp_findings, warp_scores, search, coarse_pass,
 )  # fmt: skip

@@ -101,8 +101,8 @@ def cut_kernel(
             logits = gl.load(sampled_ptr + at, mask=known, other=float("-inf"), cache_modifier=".cg")
             peaks = gl.max(gl.max(logits, 1), 2)
             weights = gl.exp2(logits - along(gl.where(peaks == float("-inf"), 0.0, peaks)))
-            there = over_keys((logits > float("-inf")).to(gl.int32))
-            counted = gl.maximum(counted, gl.max(gl.sum(there, 1), 0))
+            there = (gl.max(logits, 0) > float("-inf")).to(gl.int32)
+            counted = gl.maximum(counted, gl.sum(gl.sum(gl.sum(there, 0), 1), 0))
             stands_for = searched.to(gl.float32) / gl.maximum(counted, 1).to(gl.float32)
             estimates = gl.maximum(over_keys(weights) - 1.0, 0.0) * stands_for + 1.0
             highest = gl.where(g < GROUP, gl.max(peaks, 1), 0.0)

@@ -5,7 +5,7 @@ turned. A tile's are those of GROUP query heads, T of each, in the order in whic
 scales and the offsets of its values, T of each for every group of channels. So all of them are copied ahead, past the
 registers: a number that is loaded ahead into one is waited for where it is passed on to another.
 
-Shape legend: as in `warp_tiles`; GROUPS groups of channels of a value, 1 or 2.
+Shape legend: as in `warp_scores`; GROUPS groups of channels of a value, 1 or 2.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from decode_engine.kernels.attention import announcements
-from decode_engine.kernels.coarse.warp.warp_places import bits_of
-from decode_engine.kernels.coarse.warp.warp_tiles import OF_KEYS, RIGHT
+from decode_engine.kernels.coarse.warp.operands.channel_places import bits_of
+from decode_engine.kernels.coarse.warp.operands.value_tiles import RIGHT
+from decode_engine.kernels.coarse.warp.warp_scores import scored_keys_layout
 
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 """Of numbers that come a lane each."""
@@ -85,25 +86,40 @@ def store_weights(
     ptr: gl.tensor,
     tile: gl.tensor,
     weights: gl.tensor,
+    heavy: gl.tensor,
     steps: gl.tensor,
     T: gl.constexpr,
     X: gl.constexpr,
     GROUP: gl.constexpr,
+    P: gl.constexpr,
 ) -> None:
-    """Leaves a right operand [T, X] float16 as the tile-th of those from ptr on, which is a multiple of 16 bytes.
+    """Leaves those of P tiles that are heavy (int32, 0 or 1), as the tile-th and the next of all from ptr on.
 
-    steps: of the tile's values, as loaded.
+    ptr: a multiple of 16 bytes. weights: a right operand [T, X] float16, each tile's in its share of the columns.
+    steps: of the tiles' values, as loaded.
     """
-    at, there = _places(T, X, GROUP)
+    LAYOUT: gl.constexpr = lanes_layout(T, X)
+    EACH: gl.constexpr = T * (GROUP + len(steps[0]))
     by_lanes = gl.permute(gl.reshape(weights, [T // 8, 4, 2, X]), [3, 1, 0, 2])
-    own = gl.convert_layout(gl.reshape(by_lanes, [4 * X, T // 4]), lanes_layout(T, X), assert_trivial=True)
+    own = gl.convert_layout(gl.reshape(by_lanes, [4 * X, T // 4]), LAYOUT, assert_trivial=True)
+    lane = gl.arange(0, 4 * X, layout=gl.SliceLayout(1, LAYOUT))
+    number = gl.arange(0, T // 4, layout=gl.SliceLayout(0, LAYOUT))
+    within = lane % (4 * X // P)
+    there, at = heavy[0] + within * 0, within * (T // 4)
+    if P == 2:
+        second = lane >= 2 * X
+        there = gl.where(second, heavy[1], there)
+        at += gl.where(second, heavy[0] * EACH, 0)
+    mask = gl.expand_dims((within < 4 * GROUP) & (there > 0), 1) & gl.expand_dims(number >= 0, 0)
     # Here, so that the store is known to be aligned.
-    ptr = gl.multiple_of(ptr + tile * (T * (GROUP + len(steps))), 16)
-    gl.store(ptr + at, own, mask=there)
+    ptr = gl.multiple_of(ptr + tile * EACH, 16)
+    gl.store(ptr + gl.expand_dims(at, 1) + gl.expand_dims(number, 0), own, mask=mask)
     key = gl.arange(0, T, layout=LANES)
-    for part in gl.static_range(len(steps)):
-        number = steps[part].to(gl.int16).to(gl.float16, bitcast=True)
-        gl.store(ptr + (GROUP + part) * T + key, number)
+    for half in gl.static_range(P):
+        for part in gl.static_range(len(steps[half])):
+            own_step = steps[half][part].to(gl.int16).to(gl.float16, bitcast=True)
+            gl.store(ptr + (GROUP + part) * T + key, own_step, mask=(key >= 0) & (heavy[half] > 0))
+        ptr += heavy[half] * EACH
 
 
 @gluon.jit
@@ -178,31 +194,49 @@ def as_operand(loaded: gl.tensor, T: gl.constexpr, X: gl.constexpr) -> gl.tensor
 
 
 @gluon.jit
-def by_registers(numbers: gl.tensor, T: gl.constexpr) -> gl.tensor:
-    """Numbers of a tile's keys, [T], as [8] for each register of a lane."""
+def by_registers(numbers: gl.tensor, T: gl.constexpr, X: gl.constexpr, P: gl.constexpr) -> gl.tensor:
+    """Numbers of tiles' keys, [T, P], as [8, P] for each register of a lane."""
     if T == 8:
-        return (gl.convert_layout(numbers, OF_KEYS),)
+        return (gl.convert_layout(numbers, scored_keys_layout(8, X, P)),)
     else:  # noqa: RET505 - the other branch is not compiled
-        low, high = gl.split(gl.permute(gl.reshape(numbers, [2, T // 2]), [1, 0]))
-        return by_registers(low, T // 2) + by_registers(high, T // 2)
+        low, high = gl.split(gl.permute(gl.reshape(numbers, [2, T // 2, P]), [1, 2, 0]))
+        return by_registers(low, T // 2, X, P) + by_registers(high, T // 2, X, P)
+
+
+@gluon.constexpr_function
+def ballot(P: int) -> str:
+    """PTX that asks all lanes, and leaves a bit for the first of those that have a key."""
+    first = "0x11111111" if P == 1 else "0x55555555"
+    return (
+        "{ .reg .pred p; .reg .b32 t; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 t, p, 0xffffffff; "
+        f"and.b32 $0, t, {first}; }}"
+    )
 
 
 @gluon.jit
-def voted(kept: gl.tensor) -> gl.tensor:
-    """Which lanes' keys are kept, [8] int32: a bit for the first of the four lanes that have a key."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 t; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 t, p, 0xffffffff; "
-        "and.b32 $0, t, 0x11111111; }",
-        "=r,r", [kept], dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+def voted(kept: gl.tensor, P: gl.constexpr) -> gl.tensor:
+    """Which lanes' keys are kept, [8, P] int32: bits for the lanes that have a key, 2 p + 4 k."""
+    return gl.inline_asm_elementwise(ballot(P), "=r,r", [kept], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def counted(votes: gl.tensor) -> gl.tensor:
-    """Set bits, [8] int32."""
+    """Set bits, [8, P] int32."""
     return gl.inline_asm_elementwise(
         "popc.b32 $0, $1;", "=r,r", [votes], dtype=gl.int32, is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def nothing_listed(X: gl.constexpr, P: gl.constexpr) -> gl.tensor:
+    """How many keys are listed, [8, P] int32 of one number."""
+    return gl.full([8, P], 0, gl.int32, layout=scored_keys_layout(8, X, P))
+
+
+@gluon.jit
+def one_of(numbers: gl.tensor) -> gl.tensor:
+    """The largest of [8, P]."""
+    return gl.max(gl.max(numbers, 1), 0)
 
 
 @gluon.jit
@@ -215,26 +249,34 @@ def list_keys(
     row: gl.tensor,
     queues: gl.tensor,
     T: gl.constexpr,
+    X: gl.constexpr,
+    P: gl.constexpr,
     HEADS: gl.constexpr,
     QUEUES: gl.constexpr,
     CELLS: gl.constexpr,
 ) -> gl.tensor:
-    """Appends those of a tile's keys that are kept (int32, 0 or 1) to a list, ascending; the new count, [8] of one.
+    """Appends those of P tiles' keys that are kept (int32, 0 or 1) to a list, ascending; the new count, [8, P] of one.
 
     CELLS: of each of the QUEUES in which they are announced as well (`announcements`), 0 for none. queues: pointers to
-    cells and counts. tile: its first key.
+    cells and counts. tile: the first one's first key.
     """
-    marks, ids = by_registers(kept, T), by_registers(key, T)
-    earlier_lanes = (gl.full([8], 1, gl.int32, layout=OF_KEYS) << (gl.arange(0, 8, layout=OF_KEYS) * 4)) - 1
+    LAYOUT: gl.constexpr = scored_keys_layout(8, X, P)
+    marks, ids = by_registers(kept, T, X, P), by_registers(key, T, X, P)
+    half = gl.expand_dims(gl.arange(0, P, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    lane = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT)), 1) * 4 + half * 2
+    earlier = (gl.full([8, P], 1, gl.int32, layout=LAYOUT) << lane) - 1
+    earlier = earlier & (gl.full([8, P], 0x11111111, gl.int32, layout=LAYOUT) << (lane & 2))
     place, total = count, count
     for part in gl.static_range(T // 8):  # a lane's keys follow one another
-        votes = voted(marks[part])
-        place += counted(votes & earlier_lanes)
+        votes = voted(marks[part], P)
+        place += counted(votes & earlier)
         total += counted(votes)
+        if P == 2:
+            place += gl.where((lane & 2) > 0, counted(votes & 0x11111111), 0)
     if CELLS > 0:
         # What is listed lies together: neighbouring tiles announce to different queues.
-        queue = (tile // T + row % HEADS * (QUEUES // HEADS)) % QUEUES
-        ahead = gl.atomic_add(queues[1] + queue, gl.max(total - count, 0), sem="relaxed") - count
+        queue = (tile // (P * T) + row % HEADS * (QUEUES // HEADS)) % QUEUES
+        ahead = gl.atomic_add(queues[1] + queue, one_of(total - count), sem="relaxed") - count
         cells_ptr = queues[0] + queue * CELLS
         turn = gl.load(queues[1] + (QUEUES + 1)) % _TURNS + 1
         upper = ((turn << (_TURN_SHIFT - _ROW_SHIFT)) + row).to(gl.int64) << _ROW_SHIFT

@@ -1,4 +1,4 @@
-"""The kernel of `coarse_pass` for one warp each, where tensor cores and registers suffice (`warp_tiles`): its keys.
+"""The kernel of `coarse_pass` for one warp each, where tensor cores and registers suffice (`value_tiles`): its keys.
 
 It scores coded keys, lists those that are kept, and leaves the weights of the others for `warp_values`, tile by tile. A
 tile of next to no weight is left out, so that its values are never read. Both launches keep the registers of a warp
@@ -13,8 +13,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels import border, records
-from decode_engine.kernels.coarse.warp.warp_codes import key_layout
-from decode_engine.kernels.coarse.warp.warp_findings import list_keys, load_value_steps, store_weights
+from decode_engine.kernels.coarse.warp.operands.folding import fold, load_queries, load_steps
+from decode_engine.kernels.coarse.warp.operands.key_tiles import key_of
+from decode_engine.kernels.coarse.warp.operands.value_tiles import OF_ROWS, RESULT, as_right
+from decode_engine.kernels.coarse.warp.warp_findings import (
+    list_keys,
+    load_value_steps,
+    nothing_listed,
+    one_of,
+    store_weights,
+)
 from decode_engine.kernels.coarse.warp.warp_records import (
     key_pointers,
     let_next_begin,
@@ -32,15 +40,14 @@ from decode_engine.kernels.coarse.warp.warp_rings import (
     new_ring,
     wait_for_copies,
 )
-from decode_engine.kernels.coarse.warp.warp_tiles import (
-    OF_KEYS,
-    OF_ROWS,
-    as_right,
-    fold,
-    key_of,
-    load_queries,
-    load_steps,
-    multiply_keys,
+from decode_engine.kernels.coarse.warp.warp_scores import (
+    as_result,
+    by_tiles,
+    new_scores,
+    score_block,
+    scored_keys_layout,
+    tile_after,
+    tiles_together,
 )
 from index_store.indexes.coarse_rows.scalars import scalar_rows
 
@@ -85,14 +92,6 @@ def share_of_blocks(first: gl.tensor, end: gl.tensor) -> gl.tensor:
 
 
 @gluon.jit
-def tile_after(tile: gl.tensor, TILES: gl.constexpr, inner: gl.tensor, T: gl.constexpr) -> gl.tensor:
-    """First key of a program's tile that comes TILES tiles after that which begins with key `tile`, the key `inner` of
-    its block."""
-    blocks = (inner + TILES * T) // _BLOCK
-    return tile + TILES * T - blocks * ((gl.num_programs(0) + 1) * _BLOCK)
-
-
-@gluon.jit
 def kept_keys(
     together: gl.tensor,
     key: gl.tensor,
@@ -102,7 +101,10 @@ def kept_keys(
     above: gl.tensor,
     draws: gl.tensor,
 ) -> gl.tensor:
-    """Which keys a cut keeps, as `border.passes` decides, int32. together: bits of their weights, summed over heads."""
+    """Which keys a cut keeps, as `border.passes` decides, int32, [T, P] as all that is of keys.
+
+    together: bits of their weights, summed over heads.
+    """
     drawn = key * _DRAW_STEP + head * _HEAD_STEP
     return ((together >= gl.where(drawn < draws, least, above)) & searched).to(gl.int32)
 
@@ -115,20 +117,58 @@ def reference_weights(
     searches: gl.tensor,
     X: gl.constexpr,
     GROUP: gl.constexpr,
+    TIMES: gl.constexpr,
 ) -> gl.tensor:
     """What weights are relative to, [X] in units of log2: no peak has to be found among coded keys.
 
-    -inf where nothing is searched, and inf for rows that only pad the tile, which weigh nothing.
+    -inf where nothing is searched, and inf for rows that only pad the tile, which weigh nothing. TIMES: that all rows
+    stand beside each other.
     """
-    n = gl.arange(0, X, layout=OF_ROWS)
+    n = gl.arange(0, X, layout=OF_ROWS) % (X // TIMES)
     at = normalisers_ptr + row * GROUP + n
     # Past the first-level cache, as cuts are.
     normalisers = gl.load(at, mask=n < GROUP, other=float("inf"), cache_modifier=".cg")
     return gl.where(searches, normalisers - shift, float("-inf"))
 
 
+@gluon.jit
+def leave_weights(
+    weights_ptr: gl.tensor,
+    tiles_ptr: gl.tensor,
+    weighed: gl.tensor,
+    weights: gl.tensor,
+    of_tiles: gl.tensor,
+    enough: gl.tensor,
+    begins: gl.tensor,
+    own_steps: gl.tensor,
+    T: gl.constexpr,
+    X: gl.constexpr,
+    GROUP: gl.constexpr,
+    P: gl.constexpr,
+) -> gl.tensor:
+    """Leaves weights [T, P, C] of those of P tiles whose values are read; how many tiles there are now.
+
+    of_tiles: the weight of each, [P], of which some is enough. begins, own_steps: first key of each, and scales and
+    offsets of its values.
+    """
+    part_of = gl.arange(0, P, layout=gl.SliceLayout(0, scored_keys_layout(T, X, P)))
+    heavy: gl.tensor = ()
+    for part in gl.static_range(P):
+        own = gl.max(gl.where(part_of == part, of_tiles, 0.0), 0)
+        heavy += ((own >= enough).to(gl.int32),)
+    many = heavy[0] + (heavy[1] if P == 2 else 0)
+    if many > 0:
+        right = as_right(as_result(weights, T, X).to(gl.float16), T, X)
+        store_weights(weights_ptr, weighed, right, heavy, own_steps, T, X, GROUP, P)
+        into = tiles_ptr + weighed
+        for part in gl.static_range(P):
+            gl.store(into, begins[part], mask=heavy[part] > 0)
+            into += heavy[part]
+    return weighed + many
+
+
 @gluon.jit(do_not_specialize=["width"])
-def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
+def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one place
     q_ptr: gl.tensor,
     records_ptr: gl.tensor,
     normalisers_ptr: gl.tensor,
@@ -159,11 +199,13 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     """Program (split, row): a share of the row's blocks. Lists the keys that are kept.
 
     WEIGH: leaves the weights of the others, what their values' codes mean, and which tiles they are of. AHEAD: tiles of
-    keys that are on their way. The first ones are so while the launches before still work, and EARLY more blocks come
-    into the second-level cache: the memory would be idle. What these launches do not write, and what was there before
+    keys that are on their way. A program scores its first block while the launches before still look for the cut, and
+    EARLY more come into the second-level cache meanwhile. What these launches do not write, and what was there before
     they began, may be read. CELLS: of each of the QUEUES in which kept keys are announced at once, 0 for none.
     """
     TILES: gl.constexpr = _BLOCK // TILE
+    P: gl.constexpr = tiles_together(X, GROUP)
+    KEYS: gl.constexpr = scored_keys_layout(TILE, X, P)
     row = gl.program_id(1)
     b, head = row // HEADS, row % HEADS
     first = number(records_ptr, b, _FIRST).to(gl.int32)
@@ -177,84 +219,83 @@ def pass_kernel(  # noqa: PLR0915 - what a program does stands in one place
     last = beyond - TILE
     searches = stop > lowest
     steps_ptrs = value_steps(records_ptr, b, head, keys, VALUE_GROUPS)
-    ring = new_ring(TILE, DIM, KEY_BITS, AHEAD)
+    ring, scores = new_ring(TILE, DIM, KEY_BITS, AHEAD), new_scores(TILE, X, P)
     if searches:
         for turn in gl.static_range(AHEAD):
             base = tile_after(top * _BLOCK, turn, 0, TILE)
             there = (base >= start) & (base < beyond)
             copy_tile(ring, turn, keys_ptrs[0], gl.minimum(base, last), there, TILE, DIM, KEY_BITS, AHEAD)
             end_of_copies()
-    steps = load_steps(keys_ptrs, top, searches, DIM, KEY_BITS)
-    prefetch_value_steps(steps_ptrs, top * _BLOCK, beyond, VALUE_GROUPS, WEIGH and CHAINED)
-    for more in gl.static_range(1, EARLY + 1):
-        lower = (top - more * apart) * _BLOCK
-        end_of_lower = gl.where(lower >= start, beyond, lower)
-        prefetch_key_codes(keys_ptrs, lower, end_of_lower, DIM, KEY_BITS, CHAINED)
-        prefetch_key_steps(keys_ptrs, lower, end_of_lower, DIM, CHAINED)
-    queries, units = load_queries(q_ptr, row, X, GROUP, DIM, KEY_BITS)
+    queries, units = load_queries(q_ptr, row, X, GROUP, DIM, KEY_BITS, P)
     units = units * scale_log2
-    folded, added = fold(queries, steps, X, DIM, KEY_BITS)
-    wait_alone(CHAINED)
-    let_next_begin(CHAINED)
-    least, above, draws, shift = movable_cut(cuts_ptr, row)
-    peaks = reference_weights(normalisers_ptr, row, shift, end > first, X, GROUP)
-    # Of the weight of a tile, all heads together: with less its values are not read.
-    even = gl.exp2(shift) * GROUP * TILE / gl.maximum(end - first, 1).to(gl.float32)
-    enough = even * _NEGLIGIBLE
     place = row.to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
-    inner = key_of(gl.arange(0, TILE, layout=OF_KEYS), TILE)
-    count = gl.full([8], 0, gl.int32, layout=OF_KEYS)
-    weighed = first * 0
-    if searches:
-        turns = lowest * 0
-        bottom = gl.fma(added, units, 0.0 - peaks)
-        for below in range(0, top - lowest + 1, apart):
-            block = top - below
-            lower = (block - apart) * _BLOCK
-            end_of_lower = gl.where(lower >= start, beyond, lower)
-            prefetch_value_steps(steps_ptrs, lower, end_of_lower, VALUE_GROUPS, WEIGH and CHAINED)
-            steps = load_steps(keys_ptrs, gl.maximum(block - apart, lowest), None, DIM, KEY_BITS)
-            for within in range(0, _BLOCK, TILE):
-                tile, turn = block * _BLOCK + within, turns + within // TILE
-                begin = gl.minimum(tile, last)
-                wait_for_copies(AHEAD - 1)
-                if WEIGH:  # what belongs to values comes while keys are multiplied
-                    own_steps = load_value_steps(steps_ptrs, begin, TILE, VALUE_GROUPS)
-                words = ring.index(turn % (AHEAD + 1)).load(key_layout(TILE, DIM, KEY_BITS))
-                later = tile_after(tile, AHEAD, within, TILE)
-                copy_tile(
-                    ring, turn + AHEAD, keys_ptrs[0], gl.minimum(later, last),
-                    (later >= start) & (later < beyond),
-                    TILE, DIM, KEY_BITS, AHEAD,
-                )  # fmt: skip
-                end_of_copies()
-                products = multiply_keys(words, folded, TILE, X, DIM, KEY_BITS)
-                weights = gl.exp2(gl.fma(products, gl.expand_dims(units, 0), gl.expand_dims(bottom, 0)))
-                summed = gl.sum(weights, 1)
-                together, heavy = summed.to(gl.int32, bitcast=True), gl.sum(summed, 0) >= enough
-                whole = (first < tile + 1) & (end >= tile + TILE) & (last >= tile)
+    inner = key_of(gl.arange(0, TILE, layout=gl.SliceLayout(1, KEYS)), TILE)
+    part_of_keys = gl.arange(0, P, layout=gl.SliceLayout(0, KEYS))
+    count = nothing_listed(X, P)
+    weighed, blocks = first * 0, gl.where(searches, (top - lowest) // apart + 1, 0)
+    least, above, draws, shift = row * 0, row * 0, row * 0, scale_log2 * 0
+    enough, peaks = shift, gl.full([X], 0.0, gl.float32, layout=OF_ROWS)
+    for turn in range(0, gl.where(searches, blocks + 1, 0)):
+        block = top - turn * apart
+        steps = load_steps(keys_ptrs, gl.maximum(block, lowest), None, DIM, KEY_BITS)
+        if turn == 1:
+            # The memory would be idle while this waits.
+            for more in gl.static_range(EARLY):
+                lower = (block - more * apart) * _BLOCK
+                end_of_lower = gl.where(lower >= start, beyond, lower)
+                prefetch_key_codes(keys_ptrs, lower, end_of_lower, DIM, KEY_BITS, CHAINED)
+            wait_alone(CHAINED)
+            let_next_begin(CHAINED)
+            least, above, draws, shift = movable_cut(cuts_ptr, row)
+            peaks = reference_weights(normalisers_ptr, row, shift, searches, X, GROUP, P)
+            # Of the weight of a tile, all heads together: with less its values are not read.
+            even = gl.exp2(shift) * GROUP * TILE / gl.maximum(end - first, 1).to(gl.float32)
+            enough = even * _NEGLIGIBLE
+        if turn > 0:  # the block that was scored last
+            for result in range(0, TILES // P):
+                tile = (block + apart) * _BLOCK + result * (P * TILE)
+                begins: gl.tensor = ()
+                own_steps: gl.tensor = ()
+                for part in gl.static_range(P):
+                    begins += (gl.minimum(tile + part * TILE, last),)
+                    if WEIGH:  # what belongs to values comes while weights are found
+                        own_steps += (load_value_steps(steps_ptrs, begins[part], TILE, VALUE_GROUPS),)
+                logits = scores.index(result).load(RESULT)
+                weights = by_tiles(gl.exp2(logits - gl.expand_dims(peaks, 0)), TILE, X, P)
+                summed = gl.sum(weights, 2)
+                together, of_tiles = summed.to(gl.int32, bitcast=True), gl.sum(summed, 0)
+                whole = (first < tile + 1) & (end >= tile + P * TILE) & (last >= tile + (P - 1) * TILE)
                 # Most tiles are searched as a whole, and none of their keys is kept.
-                if not whole or gl.max(together, 0) >= least:
-                    key = begin + inner
-                    searched = (key >= gl.maximum(first, tile)) & (key < end)
+                if not whole or gl.max(gl.max(together, 1), 0) >= least:
+                    begin = gl.where(part_of_keys > 0, begins[P - 1], begins[0])
+                    from_on = gl.maximum(first, tile + part_of_keys * TILE)
+                    key = gl.expand_dims(begin, 0) + gl.expand_dims(inner, 1)
+                    searched = (key >= gl.expand_dims(from_on, 0)) & (key < end)
                     kept = kept_keys(together, key, head, searched, least, above, draws)
                     count = list_keys(
                         ids_ptr + place * width, count, kept, key, tile, row,
-                        (cells_ptr, told_ptr), TILE, HEADS, QUEUES, CELLS,
+                        (cells_ptr, told_ptr), TILE, X, P, HEADS, QUEUES, CELLS,
                     )  # fmt: skip
-                    weights = gl.where(gl.expand_dims(searched & (kept == 0), 1), weights, 0.0)
-                if WEIGH:  # noqa: SIM102 - decided when the kernel is compiled
-                    if heavy:
-                        right = as_right(weights.to(gl.float16), TILE, X)
-                        into = weights_ptr + place * width * (GROUP + 2 * VALUE_GROUPS)
-                        store_weights(into, weighed, right, own_steps, TILE, X, GROUP)
-                        gl.store(tiles_ptr + place * (width // TILE) + weighed, begin)
-                        weighed += 1
-            folded, added = fold(queries, steps, X, DIM, KEY_BITS)
-            bottom = gl.fma(added, units, 0.0 - peaks)
-            turns += TILES
+                    weights = gl.where(gl.expand_dims(searched & (kept == 0), 2), weights, 0.0)
+                if WEIGH:
+                    weighed = leave_weights(
+                        weights_ptr + place * width * (GROUP + 2 * VALUE_GROUPS), tiles_ptr + place * (width // TILE),
+                        weighed, weights, of_tiles, enough, begins, own_steps, TILE, X, GROUP, P,
+                    )  # fmt: skip
+        if turn < blocks:
+            prefetch_key_steps(keys_ptrs, (block - apart) * _BLOCK, block * _BLOCK, DIM, CHAINED)
+            prefetch_value_steps(steps_ptrs, block * _BLOCK, beyond, VALUE_GROUPS, WEIGH and CHAINED)
+            folded, steps_units, added = fold(queries, steps, X, DIM, KEY_BITS)
+            score_block(
+                scores, ring, turn * TILES, keys_ptrs[0], block, (start, beyond, last),
+                folded, steps_units * units, added * units, TILE, X, P, DIM, KEY_BITS, AHEAD,
+            )  # fmt: skip
+    if searches:
         wait_for_copies(0)
-    gl.store(counts_ptr + place, gl.max(count, 0))
+    else:
+        wait_alone(CHAINED)
+        let_next_begin(CHAINED)
+    gl.store(counts_ptr + place, one_of(count))
     if CELLS > 0:
         wait_for_lanes()  # what all lanes have announced is there for those who see this
         gl.atomic_add(told_ptr + QUEUES, 1, sem="release")

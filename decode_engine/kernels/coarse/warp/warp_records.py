@@ -1,6 +1,6 @@
 """What kernels of one warp read of a step's records, and how their launches follow one another.
 
-Shape legend: as in `warp_tiles`.
+Shape legend: as in `value_tiles`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels import records
-from decode_engine.kernels.coarse.warp.warp_places import row_words
+from decode_engine.kernels.coarse.warp.operands.channel_places import row_words
 from index_store.indexes.coarse_rows.scalars import scalar_rows
 
 _FIELDS = gl.constexpr(records.RECORD_FIELDS)

@@ -4,7 +4,7 @@ A warp keeps a ring of tiles: while it works on one, the next ones are copied, p
 the second-level cache once. (Codes that are first brought there, and loaded from there later, pass it twice, and it is
 that cache which is short then.)
 
-Shape legend: as in `warp_tiles`.
+Shape legend: as in `value_tiles`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from decode_engine.kernels.coarse.warp.warp_places import bits_of, held_words, row_words, stored_word
-from decode_engine.kernels.coarse.warp.warp_tiles import key_of
+from decode_engine.kernels.coarse.warp.operands.channel_places import (
+    bits_of,
+    held_words,
+    row_words,
+    stored_word,
+)
+from decode_engine.kernels.coarse.warp.operands.key_tiles import key_of
 
 
 @gluon.constexpr_function

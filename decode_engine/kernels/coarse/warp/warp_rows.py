@@ -5,7 +5,7 @@ coded ones, so that their sums add to those in registers; where rows of codes ha
 lane and load. Weights are relative to a number far below the largest logit so far; only where they could overflow
 everything so far moves to another one.
 
-Shape legend: as in `warp_tiles`; E entries of a tile.
+Shape legend: as in `value_tiles`; E entries of a tile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from decode_engine.kernels.coarse.warp.warp_places import (
+from decode_engine.kernels.coarse.warp.operands.channel_places import (
     as_planes,
     channels_of,
     key_row_layout,
@@ -23,7 +23,7 @@ from decode_engine.kernels.coarse.warp.warp_places import (
     value_places,
     value_row_layout,
 )
-from decode_engine.kernels.coarse.warp.warp_tiles import LEFT, RESULT, RIGHT, as_right
+from decode_engine.kernels.coarse.warp.operands.value_tiles import LEFT, RESULT, RIGHT, as_right
 
 TILE = 16
 """E."""

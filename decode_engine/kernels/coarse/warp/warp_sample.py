@@ -1,4 +1,4 @@
-"""The kernel of `search` that scores a sample of keys, for one warp each (`warp_tiles`).
+"""The kernel of `search` that scores a sample of keys, for one warp each (`value_tiles`).
 
 It does what that one does, by the same sample; sums differ by rounding.
 
@@ -11,21 +11,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels import records
+from decode_engine.kernels.coarse.warp.operands.folding import fold, load_queries, load_steps
+from decode_engine.kernels.coarse.warp.operands.key_tiles import key_of, load_key_words, multiply_keys
+from decode_engine.kernels.coarse.warp.operands.value_tiles import OF_KEYS, OF_ROWS
 from decode_engine.kernels.coarse.warp.warp_records import (
     key_pointers,
     let_next_begin,
     number,
     wait_alone,
-)
-from decode_engine.kernels.coarse.warp.warp_tiles import (
-    OF_KEYS,
-    OF_ROWS,
-    fold,
-    key_of,
-    load_key_words,
-    load_queries,
-    load_steps,
-    multiply_keys,
 )
 from index_store.indexes.coarse_rows.scalars import scalar_rows
 
@@ -73,23 +66,22 @@ def sample_kernel(
             block = gl.minimum(run, end - 1) // _BLOCK
             # A context's last keys are loaded with some before them, of places that do not count.
             begin = gl.minimum(run, keys.to(gl.int32) - RUN)
-            loaded += ((turn, run, begin, block, load_key_words(keys_ptrs[0], begin, RUN, DIM, KEY_BITS)),)
+            words = load_key_words(keys_ptrs[0], begin, RUN, DIM, KEY_BITS)
+            loaded += ((turn, run, begin, load_steps(keys_ptrs, block, None, DIM, KEY_BITS), words),)
         wait_alone(CHAINED)
         let_next_begin(CHAINED)
-        numbers: gl.tensor = ()
-        for i in gl.static_range(RUNS):
-            block = loaded[i][3]
-            numbers += (load_steps(keys_ptrs, block, None, DIM, KEY_BITS),)
-        queries, units = load_queries(q_ptr, row, X, GROUP, DIM, KEY_BITS)
+        queries, units = load_queries(q_ptr, row, X, GROUP, DIM, KEY_BITS, 1)
         units = units * scale_log2
         n = gl.arange(0, X, layout=OF_ROWS)
         for i in gl.static_range(RUNS):
-            turn, run, begin, _, words = loaded[i]
-            folded, added = fold(queries, numbers[i], X, DIM, KEY_BITS)
-            products = multiply_keys(words, folded, RUN, X, DIM, KEY_BITS)
+            turn, run, begin, steps, words = loaded[i]
+            folded, steps_units, added = fold(queries, steps, X, DIM, KEY_BITS)
+            products = multiply_keys((words,), (folded,), RUN, X, DIM, KEY_BITS)
             key = begin + inner
             there = (key >= gl.maximum(first, run)) & (key < end)
-            logits = gl.fma(products, gl.expand_dims(units, 0), gl.expand_dims(added * units, 0))
+            logits = gl.fma(
+                products, gl.expand_dims(steps_units * units, 0), gl.expand_dims(added * units, 0)
+            )
             logits = gl.where(gl.expand_dims(there, 1), logits, float("-inf"))
             place = turn * RUN + ((key - run) & (RUN - 1))
             at = gl.expand_dims((row * GROUP + n) * (TAKEN * RUN), 0) + gl.expand_dims(place, 1)

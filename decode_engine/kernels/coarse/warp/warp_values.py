@@ -5,7 +5,7 @@ Both share out what all segments together have, evenly, whatever one of them has
 so that those to come are asked for ahead. Offsets are a row of numbers that all query heads' weights are multiplied
 with.
 
-Shape legend: as in `warp_tiles`; S segments of a row, E programs of it for exact rows, V for values.
+Shape legend: as in `value_tiles`; S segments of a row, E programs of it for exact rows, V for values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,18 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from decode_engine.kernels import records
 from decode_engine.kernels.coarse.warp import warp_rows
-from decode_engine.kernels.coarse.warp.warp_codes import value_layout
+from decode_engine.kernels.coarse.warp.operands.channel_places import bits_of
+from decode_engine.kernels.coarse.warp.operands.value_tiles import (
+    LEFT,
+    OF_ROWS,
+    RESULT,
+    RIGHT,
+    add_values,
+    no_values_yet,
+    store_sums,
+    value_layout,
+    values_of,
+)
 from decode_engine.kernels.coarse.warp.warp_findings import (
     LANES,
     as_operand,
@@ -26,7 +37,6 @@ from decode_engine.kernels.coarse.warp.warp_findings import (
     new_weights_rings,
 )
 from decode_engine.kernels.coarse.warp.warp_pass import movable_cut, reference_weights
-from decode_engine.kernels.coarse.warp.warp_places import bits_of
 from decode_engine.kernels.coarse.warp.warp_records import (
     let_next_begin,
     number,
@@ -40,16 +50,6 @@ from decode_engine.kernels.coarse.warp.warp_rings import (
     wait_for_copies,
 )
 from decode_engine.kernels.coarse.warp.warp_rows import attend_rows, load_row_queries
-from decode_engine.kernels.coarse.warp.warp_tiles import (
-    LEFT,
-    OF_ROWS,
-    RESULT,
-    RIGHT,
-    add_values,
-    no_values_yet,
-    store_sums,
-    values_of,
-)
 
 _KEYS, _FIRST, _END, _TAIL_KEYS, _KV, _TAIL = (
     gl.constexpr(field)
@@ -380,6 +380,6 @@ def values_kernel(
             tiles * (share + 1) // programs, width, TILE, X, GROUP, DIM, VALUE_BITS, VALUE_GROUPS, SEGMENTS, AHEAD,
         )  # fmt: skip
         _, _, _, shift = movable_cut(cuts_ptr, row)
-        peaks = reference_weights(normalisers_ptr, row, shift, searches, X, GROUP)
+        peaks = reference_weights(normalisers_ptr, row, shift, searches, X, GROUP, 1)
     place = row.to(gl.int64) * slots + slot
     store_state(sums_ptr, peaks_ptr, totals_ptr, (sums, total, peaks), place, X, GROUP, DIM, VALUE_BITS)

@@ -18,7 +18,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from decode_engine.kernels.coarse.search import most_runs_alone
+from decode_engine.kernels.coarse.search import CUT_REGISTERS, most_runs_alone
 from decode_engine.kernels.coarse.sizes import RUN, CoarseShape, CoarseSizes
 from decode_engine.kernels.coarse.warp import warp_cut, warp_pass, warp_sample, warp_values
 from index_store.indexes.coarse_rows.scalars.scalar_rows import value_groups
@@ -53,7 +53,8 @@ more where they are held to few registers."""
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
     """What is compiled: a name, a kernel, what it is compiled for, and options."""
-    yield "cut", warp_cut.cut_kernel, {"CHUNKS": 16, "SAMPLED": 4096, "GROUP": 4}, {"num_warps": 16}
+    launch = {"num_warps": 16, "maxnreg": CUT_REGISTERS}
+    yield "cut", warp_cut.cut_kernel, {"CHUNKS": 16, "SAMPLED": 4096, "GROUP": 4}, launch
     for kind, sizes in _SIZES.items():
         for group, head_dim, key_bits, value_bits in sizes:
             shape = CoarseShape(registers=True)
@@ -62,7 +63,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
             constants = {**layer.constants_alone(), "KEY_BITS": key_bits, "VALUE_BITS": value_bits}
             constants["VALUE_GROUPS"] = groups
             if kind == "sample":
-                runs = most_runs_alone(head_dim)
+                runs = most_runs_alone(head_dim, layer.columns)
                 constants |= {"TAKEN": 512, "RUNS": runs, "RUN": RUN}
                 yield (
                     f"sample-{group}-{head_dim}-{key_bits}",

@@ -1,30 +1,49 @@
-"""Codes in words become float16 numbers by planes, as tensor cores take them, for kernels of one warp.
+"""Tiles of coded values in the registers of one warp, and products of weights with them on tensor cores.
 
-Both codes at a bit of a register's halves are unpacked together, by one mask. What is left are the lowest bits of
-float16 numbers, f * code * 2**-24 with f a power of two; what is beyond such bits is shifted there first. Codes of 3
-bits are made whole before: a word of two low bits each and one of third bits at the same places become two words of
-codes in fields of four bits, with a stranger's bit in each that masks pass over.
+Codes are loaded in the very layout in which the tensor cores take their operands, and unpacked there: both codes at a
+bit of a register's halves together, by one mask. What is left are the lowest bits of float16 numbers, f * code * 2**-24
+with f a power of two, and tensor cores take these as they are; what is beyond such bits is shifted there first. Their
+sums drop what is below the last bit instead of rounding it, which adds up: nothing larger than the codes may be in
+them. A warp waits for nobody else. Which channels operands take at a time, a plane of 16, only `channel_places` knows.
 
-Shape legend: as in `warp_tiles`.
+Codes of 3 bits are made whole before: a word of two low bits each and one of third bits at the same places become two
+words of codes in fields of four bits, with a stranger's bit in each that masks pass over.
+
+Scales and offsets of values fold into the weights, as in `coded_tiles`.
+
+Shape legend: T keys of a tile, X query rows, a multiple of 8; W words of a row of codes.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from decode_engine.kernels.coarse.warp.warp_places import (
+from decode_engine.kernels.coarse.warp.operands.channel_places import (
     apart,
     bits_of,
+    channels_of,
+    group_of,
     held_words,
+    key_registers,
     low_bits,
     plane_count,
+    value_places,
     words_of,
 )
 
-LEAST = 2.0**-24
-"""What the lowest bit of a float16 number stands for where all higher ones are 0."""
+_PRODUCT = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
+RESULT = gl.constexpr(_PRODUCT)
+LEFT = gl.constexpr(gl.DotOperandLayout(0, _PRODUCT, 2))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, _PRODUCT, 2))
+OF_KEYS = gl.constexpr(gl.SliceLayout(1, _PRODUCT))
+"""Of numbers of a tile's keys, [T], beside a result [T, X]."""
+OF_ROWS = gl.constexpr(gl.SliceLayout(0, _PRODUCT))
+"""Of numbers of query rows, [X], beside a result [T, X] or [16, X]."""
 
+_LEAST = 2.0**-24
+"""What the lowest bit of a float16 number stands for where all higher ones are 0."""
 _EITHER = "0xe4"
 """Of `lop3`: bits of its first operand where the third has ones, and of the second one where it has none."""
 
@@ -83,15 +102,6 @@ def _joined(lines: list[str]) -> str:
 
 
 @gluon.constexpr_function
-def unpack_keys(BITS: int) -> str:
-    """PTX over two words of a key, and over those with their third bits."""
-    codes = codes_of(BITS)
-    operands = [f"${2 * codes + number}" for number in range(4)]
-    words = [_numbers(BITS, operands[word], operands[2 + word], word * codes) for word in range(2)]
-    return str(_joined(words))
-
-
-@gluon.constexpr_function
 def unpack_values(BITS: int) -> str:
     """PTX over the same word of two keys, and over those with its third bits."""
     codes, lines = codes_of(BITS), []
@@ -121,29 +131,13 @@ def exponent_of(plane: int, BITS: int) -> int:
 @gluon.constexpr_function
 def unit_of(plane: int, BITS: int) -> float:
     """What sums of a plane's codes are multiplied with."""
-    return float(2.0 ** -exponent_of(plane, BITS) / LEAST)
+    return float(2.0 ** -exponent_of(plane, BITS) / _LEAST)
 
 
 @gluon.constexpr_function
 def numbers_of(BITS: int) -> tuple[gl.dtype, ...]:
     """Types of what unpacks."""
     return tuple(gl.float16 for _ in range(2 * codes_of(BITS)))
-
-
-@gluon.constexpr_function
-def key_layout(T: int, DIM: int, BITS: int) -> gl.DistributedLinearLayout:
-    """Of words of keys as they come: four lanes have a key."""
-    words, thirds = words_of(DIM, BITS), [] if BITS != 3 else [[0, words_of(DIM, BITS)]]
-    own = [[0, 1 << bit] for bit in range(bits_of(words) - 2)]
-    lanes = [[0, words // 4], [0, words // 2], [1, 0], [2, 0], [4, 0]]
-    held = held_words(DIM, BITS)
-    return gl.DistributedLinearLayout([*own, *thirds, *key_registers(T)], lanes, [], [], [T, held])
-
-
-@gluon.constexpr_function
-def key_registers(T: int) -> list[list[int]]:
-    """Bases of the registers that tell the keys of one column apart: 8, 16, ... of a tile's rows."""
-    return [[8 << bit, 0] for bit in range(bits_of(T) - 3)]
 
 
 @gluon.constexpr_function
@@ -200,27 +194,6 @@ def by_words(lanes: list[int], words: int) -> list[int]:
 
 
 @gluon.jit
-def key_planes(words: gl.tensor, T: gl.constexpr, DIM: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
-    """Codes of keys, as words, by planes [T, 16]."""
-    W: gl.constexpr = words_of(DIM, BITS)
-    PAIRS: gl.constexpr = W // 8
-    parts: gl.tensor = ()
-    numbers = unpacked(words, T, W, BITS, unpack_keys(BITS), key_layout(T, DIM, BITS))
-    by_pair: gl.tensor = ()
-    for part in gl.static_range(len(numbers)):
-        own = gl.permute(gl.reshape(numbers[part], [T, 4, PAIRS, 2]), [0, 1, 3, 2])
-        by_pair += (apart(gl.reshape(own, by_words([T, 8], PAIRS)), PAIRS),)
-    for pair in gl.static_range(PAIRS):
-        for part in gl.static_range(len(numbers)):
-            parts += (by_pair[part][pair],)
-    planes: gl.tensor = ()
-    for plane in gl.static_range(plane_count(DIM)):  # the highest of a lane's bits is one of a place
-        both = gl.permute(gl.join(parts[plane], parts[plane + plane_count(DIM)]), [0, 2, 1])
-        planes += (gl.reshape(both, [T, 16]),)
-    return planes
-
-
-@gluon.jit
 def value_planes(words: gl.tensor, T: gl.constexpr, DIM: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
     """Codes of values, as words, by planes [16, T]."""
     W: gl.constexpr = words_of(DIM, BITS)
@@ -238,3 +211,74 @@ def value_planes(words: gl.tensor, T: gl.constexpr, DIM: gl.constexpr, BITS: gl.
         both = gl.permute(gl.join(parts[plane], parts[plane + plane_count(DIM)]), [2, 1, 0])
         planes += (gl.reshape(both, [16, T]),)
     return planes
+
+
+@gluon.jit
+def as_right(weights: gl.tensor, T: gl.constexpr, X: gl.constexpr) -> gl.tensor:
+    """Weights [T, X] of 16 bits in a result's layout, as the right operand."""
+    blocks = gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+        "=r,r",
+        [weights],
+        dtype=weights.dtype,
+        is_pure=True,
+        pack=2,
+    )
+    turned = gl.permute(gl.reshape(blocks, [T // 8, 8, X // 8, 8]), [0, 3, 2, 1])
+    return gl.convert_layout(gl.reshape(turned, [T, X]), RIGHT, assert_trivial=True)
+
+
+@gluon.jit
+def no_values_yet(X: gl.constexpr, DIM: gl.constexpr) -> gl.tensor:
+    """Sums of planes [16, X], before the first tile."""
+    zero = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
+    sums: gl.tensor = ()
+    for _ in gl.static_range(plane_count(DIM)):
+        sums += (zero,)
+    return sums
+
+
+@gluon.jit
+def add_values(
+    sums: gl.tensor,
+    words: gl.tensor,
+    weights: gl.tensor,
+    T: gl.constexpr,
+    DIM: gl.constexpr,
+    BITS: gl.constexpr,
+) -> gl.tensor:
+    """Adds values, as words, by weights for each group of channels, right operands [T, X]."""
+    planes = value_planes(words, T, DIM, BITS)
+    new: gl.tensor = ()
+    for plane in gl.static_range(plane_count(DIM)):
+        values = gl.convert_layout(planes[plane], LEFT, assert_trivial=True)
+        new += (mma_v2(values, weights[group_of(plane, DIM, BITS, len(weights))], sums[plane]),)
+    return new
+
+
+@gluon.jit
+def values_of(sums: gl.tensor, evens: gl.tensor, DIM: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
+    """Sums of values, by planes, of those of codes; evens: add to all channels of each group, [16, X] of equal rows."""
+    plain: gl.tensor = ()
+    for plane in gl.static_range(plane_count(DIM)):
+        even = gl.max(evens[group_of(plane, DIM, BITS, len(evens))], 0)
+        plain += (sums[plane] * unit_of(plane, BITS) + gl.expand_dims(even, 0),)
+    return plain
+
+
+@gluon.jit
+def store_sums(
+    sums_ptr: gl.tensor,
+    sums: gl.tensor,
+    at: gl.tensor,
+    there: gl.tensor,
+    DIM: gl.constexpr,
+    BITS: gl.constexpr,
+) -> None:
+    """Writes sums of values, by planes, [X, DIM] from places `at` [X] on, where they are there."""
+    row = gl.arange(0, 16, layout=OF_KEYS)
+    PLACES: gl.constexpr = value_places(DIM, BITS)
+    for plane in gl.static_range(plane_count(DIM)):
+        channel = channels_of(plane, row, PLACES)
+        into = sums_ptr + (gl.expand_dims(at * DIM, 0) + gl.expand_dims(channel, 1))
+        gl.store(into, sums[plane], mask=gl.expand_dims(there, 0) & gl.expand_dims(channel >= 0, 1))

@@ -13,7 +13,7 @@ Codes of 3 bits have W words with their two low bits, and behind them W / 2 with
 and w + W / 2, at the places of their codes and at those above. So a row comes as 2 W words, with the third bits twice,
 and a lane that has word w has what belongs to it in word W + w.
 
-Shape legend: as in `warp_tiles`; E entries of a tile.
+Shape legend: as in `value_tiles`; E entries of a tile.
 """
 
 from __future__ import annotations
@@ -64,14 +64,6 @@ def plane_count(DIM: int) -> int:
 def bits_of(number: int) -> int:
     """log2 of a power of two."""
     return number.bit_length() - 1
-
-
-@gluon.constexpr_function
-def key_places(DIM: int, BITS: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of codes of keys, columns of the left operand: places 0 and 3 are a lane's, 1 and 2 tell four lanes apart."""
-    word = bits_of(words_of(DIM, BITS))
-    own = (*range(word + 2, bits_of(DIM)), 0, *range(2, word))
-    return own[:-1], (1, word, word + 1, own[-1])
 
 
 @gluon.constexpr_function
@@ -161,12 +153,9 @@ def apart(numbers: gl.tensor, COUNT: gl.constexpr) -> gl.tensor:
 
 
 @gluon.constexpr_function
-def channel_layout(DIM: int, BITS: int) -> gl.DistributedLinearLayout:
-    """Of numbers of all channels [DIM]: a lane has those that it has codes of keys of."""
-    planes, own = key_places(DIM, BITS)
-    registers = [[1 << bit] for bit in sorted((*planes, own[0], own[3]))]
-    lanes = [[1 << own[1]], [1 << own[2]], [0], [0], [0]]
-    return gl.DistributedLinearLayout(registers, lanes, [], [], [DIM])
+def key_registers(T: int) -> list[list[int]]:
+    """Bases of the registers that tell the keys of one column apart: 8, 16, ... of a tile's rows."""
+    return [[8 << bit, 0] for bit in range(bits_of(T) - 3)]
 
 
 @gluon.constexpr_function

@@ -1,0 +1,282 @@
+"""A block's scales folded into queries, as bytes for tensor cores, and what its offsets add to all products.
+
+Queries times scales are rounded to integers, with one unit for all channels of a query head. What that loses is added
+for codes that are as large as they are on average: it would be the same for all keys of a block.
+
+Shape legend: as in `key_tiles`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from decode_engine.kernels.coarse.warp.operands.channel_places import words_of
+from decode_engine.kernels.coarse.warp.operands.registers import (
+    REGISTER,
+    as_rows,
+    code_count,
+    factor_of,
+    halved,
+    lanes,
+    level_codes,
+    register_layout,
+    registers,
+)
+from decode_engine.kernels.coarse.warp.operands.value_tiles import OF_ROWS, RESULT
+
+_LARGEST = 1.0 / 16
+"""What the largest channel of a query is divided by, so that queries times scales are float16 numbers."""
+_LARGEST_C = gl.constexpr(_LARGEST)
+_LEAST_PEAK = gl.constexpr(2.0e-3)
+"""Below this queries times scales have a unit of their own: 1 over smaller units is no float16 number."""
+
+
+@gluon.constexpr_function
+def least_of(BITS: int) -> float:
+    """What the lowest level counts in sums: the levels above count more."""
+    return float(factor_of(BITS) ** -(len(level_codes(BITS)) - 1))
+
+
+@gluon.constexpr_function
+def mean_code(BITS: int) -> int:
+    """(2**BITS - 1) / 2, twice as float16 numbers."""
+    return {2: 0x3E003E00, 3: 0x43004300, 4: 0x47804780}[BITS]
+
+
+@gluon.constexpr_function
+def most_of(BITS: int) -> float:
+    """Integer that the largest product becomes, so that all of them, made up for lower codes, are bytes."""
+    return 101.0 if BITS == 2 else 119.0
+
+
+@gluon.jit
+def load_queries(
+    q_ptr: gl.tensor,
+    row: gl.tensor,
+    X: gl.constexpr,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    BITS: gl.constexpr,
+    TIMES: gl.constexpr,
+) -> gl.tensor:
+    """Queries, pairs of float16 numbers [8, 4, W / 2] for each eight columns and each code; and what one is, [X].
+
+    TIMES: that all of them stand beside each other.
+    """
+    W: gl.constexpr = words_of(DIM, BITS)
+    r, q, own = lanes(W)
+    queries: gl.tensor = ()
+    units: gl.tensor = ()
+    for columns in gl.static_range(X // 8):
+        n = (r + 8 * columns) % (X // TIMES)
+        loaded: gl.tensor = ()
+        peaks = gl.full([8, 4, W], 1e-30, gl.float32, layout=register_layout(W))
+        for code in gl.static_range(code_count(BITS)):
+            at = (row * GROUP + n) * DIM + (q * W + own + code * 4 * W)
+            loaded += (gl.load(q_ptr + at, mask=(n < GROUP) & (q + own >= 0), other=0.0).to(gl.float32),)
+            peaks = gl.maximum(peaks, gl.abs(loaded[code]))
+        unit = gl.max(gl.max(peaks, 2), 1) * _LARGEST_C
+        by = gl.expand_dims(gl.expand_dims(1.0 / unit, 1), 2)
+        pairs: gl.tensor = ()
+        for code in gl.static_range(code_count(BITS)):
+            both = gl.inline_asm_elementwise(
+                "cvt.rn.f16x2.f32 $0, $3, $2; mov.b32 $1, $0;",
+                "=&r,=&r,r,r", [loaded[code] * by], dtype=gl.int32, is_pure=True, pack=2,
+            )  # fmt: skip
+            pairs += (halved(both, W)[0],)
+        queries += (pairs,)
+        units += (unit,)
+    return queries, joined(units, X)
+
+
+@gluon.jit
+def load_steps(
+    keys_ptrs: gl.tensor, block: gl.tensor, there: gl.tensor | None, DIM: gl.constexpr, BITS: gl.constexpr
+) -> gl.tensor:
+    """Scales and offsets of a block of keys, pairs as those of queries: nothing waits for them before they are folded.
+
+    there: None if it is.
+    """
+    W: gl.constexpr = words_of(DIM, BITS)
+    r, q, own = lanes(W // 2)
+    steps: gl.tensor = ()
+    for part in gl.static_range(1, 3):
+        pairs_ptr = gl.multiple_of(keys_ptrs[part].to(gl.pointer_type(gl.int32)) + block * (DIM // 2), 16)
+        loaded: gl.tensor = ()
+        for code in gl.static_range(code_count(BITS)):
+            at = q * (W // 2) + (own + code * 2 * W) + r * 0
+            if there is None:
+                loaded += (gl.load(pairs_ptr + at),)
+            else:
+                loaded += (gl.load(pairs_ptr + at, mask=(at >= 0) & there, other=0),)
+        steps += (loaded,)
+    return steps
+
+
+@gluon.jit
+def largest(pairs: gl.tensor, W: gl.constexpr) -> gl.tensor:
+    """The largest of float16 numbers, by amount, of all channels, [8] float32. pairs: [8, 4, W / 2] for each code."""
+    found = pairs[0]
+    for code in gl.static_range(1, len(pairs)):
+        found = larger(found, pairs[code])
+    found = narrowed(found, W // 2)
+    numbers = gl.inline_asm_elementwise(
+        "{ .reg .b16 l; .reg .b16 h; mov.b32 {l, h}, $1; abs.f16 l, l; abs.f16 h, h; max.f16 l, l, h; "
+        "cvt.f32.f16 $0, l; }",
+        "=r,r", [found], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+    OF_COLUMNS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, register_layout(W // 2)))
+    return gl.convert_layout(gl.max(gl.max(numbers, 2), 1), OF_COLUMNS, assert_trivial=True)
+
+
+@gluon.jit
+def larger(a: gl.tensor, b: gl.tensor) -> gl.tensor:
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .b32 u; abs.f16x2 t, $1; abs.f16x2 u, $2; max.f16x2 $0, t, u; }",
+        "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def narrowed(pairs: gl.tensor, COUNT: gl.constexpr) -> gl.tensor:
+    if COUNT == 1:
+        return pairs
+    else:  # noqa: RET505 - the other branch is not compiled
+        even, odd = halved(pairs, COUNT)
+        return narrowed(larger(even, odd), COUNT // 2)
+
+
+@gluon.constexpr_function
+def rounding(factor: int) -> str:
+    """PTX that rounds $3 * $4 + $5 to integers n, as the lowest bytes of float16 numbers 1536 + n.
+
+    $1: what the level below adds for it, in these: -(n - $5) / factor. $2: what was lost.
+    """
+    over = {4: "0xb400b400", 16: "0xac00ac00"}[factor]
+    return (
+        "{ .reg .b32 t; .reg .b32 n; .reg .b32 m; .reg .b32 f; mov.b32 m, 0x66006600; mov.b32 f, "
+        + over
+        + "; "
+        "fma.rn.f16x2 t, $3, $4, $5; add.f16x2 $0, t, m; sub.f16x2 n, $0, m; sub.f16x2 $2, t, n; sub.f16x2 n, n, $5; "
+        "mul.f16x2 $1, n, f; }"
+    )
+
+
+@gluon.jit
+def rounded(
+    product: gl.tensor, inverse: gl.tensor, above: gl.tensor, W: gl.constexpr, BITS: gl.constexpr
+) -> gl.tensor:
+    """Bytes of a level's queries, W / 4 registers [8, 4]; what the level below adds; and what was lost, pairs.
+
+    product: pairs, queries times scales; inverse: 1 over their unit; above: what the level above adds.
+    """
+    found, below, lost = gl.inline_asm_elementwise(
+        rounding(factor_of(BITS)), "=&r,=&r,=&r,r,r,r", [product, inverse, above],
+        dtype=(gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+    first, second = halved(found, W // 2)
+    packed = gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1
+    )
+    return registers(packed, W // 4), below, lost
+
+
+@gluon.jit
+def fold(
+    queries: gl.tensor, steps: gl.tensor, X: gl.constexpr, DIM: gl.constexpr, BITS: gl.constexpr
+) -> gl.tensor:
+    """Queries times a block's scales, as bytes by columns, codes and words; what one is, and what offsets add, [X].
+
+    Both are in units of the queries as they were loaded.
+    """
+    W: gl.constexpr = words_of(DIM, BITS)
+    CODES: gl.constexpr = code_count(BITS)
+    LEVELS: gl.constexpr = level_codes(BITS)
+    PAIRS: gl.constexpr = register_layout(W // 2)
+    folded: gl.tensor = ()
+    units: gl.tensor = ()
+    added: gl.tensor = ()
+    missing: gl.tensor = ()
+    for columns in gl.static_range(X // 8):
+        products: gl.tensor = ()
+        for code in gl.static_range(CODES):
+            products += (
+                gl.inline_asm_elementwise(
+                    "mul.f16x2 $0, $1, $2;", "=r,r,r", [queries[columns][code], steps[0][code]],
+                    dtype=gl.int32, is_pure=True, pack=1,
+                ),
+            )  # fmt: skip
+        peak = gl.maximum(largest(products, W), _LEAST_PEAK)
+        # A float16 number, twice: what is a unit is 1 over that one.
+        inverse = gl.inline_asm_elementwise(
+            "{ .reg .b16 h; cvt.rn.f16.f32 h, $1; mov.b32 $0, {h, h}; }",
+            "=r,r", [most_of(BITS) / peak], dtype=gl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+        number = gl.inline_asm_elementwise(
+            "{ .reg .b16 l; .reg .b16 h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }",
+            "=r,r", [inverse], dtype=gl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+        units += (least_of(BITS) / number,)
+        nothing = gl.full([8, 4, W // 2], 0, gl.int32, layout=PAIRS)
+        twice, _ = gl.broadcast(gl.expand_dims(gl.expand_dims(inverse, 1), 2), nothing)
+        above: gl.tensor = ()
+        for _ in gl.static_range(len(LEVELS[0])):
+            above += (nothing,)
+        own: gl.tensor = ()  # from the highest level down
+        lost: gl.tensor = ()
+        for level in gl.static_range(len(LEVELS)):
+            below: gl.tensor = ()
+            for part in gl.static_range(len(LEVELS[0])):
+                product = products[LEVELS[len(LEVELS) - 1 - level][part]]
+                found, more, less = rounded(product, twice, above[part], W, BITS)
+                own += (found,)
+                below += (more,)
+                lost += (less,)
+            above = below
+        folded += (own,)
+        added += (summed(queries[columns], steps[1], W),)
+        # Of codes that are as large as they are on average; what is lost by the others differs from key to key.
+        average = gl.full([8, 4, W // 2], mean_code(BITS), gl.int32, layout=PAIRS)
+        means: gl.tensor = ()
+        for _ in gl.static_range(CODES):
+            means += (average,)
+        missing += (summed(lost, means, W),)
+    units_of_rows = joined(units, X)
+    return (
+        folded,
+        units_of_rows,
+        joined(added, X) + joined(missing, X) * (units_of_rows * (1 / least_of(BITS))),
+    )
+
+
+@gluon.jit
+def summed(queries: gl.tensor, offsets: gl.tensor, W: gl.constexpr) -> gl.tensor:
+    """Queries times offsets, summed, [8] float32 in a result's columns. Both: pairs for each code."""
+    zero = gl.full([8, 4], 0.0, gl.float32, layout=REGISTER)
+    sums = (zero, zero, zero, zero)
+    for code in gl.static_range(len(queries)):
+        own, rows = registers(queries[code], W // 2), registers(offsets[code], W // 2)
+        for pair in gl.static_range(W // 4):
+            sums = gl.inline_asm_elementwise(
+                "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, {$4, $4, $5, $5}, {$6, $7}, "
+                "{$8, $9, $10, $11};",
+                "=r,=r,=r,=r,r,r,r,r,r,r,r,r",
+                [
+                    rows[2 * pair], rows[2 * pair + 1], own[2 * pair], own[2 * pair + 1],
+                    sums[0], sums[1], sums[2], sums[3],
+                ],
+                dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1,
+            )  # fmt: skip
+    return gl.max(as_rows(sums), 0)
+
+
+@gluon.jit
+def joined(parts: gl.tensor, X: gl.constexpr) -> gl.tensor:
+    """Numbers of query rows, eight at a time, as [X]."""
+    if X == 8:
+        return gl.convert_layout(parts[0], OF_ROWS)
+    else:  # noqa: RET505 - the other branch is not compiled
+        first = gl.convert_layout(parts[0], gl.SliceLayout(0, RESULT))
+        second = gl.convert_layout(parts[1], gl.SliceLayout(0, RESULT))
+        return gl.convert_layout(gl.reshape(gl.permute(gl.join(first, second), [1, 0]), [16]), OF_ROWS)
