@@ -54,7 +54,7 @@ FLOORS = (
     "decode_engine/kernels/slots",
     "decode_engine/kernels/coarse",
     "decode_engine/kernels/coarse/warp",
-    "decode_engine/kernels/coarse/warp/operands",
+    "decode_engine/kernels/coarse/warp/tiles",
     "decode_engine/kernels/codes",
     "decode_engine/kernels/clusters",
     "decode_engine/kernels/tables",

@@ -132,7 +132,7 @@ def test_kernels_find_what_the_references_find(
 @pytest.mark.parametrize(("head_dim", "bits"), CODES)
 @pytest.mark.parametrize("group", [3, 8])
 def test_queries_as_bytes_lose_little(head_dim: int, bits: int, group: int) -> None:
-    """Half a percent of what logits differ by; and what a block's logits lose together is made up for."""
+    """One percent of what logits differ by; and what a block's logits lose together is made up for."""
     sizes = make_sizes(group, head_dim, bits, bits, shape=IN_REGISTERS, kv_heads=2)
     sequence, q_BHGD = make_sequence(sizes, 300, 3, 259, 20), make_queries(sizes, torch.float32, 1)
     work = CoarseWork.make(sizes, 1, "cpu")
@@ -141,7 +141,7 @@ def test_queries_as_bytes_lose_little(head_dim: int, bits: int, group: int) -> N
     for head in range(2):
         logits_GN = sequence.logits(q_BHGD[0, head], head)[:, 3:259]
         lost_GN = work.sampled_RGM[head, :, 3:259] - logits_GN
-        assert float(lost_GN.std()) < 0.006 * float(logits_GN.std())
+        assert float(lost_GN.std()) < 0.01 * float(logits_GN.std())
         assert float(lost_GN[:, 125:253].mean(1).abs().max()) < 0.004 * float(logits_GN.std())
 
 

@@ -14,7 +14,7 @@ from decode_engine.kernels.coarse.warp import (
     warp_scores,
     warp_values,
 )
-from decode_engine.kernels.coarse.warp.operands import (
+from decode_engine.kernels.coarse.warp.tiles import (
     channel_places,
     folding,
     key_tiles,

@@ -15,8 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from decode_engine.kernels.attention import announcements
-from decode_engine.kernels.coarse.warp.operands.channel_places import bits_of
-from decode_engine.kernels.coarse.warp.operands.value_tiles import RIGHT
+from decode_engine.kernels.coarse.warp.tiles.channel_places import bits_of
+from decode_engine.kernels.coarse.warp.tiles.value_tiles import RIGHT
 from decode_engine.kernels.coarse.warp.warp_scores import scored_keys_layout
 
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))

@@ -13,9 +13,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels import border, records
-from decode_engine.kernels.coarse.warp.operands.folding import fold, load_queries, load_steps
-from decode_engine.kernels.coarse.warp.operands.key_tiles import key_of
-from decode_engine.kernels.coarse.warp.operands.value_tiles import OF_ROWS, RESULT, as_right
+from decode_engine.kernels.coarse.warp.tiles.folding import fold, load_queries, load_steps
+from decode_engine.kernels.coarse.warp.tiles.key_tiles import key_of
+from decode_engine.kernels.coarse.warp.tiles.value_tiles import OF_ROWS, RESULT, as_right
 from decode_engine.kernels.coarse.warp.warp_findings import (
     list_keys,
     load_value_steps,

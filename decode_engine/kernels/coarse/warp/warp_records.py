@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels import records
-from decode_engine.kernels.coarse.warp.operands.channel_places import row_words
+from decode_engine.kernels.coarse.warp.tiles.channel_places import row_words
 from index_store.indexes.coarse_rows.scalars import scalar_rows
 
 _FIELDS = gl.constexpr(records.RECORD_FIELDS)

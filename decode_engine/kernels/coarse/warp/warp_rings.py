@@ -13,13 +13,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from decode_engine.kernels.coarse.warp.operands.channel_places import (
+from decode_engine.kernels.coarse.warp.tiles.channel_places import (
     bits_of,
     held_words,
     row_words,
     stored_word,
 )
-from decode_engine.kernels.coarse.warp.operands.key_tiles import key_of
+from decode_engine.kernels.coarse.warp.tiles.key_tiles import key_of
 
 
 @gluon.constexpr_function

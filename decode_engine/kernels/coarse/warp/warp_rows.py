@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from decode_engine.kernels.coarse.warp.operands.channel_places import (
+from decode_engine.kernels.coarse.warp.tiles.channel_places import (
     as_planes,
     channels_of,
     key_row_layout,
@@ -23,7 +23,7 @@ from decode_engine.kernels.coarse.warp.operands.channel_places import (
     value_places,
     value_row_layout,
 )
-from decode_engine.kernels.coarse.warp.operands.value_tiles import LEFT, RESULT, RIGHT, as_right
+from decode_engine.kernels.coarse.warp.tiles.value_tiles import LEFT, RESULT, RIGHT, as_right
 
 TILE = 16
 """E."""

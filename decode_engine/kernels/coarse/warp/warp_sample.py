@@ -11,9 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels import records
-from decode_engine.kernels.coarse.warp.operands.folding import fold, load_queries, load_steps
-from decode_engine.kernels.coarse.warp.operands.key_tiles import key_of, load_key_words, multiply_keys
-from decode_engine.kernels.coarse.warp.operands.value_tiles import OF_KEYS, OF_ROWS
+from decode_engine.kernels.coarse.warp.tiles.folding import fold, load_queries, load_steps
+from decode_engine.kernels.coarse.warp.tiles.key_tiles import key_of, load_key_words, multiply_keys
+from decode_engine.kernels.coarse.warp.tiles.value_tiles import OF_KEYS, OF_ROWS
 from decode_engine.kernels.coarse.warp.warp_records import (
     key_pointers,
     let_next_begin,

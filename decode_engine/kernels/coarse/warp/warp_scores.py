@@ -14,9 +14,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decode_engine.kernels.coarse.warp.operands.channel_places import key_registers
-from decode_engine.kernels.coarse.warp.operands.key_tiles import key_layout, multiply_keys, of_part
-from decode_engine.kernels.coarse.warp.operands.value_tiles import RESULT
+from decode_engine.kernels.coarse.warp.tiles.channel_places import key_registers
+from decode_engine.kernels.coarse.warp.tiles.key_tiles import key_layout, multiply_keys, of_part
+from decode_engine.kernels.coarse.warp.tiles.value_tiles import RESULT
 from decode_engine.kernels.coarse.warp.warp_rings import copy_tile, end_of_copies, wait_for_copies
 from index_store.indexes.coarse_rows.scalars import scalar_rows
 

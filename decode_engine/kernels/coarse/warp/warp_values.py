@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from decode_engine.kernels import records
 from decode_engine.kernels.coarse.warp import warp_rows
-from decode_engine.kernels.coarse.warp.operands.channel_places import bits_of
-from decode_engine.kernels.coarse.warp.operands.value_tiles import (
+from decode_engine.kernels.coarse.warp.tiles.channel_places import bits_of
+from decode_engine.kernels.coarse.warp.tiles.value_tiles import (
     LEFT,
     OF_ROWS,
     RESULT,

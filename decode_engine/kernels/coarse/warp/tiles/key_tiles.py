@@ -17,7 +17,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decode_engine.kernels.coarse.warp.operands.channel_places import (
+from decode_engine.kernels.coarse.warp.tiles.channel_places import (
     bits_of,
     held_words,
     key_registers,
@@ -25,7 +25,7 @@ from decode_engine.kernels.coarse.warp.operands.channel_places import (
     stored_word,
     words_of,
 )
-from decode_engine.kernels.coarse.warp.operands.registers import (
+from decode_engine.kernels.coarse.warp.tiles.registers import (
     REGISTER,
     as_rows,
     factor_of,
@@ -33,7 +33,7 @@ from decode_engine.kernels.coarse.warp.operands.registers import (
     level_mask,
     registers,
 )
-from decode_engine.kernels.coarse.warp.operands.value_tiles import RESULT
+from decode_engine.kernels.coarse.warp.tiles.value_tiles import RESULT
 
 
 @gluon.jit

@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from decode_engine.kernels.coarse.warp.operands.channel_places import (
+from decode_engine.kernels.coarse.warp.tiles.channel_places import (
     apart,
     bits_of,
     channels_of,

@@ -11,8 +11,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decode_engine.kernels.coarse.warp.operands.channel_places import words_of
-from decode_engine.kernels.coarse.warp.operands.registers import (
+from decode_engine.kernels.coarse.warp.tiles.channel_places import words_of
+from decode_engine.kernels.coarse.warp.tiles.registers import (
     REGISTER,
     as_rows,
     code_count,
@@ -23,7 +23,7 @@ from decode_engine.kernels.coarse.warp.operands.registers import (
     register_layout,
     registers,
 )
-from decode_engine.kernels.coarse.warp.operands.value_tiles import OF_ROWS, RESULT
+from decode_engine.kernels.coarse.warp.tiles.value_tiles import OF_ROWS, RESULT
 
 _LARGEST = 1.0 / 16
 """What the largest channel of a query is divided by, so that queries times scales are float16 numbers."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decode_engine.kernels.coarse.warp.operands.channel_places import apart, bits_of, low_bits
-from decode_engine.kernels.coarse.warp.operands.value_tiles import RESULT
+from decode_engine.kernels.coarse.warp.tiles.channel_places import apart, bits_of, low_bits
+from decode_engine.kernels.coarse.warp.tiles.value_tiles import RESULT
 
 _LANES = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
 REGISTER = gl.constexpr(gl.DistributedLinearLayout([], _LANES, [], [], [8, 4]))
