@@ -144,7 +144,8 @@ class Bench(Steps):
             *(replace(shape, tile=tile) for tile in (16, 64)),
             *(replace(shape, ahead=ahead) for ahead in (1, 2, 4)),
             *(replace(shape, values_ahead=ahead) for ahead in (1, 2, 5, 7)),
-            *(replace(shape, early=early) for early in (0, 2, 3)),
+            *(replace(shape, early=early) for early in (0, 2)),
+            *(replace(shape, exact_share=share) for share in (5, 8)),
             *(replace(shape, programs=shape.programs * part // 8) for part in (4, 6, 7)),
         ]
         if self.figure.product:  # what the kernels of several warps depend on

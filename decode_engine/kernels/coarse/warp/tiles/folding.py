@@ -25,11 +25,10 @@ from decode_engine.kernels.coarse.warp.tiles.registers import (
 )
 from decode_engine.kernels.coarse.warp.tiles.value_tiles import OF_ROWS, RESULT
 
-_LARGEST = 1.0 / 16
-"""What the largest channel of a query is divided by, so that queries times scales are float16 numbers."""
-_LARGEST_C = gl.constexpr(_LARGEST)
+_LARGEST = gl.constexpr(16.0)
+"""Largest channel of a query, in units of its own, so that queries times scales are float16 numbers."""
 _LEAST_PEAK = gl.constexpr(2.0e-3)
-"""Below this queries times scales have a unit of their own: 1 over smaller units is no float16 number."""
+"""Queries times scales that are smaller have the unit of this: 1 over a smaller one is no float16 number."""
 
 
 @gluon.constexpr_function
@@ -76,7 +75,7 @@ def load_queries(
             at = (row * GROUP + n) * DIM + (q * W + own + code * 4 * W)
             loaded += (gl.load(q_ptr + at, mask=(n < GROUP) & (q + own >= 0), other=0.0).to(gl.float32),)
             peaks = gl.maximum(peaks, gl.abs(loaded[code]))
-        unit = gl.max(gl.max(peaks, 2), 1) * _LARGEST_C
+        unit = gl.max(gl.max(peaks, 2), 1) / _LARGEST
         by = gl.expand_dims(gl.expand_dims(1.0 / unit, 1), 2)
         pairs: gl.tensor = ()
         for code in gl.static_range(code_count(BITS)):
