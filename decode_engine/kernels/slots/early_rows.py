@@ -78,7 +78,7 @@ def reserve_shared(ON_DEVICE: tl.constexpr) -> None:
     """
     if ON_DEVICE:
         tl.inline_asm_elementwise(
-            "{ .shared .align 16 .b8 room[12288]; mov.u32 $0, room; }",
+            "{ .shared .align 16 .b8 room[16384]; mov.u32 $0, room; }",
             "=r",
             [],
             dtype=tl.int32,

@@ -11,9 +11,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,10 +23,12 @@ from decode_engine.kernels import records
 from decode_engine.kernels.attention.announcements import ROW_SHIFT, TURN_SHIFT, Announcements
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials, merge_partials
+from decode_engine.kernels.coarse import coarse_pass
 from decode_engine.kernels.coarse.coarse_pass import attend_all, list_keys, weigh_keys
 from decode_engine.kernels.coarse.reference import CoarseSequence, attend_others_reference
 from decode_engine.kernels.coarse.search import find_cuts
 from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
+from decode_engine.kernels.coarse.warp.tiles import folding, key_tiles
 from decode_engine.kernels.coarse.warp.warp_pass import NEGLIGIBLE
 from decode_engine.kernels.coarse.warp.warp_scores import tiles_together
 from decode_engine.kernels.records import records_of
@@ -41,8 +44,10 @@ from tests.decode_engine.kernels.problems.coarse_problems import (
     make_sequence,
     make_sizes,
 )
+from tests.support.warps.warp_interpreter import Language, prefetched
 from tests.support.warps.warp_launches import interpreted
 from tests.support.warps.warp_modules import WARP_MODULES
+from tests.support.warps.warp_numbers import Numbers
 
 ROOT = Path(__file__).resolve().parents[3]
 IN_REGISTERS = replace(SMALL, registers=True, samplers=8)
@@ -134,7 +139,7 @@ def test_kernels_find_what_the_references_find(
     [(128, 4, 3), (128, 3, 8), (128, 2, 3), (64, 4, 8), (256, 4, 8), (256, 2, 3), (128, 4, 16)],
 )
 def test_queries_as_bytes_lose_little(head_dim: int, bits: int, group: int) -> None:
-    """One percent of what logits differ by; and what a block's logits lose together is made up for."""
+    """Of these, less than one percent of what logits differ by; what a block's logits lose together is made up for."""
     sizes = make_sizes(group, head_dim, bits, bits, shape=IN_REGISTERS, kv_heads=2)
     sequence, q_BHGD = make_sequence(sizes, 300, 3, 259, 20), make_queries(sizes, torch.float32, 1)
     work = CoarseWork.make(sizes, 1, "cpu")
@@ -214,9 +219,69 @@ def test_a_search_that_only_lists_leaves_no_weights(head_dim: int) -> None:
     assert work.weights_RSX.numel() == 0
 
 
+@pytest.mark.parametrize(("head_dim", "bits"), CODES)
+def test_two_tiles_share_a_result(head_dim: int, bits: int) -> None:
+    """Where query heads fill half of a product's columns: each half is what its tile gives alone."""
+    sizes = make_sizes(3, head_dim, bits, bits, shape=IN_REGISTERS, kv_heads=1)
+    sequence, q_BHGD = make_sequence(sizes, 128, 0, 128, 20), make_queries(sizes, torch.float32, 1)
+    codes, scales, offsets = (
+        Numbers(np.uint64(each.data_ptr()), None, kind)
+        for each, kind in (
+            (sequence.rows.key_codes_HNC, np.int32),
+            (sequence.rows.key_scales_HBD, np.float16),
+            (sequence.rows.key_offsets_HBD, np.float16),
+        )
+    )
+    with interpreted(*WARP_MODULES):
+        for module in WARP_MODULES:
+            module.gl = Language((0, 0), (1, 1))
+        row, block = Numbers(np.int32(0)), Numbers(np.int32(0))
+        steps = folding.load_steps((codes, scales, offsets), block, head_dim, bits)
+        pointer, folded = Numbers(np.uint64(q_BHGD.data_ptr()), None, np.float32), []
+        for times in (1, 2):
+            queries, _ = folding.load_queries(pointer, row, 8, 3, head_dim, bits, times)
+            folded.append(folding.fold(queries, steps, 8, head_dim, bits)[0])
+        tiles = [
+            key_tiles.load_key_words(codes, Numbers(np.int32(begin)), 32, head_dim, bits) for begin in (0, 64)
+        ]
+        shares = tuple(key_tiles.of_part(folded[1], part, 2) for part in range(2))
+        found = key_tiles.multiply_keys(tuple(tiles), shares, 32, 8, head_dim, bits).array
+        for half, tile in enumerate(tiles):
+            expected = key_tiles.multiply_keys((tile,), (folded[0],), 32, 8, head_dim, bits).array
+            assert expected[:, :3].any()
+            np.testing.assert_array_equal(found[:, 4 * half : 4 * half + 3], expected[:, :3])
+
+
+@pytest.mark.parametrize(("head_dim", "keys"), [(64, 300), (128, 300), (256, 700)])
+def test_only_what_a_context_has_is_brought_near(
+    head_dim: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device may refuse addresses where nothing is."""
+    sizes = make_sizes(3, head_dim, shape=IN_REGISTERS, kv_heads=2, max_keys=keys)
+    sequence = with_rows(sizes, keys, 3, keys - 40, 20, 5)
+    work, rows = CoarseWork.make(sizes, 1, "cpu"), sizes.kv_heads
+    lists = KeyLists.allocate(rows, sizes.splits(rows), sizes.width(rows), "cpu")
+    prefetched.clear()
+    monkeypatch.setattr(coarse_pass, "chained", lambda device: {"CHAINED": True})
+    with interpreted(*WARP_MODULES):
+        records_BF, q_BHGD = records_of([sequence], "cpu"), make_queries(sizes, torch.float32, 1)
+        find_cuts(q_BHGD, records_BF, sizes, work)
+        weigh_keys(q_BHGD, records_BF, sizes, work, lists)
+    coded = sequence.coarse.rows
+    places = [
+        range(each.data_ptr(), each.data_ptr() + each.numel() * each.element_size())
+        for each in (getattr(coded, field.name) for field in fields(coded))
+        if isinstance(each, Tensor)
+    ]
+    brought = [(at, count) for at, count in prefetched if count > 0]
+    assert len(brought) > 4
+    for at, count in brought:
+        assert any(at in place and at + count - 1 in place for place in places)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_keys_are_announced_as_they_are_listed(head_dim: int) -> None:
-    """Each once, those of a program to one queue; and every program says that it has ended. Lists stay as they are."""
+    """Each once, those of a result to one queue; and every program says that it has ended. Lists stay as they are."""
     sizes = make_sizes(3, head_dim, shape=IN_REGISTERS, kv_heads=2)
     batch = [with_rows(sizes, 300, 3, 259, 20, 5), None, with_rows(sizes, 290, 0, 290, 280, 5)]
     q_BHGD, rows = make_queries(sizes, torch.float32, 3), 3 * sizes.kv_heads

@@ -19,6 +19,9 @@ from triton.experimental.gluon import language as gl
 from tests.support.warps.warp_assembly import halves, multiplied, unpacked
 from tests.support.warps.warp_numbers import DTYPES, Numbers, array_of, number_of
 
+prefetched: list[tuple[int, int]] = []
+"""What kernels had brought into the second-level cache: addresses, and bytes; nothing where these are not above 0."""
+
 
 class Shared:
     """Shared memory of a program, or a part of it."""
@@ -211,6 +214,8 @@ class Language:
     def inline_asm_elementwise(
         asm: str, constraints: str, args: list[Numbers], dtype: Any, is_pure: bool, pack: int
     ) -> Any:
+        if "prefetch" in asm:
+            prefetched.append((int(array_of(args[0])), int(array_of(args[1]))))
         if any(each in asm for each in ("griddepcontrol", "bar.warp.sync", "prefetch")):
             return None
         if "ld.global.nc.u16" in asm:

@@ -274,7 +274,7 @@ def list_keys(
         if P == 2:
             place += gl.where((lane & 2) > 0, counted(votes & 0x11111111), 0)
     if CELLS > 0:
-        # What is listed lies together: neighbouring tiles announce to different queues.
+        # What is listed lies together: neighbouring results announce to different queues.
         queue = (tile // (P * T) + row % HEADS * (QUEUES // HEADS)) % QUEUES
         ahead = gl.atomic_add(queues[1] + queue, one_of(total - count), sem="relaxed") - count
         cells_ptr = queues[0] + queue * CELLS

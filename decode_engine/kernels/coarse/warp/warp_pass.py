@@ -232,12 +232,12 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     inner = key_of(gl.arange(0, TILE, layout=gl.SliceLayout(1, KEYS)), TILE)
     part_of_keys = gl.arange(0, P, layout=gl.SliceLayout(0, KEYS))
     count = nothing_listed(X, P)
-    weighed, blocks = first * 0, gl.where(searches, (top - lowest) // apart + 1, 0)
+    weighed, turns = first * 0, gl.where(searches, (top - lowest) // apart + 2, 0)
     least, above, draws, shift = row * 0, row * 0, row * 0, scale_log2 * 0
     enough, peaks = shift, gl.full([X], 0.0, gl.float32, layout=OF_ROWS)
-    for turn in range(0, gl.where(searches, blocks + 1, 0)):
+    for turn in range(0, turns):
         block = top - turn * apart
-        steps = load_steps(keys_ptrs, gl.maximum(block, lowest), None, DIM, KEY_BITS)
+        steps = load_steps(keys_ptrs, gl.maximum(block, lowest), DIM, KEY_BITS)
         if turn == 1:
             # The memory would be idle while this waits.
             for more in gl.static_range(EARLY):
@@ -282,8 +282,9 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
                         weights_ptr + place * width * (GROUP + 2 * VALUE_GROUPS), tiles_ptr + place * (width // TILE),
                         weighed, weights, of_tiles, enough, begins, own_steps, TILE, X, GROUP, P,
                     )  # fmt: skip
-        if turn < blocks:
-            prefetch_key_steps(keys_ptrs, (block - apart) * _BLOCK, block * _BLOCK, DIM, CHAINED)
+        if turn < turns - 1:
+            lower = (block - apart) * _BLOCK
+            prefetch_key_steps(keys_ptrs, lower, gl.where(lower >= start, beyond, lower), DIM, CHAINED)
             prefetch_value_steps(steps_ptrs, block * _BLOCK, beyond, VALUE_GROUPS, WEIGH and CHAINED)
             folded, steps_units, added = fold(queries, steps, X, DIM, KEY_BITS)
             score_block(

@@ -44,7 +44,7 @@ def sample_kernel(
 ) -> None:
     """Program (s, row): RUNS of the TAKEN runs of RUN keys that are sampled, as in `search.sample_kernel`.
 
-    Codes are on their way before the launch before has ended: no launch of a step writes them.
+    Codes, scales and offsets are on their way before the launch before has ended: no launch of a step writes them.
     """
     row = gl.program_id(1)
     b, head = row // HEADS, row % HEADS
@@ -67,7 +67,7 @@ def sample_kernel(
             # A context's last keys are loaded with some before them, of places that do not count.
             begin = gl.minimum(run, keys.to(gl.int32) - RUN)
             words = load_key_words(keys_ptrs[0], begin, RUN, DIM, KEY_BITS)
-            loaded += ((turn, run, begin, load_steps(keys_ptrs, block, None, DIM, KEY_BITS), words),)
+            loaded += ((turn, run, begin, load_steps(keys_ptrs, block, DIM, KEY_BITS), words),)
         wait_alone(CHAINED)
         let_next_begin(CHAINED)
         queries, units = load_queries(q_ptr, row, X, GROUP, DIM, KEY_BITS, 1)

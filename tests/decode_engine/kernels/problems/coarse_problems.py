@@ -160,7 +160,7 @@ def assert_equals_reference(
     q = make_queries(sizes, dtype, len(sequences))
     found = Searched(sizes, q, sequences, apart=apart)
     rows = len(sequences) * sizes.kv_heads
-    # Queries in 8 bits, for products of integers, are rounded more.
+    # Queries in 8 bits, as kernels in registers have them, and others for products of integers, are rounded more.
     share = 0.15 if sizes.in_registers else 0.1 if sizes.shape.int8_keys else 0.05
     work = CoarseWork.make(sizes, len(sequences), DEVICE)
     lists = KeyLists.allocate(rows, *found.lists.ids_RPW.shape[1:], DEVICE)

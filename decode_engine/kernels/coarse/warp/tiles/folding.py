@@ -26,7 +26,7 @@ from decode_engine.kernels.coarse.warp.tiles.registers import (
 from decode_engine.kernels.coarse.warp.tiles.value_tiles import OF_ROWS, RESULT
 
 _LARGEST = gl.constexpr(16.0)
-"""Largest channel of a query, in units of its own, so that queries times scales are float16 numbers."""
+"""What the largest channel of a query becomes, so that queries times scales are float16 numbers."""
 _LEAST_PEAK = gl.constexpr(2.0e-3)
 """Queries times scales that are smaller have the unit of this: 1 over a smaller one is no float16 number."""
 
@@ -90,13 +90,8 @@ def load_queries(
 
 
 @gluon.jit
-def load_steps(
-    keys_ptrs: gl.tensor, block: gl.tensor, there: gl.tensor | None, DIM: gl.constexpr, BITS: gl.constexpr
-) -> gl.tensor:
-    """Scales and offsets of a block of keys, pairs as those of queries: nothing waits for them before they are folded.
-
-    there: None if it is.
-    """
+def load_steps(keys_ptrs: gl.tensor, block: gl.tensor, DIM: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
+    """Scales and offsets of a block of keys, pairs as queries are: nothing waits for them before they are folded."""
     W: gl.constexpr = words_of(DIM, BITS)
     r, q, own = lanes(W // 2)
     steps: gl.tensor = ()
@@ -105,10 +100,7 @@ def load_steps(
         loaded: gl.tensor = ()
         for code in gl.static_range(code_count(BITS)):
             at = q * (W // 2) + (own + code * 2 * W) + r * 0
-            if there is None:
-                loaded += (gl.load(pairs_ptr + at),)
-            else:
-                loaded += (gl.load(pairs_ptr + at, mask=(at >= 0) & there, other=0),)
+            loaded += (gl.load(pairs_ptr + at),)
         steps += (loaded,)
     return steps
 
