@@ -19,6 +19,7 @@ from index_store.attention.vectors.code import (
     WORDS,
     Generated,
     Rows,
+    call,
     constants,
     each_vector,
     reduced,
@@ -29,7 +30,8 @@ from index_store.attention.vectors.code import (
 WHOLE = 1.5 * 2**23
 """Added to a number of less than 2^22, its lowest bits are those of the nearest whole number as an integer."""
 
-_FUSED = ("contract",)
+_FUSING = {"fma", "neon"}
+"""Sets of instructions that round once."""
 _HALVES, _BYTES = (ir.VectorType(ir.IntType(bits), LANES) for bits in (16, 8))
 _SIZES2, _SIZES3 = ((types.intp,) * count for count in (2, 3))
 _LOG2E = 1.4426950408889634
@@ -271,7 +273,13 @@ def widened(builder: Any, halves: Any, kind: str) -> Any:
 
 
 def add_product(builder: Any, one: Any, other: Any, addend: Any) -> Any:
-    return builder.fadd(builder.fmul(one, other, flags=_FUSED), addend, flags=_FUSED)
+    """one * other + addend, rounded once where the processor can: never by the compiler's choice.
+
+    It fused some and not others, so that results differed by how many heads, or which process, a loop was compiled for.
+    """
+    if instruction_sets().isdisjoint(_FUSING):
+        return builder.fadd(builder.fmul(one, other), addend)
+    return call(builder, f"llvm.fma.v{one.type.count}f32", one.type, one, other, addend)
 
 
 def larger(builder: Any, one: Any, other: Any) -> Any:
