@@ -17,9 +17,8 @@ from decode_engine.kernels.coarse.warp.tiles.channel_places import (
     bits_of,
     held_words,
     row_words,
-    stored_word,
 )
-from decode_engine.kernels.coarse.warp.tiles.key_tiles import key_of
+from decode_engine.kernels.coarse.warp.tiles.key_tiles import word_pointers
 
 
 @gluon.constexpr_function
@@ -77,13 +76,8 @@ def copy_tile(
 
     Behind a program's last tile there is none: what all would copy then, the same rows, kept others from theirs.
     """
-    LANES: gl.constexpr = copy_layout(T, DIM, BITS)
-    ROW: gl.constexpr = row_words(DIM, BITS)
-    key = key_of(gl.arange(0, T, layout=gl.SliceLayout(1, LANES)), T)
-    word = gl.arange(0, held_words(DIM, BITS), layout=gl.SliceLayout(0, LANES))
-    ptr = gl.multiple_of(ptr + base.to(gl.int64) * ROW, 16)
-    at = gl.expand_dims(key * ROW, 1) + gl.expand_dims(stored_word(word, DIM, BITS), 0)
-    async_copy.async_copy_global_to_shared(ring.index(turn % (AHEAD + 1)), ptr + at, mask=there)
+    words = word_pointers(ptr, base, T, DIM, BITS, copy_layout(T, DIM, BITS))
+    async_copy.async_copy_global_to_shared(ring.index(turn % (AHEAD + 1)), words, mask=there)
 
 
 @gluon.jit

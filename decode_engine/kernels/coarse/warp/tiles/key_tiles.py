@@ -53,17 +53,29 @@ def key_layout(T: int, DIM: int, BITS: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def load_key_words(
-    ptr: gl.tensor, base: gl.tensor, T: gl.constexpr, DIM: gl.constexpr, BITS: gl.constexpr
+def word_pointers(
+    ptr: gl.tensor,
+    base: gl.tensor,
+    T: gl.constexpr,
+    DIM: gl.constexpr,
+    BITS: gl.constexpr,
+    LANES: gl.constexpr,
 ) -> gl.tensor:
-    """Words of T keys from `base` on."""
-    LANES: gl.constexpr = key_layout(T, DIM, BITS)
+    """To the words of T rows of codes from `base` on, [T, words as they come] in the order of `key_of`."""
     ROW: gl.constexpr = row_words(DIM, BITS)
     key = key_of(gl.arange(0, T, layout=gl.SliceLayout(1, LANES)), T)
     word = gl.arange(0, held_words(DIM, BITS), layout=gl.SliceLayout(0, LANES))
     ptr = gl.multiple_of(ptr + base.to(gl.int64) * ROW, 16)
     at = gl.expand_dims(key * ROW, 1) + gl.expand_dims(stored_word(word, DIM, BITS), 0)
-    return gl.load(ptr + at)
+    return ptr + at
+
+
+@gluon.jit
+def load_key_words(
+    ptr: gl.tensor, base: gl.tensor, T: gl.constexpr, DIM: gl.constexpr, BITS: gl.constexpr
+) -> gl.tensor:
+    """Words of T keys from `base` on."""
+    return gl.load(word_pointers(ptr, base, T, DIM, BITS, key_layout(T, DIM, BITS)))
 
 
 @gluon.jit
