@@ -316,6 +316,7 @@ def _found(q_BHGD: Tensor, records_BF: Tensor, work: CoarseWork, lists: KeyLists
         lists.ids_RPW,
         lists.counts_RP,
         work.weights_RSX,
-        work.tiles_RST,
+        work.tiles_RSX,
         work.weighed_RS,
+        work.left_RSG,
     )

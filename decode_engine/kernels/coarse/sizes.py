@@ -170,6 +170,11 @@ class CoarseSizes:
         return -(-self.group // _COLUMNS) * _COLUMNS
 
     @property
+    def bytes(self) -> int:
+        """Of a key's weights, two for each query row of a product; half of them where two tiles share a result."""
+        return self.columns if 2 * self.group <= self.columns else 2 * self.columns
+
+    @property
     def tile(self) -> int:
         """Keys that a program in registers holds: eight programs' rings of tiles have room on a processor."""
         row_bytes = _held_bytes(self.head_dim, max(self.key_bits, self.value_bits))
@@ -294,9 +299,11 @@ class CoarseWork:
     `border.store_cut`. kept_RN: [R, N] uint8, 1 for keys that were listed; of blocks that hold searched keys; empty for
     kernels in registers.
 
-    What those leave between their launches, else empty: weights_RSX: [R, S, W * (G + 2 V)] float16 of the keys of tiles
-    whose values are read, and their scales and offsets, W keys that a program goes over, V value groups; tiles_RST:
-    [R, S, W / T] int32, first keys of these tiles, T keys each; weighed_RS: [R, S] int32, how many there are.
+    What those leave between their launches, else empty: weights_RSX: [R, S, W * V * 2 C / 4] int32, bytes of the
+    weights of keys of tiles whose values are read, W keys that a program goes over, V value groups, C query heads of a
+    product (`warp_findings`); tiles_RSX: [R, S, W / T * 2] int32, first keys of these tiles, T keys each, and behind
+    each the bits of what 1 is among its weights; weighed_RS: [R, S] int32, how many there are; left_RSG:
+    [R, S, (1 + V) * G] float32, sums of their weights, and of these times offsets.
     """
 
     sampled_RGM: Tensor
@@ -304,8 +311,9 @@ class CoarseWork:
     cuts_RX: Tensor
     kept_RN: Tensor
     weights_RSX: Tensor
-    tiles_RST: Tensor
+    tiles_RSX: Tensor
     weighed_RS: Tensor
+    left_RSG: Tensor
 
     @classmethod
     def make(
@@ -321,8 +329,9 @@ class CoarseWork:
             torch.empty(rows, 3, dtype=torch.int32, device=device),
             torch.empty(rows, 0 if alone else sizes.blocks * BLOCK, dtype=torch.uint8, device=device),
             torch.empty(
-                *left, width * (sizes.group + 2 * sizes.value_groups), dtype=torch.float16, device=device
+                *left, width * sizes.value_groups * sizes.bytes // 4, dtype=torch.int32, device=device
             ),
-            torch.empty(*left, width // sizes.tile, dtype=torch.int32, device=device),
+            torch.empty(*left, width // sizes.tile * 2, dtype=torch.int32, device=device),
             torch.empty(*left, dtype=torch.int32, device=device),
+            torch.empty(*left, (1 + sizes.value_groups) * sizes.group, device=device),
         )

@@ -12,28 +12,30 @@ from tests.support.warps.warp_numbers import Numbers
 
 def multiplied(asm: str, lanes: list[Any]) -> tuple[Numbers, ...]:
     """A product of tensor cores, by the registers of its operands, each [8, 4]: as PTX says which lane has what."""
-    whole = "u8.s8" in asm
-    rows, columns, before = (lanes[:4], lanes[4:6], lanes[6:]) if whole else (
-        [lanes[0], lanes[0], lanes[1], lanes[1]], lanes[2:4], lanes[4:]
-    )  # fmt: skip
-    kinds = (np.uint8, np.int8) if whole else (np.float16, np.float16)
+    if "f16" in asm:
+        rows, columns, before = [lanes[0], lanes[0], lanes[1], lanes[1]], lanes[2:4], lanes[4:]
+        kinds: tuple[Any, Any] = (np.float16, np.float16)
+    else:
+        count = 4 if "k32" in asm else 2
+        rows, columns, before = lanes[:count], lanes[count : count + count // 2], lanes[-4:]
+        kinds = (np.uint8, np.int8 if "u8.s8" in asm else np.uint8)
     # [8, 4, numbers of a register] for each; those of a row, or of a column, lie along its four lanes.
     left, right = (
         [np.ascontiguousarray(each).view(kind).reshape(8, -1).astype(np.float64) for each in some]
         for some, kind in zip((rows, columns), kinds, strict=True)
     )
-    upper, lower = np.hstack([left[0], left[2]]), np.hstack([left[1], left[3]])
+    upper, lower = np.hstack(left[::2]), np.hstack(left[1::2])
     exact = np.vstack([upper, lower]) @ np.hstack(right).T  # [16, 8]
     found = []
     for at, register in enumerate(before):
         own = exact[at // 2 * 8 : at // 2 * 8 + 8, at % 2 :: 2]
         total = own + register.astype(np.float64)
-        found.append(Numbers(total.astype(np.int64).astype(np.int32) if whole else total.astype(np.float32)))
+        found.append(Numbers(total.astype(np.float32 if "f16" in asm else np.int32)))
     return tuple(found)
 
 
-def halves(asm: str, args: list[Numbers], dtypes: Any) -> Any:
-    """Runs instructions over pairs of float16 numbers, a register of each lane at a time."""
+def registers_run(asm: str, args: list[Numbers], dtypes: Any) -> Any:
+    """Runs instructions over bytes and pairs of float16 numbers, a register of each lane at a time."""
     outputs = len(dtypes) if isinstance(dtypes, tuple) else 1
     registers: dict[str, Any] = {}
     for number, each in enumerate(args):
@@ -88,36 +90,21 @@ def halves(asm: str, args: list[Numbers], dtypes: Any) -> Any:
     return tuple(found) if isinstance(dtypes, tuple) else found[0]
 
 
-def unpacked(asm: str, words: list[Numbers], count: int) -> tuple[Numbers, ...]:
-    """Runs instructions over pairs of neighbouring registers: each result is two float16 numbers, one of each."""
-    axis = int(words[0].layout.reg_bases[0][1] != 0)
-    registers = {}
-    for number, each in enumerate(words):
-        for half in range(2):
-            taken = np.take(each.array, range(half, each.array.shape[axis], 2), axis)
-            registers[f"${count + 2 * number + half}"] = taken.view(np.uint32)
-    for line in filter(None, map(str.strip, re.sub(r"[{}]|\.reg \.b32 \w;", "", asm).split(";"))):
-        name, target, *operands = line.replace(",", "").split()
-        a, *others = (registers.get(each, each) for each in operands)
-        if name in ("shr.b32", "shl.b32"):
-            by = np.uint32(others[0])
-            registers[target] = a >> by if name == "shr.b32" else a << by
-        elif name == "and.b32":
-            registers[target] = a & np.uint32(int(others[0], 16))
-        elif name == "lop3.b32":
-            assert others[2] == "0xe4"
-            mask = np.uint32(int(others[1], 16))
-            registers[target] = (a & mask) | (others[0] & ~mask)
-        else:
-            assert name == "prmt.b32", name
-            halves = {"5": others[0], "7": others[0], "1": a, "3": a}
-            low, high = others[1][4:], others[1][2:4]
-            taken = [halves[pair[0]] >> np.uint32(16 if pair[0] in "37" else 0) for pair in (low, high)]
-            registers[target] = (taken[0] & np.uint32(0xFFFF)) | (taken[1] << np.uint32(16))
-    found = []
-    for number in range(count):
-        pair = registers[f"${number}"]
-        halves = [(pair >> np.uint32(at) & np.uint32(0xFFFF)).astype(np.uint16) for at in (0, 16)]
-        numbers = np.stack([half.view(np.float16) for half in halves], axis + 1)
-        found.append(Numbers(numbers.reshape(words[0].array.shape)))
-    return tuple(found)
+def by_fours(asm: str, numbers: Numbers, dtypes: Any) -> tuple[Numbers, ...]:
+    """Runs instructions over four int32 numbers at a time, which make a register of four bytes for each result.
+
+    numbers: [8, keys, tiles, columns]; two or four keys, and where these are two, columns, are neighbours.
+    """
+    lanes, keys, tiles, columns = numbers.array.shape
+    width = 4 // min(keys, 4)
+    apart = numbers.array.reshape(lanes, -1, 4 // width, tiles, columns // width, width)
+    order = (0, 1, 3, 4, 5, 2)
+    fours = np.ascontiguousarray(apart.transpose(order)).reshape(-1, 4)
+    registers = [Numbers(fours[:, at]) for at in range(4)]
+    found = registers_run(asm, registers, (None,) * len(dtypes))
+    bytes_of = [
+        np.ascontiguousarray(each.array).view(np.int8).reshape(*np.array(apart.shape)[list(order)])
+        for each in found
+    ]
+    back = np.argsort(order)
+    return tuple(Numbers(each.transpose(back).reshape(numbers.array.shape)) for each in bytes_of)

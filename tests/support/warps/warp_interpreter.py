@@ -1,9 +1,9 @@
 """Runs kernels written in Gluon, program by program, in numpy: what `TRITON_INTERPRET` does for those in Triton.
 
-Tensors are logical, as the language has them, so that layouts change no result, with three exceptions. Inline assembly
-that unpacks values sees pairs of neighbouring registers: a tensor remembers the layout of its words, which says along
-which axis they lie. Votes see lanes: a tile's eight keys are four lanes each. And products in inline assembly see
-tensors [8, 4] as a register of each lane. Integers divide as in C, and wrap.
+Tensors are logical, as the language has them, so that layouts change no result, with three exceptions. Votes see lanes:
+a tile's eight keys are four lanes each. Products in inline assembly see tensors [8, 4] as a register of each lane. And
+inline assembly over four registers at a time sees neighbours of [8, keys, ..]: all keys that there are, and then those
+of the last axis. Integers divide as in C, and wrap.
 Whether the layouts that kernels claim are what the hardware has is checked where they are compiled.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from triton._C.libtriton import interpreter as memory
 from triton.experimental.gluon import language as gl
 
-from tests.support.warps.warp_assembly import halves, multiplied, unpacked
+from tests.support.warps.warp_assembly import by_fours, multiplied, registers_run
 from tests.support.warps.warp_numbers import DTYPES, Numbers, array_of, number_of
 
 prefetched: list[tuple[int, int]] = []
@@ -156,9 +156,10 @@ class Language:
         return Numbers(np.abs(x.array))
 
     @staticmethod
-    def fma(a: Numbers, b: Numbers, c: Numbers) -> Numbers:
+    def fma(a: Numbers, b: Any, c: Any) -> Numbers:
         with np.errstate(invalid="ignore"):
-            return Numbers((a.array.astype(np.float64) * b.array + c.array).astype(np.float32))
+            exact = a.array.astype(np.float64) * array_of(b).astype(np.float64) + array_of(c)
+            return Numbers(exact.astype(np.float32))
 
     @staticmethod
     def sum(x: Numbers, axis: int) -> Numbers:
@@ -238,9 +239,8 @@ class Language:
         if "cvt.rn.f16x2" in asm:  # pairs of neighbours, twice
             pairs = np.ascontiguousarray(args[0].array.astype(np.float16)).view(np.int32)
             return Numbers(np.repeat(pairs, 2, -1))
-        if "f16" in asm or asm.startswith("prmt"):
-            return halves(asm, args, dtype)
-        return unpacked(asm, args, len(dtype))
+        assert "f16" in asm or "prmt" in asm, asm
+        return by_fours(asm, args[0], dtype) if pack == 4 else registers_run(asm, args, dtype)
 
 
 def multiply(a: Numbers, b: Numbers, acc: Numbers) -> Numbers:

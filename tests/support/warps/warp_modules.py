@@ -15,14 +15,16 @@ from decode_engine.kernels.coarse.warp import (
     warp_values,
 )
 from decode_engine.kernels.coarse.warp.tiles import (
+    byte_sums,
     channel_places,
     folding,
     key_tiles,
+    operands,
     registers,
     value_tiles,
 )
 
 WARP_MODULES = (
-    warp_pass, warp_values, warp_cut, warp_sample, warp_records, warp_rings, value_tiles, channel_places,
-    registers, folding, key_tiles, warp_rows, warp_findings, warp_scores, search, coarse_pass,
+    warp_pass, warp_values, warp_cut, warp_sample, warp_records, warp_rings, value_tiles, byte_sums, channel_places,
+    operands, registers, folding, key_tiles, warp_rows, warp_findings, warp_scores, search, coarse_pass,
 )  # fmt: skip

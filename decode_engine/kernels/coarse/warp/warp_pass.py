@@ -15,8 +15,9 @@ from triton.experimental.gluon import language as gl
 from decode_engine.kernels import border, records
 from decode_engine.kernels.coarse.warp.tiles.folding import fold, load_queries, load_steps
 from decode_engine.kernels.coarse.warp.tiles.key_tiles import key_of
-from decode_engine.kernels.coarse.warp.tiles.value_tiles import OF_ROWS, RESULT, as_right
+from decode_engine.kernels.coarse.warp.tiles.operands import OF_ROWS, RESULT
 from decode_engine.kernels.coarse.warp.warp_findings import (
+    as_float,
     list_keys,
     load_value_steps,
     nothing_listed,
@@ -41,11 +42,11 @@ from decode_engine.kernels.coarse.warp.warp_rings import (
     wait_for_copies,
 )
 from decode_engine.kernels.coarse.warp.warp_scores import (
-    as_result,
     by_tiles,
     new_scores,
     score_block,
     scored_keys_layout,
+    scored_layout,
     tile_after,
     tiles_together,
 )
@@ -58,23 +59,15 @@ _KEYS, _FIRST, _END = (gl.constexpr(field) for field in (records.KEYS, records.F
 _BLOCK = gl.constexpr(scalar_rows.BLOCK)
 _DRAW_STEP = gl.constexpr(border.DRAW_STEP.value)
 _HEAD_STEP = gl.constexpr(border.HEAD_STEP)
-_INFINITE = gl.constexpr(border.INFINITE)
 _NEGLIGIBLE = gl.constexpr(NEGLIGIBLE)
 
 
 @gluon.jit
-def movable_cut(cuts_ptr: gl.tensor, row: gl.tensor) -> gl.tensor:
-    """A row's cut (`border.load_cut`) in units in which it is about an eighth, and log2 of how many these are of one.
-
-    Weights are multiplied as float16 numbers. A power of two: the bits of weights and cuts move alike.
-    """
+def load_cut(cuts_ptr: gl.tensor, row: gl.tensor) -> gl.tensor:
+    """A row's cut, as `border.load_cut`."""
     least = gl.load(cuts_ptr + row * 3, cache_modifier=".cg")
     above = gl.load(cuts_ptr + row * 3 + 1, cache_modifier=".cg")
-    draws = gl.load(cuts_ptr + row * 3 + 2, cache_modifier=".cg")
-    bounded = (above > 0) & (above < _INFINITE)
-    shift = gl.where(bounded, 124 - (above >> 23), 0)
-    least = gl.where(bounded & (least >= 0), least + (shift << 23), least)
-    return least, gl.where(bounded, above + (shift << 23), above), draws, shift.to(gl.float32)
+    return least, above, gl.load(cuts_ptr + row * 3 + 2, cache_modifier=".cg")
 
 
 @gluon.jit
@@ -113,7 +106,6 @@ def kept_keys(
 def reference_weights(
     normalisers_ptr: gl.tensor,
     row: gl.tensor,
-    shift: gl.tensor,
     searches: gl.tensor,
     X: gl.constexpr,
     GROUP: gl.constexpr,
@@ -128,43 +120,88 @@ def reference_weights(
     at = normalisers_ptr + row * GROUP + n
     # Past the first-level cache, as cuts are.
     normalisers = gl.load(at, mask=n < GROUP, other=float("inf"), cache_modifier=".cg")
-    return gl.where(searches, normalisers - shift, float("-inf"))
+    return gl.where(searches, normalisers, float("-inf"))
+
+
+@gluon.jit
+def over_eights(numbers: gl.tensor, T: gl.constexpr, X: gl.constexpr, P: gl.constexpr) -> gl.tensor:
+    """Sums over a lane's keys, [8, P, C], of [T, P, C]."""
+    summed = gl.sum(gl.reshape(numbers, [T // 8, 8, P, X // P]), 0)
+    return gl.convert_layout(summed, scored_layout(8, X, P), assert_trivial=True)
 
 
 @gluon.jit
 def leave_weights(
-    weights_ptr: gl.tensor,
-    tiles_ptr: gl.tensor,
-    weighed: gl.tensor,
+    ptrs: gl.tensor,
+    left: gl.tensor,
     weights: gl.tensor,
     of_tiles: gl.tensor,
     enough: gl.tensor,
+    above: gl.tensor,
     begins: gl.tensor,
-    own_steps: gl.tensor,
+    steps: gl.tensor,
     T: gl.constexpr,
     X: gl.constexpr,
-    GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
     P: gl.constexpr,
 ) -> gl.tensor:
-    """Leaves weights [T, P, C] of those of P tiles whose values are read; how many tiles there are now.
+    """Leaves weights [T, P, C] of those of P tiles whose values are read, in `ptrs`: to weights, and to tiles.
 
-    of_tiles: the weight of each, [P], of which some is enough. begins, own_steps: first key of each, and scales and
-    offsets of its values.
+    left: how many tiles there were, what 1 was among their weights, and sums over what is read, [8, P, C]: of weights,
+    and of these times the offsets of each group of channels; what these are now. above: bits of
+    a number that weights are below, mostly. of_tiles:
+    the weight of each tile, [P], of which some is enough. begins: first key of each. steps: scales and offsets of the
+    values, as loaded.
     """
-    part_of = gl.arange(0, P, layout=gl.SliceLayout(0, scored_keys_layout(T, X, P)))
+    weighed, unit, sums = left
+    LAYOUT: gl.constexpr = scored_keys_layout(T, X, P)
+    part_of = gl.arange(0, P, layout=gl.SliceLayout(0, LAYOUT))
     heavy: gl.tensor = ()
     for part in gl.static_range(P):
         own = gl.max(gl.where(part_of == part, of_tiles, 0.0), 0)
         heavy += ((own >= enough).to(gl.int32),)
     many = heavy[0] + (heavy[1] if P == 2 else 0)
     if many > 0:
-        right = as_right(as_result(weights, T, X).to(gl.float16), T, X)
-        store_weights(weights_ptr, weighed, right, heavy, own_steps, T, X, GROUP, P)
-        into = tiles_ptr + weighed
+        scales: gl.tensor = ()
+        for group in gl.static_range(GROUPS):
+            scales += (as_float(steps[group]),)
+        unit = store_weights(ptrs[0], weighed, weights, heavy, scales, unit, above, T, X, P)
+        into = ptrs[1] + 2 * weighed
         for part in gl.static_range(P):
             gl.store(into, begins[part], mask=heavy[part] > 0)
-            into += heavy[part]
-    return weighed + many
+            gl.store(into + 1, unit.to(gl.int32, bitcast=True), mask=heavy[part] > 0)
+            into += 2 * heavy[part]
+        parts = gl.arange(0, P, layout=gl.SliceLayout(0, gl.SliceLayout(2, scored_layout(8, X, P))))
+        counts = gl.expand_dims(gl.expand_dims(gl.where(parts > 0, heavy[P - 1], heavy[0]) > 0, 0), 2)
+        new: gl.tensor = (sums[0] + gl.where(counts, over_eights(weights, T, X, P), 0.0),)
+        for group in gl.static_range(GROUPS):
+            offsets = as_float(steps[GROUPS + group])
+            more = over_eights(weights * gl.expand_dims(offsets, 2), T, X, P)
+            new += (sums[1 + group] + gl.where(counts, more, 0.0),)
+        sums = new
+        weighed += many
+    return weighed, unit, sums
+
+
+@gluon.jit
+def no_sums_left(X: gl.constexpr, P: gl.constexpr, COUNT: gl.constexpr) -> gl.tensor:
+    """COUNT sums [8, P, C]."""
+    zero = gl.full([8, P, X // P], 0.0, gl.float32, layout=scored_layout(8, X, P))
+    sums: gl.tensor = ()
+    for _ in gl.static_range(COUNT):
+        sums += (zero,)
+    return sums
+
+
+@gluon.jit
+def store_left(
+    ptr: gl.tensor, sums: gl.tensor, X: gl.constexpr, GROUP: gl.constexpr, P: gl.constexpr
+) -> None:
+    """Writes sums [8, P, C], over lanes' keys and tiles, of GROUP query heads each."""
+    n = gl.arange(0, X // P, layout=gl.SliceLayout(0, gl.SliceLayout(0, scored_layout(8, X, P))))
+    for kind in gl.static_range(len(sums)):
+        own = gl.sum(gl.sum(sums[kind], 0), 0)
+        gl.store(ptr + kind * GROUP + n, own, mask=n < GROUP)
 
 
 @gluon.jit(do_not_specialize=["width"])
@@ -178,6 +215,7 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     weights_ptr: gl.tensor,
     tiles_ptr: gl.tensor,
     weighed_ptr: gl.tensor,
+    left_ptr: gl.tensor,
     cells_ptr: gl.tensor,
     told_ptr: gl.tensor,
     scale_log2: gl.tensor,
@@ -198,7 +236,7 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
 ) -> None:
     """Program (split, row): a share of the row's blocks. Lists the keys that are kept.
 
-    WEIGH: leaves the weights of the others, what their values' codes mean, and which tiles they are of. AHEAD: tiles of
+    WEIGH: leaves the weights of the others, which tiles they are of, and what needs no values. AHEAD: tiles of
     keys that are on their way. A program scores its first block while the launches before still look for the cut, and
     EARLY more come into the second-level cache meanwhile. What these launches do not write, and what was there before
     they began, may be read. CELLS: of each of the QUEUES in which kept keys are announced at once, 0 for none.
@@ -231,10 +269,15 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     place = row.to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
     inner = key_of(gl.arange(0, TILE, layout=gl.SliceLayout(1, KEYS)), TILE)
     part_of_keys = gl.arange(0, P, layout=gl.SliceLayout(0, KEYS))
+    ptrs = (
+        weights_ptr.to(gl.pointer_type(gl.int8)) + place * width * (2 * X // P * VALUE_GROUPS),
+        tiles_ptr + place * (2 * (width // TILE)),
+    )
     count = nothing_listed(X, P)
-    weighed, turns = first * 0, gl.where(searches, (top - lowest) // apart + 2, 0)
-    least, above, draws, shift = row * 0, row * 0, row * 0, scale_log2 * 0
-    enough, peaks = shift, gl.full([X], 0.0, gl.float32, layout=OF_ROWS)
+    turns = gl.where(searches, (top - lowest) // apart + 2, 0)
+    left = (first * 0, scale_log2 * 0, no_sums_left(X, P, 1 + VALUE_GROUPS if WEIGH else 0))
+    least, above, draws = row * 0, row * 0, row * 0
+    enough, peaks = scale_log2 * 0, gl.full([X], 0.0, gl.float32, layout=OF_ROWS)
     for turn in range(0, turns):
         block = top - turn * apart
         steps = load_steps(keys_ptrs, gl.maximum(block, lowest), DIM, KEY_BITS)
@@ -246,20 +289,21 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
                 prefetch_key_codes(keys_ptrs, lower, end_of_lower, DIM, KEY_BITS, CHAINED)
             wait_alone(CHAINED)
             let_next_begin(CHAINED)
-            least, above, draws, shift = movable_cut(cuts_ptr, row)
-            peaks = reference_weights(normalisers_ptr, row, shift, searches, X, GROUP, P)
+            least, above, draws = load_cut(cuts_ptr, row)
+            peaks = reference_weights(normalisers_ptr, row, searches, X, GROUP, P)
             # Of the weight of a tile, all heads together: with less its values are not read.
-            even = gl.exp2(shift) * GROUP * TILE / gl.maximum(end - first, 1).to(gl.float32)
-            enough = even * _NEGLIGIBLE
+            enough = _NEGLIGIBLE * GROUP * TILE / gl.maximum(end - first, 1).to(gl.float32)
         if turn > 0:  # the block that was scored last
             for result in range(0, TILES // P):
                 tile = (block + apart) * _BLOCK + result * (P * TILE)
                 begins: gl.tensor = ()
-                own_steps: gl.tensor = ()
                 for part in gl.static_range(P):
                     begins += (gl.minimum(tile + part * TILE, last),)
-                    if WEIGH:  # what belongs to values comes while weights are found
-                        own_steps += (load_value_steps(steps_ptrs, begins[part], TILE, VALUE_GROUPS),)
+                begin = gl.where(part_of_keys > 0, begins[P - 1], begins[0])
+                key = gl.expand_dims(begin, 0) + gl.expand_dims(inner, 1)
+                own_steps: gl.tensor = ()
+                if WEIGH:  # what belongs to values comes while weights are found
+                    own_steps = load_value_steps(steps_ptrs, key, VALUE_GROUPS)
                 logits = scores.index(result).load(RESULT)
                 weights = by_tiles(gl.exp2(logits - gl.expand_dims(peaks, 0)), TILE, X, P)
                 summed = gl.sum(weights, 2)
@@ -267,9 +311,7 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
                 whole = (first < tile + 1) & (end >= tile + P * TILE) & (last >= tile + (P - 1) * TILE)
                 # Most tiles are searched as a whole, and none of their keys is kept.
                 if not whole or gl.max(gl.max(together, 1), 0) >= least:
-                    begin = gl.where(part_of_keys > 0, begins[P - 1], begins[0])
                     from_on = gl.maximum(first, tile + part_of_keys * TILE)
-                    key = gl.expand_dims(begin, 0) + gl.expand_dims(inner, 1)
                     searched = (key >= gl.expand_dims(from_on, 0)) & (key < end)
                     kept = kept_keys(together, key, head, searched, least, above, draws)
                     count = list_keys(
@@ -278,9 +320,8 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
                     )  # fmt: skip
                     weights = gl.where(gl.expand_dims(searched & (kept == 0), 2), weights, 0.0)
                 if WEIGH:
-                    weighed = leave_weights(
-                        weights_ptr + place * width * (GROUP + 2 * VALUE_GROUPS), tiles_ptr + place * (width // TILE),
-                        weighed, weights, of_tiles, enough, begins, own_steps, TILE, X, GROUP, P,
+                    left = leave_weights(
+                        ptrs, left, weights, of_tiles, enough, above, begins, own_steps, TILE, X, VALUE_GROUPS, P
                     )  # fmt: skip
         if turn < turns - 1:
             lower = (block - apart) * _BLOCK
@@ -301,4 +342,5 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
         wait_for_lanes()  # what all lanes have announced is there for those who see this
         gl.atomic_add(told_ptr + QUEUES, 1, sem="release")
     if WEIGH:
-        gl.store(weighed_ptr + place, weighed)
+        gl.store(weighed_ptr + place, left[0])
+        store_left(left_ptr + place * ((1 + VALUE_GROUPS) * GROUP), left[2], X, GROUP, P)

@@ -23,7 +23,7 @@ from decode_engine.kernels.coarse.warp.tiles.channel_places import (
     value_places,
     value_row_layout,
 )
-from decode_engine.kernels.coarse.warp.tiles.value_tiles import LEFT, RESULT, RIGHT, as_right
+from decode_engine.kernels.coarse.warp.tiles.operands import LEFT, RESULT, RIGHT, as_right
 
 TILE = 16
 """E."""

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from decode_engine.kernels import records
 from decode_engine.kernels.coarse.warp.tiles.folding import fold, load_queries, load_steps
 from decode_engine.kernels.coarse.warp.tiles.key_tiles import key_of, load_key_words, multiply_keys
-from decode_engine.kernels.coarse.warp.tiles.value_tiles import OF_KEYS, OF_ROWS
+from decode_engine.kernels.coarse.warp.tiles.operands import OF_KEYS, OF_ROWS
 from decode_engine.kernels.coarse.warp.warp_records import (
     key_pointers,
     let_next_begin,

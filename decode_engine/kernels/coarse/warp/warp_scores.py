@@ -16,7 +16,6 @@ from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels.coarse.warp.tiles.channel_places import key_registers
 from decode_engine.kernels.coarse.warp.tiles.key_tiles import key_layout, multiply_keys, of_part
-from decode_engine.kernels.coarse.warp.tiles.value_tiles import RESULT
 from decode_engine.kernels.coarse.warp.warp_rings import copy_tile, end_of_copies, wait_for_copies
 from index_store.indexes.coarse_rows.scalars import scalar_rows
 
@@ -112,9 +111,3 @@ def by_tiles(numbers: gl.tensor, T: gl.constexpr, X: gl.constexpr, P: gl.constex
     """A result as [T, P, C]."""
     LAYOUT: gl.constexpr = scored_layout(T, X, P)
     return gl.convert_layout(gl.reshape(numbers, [T, P, X // P]), LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def as_result(numbers: gl.tensor, T: gl.constexpr, X: gl.constexpr) -> gl.tensor:
-    """The opposite."""
-    return gl.convert_layout(gl.reshape(numbers, [T, X]), RESULT, assert_trivial=True)

@@ -2,8 +2,7 @@
 
 Some programs of a row attend to exact rows, the others to coded values meanwhile: either would wait more than it works.
 Both share out what all segments together have, evenly, whatever one of them has. Which tiles are read is known before,
-so that those to come are asked for ahead. Offsets are a row of numbers that all query heads' weights are multiplied
-with.
+so that those to come are asked for ahead. What needs no values, sums of weights and of offsets, segments have left.
 
 Shape legend: as in `value_tiles`; S segments of a row, E programs of it for exact rows, V for values.
 """
@@ -12,31 +11,26 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from decode_engine.kernels import records
 from decode_engine.kernels.coarse.warp import warp_rows
+from decode_engine.kernels.coarse.warp.tiles.byte_sums import (
+    add_pending,
+    no_sums_yet,
+    nothing_pending,
+    values_of,
+)
 from decode_engine.kernels.coarse.warp.tiles.channel_places import bits_of
+from decode_engine.kernels.coarse.warp.tiles.operands import OF_ROWS
 from decode_engine.kernels.coarse.warp.tiles.value_tiles import (
-    LEFT,
-    OF_ROWS,
-    RESULT,
-    RIGHT,
     add_values,
     no_values_yet,
     store_sums,
     value_layout,
-    values_of,
+    weight_layout,
 )
-from decode_engine.kernels.coarse.warp.warp_findings import (
-    LANES,
-    as_operand,
-    copied_weights,
-    copy_weights,
-    in_order_of_rows,
-    new_weights_rings,
-)
-from decode_engine.kernels.coarse.warp.warp_pass import movable_cut, reference_weights
+from decode_engine.kernels.coarse.warp.warp_findings import LANES, copy_weights, new_weights_ring
+from decode_engine.kernels.coarse.warp.warp_pass import reference_weights
 from decode_engine.kernels.coarse.warp.warp_records import (
     let_next_begin,
     number,
@@ -50,6 +44,7 @@ from decode_engine.kernels.coarse.warp.warp_rings import (
     wait_for_copies,
 )
 from decode_engine.kernels.coarse.warp.warp_rows import attend_rows, load_row_queries
+from decode_engine.kernels.coarse.warp.warp_scores import tiles_together
 
 _KEYS, _FIRST, _END, _TAIL_KEYS, _KV, _TAIL = (
     gl.constexpr(field)
@@ -64,44 +59,6 @@ _COMING, _AT_ONCE = gl.constexpr(64), gl.constexpr(32)
 def segment_layout(SEGMENTS: int) -> gl.BlockedLayout:
     """Of numbers of all segments: a lane has some that follow one another."""
     return gl.BlockedLayout([SEGMENTS // 32], [32], [1], [0])
-
-
-@gluon.jit
-def attend_values(
-    attended: gl.tensor,
-    words: gl.tensor,
-    weights: gl.tensor,
-    scales: gl.tensor,
-    offsets: gl.tensor,
-    T: gl.constexpr,
-    X: gl.constexpr,
-    DIM: gl.constexpr,
-    BITS: gl.constexpr,
-) -> gl.tensor:
-    """Adds a tile's values, as words, by its weights, and scales and offsets of each group of channels."""
-    sums, evens, totals = attended
-    weights = as_operand(weights, T, X)
-    none = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
-    ones = gl.full([16, T], 1.0, gl.float16, layout=LEFT)
-    totals = totals + mma_v2(ones, weights, none)
-    scaled: gl.tensor = ()
-    new_evens: gl.tensor = ()
-    for group in gl.static_range(len(evens)):
-        scale = gl.convert_layout(
-            in_order_of_rows(scales[group], T), gl.SliceLayout(1, RIGHT), assert_trivial=True
-        )
-        offset = gl.convert_layout(
-            in_order_of_rows(offsets[group], T), gl.SliceLayout(0, LEFT), assert_trivial=True
-        )
-        _, offset = gl.broadcast(ones, gl.expand_dims(offset, 0))
-        scaled += (weights * gl.expand_dims(scale, 1),)
-        new_evens += (evens[group] + mma_v2(offset, weights, none),)
-    # Added as float32 numbers are, rounded: tensor cores drop what is below a sum's last bit.
-    more = add_values(no_values_yet(X, DIM), words, scaled, T, DIM, BITS)
-    new: gl.tensor = ()
-    for plane in gl.static_range(len(sums)):
-        new += (sums[plane] + more[plane],)
-    return new, new_evens, totals
 
 
 @gluon.jit
@@ -151,7 +108,7 @@ def coming_tiles(
     room: gl.tensor,
     SEGMENTS: gl.constexpr,
 ) -> gl.tensor:
-    """Of some tiles from `tile` to `last` the next ones: which tiles' weights are theirs, and first keys.
+    """Of some tiles from `tile` to `last` the next ones: which tiles' weights are theirs, first keys, and units.
 
     They are counted over all segments of a row, of which `segment` is the first. room: tiles from one segment to the
     next.
@@ -159,14 +116,15 @@ def coming_tiles(
     place = gl.minimum(tile + gl.arange(0, _COMING, layout=LANES), last)
     later, place = found_in(counted, place, SEGMENTS)
     place += (segment + later) * room
-    return place, gl.load(tiles_ptr + place, cache_modifier=".cg")
+    begins = gl.load(tiles_ptr + 2 * place, cache_modifier=".cg")
+    units = gl.load(tiles_ptr + (2 * place + 1), cache_modifier=".cg")
+    return place, begins, units.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def attend_tiles(
     codes_ptr: gl.tensor,
-    weights_ptr: gl.tensor,
-    tiles_ptr: gl.tensor,
+    ptrs: gl.tensor,
     counted: gl.tensor,
     segment: gl.tensor,
     first: gl.tensor,
@@ -174,48 +132,80 @@ def attend_tiles(
     width: gl.tensor,
     T: gl.constexpr,
     X: gl.constexpr,
-    GROUP: gl.constexpr,
+    Y: gl.constexpr,
     DIM: gl.constexpr,
     BITS: gl.constexpr,
     GROUPS: gl.constexpr,
     SEGMENTS: gl.constexpr,
     AHEAD: gl.constexpr,
 ) -> gl.tensor:
-    """Sums of planes and of weights [X] over the values of consecutive tiles, `first` to `end` (`coming_tiles`)."""
-    none = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
-    evens: gl.tensor = ()
-    for _ in gl.static_range(GROUPS):
-        evens += (none,)
-    attended = (no_values_yet(X, DIM), evens, none)
-    ring, rings = new_ring(T, DIM, BITS, AHEAD), new_weights_rings(T, X, GROUPS, AHEAD)
+    """Sums of bytes (`value_tiles`) over the values of consecutive tiles, `first` to `end` (`coming_tiles`).
+
+    Tiles of a segment nearly always have one unit, so that integers add up.
+
+    ptrs: to weights in words, and to first keys and units of all segments' tiles.
+    """
+    sums, pending, unit = no_sums_yet(Y, DIM), nothing_pending(Y, DIM), width * 0.0
+    ring, weights_ring = new_ring(T, DIM, BITS, AHEAD), new_weights_ring(T, GROUPS * Y, AHEAD)
     last = end - 1
     if end > first:
-        places, begins = coming_tiles(tiles_ptr, counted, segment, first, last, width // T, SEGMENTS)
+        places, begins, units = coming_tiles(ptrs[1], counted, segment, first, last, width // T, SEGMENTS)
         for early in gl.static_range(AHEAD):
             there = first + early < end
             copy_tile(ring, early, codes_ptr, at_lane(begins, early), there, T, DIM, BITS, AHEAD)
-            copy_weights(rings, early, weights_ptr, at_lane(places, early), there, T, X, GROUP, GROUPS, AHEAD)
+            copy_weights(weights_ring, early, ptrs[0], at_lane(places, early), there, T, GROUPS * Y, AHEAD)
             end_of_copies()
         for some in range(first, end, _AT_ONCE):
             for turn in range(0, gl.minimum(end - some, _AT_ONCE)):
                 wait_for_copies(AHEAD - 1)
                 now = some - first + turn
-                words = ring.index(now % (AHEAD + 1)).load(value_layout(T, DIM, BITS, False))
-                weights, scales, offsets = copied_weights(rings, now, T, X, GROUPS, AHEAD)
+                words = ring.index(now % (AHEAD + 1)).load(value_layout(T, DIM, BITS))
+                weights = weights_ring.index(now % (AHEAD + 1)).load(weight_layout(T, GROUPS * Y))
                 later, there = turn + AHEAD, some + turn + AHEAD < end
                 copy_tile(ring, now + AHEAD, codes_ptr, at_lane(begins, later), there, T, DIM, BITS, AHEAD)
                 copy_weights(
-                    rings, now + AHEAD, weights_ptr, at_lane(places, later), there, T, X, GROUP, GROUPS, AHEAD
+                    weights_ring, now + AHEAD, ptrs[0], at_lane(places, later), there, T, GROUPS * Y, AHEAD
                 )
                 end_of_copies()
-                attended = attend_values(attended, words, weights, scales, offsets, T, X, DIM, BITS)
+                own_unit = at_lane(units, turn)
+                if own_unit != unit:
+                    sums, pending = add_pending(sums, pending, unit), nothing_pending(Y, DIM)
+                    unit = own_unit
+                sums, pending = add_values(sums, pending, words, weights, unit, T, DIM, BITS, GROUPS, Y)
+            # Before sums of integers could overflow.
+            sums, pending = add_pending(sums, pending, unit), nothing_pending(Y, DIM)
             if some + _AT_ONCE < end:
-                places, begins = coming_tiles(
-                    tiles_ptr, counted, segment, some + _AT_ONCE, last, width // T, SEGMENTS
+                places, begins, units = coming_tiles(
+                    ptrs[1], counted, segment, some + _AT_ONCE, last, width // T, SEGMENTS
                 )
         wait_for_copies(0)
-    sums, evens, totals = attended
-    return values_of(sums, evens, DIM, BITS), gl.max(totals, 0)
+    return sums
+
+
+@gluon.jit
+def sums_left(
+    left_ptr: gl.tensor,
+    segment: gl.tensor,
+    segments: gl.tensor,
+    share: gl.tensor,
+    shares: gl.tensor,
+    X: gl.constexpr,
+    GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
+) -> gl.tensor:
+    """What a share of a row's segments, of which `segment` is the first, left: [X] of each kind."""
+    n = gl.arange(0, X, layout=OF_ROWS)
+    sums: gl.tensor = ()
+    for _ in gl.static_range(1 + GROUPS):
+        sums += (gl.full([X], 0.0, gl.float32, layout=OF_ROWS),)
+    for other in range(share, segments, shares):
+        at = left_ptr + (segment + other) * ((1 + GROUPS) * GROUP) + n
+        more: gl.tensor = ()
+        for kind in gl.static_range(1 + GROUPS):
+            own = gl.load(at + kind * GROUP, mask=n < GROUP, other=0.0, cache_modifier=".cg")
+            more += (sums[kind] + own,)
+        sums = more
+    return sums
 
 
 @gluon.jit
@@ -318,9 +308,10 @@ def store_state(
     sums, total, peaks = state
     n = gl.arange(0, X, layout=OF_ROWS)
     at = place * GROUP + n
-    gl.store(peaks_ptr + at, gl.where(total > 0, peaks, float("-inf")), mask=n < GROUP)
+    # What there is may have no weight of its own: weights of values were summed up by the segment that left them.
+    gl.store(peaks_ptr + at, peaks, mask=n < GROUP)
     gl.store(totals_ptr + at, total, mask=n < GROUP)
-    store_sums(sums_ptr, sums, at, (n < GROUP) & (total > 0), DIM, BITS)
+    store_sums(sums_ptr, sums, at, (n < GROUP) & (peaks > float("-inf")), DIM, BITS)
 
 
 @gluon.jit(do_not_specialize=["segments", "shares", "width", "slots"])
@@ -334,6 +325,7 @@ def values_kernel(
     weights_ptr: gl.tensor,
     tiles_ptr: gl.tensor,
     weighed_ptr: gl.tensor,
+    left_ptr: gl.tensor,
     sums_ptr: gl.tensor,
     peaks_ptr: gl.tensor,
     totals_ptr: gl.tensor,
@@ -359,6 +351,7 @@ def values_kernel(
     EXACT: the first `shares` programs of a row attend to listed keys, and to sinks, recent window and tail, instead;
     else there are 0 of these. SEGMENTS: a power of two, S at least.
     """
+    Y: gl.constexpr = 2 * (X // tiles_together(X, GROUP))
     slot, row = gl.program_id(0), gl.program_id(1)
     b, head = row // HEADS, row % HEADS
     keys = number(records_ptr, b, _KEYS)
@@ -375,11 +368,14 @@ def values_kernel(
         counted = counts_of(weighed_ptr, row, segments, SEGMENTS)
         tiles = gl.max(counted[1], 0)
         share, programs = slot - shares, gl.num_programs(0) - shares
-        sums, total = attend_tiles(
-            codes_ptr, weights_ptr, tiles_ptr, counted, row * segments, tiles * share // programs,
-            tiles * (share + 1) // programs, width, TILE, X, GROUP, DIM, VALUE_BITS, VALUE_GROUPS, SEGMENTS, AHEAD,
+        ptrs = (weights_ptr, tiles_ptr)
+        found = attend_tiles(
+            codes_ptr, ptrs, counted, row * segments, tiles * share // programs, tiles * (share + 1) // programs,
+            width, TILE, X, Y, DIM, VALUE_BITS, VALUE_GROUPS, SEGMENTS, AHEAD,
         )  # fmt: skip
-        _, _, _, shift = movable_cut(cuts_ptr, row)
-        peaks = reference_weights(normalisers_ptr, row, shift, searches, X, GROUP, 1)
+        left = sums_left(left_ptr, row * segments, segments, share, programs, X, GROUP, VALUE_GROUPS)
+        total, evens = left[0], left[1:]
+        sums = values_of(found, evens, X, Y, DIM, VALUE_BITS)
+        peaks = reference_weights(normalisers_ptr, row, searches, X, GROUP, 1)
     place = row.to(gl.int64) * slots + slot
     store_state(sums_ptr, peaks_ptr, totals_ptr, (sums, total, peaks), place, X, GROUP, DIM, VALUE_BITS)

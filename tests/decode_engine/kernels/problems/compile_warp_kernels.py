@@ -27,7 +27,7 @@ _TYPES = {
     "q_ptr": "*bf16", "records_ptr": "*i64", "cuts_ptr": "*i32", "ids_ptr": "*i32",
     "counts_ptr": "*i32", "normalisers_ptr": "*fp32", "sums_ptr": "*fp32", "peaks_ptr": "*fp32",
     "totals_ptr": "*fp32", "sampled_ptr": "*fp32", "scale_log2": "fp32", "width": "i32",
-    "slots": "i32", "segments": "i32", "shares": "i32", "weights_ptr": "*fp16", "tiles_ptr": "*i32",
+    "slots": "i32", "segments": "i32", "shares": "i32", "weights_ptr": "*i32", "left_ptr": "*fp32", "tiles_ptr": "*i32",
     "weighed_ptr": "*i32", "cells_ptr": "*i64", "told_ptr": "*i32",
 }  # fmt: skip
 _COMMON = {"HEADS": 8, "EARLY": 1, "SEGMENTS": 256, "QUEUES": 48, "CELLS": 0, "CHAINED": True}

@@ -287,7 +287,7 @@ def test_weights_are_left_only_where_others_are_attended_to() -> None:
 
 
 def weights_of(work: CoarseWork) -> tuple[Tensor, ...]:
-    return work.weights_RSX, work.tiles_RST, work.weighed_RS
+    return work.weights_RSX, work.tiles_RSX, work.weighed_RS, work.left_RSG
 
 
 @pytest.mark.parametrize(

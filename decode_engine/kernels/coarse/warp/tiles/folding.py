@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels.coarse.warp.tiles.channel_places import words_of
+from decode_engine.kernels.coarse.warp.tiles.operands import OF_ROWS, RESULT
 from decode_engine.kernels.coarse.warp.tiles.registers import (
     REGISTER,
     as_rows,
@@ -23,7 +24,6 @@ from decode_engine.kernels.coarse.warp.tiles.registers import (
     register_layout,
     registers,
 )
-from decode_engine.kernels.coarse.warp.tiles.value_tiles import OF_ROWS, RESULT
 
 _LARGEST = gl.constexpr(16.0)
 """What the largest channel of a query becomes, so that queries times scales are float16 numbers."""

@@ -28,12 +28,13 @@ from decode_engine.kernels.coarse.warp.tiles.channel_places import (
 from decode_engine.kernels.coarse.warp.tiles.registers import (
     REGISTER,
     as_rows,
+    beside,
     factor_of,
     level_codes,
     level_mask,
     registers,
+    stacked,
 )
-from decode_engine.kernels.coarse.warp.tiles.value_tiles import RESULT
 
 
 @gluon.jit
@@ -190,27 +191,3 @@ def multiply_keys(
             by_rows += (as_rows(sums),)
         by_columns += (stacked(by_rows, T),)
     return beside(by_columns, T, X).to(gl.float32)
-
-
-@gluon.jit
-def stacked(parts: gl.tensor, T: gl.constexpr) -> gl.tensor:
-    """Parts [16, 8] of a result as [T, 8]."""
-    if T == 16:
-        return parts[0]
-    else:  # noqa: RET505 - the other branch is not compiled
-        if T == 32:
-            both = gl.join(parts[0], parts[1])
-        else:
-            first, second = gl.join(parts[0], parts[1]), gl.join(parts[2], parts[3])
-            both = gl.reshape(gl.permute(gl.join(first, second), [0, 1, 3, 2]), [16, 8, 4])
-        return gl.convert_layout(gl.reshape(gl.permute(both, [2, 0, 1]), [T, 8]), RESULT, assert_trivial=True)
-
-
-@gluon.jit
-def beside(parts: gl.tensor, T: gl.constexpr, X: gl.constexpr) -> gl.tensor:
-    """Parts [T, 8] of a result as [T, X]."""
-    if X == 8:
-        return parts[0]
-    else:  # noqa: RET505 - the other branch is not compiled
-        both = gl.permute(gl.join(parts[0], parts[1]), [0, 2, 1])
-        return gl.convert_layout(gl.reshape(both, [T, X]), RESULT, assert_trivial=True)

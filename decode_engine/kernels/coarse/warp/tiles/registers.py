@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels.coarse.warp.tiles.channel_places import apart, bits_of, low_bits
-from decode_engine.kernels.coarse.warp.tiles.value_tiles import RESULT
+from decode_engine.kernels.coarse.warp.tiles.operands import RESULT
 
 _LANES = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
 REGISTER = gl.constexpr(gl.DistributedLinearLayout([], _LANES, [], [], [8, 4]))
@@ -95,3 +95,27 @@ def as_rows(numbers: gl.tensor) -> gl.tensor:
     rows = gl.join(gl.join(numbers[0], numbers[1]), gl.join(numbers[2], numbers[3]))
     placed = gl.reshape(gl.permute(rows, [3, 0, 1, 2]), [16, 8])
     return gl.convert_layout(placed, RESULT, assert_trivial=True)
+
+
+@gluon.jit
+def stacked(parts: gl.tensor, T: gl.constexpr) -> gl.tensor:
+    """Parts [16, 8] of a result as [T, 8]."""
+    if T == 16:
+        return parts[0]
+    else:  # noqa: RET505 - the other branch is not compiled
+        if T == 32:
+            both = gl.join(parts[0], parts[1])
+        else:
+            first, second = gl.join(parts[0], parts[1]), gl.join(parts[2], parts[3])
+            both = gl.reshape(gl.permute(gl.join(first, second), [0, 1, 3, 2]), [16, 8, 4])
+        return gl.convert_layout(gl.reshape(gl.permute(both, [2, 0, 1]), [T, 8]), RESULT, assert_trivial=True)
+
+
+@gluon.jit
+def beside(parts: gl.tensor, T: gl.constexpr, X: gl.constexpr) -> gl.tensor:
+    """Parts [T, 8] of a result as [T, X]."""
+    if X == 8:
+        return parts[0]
+    else:  # noqa: RET505 - the other branch is not compiled
+        both = gl.permute(gl.join(parts[0], parts[1]), [0, 2, 1])
+        return gl.convert_layout(gl.reshape(both, [T, X]), RESULT, assert_trivial=True)

@@ -1,269 +1,293 @@
-"""Tiles of coded values in the registers of one warp, and products of weights with them on tensor cores.
+"""Tiles of coded values, and products of weights with them, as tensor cores take bytes.
 
-Codes are loaded in the very layout in which the tensor cores take their operands, and unpacked there: both codes at a
-bit of a register's halves together, by one mask. What is left are the lowest bits of float16 numbers, f * code * 2**-24
-with f a power of two, and tensor cores take these as they are; what is beyond such bits is shifted there first. Their
-sums drop what is below the last bit instead of rounding it, which adds up: nothing larger than the codes may be in
-them. A warp waits for nobody else. Which channels operands take at a time, a plane of 16, only `channel_places` knows.
+Codes are multiplied where they lie, as those of keys are (`key_tiles`): the byte as it is, and below that with its
+upper codes masked. What a byte's lower codes add to sums of its upper ones is taken off in the end (`byte_sums`).
+Products add up over keys here, four to a register, so words of four neighbouring keys change bytes first.
 
-Codes of 3 bits are made whole before: a word of two low bits each and one of third bits at the same places become two
-words of codes in fields of four bits, with a stranger's bit in each that masks pass over.
+Weights times scales are integers of 15 bits (`warp_findings`). Their two bytes are columns of their own, so that sums
+are exact. Where query heads fill half of eight columns both are in these, and sums of several tiles stay integers.
 
-Scales and offsets of values fold into the weights, as in `coded_tiles`.
-
-Shape legend: T keys of a tile, X query rows, a multiple of 8; W words of a row of codes.
+Shape legend: T keys of a tile, X query rows, a multiple of 8; W words of a row of codes; Y columns of bytes: C of upper
+ones, and as many of lower ones. As in `key_tiles` a register of each lane is a tensor [8, 4], lane 4 r + q: columns of
+weights, and eighths of a row's words, are r; q has keys 4 q .. 4 q + 3 of each sixteen.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from decode_engine.kernels.coarse.warp.tiles.channel_places import (
-    apart,
     bits_of,
     channels_of,
+    first_channel,
     group_of,
     held_words,
-    key_registers,
-    low_bits,
     plane_count,
+    step_of,
     value_places,
     words_of,
 )
-
-_PRODUCT = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
-RESULT = gl.constexpr(_PRODUCT)
-LEFT = gl.constexpr(gl.DotOperandLayout(0, _PRODUCT, 2))
-RIGHT = gl.constexpr(gl.DotOperandLayout(1, _PRODUCT, 2))
-OF_KEYS = gl.constexpr(gl.SliceLayout(1, _PRODUCT))
-"""Of numbers of a tile's keys, [T], beside a result [T, X]."""
-OF_ROWS = gl.constexpr(gl.SliceLayout(0, _PRODUCT))
-"""Of numbers of query rows, [X], beside a result [T, X] or [16, X]."""
-
-_LEAST = 2.0**-24
-"""What the lowest bit of a float16 number stands for where all higher ones are 0."""
-_EITHER = "0xe4"
-"""Of `lop3`: bits of its first operand where the third has ones, and of the second one where it has none."""
+from decode_engine.kernels.coarse.warp.tiles.operands import OF_KEYS, RESULT
+from decode_engine.kernels.coarse.warp.tiles.registers import (
+    REGISTER,
+    level_codes,
+    level_mask,
+    registers,
+)
 
 
 @gluon.constexpr_function
-def codes_of(bits: int) -> int:
-    """In half a word."""
-    return int(16 // low_bits(bits))
+def key_bit(bit: int, T: int) -> list[int]:
+    """Basis of the rows of a tile as it lies (`key_of`) that differ in a bit of their key's number."""
+    inner = bits_of(T) - 3
+    return [8 << bit if bit < inner else 1 << (bit - inner), 0]
 
 
 @gluon.constexpr_function
-def _field(bits: int) -> int:
-    """Bits from a code to the next one that is masked in the same register."""
-    return 2 if bits == 2 else 4
-
-
-@gluon.constexpr_function
-def _reach(bits: int) -> int:
-    """Bits of a register's half in which codes are masked where they are: two of 4 bits, or five of 2 bits."""
-    return 8 if _field(bits) == 4 else 10
-
-
-@gluon.constexpr_function
-def _masked(bits: int, source: str, targets: range) -> str:
-    """PTX that makes pairs of numbers of all fields in both halves of a register."""
-    shift, lines = 0, []
-    for target, at in zip(targets, range(0, 16, _field(bits)), strict=True):
-        if at >= _reach(bits) and not shift:
-            shift = _reach(bits)
-            lines.append(f"shr.b32 t, {source}, {shift};")
-        mask = ((1 << bits) - 1) << (at - shift)
-        taken = "t" if shift else source
-        lines.append(f"and.b32 ${target}, {taken}, 0x{mask * 0x00010001:08x};")
-    return " ".join(lines)
-
-
-@gluon.constexpr_function
-def _numbers(bits: int, source: str, third: str, first: int) -> str:
-    """PTX that makes pairs of numbers of all codes in both halves of a register, in the order of their bits.
-
-    third: has third bits where the source has their codes' lowest ones.
-    """
-    codes = codes_of(bits)
-    if bits != 3:
-        return str(_masked(bits, source, range(first, first + codes)))
-    even = f"shl.b32 t, {third}, 2; lop3.b32 e, {source}, t, 0x33333333, {_EITHER};"
-    odd = f"shr.b32 t, {source}, 2; lop3.b32 o, t, {third}, 0x33333333, {_EITHER};"
-    evens, odds = (range(first + part, first + codes, 2) for part in range(2))
-    return f"{even} {_masked(bits, 'e', evens)} {odd} {_masked(bits, 'o', odds)}"
-
-
-@gluon.constexpr_function
-def _joined(lines: list[str]) -> str:
-    registers = "".join(f".reg .b32 {name}; " for name in "teoxy")
-    return f"{{ {registers}{' '.join(lines)} }}"
-
-
-@gluon.constexpr_function
-def unpack_values(BITS: int) -> str:
-    """PTX over the same word of two keys, and over those with its third bits."""
-    codes, lines = codes_of(BITS), []
-    words, thirds = ([f"${2 * codes + number}" for number in pair] for pair in ((0, 1), (2, 3)))
-    for half, selected in enumerate(("5410", "7632")):
-        lines.append(f"prmt.b32 x, {words[0]}, {words[1]}, 0x{selected};")
-        if BITS == 3:
-            lines.append(f"prmt.b32 y, {thirds[0]}, {thirds[1]}, 0x{selected};")
-        lines.append(_numbers(BITS, "x", "y", half * codes))
-    return str(_joined(lines))
-
-
-@gluon.constexpr_function
-def registers_of(BITS: int) -> str:
-    """Constraints of what unpacks."""
-    return str("=r," * (2 * codes_of(BITS)) + ("r,r,r,r" if BITS == 3 else "r,r"))
-
-
-@gluon.constexpr_function
-def exponent_of(plane: int, BITS: int) -> int:
-    """log2 of the f that codes of a plane are multiplied with."""
-    number = plane % codes_of(BITS)
-    at = (number // 2 if BITS == 3 else number) * _field(BITS)
-    return int(at if at < _reach(BITS) else at - _reach(BITS))
-
-
-@gluon.constexpr_function
-def unit_of(plane: int, BITS: int) -> float:
-    """What sums of a plane's codes are multiplied with."""
-    return float(2.0 ** -exponent_of(plane, BITS) / _LEAST)
-
-
-@gluon.constexpr_function
-def numbers_of(BITS: int) -> tuple[gl.dtype, ...]:
-    """Types of what unpacks."""
-    return tuple(gl.float16 for _ in range(2 * codes_of(BITS)))
-
-
-@gluon.constexpr_function
-def value_layout(T: int, DIM: int, BITS: int, KEYS_FIRST: bool) -> gl.DistributedLinearLayout:
-    """Of words of values as they come: a lane has the words of four keys that it needs, of each 8."""
+def value_layout(T: int, DIM: int, BITS: int) -> gl.DistributedLinearLayout:
+    """Of words of values as they come."""
     words, thirds = words_of(DIM, BITS), [] if BITS != 3 else [[0, words_of(DIM, BITS)]]
     own = [[0, 1 << bit] for bit in range(bits_of(words) - 3)]
-    lanes = [[2, 0], [4, 0], [0, words // 8], [0, words // 4], [0, words // 2]]
-    registers = [[1, 0], *own, *thirds] if KEYS_FIRST else [*own, *thirds, [1, 0]]
+    keys = [key_bit(bit, T) for bit in range(bits_of(T))]
+    lanes = [keys[2], keys[3], [0, words // 8], [0, words // 4], [0, words // 2]]
     held = held_words(DIM, BITS)
-    return gl.DistributedLinearLayout([*registers, *key_registers(T)], lanes, [], [], [T, held])
+    return gl.DistributedLinearLayout([*own, *thirds, *keys[:2], *keys[4:]], lanes, [], [], [T, held])
 
 
 @gluon.constexpr_function
-def without_thirds(layout: gl.DistributedLinearLayout) -> gl.DistributedLinearLayout:
-    """Of the first half of the words."""
-    rows, words = layout.shape
-    registers = [base for base in layout.reg_bases if base[1] != words // 2]
-    return gl.DistributedLinearLayout(registers, layout.lane_bases, [], [], [rows, words // 2])
+def weight_layout(T: int, Y: int) -> gl.DistributedLinearLayout:
+    """Of words of four keys' weights, by Y columns, [Y, T / 4]."""
+    own = [[0, 4 << bit] for bit in range(bits_of(T) - 4)]
+    own += [[8 << bit, 0] for bit in range(bits_of(Y) - 3)]
+    return gl.DistributedLinearLayout(own, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [], [], [Y, T // 4])
+
+
+@gluon.constexpr_function
+def source_of(plane: int, upper: int, DIM: int, BITS: int) -> tuple[int, int, int, int]:
+    """Where codes of a plane's first or last eight places are: in which of a lane's words, in which set of its codes,
+    in which byte, and at which level of it."""
+    places = value_places(DIM, BITS)
+    channel = first_channel(plane, places) + upper * step_of(3, places)
+    words = words_of(DIM, BITS)
+    code, byte = divmod(channel, 4 * words)
+    sets = len(level_codes(BITS)[0])
+    return byte // 4 % (words // 8), code % sets, byte % 4, code // sets
+
+
+@gluon.constexpr_function
+def first_level(level: int, BITS: int, GROUPS: int) -> int:
+    """The lowest level whose codes are of the same group of channels: of others weights differ."""
+    each: int = len(level_codes(BITS)) // GROUPS
+    return level // each * each
+
+
+@gluon.constexpr_function
+def value_mask(level: int, BITS: int, GROUPS: int) -> int:
+    """Of a word's bytes, from that level up to one."""
+    first = first_level(level, BITS, GROUPS)
+    mask: int = level_mask(BITS, level) & ~(level_mask(BITS, first - 1) if first > 0 else 0)
+    return mask
 
 
 @gluon.jit
-def unpacked(
-    words: gl.tensor,
-    T: gl.constexpr,
-    W: gl.constexpr,
-    BITS: gl.constexpr,
-    ASM: gl.constexpr,
-    LAYOUT: gl.constexpr,
-) -> gl.tensor:
-    """Numbers [T, W] of the codes at each bit of both halves of words, two neighbours' at a time.
-
-    words: as they come. LAYOUT: in which two are neighbours.
-    """
-    words = gl.convert_layout(words, LAYOUT)
-    if BITS == 3:
-        LOW: gl.constexpr = without_thirds(LAYOUT)
-        low, third = gl.split(gl.permute(gl.reshape(words, [T, 2, W]), [0, 2, 1]))
-        # The upper half of the words has its third bits one place above its codes'.
-        above = gl.arange(0, W, layout=gl.SliceLayout(0, LOW)) // (W // 2)
-        third = gl.convert_layout(third, LOW, assert_trivial=True) >> gl.expand_dims(above, 0)
-        sources = [gl.convert_layout(low, LOW, assert_trivial=True), third]
-    else:
-        sources = [words]
+def turned(words: gl.tensor) -> gl.tensor:
+    """Words of four keys as four words of the same bytes of each."""
     return gl.inline_asm_elementwise(
-        ASM, registers_of(BITS), sources, dtype=numbers_of(BITS), is_pure=True, pack=2
-    )
-
-
-@gluon.constexpr_function
-def by_words(lanes: list[int], words: int) -> list[int]:
-    """A shape of numbers with an axis for each bit of so many words of a lane."""
-    return [*lanes] + [2] * bits_of(words)
-
-
-@gluon.jit
-def value_planes(words: gl.tensor, T: gl.constexpr, DIM: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
-    """Codes of values, as words, by planes [16, T]."""
-    W: gl.constexpr = words_of(DIM, BITS)
-    OWN: gl.constexpr = W // 8
-    parts: gl.tensor = ()
-    numbers = unpacked(words, T, W, BITS, unpack_values(BITS), value_layout(T, DIM, BITS, True))
-    by_word: gl.tensor = ()
-    for part in gl.static_range(len(numbers)):
-        by_word += (apart(gl.reshape(numbers[part], by_words([T, 8], OWN)), OWN),)
-    for word in gl.static_range(OWN):
-        for part in gl.static_range(len(numbers)):
-            parts += (by_word[part][word],)
-    planes: gl.tensor = ()
-    for plane in gl.static_range(plane_count(DIM)):
-        both = gl.permute(gl.join(parts[plane], parts[plane + plane_count(DIM)]), [2, 1, 0])
-        planes += (gl.reshape(both, [16, T]),)
-    return planes
+        "{ .reg .b32 x; .reg .b32 y; .reg .b32 u; .reg .b32 v; "
+        "prmt.b32 x, $4, $5, 0x5140; prmt.b32 y, $4, $5, 0x7362; "
+        "prmt.b32 u, $6, $7, 0x5140; prmt.b32 v, $6, $7, 0x7362; "
+        "prmt.b32 $0, x, u, 0x5410; prmt.b32 $1, x, u, 0x7632; "
+        "prmt.b32 $2, y, v, 0x5410; prmt.b32 $3, y, v, 0x7632; }",
+        "=r,=r,=r,=r,r,r,r,r", [words[0], words[1], words[2], words[3]],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
-def as_right(weights: gl.tensor, T: gl.constexpr, X: gl.constexpr) -> gl.tensor:
-    """Weights [T, X] of 16 bits in a result's layout, as the right operand."""
-    blocks = gl.inline_asm_elementwise(
-        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
-        "=r,r",
-        [weights],
-        dtype=weights.dtype,
-        is_pure=True,
-        pack=2,
-    )
-    turned = gl.permute(gl.reshape(blocks, [T // 8, 8, X // 8, 8]), [0, 3, 2, 1])
-    return gl.convert_layout(gl.reshape(turned, [T, X]), RIGHT, assert_trivial=True)
+def bytes_of(words: gl.tensor, first: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
+    """Of four keys, by sets of codes: their words are those from `first` on, and behind them those with third bits."""
+    if BITS == 3:
+        r = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, REGISTER)), 1)
+        even: gl.tensor = ()
+        odd: gl.tensor = ()
+        for key in gl.static_range(4):
+            low = words[first + key]
+            # The upper half of the words has its third bits one place above its codes'.
+            third = words[first + 4 + key] >> (r // 4)
+            even += ((low & 0x33333333) | ((third << 2) & 0x44444444),)
+            odd += (((low >> 2) & 0x33333333) | (third & 0x44444444),)
+        return turned(even), turned(odd)
+    else:  # noqa: RET505 - the other branch is not compiled
+        return (turned((words[first], words[first + 1], words[first + 2], words[first + 3])),)
 
 
 @gluon.jit
-def no_values_yet(X: gl.constexpr, DIM: gl.constexpr) -> gl.tensor:
-    """Sums of planes [16, X], before the first tile."""
-    zero = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
-    sums: gl.tensor = ()
-    for _ in gl.static_range(plane_count(DIM)):
-        sums += (zero,)
+def value_sources(words: gl.tensor, T: gl.constexpr, DIM: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
+    """Words of values as registers of four keys each: by sixteens of keys, words of a lane, sets of codes and bytes."""
+    OWN: gl.constexpr = words_of(DIM, BITS) // 8
+    PARTS: gl.constexpr = 2 if BITS == 3 else 1
+    COUNT: gl.constexpr = T // 4 * OWN * PARTS
+    # By keys in their order: 4 q .. 4 q + 3 of each sixteen are lane q's.
+    by_keys = gl.permute(gl.reshape(words, [T // 8, 8, 8 * OWN * PARTS]), [1, 0, 2])
+    parts = gl.permute(gl.reshape(by_keys, [T // 16, 4, 4, PARTS, 8, OWN]), [4, 1, 0, 5, 3, 2])
+    own = registers(gl.reshape(parts, [8, 4, COUNT]), COUNT)
+    sources: gl.tensor = ()
+    for sixteen in gl.static_range(T // 16):
+        by_words: gl.tensor = ()
+        for word in gl.static_range(OWN):
+            by_words += (bytes_of(own, (sixteen * OWN + word) * PARTS * 4, BITS),)
+        sources += (by_words,)
+    return sources
+
+
+@gluon.jit
+def weight_words(words: gl.tensor, T: gl.constexpr, Y: gl.constexpr) -> gl.tensor:
+    """Words of weights as registers, by eights of columns and sixteens of keys."""
+    COUNT: gl.constexpr = Y // 8 * (T // 16)
+    parts = gl.permute(gl.reshape(words, [Y // 8, 8, T // 16, 4]), [1, 3, 0, 2])
+    return registers(gl.reshape(parts, [8, 4, COUNT]), COUNT)
+
+
+@gluon.jit
+def source_masked(
+    sources: gl.tensor,
+    plane: gl.constexpr,
+    upper: gl.constexpr,
+    DIM: gl.constexpr,
+    BITS: gl.constexpr,
+    GROUPS: gl.constexpr,
+) -> gl.tensor:
+    """Bytes of a plane's first or last eight places, of sixteen keys."""
+    SOURCE: gl.constexpr = source_of(plane, upper, DIM, BITS)
+    return sources[SOURCE[0]][SOURCE[1]][SOURCE[2]] & value_mask(SOURCE[3], BITS, GROUPS)
+
+
+@gluon.jit
+def multiply_plane(
+    sources: gl.tensor,
+    weights: gl.tensor,
+    first: gl.constexpr,
+    sums: gl.tensor,
+    plane: gl.constexpr,
+    T: gl.constexpr,
+    DIM: gl.constexpr,
+    BITS: gl.constexpr,
+    GROUPS: gl.constexpr,
+) -> gl.tensor:
+    """Adds products of a plane's bytes with eight columns of weights, from register `first` on."""
+    if T == 16:
+        sums = gl.inline_asm_elementwise(
+            "mma.sync.aligned.m16n8k16.row.col.s32.u8.u8.s32 {$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};",
+            "=r,=r,=r,=r,r,r,r,r,r,r,r",
+            [
+                source_masked(sources[0], plane, 0, DIM, BITS, GROUPS),
+                source_masked(sources[0], plane, 1, DIM, BITS, GROUPS),
+                weights[first], sums[0], sums[1], sums[2], sums[3],
+            ],
+            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        for step in gl.static_range(T // 32):
+            low, high = sources[2 * step], sources[2 * step + 1]
+            sums = gl.inline_asm_elementwise(
+                "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "
+                "{$10, $11, $12, $13};",
+                "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
+                [
+                    source_masked(low, plane, 0, DIM, BITS, GROUPS), source_masked(low, plane, 1, DIM, BITS, GROUPS),
+                    source_masked(high, plane, 0, DIM, BITS, GROUPS), source_masked(high, plane, 1, DIM, BITS, GROUPS),
+                    weights[first + 2 * step], weights[first + 2 * step + 1], sums[0], sums[1], sums[2], sums[3],
+                ],
+                dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+            )  # fmt: skip
     return sums
+
+
+@gluon.jit
+def add_plane(
+    before: gl.tensor,
+    sources: gl.tensor,
+    weights: gl.tensor,
+    unit: gl.tensor,
+    plane: gl.constexpr,
+    eight: gl.constexpr,
+    T: gl.constexpr,
+    DIM: gl.constexpr,
+    BITS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    Y: gl.constexpr,
+) -> gl.tensor:
+    """Adds to four sums of a plane, of the eight-th eight columns of query rows; each byte has its own columns."""
+    FIRST: gl.constexpr = (group_of(plane, DIM, BITS, GROUPS) * (Y // 8) + eight) * (T // 16)
+    LOWER: gl.constexpr = FIRST + Y // 16 * (T // 16)
+    zero = gl.full([8, 4], 0, gl.int32, layout=REGISTER)
+    upper = multiply_plane(sources, weights, FIRST, (zero, zero, zero, zero), plane, T, DIM, BITS, GROUPS)
+    shifted = (upper[0] << 8, upper[1] << 8, upper[2] << 8, upper[3] << 8)
+    found = multiply_plane(sources, weights, LOWER, shifted, plane, T, DIM, BITS, GROUPS)
+    more: gl.tensor = ()
+    for part in gl.static_range(4):
+        more += (before[part] + found[part].to(gl.float32) * unit,)
+    return more
+
+
+@gluon.jit
+def add_bytes(
+    pending: gl.tensor,
+    sources: gl.tensor,
+    weights: gl.tensor,
+    plane: gl.constexpr,
+    T: gl.constexpr,
+    DIM: gl.constexpr,
+    BITS: gl.constexpr,
+    GROUPS: gl.constexpr,
+) -> gl.tensor:
+    """Adds to four integers of a plane, where both bytes are in eight columns."""
+    FIRST: gl.constexpr = group_of(plane, DIM, BITS, GROUPS) * (T // 16)
+    return multiply_plane(sources, weights, FIRST, pending, plane, T, DIM, BITS, GROUPS)
 
 
 @gluon.jit
 def add_values(
     sums: gl.tensor,
+    pending: gl.tensor,
     words: gl.tensor,
     weights: gl.tensor,
+    unit: gl.tensor,
     T: gl.constexpr,
     DIM: gl.constexpr,
     BITS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    Y: gl.constexpr,
 ) -> gl.tensor:
-    """Adds values, as words, by weights for each group of channels, right operands [T, X]."""
-    planes = value_planes(words, T, DIM, BITS)
+    """Adds values, as words, by weights, words [GROUPS * Y, T / 4]; new sums, and what is pending.
+
+    unit: what 1 is among weights. Integers are pending where there are registers for them: one more tile adds at most
+    255 * 255 * T.
+    """
+    sources, own = value_sources(words, T, DIM, BITS), weight_words(weights, T, GROUPS * Y)
     new: gl.tensor = ()
     for plane in gl.static_range(plane_count(DIM)):
-        values = gl.convert_layout(planes[plane], LEFT, assert_trivial=True)
-        new += (mma_v2(values, weights[group_of(plane, DIM, BITS, len(weights))], sums[plane]),)
-    return new
+        if Y == 8:
+            new += (add_bytes(pending[plane], sources, own, plane, T, DIM, BITS, GROUPS),)
+        else:
+            for eight in gl.static_range(Y // 16):
+                before = sums[plane * (Y // 16) + eight]
+                new += (add_plane(before, sources, own, unit, plane, eight, T, DIM, BITS, GROUPS, Y),)
+    if Y == 8:
+        return sums, new
+    else:  # noqa: RET505 - the other branch is not compiled
+        return new, pending
 
 
 @gluon.jit
-def values_of(sums: gl.tensor, evens: gl.tensor, DIM: gl.constexpr, BITS: gl.constexpr) -> gl.tensor:
-    """Sums of values, by planes, of those of codes; evens: add to all channels of each group, [16, X] of equal rows."""
-    plain: gl.tensor = ()
-    for plane in gl.static_range(plane_count(DIM)):
-        even = gl.max(evens[group_of(plane, DIM, BITS, len(evens))], 0)
-        plain += (sums[plane] * unit_of(plane, BITS) + gl.expand_dims(even, 0),)
-    return plain
+def no_values_yet(X: gl.constexpr, DIM: gl.constexpr) -> gl.tensor:
+    """Sums of planes [16, X], before the first row."""
+    zero = gl.full([16, X], 0.0, gl.float32, layout=RESULT)
+    sums: gl.tensor = ()
+    for _ in gl.static_range(plane_count(DIM)):
+        sums += (zero,)
+    return sums
 
 
 @gluon.jit
