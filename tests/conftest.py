@@ -5,6 +5,7 @@ Also small launches for those that run them in its interpreter.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -18,12 +19,17 @@ from hypothesis import HealthCheck, settings
 import index_store  # noqa: F401 - before torch: it says that idle OpenMP threads sleep, and tests import torch first
 from tests.support.interpreter.products import round_sums_once
 from tests.support.interpreter.speed import patch_once
+from tests.support.interpreter.types import remember_types
+
+# Looking for cycles of objects takes time where there are a million, as in tests.
+gc.set_threshold(10_000)
 
 # Triton reads this once, when it is imported first: without a device its kernels run in its interpreter.
 if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if "TRITON_INTERPRET" in os.environ:
     patch_once()
+    remember_types()
     round_sums_once()
 
 # Tests start processes while clients and servers of others have run in this one. gRPC's own handling of forks ends some
@@ -112,7 +118,24 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def watched() -> Iterator[None]:
+def prefilled_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that have contexts prefilled by another one start no process for it, which takes seconds to import."""
+    from tests.support.serving.prefills import prefill_here
+
+    prefill_here(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def _left_alone() -> Iterator[None]:
+    """What there is when the first test of a module is watched is not looked through again by those that follow."""
+    from tests.support.interpreter.addresses import left_alone
+
+    with left_alone():
+        yield
+
+
+@pytest.fixture
+def watched(_left_alone: None) -> Iterator[None]:
     """Kernels in the interpreter come to no memory but that of tensors, or raise."""
     from tests.support.interpreter.addresses import watched_addresses
 

@@ -142,11 +142,20 @@ def test_a_wrong_configuration_is_refused_before_any_work(
         EvaluationConfig(Path("x"), **wrong)
 
 
+@pytest.mark.usefixtures("prefilled_here")
 def test_a_failed_prefill_is_quoted(tmp_path: Path) -> None:
     command = PrefillCommand("no-such-model", tmp_path / "store", ["csattention"])
     (tmp_path / "text").write_text("Some text.")
     with pytest.raises(PrefillFailedError, match="no-such-model"):
         command.run(tmp_path / "text", "name")
+
+
+def test_a_context_is_prefilled_by_a_process_of_its_own(tmp_path: Path) -> None:
+    model = write_model_folder(tmp_path / "model", "llama", head_dim=32)
+    (tmp_path / "text").write_text("Some text. " * 20)
+    report = PrefillCommand(str(model), tmp_path / "store", ["csattention"]).run(tmp_path / "text", "name")
+    (stored,) = Store(tmp_path / "store").list()
+    assert (report["id"], report["tokens"]) == (stored.id, stored.token_count)
 
 
 def test_progress_in_a_pipe_is_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +208,7 @@ READER = [
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prefilled_here")
 def test_evaluate_command_end_to_end(run: Run, tmp_path: Path) -> None:
     methods = "oracle,csattention,csattention+dropped,csattention-paper"
     arguments = [*READER, "--methods", methods, "--store", str(tmp_path / "store")]
@@ -254,6 +264,7 @@ def test_evaluate_command_end_to_end(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prefilled_here")
 def test_scores_do_not_depend_on_the_placement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With the CPU for a device, whose host is itself."""
     config = EvaluationConfig(
@@ -290,6 +301,7 @@ def test_scores_do_not_depend_on_the_placement(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prefilled_here")
 def test_a_folder_of_ones_own_is_evaluated_with_ones_own_texts(run: Run, tmp_path: Path) -> None:
     model = write_model_folder(tmp_path / "model", "qwen3", add_begin=True)
     novels = held_out_text()
@@ -337,6 +349,7 @@ def test_make_document_command(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prefilled_here")
 def test_contexts_that_share_text_are_one_draw(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text(held_out_text()[:3600])

@@ -53,6 +53,7 @@ def test_variants_are_there_twice() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prefilled_here")
 def test_the_cost_of_an_approximate_prefill_is_shown(run: Run, tmp_path: Path) -> None:  # noqa: F811
     attention = "muse:block=128,clusters=4"
     results = run(

@@ -27,7 +27,7 @@ class HeldMemory:
     """Memory of the tensors that there are, as ranges of addresses."""
 
     def __init__(self) -> None:
-        self._first = [ref(each) for each in _tensors()]
+        self._first = [*_LEFT_ALONE]
         self.look()
 
     def look(self) -> None:
@@ -61,6 +61,27 @@ class HeldMemory:
         return outside
 
 
+_LEFT_ALONE: list[ref[torch.Tensor]] = []
+"""Tensors that the garbage collector was told to leave alone."""
+
+
+@contextmanager
+def left_alone() -> Iterator[None]:
+    """Inside, looking for tensors passes over what is there already: a million objects.
+
+    Inside of itself, over what came since as well. Cycles of objects that were there go when the outermost one ends.
+    """
+    outermost = gc.get_freeze_count() == 0
+    _LEFT_ALONE.extend([ref(each) for each in _tensors()])
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if outermost:
+            gc.unfreeze()
+            _LEFT_ALONE.clear()
+
+
 def _tensors() -> list[torch.Tensor]:
     """Those that the garbage collector looks after: all but the ones that it was told to leave alone.
 
@@ -88,7 +109,7 @@ def watched_addresses() -> Iterator[None]:
     # Not above: triton reads where its kernels run when it is imported first.
     from triton.runtime import interpreter
 
-    memory, held = interpreter._interpreter, HeldMemory()
+    memory = interpreter._interpreter
     launch = interpreter.GridExecutor.__call__
 
     def look_and_launch(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -113,12 +134,10 @@ def watched_addresses() -> Iterator[None]:
 
     watching: dict[str, Any] = {each.__name__: each for each in (load, store, atomic_rmw, atomic_cas)}
     unwatched = {name: getattr(memory, name) for name in watching}
-    gc.freeze()  # so that looking again passes over what is there already: a million objects
     with (
+        left_alone(),
         patch.multiple(memory, **watching),
         patch.object(interpreter.GridExecutor, "__call__", look_and_launch),
     ):
-        try:
-            yield
-        finally:
-            gc.unfreeze()
+        held = HeldMemory()
+        yield

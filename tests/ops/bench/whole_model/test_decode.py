@@ -114,6 +114,7 @@ def test_every_method_has_its_line(lines: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prefilled_here")
 def test_a_trained_models_keys_and_queries(lines: Any) -> None:
     """Logits of captured steps are compared with those of the general path, which gets the same queries."""
     (full, refined), code = lines("full,refined:0.05", Placement.DEVICE, False, True)

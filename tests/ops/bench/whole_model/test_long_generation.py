@@ -19,6 +19,7 @@ def bench() -> ModuleType:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prefilled_here")
 def test_a_line_per_stretch_and_one_per_method(bench: ModuleType, run: Run, tmp_path: Path) -> None:
     options = {"tokens": 160, "stretch": 80, "observe": 20, "picture": False}
     methods = "pq:0.3,refined:1"
