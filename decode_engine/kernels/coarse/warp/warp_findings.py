@@ -27,7 +27,7 @@ _ROW_SHIFT, _TURN_SHIFT, _TURNS = (
 )
 _INFINITE = gl.constexpr(border.INFINITE)
 _MOST = gl.constexpr(32766.0)
-"""That weights are, in units: integers of 15 bits."""
+"""That weights are, in units: integers of 15 bits, also where they are rounded up."""
 _LEAST = gl.constexpr(1e-30)
 """Of units times 32768: where all scales are 0 nothing is divided by that."""
 _WHOLE = gl.constexpr(2.0**15)
@@ -112,8 +112,8 @@ def largest_of_all(bits: gl.tensor, heavy: gl.tensor, P: gl.constexpr) -> gl.ten
 
 @gluon.jit
 def unit_above(number: gl.tensor) -> gl.tensor:
-    """A power of two, of which a number is less than 32768."""
-    bits = gl.maximum(number, _LEAST).to(gl.int32, bitcast=True) & 0x7F800000
+    """A power of two, of which a number is at most _MOST."""
+    bits = gl.maximum(number * 1.001, _LEAST).to(gl.int32, bitcast=True) & 0x7F800000
     return (bits - (14 << 23)).to(gl.float32, bitcast=True)
 
 
@@ -145,8 +145,8 @@ def store_weights(
 
     ptr: to int8. weights: [T, P, C] float32; scales: float32, of the tiles' values, [T, P] for each group of channels.
     unit: what 1 was among weights of the tiles before; what it is now. It changes where weights would have more than 15
-    bits: before the first tile, and where scales are larger than they were. above: bits of a number
-    that weights are below, mostly.
+    bits: before the first tile, and where scales are larger than they were. above: bits of a number that weights are
+    below, mostly.
     """
     LAYOUT: gl.constexpr = bytes_layout(T, X, P)
     C: gl.constexpr = X // P
@@ -159,7 +159,7 @@ def store_weights(
         lanes = gl.maximum(lanes, largest_of_lanes(products[group], T, X, P))
     largest = largest_of_all(lanes, heavy, P)
     if largest > unit * _MOST:
-        bound = gl.where(above < _INFINITE, above, 0).to(gl.float32, bitcast=True)
+        bound = gl.where((above > 0) & (above < _INFINITE), above, 0).to(gl.float32, bitcast=True)
         at_most = largest
         for group in gl.static_range(len(scales)):
             by_lanes = largest_of_lanes(gl.expand_dims(scales[group], 2) + weights * 0.0, T, X, P)

@@ -72,3 +72,17 @@ def test_small_weights_are_rounded_evenly(tile: int, rows: int, together: int) -
     np.testing.assert_array_equal(np.unique(found), (np.arange(count) + 0.5) / count)
     for weight in (0.1, 0.5, 0.8, 3.3):
         assert abs(np.floor(weight + found).mean() - weight) <= 0.5 / count
+
+
+def test_weights_have_15_bits_in_a_unit_above_them() -> None:
+    """Also one that is just below a power of two, and is rounded up."""
+    below = np.nextafter(np.float32(2.0) ** np.arange(-60, 20, dtype=np.float32), np.float32(0))
+    numbers = np.concatenate([below, np.float32([0.0, 1e-38, 3.0, 2.5e-7])])
+    with interpreted(*WARP_MODULES):
+        for module in WARP_MODULES:
+            module.gl = Language((0, 0), (1, 1))
+        units = warp_findings.unit_above(Numbers(numbers)).array
+    assert (np.log2(units) % 1 == 0).all()
+    weights = numbers / units
+    assert weights.max() <= 32766
+    assert weights[numbers > 1e-30].min() > 2**14 - 20
