@@ -34,6 +34,7 @@ from decode_engine.kernels.coarse.warp.tiles.registers import (
     level_mask,
     registers,
     stacked,
+    whole_codes,
 )
 
 
@@ -96,8 +97,9 @@ def key_sources(words: gl.tensor, T: gl.constexpr, DIM: gl.constexpr, BITS: gl.c
                 low = own[eight * 2 * EACH + word]
                 # The upper half of the words has its third bits one place above its codes'.
                 third = own[(eight * 2 + 1) * EACH + word] >> (q // 2)
-                even += ((low & 0x33333333) | ((third << 2) & 0x44444444),)
-                odd += (((low >> 2) & 0x33333333) | (third & 0x44444444),)
+                both = whole_codes(low, third)
+                even += (both[0],)
+                odd += (both[1],)
             sources += ((even, odd),)
     else:
         parts = gl.permute(gl.reshape(words, [T // 8, 8, 4, EACH]), [1, 2, 0, 3])

@@ -76,6 +76,16 @@ def halved(numbers: gl.tensor, COUNT: gl.constexpr) -> gl.tensor:
 
 
 @gluon.jit
+def whole_codes(low: gl.tensor, third: gl.tensor) -> gl.tensor:
+    """Words of codes of 3 bits, in fields of 4: codes 0 and 2 of each byte of low bits, and codes 1 and 3.
+
+    low, third: words of two low bits each, and of third bits at the places of their codes' lowest.
+    """
+    even = (low & 0x33333333) | ((third << 2) & 0x44444444)
+    return even, ((low >> 2) & 0x33333333) | (third & 0x44444444)
+
+
+@gluon.jit
 def lanes(COUNT: gl.constexpr) -> gl.tensor:
     """r, q and the number of a register, each [8, 4, COUNT] int32 by broadcasting."""
     LAYOUT: gl.constexpr = register_layout(COUNT)

@@ -34,6 +34,7 @@ from decode_engine.kernels.coarse.warp.tiles.registers import (
     level_codes,
     level_mask,
     registers,
+    whole_codes,
 )
 
 
@@ -115,8 +116,9 @@ def bytes_of(words: gl.tensor, first: gl.constexpr, BITS: gl.constexpr) -> gl.te
             low = words[first + key]
             # The upper half of the words has its third bits one place above its codes'.
             third = words[first + 4 + key] >> (r // 4)
-            even += ((low & 0x33333333) | ((third << 2) & 0x44444444),)
-            odd += (((low >> 2) & 0x33333333) | (third & 0x44444444),)
+            both = whole_codes(low, third)
+            even += (both[0],)
+            odd += (both[1],)
         return turned(even), turned(odd)
     else:  # noqa: RET505 - the other branch is not compiled
         return (turned((words[first], words[first + 1], words[first + 2], words[first + 3])),)
