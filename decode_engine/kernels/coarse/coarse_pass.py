@@ -250,6 +250,7 @@ def weigh_keys(
     rows, segments = q_BHGD.shape[0] * sizes.kv_heads, lists.counts_RP.shape[1]
     pass_alone[(segments, rows)](
         *_found(q_BHGD, records_BF, work, lists),
+        work.cuts_RX,
         None if announcements is None else announcements.cells_QC,
         None if announcements is None else announcements.counts_X,
         sizes.head_dim**-0.5 * LOG2E,
@@ -312,7 +313,6 @@ def _found(q_BHGD: Tensor, records_BF: Tensor, work: CoarseWork, lists: KeyLists
         q_BHGD,
         records_BF,
         work.normalisers_RG,
-        work.cuts_RX,
         lists.ids_RPW,
         lists.counts_RP,
         work.weights_RSX,

@@ -148,10 +148,9 @@ def leave_weights(
     """Leaves weights [T, P, C] of those of P tiles whose values are read, in `ptrs`: to weights, and to tiles.
 
     left: how many tiles there were, what 1 was among their weights, and sums over what is read, [8, P, C]: of weights,
-    and of these times the offsets of each group of channels; what these are now. above: bits of
-    a number that weights are below, mostly. of_tiles:
-    the weight of each tile, [P], of which some is enough. begins: first key of each. steps: scales and offsets of the
-    values, as loaded.
+    and of these times the offsets of each group of channels; what these are now. of_tiles: the weight of each tile,
+    [P], of which some is enough. above: bits of a number that weights are below, mostly. begins: first key of each
+    tile. steps: scales and offsets of the values, as loaded.
     """
     weighed, unit, sums = left
     LAYOUT: gl.constexpr = scored_keys_layout(T, X, P)
@@ -209,13 +208,13 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     q_ptr: gl.tensor,
     records_ptr: gl.tensor,
     normalisers_ptr: gl.tensor,
-    cuts_ptr: gl.tensor,
     ids_ptr: gl.tensor,
     counts_ptr: gl.tensor,
     weights_ptr: gl.tensor,
     tiles_ptr: gl.tensor,
     weighed_ptr: gl.tensor,
     left_ptr: gl.tensor,
+    cuts_ptr: gl.tensor,
     cells_ptr: gl.tensor,
     told_ptr: gl.tensor,
     scale_log2: gl.tensor,

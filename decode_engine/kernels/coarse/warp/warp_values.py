@@ -319,7 +319,6 @@ def values_kernel(
     q_ptr: gl.tensor,
     records_ptr: gl.tensor,
     normalisers_ptr: gl.tensor,
-    cuts_ptr: gl.tensor,
     ids_ptr: gl.tensor,
     counts_ptr: gl.tensor,
     weights_ptr: gl.tensor,
