@@ -161,7 +161,7 @@ class PrefillConfig:
             raise InvalidArgumentError("--input and --messages are given, expected one of them")
         if not self.input and self.messages is None:
             raise InvalidArgumentError(
-                "no input: pass at least one file, or - for standard input, or --messages with a conversation"
+                "no input: pass --input FILE, or --input - for standard input, or --messages with a conversation"
             )
         if len(set(self.method)) != len(self.method):
             raise InvalidArgumentError(

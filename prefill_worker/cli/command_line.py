@@ -46,7 +46,9 @@ def _interruptible() -> Iterator[None]:
 @configured(RunConfig)
 def run(
     config: RunConfig,
-    more_inputs: Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="More text files.")] = None,
+    more_inputs: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILE", help="More files, after --input.")
+    ] = None,
     quiet: QuietOption = False,
     output: FormatOption = OutputFormat.TEXT,
 ) -> None:
