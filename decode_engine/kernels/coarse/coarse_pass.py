@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.attention.announcements import Announcements
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.online_softmax import LOG2E, tile_options
 from decode_engine.kernels.attention.partials import Partials
@@ -239,24 +238,18 @@ def weigh_keys(
     lists: KeyLists,
     *,
     weigh: bool = True,
-    announcements: Announcements | None = None,
 ) -> None:
     """As `list_keys`, for sizes in registers; leaves in `work` what `attend_others` has to know of all other keys.
 
     Right behind `find_cuts` on its stream: queries are read before that has ended, but not what came before it.
-    weigh: False where nobody is going to ask. announcements: get every key as it is listed, by as many programs as
-    there are segments of all rows.
+    weigh: False where nobody is going to ask.
     """
     rows, segments = q_BHGD.shape[0] * sizes.kv_heads, lists.counts_RP.shape[1]
     pass_alone[(segments, rows)](
         *_found(q_BHGD, records_BF, work, lists),
         work.cuts_RX,
-        None if announcements is None else announcements.cells_QC,
-        None if announcements is None else announcements.counts_X,
         sizes.head_dim**-0.5 * LOG2E,
         sizes.width(rows),
-        QUEUES=1 if announcements is None else announcements.queues,
-        CELLS=0 if announcements is None else announcements.cells,
         KEY_BITS=sizes.key_bits,
         VALUE_GROUPS=sizes.value_groups,
         WEIGH=weigh,

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode_engine.kernels.attention.announcements import READERS_OF_QUEUE
 from decode_engine.kernels.attention.online_softmax import HEAD_TILE
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK
@@ -88,11 +87,6 @@ class CoarseShape:
             )
 
     @property
-    def readers(self) -> int:
-        """Programs of one warp that bring rows beside a search which announces them: one for eleven of the search."""
-        return max(1, self.programs // 11) * READERS_OF_QUEUE
-
-    @property
     def sampled(self) -> int:
         """M: keys of a sample."""
         return self.samplers * self.runs * RUN
@@ -114,8 +108,7 @@ class CoarseSizes:
     key_bits, value_bits: 2, 3 or 4; of product codes 2 or 4. value_groups: of channels of a value with a scale and an
     offset each; 1 of product codes, which have neither. max_keys: the longest context of the batch. product: rows are
     product codes, which are multiplied as numbers, by kernels of several warps, whatever the shape says; otherwise
-    scalar ones. beside: programs of one warp that are to have room beside those which go over keys. Raises
-    InvalidArgumentError for sizes outside of what kernels can do.
+    scalar ones. Raises InvalidArgumentError for sizes outside of what kernels can do.
     """
 
     kv_heads: int
@@ -127,7 +120,6 @@ class CoarseSizes:
     max_keys: int
     shape: CoarseShape = CoarseShape()
     product: bool = False
-    beside: int = 0
 
     def __post_init__(self) -> None:
         refusal = refuse_sizes(self.group, self.head_dim, self.value_bits, self.value_groups, self.max_keys)
@@ -188,7 +180,7 @@ class CoarseSizes:
     def splits(self, rows: int) -> int:
         """S."""
         times = 4 if self.few_registers else 2 if self.in_registers else 1
-        return max(1, min(self.blocks, MAX_SPLITS, (self.shape.programs * times - self.beside) // rows))
+        return max(1, min(self.blocks, MAX_SPLITS, self.shape.programs * times // rows))
 
     def slots(self, rows: int) -> int:
         """That a launch fills which attends to everything."""

@@ -59,7 +59,6 @@ import torch
 import triton
 from torch import Tensor
 
-from decode_engine.kernels.attention.announcements import Announcements
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.launches import chained
 from decode_engine.kernels.slots.gather_rows import WORD, CopyShape, check_shape
@@ -120,7 +119,6 @@ def fetch_rows(
     shape: CopyShape | None = None,
     *,
     found_RX2: Tensor | None = None,
-    early: Announcements | None = None,
     heads: range | None = None,
 ) -> Tensor:
     """Brings rows that are attended into the slots of every session's cache; their locations, [R, N] int32.
@@ -129,9 +127,8 @@ def fetch_rows(
     row_bytes: of keys and values of one token and KV head. shape: of the programs that read host memory. Rows of
     sessions without a cache stay where they are, and so do misses beyond the room for them. found_RX2: [R, X, 2] int32,
     set to how many of a row's keys each of the X `find_programs` found in no slot, and in one, or that another session
-    brings into one. early: of rows that this step has brought already (`early_rows`), which the first of them counts
-    as found in none; their step ends. heads: of KV heads, those whose rows are brought, all by default; of the others
-    nothing is read or set. Fixed launches, which never wait for the device.
+    brings into one. heads: of KV heads, those whose rows are brought, all by default; of the others nothing is read or
+    set. Fixed launches, which never wait for the device.
     Raises InvalidArgumentError for shapes that do not fit.
     """
     rows, segments, width = lists.ids_RPW.shape
@@ -163,15 +160,12 @@ def fetch_rows(
         buffers.locations_RN,
         *misses,
         found_RX2,
-        None if early is None else early.brought_R,
-        None if early is None else early.counts_X,
         len(buffers.sources_C),
         width,
         room,
         **of_rows,
         **of_lists,
         ROW_BYTES=row_bytes,
-        QUEUES=1 if early is None else early.queues,
         SHARED=shared,
         **finding,
     )

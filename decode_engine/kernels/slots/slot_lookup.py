@@ -15,7 +15,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from decode_engine.kernels.attention.announcements import TURNS
 from decode_engine.kernels.attention.key_lists import (
     context_entries,
     listed_keys,
@@ -76,7 +75,6 @@ _ENTRY_BITS = tl.constexpr(ENTRY_BITS)
 _CLAIM_FIRST = tl.constexpr(CLAIM_FIRST)
 _LEFT = tl.constexpr(LEFT)
 _MARKED = tl.constexpr(MARKED)
-_TURNS = tl.constexpr(TURNS)
 
 
 @triton.jit
@@ -181,24 +179,8 @@ def list_misses(
     return missing.to(tl.int32) - listed, listed - fits.to(tl.int32)
 
 
-@triton.jit
-def end_early(
-    brought_ptr: tl.tensor, announced_ptr: tl.tensor, row: tl.tensor, QUEUES: tl.constexpr
-) -> tl.tensor:
-    """Rows that were in no slot when the step began, for a row's first program; ends the step of `announcements`."""
-    first = tl.program_id(0) == 0
-    brought = tl.load(brought_ptr + row, mask=first, other=0, cache_modifier=".cg")
-    tl.store(brought_ptr + row, 0, mask=first)
-    if first & (tl.program_id(1) == 0):
-        for place in range(QUEUES + 1):
-            tl.store(announced_ptr + place, 0)
-        steps_ptr = announced_ptr + QUEUES + 1
-        tl.store(steps_ptr, (tl.load(steps_ptr, cache_modifier=".cg") + 1) % _TURNS)
-    return brought
-
-
 @triton.jit(do_not_specialize=["misses_room", "width", "room"])
-def find_kernel(  # noqa: PLR0915 - what a program does stands in one place
+def find_kernel(
     records_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
@@ -210,8 +192,6 @@ def find_kernel(  # noqa: PLR0915 - what a program does stands in one place
     miss_entries_ptr: tl.tensor,
     miss_counts_ptr: tl.tensor,
     found_ptr: tl.tensor,
-    brought_ptr: tl.tensor,
-    announced_ptr: tl.tensor,
     misses_room: tl.tensor,
     width: tl.tensor,
     room: tl.tensor,
@@ -222,7 +202,6 @@ def find_kernel(  # noqa: PLR0915 - what a program does stands in one place
     SEGMENTS_TILE: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     TILE: tl.constexpr,
-    QUEUES: tl.constexpr,
     SHARED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
@@ -275,8 +254,6 @@ def find_kernel(  # noqa: PLR0915 - what a program does stands in one place
         reused += there.to(tl.int32) + left
     wanted = tl.sum(keys, 0)
     found = tl.sum(reused, 0)
-    if brought_ptr is not None:
-        found -= end_early(brought_ptr, announced_ptr, row, QUEUES)
     if found_ptr is not None:
         # Behind entries of -1 there may be no room for all keys: attention reads the others from host memory.
         beyond = tl.where(tl.program_id(0) == 0, listed + always - entries, 0)

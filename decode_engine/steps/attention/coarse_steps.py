@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.announcements import Announcements
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials
 from decode_engine.kernels.coarse.coarse_pass import attend_all, attend_others, list_keys, weigh_keys
@@ -22,16 +21,12 @@ from decode_engine.steps.attention.step_attention import KeySelection, StepPlan,
 from index_store.errors import MethodUnsupportedError
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.coarse_rows.parameters import CoarseParameters
-from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, value_groups
+from index_store.indexes.coarse_rows.scalars.scalar_rows import value_groups
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.store.description.dtypes import INT8
 from index_store.store.description.manifest import HIGH_PLANE, Manifest
 
-LEAST_BLOCKS = 4
-"""That a program of a search goes over where keys are announced: a shorter one has ended before rows are there."""
-_ANNOUNCED = 4096
-"""Keys of a row that there is room for while they wait to be brought: many times what steps usually list."""
 _SCALAR_ADDRESSES = {
     records.KEY_CODES: "key_codes",
     records.KEY_SCALES: "key_scales",
@@ -51,8 +46,7 @@ _PRODUCT_ADDRESSES = {
 class CoarseSelection(KeySelection):
     """Search by a coarse copy: a list for each program that goes over a part of it."""
 
-    def __init__(self, plan: StepPlan, *, announces: bool = False) -> None:
-        """announces: keys are announced as they are listed, by searches that take long enough, in registers."""
+    def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
         parameters, model = _parameters(plan.method), plan.model
         self.sizes = CoarseSizes(
@@ -66,22 +60,11 @@ class CoarseSelection(KeySelection):
             coarse_shape(plan.device, plan.max_keys),
             parameters.coding == "product",
         )
-        self.announcing = announces
-        self._queues: Announcements | None = None
-        accompanied = replace(self.sizes, beside=self.sizes.shape.readers)
-        if announces and self.sizes.in_registers and accompanied.width(plan.rows) >= LEAST_BLOCKS * BLOCK:
-            self.sizes = accompanied
-            self._queues = Announcements.allocate(plan.rows, _ANNOUNCED, accompanied.beside, plan.device)
         self.work = CoarseWork.make(self.sizes, plan.size, plan.device, attends=False)
         self.lists = KeyLists.allocate(
             plan.rows, self.sizes.splits(plan.rows), self.sizes.width(plan.rows), plan.device
         )
         self._partials: Partials | None = None
-
-    @property
-    def announcements(self) -> Announcements | None:
-        """Where keys are announced as `select` lists them; None while nobody asked for that."""
-        return self._queues if self.announcing else None
 
     @property
     def attends_alone(self) -> bool:
@@ -136,15 +119,8 @@ class CoarseSelection(KeySelection):
     def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
         find_cuts(q_BHGD, records_BF, self.sizes, self.work)
         if self.sizes.in_registers:
-            weigh_keys(
-                q_BHGD,
-                records_BF,
-                self.sizes,
-                self.work,
-                self.lists,
-                weigh=self._partials is not None,
-                announcements=self.announcements,
-            )
+            weigh = self._partials is not None
+            weigh_keys(q_BHGD, records_BF, self.sizes, self.work, self.lists, weigh=weigh)
         else:
             list_keys(q_BHGD, records_BF, self.sizes, self.work, self.lists, self._partials)
         return self.lists

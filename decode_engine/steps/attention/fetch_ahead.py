@@ -16,15 +16,10 @@ heads per KV head, d head dim, F fields of a record, X programs that look keys u
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
-from decode_engine.kernels.attention.announcements import Announcements
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.slots.early_rows import bring_early
 from decode_engine.kernels.slots.gather_rows import CopyShape
 from decode_engine.kernels.slots.slot_fetch import FetchBuffers, fetch_rows, find_programs
 from decode_engine.steps.attention.listed_steps import joined_lists
@@ -44,29 +39,6 @@ class RowFetch:
         self._buffers = FetchBuffers.allocate(plan.rows, plan.max_keys, plan.device)
         found = (plan.model.layers, plan.rows, find_programs(plan.rows, plan.max_keys), 2)
         self.found_LRX2 = torch.zeros(found, dtype=torch.int32, device=plan.device)
-        self._early: Announcements | None = None
-        self._side = SideStream(plan.device)
-
-    @contextmanager
-    def beside(
-        self, records_BF: Tensor, announcements: Announcements | None, searchers: int
-    ) -> Iterator[None]:
-        """Inside runs the search for a layer, by so many programs: what it announces is brought meanwhile.
-
-        Before the layer's `fetch`. Without announcements everything is left to that.
-        """
-        self._early = announcements
-        beside = announcements is not None and self._side.beside
-        if announcements is not None and beside:
-            with self._side.follow():
-                bring_early(records_BF, announcements, self._row_bytes, searchers)
-        try:
-            yield
-        finally:
-            if beside:
-                self._side.join()
-        if announcements is not None and not beside:
-            bring_early(records_BF, announcements, self._row_bytes, searchers)
 
     def fetch(
         self, layer: int, records_BF: Tensor, lists: KeyLists, joined_RN: Tensor, heads: range | None = None
@@ -80,7 +52,6 @@ class RowFetch:
             self._row_bytes,
             self.copy_shape,
             found_RX2=self.found_LRX2[layer],
-            early=self._early,
             heads=heads,
         )
 

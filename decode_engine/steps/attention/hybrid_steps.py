@@ -16,11 +16,9 @@ from torch import Tensor
 
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.slots.slot_cache import SlotCache
-from decode_engine.steps.attention.coarse_steps import CoarseSelection
 from decode_engine.steps.attention.fetch_ahead import FetchAhead, RowFetch
 from decode_engine.steps.attention.listed_steps import ListedSteps
-from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
-from decode_engine.steps.attention.step_batch import kept_count
+from decode_engine.steps.attention.step_attention import StepPlan
 from index_store.errors import InvalidArgumentError
 from index_store.memory.host_memory import is_readable
 from index_store.memory.placement import slots_per_head
@@ -40,21 +38,11 @@ class HybridSteps(ListedSteps):
 
     joins_lookups: ClassVar[bool] = False  # the remainder's hides behind the fetch
     rows_in_place: ClassVar[bool] = False
-    least_early: ClassVar[int] = 2**20
-    """Bytes of rows that a layer's searches list, from which on these are brought while the searches still run."""
 
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
         self.rows = RowFetch(plan)
         self._ahead: FetchAhead | None = None
-
-    def make_selection(self, kind: type[KeySelection]) -> KeySelection:
-        if not issubclass(kind, CoarseSelection):
-            return super().make_selection(kind)
-        plan = self.plan
-        wanted = plan.rows * kept_count(plan.method, plan.max_keys) * plan.row_bytes
-        # Steps of several lanes fetch while others search, anyway.
-        return kind(plan, announces=plan.lane.turn_1 is None and wanted >= self.least_early)
 
     @classmethod
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
@@ -82,13 +70,7 @@ class HybridSteps(ListedSteps):
         self._ahead.expect(layer, q_BHGD, records_BF)
 
     def find(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> tuple[KeyLists, Tensor | None]:
-        announcements, search = None, self.selection
-        if isinstance(search, CoarseSelection):
-            # What was foretold is in slots, or on its way.
-            search.announcing = self._ahead is None
-            announcements = search.announcements
-        with self.rows.beside(records_BF, announcements, search.lists.counts_RP.numel()):
-            lists = self.search(layer, q_BHGD, records_BF)
+        lists = self.search(layer, q_BHGD, records_BF)
         if self._ahead is not None:
             self._ahead.wait()
             self._ahead.search()

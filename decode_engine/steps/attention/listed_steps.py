@@ -82,7 +82,7 @@ class ListedSteps(StepAttention):
 
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
-        self.selection = self.make_selection(self._selection_type(plan.method))
+        self.selection = self._selection_type(plan.method)(plan)
         sharing = self._sharing_search()
         self._remainder = None if plan.method.drops_remainder else self._make_remainder(sharing is not None)
         in_place = sharing if self.rows_in_place and not plan.planes else None
@@ -99,10 +99,6 @@ class ListedSteps(StepAttention):
         kept = (plan.model.layers, plan.rows, programs)
         self._kept_LRX = torch.zeros(kept, dtype=torch.int32, device=plan.device)
         self._side = SideStream(plan.device)
-
-    def make_selection(self, kind: type[KeySelection]) -> KeySelection:
-        """The search of that kind."""
-        return kind(self.plan)
 
     @classmethod
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:

@@ -15,16 +15,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from decode_engine.kernels import border
-from decode_engine.kernels.attention import announcements
 from decode_engine.kernels.coarse.warp.tiles.channel_places import bits_of
 from decode_engine.kernels.coarse.warp.tiles.key_tiles import key_of
 from decode_engine.kernels.coarse.warp.warp_scores import scored_keys_layout
 
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 """Of numbers that come a lane each."""
-_ROW_SHIFT, _TURN_SHIFT, _TURNS = (
-    gl.constexpr(each) for each in (announcements.ROW_SHIFT, announcements.TURN_SHIFT, announcements.TURNS)
-)
 _INFINITE = gl.constexpr(border.INFINITE)
 _MOST = gl.constexpr(32766.0)
 """That weights are, in units: integers of 15 bits, also where they are rounded up."""
@@ -295,21 +291,11 @@ def list_keys(
     count: gl.tensor,
     kept: gl.tensor,
     key: gl.tensor,
-    tile: gl.tensor,
-    row: gl.tensor,
-    queues: gl.tensor,
     T: gl.constexpr,
     X: gl.constexpr,
     P: gl.constexpr,
-    HEADS: gl.constexpr,
-    QUEUES: gl.constexpr,
-    CELLS: gl.constexpr,
 ) -> gl.tensor:
-    """Appends those of P tiles' keys that are kept (int32, 0 or 1) to a list, ascending; the new count, [8, P] of one.
-
-    CELLS: of each of the QUEUES in which they are announced as well (`announcements`), 0 for none. queues: pointers to
-    cells and counts. tile: the first one's first key.
-    """
+    """Appends P tiles' keys that are kept (int32, 0 or 1) to a list, ascending; the new count, [8, P] of one."""
     LAYOUT: gl.constexpr = scored_keys_layout(8, X, P)
     marks, ids = by_registers(kept, T, X, P), by_registers(key, T, X, P)
     half = gl.expand_dims(gl.arange(0, P, layout=gl.SliceLayout(0, LAYOUT)), 0)
@@ -323,17 +309,7 @@ def list_keys(
         total += counted(votes)
         if P == 2:
             place += gl.where((lane & 2) > 0, counted(votes & 0x11111111), 0)
-    if CELLS > 0:
-        # What is listed lies together: neighbouring results announce to different queues.
-        queue = (tile // (P * T) + row % HEADS * (QUEUES // HEADS)) % QUEUES
-        ahead = gl.atomic_add(queues[1] + queue, one_of(total - count), sem="relaxed") - count
-        cells_ptr = queues[0] + queue * CELLS
-        turn = gl.load(queues[1] + (QUEUES + 1)) % _TURNS + 1
-        upper = ((turn << (_TURN_SHIFT - _ROW_SHIFT)) + row).to(gl.int64) << _ROW_SHIFT
     for part in gl.static_range(T // 8):
         gl.store(ids_ptr + place, ids[part], mask=marks[part] > 0)
-        if CELLS > 0:
-            cell = cells_ptr + ((place + ahead) & (CELLS - 1))
-            gl.store(cell, upper + (ids[part] + 1).to(gl.int64), mask=marks[part] > 0)
         place += marks[part]
     return total

@@ -33,7 +33,6 @@ from decode_engine.kernels.coarse.warp.warp_records import (
     prefetch_value_steps,
     value_steps,
     wait_alone,
-    wait_for_lanes,
 )
 from decode_engine.kernels.coarse.warp.warp_rings import (
     copy_tile,
@@ -215,8 +214,6 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     weighed_ptr: gl.tensor,
     left_ptr: gl.tensor,
     cuts_ptr: gl.tensor,
-    cells_ptr: gl.tensor,
-    told_ptr: gl.tensor,
     scale_log2: gl.tensor,
     width: gl.tensor,
     HEADS: gl.constexpr,
@@ -229,8 +226,6 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     WEIGH: gl.constexpr,
     AHEAD: gl.constexpr,
     EARLY: gl.constexpr,
-    QUEUES: gl.constexpr,
-    CELLS: gl.constexpr,
     CHAINED: gl.constexpr,
 ) -> None:
     """Program (split, row): a share of the row's blocks. Lists the keys that are kept.
@@ -238,7 +233,7 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
     WEIGH: leaves the weights of the others, which tiles they are of, and what needs no values. AHEAD: tiles of
     keys that are on their way. A program scores its first block while the launches before still look for the cut, and
     EARLY more come into the second-level cache meanwhile. What these launches do not write, and what was there before
-    they began, may be read. CELLS: of each of the QUEUES in which kept keys are announced at once, 0 for none.
+    they began, may be read.
     """
     TILES: gl.constexpr = _BLOCK // TILE
     P: gl.constexpr = tiles_together(X, GROUP)
@@ -313,10 +308,7 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
                     from_on = gl.maximum(first, tile + part_of_keys * TILE)
                     searched = (key >= gl.expand_dims(from_on, 0)) & (key < end)
                     kept = kept_keys(together, key, head, searched, least, above, draws)
-                    count = list_keys(
-                        ids_ptr + place * width, count, kept, key, tile, row,
-                        (cells_ptr, told_ptr), TILE, X, P, HEADS, QUEUES, CELLS,
-                    )  # fmt: skip
+                    count = list_keys(ids_ptr + place * width, count, kept, key, TILE, X, P)
                     weights = gl.where(gl.expand_dims(searched & (kept == 0), 2), weights, 0.0)
                 if WEIGH:
                     left = leave_weights(
@@ -337,9 +329,6 @@ def pass_kernel(  # noqa: PLR0912, PLR0915 - what a program does stands in one p
         wait_alone(CHAINED)
         let_next_begin(CHAINED)
     gl.store(counts_ptr + place, one_of(count))
-    if CELLS > 0:
-        wait_for_lanes()  # what all lanes have announced is there for those who see this
-        gl.atomic_add(told_ptr + QUEUES, 1, sem="release")
     if WEIGH:
         gl.store(weighed_ptr + place, left[0])
         store_left(left_ptr + place * ((1 + VALUE_GROUPS) * GROUP), left[2], X, GROUP, P)

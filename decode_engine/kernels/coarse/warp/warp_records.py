@@ -41,14 +41,6 @@ def let_next_begin(CHAINED: gl.constexpr) -> None:
 
 
 @gluon.jit
-def wait_for_lanes() -> None:
-    """What a program's lanes have written is there for all of them."""
-    gl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def number(records_ptr: gl.tensor, b: gl.tensor, FIELD: gl.constexpr) -> gl.tensor:
     return gl.load(records_ptr + b * _FIELDS + FIELD)
 

@@ -28,15 +28,14 @@ _TYPES = {
     "counts_ptr": "*i32", "normalisers_ptr": "*fp32", "sums_ptr": "*fp32", "peaks_ptr": "*fp32",
     "totals_ptr": "*fp32", "sampled_ptr": "*fp32", "scale_log2": "fp32", "width": "i32",
     "slots": "i32", "segments": "i32", "shares": "i32", "weights_ptr": "*i32", "left_ptr": "*fp32", "tiles_ptr": "*i32",
-    "weighed_ptr": "*i32", "cells_ptr": "*i64", "told_ptr": "*i32",
+    "weighed_ptr": "*i32",
 }  # fmt: skip
-_COMMON = {"HEADS": 8, "EARLY": 1, "SEGMENTS": 256, "QUEUES": 48, "CELLS": 0, "CHAINED": True}
+_COMMON = {"HEADS": 8, "EARLY": 1, "SEGMENTS": 256, "CHAINED": True}
 _SIZES = {
     "weigh": (
         (4, 128, 4, 4), (4, 128, 3, 3), (4, 128, 2, 2), (8, 128, 4, 4), (4, 64, 4, 4), (16, 128, 3, 4), (16, 64, 4, 4),
         (8, 256, 4, 4), (8, 256, 2, 2),
     ),
-    "announce": ((4, 128, 4, 4), (4, 128, 2, 2), (8, 128, 3, 3), (4, 64, 4, 4), (8, 256, 4, 4)),
     "list": ((4, 128, 4, 4), (16, 128, 3, 3), (8, 256, 4, 4)),
     "values": ((4, 128, 4, 2), (4, 128, 2, 3), (4, 64, 4, 4), (8, 256, 3, 3)),
     "everything": (
@@ -72,10 +71,9 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
                     {"num_warps": 1},
                 )
             else:
-                of_keys = kind in ("weigh", "announce", "list")
+                of_keys = kind in ("weigh", "list")
                 kernel = warp_pass.pass_kernel if of_keys else warp_values.values_kernel
                 constants |= {"TILE": layer.tile, "WEIGH": kind != "list", "EXACT": kind == "everything"}
-                constants["CELLS"] = 512 if kind == "announce" else 0
                 constants["AHEAD"] = layer.shape.ahead if of_keys else layer.shape.values_ahead
                 yield (
                     f"{kind}-{group}-{head_dim}-{key_bits}-{value_bits}",

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode_engine.kernels.attention.announcements import ROW_SHIFT, TURN_SHIFT, TURNS, Announcements
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.clusters.reference import ListedSequence
 from decode_engine.kernels.records import records_of
-from decode_engine.kernels.slots.early_rows import bring_early
 from decode_engine.kernels.slots.gather_rows import CopyShape
 from decode_engine.kernels.slots.slot_cache import DONE, HASH, OTHER_HASH, WAYS, RowCounts, SlotCache
 from decode_engine.kernels.slots.slot_fetch import FetchBuffers, fetch_rows, find_programs
@@ -73,9 +71,7 @@ class Steps:
         segments: int = 3,
         shape: CopyShape | None = None,
         device: str = "cpu",
-        queues: int = 0,
     ) -> None:
-        """queues: in which keys are announced, and brought before the fetch, 0 for none."""
         if shape is None and device == "cpu":
             shape = CopyShape(programs=5)  # the interpreter runs them one by one
         self.size, self.heads, self.keys, self.shape, self.device = size, heads, keys, shape, device
@@ -89,7 +85,6 @@ class Steps:
             of_misses.fill_(2**30)
         found = (rows, find_programs(rows, keys), 2)
         self.found_RX2 = torch.full(found, -1, dtype=torch.int32, device=device)
-        self.announcements = Announcements.allocate(rows, 64, 4 * queues, device) if queues else None
 
     def records(self, sessions: Sequence[CachedSequence | None]) -> Tensor:
         found = records_of([None if s is None else s.sequence for s in sessions], "cpu")
@@ -120,10 +115,7 @@ class Steps:
     ) -> list[list[dict[int, int]]]:
         """Locations of every session's and KV head's keys, -1 for those at their own address."""
         row_bytes, records_BF = _row_bytes(sessions), self.records(sessions)
-        lists, announcements = self.lists(wanted), self.announcements
-        if announcements is not None:
-            searchers = self.announce(wanted)
-            bring_early(records_BF, announcements, row_bytes, searchers)
+        lists = self.lists(wanted)
         found = fetch_rows(
             records_BF,
             lists,
@@ -132,7 +124,6 @@ class Steps:
             row_bytes,
             self.shape,
             found_RX2=self.found_RX2,
-            early=announcements,
         ).cpu()
         joined, located = self.joined_RN.cpu(), []
         for b, session in enumerate(sessions):
@@ -146,24 +137,6 @@ class Steps:
                 assert all(place == -1 for id_, place in zip(ids, places, strict=True) if id_ < 0)
                 located[b].append({id_: place for id_, place in zip(ids, places, strict=True) if id_ >= 0})
         return located
-
-    def announce(self, wanted: Sequence[Sequence[Sequence[int]]], ended: int = 7) -> int:
-        """As a search by so many programs does that has ended: all keys of a KV head to one queue."""
-        assert self.announcements is not None
-        cells_QC, counts = self.announcements.cells_QC.cpu(), self.announcements.counts_X.cpu()
-        step = int(counts[-1]) % TURNS + 1
-        for b, of_heads in enumerate(wanted):
-            for head, ids in enumerate(of_heads):
-                queue = head % len(cells_QC)
-                for key in ids:
-                    at = int(counts[queue]) % self.announcements.cells
-                    row = b * self.heads + head
-                    cells_QC[queue, at] = (step << TURN_SHIFT) + (row << ROW_SHIFT) + key + 1
-                    counts[queue] += 1
-        counts[-2] += ended
-        self.announcements.cells_QC.copy_(cells_QC)
-        self.announcements.counts_X.copy_(counts)
-        return ended
 
     def check(
         self, sessions: Sequence[CachedSequence | None], wanted: Sequence[Sequence[Sequence[int]]]

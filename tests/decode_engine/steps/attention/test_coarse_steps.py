@@ -5,7 +5,6 @@ Without a CUDA device the kernels run in Triton's interpreter.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import pytest
@@ -33,8 +32,6 @@ from index_store.methods.presets import get_method
 from index_store.selection.budgets import Ratio, TokenCount
 from index_store.selection.mass import Mass
 from index_store.store.description.context_id import ModelIdentity
-from tests.support.warps.warp_launches import interpreted
-from tests.support.warps.warp_modules import WARP_MODULES
 
 H, SIZE = 2, 3
 SHAPES = ((3, 64), (16, 64), (9, 256))
@@ -207,48 +204,6 @@ def test_hybrid_equals_device(expression: str, shape: tuple[int, int]) -> None:
     fetched = hybrid.batch.fetched_B2()
     assert fetched is not None
     assert fetched.sum() > 0
-
-
-@pytest.mark.parametrize("shape", SHAPES[:2])
-@pytest.mark.parametrize("expression", ["refined", "refined+dropped"])
-def test_rows_that_come_while_a_search_runs_change_no_bit(
-    expression: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is attended to, and what is counted as fetched: as many as without; a second step finds rows in slots."""
-    method, small = (
-        method_of(expression, Ratio(0.1)),
-        CoarseShape(programs=22, registers=True, samplers=8, runs=4),
-    )
-    monkeypatch.setattr(coarse_steps, "coarse_shape", lambda *_: small)
-    monkeypatch.setattr(coarse_steps, "LEAST_BLOCKS", 1)
-    monkeypatch.setattr(HybridSteps, "least_early", 0)
-    with nullcontext() if DEVICE == "cuda" else interpreted(*WARP_MODULES):
-        early = run(method, HybridSteps, Placement.HYBRID, shape)
-        counted = early.batch.fetched_B2()
-        queries = torch.zeros(SIZE, H, *shape, device=DEVICE)
-        for row, observed in enumerate(early.observations):
-            queries[row] = observed.q_HTGD[:, 0] * shape[1] ** 0.5
-        early.attention.attend(1, queries.to(DTYPE), early.batch._records_LBF[1])
-        again = early.batch.fetched_B2()
-        with monkeypatch.context() as patch:
-            patch.setattr(HybridSteps, "make_selection", ListedSteps.make_selection)
-            late = run(method, HybridSteps, Placement.HYBRID, shape)
-    announcing = early.attention.selection
-    assert isinstance(announcing, CoarseSelection)
-    assert announcing.announcements is not None
-    assert int((announcing.announcements.cells_QC != 0).sum()) > 20
-    assert announcing.announcements.counts_X[-1] == 2
-    assert isinstance(late.attention.selection, CoarseSelection)
-    assert late.attention.selection.announcements is None
-    assert torch.equal(early.out_BHGD, late.out_BHGD)
-    assert counted is not None
-    assert again is not None
-    late_B2 = late.batch.fetched_B2()
-    assert late_B2 is not None
-    assert torch.equal(counted, late_B2)
-    assert (counted[: len(LENGTHS), 0] > 0).all()
-    assert (again[: len(LENGTHS), 1] > 0).all()
-    assert torch.equal(again.sum(1), counted.sum(1))
 
 
 def test_a_budget_of_everything_is_dense_attention() -> None:
