@@ -114,7 +114,6 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if "TRITON_INTERPRET" in os.environ:  # on a GPU as many race as where contexts are served
         fetch = CopyShape(programs=5)  # beside three that claim slots; many rows take several rounds
         monkeypatch.setattr("decode_engine.kernels.slots.slot_fetch._FETCH", fetch)
-        monkeypatch.setattr("decode_engine.steps.attention.fetch_ahead.FetchAhead.copy_shape", fetch)
 
 
 @pytest.fixture

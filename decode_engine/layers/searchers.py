@@ -1,4 +1,4 @@
-"""When a searching layer searches, and with which queries: for each position, a layer ahead, or for steps to come.
+"""When a searching layer searches, and with which queries: for each position, or for steps to come.
 
 Shape legend: H KV heads, T query positions, G group heads, K kept keys, d head dim.
 """
@@ -84,23 +84,6 @@ class Correction:
         )
 
 
-class AheadOfLayer:
-    """Searches with the queries that the layer before foretold, the first of which is at `position`."""
-
-    def __init__(self, predicted_HTGD: Tensor, position: int, correction: Correction) -> None:
-        self._predicted_HTGD = predicted_HTGD
-        self._position = position
-        self._correction = correction
-
-    def search_end(self, position: int, usual: int) -> int:
-        return usual
-
-    def choose(self, q_HTGD: Tensor, position: int, usual: int, search: Search) -> MadeSelection:
-        first = position - self._position
-        made = search(self._predicted_HTGD[:, first : first + q_HTGD.shape[1]], usual)
-        return self._correction.apply(q_HTGD, replace(made, pieces=None), search)
-
-
 class AcrossSteps:
     """Decode steps that use selections of earlier ones: for a period, or of the step before with a lag.
 
@@ -145,20 +128,16 @@ class Searchers:
     """The searchers of one layer of one session."""
 
     def __init__(self, schedule: Schedule, figures: Figures) -> None:
-        self._ahead = schedule.ahead
-        self._correction = Correction(schedule.correct_below, figures)
         self._prompts: Searcher = EachPosition()
-        self._across = AcrossSteps(schedule, self._correction)
+        self._across = AcrossSteps(schedule, Correction(schedule.correct_below, figures))
         self._steps = self._across if schedule.by_step else self._prompts
 
     def adopt(self, other: Searchers) -> None:
         """Goes on, by itself, where another session's layer is."""
         self._across.adopt(other._across)
 
-    def choose(self, position: int, positions: int, predicted_HTGD: Tensor | None) -> Searcher:
-        """What searches for so many positions; one alone is a decode step. predicted_HTGD: their queries, foretold."""
-        if self._ahead and predicted_HTGD is not None:
-            return AheadOfLayer(predicted_HTGD, position, self._correction)
+    def choose(self, positions: int) -> Searcher:
+        """What searches for so many positions; one alone is a decode step."""
         return self._steps if positions == 1 else self._prompts
 
 

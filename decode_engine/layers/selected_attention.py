@@ -149,7 +149,7 @@ def attends_together(
         and method.remainder is COARSE
         and method.budget is not None
         and not method.budget.needs_exact
-        and not (method.schedule.ahead or method.schedule.by_step)
+        and not method.schedule.by_step
         and form.cap is None
     )
 

@@ -130,21 +130,19 @@ class SparseLayer:
         keys_HTD: Tensor,
         values_HTD: Tensor,
         position: int,
-        predicted_HTGD: Tensor | None = None,
         *,
         shared: bool = False,
     ) -> Tensor:
         """Adds T new keys at `position`.. and returns attention out [H, T, G, d] float32 for their queries.
 
-        Queries are float32 and scaled by 1/sqrt(d). predicted_HTGD: the same queries as the layer before foretold them,
-        if it did. shared: of a prompt, whose positions share one selection.
+        Queries are float32 and scaled by 1/sqrt(d). shared: of a prompt, whose positions share one selection.
         """
         if self.sharing is not None and q_HTGD.shape[1] == 1:
             return attend_sparse_together([(self, q_HTGD, keys_HTD, values_HTD, position)])[0]
         self.tail.write(position - self.context_HN2D.shape[1], keys_HTD, values_HTD)
         if shared and q_HTGD.shape[1] > 1:
             return self._attend_shared(q_HTGD, position)
-        searcher = self._searchers.choose(position, q_HTGD.shape[1], predicted_HTGD)
+        searcher = self._searchers.choose(q_HTGD.shape[1])
         return self._attend_all(q_HTGD, position, searcher)
 
     def ask(self, q_H1GD: Tensor, keys_H1D: Tensor, values_H1D: Tensor, position: int) -> Asked:

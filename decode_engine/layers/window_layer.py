@@ -62,7 +62,6 @@ class WindowLayer:
         keys_HTD: Tensor,
         values_HTD: Tensor,
         position: int,
-        predicted_HTGD: Tensor | None = None,
         *,
         shared: bool = False,
     ) -> Tensor:

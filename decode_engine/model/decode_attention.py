@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from decode_engine.layers.dense_layer import DenseLayer, attend_dense_together
@@ -35,15 +34,13 @@ class DecodeStep:
     """The sessions of one forward: their tokens are one sequence, one behind the other, or a row each (`packed`).
 
     counts: how many tokens each has. exact: every layer attends to everything, whatever the sessions' methods. shared:
-    the positions of a session share one selection in every layer. predicted: queries by layer, filled while the forward
-    runs (`layer_ahead.predicted_queries`); empty when no session asks for them.
+    the positions of a session share one selection in every layer.
     """
 
     sessions: Sequence[Session]
     counts: Sequence[int]
     exact: bool = False
     shared: bool = False
-    predicted: dict[int, Tensor] = field(default_factory=dict)
 
 
 def packed(
@@ -89,29 +86,24 @@ def decode_attention(
     dropout: float = 0.0,
     decode_step: DecodeStep | None = None,
     step_batch: Tensor | None = None,
-    foretold: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of all tokens: query [B, Hq, T, d], key and value [B, H, T, d] -> out [B, T, Hq, d].
 
     decode_step: the sessions of the tokens, B is 1 then, or T where each has one token. step_batch: instead of it
-    the number of a live batch (`operator.register_batch`) of B sessions, T is 1 then. foretold: with it, the next
-    layer's queries, about, shaped like query (`layer_ahead.foretell_queries`). Raises InvalidArgumentError without
-    either or with a mask (tokens are never padded).
+    the number of a live batch (`operator.register_batch`) of B sessions, T is 1 then. Raises InvalidArgumentError
+    without either or with a mask (tokens are never padded).
     """
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     width = value.shape[-1]
     if width != key.shape[-1]:
-        if foretold is not None:
-            foretold = widen(foretold, key, value)[0]
         query, key, value = widen(query, key, value)
     if step_batch is not None and attention_mask is None:
         usual = query.shape[-1] ** -0.5
         if not math.isclose(scale, usual, rel_tol=1e-6):
             query = query * (scale / usual)
-            foretold = None if foretold is None else foretold * (scale / usual)
-        return narrow(attend_step(query, key, value, step_batch, layer, foretold), width), None
+        return narrow(attend_step(query, key, value, step_batch, layer), width), None
     if decode_step is None or attention_mask is not None:
         raise InvalidArgumentError(
             f"attention {ATTENTION_NAME!r} needs decode_step= or step_batch= in the model's forward and no "
@@ -140,12 +132,6 @@ def _attend_sessions(
         key[0].split_with_sizes(list(step.counts), dim=1),
         value[0].split_with_sizes(list(step.counts), dim=1),
     )
-    found = step.predicted.pop(layer, None)
-    predicted: Sequence[Tensor | None] = [None] * len(queries)
-    if found is not None:
-        found = found if len(found) == 1 else found.transpose(0, 2)
-        found = pad(found, (0, head_dim - found.shape[-1]))
-        predicted = _by_group(found, heads, scale).split_with_sizes(list(step.counts), dim=1)
     outs: dict[int, Tensor] = {}
     dense: dict[int, list[tuple[int, DenseLayer]]] = {}
     sparse: dict[int, list[tuple[int, SparseLayer]]] = {}
@@ -158,7 +144,7 @@ def _attend_sessions(
             sparse.setdefault(id(attention.sharing), []).append((row, attention))
         else:
             new = (queries[row], keys[row], values[row])
-            outs[row] = attention.attend(*new, session.position, predicted[row], shared=step.shared)
+            outs[row] = attention.attend(*new, session.position, shared=step.shared)
 
     def call(row: int) -> tuple[Tensor, Tensor, Tensor, int]:
         return queries[row], keys[row], values[row], step.sessions[row].position

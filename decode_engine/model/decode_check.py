@@ -1,4 +1,4 @@
-"""Whether decoding gives what the model itself computes, and whether its queries can be foretold: once a model."""
+"""Whether decoding gives what the model itself computes: once a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 from decode_engine.layers.session import Session
 from decode_engine.model.decode_attention import ATTENTION_NAME, packed
 from decode_engine.model.unstored import unstored_manifest
-from decode_engine.steps.layer_ahead import foreseen_difference
 from index_store.memory.resident import ResidentContext
 from index_store.methods.presets import METHODS
 from index_store.models.loading import LoadedModel
@@ -21,20 +20,14 @@ _STEPS = 8
 """Tokens at the end that are fed one by one."""
 
 
-def check_decoding(loaded: LoadedModel) -> str | None:
-    """Raises ModelUnsupportedError unless decoding gives the logits of the model's own attention.
-
-    Returns why queries cannot be foretold a layer ahead (`steps.layer_ahead`), as a clause; None when they can.
-    """
+def check_decoding(loaded: LoadedModel) -> None:
+    """Raises ModelUnsupportedError unless decoding gives the logits of the model's own attention."""
 
     def check(seen: Examination) -> Verdict:
         with using_attention(loaded.model, ATTENTION_NAME):
-            return {
-                "decoding": _compare(loaded, seen),
-                "foretelling": foreseen_difference(loaded.model, seen),
-            }
+            return {"decoding": _compare(loaded, seen)}
 
-    return loaded.verify("decoding", check).get("foretelling")
+    loaded.verify("decoding", check)
 
 
 @torch.inference_mode()

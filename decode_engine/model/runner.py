@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -22,11 +21,10 @@ from decode_engine.model.decode_attention import ATTENTION_NAME, packed, registe
 from decode_engine.model.decode_check import check_decoding
 from decode_engine.model.row_products_numba import keep_rows_apart
 from decode_engine.settings.command_options import Compilation, Prompts, search_cores
-from decode_engine.steps.layer_ahead import predicted_queries
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.attention.many_queries import prepare_many
-from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from index_store.errors import InvalidArgumentError
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
@@ -53,13 +51,8 @@ class ModelRunner:
         compilation: Compilation = Compilation.OFF,
         prompts: Prompts = Prompts.AUTO,
         searching: SearchThreads | None = None,
-        prefetch: bool = False,
     ) -> None:
-        """searching: threads and lanes for contexts that are searched on the host; by default most cores, one lane.
-
-        prefetch: decode steps on a GPU fetch rows from host memory a layer ahead. Raises MethodUnsupportedError for a
-        model whose queries cannot be foretold.
-        """
+        """searching: threads and lanes for contexts that are searched on the host; by default most cores, one lane."""
         register_attention()
         self.device = torch.device(device)
         default = Prompts.EXACT if self.device.type == "cuda" else Prompts.EACH
@@ -74,16 +67,13 @@ class ModelRunner:
         self.tokenizer = tokenizer = load_tokenizer(folder)
         size, ends = self.identity.vocab_size, tokenizer.eos_ids
         self.vocabulary = Vocabulary(lambda: VocabularySource(tokenizer.definition(), size, ends))
-        self._foretelling = check_decoding(loaded)
+        check_decoding(loaded)
         self._stepper: Stepper | None = None
         self._searching = searching or SearchThreads(search_cores())
         if self.device.type == "cuda":
             weights = next(loaded.model.parameters())
-            if prefetch:
-                self._require_foretelling()
-            model = step_model(loaded.model, compilation, prefetch)
             self._stepper = Stepper(
-                model,
+                step_model(loaded.model, compilation),
                 self.identity,
                 weights.dtype,
                 weights.device,
@@ -122,21 +112,10 @@ class ModelRunner:
         """A new session.
 
         waiting: called now and then while it waits for a layer that is being loaded; what it raises ends the wait.
-        Raises as `check` does, what `Session` raises, and MethodUnsupportedError for a method that searches a layer
-        ahead where the model's queries cannot be foretold.
+        Raises as `check` does, and what `Session` raises.
         """
         self.check(context.manifest)
-        if fitted.method.schedule.ahead:
-            self._require_foretelling()
         return Session(context, fitted, self.forms, check=waiting)
-
-    def _require_foretelling(self) -> None:
-        if self._foretelling is not None:
-            raise MethodUnsupportedError(
-                f"queries of model {self.identity.name!r} cannot be foretold a layer ahead: {self._foretelling}; "
-                "leave out @ahead and --prefetch",
-                model=self.identity.name,
-            )
 
     def prompt_cost(self, fitted: FittedMethod, tail: int = 0) -> PromptCost:
         """What tokens of a prompt cost that `read` reads, behind `tail` other tokens of the session."""
@@ -190,10 +169,7 @@ class ModelRunner:
         ends = torch.tensor(counts, device="cpu").cumsum(0)
         steps = max(counts) == 1
         keep = 0 if all_logits or steps else 1 if len(counts) == 1 else (ends - 1).to(self.device)
-        ahead = not exact and any(session.method.schedule.ahead for session in sessions)
-        predicted = inputs["decode_step"].predicted
-        predicting = predicted_queries(self.model, predicted) if ahead else nullcontext()
-        with torch.inference_mode(), predicting:
+        with torch.inference_mode():
             logits_TV = self.model(**inputs, logits_to_keep=keep).logits.flatten(0, 1).float()
         for session, count in zip(sessions, counts, strict=True):
             session.position += count

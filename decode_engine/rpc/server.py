@@ -143,7 +143,6 @@ class DecodeServer:
             config.compilation,
             config.prompts,
             SearchThreads(config.search_threads, config.lanes, config.waves),
-            prefetch=config.prefetch,
         )
         loaded = time.monotonic()
         free_host = free_memory(torch.device("cpu"))

@@ -82,29 +82,6 @@ def check_compilation(compilation: Compilation, device: str) -> None:
         )
 
 
-def check_prefetch(prefetch: bool, device: str, placement: str) -> None:
-    """Raises InvalidArgumentError where rows are to be fetched ahead and nothing is fetched.
-
-    That is on a CPU, and where contexts lie in GPU memory.
-    """
-    if not prefetch:
-        return
-    from index_store.memory.devices import pick_device
-    from index_store.memory.placement import Placement
-
-    if pick_device(device).type == "cpu":
-        raise InvalidArgumentError(
-            "--prefetch is given, but the CPU computes here and reads keys and values where they are; leave it out",
-            field="prefetch",
-        )
-    if placement == Placement.DEVICE.value:
-        raise InvalidArgumentError(
-            f"--prefetch is given, but with --placement {placement} no keys and values are in host memory; leave it "
-            "out, or use --placement auto or hybrid",
-            field="prefetch",
-        )
-
-
 def check_prefill(prefill: bool, device: str) -> None:
     """Raises InvalidArgumentError where contexts are to be made beside a server that computes on a GPU."""
     if not prefill:

@@ -28,7 +28,6 @@ from decode_engine.settings.command_options import (
     check_compilation,
     check_device,
     check_placement,
-    check_prefetch,
     check_prefill,
     search_cores,
 )
@@ -194,14 +193,6 @@ class ServeConfig:
             help="Compile the model around the attention, on a GPU: faster steps for a start that takes minutes.",
         ),
     ] = Compilation.OFF
-    prefetch: Annotated[
-        bool,
-        Option(
-            "--prefetch",
-            help="Fetch rows of contexts in host memory a layer ahead, for queries that are foretold from the layer "
-            "before; where a GPU searches.",
-        ),
-    ] = False
     dtype: Annotated[
         str,
         Option(help="Stored dtype of the contexts to serve; auto: the model's."),
@@ -241,7 +232,6 @@ class ServeConfig:
         check_device(self.device)
         check_placement(self.placement, self.device, self.device_memory)
         check_compilation(self.compilation, self.device)
-        check_prefetch(self.prefetch, self.device, self.placement)
         check_prefill(self.prefill, self.device)
         cores = os.cpu_count() or 1
         for flag, threads in (("--threads", self.threads), ("--search-threads", self.search_threads)):

@@ -60,7 +60,7 @@ class BatchKinds:
             reason = "the model caps its logits"
         elif stored_dtype(manifest.dtype).torch_dtype != self._dtype:
             reason = f"keys and values are {manifest.dtype}, the model computes in {self._dtype}"
-        elif fitted.searching and (method.schedule.by_step or method.schedule.ahead):
+        elif fitted.searching and method.schedule.by_step:
             reason = "its schedule uses selections of other steps"
         else:
             reason = DenseSteps.refusal(method, manifest) or WindowSteps.refusal(method, manifest)

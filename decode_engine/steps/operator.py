@@ -27,35 +27,23 @@ def register_batch(batch: StepBatch) -> Tensor:
     return torch.tensor(number)
 
 
-def foresees(batch: Tensor) -> bool:
-    """Whether queries that are foretold make the batch's steps faster."""
-    return _live[int(batch)].foresees
-
-
 @torch.library.custom_op("sparsekv::attend_step", mutates_args=())
-def attend_step(
-    query: Tensor, key: Tensor, value: Tensor, batch: Tensor, layer: int, foretold: Tensor | None = None
-) -> Tensor:
+def attend_step(query: Tensor, key: Tensor, value: Tensor, batch: Tensor, layer: int) -> Tensor:
     """Attention [B, 1, Q, d] of one new token per row; its keys and values join the tails.
 
-    query: [B, Q, 1, d]. key, value: [B, H, 1, d]. batch: from `register_batch`. foretold: like query, about what the
-    next layer's will be. The tails are no tensors that the caller sees, so that nothing is declared as mutated; calls
-    stay in order because each layer needs the one before. For the same reason the result may be a buffer that the next
-    layer's call writes again.
+    query: [B, Q, 1, d]. key, value: [B, H, 1, d]. batch: from `register_batch`. The tails are no tensors that the
+    caller sees, so that nothing is declared as mutated; calls stay in order because each layer needs the one before.
+    For the same reason the result may be a buffer that the next layer's call writes again.
     """
     rows, query_heads, _, head_dim = query.shape
     heads = key.shape[1]
     grouped = (rows, heads, query_heads // heads, head_dim)
     q_BHGD = query.reshape(grouped).contiguous()
-    alike = foretold is not None and foretold.shape == query.shape  # the next layer may have other heads
-    foretold_BHGD = foretold.reshape(grouped).contiguous() if foretold is not None and alike else None
-    out = _live[int(batch)].attend(layer, q_BHGD, key[:, :, 0], value[:, :, 0], foretold_BHGD)
+    out = _live[int(batch)].attend(layer, q_BHGD, key[:, :, 0], value[:, :, 0])
     return out.reshape(rows, 1, query_heads, head_dim)
 
 
 @attend_step.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, batch: Tensor, layer: int, foretold: Tensor | None = None
-) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, batch: Tensor, layer: int) -> Tensor:
     rows, query_heads, _, head_dim = query.shape
     return query.new_empty(rows, 1, query_heads, head_dim)

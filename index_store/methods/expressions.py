@@ -11,12 +11,12 @@ from index_store.errors import MethodUnsupportedError
 from index_store.methods.schedules import Schedule
 from index_store.store.description.json_fields import Scalar
 
-EXPRESSION_HELP = "PRESET[+REMAINDER][@period=P|@lag|@ahead][@correct=COSINE][@OPTION=VALUE]"
+EXPRESSION_HELP = "PRESET[+REMAINDER][@period=P|@lag][@correct=COSINE][@OPTION=VALUE]"
 
 _EXPRESSION = re.compile(
     r"(?P<preset>[a-z][a-z0-9-]*)(?:\+(?P<remainder>[a-z]+))?(?P<options>(?:@[a-z_]+(?:=[-a-z_0-9.]+)?)*)"
 )
-_SWITCHES = frozenset({"lag", "ahead"})
+_SWITCHES = frozenset({"lag"})
 _WINDOWS = frozenset({"sinks", "recent", "append_block"})
 
 
@@ -75,7 +75,6 @@ def _schedule(values: Mapping[str, float]) -> Schedule:
     return Schedule(
         period=int(values.get("period", 1)),
         lag=int("lag" in values),
-        ahead="ahead" in values,
         correct_below=values.get("correct"),
     )
 

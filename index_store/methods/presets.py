@@ -176,7 +176,7 @@ def get_method(
     """The method that an expression names, with another budget or search period where one is given.
 
     An expression is a preset, possibly with another remainder (`oracle+centred`, `csattention+dropped`), a schedule
-    (`csattention@period=4`, `pq@lag@correct=0.9`, `csattention@ahead`), other windows (`pq@sinks=16`) and options of
+    (`csattention@period=4`, `pq@lag@correct=0.9`), other windows (`pq@sinks=16`) and options of
     the search (`csattention@group=pooled`). Raises MethodUnsupportedError for an unknown name, for parts that do not
     go together, or for a budget or period on a method that keeps everything, and InvalidArgumentError for an option
     that the index does not have or a value out of range.

@@ -12,14 +12,12 @@ class Schedule:
     """When a decode step searches, and with which query.
 
     period: a selection serves this many decode steps (CSAttention appendix C.2). lag: 1 attends to the selection that
-    the step before has made, while its own is made for the next. ahead: layers after the first search with their query
-    as predicted from the hidden state that entered the layer before. correct_below: KV heads in which the query of any
-    head of the group has a smaller cosine with the query that was searched with are searched again; None never.
+    the step before has made, while its own is made for the next. correct_below: KV heads in which the query of any head
+    of the group has a smaller cosine with the query that was searched with are searched again; None never.
     """
 
     period: int = 1
     lag: int = 0
-    ahead: bool = False
     correct_below: float | None = None
 
     def __post_init__(self) -> None:
@@ -27,11 +25,11 @@ class Schedule:
             raise InvalidArgumentError(f"period is {self.period}, expected at least 1")
         if self.lag not in (0, 1):
             raise InvalidArgumentError(f"lag is {self.lag}, expected 0 or 1")
-        if (self.period > 1) + (self.lag > 0) + self.ahead > 1:
-            raise InvalidArgumentError("period, lag and ahead exclude one another; choose one")
+        if self.period > 1 and self.lag:
+            raise InvalidArgumentError("period and lag exclude one another; choose one")
         if self.correct_below is not None:
-            if self.period == 1 and not (self.lag or self.ahead):
-                raise InvalidArgumentError("a correction needs something to correct: period, lag or ahead")
+            if not self.by_step:
+                raise InvalidArgumentError("a correction needs something to correct: period or lag")
             if not -1.0 <= self.correct_below <= 1.0:
                 raise InvalidArgumentError(
                     f"correct_below is {self.correct_below}, expected a cosine from -1 to 1"

@@ -139,13 +139,6 @@ def rotation_differs(
     return None
 
 
-def read_plainly(model: Any, seen: Examination) -> None:
-    """Has the model read the text of an examination once more, with plain attention."""
-    _logits(
-        model, torch.tensor(seen.ids), _PLAIN, plain_pass=PlainPass(seen.plain.readings, seen.plain.forms)
-    )
-
-
 @contextmanager
 def using_attention(model: Any, name: str) -> Iterator[None]:
     """The model with another attention function."""

@@ -80,7 +80,6 @@ def check(kind: str, folder: Path) -> dict[str, Any]:
                 if length == LENGTHS[0]:
                     found["differing"] = sorted(_differing(runner, context, without))
                     found["without"] = without
-        found["ahead"] = runner._foretelling is None
     except SparseKVError as error:
         return {"refused": _clause(error)}
     return found

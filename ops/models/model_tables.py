@@ -29,14 +29,9 @@ def write_tables(lines: Path, new_tokens: int) -> None:
     for each in results:
         if "refused" in each:
             refused[_pattern(each["refused"])].append(each["kind"])
-    ahead = [each["kind"] for each in served if not each["ahead"]]
     unturned = [each["kind"] for each in served if each["without"]]
     rows = [f"**Served** ({len(served)} of {len(results)}):", "", "| attention | `model_type` |", "|---|---|"]
     rows += [f"| {what} | {', '.join(sorted(names))} |" for what, names in sorted(kinds.items())]
-    rows += [
-        "",
-        f"Without prediction of the next layer's queries (`--prefetch`, `@ahead`): {', '.join(sorted(ahead))}.",
-    ]
     rows += ["", f"Without `multipole-windowed`: {', '.join(sorted(unturned))}.", ""]
     rows += [f"**Refused** ({len(results) - len(served)}):", "", "| why | `model_type` |", "|---|---|"]
     rows += [f"| {why} | {', '.join(sorted(names))} |" for why, names in sorted(refused.items())]

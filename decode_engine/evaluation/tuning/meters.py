@@ -89,7 +89,7 @@ class MassMeter:
 
     def measure(self, method: Method) -> Measurement:
         """Raises MethodUnsupportedError for a method with a schedule, which single queries cannot judge."""
-        if method.schedule.by_step or method.schedule.ahead:
+        if method.schedule.by_step:
             raise MethodUnsupportedError(
                 f"method {method.name!r} has a schedule, which captured mass does not judge; tune for a KL divergence, "
                 "or leave the schedule out",

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.slots.slot_cache import SlotCache
-from decode_engine.steps.attention.fetch_ahead import FetchAhead, RowFetch
 from decode_engine.steps.attention.listed_steps import ListedSteps
+from decode_engine.steps.attention.row_fetch import RowFetch
 from decode_engine.steps.attention.step_attention import StepPlan
 from index_store.errors import InvalidArgumentError
 from index_store.memory.host_memory import is_readable
@@ -32,8 +32,6 @@ class HybridSteps(ListedSteps):
     The sessions of a context share a slot cache per layer and lane, which lives as long as the context: what one has
     fetched the others find, also sessions of other methods, whose steps run in other graphs. Its size is the context's
     (`index_store.memory.placement`): steps that attend to more read the rest from host memory.
-
-    A layer whose queries are foretold gets rows before its turn (`fetch_ahead`).
     """
 
     joins_lookups: ClassVar[bool] = False  # the remainder's hides behind the fetch
@@ -42,7 +40,6 @@ class HybridSteps(ListedSteps):
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
         self.rows = RowFetch(plan)
-        self._ahead: FetchAhead | None = None
 
     @classmethod
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
@@ -60,32 +57,14 @@ class HybridSteps(ListedSteps):
         lane = self.plan.lane.number
         return slot_cache(context, layer, lane).fields(layer) if lane else {}
 
-    @property
-    def foresees(self) -> bool:
-        return self.plan.searching is None  # threads of the host search for one layer at a time
-
-    def foresee(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> None:
-        if self._ahead is None:
-            self._ahead = FetchAhead(self.plan, type(self.selection)(self.plan))
-        self._ahead.expect(layer, q_BHGD, records_BF)
-
     def find(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> tuple[KeyLists, Tensor | None]:
         lists = self.search(layer, q_BHGD, records_BF)
-        if self._ahead is not None:
-            self._ahead.wait()
-            self._ahead.search()
         with self.plan.lane.out_of_turn():
             locations_RN = self.rows.fetch(layer, records_BF, lists, self.joined_RN)
-            if self._ahead is not None:
-                self._ahead.fetch()
         return lists, locations_RN
 
     def fetched_B2(self) -> Tensor:
-        found_B2 = self.rows.found_B2()
-        if self._ahead is not None:
-            # Those that found no slot are counted, too, though they were not read: few, if any.
-            found_B2[:, 0] += self._ahead.rows.found_B2()[:, 0]
-        return found_B2
+        return self.rows.found_B2()
 
 
 def slot_cache(context: ResidentContext, layer: int, lane: int = 0) -> SlotCache:

@@ -115,19 +115,6 @@ class StepAttention(ABC):
         overwrites. Never waits for the device.
         """
 
-    @property
-    def foresees(self) -> bool:
-        """Whether `foresee` makes steps faster."""
-        return False
-
-    def foresee(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> None:
-        """Called before `attend` of the layer before: what the layer's own queries will be, about.
-
-        Arguments are as for `attend`, and q_BHGD may be written over once that call has returned. Results do not depend
-        on them. Raises TypeError where `foresees` is False.
-        """
-        raise TypeError(f"{type(self).__name__} does not use queries that are foretold")
-
     @abstractmethod
     def kept_B(self) -> Tensor:
         """Selected keys that the last step attended exactly, all layers and KV heads together: [B] int64."""
@@ -160,9 +147,8 @@ class StepAttention(ABC):
     def fetched_B2(self) -> Tensor | None:
         """Rows of contexts in host memory that the last step read there, and that it found in slots on the device.
 
-        A row is the key and the value of one token for one KV head; all searching layers together: [B, 2] int64. Rows
-        that were fetched ahead of a layer's turn count as read, and again as found where they were wanted. None where
-        nothing is in host memory.
+        A row is the key and the value of one token for one KV head; all searching layers together: [B, 2] int64.
+        None where nothing is in host memory.
         """
         return None
 

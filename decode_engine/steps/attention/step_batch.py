@@ -224,24 +224,11 @@ class StepBatch:
         """Puts the counts of every row, [B, STEP_COUNTS] int64, into all layers' records; on the device."""
         self._records_LBF[:, :, _FIRST_STEP_FIELD:_END_STEP_FIELD] = counts_BC
 
-    def attend(
-        self, layer: int, q_BHGD: Tensor, k_BHD: Tensor, v_BHD: Tensor, foretold_BHGD: Tensor | None = None
-    ) -> Tensor:
-        """Adds the newest tokens' keys and values to the tails and attends: out [B, H, G, d]; kernels only.
-
-        foretold_BHGD: what the next layer's queries will be, about.
-        """
-        records_BF, attention = self._records_LBF[layer], self._layers[layer]
-        following = self._layers[layer + 1] if layer + 1 < len(self._layers) else None
-        if foretold_BHGD is not None and attention is following and attention.foresees:
-            attention.foresee(layer + 1, foretold_BHGD, self._records_LBF[layer + 1])
+    def attend(self, layer: int, q_BHGD: Tensor, k_BHD: Tensor, v_BHD: Tensor) -> Tensor:
+        """Adds the newest tokens' keys and values to the tails and attends: out [B, H, G, d]; kernels only."""
+        records_BF = self._records_LBF[layer]
         write_tails(k_BHD, v_BHD, records_BF)
-        return attention.attend(layer, q_BHGD, records_BF)
-
-    @property
-    def foresees(self) -> bool:
-        """Whether queries that are foretold make steps faster."""
-        return any(attention.foresees for attention in self._attentions)
+        return self._layers[layer].attend(layer, q_BHGD, records_BF)
 
     def kept_B(self) -> Tensor:
         """Selected keys that the step attended, over all layers and KV heads; on the device."""

@@ -228,9 +228,6 @@ def main(
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
     compilation: Annotated[Compilation, typer.Option(help="Of the model.")] = Compilation.DEFAULT,
     placement: Annotated[Placement, typer.Option(help="Of the contexts.")] = Placement.DEVICE,
-    prefetch: Annotated[
-        bool, typer.Option("--prefetch", help="Fetch rows a layer ahead, for queries foretold.")
-    ] = False,
     host_gb: Annotated[float, typer.Option(help="Page-locked for keys and values in host memory.")] = HOST_GB,
     turns: Annotated[int, typer.Option(help="Steps that are timed, of every method.")] = TURNS,
     trained: Annotated[bool, typer.Option("--trained", help="A trained model's keys and queries.")] = False,
@@ -239,8 +236,6 @@ def main(
     ] = False,
 ) -> None:
     """Times decode steps of a whole model."""
-    if prefetch and placement is Placement.DEVICE:
-        raise typer.BadParameter("--prefetch is for contexts in host memory, such as --placement hybrid")
     labels, sizes = methods.split(","), parse_shared_shapes(shapes)
     listed = [as_method(label) for label in labels]
     if trained:
@@ -252,7 +247,7 @@ def main(
         tidy_up()
         searched = listed if placement is Placement.HOST else []
         ranges = make_ranges(host_gb, searched) if placement.kv_on_host else []
-        run, threads = step_model(model, compilation, prefetch), SearchThreads(search_cores())
+        run, threads = step_model(model, compilation), SearchThreads(search_cores())
         for length, batch, count in sizes:
             placed = PlacedContexts(identity, listed, length, count, model.device, ranges, trained=rows)
             made = placed.make(placement)
@@ -264,7 +259,7 @@ def main(
                     line: dict[str, Any] = {
                         "figure": "decode", "method": row["method"], "placement": placement.value, "tokens": length,
                         "batch": batch, "contexts": count, "layers": layers,
-                        "compilation": compilation.value, "prefetch": prefetch, "trained": trained,
+                        "compilation": compilation.value, "trained": trained,
                         "weights_ms": round(weights_ms, 3),
                     } | row  # fmt: skip
                     report.add(line, *missed(line))

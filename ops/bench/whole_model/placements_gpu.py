@@ -14,14 +14,14 @@ in 8 bits, also those of `full@device`.
 Cases are `METHOD@WHERE`, methods as in `decode_gpu.py`:
 
 - `device`: everything in GPU memory. `hybrid`: keys and values in host memory, the rows that a step attends to are
-  fetched; `hybrid+prefetch`: a layer ahead, too. `host`: query tables are in host memory as well, searched by the
-  host's cores. `hybrid2`, `host2`: with a batch in two lanes, for batches of four or more.
+  fetched. `host`: query tables are in host memory as well, searched by the host's cores.
+  `hybrid2`, `host2`: with a batch in two lanes, for batches of four or more.
 - `full@hybrid`, `full@streamed`: every step reads all keys and values from host memory, in place by a captured step's
   attention, or through two blocks of GPU memory by the general path; one context.
 
 With `--lists`, a file that `shared_lists.py` wrote, sparse methods search as ever and then attend to what a trained
 model's sessions listed there, step by step: rows that steps and sessions have in common are then a trained model's.
-This is for methods whose remainder is dropped, without `prefetch` and lanes. `same_tokens` is the share of sessions
+This is for methods whose remainder is dropped, without lanes. `same_tokens` is the share of sessions
 that said the same as in the first case of the method in this shape: all, since no bit depends on where rows lie.
 
 `step_ms` is the median (P50) and `p99_ms` the 99th percentile of the wall clock of a step with everything around it,
@@ -91,7 +91,6 @@ CASES = ",".join(
         f"{TABLES}@device",
         "pq+dropped:0.01@device",
         "pq+dropped:0.01@hybrid",
-        "pq+dropped:0.01@hybrid+prefetch",
         "pq+dropped:0.01@hybrid2",
         f"{TABLES}@host",
         f"{TABLES}@host2",
@@ -116,7 +115,6 @@ class Case:
     placement: Placement
     lanes: int = 1
     streamed: bool = False
-    prefetch: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Case:
@@ -129,7 +127,6 @@ class Case:
         names: dict[str, dict[str, Any]] = {place.value: {"placement": place} for place in Placement}
         for place in (Placement.HYBRID, Placement.HOST):
             names[f"{place.value}2"] = {"placement": place, "lanes": 2}
-        names["hybrid+prefetch"] = {"placement": Placement.HYBRID, "prefetch": True}
         if where not in names:
             raise typer.BadParameter(
                 f"{text}: where is {where!r}, expected {', '.join([*names, 'streamed'])}"
@@ -139,7 +136,7 @@ class Case:
     def names(self) -> dict[str, Any]:
         """What says in a line which case it is."""
         place = "streamed" if self.streamed else self.placement.value
-        return {"method": self.label, "placement": place, "lanes": self.lanes, "prefetch": self.prefetch}
+        return {"method": self.label, "placement": place, "lanes": self.lanes}
 
     def fits(self, batch: int, contexts: int) -> bool:
         """Whether there is a point in timing it with so many sessions on so many contexts."""
@@ -149,7 +146,7 @@ class Case:
     @property
     def replays(self) -> bool:
         """Whether lists can be replayed in its steps, or it has none."""
-        plain = self.lanes == 1 and not self.prefetch and self.method.drops_remainder
+        plain = self.lanes == 1 and self.method.drops_remainder
         kind = "" if self.method.index is None else self.method.index.kind
         return not self.method.sparse or (plain and not self.placement.index_on_host(kind))
 
@@ -157,19 +154,19 @@ class Case:
 class Bench:
     """The model and what its steps are compared with.
 
-    runs: its steps, without and with queries foretold. recorded: lists to replay.
+    run: its steps. recorded: lists to replay.
     """
 
     def __init__(
         self,
         model: Any,
-        runs: tuple[StepModel, StepModel],
+        run: StepModel,
         threads: int,
         turns: int,
         seconds: float,
         recorded: RecordedLists | None = None,
     ) -> None:
-        self._model, self._runs = model, runs
+        self._model, self._run = model, run
         self._threads, self._turns, self._seconds = threads, turns, seconds
         self._recorded = recorded
         self._expected = torch.empty(0)
@@ -193,7 +190,7 @@ class Bench:
     def _measure_captured(
         self, case: Case, contexts: list[ResidentContext], searching: SearchThreads
     ) -> dict[str, Any]:
-        lanes = Lanes(self._runs[case.prefetch], self._model, contexts, searching)
+        lanes = Lanes(self._run, self._model, contexts, searching)
         readers = (
             contexts if case.method.sparse else set(contexts)
         )  # which is read once for all sessions on it
@@ -205,7 +202,7 @@ class Bench:
             timed = time_captured(lanes, case.method, self._turns, self._seconds)
         else:
             with replayed(self._recorded):
-                lanes = Lanes(self._runs[0], self._model, contexts, searching)
+                lanes = Lanes(self._run, self._model, contexts, searching)
                 timed = time_captured(lanes, case.method, self._turns, self._seconds)
             same["same_tokens"] = self._compare_said(case, timed)
         steps, still_ms = timed.steps(), lanes.standing_still_ms(timed.tokens, STILL_TURNS)
@@ -277,8 +274,7 @@ def main(
         ranges = make_ranges(host_gb, methods_of(listed) if on_host else [])
         compiling.join()
         threads = threads or search_cores()
-        runs = step_model(model, compilation), step_model(model, compilation, prefetch=True)
-        bench = Bench(model, runs, threads, turns, seconds, recorded)
+        bench = Bench(model, step_model(model, compilation), threads, turns, seconds, recorded)
         typer.echo(f"model and host memory are ready after {time.perf_counter() - begun:.0f} s", err=True)
         for length, batch, count in sizes:
             line: dict[str, Any] = {

@@ -147,16 +147,6 @@ def test_a_cpu_compiles_no_steps() -> None:
     ServeConfig(store=Path("store"), model="reader", device="cpu")
     with pytest.raises(InvalidArgumentError, match="--compile is default, but the CPU computes here"):
         ServeConfig(store=Path("store"), model="reader", device="cpu", compilation=Compilation.DEFAULT)
-    with pytest.raises(InvalidArgumentError, match="--prefetch is given, but the CPU computes here"):
-        ServeConfig(store=Path("store"), model="reader", device="cpu", prefetch=True)
-
-
-def test_nothing_is_fetched_ahead_of_contexts_in_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for placement in ("auto", "hybrid", "host"):
-        assert ServeConfig(Path(), "reader", placement=placement, prefetch=True).prefetch
-    with pytest.raises(InvalidArgumentError, match="--prefetch is given, but with --placement device"):
-        ServeConfig(Path(), "reader", placement="device", prefetch=True)
 
 
 @pytest.mark.parametrize("config", [ServeConfig, EvaluationConfig, TuneConfig])

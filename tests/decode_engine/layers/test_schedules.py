@@ -1,4 +1,4 @@
-"""When a layer searches, and with which query: every step, every few, one step late, one layer ahead, corrected."""
+"""When a layer searches, and with which query: every step, every few, one step late, corrected."""
 
 from __future__ import annotations
 
@@ -42,11 +42,9 @@ class Steps:
         layer.observer = seen.append
         return layer
 
-    def run(self, predicted: Tensor | None = None) -> None:
-        """predicted: [STEPS, H, 1, G, D]."""
+    def run(self) -> None:
         for step, (query, (keys, values)) in enumerate(zip(self.queries, self._rows, strict=True)):
-            foretold = None if predicted is None else predicted[step]
-            self.layer.attend(query, keys, values, N + step, foretold)
+            self.layer.attend(query, keys, values, N + step)
             self._twin.attend(query, keys, values, N + step)
 
     def expected(self, query: Tensor, step: int) -> list[set[int]]:
@@ -158,37 +156,3 @@ def test_a_correction_searches_again_where_the_query_turned_away(schedule: Sched
     assert fresh[1][0] != first[0]
     assert fresh[2][1] != first[1]
     assert (steps.figures.corrected, steps.figures.correctable) == (2, H * (STEPS - 1))
-
-
-@pytest.mark.parametrize("name", ["csattention", "multipole", "tactic"])
-def test_true_queries_as_predicted_ones_change_nothing(name: str) -> None:
-    for schedule in (Schedule(ahead=True), Schedule(ahead=True, correct_below=0.99)):
-        steps = Steps(name, schedule)
-        steps.run(predicted=steps.queries)
-        for ahead, plain in zip(steps.scheduled, steps.always, strict=True):
-            assert chosen(ahead) == chosen(plain)
-            torch.testing.assert_close(ahead.out_HTGD, plain.out_HTGD, rtol=1e-5, atol=1e-6)
-            assert read(ahead) == read(plain) > 0
-        assert steps.figures.corrected == 0
-
-
-def test_wrong_predictions_choose_the_keys_unless_corrected() -> None:
-    predicted = torch.randn(STEPS, H, 1, G, D, generator=torch.Generator().manual_seed(8))
-    steps = Steps("csattention", Schedule(ahead=True))
-    steps.run(predicted)
-    for step, seen in enumerate(steps.scheduled):
-        assert chosen(seen) == steps.expected(predicted[step], step)
-        assert torch.equal(seen.q_HTGD, steps.queries[step])
-    corrected = Steps("csattention", Schedule(ahead=True, correct_below=1.0))
-    corrected.run(predicted)
-    for ahead, plain in zip(corrected.scheduled, corrected.always, strict=True):
-        assert chosen(ahead) == chosen(plain)
-        torch.testing.assert_close(ahead.out_HTGD, plain.out_HTGD, rtol=1e-5, atol=1e-6)
-    assert corrected.figures.corrected == corrected.figures.correctable == H * STEPS
-
-
-def test_without_a_prediction_ahead_searches_with_the_true_query() -> None:
-    steps = Steps("csattention", Schedule(ahead=True))
-    steps.run()
-    for ahead, plain in zip(steps.scheduled, steps.always, strict=True):
-        assert chosen(ahead) == chosen(plain)

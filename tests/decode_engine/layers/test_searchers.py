@@ -21,9 +21,7 @@ class Searches:
         self.searchers = Searchers(schedule, self.figures)
         self.made: list[tuple[Tensor, int]] = []
 
-    def step(
-        self, position: int, q_HTGD: Tensor, predicted_HTGD: Tensor | None = None, usual: int = USUAL
-    ) -> MadeSelection:
+    def step(self, position: int, q_HTGD: Tensor, usual: int = USUAL) -> MadeSelection:
         """The choice of one call."""
 
         def search(queries: Tensor, end: int) -> MadeSelection:
@@ -31,7 +29,7 @@ class Searches:
             ids = torch.full((*queries.shape[:2], 1), len(self.made), dtype=torch.int32)
             return MadeSelection(Selection(ids, torch.ones_like(ids[..., 0])), queries, position, end, ())
 
-        searcher = self.searchers.choose(position, q_HTGD.shape[1], predicted_HTGD)
+        searcher = self.searchers.choose(q_HTGD.shape[1])
         choice = searcher.choose(q_HTGD, position, usual, search)
         assert searcher.search_end(position, usual) == choice.search_end
         return choice
@@ -49,7 +47,7 @@ def keys(choice: MadeSelection) -> list[int]:
 def test_without_a_schedule_every_call_searches_with_its_own_queries() -> None:
     searches = Searches(Schedule())
     for position in range(3):
-        assert searches.step(position, query(), query(seed=9)).pieces == ()
+        assert searches.step(position, query()).pieces == ()
     assert len(searches.made) == 3
     assert all(torch.equal(made, query()) for made, _ in searches.made)
 
@@ -98,21 +96,3 @@ def test_a_correction_replaces_the_heads_that_turned_away() -> None:
     assert (searches.figures.corrected, searches.figures.correctable) == (1, 2)
     assert torch.equal(choice.q_HTGD, turned)
     assert keys(searches.step(2, turned)) == [1, 2]
-
-
-def test_ahead_searches_with_the_part_of_the_prediction_that_is_attended() -> None:
-    searches = Searches(Schedule(ahead=True, correct_below=-1.0))
-    own, foretold = query(6), query(6, seed=1)
-    searcher = searches.searchers.choose(50, 6, foretold)
-    seen: list[Tensor] = []
-
-    def search(queries: Tensor, end: int) -> MadeSelection:
-        seen.append(queries)
-        ids = torch.zeros(*queries.shape[:2], 1, dtype=torch.int32)
-        return MadeSelection(Selection(ids, ids[..., 0]), queries, 52, end, ())
-
-    choice = searcher.choose(own[:, 2:5], 52, USUAL, search)
-    assert len(seen) == 1
-    assert torch.equal(seen[0], foretold[:, 2:5])
-    assert (choice.pieces, choice.search_end) == (None, USUAL)
-    assert searches.step(50, query()).pieces == ()  # nothing was foretold

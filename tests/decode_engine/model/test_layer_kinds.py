@@ -18,14 +18,13 @@ from decode_engine.model.decode_attention import ATTENTION_NAME, register_attent
 from decode_engine.model.decode_check import check_decoding
 from decode_engine.model.runner import ModelRunner
 from index_store.cli.progress import LineReporter
-from index_store.errors import MethodUnsupportedError
 from index_store.memory.arena import Arena
 from index_store.memory.context_loading import placed_bytes
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.method import Method
-from index_store.methods.presets import METHODS, get_method
+from index_store.methods.presets import METHODS
 from index_store.models.loading import load_model, resolve_model
 from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig
@@ -166,21 +165,3 @@ def test_sessions_on_one_context_decode_together_as_alone(tmp_path: Path) -> Non
         for prompt, found in zip(prompts, together, strict=True):
             alone = kept.runner.start(kept.context, METHODS["full"].on(kept.context.manifest))
             torch.testing.assert_close(found, kept.runner.forward([alone], [prompt])[0], rtol=1e-4, atol=1e-4)
-
-
-def test_prediction_is_refused_where_it_is_wrong(tmp_path: Path) -> None:
-    ahead = get_method("csattention@ahead")
-    for family, reason in (
-        ("ernie4_5", "those predicted for layer 1 differ by"),
-        ("glm", "its layers have other parts"),
-    ):
-        folder = write_model_folder(tmp_path / family, family)
-        runner = ModelRunner(resolve_model(str(folder)))
-        assert reason in str(runner._foretelling)
-    with (
-        serve(tmp_path / "served", "no positions", ("csattention",)) as kept,
-        pytest.raises(MethodUnsupportedError, match=r"cannot be foretold a layer ahead: .*leave out @ahead"),
-    ):
-        kept.runner.start(kept.context, ahead.on(kept.context.manifest))
-    with serve(tmp_path / "other", "experts", ("csattention",)) as kept:
-        kept.runner.start(kept.context, ahead.on(kept.context.manifest))

@@ -128,7 +128,7 @@ def test_remainders_of_expressions(expression: str, remainder: str, specs: list[
     [
         ("csattention@period=4", Schedule(period=4)),
         ("pq+centred@lag", Schedule(lag=1)),
-        ("oracle@ahead@correct=0.9", Schedule(ahead=True, correct_below=0.9)),
+        ("oracle@lag@correct=0.9", Schedule(lag=1, correct_below=0.9)),
         ("squeezed@correct=-0.5@period=2", Schedule(period=2, correct_below=-0.5)),
     ],
 )
@@ -180,9 +180,7 @@ def test_expressions_that_mean_nothing_are_refused(expression: str) -> None:
         get_method(expression)
 
 
-@pytest.mark.parametrize(
-    "expression", ["pq@correct=0.9", "pq@period=2@lag", "pq@lag@ahead", "pq@lag@correct=2"]
-)
+@pytest.mark.parametrize("expression", ["pq@correct=0.9", "pq@period=2@lag", "pq@lag@correct=2"])
 def test_schedules_that_contradict_themselves_are_refused(expression: str) -> None:
     with pytest.raises(InvalidArgumentError):
         get_method(expression)

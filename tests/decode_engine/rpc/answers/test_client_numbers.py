@@ -47,7 +47,7 @@ _VALUES = st.sampled_from([*_NUMBERS.split(), *map(str, _LARGE), *_WORDS.split()
 _WINDOWS = "sinks recent append_block period correct"
 _SEARCH = "coarse_keep backoff_cosine backoff_centroids group weights colour"
 _NAMES = st.sampled_from([*_WINDOWS.split(), *_SEARCH.split()])
-_OPTIONS = st.one_of(st.just("@lag"), st.just("@ahead"), st.builds("@{}={}".format, _NAMES, _VALUES))
+_OPTIONS = st.one_of(st.just("@lag"), st.builds("@{}={}".format, _NAMES, _VALUES))
 _EXPRESSIONS = st.builds(
     lambda preset, remainder, options: preset + remainder + "".join(options),
     st.sampled_from([*METHODS, "quickest"]),

@@ -159,7 +159,7 @@ def test_expressions_choose_remainder_and_schedule(client: Client, shelf: str) -
     assert summary.selection.searches == 2 * (4 + 1)  # four prompt tokens, and one step for three
     shorter = summary_of(client, shelf, method="oracle+monopole@period=3", search_period=2)
     assert shorter.selection.searches == 2 * (4 + 2)
-    assert summary_of(client, shelf, method="pq@ahead@correct=0.9").method == "pq@ahead@correct=0.9"
+    assert summary_of(client, shelf, method="pq@lag@correct=0.9").method == "pq@lag@correct=0.9"
 
 
 def test_a_search_period_saves_searches(client: Client, lamp: str) -> None:

@@ -23,11 +23,6 @@ def bench(without_gpu: None) -> ModuleType:
     return load_bench("whole_model/decode_gpu")
 
 
-def test_nothing_is_fetched_ahead_from_gpu_memory(bench: ModuleType) -> None:
-    with pytest.raises(typer.BadParameter, match="--prefetch is for contexts"):
-        bench.main(prefetch=True)
-
-
 def test_trained_queries_are_refused_where_they_say_nothing(bench: ModuleType) -> None:
     with pytest.raises(typer.BadParameter, match="no queries to build query_tables from"):
         bench.main(methods="full,csattention:0.01", trained=True)
@@ -85,12 +80,10 @@ def lines(bench: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch) -> Any:
     }.items():
         monkeypatch.setattr(bench, name, value)
 
-    def of(
-        methods: str, placement: Placement, prefetch: bool, trained: bool = False
-    ) -> tuple[list[dict[str, Any]], int]:
+    def of(methods: str, placement: Placement, trained: bool = False) -> tuple[list[dict[str, Any]], int]:
         found, code, _ = run(
             bench, methods=methods, shapes="400x2" if trained else "400x1", layers=2, compilation=Compilation.OFF,
-            placement=placement, prefetch=prefetch, host_gb=1e-3, turns=2, trained=trained,
+            placement=placement, host_gb=1e-3, turns=2, trained=trained,
         )  # fmt: skip
         return found, code
 
@@ -99,7 +92,7 @@ def lines(bench: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.slow
 def test_every_method_has_its_line(lines: Any) -> None:
-    found, code = lines("none,full,streamed,pq+dropped:0.05,quest", Placement.DEVICE, False)
+    found, code = lines("none,full,streamed,pq+dropped:0.05,quest", Placement.DEVICE)
     nothing, full, streamed, codes, pages = found
     assert nothing["rest_over_weights"] > 0
     assert full["logits_difference"] < 1e-3
@@ -117,7 +110,7 @@ def test_every_method_has_its_line(lines: Any) -> None:
 @pytest.mark.usefixtures("prefilled_here")
 def test_a_trained_models_keys_and_queries(lines: Any) -> None:
     """Logits of captured steps are compared with those of the general path, which gets the same queries."""
-    (full, refined), code = lines("full,refined:0.05", Placement.DEVICE, False, True)
+    (full, refined), code = lines("full,refined:0.05", Placement.DEVICE, True)
     assert (code, full["trained"], full["batch"]) == (0, True, 2)
     assert full["logits_difference"] < 1e-3
     assert refined["logits_difference"] < 1e-3
@@ -125,10 +118,9 @@ def test_a_trained_models_keys_and_queries(lines: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_contexts_in_host_memory(lines: Any, prefetch: bool) -> None:
-    (line,), code = lines("pq+dropped:0.05", Placement.HYBRID, prefetch)
-    assert (code, line["prefetch"], line["placement"]) == (0, prefetch, "hybrid")
+def test_contexts_in_host_memory(lines: Any) -> None:
+    (line,), code = lines("pq+dropped:0.05", Placement.HYBRID)
+    assert (code, line["placement"]) == (0, "hybrid")
     assert line["host_mb"] > 0
     assert 0 <= line["reused"] <= 1
     assert line["logits_difference"] < 1e-3

@@ -37,18 +37,17 @@ def bench(without_gpu: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_cases(bench: ModuleType) -> None:
     listed = [bench.Case.parse(text) for text in bench.CASES.split(",")]
-    places = [(case.placement.value, case.lanes, case.prefetch, case.streamed) for case in listed]
-    assert places == [("device", 1, False, False)] * 3 + [
-        ("hybrid", 1, False, False),
-        ("hybrid", 1, True, False),
-        ("hybrid", 2, False, False),
-        ("host", 1, False, False),
-        ("host", 2, False, False),
-        ("hybrid", 1, False, False),
-        ("hybrid", 1, False, True),
+    places = [(case.placement.value, case.lanes, case.streamed) for case in listed]
+    assert places == [("device", 1, False)] * 3 + [
+        ("hybrid", 1, False),
+        ("hybrid", 2, False),
+        ("host", 1, False),
+        ("host", 2, False),
+        ("hybrid", 1, False),
+        ("hybrid", 1, True),
     ]
     fits = [[case.fits(batch, batch) for batch in (1, 4)] for case in listed]
-    assert fits == [[True, True]] * 5 + [[False, True], [True, True], [False, True]] + [[True, False]] * 2
+    assert fits == [[True, True]] * 4 + [[False, True], [True, True], [False, True]] + [[True, False]] * 2
     assert all(bench.Case.parse(text).replays for text in bench.LISTED_CASES.split(","))
     with_period = bench.Case.parse("csattention@period=4:0.05@device")
     assert with_period.method.schedule.period == 4
@@ -77,8 +76,7 @@ def figures(
     listed = [bench.Case.parse(text) for text in cases.split(",")]
     methods = bench.methods_of(listed)
     ranges = contexts.make_ranges(gigabytes, methods)
-    foretelling = step_model(model, Compilation.OFF, prefetch=True)
-    runs = bench.Bench(model, (step_model(model, Compilation.OFF), foretelling), 1, 2, 60.0, recorded)
+    runs = bench.Bench(model, step_model(model, Compilation.OFF), 1, 2, 60.0, recorded)
 
     def make() -> Any:
         slots = USUAL_ROOM if recorded is None else SlotRoom(share=1)
@@ -93,7 +91,7 @@ def figures(
 @pytest.mark.parametrize(
     ("cases", "batch"),
     [
-        ("full@device,full@hybrid,full@streamed,pq+dropped:0.05@hybrid,pq+dropped:0.05@hybrid+prefetch", 1),
+        ("full@device,full@hybrid,full@streamed,pq+dropped:0.05@hybrid", 1),
         (f"full@device,pq+dropped:0.05@hybrid2,{TABLES}@host,{TABLES}@host2", 2),
     ],
 )
@@ -101,7 +99,7 @@ def test_every_case_has_its_figures(bench: ModuleType, cases: str, batch: int) -
     small = get_method("pq+dropped", 0.05)
     rows = figures(bench, cases, batch)
     assert [row["error"] for row in rows if "error" in row] == []
-    wheres = [row["placement"] + "2" * (row["lanes"] == 2) + "+prefetch" * row["prefetch"] for row in rows]
+    wheres = [row["placement"] + "2" * (row["lanes"] == 2) for row in rows]
     assert wheres == [text.rpartition("@")[2] for text in cases.split(",")]
     kv_mb = batch * WIDE.layers * WIDE.kv_heads * LENGTH * 2 * 64 * 4 * 1e-6
     at_most = kv_mb * (0.05 * LENGTH + small.sinks + small.recent + small.append_block) / LENGTH
