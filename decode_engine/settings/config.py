@@ -24,7 +24,6 @@ from decode_engine.settings.command_options import (
     PlacementOption,
     Prompts,
     PromptsOption,
-    available_cores,
     check_compilation,
     check_device,
     check_placement,
@@ -37,6 +36,7 @@ from index_store.cli.options import AUTO, SIZE, Spelled, StoreOption, check_boun
 from index_store.errors import InvalidArgumentError
 from index_store.family.parents import GROWN_SHARE
 from index_store.store.description.dtypes import KV_DTYPES
+from index_store.store.files.reading import available_cores
 
 MAX_LANES = 4
 MAX_SLOT_SHARE = 64

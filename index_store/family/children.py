@@ -150,7 +150,6 @@ def _write(store: Store, id_: str, made: Continuation) -> Manifest:
             for head, rows in enumerate(own.rows[layer]):
                 writer.write_chunk(path, (place, head), rows)
         messages = None if made.conversation is None else writer.write_conversation(made.conversation)
-        writer.verify()
         manifest = Manifest(
             id=id_,
             name=made.name,

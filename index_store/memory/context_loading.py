@@ -5,7 +5,6 @@ Shape legend: H KV heads, N tokens of the context, d head dim.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -24,10 +23,9 @@ from index_store.memory.resident import IndexKinds, LayerGate, ResidentContext
 from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.dtypes import STORED_DTYPES
 from index_store.store.description.manifest import Manifest
-from index_store.store.files.reading import Readers
+from index_store.store.files.reading import Readers, file_threads
 from index_store.store.stored_context import Context
 
-_MAX_THREADS = 4
 _LAST_READ_S = 1.0
 """How long those who wait for a load that failed wait for reads under way to end: far longer than those take."""
 
@@ -150,7 +148,7 @@ def start_loading(
     on_end: Callable[[Exception | None], None] = lambda error: None,
     slots: SlotRoom = USUAL_ROOM,
 ) -> LoadedContext:
-    """Reserves memory and begins to read every array into it, layer by layer, head by head, in a few threads.
+    """Reserves memory and begins to read every array into it, layer by layer, head by head, in many threads.
 
     Each layer's keys and values are one contiguous [H, N, 2, d] tensor, each index array of a layer [H, ...]. Whoever
     asks the context for a layer waits for it; an error goes to all who wait for a layer that was not there by then.
@@ -184,7 +182,7 @@ def start_loading(
         )
         loaded = LoadedContext(resident, memory)
         layers = _plan_reads(context, memory, device, placement)
-        readers = Readers(_threads(), "load", context.read_limit_s)
+        readers = Readers(file_threads(), "load", context.read_limit_s)
         threading.Thread(
             target=_load,
             args=(layers, gate, readers, loaded, on_end),
@@ -283,7 +281,7 @@ class _StagedReads:
     def __init__(self, context: Context, device: torch.device) -> None:
         self._context = context
         self._idle: SimpleQueue[StagingBuffers] = SimpleQueue()
-        for _ in range(_threads()):
+        for _ in range(file_threads()):
             self._idle.put(StagingBuffers(device))
 
     def read(self, path: str, layer: int, head: int, out: Tensor) -> None:
@@ -366,7 +364,3 @@ def _layer_bytes(entry: ArrayEntry, device: torch.device | None) -> int:
     if device is not None:
         return device_bytes(entry.shape[1:], STORED_DTYPES[entry.dtype].torch_dtype)
     return entry.nbytes // entry.shape[0]
-
-
-def _threads() -> int:
-    return min(_MAX_THREADS, os.cpu_count() or 1)

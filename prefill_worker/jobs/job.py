@@ -1,4 +1,4 @@
-"""One prefill job, from text to a published and verified context."""
+"""One prefill job, from text to a published context."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.added_indexes import add_missing
 from prefill_worker.jobs.beginnings import find_beginning
 from prefill_worker.jobs.changes import Changes, plan_changes
-from prefill_worker.jobs.document_layers import verify_written, write_layers
+from prefill_worker.jobs.document_layers import sync_written, write_layers
 from prefill_worker.jobs.means import DEFAULT_MEANS, Means
 from prefill_worker.jobs.prepared_job import PreparedJob, check_space, prepare_job
 from prefill_worker.jobs.report import PrefillReport
@@ -44,8 +44,7 @@ def run_job(
     with a sentence for every input, model, store or disk that cannot be used.
     """
     clock = Clock()
-    with clock("tokenize"):
-        job = prepare_job(config, standard_input or sys.stdin.buffer)
+    job = prepare_job(config, standard_input or sys.stdin.buffer, clock)
     return carry_out(job, reporter, clock)
 
 
@@ -116,7 +115,7 @@ def _write(
         messages = None if said is None else writer.write_conversation(said.to_bytes())
         made = _manifest(job, id_, clock, compute_dtype, tokens, written, taken)
         manifest = replace(made, conversation=messages)
-        verify_written(writer, sum(entry.nbytes for entry in manifest.arrays), clock, reporter)
+        sync_written(writer, sum(entry.nbytes for entry in manifest.arrays), clock, reporter)
         with clock("publish"):
             return writer.publish(replace(manifest, seconds=_seconds(clock))), memory
 

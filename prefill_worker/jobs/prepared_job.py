@@ -39,6 +39,7 @@ from prefill_worker.build.index_choice import (
     with_high_plane,
 )
 from prefill_worker.build.kv_placement import LIBRARY_BYTES, JobSizes
+from prefill_worker.build.stages import Clock
 from prefill_worker.config import PrefillConfig, parse_dense_layers
 from prefill_worker.jobs.inputs import fingerprint_prompts, read_prompts
 from prefill_worker.muse.ranges import planned_bytes
@@ -135,13 +136,26 @@ class PreparedJob:
         return context_id(self.identity, self.dtype, self.reading(), self.config.salt, self.token_ids)
 
 
-def prepare_job(config: PrefillConfig, standard_input: BinaryIO) -> PreparedJob:
+def prepare_job(config: PrefillConfig, standard_input: BinaryIO, clock: Clock) -> PreparedJob:
     """Reads the inputs and checks everything that can be checked without running the model.
 
-    Raises SparseKVError with a sentence for what cannot be used.
+    clock: of the time that hashing the weights took, and tokenizing. Raises SparseKVError with a sentence for what
+    cannot be used.
     """
     folder = resolve_model(config.model)
-    chosen, identity = _choices(config, folder)
+    with clock("hash"):
+        chosen, identity = _choices(config, folder)
+    with clock("tokenize"):
+        return _read_inputs(config, standard_input, folder, identity, chosen)
+
+
+def _read_inputs(
+    config: PrefillConfig,
+    standard_input: BinaryIO,
+    folder: ModelFolder,
+    identity: ModelIdentity,
+    chosen: ChosenIndexes,
+) -> PreparedJob:
     tokenizer = load_tokenizer(folder)
     conversation: StoredConversation | None = None
     if config.messages is not None:
