@@ -10,7 +10,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -276,23 +275,23 @@ def _plan_reads(
 
 
 class _StagedReads:
-    """Reads into device memory through as many pairs of staging buffers as there are threads."""
+    """Reads into device memory, in every thread through a pair of staging buffers of its own."""
 
     def __init__(self, context: Context, device: torch.device) -> None:
         self._context = context
-        self._idle: SimpleQueue[StagingBuffers] = SimpleQueue()
-        for _ in range(file_threads()):
-            self._idle.put(StagingBuffers(device))
+        self._device = device
+        self._own = threading.local()
 
     def read(self, path: str, layer: int, head: int, out: Tensor) -> None:
         """Returns when the bytes are in device memory: who waits for the layer may use it in any stream."""
-        buffers = self._idle.get()
+        buffers: StagingBuffers | None = getattr(self._own, "buffers", None)
+        if buffers is None:
+            # By the threads themselves, beside each other: locking pages takes its time.
+            buffers = self._own.buffers = StagingBuffers(self._device)
         try:
             self._context.read_head_pieces(path, layer, head, StagedArray(out, buffers))
         finally:
-            # Also after an error: nothing may be written any more once the memory is given back.
-            buffers.wait()
-            self._idle.put(buffers)
+            buffers.wait()  # also after an error: nothing may be written any more once the memory is given back
 
 
 def _load(

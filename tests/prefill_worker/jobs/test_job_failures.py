@@ -139,7 +139,7 @@ def test_files_that_are_not_what_was_written_are_never_published(
     damage: Callable[[bytearray], None],
     error: type[Exception],
 ) -> None:
-    """Lengths and checksums at the ends of files are compared with what the memory held; contents when they are read."""
+    """Lengths and ends of files are compared with what the memory held; contents when they are read."""
     original = ContextWriter.sync
 
     def sync_then_damage(self: ContextWriter, *arguments: Any) -> None:
