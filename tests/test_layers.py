@@ -88,6 +88,7 @@ FLOORS = (
     "index_store/store",
     "index_store/store/description",
     "index_store/store/files",
+    "index_store/models/files",
     "index_store/models/conversation",
     "index_store/indexes/kmeans",
     "index_store/selection",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from index_store.errors import MethodUnsupportedError
-from index_store.models.folder import first_line
+from index_store.models.files.folder import first_line
 from index_store.models.self_check import Examination, differ, read_plainly
 
 _foretelling: WeakSet[nn.Module] = WeakSet()

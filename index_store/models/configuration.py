@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from index_store.models.folder import ModelFolder, first_line
+from index_store.models.files.folder import ModelFolder, first_line
 
 
 def read_config(folder: ModelFolder) -> Any:

@@ -14,7 +14,8 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from index_store.models.folder import ModelFolder, first_line, hash_file, model_cache
+from index_store.models.files.digests import hash_file
+from index_store.models.files.folder import ModelFolder, first_line, model_cache
 
 if TYPE_CHECKING:
     import torch

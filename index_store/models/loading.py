@@ -19,8 +19,16 @@ from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.errors import ModelUnsupportedError
 from index_store.models.attention_reading import LayerReading, decoder_of
 from index_store.models.configuration import is_text_part, read_config
-from index_store.models.folder import ModelFolder, first_line
-from index_store.models.identity import attention_of, check_positions, checkpoint_dtype, identify
+from index_store.models.files.digests import Progress
+from index_store.models.files.folder import ModelFolder, first_line
+from index_store.models.files.weights import weights_entry
+from index_store.models.identity import (
+    attention_of,
+    check_positions,
+    checkpoint_dtype,
+    identify,
+    identifying,
+)
 from index_store.models.resolve import resolve_model
 from index_store.models.self_check import Examination, Verdict, examine, remembered
 from index_store.models.tokenizer import Tokenizer, load_tokenizer
@@ -34,6 +42,7 @@ __all__ = [
     "check_positions",
     "checkpoint_dtype",
     "identify",
+    "identifying",
     "load_model",
     "load_tokenizer",
     "resolve_model",
@@ -108,26 +117,31 @@ def load_model(
     attention: str,
     compute_dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
+    hashing: Progress | None = None,
 ) -> LoadedModel:
     """Loads the weights, with the attention function registered under the name `attention` in place of the model's.
+
+    Weights whose digests are not known yet are hashed meanwhile, which tells `hashing` how far it is.
 
     `compute_dtype` None: float32 on CPU (where lower precisions are slower and less exact), the checkpoint's own
     elsewhere. Raises ModelUnsupportedError, before the weights are read, for a model that cannot be served.
     """
-    identity = identify(folder)
     kv_dtype = checkpoint_dtype(folder)
     if compute_dtype is None:
         on_cpu = torch.device(device).type == "cpu"
         compute_dtype = torch.float32 if on_cpu else stored_dtype(kv_dtype).torch_dtype
-    model = _load_weights(folder, attention, compute_dtype)
-    model.requires_grad_(False)
-    model = model.to(device).eval()
+    with identifying(folder, hashing) as found:
+        model = _load_weights(folder, attention, compute_dtype)
+        model.requires_grad_(False)
+        model = model.to(device).eval()
+        identity = found.result()
     readings = attention_of(folder)
     return LoadedModel(model, identity, kv_dtype, readings, _forms(model, readings))
 
 
 def _load_weights(folder: ModelFolder, attention: str, compute_dtype: torch.dtype) -> Any:
     config = read_config(folder)
+    config.transformers_weights = weights_entry(folder)  # else a loader chooses among what lies in the folder
     bars_shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

