@@ -66,6 +66,12 @@ class Tokenizer:
         """
         return self._ordinary.encode(text)
 
+    def encode_behind(self, text: str) -> list[int]:
+        """Token ids of a text that goes on where a context ends: the blank or the like that some tokenizers put before
+        a first text is left out. Raises as `encode` does.
+        """
+        return self._ordinary.encode_behind(text)
+
     def encode_conversation(
         self, conversation: Conversation, *, answer_follows: bool = False, moment: datetime | None = None
     ) -> list[int]:
@@ -112,7 +118,9 @@ class Tokenizer:
 
         Raises InvalidArgumentError as `encode_conversation` does, and where the template leaves earlier turns out.
         """
-        return self._ordinary.encode_rendering(turns_after_text(self._template, new), first=False)
+        return self._ordinary.encode_rendering(
+            turns_after_text(self._template, new), first=False, behind_text=True
+        )
 
     def format_question(self, question: str) -> str:
         """What the chat template writes for a question after a context of plain text; `encode_turns` has its tokens."""
