@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from index_store.attention.layer_shape import WindowLayers
@@ -219,15 +219,35 @@ def test_windows_are_read_layer_by_layer(tmp_path: Path) -> None:
 
 def test_positions_end_where_rotations_change(tmp_path: Path) -> None:
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
     for family, rope, expected in (
         ("phi3", {"rope_type": "longrope", "rope_theta": 1e4, **factors}, 128),
         ("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, 4096),
         ("llama", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, 4096),
+        # As model cards have it: the positions left alone, at the original number or at one between.
+        ("qwen2", {**yarn, "original_max_position_embeddings": 4096}, 16384),
+        ("qwen3", {**yarn, "original_max_position_embeddings": 3072}, 12288),
+        ("llama", {**yarn, "original_max_position_embeddings": 1024}, 4096),
+        ("mistral", yarn, 16384),
     ):
         name = f"{family}-{rope['rope_type']}"
         original = {"original_max_position_embeddings": 128} if family == "phi3" else {}
         folder = write_model_folder(tmp_path / name, family, rope_parameters=rope, **original)
         assert identify(resolve_model(str(folder))).max_positions == expected
+
+
+def test_positions_beyond_those_of_the_configuration_are_computed_as_transformers_does(
+    tmp_path: Path,
+) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    folder = write_model_folder(tmp_path, "qwen2", rope_parameters=rope, max_positions=64)
+    loaded = load_model(resolve_model(str(folder)), "sdpa")
+    assert loaded.identity.max_positions == 256
+    check_positions(loaded.identity, 256)
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.randint(3, 258, (1, 256), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded.model(ids).logits, whole(ids).logits)
 
 
 def test_the_text_part_of_a_larger_model_is_served_without_the_rest(tmp_path: Path) -> None:
