@@ -88,6 +88,8 @@ FLOORS = (
     "index_store/store",
     "index_store/store/description",
     "index_store/store/files",
+    "index_store/models/gguf",
+    "index_store/models/files",
     "index_store/models/conversation",
     "index_store/indexes/kmeans",
     "index_store/selection",
@@ -135,7 +137,7 @@ PLACES = {
     "zarr": ("index_store/store/writer.py", "index_store/store/files/array_files.py"),
     "faiss": ("index_store/indexes/kmeans/kmeans.py",),
     "transformers": (
-        "index_store/models/gguf_file.py",
+        "index_store/models/gguf/*.py",
         "index_store/models/attention_reading.py",
         "index_store/models/configuration.py",
         "index_store/models/identity.py",

@@ -184,7 +184,7 @@ def _texts(resident: ResidentContext, tokenizer: Tokenizer, prompts: Path | None
 
         return [continuation(resident)]
     lines = [line.strip() for line in prompts.read_text(encoding="utf-8").splitlines()]
-    texts = [tokenizer.encode(line) for line in lines if line]
+    texts = [tokenizer.encode_behind(line) for line in lines if line]
     if not texts or min(map(len, texts)) < 2:
         raise InvalidArgumentError(f"{prompts}: expected texts of at least 2 tokens, one per line")
     return texts

@@ -12,7 +12,8 @@ from index_store.cli.progress import Reporter
 from index_store.cli.report import layers_text
 from index_store.errors import ContextCorruptError, ContextExpiredError, ContextNotFoundError
 from index_store.models.attention_reading import logit_cap
-from index_store.models.identity import attention_of
+from index_store.models.identity import attention_of, identifying
+from index_store.models.resolve import resolve_model
 from index_store.store.catalog import Store, utc_now
 from index_store.store.clean_up import clean_up
 from index_store.store.description.array_entry import ArrayEntry
@@ -44,7 +45,13 @@ def run_job(
     with a sentence for every input, model, store or disk that cannot be used.
     """
     clock = Clock()
-    job = prepare_job(config, standard_input or sys.stdin.buffer, clock)
+    with clock("find model"):  # a GGUF file is hashed and converted when it is new
+        folder = resolve_model(config.model)
+    with reporter.phase("hash weights", "bytes") as update, identifying(folder, update) as model:
+        with clock("tokenize"):
+            job = prepare_job(config, folder, model.described, standard_input or sys.stdin.buffer)
+        with clock("hash weights"):  # as far as it took longer than that
+            job = replace(job, identity=model.result())
     return carry_out(job, reporter, clock)
 
 

@@ -223,7 +223,7 @@ class Workshop:
             document = self._from_tokens(request.token_ids.ids)
         else:
             text = self._text(request, source, check)
-            document = Document(self.tokenizer.encode(text), text)
+            document = Document(self.tokenizer.encode_behind(text), text)
         if not document.ids:
             raise InvalidArgumentError(f"{source} has no tokens, expected at least one", field=source)
         return replace(document, ids=[*before[base.token_count :], *document.ids], parent=base, before=before)

@@ -306,7 +306,7 @@ def prompt_tokens(
         )
     if order.turns:
         return turn_tokens(order.turns, order.tools, tokenizer, stored)
-    return list(order.token_ids) if order.text is None else tokenizer.encode(order.text)
+    return list(order.token_ids) if order.text is None else tokenizer.encode_behind(order.text)
 
 
 def check_prompt(order: Order, ids: Sequence[int], identity: ModelIdentity) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from index_store.attention.layer_shape import WindowLayers
@@ -132,6 +132,7 @@ def test_unreadable_configurations_are_refused(tmp_path: Path, text: str) -> Non
 def test_unusable_weight_lists_are_refused(llama: Path, tmp_path: Path, text: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(llama, folder)
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(text)
     with pytest.raises(
         ModelUnsupportedError, match=r"index\.json cannot be read|gone\.safetensors are missing"
@@ -147,6 +148,61 @@ def test_weights_that_lack_a_parameter_are_refused(llama: Path, tmp_path: Path) 
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelUnsupportedError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
         load_model(resolve_model(str(folder)), "sdpa")
+
+
+def changed_weights(llama: Path, folder: Path, **tensors: torch.Tensor) -> Path:
+    """A copy of the folder with some more weights, or others. Names have `__` for dots."""
+    shutil.copytree(llama, folder)
+    named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    weights = load_file(folder / "model.safetensors") | named
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (
+            {"model__embed_tokens__weight": torch.zeros(300, 64)},
+            r"its weights have \[300, 64\] for model\.embed_tokens\.weight, its config\.json, whose vocab_size is 259, "
+            r"means \[259, 64\]; they belong to different models: copy both",
+        ),
+        (
+            {"model__norm__weight": torch.zeros(32)},
+            r"its weights have \[32\] for model\.norm\.weight, its config\.json means \[64\]; they belong",
+        ),
+        (
+            {"model__layers__0__self_attn__q_proj__bias": torch.zeros(64)},
+            r"its weights have 'model\.layers\.0\.self_attn\.q_proj\.bias' \(1 such tensors\), for which a "
+            r"LlamaForCausalLM of its config\.json has no place; the config\.json .*copy both",
+        ),
+    ],
+)
+def test_weights_of_another_model_are_refused_in_one_sentence(
+    llama: Path,
+    tmp_path: Path,
+    tensors: dict[str, torch.Tensor],
+    message: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder = resolve_model(str(changed_weights(llama, tmp_path / "model", **tensors)))
+    with pytest.raises(ModelUnsupportedError, match=message):
+        load_model(folder, "sdpa")
+    assert capfd.readouterr().err == ""
+
+
+def test_weights_that_belong_to_nothing_are_told(
+    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = changed_weights(
+        llama, tmp_path / "model", score__weight=torch.zeros(2), v_head__bias=torch.zeros(1)
+    )
+    load_model(resolve_model(str(folder)), "sdpa")
+    assert (
+        "2 tensors of its weights belong to no part of a LlamaForCausalLM and are not used, the first is score.weight"
+        in caplog.text
+    )
+    assert capfd.readouterr().err == ""
 
 
 def test_truncated_weights_are_refused(llama: Path, tmp_path: Path) -> None:
@@ -218,15 +274,35 @@ def test_windows_are_read_layer_by_layer(tmp_path: Path) -> None:
 
 def test_positions_end_where_rotations_change(tmp_path: Path) -> None:
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
     for family, rope, expected in (
         ("phi3", {"rope_type": "longrope", "rope_theta": 1e4, **factors}, 128),
         ("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, 4096),
         ("llama", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, 4096),
+        # As model cards have it: the positions left alone, at the original number or at one between.
+        ("qwen2", {**yarn, "original_max_position_embeddings": 4096}, 16384),
+        ("qwen3", {**yarn, "original_max_position_embeddings": 3072}, 12288),
+        ("llama", {**yarn, "original_max_position_embeddings": 1024}, 4096),
+        ("mistral", yarn, 16384),
     ):
         name = f"{family}-{rope['rope_type']}"
         original = {"original_max_position_embeddings": 128} if family == "phi3" else {}
         folder = write_model_folder(tmp_path / name, family, rope_parameters=rope, **original)
         assert identify(resolve_model(str(folder))).max_positions == expected
+
+
+def test_positions_beyond_those_of_the_configuration_are_computed_as_transformers_does(
+    tmp_path: Path,
+) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    folder = write_model_folder(tmp_path, "qwen2", rope_parameters=rope, max_positions=64)
+    loaded = load_model(resolve_model(str(folder)), "sdpa")
+    assert loaded.identity.max_positions == 256
+    check_positions(loaded.identity, 256)
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.randint(3, 258, (1, 256), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded.model(ids).logits, whole(ids).logits)
 
 
 def test_the_text_part_of_a_larger_model_is_served_without_the_rest(tmp_path: Path) -> None:

@@ -1,11 +1,9 @@
-"""A model's files on this machine, and hashes of them. Needs no machine-learning package."""
+"""A model's folder on this machine, and where the user's cache is. Needs no machine-learning package."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 from index_store.errors import ModelUnsupportedError
@@ -34,18 +32,6 @@ def cache_folder() -> Path:
 def model_cache() -> Path:
     """Where fetched and converted models are kept."""
     return cache_folder() / "models"
-
-
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file, computed once per process for a given path, size and time of change."""
-    status = path.stat()
-    return _hash_unchanged_file(str(path), status.st_size, status.st_mtime_ns)
-
-
-@lru_cache(maxsize=1024)
-def _hash_unchanged_file(path: str, size: int, mtime_ns: int) -> str:
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def first_line(error: Exception) -> str:
