@@ -168,16 +168,28 @@ class Engine(Generic[SessionT]):
         with self._changed:
             return self._queues.waiting.ahead(stream)
 
-    def shutdown(self, grace_s: float = 0.0) -> None:
-        """Accepts nothing more, lets requests finish for `grace_s` seconds, ends the others and the thread."""
+    def shutdown(self, grace_s: float = 0.0, *, patience_s: float | None = None) -> bool:
+        """Accepts nothing more, lets requests finish for `grace_s` seconds, ends the others and the thread.
+
+        patience_s: for the step that the thread is in, which cannot be interrupted; None waits as long as it takes.
+        Returns whether the thread has ended. If not, the requests are told all the same, but hold what they have.
+        """
         with self._changed:
             self._accepting = False
             self._changed.wait_for(lambda: self._queues.empty or self._crash is not None, timeout=grace_s)
             self._stopping = True
             self._changed.notify_all()
         if self._thread.is_alive():
-            self._thread.join()
-        self._scheduler.close()
+            self._thread.join(patience_s)
+        if not self._thread.is_alive():
+            self._scheduler.close()
+            return True
+        logger.warning("a step of the engine has not ended in %g s; its requests are told", patience_s)
+        with self._changed:
+            left = self._queues.all()
+        for stream in {id(job.stream): job.stream for job in left}.values():
+            stream.put(self._last_words())
+        return False
 
     def _check_accepting(self) -> None:
         if self._crash is not None:

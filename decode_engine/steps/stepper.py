@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 from weakref import WeakKeyDictionary
@@ -109,6 +109,11 @@ class Stepper:
                     self._graphs.begin_turn()
                     with self._on_stream(lane):
                         self._graph(kind, fitted.method, size, kind.max_keys, 0, lane)
+
+    def kind_of(self, fitted: FittedMethod, placement: Placement) -> Hashable:
+        """Equal for what steps in the same graphs, as long as the context needs; None where no graph is taken."""
+        kind = self._kinds.sort(fitted, placement)
+        return (kind.key, kind.max_keys) if isinstance(kind, BatchKind) else None
 
     def takes(self, session: Session) -> bool:
         """Whether the session's steps can run here; a reason why not is logged once per method."""
