@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from queue import SimpleQueue
 
 from decode_engine.model.runner import ModelRunner
@@ -50,7 +51,9 @@ class Preparation:
         self._compile = compile_beside
         self._kinds: dict[_Key, Future[None]] = {}
         self._lock = threading.Lock()
-        self._todo: SimpleQueue[tuple[Future[None], FittedMethod, Placement] | None] = SimpleQueue()
+        self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._larger: list[Callable[[], None]] = []  # what is to be captured once there are requests
+        self._beside = False
         self._compiling: Future[None] | None = None
         self._closed = False
         threading.Thread(target=self._work, name="prepare", daemon=True).start()
@@ -65,7 +68,7 @@ class Preparation:
             kind = self._kinds.get(key)
             if kind is None:
                 kind = self._kinds[key] = Future()
-                self._todo.put((kind, fitted, placement))
+                self._todo.put(partial(self._prepare_kind, kind, fitted, placement))
         return kind
 
     def wait(self, fitted: FittedMethod, placement: Placement, check: Callable[[], None]) -> None:
@@ -90,6 +93,13 @@ class Preparation:
                 names[fitted.method.name] = None
         return list(names)
 
+    def go_beside(self) -> None:
+        """From here on another thread steps; what only larger batches need is prepared now."""
+        with self._lock:
+            self._beside, larger, self._larger = True, self._larger, []
+        for work in larger:
+            self._todo.put(work)
+
     def close(self) -> None:
         """Prepares nothing more; who waits goes on."""
         with self._lock:
@@ -112,21 +122,21 @@ class Preparation:
         return (code, fitted.manifest.rows, placement, self._runner.steps_kind(fitted, placement))
 
     def _work(self) -> None:
-        while (task := self._todo.get()) is not None:
-            kind, fitted, placement = task
-            begin = time.monotonic()
-            try:
-                self._prepare(fitted, placement)
-            except CancelledError:
-                return
-            except Exception as error:  # a request by it says better what is wrong
-                logger.warning("method %s was not prepared: %s", fitted.method.name, error)
-            else:
-                spent = time.monotonic() - begin
-                logger.info(
-                    "method %s (%s) is prepared, in %.1f s", fitted.method.name, placement.value, spent
-                )
-            _finish(kind)
+        while (work := self._todo.get()) is not None and not self._closed:
+            work()
+
+    def _prepare_kind(self, kind: Future[None], fitted: FittedMethod, placement: Placement) -> None:
+        begin = time.monotonic()
+        try:
+            self._prepare(fitted, placement)
+        except CancelledError:
+            logger.info("method %s is not prepared any more", fitted.method.name)
+        except Exception as error:  # a request by it says better what is wrong
+            logger.warning("method %s was not prepared: %s", fitted.method.name, error)
+        else:
+            spent = time.monotonic() - begin
+            logger.info("method %s (%s) is prepared, in %.1f s", fitted.method.name, placement.value, spent)
+        _finish(kind)
 
     def _prepare(self, fitted: FittedMethod, placement: Placement) -> None:
         self._check_open()
@@ -137,7 +147,17 @@ class Preparation:
             self._check_open()
         if warm_method(self._runner, fitted.method, placement, rows=fitted.manifest.rows):
             self._check_open()
-            self._runner.prepare(fitted, self._sessions, placement)
+            self._runner.prepare(fitted, 1, placement, beside=self._beside)
+            with self._lock:
+                later = partial(self._prepare_larger, fitted, placement)
+                (self._todo.put if self._beside else self._larger.append)(later)
+
+    def _prepare_larger(self, fitted: FittedMethod, placement: Placement) -> None:
+        """Steps of larger batches, behind all that somebody waits for."""
+        try:
+            self._runner.prepare(fitted, self._sessions, placement, beside=True)
+        except Exception as error:
+            logger.warning("batches of method %s are captured when they come: %s", fitted.method.name, error)
 
 
 def methods_wanted(manifest: Manifest, *more: Method) -> Iterator[FittedMethod]:

@@ -97,14 +97,23 @@ class ModelRunner:
         require_model(manifest, self.identity)
         require_dtype(manifest, self.kv_dtype)
 
-    def prepare(self, fitted: FittedMethod, sessions: int, placement: Placement = Placement.DEVICE) -> None:
+    def prepare(
+        self,
+        fitted: FittedMethod,
+        sessions: int,
+        placement: Placement = Placement.DEVICE,
+        *,
+        beside: bool = False,
+    ) -> None:
         """Captures decode steps of up to `sessions` sessions on such a context, where steps are captured.
 
-        placement: of the context. Raises as `check` does.
+        placement: of the context. beside: on another thread than the one that feeds tokens (`Stepper.prepare_beside`).
+        Raises as `check` does.
         """
         self.check(fitted.manifest)
         if self._stepper is not None:
-            self._stepper.prepare(fitted, sessions, placement)
+            prepare = self._stepper.prepare_beside if beside else self._stepper.prepare
+            prepare(fitted, sessions, placement)
 
     def steps_kind(self, fitted: FittedMethod, placement: Placement) -> Hashable:
         """What captured steps of such sessions have in common; None where steps take the general path."""

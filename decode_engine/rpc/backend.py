@@ -213,6 +213,7 @@ def load_backend(
         (fitted, arena.placement(each)) for each in alone for fitted in _wanted(runner, each, named[each.id])
     ]
     prepared = preparation.prepare_all(wanted, phase.say)
+    preparation.go_beside()
     logger.info(
         "model %s loaded on %s in %.1f s, %d bytes of host and %d of device memory for contexts, %d for sessions, "
         "%s prepared in %.1f s",
