@@ -19,7 +19,7 @@ from decode_engine.host_search.workers import SearchThreads
 from decode_engine.layers.session import Session
 from decode_engine.model.compiling import compile_beside
 from decode_engine.model.continuing import Ground
-from decode_engine.model.method_choice import AUTO, StepCosts
+from decode_engine.model.method_choice import AUTO, IdleTimer, StepCosts
 from decode_engine.model.preparing import Preparation, methods_wanted
 from decode_engine.model.runner import ModelRunner
 from decode_engine.rpc.contexts.defaults import own_methods
@@ -233,6 +233,18 @@ def load_backend(
         if config.warm_up:
             runner.prepare_prompts()
 
+    costs, auto = StepCosts(on_gpu=device.type == "cuda"), config.method == AUTO
+    if auto:
+        for fitted, where in wanted:
+            costs.want(fitted.method, where)
+    timer = IdleTimer(runner, costs)
+
+    def note_step(sessions: Sequence[Session], seconds: float) -> None:
+        first = sessions[0]
+        if all(each.context is first.context and each.method == first.method for each in sessions):
+            tokens, where = first.context.manifest.token_count, first.context.placement
+            costs.note(first.method, where, tokens, len(sessions), seconds)
+
     engine: Engine[Session] = Engine(
         runner,
         max_sessions=config.max_sessions,
@@ -241,12 +253,12 @@ def load_backend(
         session_memory=session_memory,
         on_start=begin,
         on_crash=on_crash,
+        on_idle=timer.advance,
+        on_step=note_step,
     )
     queue, uploads = JobQueue(config.store), Uploads(config.store)
     workshop = Workshop(store, queue, uploads, runner.identity, runner.tokenizer, runner.kv_dtype)
-    return ServiceBackend(
-        store, arena, runner, engine, workshop, preparation, paths, StepCosts(), config.method == AUTO
-    )
+    return ServiceBackend(store, arena, runner, engine, workshop, preparation, paths, costs, auto)
 
 
 def set_threads(count: int) -> None:

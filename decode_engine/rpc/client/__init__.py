@@ -25,7 +25,6 @@ from decode_engine.rpc.client.replies import (
     MethodList,
     Piece,
     SelectionFigures,
-    ServerHealth,
     ServerStatus,
     Summary,
     Timings,

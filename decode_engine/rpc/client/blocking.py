@@ -17,6 +17,7 @@ from decode_engine.rpc.client.batch_results import Batch
 from decode_engine.rpc.client.connection import (
     CHANNEL_OPTIONS,
     HEALTH_TIMEOUT_S,
+    ServerHealth,
     caller_metadata,
     channel_credentials,
     translate,
@@ -26,7 +27,6 @@ from decode_engine.rpc.client.replies import (
     ContextInfo,
     ContextPage,
     MethodList,
-    ServerHealth,
     ServerStatus,
     TokenizedText,
     Waiting,

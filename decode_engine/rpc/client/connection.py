@@ -96,3 +96,17 @@ def translate(error: grpc.RpcError, address: str) -> SparseKVError:
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:  # by gRPC itself, which knows no reasons
         return InvalidArgumentError(f"the server refused the request for its size: {details}")
     return InternalError(f"the call failed with {code.name}: {details}", code=code.name)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerHealth:
+    """Whether a server takes calls. phase: what it does while it starts; "" where it does not, or nobody answers."""
+
+    serving: bool
+    phase: str = ""
+
+    @classmethod
+    def of(cls, status: int, trailing: Iterable[tuple[str, str | bytes]] | None) -> Self:
+        """From the reply of a health check and what stands behind it."""
+        phase = dict(trailing or ()).get(PHASE_KEY, "")
+        return cls(status == health_pb2.HealthCheckResponse.SERVING, str(phase))

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
-from grpc_health.v1 import health_pb2
 
-from decode_engine.rpc.transport.starting import PHASE_KEY
 from index_store.errors import SparseKVError
 from index_store.models.conversation.messages import ToolCall
 from sparsekv.v1 import context_pb2, generation_pb2
@@ -269,20 +267,6 @@ class TokenizedText:
 
     ids: tuple[int, ...]
     texts: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ServerHealth:
-    """Whether a server takes calls. phase: what it does while it starts; "" where it does not, or nobody answers."""
-
-    serving: bool
-    phase: str = ""
-
-    @classmethod
-    def of(cls, status: int, trailing: Iterable[tuple[str, str | bytes]] | None) -> Self:
-        """From the reply of a health check and what stands behind it."""
-        phase = dict(trailing or ()).get(PHASE_KEY, "")
-        return cls(status == health_pb2.HealthCheckResponse.SERVING, str(phase))
 
 
 @dataclass(frozen=True, slots=True)
