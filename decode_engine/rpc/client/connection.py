@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import cast
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self, cast
 
 import grpc
+from grpc_health.v1 import health_pb2
 
 from decode_engine.errors import CancelledError, DeadlineExceededError, InternalError, ServerUnreachableError
 from decode_engine.rpc.client.create_verbs import OPERATIONS
 from decode_engine.rpc.client.verbs import CONTEXTS, GENERATIONS
 from decode_engine.rpc.door.options import Credentials
+from decode_engine.rpc.transport.starting import PHASE_KEY
 from decode_engine.rpc.transport.status import classes_by_reason, error_info, retry_info
 from index_store.errors import InvalidArgumentError, SparseKVError
 
