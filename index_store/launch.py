@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numba import carray, get_num_threads, njit, prange, set_num_threads, threading_layer, types
-from numba.core import cgutils, codegen, config
+from numba.core import cgutils, codegen, config, event
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
@@ -33,6 +34,7 @@ _prefer_wide_vectors()
 
 __all__ = [
     "byte_table",
+    "compiling_told",
     "get_num_threads",
     "int16_table",
     "launch",
@@ -101,3 +103,18 @@ def int16_table(address: int, rows: int, width: int) -> NDArray[np.int16]:  # pr
 def byte_table(address: int, rows: int, width: int) -> NDArray[np.uint8]:  # pragma: no cover - compiled
     """[rows, width] uint8 at an address, likewise."""
     return carray(_pointer(address), (rows, width), np.uint8)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def compiling_told(say: Callable[[str, str], None]) -> Iterator[None]:
+    """Inside, each loop that this process compiles is told by its name, as a part of the phase "compile loops"."""
+
+    class Told(event.Listener):  # type: ignore[misc]
+        def on_start(self, found: Any) -> None:
+            say("compile loops", found.data["dispatcher"].py_func.__name__)
+
+        def on_end(self, found: Any) -> None:
+            pass
+
+    with event.install_listener("numba:compile", Told()):
+        yield

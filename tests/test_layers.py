@@ -127,7 +127,7 @@ PLACES = {
         "index_store/launch.py",
         "decode_engine/host_search/*_numba.py",
         "index_store/attention/vectors/*.py",
-        "decode_engine/rpc/server.py",
+        "decode_engine/rpc/backend.py",
     ),
     "llvmlite": ("decode_engine/host_search/*_numba.py", "index_store/attention/vectors/*.py"),
     "grpc": GRPC_PLACES,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from decode_engine.errors import ShuttingDownError
 from decode_engine.gateway.exchange import CLIENT_GONE, EventStream, read_json, while_connected
 from decode_engine.gateway.failures import HttpError, failure
 from decode_engine.gateway.wire.bodies import Order, chat_order, completion_order, response_order
@@ -16,6 +17,7 @@ from decode_engine.gateway.wire.response_shape import ResponseShape
 from decode_engine.gateway.wire.shapes import Answered, ChatShape, CompletionShape, Shape
 from decode_engine.rpc.client import AsyncClient, AsyncGeneration, Piece, calls_of
 from decode_engine.rpc.transport.stalled import forget_error
+from decode_engine.rpc.transport.status import reason_of
 from index_store.errors import SparseKVError
 
 _FIRST_S = 10.0
@@ -42,7 +44,9 @@ async def _answer(
 ) -> Response:
     order = read(await read_json(request))
     client: AsyncClient = request.state.client
-    work = _begin(client, order, shape_of(order)) if order.stream else _whole(client, order, shape_of(order))
+    say: Callable[[str], None] = request.state.say
+    shape = shape_of(order)
+    work = _begin(client, order, shape, say) if order.stream else _whole(client, order, shape)
     try:
         return await while_connected(request, work) or Response(status_code=CLIENT_GONE)
     except SparseKVError as error:
@@ -82,8 +86,11 @@ async def _whole(client: AsyncClient, order: Order, shape: Shape) -> Response:
         return JSONResponse(shape.whole(answers))
 
 
-async def _begin(client: AsyncClient, order: Order, shape: Shape) -> Response:
-    """A stream, whose first piece has come or is late: whoever is refused at once gets a status and no stream."""
+async def _begin(client: AsyncClient, order: Order, shape: Shape, say: Callable[[str], None]) -> Response:
+    """A stream, whose first piece has come or is late: whoever is refused at once gets a status and no stream.
+
+    say: takes what went wrong in a stream that had begun, for the log.
+    """
     generation = await _generate(client, order)
     pieces = aiter(generation)
     first = asyncio.ensure_future(anext(pieces, None))
@@ -93,11 +100,19 @@ async def _begin(client: AsyncClient, order: Order, shape: Shape) -> Response:
         first.cancel()
         generation.cancel()
 
+    def fail(error: SparseKVError) -> Iterable[str]:
+        order.name_parts(error)
+        say(f"{reason_of(error)} {error.message}")
+        return shape.fail(failure(error)[1])
+
+    def last_words() -> Iterable[str]:
+        return fail(ShuttingDownError("the gateway shut down before this request finished"))
+
     try:
         await asyncio.wait({first}, timeout=_FIRST_S)
         if first.done():
             first.result()
-        return EventStream(_events(generation, pieces, first, shape), release)
+        return EventStream(_events(generation, pieces, first, shape, fail), release, last_words)
     except BaseException:
         release()
         raise
@@ -108,6 +123,7 @@ async def _events(
     pieces: AsyncIterator[Piece],
     first: asyncio.Future[Piece | None],
     shape: Shape,
+    fail: Callable[[SparseKVError], Iterable[str]],
 ) -> AsyncGenerator[str, None]:
     try:
         for text in shape.begin():
@@ -120,6 +136,5 @@ async def _events(
         for text in shape.end(generation.summaries):
             yield text
     except SparseKVError as error:
-        shape.order.name_parts(error)
-        for text in shape.fail(failure(error)[1]):
+        for text in fail(error):
             yield text

@@ -101,7 +101,10 @@ class Front:
             self._bodies.add(nbytes)
             exchange.body_bytes += nbytes
 
-        scope["state"] = {"client": self._client.showing(exchange.metadata()), "hold": hold}
+        def say(message: str) -> None:
+            exchange.said = message
+
+        scope["state"] = {"client": self._client.showing(exchange.metadata()), "hold": hold, "say": say}
         await self._router(scope, receive, exchange.send)
 
     async def _fail(self, exchange: _Exchange, error: Exception, scope: Scope, receive: Receive) -> None:

@@ -7,7 +7,7 @@ import gc
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from typing import Any, NoReturn, TypeVar
 
@@ -30,6 +30,8 @@ _MAYBE_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 """The escape of half a character, which may stand beside its other half."""
 _SILENCE_S = 15.0
 """After which a stream without news gets a comment, so that nobody in between gives up."""
+_LAST_WORDS_S = 0.5
+"""For a client to take the events that end its stream."""
 CLIENT_GONE = 499
 """As proxies log it; nobody sees it."""
 
@@ -151,13 +153,21 @@ class EventStream(Response):
     """Server-sent events from a generator of their texts, until it ends or the client is gone.
 
     While it has nothing to say, comments are sent. release: called at the end, whether or not anything was sent.
+    last_words: the events that end it where this process is told to stop before.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None], release: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[str, None],
+        release: Callable[[], object],
+        last_words: Callable[[], Iterable[str]] = tuple,
+    ) -> None:
         self._events = events
         self._release = release
+        self._last_words = last_words
+        self._begun = self._ended = False
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
@@ -169,16 +179,29 @@ class EventStream(Response):
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 task.result()
+        except asyncio.CancelledError:  # the server's grace is over
+            await _end(task)
+            if self._begun and not self._ended:
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await self._say_last(send)
+            raise
         finally:
             self._release()
             await _end(task, gone)
 
+    async def _say_last(self, send: Send) -> None:
+        for text in self._last_words():
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
     async def _send(self, send: Send) -> None:
         async with aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            self._begun = True
             async for text in with_comments(events):
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+            self._ended = True
 
 
 async def with_comments(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:

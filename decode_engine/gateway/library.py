@@ -29,10 +29,13 @@ UPDATE = Endpoint(
 
 
 async def health(request: Request) -> Response:
-    """GET /health: whether the server takes requests. Needs no token."""
+    """GET /health: whether the server takes requests, and what it does while it starts. Needs no token."""
     client: AsyncClient = request.state.client
-    serving = await client.is_serving()
-    return JSONResponse({"status": "ok" if serving else "unavailable"}, status_code=200 if serving else 503)
+    found = await client.health()
+    if found.serving:
+        return JSONResponse({"status": "ok"})
+    starting = {"status": "starting", "phase": found.phase}
+    return JSONResponse(starting if found.phase else {"status": "unavailable"}, status_code=503)
 
 
 async def list_models(request: Request) -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch
@@ -51,12 +51,17 @@ class ModelRunner:
         compilation: Compilation = Compilation.OFF,
         prompts: Prompts = Prompts.AUTO,
         searching: SearchThreads | None = None,
+        say: Callable[[str, str], None] = lambda what, how_far: None,
     ) -> None:
-        """searching: threads and lanes for contexts that are searched on the host; by default most cores, one lane."""
+        """searching: threads and lanes for contexts that are searched on the host; by default most cores, one lane.
+
+        say: is told what is done, and how far it has come.
+        """
         register_attention()
         self.device = torch.device(device)
         default = Prompts.EXACT if self.device.type == "cuda" else Prompts.EACH
         self.prompts = default if prompts is Prompts.AUTO else prompts
+        say("load weights", folder.name)
         loaded = load_model(folder, ATTENTION_NAME, device=self.device)
         self.model = loaded.model
         if self.device.type == "cpu":
@@ -67,6 +72,7 @@ class ModelRunner:
         self.tokenizer = tokenizer = load_tokenizer(folder, self.identity.tokenizer_fingerprint)
         size, ends = self.identity.vocab_size, tokenizer.eos_ids
         self.vocabulary = Vocabulary(lambda: VocabularySource(tokenizer.definition(), size, ends))
+        say("compare decoding with the model's own attention", "")
         check_decoding(loaded)
         self._stepper: Stepper | None = None
         self._searching = searching or SearchThreads(search_cores())
@@ -91,14 +97,27 @@ class ModelRunner:
         require_model(manifest, self.identity)
         require_dtype(manifest, self.kv_dtype)
 
-    def prepare(self, fitted: FittedMethod, sessions: int, placement: Placement = Placement.DEVICE) -> None:
+    def prepare(
+        self,
+        fitted: FittedMethod,
+        sessions: int,
+        placement: Placement = Placement.DEVICE,
+        *,
+        beside: bool = False,
+    ) -> None:
         """Captures decode steps of up to `sessions` sessions on such a context, where steps are captured.
 
-        placement: of the context. Raises as `check` does.
+        placement: of the context. beside: on another thread than the one that feeds tokens (`Stepper.prepare_beside`).
+        Raises as `check` does.
         """
         self.check(fitted.manifest)
         if self._stepper is not None:
-            self._stepper.prepare(fitted, sessions, placement)
+            prepare = self._stepper.prepare_beside if beside else self._stepper.prepare
+            prepare(fitted, sessions, placement)
+
+    def steps_kind(self, fitted: FittedMethod, placement: Placement) -> Hashable:
+        """What captured steps of such sessions have in common; None where steps take the general path."""
+        return None if self._stepper is None else self._stepper.kind_of(fitted, placement)
 
     def prepare_prompts(self) -> None:
         """Prepares attention of many queries on a GPU, for the calling thread alone: the one that reads prompts."""

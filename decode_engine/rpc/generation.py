@@ -316,8 +316,8 @@ def _submit(
 ) -> tuple[Stream, int, int]:
     """Has the context loaded, and queues the request. The place is left to the caller if that fails.
 
-    While other contexts that are in use leave no memory for it, the call waits; its place bounds how many do. The
-    engine gets it while its context is still being loaded.
+    While other contexts that are in use leave no memory for it, or its method is being prepared, the call waits; its
+    place bounds how many do. The engine gets it while its context is still being loaded.
     Returns the stream, the nanoseconds of loading and the time of submission. The context's lease goes over to the
     engine, which ends it when it has let go of the session.
     """
@@ -326,11 +326,14 @@ def _submit(
     with ExitStack() as stack:
         before = clock_ns()
         store, ground, runner = backend.store, checked.ground, backend.runner
+        placement = backend.arena.placement(checked.fitted.manifest)
+        backend.preparation.begin(checked.fitted, placement)  # while the context is brought into memory
         lease = backend.arena.acquire(
             store, id_, check=call.check, wait_for_memory=True, early=True, expired=ground.own_tokens > 0
         )
         resident = stack.enter_context(lease)
         own = ground.read(store)
+        backend.preparation.wait(checked.fitted, resident.placement, call.check)
         keeping = None
         if checked.order.keep is not None:
             base = (ground, checked.fitted, resident, own)

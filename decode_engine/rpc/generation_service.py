@@ -16,7 +16,7 @@ from typing import TypeVar
 from google.rpc.status_pb2 import Status
 
 from decode_engine.errors import TooManyRequestsError
-from decode_engine.rpc.backend import BackendSlot, ServiceBackend
+from decode_engine.rpc.backend import ServiceBackend
 from decode_engine.rpc.generation import check_request, stream_answer
 from decode_engine.rpc.messages.describe import describe_methods, describe_status
 from decode_engine.rpc.messages.validation import check_tokens, content_tokens, parse_batch
@@ -41,9 +41,9 @@ logger = logging.getLogger(__name__)
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     """Decodes against stored contexts."""
 
-    def __init__(self, slot: BackendSlot, client_requests: int) -> None:
+    def __init__(self, backend: ServiceBackend, client_requests: int) -> None:
         """client_requests: that one client address may have here."""
-        self._slot = slot
+        self._backend = backend
         self._clients = Clients(client_requests)
         self._appointments = Appointments()
         self._batches = 0
@@ -52,13 +52,13 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def ListMethods(
         self, request: generation_pb2.ListMethodsRequest, call: Call
     ) -> generation_pb2.ListMethodsResponse:
-        runner = self._slot.get().runner
+        runner = self._backend.runner
         return describe_methods(runner.identity.head_dim, runner.kv_dtype)
 
     async def GetServerStatus(
         self, request: generation_pb2.GetServerStatusRequest, call: Call
     ) -> generation_pb2.ServerStatus:
-        backend = self._slot.get()
+        backend = self._backend
         model, choices = backend.runner.identity.name, backend.costs.told()
         engine, arena = backend.engine.stats(), backend.arena.stats()
         return describe_status(model, engine, arena, call.traffic(), choices)
@@ -66,7 +66,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, call: Call
     ) -> generation_pb2.TokenizeResponse:
-        runner = self._slot.get().runner
+        runner = self._backend.runner
 
         def cut() -> generation_pb2.TokenizeResponse:
             ids, token_bytes = content_tokens(request, runner.tokenizer), runner.vocabulary.token_bytes
@@ -77,7 +77,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def Detokenize(
         self, request: generation_pb2.DetokenizeRequest, call: Call
     ) -> generation_pb2.DetokenizeResponse:
-        runner = self._slot.get().runner
+        runner = self._backend.runner
         check_tokens("ids", request.ids, runner.identity)
         text = await self._long(call, partial(runner.tokenizer.decode, request.ids))
         return generation_pb2.DetokenizeResponse(text=text)
@@ -85,7 +85,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def CountTokens(
         self, request: generation_pb2.CountTokensRequest, call: Call
     ) -> generation_pb2.CountTokensResponse:
-        tokenizer = self._slot.get().runner.tokenizer
+        tokenizer = self._backend.runner.tokenizer
         counted = await self._long(call, lambda: len(content_tokens(request, tokenizer)))
         return generation_pb2.CountTokensResponse(tokens=counted)
 
@@ -93,7 +93,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, call: Call
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         try:
-            async with aclosing(self._answer(self._slot.get(), request, call, call.note)) as messages:
+            async with aclosing(self._answer(self._backend, request, call, call.note)) as messages:
                 async for message in messages:
                     yield message
         except TooManyRequestsError as error:
@@ -127,7 +127,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def BatchGenerate(
         self, request: generation_pb2.BatchGenerateRequest, call: Call
     ) -> AsyncIterator[generation_pb2.BatchGenerateResponse]:
-        backend = self._slot.get()
+        backend = self._backend
         call.note(context=parse_batch(request), requests=len(request.requests))
         if self._batches >= _MAX_BATCHES:
             raise TooManyRequestsError(

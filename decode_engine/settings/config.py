@@ -141,7 +141,7 @@ class ServeConfig:
         str,
         Option(
             help="What a request gets that names no method: what takes less time, full attention or its context's own "
-            "method, by steps that are timed when the server warms up (auto); always the context's own (context)."
+            "method, by steps that are timed while there are no requests (auto); always the context's own (context)."
         ),
         OneOf(AUTO, "context"),
     ] = AUTO
@@ -202,8 +202,8 @@ class ServeConfig:
         bool,
         Option(
             "--warm-up/--no-warm-up",
-            help="Run every kind of step once before requests are taken. Without it the server is there seconds "
-            "earlier, and the first requests wait for what is compiled then.",
+            help="Prepare what the store's contexts name before requests are taken; without it, when a request first "
+            "asks for it, which waits.",
         ),
     ] = True
     grown_share: Annotated[

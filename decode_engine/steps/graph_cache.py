@@ -40,6 +40,10 @@ class GraphCache(Generic[KeptT]):
         )  # with the turn of its last use
         self._turn = 0
 
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether a graph of that key is kept; for any thread."""
+        return key in self._graphs
+
     def __len__(self) -> int:
         return len(self._graphs)
 

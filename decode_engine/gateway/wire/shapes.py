@@ -92,6 +92,7 @@ class _Choices(Shape):
 
     def fail(self, error: dict[str, Any]) -> Iterator[str]:
         yield event(error)
+        yield event(DONE)
 
     @abstractmethod
     def _whole_choice(self, index: int, answer: Answered) -> dict[str, Any]:

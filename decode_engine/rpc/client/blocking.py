@@ -17,6 +17,7 @@ from decode_engine.rpc.client.batch_results import Batch
 from decode_engine.rpc.client.connection import (
     CHANNEL_OPTIONS,
     HEALTH_TIMEOUT_S,
+    ServerHealth,
     caller_metadata,
     channel_credentials,
     translate,
@@ -83,13 +84,17 @@ class Client:
 
     def is_serving(self) -> bool:
         """Whether the server has loaded its model and takes calls; False also when no server answers."""
+        return self.health().serving
+
+    def health(self) -> ServerHealth:
+        """Whether the server takes calls, and what it does while it starts."""
         try:
-            response = self._health.Check(
+            reply, check = self._health.Check.with_call(
                 health_pb2.HealthCheckRequest(), timeout=self._timeout_s or HEALTH_TIMEOUT_S
             )
         except grpc.RpcError:
-            return False
-        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+            return ServerHealth(serving=False)
+        return ServerHealth.of(reply.status, check.trailing_metadata())
 
     def list_contexts(
         self, page_size: int = 0, *, filter: str = "", order_by: str = ""
