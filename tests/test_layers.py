@@ -95,6 +95,7 @@ FLOORS = (
     "index_store/selection",
     "index_store/attention",
     "index_store/attention/vectors",
+    "index_store/compiled",
     "index_store",
     "sparsekv/v1",
     "sparsekv",
@@ -124,12 +125,17 @@ GRPC_PLACES = ("sparsekv/v1/*", "decode_engine/rpc/*")
 PLACES = {
     "triton": ("*/kernels/*", "*_triton.py"),
     "numba": (
-        "index_store/launch.py",
+        "index_store/compiled/launch.py",
+        "index_store/compiled/loop_cache.py",
         "decode_engine/host_search/*_numba.py",
         "index_store/attention/vectors/*.py",
         "decode_engine/rpc/server.py",
     ),
-    "llvmlite": ("decode_engine/host_search/*_numba.py", "index_store/attention/vectors/*.py"),
+    "llvmlite": (
+        "index_store/compiled/loop_cache.py",
+        "decode_engine/host_search/*_numba.py",
+        "index_store/attention/vectors/*.py",
+    ),
     "grpc": GRPC_PLACES,
     "grpc_status": GRPC_PLACES,
     "grpc_health": GRPC_PLACES,

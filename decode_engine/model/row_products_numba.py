@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from index_store.launch import launch, njit, prange
+from index_store.compiled.launch import launch, njit, prange
 
 _TILE = 4  # rows, and outputs, of one loop over the inputs
 _OUTPUTS_PER_TASK = 64
@@ -63,7 +63,7 @@ def multiply_rows_reference(rows_BI: Tensor, weight_OI: Tensor) -> Tensor:
     return rows_BI @ weight_OI.T
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit("f4x2 f4x2 f4x2", parallel=True)
 def _multiply_rows(
     rows: NDArray[np.float32], weights: NDArray[np.float32], out: NDArray[np.float32]
 ) -> None:  # pragma: no cover - compiled
@@ -74,7 +74,7 @@ def _multiply_rows(
                 _multiply_tile(rows, r, weights, min(first, outputs - _TILE), out)
 
 
-@njit(cache=True, nogil=True, _nrt=False, fastmath={"reassoc", "contract"})
+@njit(_nrt=False, fastmath={"reassoc", "contract"})
 def _multiply_tile(
     rows: NDArray[np.float32], r: int, weights: NDArray[np.float32], o: int, out: NDArray[np.float32]
 ) -> None:  # pragma: no cover - compiled

@@ -14,7 +14,7 @@ from index_store.attention.exponentials_numba import exponentiate, largest
 from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import add_weighted
-from index_store.launch import launch, njit, on_host, prange
+from index_store.compiled.launch import launch, njit, on_host, prange
 
 _TILE = 8192
 _PIECE = 1024  # logits that are in the first-level cache while all heads are added up
@@ -54,7 +54,7 @@ def pooled_weights_reference(logits_HTGM: Tensor) -> Tensor:
     return weights.masked_fill_(missing, 0.0).sum(2).masked_fill_(missing.all(2), -torch.inf)
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit("f4x2 i8x2 i8x1 f4x3 f4x3 f4x1 i8x1", parallel=True)
 def _pooled_weights(
     logits: NDArray[np.float32],
     places: NDArray[np.int64],
@@ -87,7 +87,7 @@ def _pooled_weights(
         _pool_tile(logits, places[query], low, high, peaks[query], out, out_places[query])
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _sum_tile(
     logits: NDArray[np.float32],
     places: NDArray[np.int64],
@@ -110,7 +110,7 @@ def _sum_tile(
         peaks[g, tile], totals[g, tile] = peak, total
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _pool_tile(
     logits: NDArray[np.float32],
     places: NDArray[np.int64],
@@ -133,7 +133,7 @@ def _pool_tile(
         _put(sums, count, logits, places, begin, out, place + begin)
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _put(
     sums: NDArray[np.float32],
     count: int,

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.launch import launch, njit, on_host, prange
+from index_store.compiled.launch import launch, njit, on_host, prange
 from index_store.selection.ranking import Items
 from index_store.selection.searchable_numba import flat_rows, searchable_members
 
@@ -123,7 +123,7 @@ def _lists(items: Items) -> list[NDArray[np.int32] | int]:
     return found
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _mark(
     keys: NDArray[np.int32], first: int, end: int, left: int, marked: NDArray[np.uint8]
 ) -> int:  # pragma: no cover - compiled
@@ -138,7 +138,7 @@ def _mark(
     return left
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit("i4x3 i4x2 i4x2 i8 i4x1 i8 i4x1 i8 i8 i4x1 i8 i4x1 i8 i8 i8 i8 i4x2 i4x1", parallel=True)
 def _collect_rows(
     order: NDArray[np.int32],
     item_counts: NDArray[np.int32],

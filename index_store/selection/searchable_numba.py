@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.launch import launch, njit, on_host, prange
+from index_store.compiled.launch import launch, njit, on_host, prange
 from index_store.selection.ranking import Items, Members
 
 
@@ -88,7 +88,7 @@ def _single_keys(items: Items, heads: int, columns: int, device: torch.device | 
     return Members(offsets.expand(heads, -1), keys.expand(heads, -1))
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit("i8 i4x1 i8 i4x1 i8 i8 i8 i8 i4x2 i4x2", parallel=True)
 def _keep_inside(
     items: int,
     offsets: NDArray[np.int32],

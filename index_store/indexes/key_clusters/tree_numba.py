@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.launch import launch, njit, on_host, prange
+from index_store.compiled.launch import launch, njit, on_host, prange
 
 # Coarse clusters per task: enough means to outweigh starting a task, few enough to occupy every core.
 _COARSE_PER_TASK = 16
@@ -61,7 +61,7 @@ def search_tree_reference(
     return products.masked_fill_(~alive_HTC[:, :, None], -torch.inf)
 
 
-@njit(cache=True, nogil=True, parallel=True, fastmath={"reassoc", "contract"})
+@njit("f4x4 f4x3 f4x2 i4x2 b1x3 f4x4", parallel=True, fastmath={"reassoc", "contract"})
 def _search_tree(
     queries: NDArray[np.float32],
     means: NDArray[np.float32],

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.launch import launch, njit, on_host, prange
+from index_store.compiled.launch import launch, njit, on_host, prange
 
 _GATHERED_BYTES = 64 * 2**20  # table entries that the reference gathers at a time
 _TILE = 1024  # keys whose codes stay in the first-level cache while every query scores them
@@ -72,7 +72,7 @@ def score_codes_reference(reads: CodeReads) -> Tensor:
     return torch.cat(parts, dim=3)
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _score_rows(
     codes: NDArray[np.uint8], table: NDArray[np.float32], out: NDArray[np.float32]
 ) -> None:  # pragma: no cover - compiled
@@ -83,7 +83,7 @@ def _score_rows(
         out[i] = total
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit("u1x3 u1x3 f4x4 i8 f4x3", parallel=True)
 def _score_codes(
     codes: NDArray[np.uint8],
     appended: NDArray[np.uint8],

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.launch import launch, njit, on_host, prange
+from index_store.compiled.launch import launch, njit, on_host, prange
 
 _BELOW_ALL = -(2**15) - 1
 _ENTRIES = 2**23  # of lists that the reference gathers at a time
@@ -163,7 +163,7 @@ def _union(lists: Lists, rows_HRJ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(ids, 3).long(), torch.cat(values, 3).float(), torch.cat(held, 3)
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit("i4x3 i2x3 i4x2 i4x3 i2x3 i4x2 i4x3 f4x3 i8 b1 f4x3", parallel=True)
 def _score_lists(
     ids: NDArray[np.int32],
     values: NDArray[np.int16],
@@ -216,7 +216,7 @@ def _score_lists(
                 acc[i] += base
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit("i2x3 i4x2 i4x3 i2x3 i4x2 i2x3 i8", parallel=True)
 def _insert_keys(
     values: NDArray[np.int16],
     kept: NDArray[np.int32],

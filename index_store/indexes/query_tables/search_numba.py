@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.launch import launch, njit, on_host, prange
+from index_store.compiled.launch import launch, njit, on_host, prange
 
 # Keys per tile: runs of table rows long enough to be prefetched, sums that stay in the second-level cache.
 TILE = 16_384
@@ -110,7 +110,7 @@ def softmax_sum_rows_reference(reads: TableReads) -> Tensor:
     return sum_rows_reference(reads).softmax(-1).sum(2)
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@njit(fastmath={"reassoc", "contract"})
 def _add_eight(
     table: NDArray[np.int8],
     rows: NDArray[np.int32],
@@ -151,7 +151,7 @@ def _add_eight(
         )
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def add_rows(
     table: NDArray[np.int8],
     rows: NDArray[np.int32],
@@ -165,7 +165,7 @@ def add_rows(
         _add_piece(table, rows, weights, low + begin, acc[begin : begin + _PIECE])
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@njit(fastmath={"reassoc", "contract"})
 def _add_piece(
     table: NDArray[np.int8],
     rows: NDArray[np.int32],
@@ -205,7 +205,7 @@ def _add_piece(
         pick += 1
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _add_tile(
     table: NDArray[np.int8],
     appended: NDArray[np.int8],
@@ -223,7 +223,7 @@ def _add_tile(
         add_rows(appended, rows, weights, low + inside - keys, acc[inside:])
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit("i1x3 i1x3 i4x4 f4x4 i8 f4x4", parallel=True)
 def _sum_rows(
     tables: NDArray[np.int8],
     appended: NDArray[np.int8],
@@ -243,7 +243,7 @@ def _sum_rows(
             _add_tile(tables[h], appended[h], rows[h, t, g], weights[h, t, g], first + low, acc)
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@njit(fastmath={"reassoc", "contract"})
 def _exp_tile(
     x: NDArray[np.float32], peak: np.float32, octave: NDArray[np.int32], factor: NDArray[np.float32]
 ) -> float:  # pragma: no cover - compiled
@@ -265,7 +265,7 @@ def _exp_tile(
     return float(total)
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _peak(x: NDArray[np.float32], scratch: NDArray[np.float32]) -> float:  # pragma: no cover - compiled
     """Maximum of a tile, by folding halves onto each other: unlike a running maximum, a fold is vectorised."""
     count = x.shape[0]
@@ -284,7 +284,7 @@ def _peak(x: NDArray[np.float32], scratch: NDArray[np.float32]) -> float:  # pra
     return float(peak)
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def exponentiate_tile(
     x: NDArray[np.float32], octave: NDArray[np.int32], scratch: NDArray[np.float32]
 ) -> tuple[np.float32, np.float32]:  # pragma: no cover - compiled
@@ -294,7 +294,7 @@ def exponentiate_tile(
     return peak, np.float32(_exp_tile(x, peak, octave, octave.view(np.float32)))
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@njit(fastmath={"reassoc", "contract"})
 def combine_tile(
     exponentials: NDArray[np.float32], shares: NDArray[np.float32], out: NDArray[np.float32]
 ) -> None:  # pragma: no cover - compiled
@@ -306,7 +306,7 @@ def combine_tile(
             out[i] += share * row[i]
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _exponentiate(
     table: NDArray[np.int8],
     appended: NDArray[np.int8],
@@ -330,7 +330,7 @@ def _exponentiate(
             peaks[g, tile], totals[g, tile] = exponentiate_tile(acc, octave, scratch)
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _rescale(peaks: NDArray[np.float32], totals: NDArray[np.float32]) -> None:  # pragma: no cover - compiled
     """Overwrites the peaks of one position's tiles by the factors that turn their exponentials into softmax."""
     group, tiles = peaks.shape
@@ -346,7 +346,7 @@ def _rescale(peaks: NDArray[np.float32], totals: NDArray[np.float32]) -> None:  
             peaks[g, tile] /= mass
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _combine(
     part: int, exponentials: NDArray[np.float32], factors: NDArray[np.float32], out: NDArray[np.float32]
 ) -> None:  # pragma: no cover - compiled
@@ -360,7 +360,7 @@ def _combine(
         combine_tile(exponentials[:, low:high], shares, out[low:high])
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit("i1x3 i1x3 i4x4 f4x4 i8 f4x3 f4x3 f4x3 f4x3", parallel=True)
 def _softmax_sum_rows(
     tables: NDArray[np.int8],
     appended: NDArray[np.int8],

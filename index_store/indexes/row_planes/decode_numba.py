@@ -13,9 +13,9 @@ from torch import Tensor
 
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.planes_numba import make_refining
+from index_store.compiled.launch import launch, njit, prange
 from index_store.indexes.coarse_rows.scalars.coded_tables_numba import half_table, row_table
 from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows
-from index_store.launch import launch, njit, prange
 
 _AT_ONCE = 128  # rows of a task
 _refine_channels, _refine_value = make_refining(uniform=False), make_refining(uniform=True)
@@ -59,7 +59,7 @@ def decode_listed(
     return out
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _half(bits: np.int16) -> np.float32:  # pragma: no cover - compiled
     """A finite float16 number."""
     magnitude = np.int32((np.int32(bits) & np.int32(0x7FFF)) << np.int32(13)).view(np.float32)
@@ -67,7 +67,7 @@ def _half(bits: np.int16) -> np.float32:  # pragma: no cover - compiled
     return -number if bits < 0 else number
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit("u1x2 i8 u1x2 i8 u1x2 i8 i2x2 i8 i2x2 i8 i2x2 i8 i2x2 i8 i8 i4x2 i8 f4x2", parallel=True)
 def _decode_rows(
     key_codes: NDArray[np.uint8],
     key_stride: int,
@@ -124,7 +124,7 @@ def _decode_rows(
             _refine(value_codes, code_row, low, low_row + 1, own_scales, own_offsets, out, to + 1)
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _refine(
     codes: NDArray[np.uint8],
     row: int,

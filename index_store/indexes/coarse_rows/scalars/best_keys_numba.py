@@ -19,8 +19,8 @@ from torch import Tensor
 from index_store.attention.vectors.bytes_numba import prefetch
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.neighbours_numba import make_sums, take_reaching
+from index_store.compiled.launch import launch, njit, prange, thread_count
 from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, span_count
-from index_store.launch import launch, njit, prange, thread_count
 from index_store.selection.top_k_numba import lower_bound, top_k_row
 
 TILE = LANES * LANES
@@ -99,7 +99,7 @@ def take_best(
     )
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit("f4x1 i8x2 f4x3 f4x3 f4x3 f4x2 i8x2 i8x2 i8x1 i8 i4x3 i4x2", parallel=True)
 def _take_best(
     weights: NDArray[np.float32],
     places: NDArray[np.int64],
@@ -147,7 +147,7 @@ def _take_best(
                     weights[places[row, g] + best[k] + (behind if best[k] >= shared else 0)] = 0
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _find_factors(
     peaks: NDArray[np.float32], totals: NDArray[np.float32], factors: NDArray[np.float32]
 ) -> None:  # pragma: no cover - compiled
@@ -160,7 +160,7 @@ def _find_factors(
         factors /= total
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _extent(
     span: int, columns: NDArray[np.int64], parts: NDArray[np.int64]
 ) -> tuple[int, int, int]:  # pragma: no cover - compiled
@@ -172,7 +172,7 @@ def _extent(
     return begin, max(parts[1], begin), min(parts[1] + columns[2], begin + SPAN)
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _find_maxima(
     line: NDArray[np.float32],
     places: NDArray[np.int64],
@@ -215,7 +215,7 @@ def _find_maxima(
         maxima[row, at + each] = -np.inf
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _choose(
     line: NDArray[np.float32],
     places: NDArray[np.int64],

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import extremes
+from index_store.compiled.launch import launch, njit, on_host, prange
 from index_store.indexes.coarse_rows.scalars.scalar_rows import (
     BLOCK,
     ScalarRows,
@@ -24,7 +25,6 @@ from index_store.indexes.coarse_rows.scalars.scalar_rows import (
     ranges_to_levels,
     refuse,
 )
-from index_store.launch import launch, njit, on_host, prange
 
 
 def code_rows(kv_HN2D: Tensor, first_id: int, key_bits: int, value_bits: int, groups: int) -> ScalarRows:
@@ -58,7 +58,7 @@ def code_rows(kv_HN2D: Tensor, first_id: int, key_bits: int, value_bits: int, gr
     return rows
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit("f4x2 i8 f4x3 f4x3 f4x3 f4x3", parallel=True)
 def _find_ranges(
     numbers: NDArray[np.float32],
     lead: int,
@@ -80,7 +80,7 @@ def _find_ranges(
             _find_value_ranges(numbers, 2 * (head * count + n) + 1, value_lows[head, n], value_highs[head, n])
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _find_key_range(
     numbers: NDArray[np.float32], first: int, count: int, low: NDArray[np.float32], high: NDArray[np.float32]
 ) -> None:  # pragma: no cover - compiled
@@ -93,7 +93,7 @@ def _find_key_range(
             high[c] = row[c] if row[c] > high[c] else high[c]
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _find_value_ranges(
     numbers: NDArray[np.float32], row: int, low: NDArray[np.float32], high: NDArray[np.float32]
 ) -> None:  # pragma: no cover - compiled
@@ -108,7 +108,7 @@ def _find_value_ranges(
         low[g], high[g] = least, most
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit("f4x2 i8 f4x3 f4x3 f4x3 f4x3 i8 i8 i8 u1x3 u1x3", parallel=True)
 def _write_codes(
     numbers: NDArray[np.float32],
     lead: int,
@@ -137,7 +137,7 @@ def _write_codes(
             _pack(codes, value_bits, value_codes[head, to_row + n])
 
 
-@njit(cache=True, nogil=True, _nrt=False, error_model="numpy")
+@njit(_nrt=False, error_model="numpy")
 def _find_key_codes(
     numbers: NDArray[np.float32],
     row: int,
@@ -154,7 +154,7 @@ def _find_key_codes(
         codes[c] = np.uint8(np.int32(place))
 
 
-@njit(cache=True, nogil=True, _nrt=False, error_model="numpy")
+@njit(_nrt=False, error_model="numpy")
 def _find_value_codes(
     numbers: NDArray[np.float32],
     row: int,
@@ -175,7 +175,7 @@ def _find_value_codes(
             found[c] = np.uint8(np.int32(place))
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _pack(codes: NDArray[np.uint8], bits: int, out: NDArray[np.uint8]) -> None:  # pragma: no cover - compiled
     """One row of codes as `packing.pack` lays it out."""
     if bits == 4:
@@ -186,7 +186,7 @@ def _pack(codes: NDArray[np.uint8], bits: int, out: NDArray[np.uint8]) -> None: 
         _pack_plane(codes, 2, 8, 1, out[codes.shape[0] // 4 :])
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _pack_plane(
     codes: NDArray[np.uint8], low: int, each: int, bits: int, out: NDArray[np.uint8]
 ) -> None:  # pragma: no cover - compiled

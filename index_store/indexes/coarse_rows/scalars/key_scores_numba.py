@@ -21,6 +21,7 @@ from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import add_weighted, make_scaling
 from index_store.attention.vectors.folding_numba import FOLDED, fold_rows
+from index_store.compiled.launch import byte_table, int16_table, launch, njit, prange
 from index_store.indexes.coarse_rows.scalars.coded_passes_numba import (
     BEGIN,
     CODES,
@@ -45,7 +46,6 @@ from index_store.indexes.coarse_rows.scalars.coded_tables_numba import at_cache_
 from index_store.indexes.coarse_rows.scalars.packed_codes_numba import multiply, pack_keys
 from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK
 from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans
-from index_store.launch import byte_table, int16_table, launch, njit, prange
 
 _LEAST_AT_ONCE, _CODES_AT_ONCE = 64, 8192
 """Keys scored at once, at least, and their codes: what is unpacked stays in the first-level cache."""
@@ -101,7 +101,7 @@ def weigh(logits: RowsInLine, shift: int, spans: Spans) -> None:
         )
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit("i8x2 i8 i8 i8 i8 f4x3 f4x1 i8x2 i8x1 f4x3 f4x3 i8x1 i8x1", parallel=True)
 def _score_keys(
     table: NDArray[np.int64],
     tasks: int,
@@ -154,7 +154,7 @@ def _score_keys(
             )
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _score_span(
     codes: NDArray[np.uint8],
     scales: NDArray[np.int16],
@@ -234,7 +234,7 @@ def _score_span(
         low = high
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit("i8 f4x1 i8x2 i8x1 f4x3 f4x3 i8x1 i8x1", parallel=True)
 def _weigh(
     shift: int,
     logits: NDArray[np.float32],
@@ -255,7 +255,7 @@ def _weigh(
         )
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _weigh_span(
     numbers: NDArray[np.float32],
     places: NDArray[np.int64],

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import total_of
+from index_store.compiled.launch import njit, prange
 from index_store.indexes.coarse_rows.scalars.spans import SPAN
-from index_store.launch import njit, prange
 
 NEGLIGIBLE = 0.02
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit("f4x3 f4x3 i8x1 i8x1 i8x1 i8x1 f4x2 f4x2", parallel=True)
 def find_limits(
     peaks: NDArray[np.float32],
     totals: NDArray[np.float32],
@@ -53,7 +53,7 @@ def find_limits(
             limits[head, r] = peak + np.log(total * np.float32(NEGLIGIBLE) / np.float32(counts[r]))
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def choose_rows(
     line: NDArray[np.float32],
     places: NDArray[np.int64],
@@ -76,7 +76,7 @@ def choose_rows(
     return count
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _add_up(line: NDArray[np.float32], first: int, count: int) -> np.float32:  # pragma: no cover - compiled
     """Sum of so many weights."""
     whole = count // LANES

@@ -21,6 +21,7 @@ from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import add_weighted, make_scaling
 from index_store.attention.vectors.folding_numba import FOLDED, fold_rows
+from index_store.compiled.launch import byte_table, int16_table, launch, njit, prange
 from index_store.indexes.coarse_rows.scalars.coded_passes_numba import (
     BEGIN,
     CODES,
@@ -49,7 +50,6 @@ from index_store.indexes.coarse_rows.scalars.negligible_runs_numba import choose
 from index_store.indexes.coarse_rows.scalars.packed_codes_numba import multiply, pack_values
 from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows
 from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, shift_of, span_count
-from index_store.launch import byte_table, int16_table, launch, njit, prange
 
 _ROWS_AT_ONCE = 16
 _MOST_PARTS = 16
@@ -138,7 +138,7 @@ def add_values(
     return state
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit("i8x2 i8 i8 i8 i8 i8 f4x1 i8x2 i8x1 f4x3 i8x1 i8x1 f4x2 i8 f4x4 f4x3 f4x3", parallel=True)
 def _attend_parts(
     table: NDArray[np.int64],
     tasks: int,
@@ -186,7 +186,7 @@ def _attend_parts(
         )
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _attend_part(
     codes: NDArray[np.uint8],
     scales: NDArray[np.int16],
@@ -288,7 +288,7 @@ def _attend_part(
             out[row, g * width : (g + 1) * width] = gathered[r * groups + g, :width]
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _find_peaks(
     counts: NDArray[np.int64],
     span_peaks: NDArray[np.float32],
@@ -306,7 +306,7 @@ def _find_peaks(
             peaks[r] = max(peaks[r], span_peaks[span_rows[r], span_first[r] + span])
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _fold_rows(
     weights: NDArray[np.float32],
     places: NDArray[np.int64],
@@ -362,7 +362,7 @@ def _fold_rows(
             )
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit("f4x4 f4x3 f4x3 f4x3 f4x2 i8", parallel=True)
 def _merge_parts(
     outs: NDArray[np.float32],
     peaks: NDArray[np.float32],

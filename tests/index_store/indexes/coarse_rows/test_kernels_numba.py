@@ -13,6 +13,7 @@ from index_store.attention.attention_state import AttentionState
 from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.bytes_numba import instruction_sets, make_block_product
 from index_store.attention.vectors.code import LANES
+from index_store.compiled.launch import njit
 from index_store.indexes.coarse_rows.scalars.coded_passes_numba import CodedPass
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
 from index_store.indexes.coarse_rows.scalars.key_scores_numba import score_keys
@@ -20,7 +21,6 @@ from index_store.indexes.coarse_rows.scalars.negligible_runs_numba import NEGLIG
 from index_store.indexes.coarse_rows.scalars.reference import attend_values_reference, score_keys_reference
 from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows
 from index_store.indexes.coarse_rows.scalars.value_sums_numba import attend_values
-from index_store.launch import njit
 
 HEADS = 2
 

@@ -1,6 +1,9 @@
-"""Host kernel of a remainder: weights of clusters and the weighted sums of their values, in one pass over the clusters.
+"""Host kernels of remainders: weights of clusters and the weighted sums of their values, in one pass over the clusters.
 
-Shape legend: H KV heads, T query positions, G group heads, C clusters, R = T*G query rows, d head dim.
+And logits of listed keys, taken out of those that something else attends to.
+
+Shape legend: H KV heads, T query positions, G group heads, C clusters, R = T*G query rows, d head dim, X columns of
+logits, K listed keys.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.launch import launch, njit, on_host, prange
+from index_store.compiled.launch import launch, njit, on_host, prange
 
 # With more rows, products of matrices are faster.
 _MOST_ROWS = 16
@@ -91,7 +94,7 @@ def _table(rows_HCD: Tensor) -> tuple[Tensor, int]:
     return rows_HCD.as_strided(size, (dim, 1), rows_HCD.storage_offset()), stride
 
 
-@njit(cache=True, nogil=True, parallel=True, fastmath={"reassoc", "contract"})
+@njit("f4x3 f4x3 f4x3 f4x2 i8 f4x2 i8 f4x3 f4x3 f4x4", parallel=True, fastmath={"reassoc", "contract"})
 def _cluster_sums(
     logits: NDArray[np.float32],
     counts: NDArray[np.float32],
@@ -130,3 +133,45 @@ def _cluster_sums(
             totals[head, task, r] = total[r]
             for i in range(dim):
                 sums[head, task, r, i] = added[r, i]
+
+
+def leave_out(logits_HTGX: Tensor, columns_HTK: Tensor, counted_HTK: Tensor) -> None:
+    """Writes -inf to those columns that count, of every head and position, and that there are.
+
+    columns_HTK: int32, may be outside. counted_HTK: bool.
+    """
+    whole = logits_HTGX.untyped_storage().nbytes() // logits_HTGX.element_size()
+    _leave_out(
+        logits_HTGX.as_strided((whole,), (1,), 0).numpy(),
+        np.array([logits_HTGX.storage_offset(), *logits_HTGX.stride(), *logits_HTGX.shape[2:]], np.int64),
+        columns_HTK.contiguous().numpy(),
+        counted_HTK.contiguous().numpy(),
+    )
+
+
+def leave_out_reference(logits_HTGX: Tensor, columns_HTK: Tensor, counted_HTK: Tensor) -> None:
+    """The same in a tensor, on any device."""
+    inside = counted_HTK & (columns_HTK >= 0) & (columns_HTK < logits_HTGX.shape[-1])
+    head, position, entry = inside.nonzero(as_tuple=True)
+    columns = columns_HTK[head, position, entry].long()
+    logits_HTGX.transpose(2, 3)[head, position, columns] = -torch.inf
+
+
+@njit("f4x1 i8x1 i4x3 b1x3")
+def _leave_out(
+    line: NDArray[np.float32],
+    places: NDArray[np.int64],
+    columns: NDArray[np.int32],
+    counted: NDArray[np.bool_],
+) -> None:  # pragma: no cover - compiled
+    """places: where logits begin in the line, their four strides, group heads, and columns."""
+    heads, positions, count = columns.shape
+    group, width = places[5], places[6]
+    for head in range(heads):
+        for position in range(positions):
+            row = places[0] + head * places[1] + position * places[2]
+            for k in range(count):
+                column = np.int64(columns[head, position, k])
+                if counted[head, position, k] and 0 <= column < width:
+                    for g in range(group):
+                        line[row + g * places[3] + column * places[4]] = -np.inf
