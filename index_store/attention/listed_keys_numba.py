@@ -29,7 +29,7 @@ from index_store.attention.vectors.stored_rows_numba import (
     float_of,
     multiply_row,
 )
-from index_store.compiled.launch import int16_table, launch, njit, on_host, prange
+from index_store.compiled.launch import int16_table, launch, njit, on_host, spread
 
 _KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _ADDED_AT_ONCE = 8  # rows, whose values stay in the first-level cache while channels are added up
@@ -204,7 +204,40 @@ def attend_row_lists_reference(
     return AttentionState(weights @ rows[:, :, :, 1], logits.logsumexp(-1))
 
 
-@njit("f4x4 i8 i8 i8 i8 i8 i8x2 i4x3 i4x2 f4x4 f4x3", parallel=True)
+@njit()
+def _attend_head(
+    task: int,
+    queries: NDArray[np.float32],
+    head_rows: int,
+    context_count: int,
+    width: int,
+    kind: int,
+    numbers: NDArray[np.int64],
+    ids: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    out: NDArray[np.float32],
+    lse: NDArray[np.float32],
+    context: NDArray[np.int16],
+    sessions: int,
+    heads: int,
+) -> None:  # pragma: no cover - compiled
+    head, s = task // sessions, task % sessions
+    tail_address, tail_rows, tail_count, sinks, begin = numbers[s]
+    tail = int16_table(tail_address, (heads - 1) * tail_rows + tail_count, width)
+    rows = np.empty(sinks + counts[head, s] + context_count + tail_count - begin, np.int64)
+    late = _list_rows(
+        ids[head, s, : counts[head, s]],
+        sinks,
+        begin,
+        context_count,
+        head * head_rows,
+        head * tail_rows,
+        rows,
+    )
+    _attend_rows(queries[head, s], context, tail, kind, late, rows, out[head, s], lse[head, s])
+
+
+@njit("f4x4 i8 i8 i8 i8 i8 i8x2 i4x3 i4x2 f4x4 f4x3")
 def _attend(
     queries: NDArray[np.float32],
     address: int,
@@ -221,21 +254,25 @@ def _attend(
     """out, lse: those of the others, and then of all. numbers: what differs by session, see `_numbers`."""
     heads, sessions = queries.shape[:2]
     context = int16_table(address, (heads - 1) * head_rows + context_count, width)
-    for task in prange(heads * sessions):
-        head, s = task // sessions, task % sessions
-        tail_address, tail_rows, tail_count, sinks, begin = numbers[s]
-        tail = int16_table(tail_address, (heads - 1) * tail_rows + tail_count, width)
-        rows = np.empty(sinks + counts[head, s] + context_count + tail_count - begin, np.int64)
-        late = _list_rows(
-            ids[head, s, : counts[head, s]],
-            sinks,
-            begin,
+    spread(
+        _attend_head,
+        heads * sessions,
+        (
+            queries,
+            head_rows,
             context_count,
-            head * head_rows,
-            head * tail_rows,
-            rows,
-        )
-        _attend_rows(queries[head, s], context, tail, kind, late, rows, out[head, s], lse[head, s])
+            width,
+            kind,
+            numbers,
+            ids,
+            counts,
+            out,
+            lse,
+            context,
+            sessions,
+            heads,
+        ),
+    )
 
 
 @njit(_nrt=False)

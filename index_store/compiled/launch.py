@@ -9,13 +9,15 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import carray, get_num_threads, prange, set_num_threads, threading_layer, types
+from numba import carray, get_num_threads, set_num_threads, threading_layer, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
 from index_store.compiled.loop_cache import LoopCache
+from index_store.compiled.parts import PartCompiler
+from index_store.compiled.spreading import spread
 
 __all__ = [
     "byte_table",
@@ -24,7 +26,7 @@ __all__ = [
     "launch",
     "njit",
     "on_host",
-    "prange",
+    "spread",
     "thread_count",
 ]
 
@@ -53,8 +55,10 @@ def njit(declared: str = "", *, cache: bool = False, **options: Any) -> Callable
     """
 
     def compiled(function: Callable[..., Any]) -> Any:
-        loop = numba.njit(nogil=True, **options)(function)
-        if declared or cache:
+        entry = declared or cache
+        own = {} if entry else {"pipeline_class": PartCompiler}
+        loop = numba.njit(nogil=True, **own, **options)(function)
+        if entry:
             loop.declared = tuple(_type_of(each) for each in declared.split())
             loop._cache = LoopCache(function)
         return loop

@@ -88,6 +88,7 @@ class LoopCache(FunctionCache):  # type: ignore[misc]
         for file in self._files:
             found = file.load(key)
             if found is not None:
+                numba.get_num_threads()  # names what spreads tasks among threads, which the loop is linked with
                 touch(Path(file._index_path))
                 touch(Path(file._data_path(file._data_name(1))))
                 return self._impl.rebuild(target_context, found)
@@ -153,10 +154,12 @@ def compiled_from(module: str) -> set[str]:
 
 @lru_cache(maxsize=512)
 def _source(module: str) -> bytes:
-    found = importlib.util.find_spec(module)
-    if found is None or found.origin is None:
+    known = getattr(sys.modules.get(module), "__file__", None)
+    found = None if known else importlib.util.find_spec(module)
+    file = known or (found and found.origin)
+    if file is None:
         raise ModuleNotFoundError(f"no source of module {module}, from which loops are compiled")
-    return Path(found.origin).read_bytes()
+    return Path(file).read_bytes()
 
 
 @lru_cache(maxsize=16)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.compiled.launch import launch, njit, on_host, prange
+from index_store.compiled.launch import launch, njit, on_host, spread
 
 # With more rows, products of matrices are faster.
 _MOST_ROWS = 16
@@ -94,7 +94,50 @@ def _table(rows_HCD: Tensor) -> tuple[Tensor, int]:
     return rows_HCD.as_strided(size, (dim, 1), rows_HCD.storage_offset()), stride
 
 
-@njit("f4x3 f4x3 f4x3 f4x2 i8 f4x2 i8 f4x3 f4x3 f4x4", parallel=True, fastmath={"reassoc", "contract"})
+@njit(fastmath={"reassoc", "contract"})
+def _sum_some(
+    job: int,
+    logits: NDArray[np.float32],
+    counts: NDArray[np.float32],
+    squares: NDArray[np.float32],
+    variances: NDArray[np.float32],
+    variance_stride: int,
+    values: NDArray[np.float32],
+    value_stride: int,
+    weights: NDArray[np.float32],
+    totals: NDArray[np.float32],
+    sums: NDArray[np.float32],
+    rows: int,
+    tasks: int,
+    dim: int,
+    count: int,
+    group: int,
+) -> None:  # pragma: no cover - compiled
+    head, task = job // tasks, job % tasks
+    added = np.zeros((rows, dim), np.float32)
+    total = np.zeros(rows, np.float32)
+    for c in range(task * _PER_TASK, min(count, (task + 1) * _PER_TASK)):
+        for r in range(rows):
+            if logits[head, r, c] < _NEGLIGIBLE:
+                weights[head, r, c] = 0
+                continue
+            weight = np.exp(logits[head, r, c])
+            if variance_stride > 0:
+                spread = np.float32(0)
+                for i in range(dim):
+                    spread += squares[head, r, i] * variances[head * variance_stride + c, i]
+                weight *= np.float32(1) + np.float32(0.5) * spread
+            weights[head, r, c] = weight
+            total[r] += weight * counts[head, r // group, c]
+            for i in range(dim):
+                added[r, i] += weight * values[head * value_stride + c, i]
+    for r in range(rows):
+        totals[head, task, r] = total[r]
+        for i in range(dim):
+            sums[head, task, r, i] = added[r, i]
+
+
+@njit("f4x3 f4x3 f4x3 f4x2 i8 f4x2 i8 f4x3 f4x3 f4x4")
 def _cluster_sums(
     logits: NDArray[np.float32],
     counts: NDArray[np.float32],
@@ -110,29 +153,27 @@ def _cluster_sums(
     heads, rows, count = logits.shape
     tasks, dim = totals.shape[1], values.shape[1]
     group = rows // counts.shape[1]
-    for job in prange(heads * tasks):
-        head, task = job // tasks, job % tasks
-        added = np.zeros((rows, dim), np.float32)
-        total = np.zeros(rows, np.float32)
-        for c in range(task * _PER_TASK, min(count, (task + 1) * _PER_TASK)):
-            for r in range(rows):
-                if logits[head, r, c] < _NEGLIGIBLE:
-                    weights[head, r, c] = 0
-                    continue
-                weight = np.exp(logits[head, r, c])
-                if variance_stride > 0:
-                    spread = np.float32(0)
-                    for i in range(dim):
-                        spread += squares[head, r, i] * variances[head * variance_stride + c, i]
-                    weight *= np.float32(1) + np.float32(0.5) * spread
-                weights[head, r, c] = weight
-                total[r] += weight * counts[head, r // group, c]
-                for i in range(dim):
-                    added[r, i] += weight * values[head * value_stride + c, i]
-        for r in range(rows):
-            totals[head, task, r] = total[r]
-            for i in range(dim):
-                sums[head, task, r, i] = added[r, i]
+    spread(
+        _sum_some,
+        heads * tasks,
+        (
+            logits,
+            counts,
+            squares,
+            variances,
+            variance_stride,
+            values,
+            value_stride,
+            weights,
+            totals,
+            sums,
+            rows,
+            tasks,
+            dim,
+            count,
+            group,
+        ),
+    )
 
 
 def leave_out(logits_HTGX: Tensor, columns_HTK: Tensor, counted_HTK: Tensor) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from index_store.attention.rows_in_line import RowsInLine
-from index_store.compiled.launch import launch, njit, on_host, prange
+from index_store.compiled.launch import launch, njit, on_host, spread
 
 _BLOCKS_PER_KEPT = 4
 _MAX_FOLD = 64
@@ -155,7 +155,9 @@ def top_k_row(row: NDArray[np.float32], ids: NDArray[np.int32]) -> int:  # pragm
         for place in range(found):
             ids[place] = reached[place]
         return int(found)
-    bits = row[reached].view(np.uint32)
+    row_bits, bits = row.view(np.uint32), np.empty(found, np.uint32)
+    for c in range(found):
+        bits[c] = row_bits[reached[c]]
     threshold = _kth_largest(bits, found, keep)
     ties = keep
     for c in range(found):
@@ -172,7 +174,22 @@ def top_k_row(row: NDArray[np.float32], ids: NDArray[np.int32]) -> int:  # pragm
     return kept
 
 
-@njit("f4x1 i8x2 i8 i4x3 i4x2", parallel=True)
+@njit()
+def _top_k_of(
+    task: int,
+    numbers: NDArray[np.float32],
+    places: NDArray[np.int64],
+    columns: int,
+    ids: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    rows: int,
+) -> None:  # pragma: no cover - compiled
+    head, r = task // rows, task % rows
+    row = numbers[places[head, r] : places[head, r] + columns]
+    counts[head, r] = top_k_row(row, ids[head, r])
+
+
+@njit("f4x1 i8x2 i8 i4x3 i4x2")
 def _top_k_rows(
     numbers: NDArray[np.float32],
     places: NDArray[np.int64],
@@ -181,7 +198,4 @@ def _top_k_rows(
     counts: NDArray[np.int32],
 ) -> None:  # pragma: no cover - compiled
     heads, rows = places.shape
-    for task in prange(heads * rows):
-        head, r = task // rows, task % rows
-        row = numbers[places[head, r] : places[head, r] + columns]
-        counts[head, r] = top_k_row(row, ids[head, r])
+    spread(_top_k_of, heads * rows, (numbers, places, columns, ids, counts, rows))

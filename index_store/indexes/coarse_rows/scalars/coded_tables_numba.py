@@ -53,6 +53,15 @@ def at_cache_line(rows: int, width: int) -> NDArray[np.float32]:  # pragma: no c
 
 
 @njit(_nrt=False)
+def largest_count(counts: NDArray[np.int64]) -> int:  # pragma: no cover - compiled
+    """0 where there is none."""
+    most = 0
+    for r in range(counts.shape[0]):
+        most = max(most, counts[r])
+    return most
+
+
+@njit(_nrt=False)
 def widen(
     halves: NDArray[np.int16],
     row: int,

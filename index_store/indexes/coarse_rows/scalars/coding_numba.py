@@ -15,7 +15,7 @@ from torch import Tensor
 
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import extremes
-from index_store.compiled.launch import launch, njit, on_host, prange
+from index_store.compiled.launch import launch, njit, on_host, spread
 from index_store.indexes.coarse_rows.scalars.scalar_rows import (
     BLOCK,
     ScalarRows,
@@ -58,7 +58,26 @@ def code_rows(kv_HN2D: Tensor, first_id: int, key_bits: int, value_bits: int, gr
     return rows
 
 
-@njit("f4x2 i8 f4x3 f4x3 f4x3 f4x3", parallel=True)
+@njit()
+def _find_block_ranges(
+    task: int,
+    numbers: NDArray[np.float32],
+    lead: int,
+    key_lows: NDArray[np.float32],
+    value_lows: NDArray[np.float32],
+    key_highs: NDArray[np.float32],
+    value_highs: NDArray[np.float32],
+    blocks: int,
+    count: int,
+) -> None:  # pragma: no cover - compiled
+    head, block = task // blocks, task % blocks
+    first, end = max(0, block * BLOCK - lead), min(count, (block + 1) * BLOCK - lead)
+    _find_key_range(numbers, head * count + first, end - first, key_lows[head, block], key_highs[head, block])
+    for n in range(first, end):
+        _find_value_ranges(numbers, 2 * (head * count + n) + 1, value_lows[head, n], value_highs[head, n])
+
+
+@njit("f4x2 i8 f4x3 f4x3 f4x3 f4x3")
 def _find_ranges(
     numbers: NDArray[np.float32],
     lead: int,
@@ -70,14 +89,11 @@ def _find_ranges(
     """numbers: [L, d], of every head its keys and values in turn."""
     heads, count = value_lows.shape[:2]
     blocks = key_lows.shape[1]
-    for task in prange(heads * blocks):
-        head, block = task // blocks, task % blocks
-        first, end = max(0, block * BLOCK - lead), min(count, (block + 1) * BLOCK - lead)
-        _find_key_range(
-            numbers, head * count + first, end - first, key_lows[head, block], key_highs[head, block]
-        )
-        for n in range(first, end):
-            _find_value_ranges(numbers, 2 * (head * count + n) + 1, value_lows[head, n], value_highs[head, n])
+    spread(
+        _find_block_ranges,
+        heads * blocks,
+        (numbers, lead, key_lows, value_lows, key_highs, value_highs, blocks, count),
+    )
 
 
 @njit(_nrt=False)
@@ -108,7 +124,35 @@ def _find_value_ranges(
         low[g], high[g] = least, most
 
 
-@njit("f4x2 i8 f4x3 f4x3 f4x3 f4x3 i8 i8 i8 u1x3 u1x3", parallel=True)
+@njit()
+def _write_block(
+    task: int,
+    numbers: NDArray[np.float32],
+    lead: int,
+    key_steps: NDArray[np.float32],
+    key_starts: NDArray[np.float32],
+    value_steps: NDArray[np.float32],
+    value_starts: NDArray[np.float32],
+    key_bits: int,
+    value_bits: int,
+    to_row: int,
+    key_codes: NDArray[np.uint8],
+    value_codes: NDArray[np.uint8],
+    dim: int,
+    blocks: int,
+    count: int,
+) -> None:  # pragma: no cover - compiled
+    head, block = task // blocks, task % blocks
+    codes = np.empty(dim, np.uint8)
+    for n in range(max(0, block * BLOCK - lead), min(count, (block + 1) * BLOCK - lead)):
+        row = 2 * (head * count + n)
+        _find_key_codes(numbers, row, key_steps[head, block], key_starts[head, block], key_bits, codes)
+        _pack(codes, key_bits, key_codes[head, to_row + n])
+        _find_value_codes(numbers, row + 1, value_steps[head, n], value_starts[head, n], value_bits, codes)
+        _pack(codes, value_bits, value_codes[head, to_row + n])
+
+
+@njit("f4x2 i8 f4x3 f4x3 f4x3 f4x3 i8 i8 i8 u1x3 u1x3")
 def _write_codes(
     numbers: NDArray[np.float32],
     lead: int,
@@ -124,17 +168,26 @@ def _write_codes(
 ) -> None:  # pragma: no cover - compiled
     """Codes of rows to_row, to_row + 1, ... of every head."""
     (heads, count, _), blocks, dim = value_steps.shape, key_steps.shape[1], numbers.shape[1]
-    for task in prange(heads * blocks):
-        head, block = task // blocks, task % blocks
-        codes = np.empty(dim, np.uint8)
-        for n in range(max(0, block * BLOCK - lead), min(count, (block + 1) * BLOCK - lead)):
-            row = 2 * (head * count + n)
-            _find_key_codes(numbers, row, key_steps[head, block], key_starts[head, block], key_bits, codes)
-            _pack(codes, key_bits, key_codes[head, to_row + n])
-            _find_value_codes(
-                numbers, row + 1, value_steps[head, n], value_starts[head, n], value_bits, codes
-            )
-            _pack(codes, value_bits, value_codes[head, to_row + n])
+    spread(
+        _write_block,
+        heads * blocks,
+        (
+            numbers,
+            lead,
+            key_steps,
+            key_starts,
+            value_steps,
+            value_starts,
+            key_bits,
+            value_bits,
+            to_row,
+            key_codes,
+            value_codes,
+            dim,
+            blocks,
+            count,
+        ),
+    )
 
 
 @njit(_nrt=False, error_model="numpy")

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from numba import njit
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.bytes_numba import instruction_sets, make_block_product
 from index_store.attention.vectors.code import LANES
-from index_store.compiled.launch import njit
 from index_store.indexes.coarse_rows.scalars.coded_passes_numba import CodedPass
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
 from index_store.indexes.coarse_rows.scalars.key_scores_numba import score_keys
