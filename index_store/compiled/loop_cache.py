@@ -154,9 +154,10 @@ def compiled_from(module: str) -> set[str]:
 
 @lru_cache(maxsize=512)
 def _source(module: str) -> bytes:
-    known = getattr(sys.modules.get(module), "__file__", None)
-    found = None if known else importlib.util.find_spec(module)
-    file = known or (found and found.origin)
+    file: str | None = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        found = importlib.util.find_spec(module)
+        file = None if found is None else found.origin
     if file is None:
         raise ModuleNotFoundError(f"no source of module {module}, from which loops are compiled")
     return Path(file).read_bytes()
