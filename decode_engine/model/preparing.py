@@ -17,8 +17,8 @@ from queue import SimpleQueue
 
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import warm_method
+from index_store.compiled.launch import compiling_told
 from index_store.errors import SparseKVError
-from index_store.launch import compiling_told
 from index_store.memory.placement import Placement
 from index_store.methods.method import FittedMethod, Method
 from index_store.methods.presets import METHODS

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from index_store.launch import launch, njit, prange
+from index_store.compiled.launch import launch, njit, spread
 
 _TILE = 4  # rows, and outputs, of one loop over the inputs
 _OUTPUTS_PER_TASK = 64
@@ -63,18 +63,30 @@ def multiply_rows_reference(rows_BI: Tensor, weight_OI: Tensor) -> Tensor:
     return rows_BI @ weight_OI.T
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit()
+def _multiply_some(
+    task: int,
+    rows: NDArray[np.float32],
+    weights: NDArray[np.float32],
+    out: NDArray[np.float32],
+    outputs: int,
+) -> None:  # pragma: no cover - compiled
+    for first in range(task * _OUTPUTS_PER_TASK, min((task + 1) * _OUTPUTS_PER_TASK, outputs), _TILE):
+        for r in range(0, rows.shape[0], _TILE):
+            _multiply_tile(rows, r, weights, min(first, outputs - _TILE), out)
+
+
+@njit("f4x2 f4x2 f4x2")
 def _multiply_rows(
     rows: NDArray[np.float32], weights: NDArray[np.float32], out: NDArray[np.float32]
 ) -> None:  # pragma: no cover - compiled
     outputs = weights.shape[0]
-    for task in prange((outputs + _OUTPUTS_PER_TASK - 1) // _OUTPUTS_PER_TASK):
-        for first in range(task * _OUTPUTS_PER_TASK, min((task + 1) * _OUTPUTS_PER_TASK, outputs), _TILE):
-            for r in range(0, rows.shape[0], _TILE):
-                _multiply_tile(rows, r, weights, min(first, outputs - _TILE), out)
+    spread(
+        _multiply_some, (outputs + _OUTPUTS_PER_TASK - 1) // _OUTPUTS_PER_TASK, (rows, weights, out, outputs)
+    )
 
 
-@njit(cache=True, nogil=True, _nrt=False, fastmath={"reassoc", "contract"})
+@njit(_nrt=False, fastmath={"reassoc", "contract"})
 def _multiply_tile(
     rows: NDArray[np.float32], r: int, weights: NDArray[np.float32], o: int, out: NDArray[np.float32]
 ) -> None:  # pragma: no cover - compiled

@@ -40,7 +40,7 @@ from index_store.memory.memory_sizes import free_memory
 from index_store.memory.placement import SlotRoom, parse_placement
 from index_store.methods.method import FittedMethod, Method
 from index_store.methods.presets import METHODS, get_method
-from index_store.models.folder import ModelFolder
+from index_store.models.files.folder import ModelFolder
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import first_digest
 from index_store.store.description.manifest import Manifest

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from index_store.compiled.places import cache_folder
 from index_store.errors import ModelUnsupportedError
 
 
@@ -19,14 +19,6 @@ class ModelFolder:
     def refuse(self, why: str) -> ModelUnsupportedError:
         """The error that says why this model cannot be served."""
         return ModelUnsupportedError(f"model {self.name!r} cannot be served: {why}", model=self.name)
-
-
-def cache_folder() -> Path:
-    """What can be made again is kept here: SPARSEKV_CACHE, or sparsekv in the user's cache folder (XDG_CACHE_HOME)."""
-    named = os.environ.get("SPARSEKV_CACHE")
-    if named:
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsekv"
 
 
 def model_cache() -> Path:

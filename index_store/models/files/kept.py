@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from index_store.models.files.folder import cache_folder
+from index_store.compiled.places import cache_folder
 
 MOST = 2048
 """Records of one kind."""
