@@ -13,7 +13,7 @@ import torch
 from index_store.errors import ModelUnsupportedError
 from index_store.models.loading import identify, load_model, load_tokenizer
 from index_store.models.resolve import resolve_model
-from tests.support.gguf_files import write_gguf
+from tests.index_store.models.gguf.gguf_files import write_gguf
 from tests.support.models import write_model_folder
 
 TEXT = "The price of the lantern is 4821."

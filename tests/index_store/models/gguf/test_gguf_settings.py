@@ -17,7 +17,7 @@ from index_store.models.configuration import read_config
 from index_store.models.identity import identify
 from index_store.models.loading import load_model, load_tokenizer
 from index_store.models.resolve import resolve_model
-from tests.support.gguf_files import write_gguf
+from tests.index_store.models.gguf.gguf_files import write_gguf
 from tests.support.models import write_model_folder
 
 TOKENS = 160
