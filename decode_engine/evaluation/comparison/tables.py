@@ -63,6 +63,22 @@ def results_table(scores: Sequence[Score], title: str, prompts: str) -> Table:
     return table
 
 
+WARN_KL = 0.1
+"""Nats per token from full attention, from which on users are warned of a method."""
+
+
+def warnings(scores: Sequence[Score]) -> list[str]:
+    """A sentence for every method and budget whose tokens are far from those of full attention."""
+    return [
+        f"{score.method} at {score.budget} after {score.context_length:,} tokens is {score.kl:.2f} nats per token from "
+        f"full attention: it captures {score.captured_mass:.0%} of the attention of the layers that search, and what "
+        "stands for the rest does not make up for it on this model. Take another method (refined), keep more, or "
+        "build its index with more subspaces or clusters"
+        for score in scores
+        if score.task == ALL_TASKS and score.captured_mass is not None and score.kl > WARN_KL
+    ]
+
+
 def costs_table(scores: Sequence[Score]) -> Table | None:
     """What every method reads and takes; None where nothing searched."""
     rows = figures_of_costs(scores)
