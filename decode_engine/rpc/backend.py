@@ -21,7 +21,7 @@ from index_store.errors import ContextNotFoundError, SparseKVError
 from index_store.family.prefixes import longest_prefix
 from index_store.memory.arena import Arena
 from index_store.store.catalog import Store
-from index_store.store.description.context_id import first_digest
+from index_store.store.description.context_id import continued_digests, first_digest
 from index_store.store.description.manifest import Manifest
 from index_store.store.listing import BrokenContext
 from index_store.store.tuned_defaults import TunedDefault
@@ -72,16 +72,27 @@ class ServiceBackend:
         """A context as `servable` gives it, and the one that it continues. Raises ParentMissingError, too."""
         return Ground.of(self.store, self.servable(id_))
 
-    def longest_prefix(self, token_ids: Sequence[int]) -> Manifest:
-        """The longest stored context, made without a salt, that tokens begin with. Raises ContextNotFoundError."""
+    @property
+    def nothing(self) -> Ground:
+        """What a prompt stands on that begins with no stored context: no tokens."""
+        manifest = self.runner.no_context.manifest
+        return Ground(manifest, manifest)
+
+    def beginning(self, token_ids: Sequence[int]) -> Ground:
+        """The longest stored context, made without a salt, that tokens begin with, or are; `nothing` without one.
+
+        Contexts that do not fit into memory are passed over.
+        """
         first = first_digest(self.runner.identity, self.runner.kv_dtype, "")
-        found = longest_prefix(self.store, first, token_ids)
-        if found is None:
-            raise ContextNotFoundError(
-                f"no stored context is the beginning of these {len(token_ids)} tokens; name a context, or prefill "
-                "them first"
-            )
-        return found
+        digests = continued_digests(first, token_ids)
+        found = longest_prefix(self.store, digests, token_ids, self._may_hold)
+        return self.nothing if found is None else Ground.of(self.store, found)
+
+    def _may_hold(self, manifest: Manifest) -> bool:
+        try:
+            return self.arena.may_hold(Ground.of(self.store, manifest).base)
+        except SparseKVError:
+            return False
 
     def children(self) -> Counter[str]:
         """How many contexts continue each one, by its id."""

@@ -28,11 +28,13 @@ from decode_engine.model.continuing import (
 )
 from decode_engine.model.method_choice import AUTO
 from decode_engine.rpc.backend import ServiceBackend
+from decode_engine.rpc.contexts.names import COLLECTION
 from decode_engine.rpc.messages.describe import logprob_messages, summarise, token_messages
 from decode_engine.rpc.messages.validation import (
     Order,
     check_named_tokens,
     check_prompt,
+    check_tokens,
     choose_method,
     fit_max_tokens,
     parse_order,
@@ -43,6 +45,7 @@ from decode_engine.rpc.prompts.tool_fields import CallMode, CallPlan, plan_calls
 from decode_engine.rpc.prompts.turn_tokens import conversation_tokens
 from decode_engine.rpc.transport.appointments import Appointments, Bell
 from decode_engine.rpc.transport.calls import Call
+from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.methods.method import FittedMethod, Method
 from index_store.models.loading import Tokenizer
 from index_store.store.description.context_id import ModelIdentity
@@ -61,7 +64,8 @@ class CheckedOrder:
     ground: the context, and what is searched of it. fitted: the method on that. memory: bytes that the session of each
     answer may come to hold. arrived_ns: when the call came, on the engine's clock. sampling: the order's, with the
     constraint compiled. token_bytes: what tokens stand for; empty where no log probabilities are wanted. reason: why it
-    is this method, where the server chose it. calls: how tools are called, where they may be.
+    is this method, where the server chose it. calls: how tools are called, where they may be. whole: all
+    tokens of a request that names no context, of which the prompt is what is read.
     """
 
     order: Order
@@ -75,14 +79,31 @@ class CheckedOrder:
     token_bytes: Sequence[bytes]
     reason: str
     calls: CallPlan | None = None
+    whole: Sequence[int] | None = None
+
+    @property
+    def cached(self) -> int:
+        """Tokens that are not read, since their keys and values are stored."""
+        stored = self.ground.named.token_count
+        return stored if self.whole is None else len(self.whole) - len(self.prompt)
+
+    @property
+    def again(self) -> int:
+        """1 where the prompt is the context's last token, which is read for what follows it; 0 elsewhere."""
+        return self.ground.named.token_count - self.cached
+
+    @property
+    def context(self) -> str:
+        """The resource name of the context; "" where there is none."""
+        return COLLECTION + self.ground.named.id if self.ground.named.token_count else ""
 
     def usage(self, completion_tokens: int = 0) -> generation_pb2.Usage:
         """The tokens involved."""
         return generation_pb2.Usage(
-            context_tokens=self.ground.named.token_count,
+            context_tokens=self.cached,
             prompt_tokens=len(self.prompt),
             completion_tokens=completion_tokens,
-            cached_tokens=self.ground.named.token_count,
+            cached_tokens=self.cached,
         )
 
 
@@ -99,7 +120,7 @@ def check_request(
     check_named_tokens(order, backend.runner.identity)
     identity, tokenizer = backend.runner.identity, backend.runner.tokenizer
     whole = None if order.context_id else _whole_tokens(order, tokenizer, identity, check)
-    ground = backend.ground(order.context_id if whole is None else backend.longest_prefix(whole).id)
+    ground = backend.ground(order.context_id) if whole is None else _beginning(backend, order, whole)
     named, base = ground.named, ground.base
     method, reason = _choose(backend, order, base)
     fitted = method.on(base)
@@ -107,7 +128,7 @@ def check_request(
     if whole is None:
         prompt = prompt_tokens(order, tokenizer, named, identity, stored, check)
     else:
-        prompt = whole[named.token_count :]
+        prompt = whole[min(named.token_count, len(whole) - 1) :]
     check_prompt(order, prompt, identity)
     max_tokens = fit_max_tokens(order, named, identity, len(prompt))
     memory = session_bytes(fitted, ground.own_tokens + len(prompt) + max_tokens) + ground.own_bytes
@@ -118,7 +139,18 @@ def check_request(
         sampling = replace(sampling, grammar=vocabulary.compile(constraint))
     token_bytes = vocabulary.token_bytes if order.tells_logprobs else ()
     return CheckedOrder(
-        order, ground, fitted, prompt, max_tokens, memory, arrived_ns, sampling, token_bytes, reason, calls
+        order,
+        ground,
+        fitted,
+        prompt,
+        max_tokens,
+        memory,
+        arrived_ns,
+        sampling,
+        token_bytes,
+        reason,
+        calls,
+        whole,
     )
 
 
@@ -128,9 +160,29 @@ def _whole_tokens(
     """All tokens of a request that names no context. Raises PromptTooLongError, InvalidArgumentError."""
     if order.text is not None:
         return document_tokens(order.text, tokenizer, identity, check)
+    if order.token_ids:
+        check_document(len(order.token_ids), identity)
+        check_tokens("token_ids", order.token_ids, identity)
+        return list(order.token_ids)
     said = "\n".join(turn.content for turn in order.turns)
     check_document(tokenizer.at_least(said, identity.max_positions, check), identity)
     return conversation_tokens(order.turns, order.tools, tokenizer)
+
+
+def _beginning(backend: ServiceBackend, order: Order, whole: Sequence[int]) -> Ground:
+    """What a request stands on that names no context. Raises InvalidArgumentError where nothing can be kept of it."""
+    if order.prompt_logprobs:  # all of the prompt has to be read
+        return backend.nothing
+    if order.keep is None:
+        return backend.beginning(whole)
+    ground = backend.beginning(whole[:-1])
+    if not ground.named.token_count:
+        raise InvalidArgumentError(
+            "keep continues a stored context, and this prompt begins with none; name one, or have the prompt made into "
+            "a context first (CreateContext)",
+            field="keep",
+        )
+    return ground
 
 
 def _plan_calls(
@@ -147,6 +199,15 @@ def _plan_calls(
 def _choose(backend: ServiceBackend, order: Order, base: Manifest) -> tuple[Method, str]:
     """The method of an order, and why where the server chose it; "" where the client or the context did."""
     left_open = order.method in ("", AUTO)
+    if not base.token_count:
+        method = choose_method(order, base)
+        if method.sparse:
+            raise MethodUnsupportedError(
+                f"method {order.method!r} searches a stored context, and this prompt begins with none; name a context, "
+                "or leave the method out",
+                method=order.method,
+            )
+        return method, ""
     own = choose_method(order, base, backend.tuned_default(base.id) if left_open else None)
     if not left_open or not (order.method or backend.auto):
         return own, ""
@@ -249,6 +310,7 @@ class _Told:
     def _ending(self, end: Finished, note: Callable[..., None]) -> generation_pb2.GenerateResponse:
         usage, method = self.checked.usage(end.completion_tokens), self.checked.fitted.method
         summary = summarise(end, method, usage, self.load_ns, self.before_ns, self.checked.reason)
+        summary.context = self.checked.context
         message = generation_pb2.GenerateResponse(text=end.text, summary=summary, index=end.answer)
         self._tell_calls(message)
         if (reader := self._readers.get(end.answer)) is not None:
@@ -326,11 +388,16 @@ def _submit(
     with ExitStack() as stack:
         before = clock_ns()
         store, ground, runner = backend.store, checked.ground, backend.runner
-        lease = backend.arena.acquire(
-            store, id_, check=call.check, wait_for_memory=True, early=True, expired=ground.own_tokens > 0
-        )
-        resident = stack.enter_context(lease)
+        resident = runner.no_context
+        if ground.base.token_count:
+            lease = backend.arena.acquire(
+                store, id_, check=call.check, wait_for_memory=True, early=True, expired=ground.own_tokens > 0
+            )
+            resident = stack.enter_context(lease)
         own = ground.read(store)
+        again = checked.again
+        if own is not None and again:
+            own, again = own.first(ground.own_tokens - again), 0
         keeping = None
         if checked.order.keep is not None:
             base = (ground, checked.fitted, resident, own)
@@ -341,7 +408,7 @@ def _submit(
         if plan is not None and plan.shown:
             decode = partial(decode, shown=plan.shown)
         request: Request[Any] = Request(
-            start=lambda: runner.start(resident, checked.fitted, backend.engine.give_way),
+            start=lambda: runner.start(resident, checked.fitted, backend.engine.give_way, again),
             prompt=checked.prompt,
             max_tokens=checked.max_tokens,
             sampling=checked.sampling,
@@ -357,6 +424,7 @@ def _submit(
             keeping=keeping,
             answers=checked.order.answers,
             stop_ids=checked.order.stop_token_ids,
+            before=() if checked.whole is None else checked.whole[: checked.cached],
             prompt_logprobs=checked.order.prompt_logprobs,
             on_close=stack.pop_all().close,  # last: until here, what fails ends the lease
         )

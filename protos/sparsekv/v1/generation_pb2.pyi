@@ -173,7 +173,7 @@ class Waiting(_message.Message):
     def __init__(self, cause: _Optional[_Union[Waiting.Cause, str]] = ..., requests_ahead: _Optional[int] = ...) -> None: ...
 
 class GenerationSummary(_message.Message):
-    __slots__ = ("finish_reason", "usage", "timings", "selection", "method", "seed", "budget", "remainder", "kept_context", "method_reason")
+    __slots__ = ("finish_reason", "usage", "timings", "selection", "method", "seed", "budget", "remainder", "kept_context", "method_reason", "context")
     class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         FINISH_REASON_UNSPECIFIED: _ClassVar[GenerationSummary.FinishReason]
@@ -196,6 +196,7 @@ class GenerationSummary(_message.Message):
     REMAINDER_FIELD_NUMBER: _ClassVar[int]
     KEPT_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     METHOD_REASON_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
     finish_reason: GenerationSummary.FinishReason
     usage: Usage
     timings: Timings
@@ -206,7 +207,8 @@ class GenerationSummary(_message.Message):
     remainder: str
     kept_context: str
     method_reason: str
-    def __init__(self, finish_reason: _Optional[_Union[GenerationSummary.FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., selection: _Optional[_Union[SelectionFigures, _Mapping]] = ..., method: _Optional[str] = ..., seed: _Optional[int] = ..., budget: _Optional[str] = ..., remainder: _Optional[str] = ..., kept_context: _Optional[str] = ..., method_reason: _Optional[str] = ...) -> None: ...
+    context: str
+    def __init__(self, finish_reason: _Optional[_Union[GenerationSummary.FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., selection: _Optional[_Union[SelectionFigures, _Mapping]] = ..., method: _Optional[str] = ..., seed: _Optional[int] = ..., budget: _Optional[str] = ..., remainder: _Optional[str] = ..., kept_context: _Optional[str] = ..., method_reason: _Optional[str] = ..., context: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("context_tokens", "prompt_tokens", "completion_tokens", "cached_tokens")
