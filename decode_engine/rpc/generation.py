@@ -1,7 +1,6 @@
 """One Generate call: checked, given its place, brought to its context, streamed.
 
-Who waits is told how it stands: a message without tokens after a quarter of a second, then at every change, and now
-and then in between, so that neither people nor idle connections give up. Who is refused is given an appointment.
+Who waits is told how it stands (`messages.notices`). Who is refused is given an appointment.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from decode_engine.model.method_choice import AUTO
 from decode_engine.rpc.backend import ServiceBackend
 from decode_engine.rpc.contexts.names import COLLECTION
 from decode_engine.rpc.messages.describe import logprob_messages, summarise, token_messages
+from decode_engine.rpc.messages.notices import Notices
 from decode_engine.rpc.messages.validation import (
     Order,
     check_named_tokens,
@@ -51,10 +51,6 @@ from index_store.models.loading import Tokenizer
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.manifest import Manifest
 from sparsekv.v1 import conversation_pb2, generation_pb2
-
-_FIRST_NOTICE_S = 0.25
-_NOTICE_S = 1.0
-_LONGEST_SILENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +227,7 @@ async def stream_answer(
     appointments: are told when the request has ended. note: is told what happened to it.
     """
     place = backend.engine.reserve(checked.fitted.manifest.id, checked.memory * checked.order.answers)
-    bell, notices = Bell(), _Notices(checked)
+    bell, notices = Bell(), Notices(checked.usage())
     submission = asyncio.ensure_future(
         call.run_alone(partial(_submit, backend, checked, call, place, bell.ring))
     )
@@ -249,7 +245,8 @@ async def stream_answer(
             if not events and generated:
                 await bell.wait(None)
             elif not events:
-                if not await bell.wait(notices.due_in_s()) and (notice := notices.of(backend, stream)):
+                woken = await bell.wait(notices.due_in_s())
+                if not woken and (notice := notices.of_ahead(backend.engine.ahead(stream))):
                     yield notice
             else:
                 first = not generated and not notices.told
@@ -336,41 +333,6 @@ class _Told:
                 )
                 for part in parts
             )
-
-
-class _Notices:
-    """What a request without tokens is told, and when."""
-
-    def __init__(self, checked: CheckedOrder) -> None:
-        self.told = False
-        self._checked = checked
-        self._due = time.monotonic() + _FIRST_NOTICE_S
-        self._last: tuple[generation_pb2.Waiting.Cause | None, int] | None = None
-        self._said = 0.0
-
-    def due_in_s(self) -> float:
-        """Seconds until there may be something to tell."""
-        return max(self._due - time.monotonic(), 0.0)
-
-    def of(self, backend: ServiceBackend, stream: Stream) -> generation_pb2.GenerateResponse | None:
-        """The next notice of a request in the engine, if there is news."""
-        ahead = backend.engine.ahead(stream)
-        return self.take(None, 0) if ahead is None else self.take(generation_pb2.Waiting.SESSION, ahead)
-
-    def take(
-        self, cause: generation_pb2.Waiting.Cause | None, ahead: int
-    ) -> generation_pb2.GenerateResponse | None:
-        """The next notice: None before its time, and where there is no news. cause None: it waits no longer."""
-        now = time.monotonic()
-        if now < self._due:
-            return None
-        self._due = now + _NOTICE_S
-        if self._last == (cause, ahead) and now - self._said < _LONGEST_SILENCE_S:
-            return None
-        usage = None if self.told else self._checked.usage()
-        self._last, self._said, self.told = (cause, ahead), now, True
-        waiting = None if cause is None else generation_pb2.Waiting(cause=cause, requests_ahead=ahead)
-        return generation_pb2.GenerateResponse(usage=usage, waiting=waiting)
 
 
 def _submit(

@@ -1,4 +1,4 @@
-"""A prompt without a context beside streams: it is read piece by piece, with a step of every stream after each chunk."""
+"""A prompt without a context beside streams: they get a step after every chunk of it."""
 
 from __future__ import annotations
 

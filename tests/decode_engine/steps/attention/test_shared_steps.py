@@ -117,6 +117,7 @@ def test_groups_are_arranged_anew_where_they_changed(
     assert [(len(seats), steady) for seats, steady in arranged[2:]] == [(1, True), (1, False)]
 
 
+@pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("seed", [None, 3])
 def test_sessions_without_a_context_attend_to_their_tails_alone(
     runner: ModelRunner, stepper: Stepper, seed: int | None
