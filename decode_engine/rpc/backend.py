@@ -13,6 +13,7 @@ from decode_engine.model.continuing import Ground
 from decode_engine.model.method_choice import StepCosts
 from decode_engine.model.runner import ModelRunner
 from decode_engine.rpc.contexts.names import COLLECTION
+from decode_engine.rpc.creation.kept_beginnings import KeptBeginnings
 from decode_engine.rpc.creation.operations import Operations
 from decode_engine.rpc.creation.orders import Workshop
 from decode_engine.rpc.messages.describe import describe_broken, describe_context
@@ -32,8 +33,9 @@ from sparsekv.v1 import context_pb2
 class ServiceBackend:
     """What the services serve from.
 
-    workshop: where contexts are ordered. paths: what no client is told. costs: of decode steps, by which a method is
-    chosen where requests leave that to the server; auto: whether those do that name none.
+    workshop: where contexts are ordered. beginnings: of prompts that name no context, some of which are kept. paths:
+    what no client is told. costs: of decode steps, by which a method is chosen where requests leave that to the server;
+    auto: whether those do that name none.
     """
 
     store: Store
@@ -41,6 +43,7 @@ class ServiceBackend:
     runner: ModelRunner
     engine: Engine[Session]
     workshop: Workshop
+    beginnings: KeptBeginnings
     paths: Paths = field(default_factory=Paths)
     costs: StepCosts = field(default_factory=StepCosts)
     auto: bool = True

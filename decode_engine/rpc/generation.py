@@ -305,21 +305,17 @@ class _Told:
         return messages
 
     def _ending(self, end: Finished, note: Callable[..., None]) -> generation_pb2.GenerateResponse:
-        usage, method = self.checked.usage(end.completion_tokens), self.checked.fitted.method
-        summary = summarise(end, method, usage, self.load_ns, self.before_ns, self.checked.reason)
-        summary.context = self.checked.context
+        checked, usage = self.checked, self.checked.usage(end.completion_tokens)
+        made = (checked.fitted.method, usage, self.load_ns, self.before_ns, checked.reason, checked.context)
+        summary = summarise(end, *made)
         message = generation_pb2.GenerateResponse(text=end.text, summary=summary, index=end.answer)
         self._tell_calls(message)
         if (reader := self._readers.get(end.answer)) is not None:
             message.text += reader.flush()
             if reader.finished and end.reason is not FinishReason.LENGTH:
                 message.summary.finish_reason = generation_pb2.GenerationSummary.TOOL_CALLS
-        times = summary.timings
-        note(
-            queue_ms=times.queue_ns / 1e6,
-            first_token_ms=times.first_token_ns / 1e6,
-            total_ms=times.total_ns / 1e6,
-        )
+        for name in ("queue", "first_token", "total"):
+            note(**{f"{name}_ms": getattr(summary.timings, f"{name}_ns") / 1e6})
         return message
 
     def _tell_calls(self, message: generation_pb2.GenerateResponse) -> None:
@@ -340,10 +336,9 @@ def _submit(
 ) -> tuple[Stream, int, int]:
     """Has the context loaded, and queues the request. The place is left to the caller if that fails.
 
-    While other contexts that are in use leave no memory for it, the call waits; its place bounds how many do. The
-    engine gets it while its context is still being loaded.
-    Returns the stream, the nanoseconds of loading and the time of submission. The context's lease goes over to the
-    engine, which ends it when it has let go of the session.
+    While other contexts that are in use leave no memory for it, the call waits; its place bounds how many do. Returns
+    the stream, the nanoseconds of loading, which may go on, and the time of submission. The context's lease goes over
+    to the engine, which ends it when it has let go of the session.
     """
     id_ = checked.fitted.manifest.id
     clock_ns = backend.engine.clock_ns
@@ -356,8 +351,7 @@ def _submit(
                 store, id_, check=call.check, wait_for_memory=True, early=True, expired=ground.own_tokens > 0
             )
             resident = stack.enter_context(lease)
-        own = ground.read(store)
-        again = checked.again
+        own, again = ground.read(store), checked.again
         if own is not None and again:
             own, again = own.first(ground.own_tokens - again), 0
         keeping = None
@@ -390,7 +384,10 @@ def _submit(
             prompt_logprobs=checked.order.prompt_logprobs,
             on_close=stack.pop_all().close,  # last: until here, what fails ends the lease
         )
-    return backend.engine.submit(place, request), submitted_ns - before, submitted_ns
+    stream = backend.engine.submit(place, request)
+    if checked.whole is not None:
+        backend.beginnings.note(checked.whole, ground.named, checked.cached)
+    return stream, submitted_ns - before, submitted_ns
 
 
 def _deadline_ns(call: Call, now_ns: int) -> int | None:

@@ -62,7 +62,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         backend = self._slot.get()
         model, choices = backend.runner.identity.name, backend.costs.told()
         engine, arena = backend.engine.stats(), backend.arena.stats()
-        return describe_status(model, engine, arena, call.traffic(), choices)
+        beginnings = backend.beginnings.stats()
+        return describe_status(model, engine, beginnings, arena, call.traffic(), choices)
 
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, call: Call

@@ -27,6 +27,7 @@ from decode_engine.model.warm_up import prepare_for, warm_up
 from decode_engine.rpc.backend import BackendSlot, ServiceBackend
 from decode_engine.rpc.context_service import ContextService, OperationsService
 from decode_engine.rpc.contexts.defaults import own_methods
+from decode_engine.rpc.creation.kept_beginnings import KeepingRules, KeptBeginnings
 from decode_engine.rpc.creation.orders import Workshop
 from decode_engine.rpc.creation.own_worker import OwnWorker, worker_command
 from decode_engine.rpc.door.options import certificates_of, warn_of_exposure
@@ -190,8 +191,20 @@ class DecodeServer:
             runner.tokenizer,
             runner.kv_dtype,
         )
+        rules = KeepingRules(
+            config.keep_beginnings, config.keep_beginnings_after, config.keep_beginnings_bytes
+        )
+        beginnings = KeptBeginnings(workshop, arena, rules)
         self._backend = ServiceBackend(
-            self._store, arena, runner, engine, workshop, self._paths, costs, config.method == AUTO
+            self._store,
+            arena,
+            runner,
+            engine,
+            workshop,
+            beginnings,
+            self._paths,
+            costs,
+            config.method == AUTO,
         )
         engine.start()
         if config.prefill:
@@ -222,6 +235,7 @@ class DecodeServer:
             if not in_time and engine.places:
                 logger.warning("%g s are over, ending unfinished requests: %d", grace_s, engine.places)
             self._backend.arena.stop_loading()  # which the engine may be waiting for
+            self._backend.beginnings.close()
             engine.shutdown()  # tells the unfinished ones why; their calls' log lines name them
         if self._worker is not None:
             self._worker.stop()

@@ -301,6 +301,11 @@ class ServerStatus:
     open_calls: int = 0
     unfinished_calls: int = 0
     unread_answers: int = 0
+    plain_requests: int = 0
+    found_beginnings: int = 0
+    found_tokens: int = 0
+    kept_beginnings: int = 0
+    removed_beginnings: int = 0
     model: str = ""
     method_choices: tuple[str, ...] = ()
 
