@@ -131,7 +131,7 @@ def ask(
                 raise typer.Exit(INTERRUPTED) from None
     answers = [_answer(pieces, index) for index in range(config.n)]
     if output is OutputFormat.JSON:
-        _print_json(name, generation, answers)
+        _print_json(generation, answers)
     else:
         _print_text(generation, answers, streamed=stream)
         if config.constrained:
@@ -155,7 +155,7 @@ def _ask_many(
     for place, message in sorted(failed.items()):
         typer.echo(f"question {place + 1}: {message}", err=True)
     told = {
-        "context": name or None,
+        "context": name,
         "answered": len(asked) - len(failed),
         "kept": questions.kept,
         "failed": len(failed),
@@ -235,7 +235,7 @@ def _logprob_line(each: TokenLogprob) -> str:
     return f"{each.logprob:9.4f} {shown(each.text)!r}{':' if others else ''}{others}"
 
 
-def _print_json(name: str, generation: Generation, answers: Sequence[Piece]) -> None:
+def _print_json(generation: Generation, answers: Sequence[Piece]) -> None:
     described = described_answers(
         (answer.text for answer in answers),
         (answer.token_ids for answer in answers),
@@ -243,7 +243,7 @@ def _print_json(name: str, generation: Generation, answers: Sequence[Piece]) -> 
         generation.summaries,
         generation.prompt_logprobs,
     )
-    print_json({"context": name or None, **described})
+    print_json({"context": generation.summary.context, **described})
 
 
 def summary_lines(summary: Summary) -> list[str]:

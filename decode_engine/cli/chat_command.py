@@ -96,7 +96,7 @@ def chat(config: ChatConfig, output: FormatOption = OutputFormat.TEXT) -> None:
                 _say(conversation, text, forgiving=sys.stdin.isatty())
     if output is OutputFormat.JSON:
         kept = conversation.kept or None
-        print_json({"context": conversation.name or None, "turns": conversation.turns, "kept": kept})
+        print_json({"context": conversation.name, "turns": conversation.turns, "kept": kept})
     elif conversation.kept:
         typer.echo(f"kept as {config.keep_as}: {conversation.kept}", err=True)
 

@@ -163,9 +163,9 @@ def test_without_a_context_the_model_is_asked_alone(
     asked = run("ask", "Who lit it?", "--max-tokens", "5", "--format", "json")
     assert asked.returncode == 0, asked.stderr
     answer = json.loads(asked.stdout)
-    assert (answer["context"], answer["text"]) == (None, expected)
+    assert (answer["context"], answer["text"]) == ("", expected)
     give_input(monkeypatch, b"Who lit it?\n")
     said = json.loads(run("chat", "--max-tokens", "5", "--format", "json").stdout)
-    assert (said["context"], said["turns"][0]["assistant"]) == (None, expected)
+    assert (said["context"], said["turns"][0]["assistant"]) == ("", expected)
     assert run("ask", "Who?", "--method", "csattention").returncode != 0
     assert "requests, " in run("status").stdout

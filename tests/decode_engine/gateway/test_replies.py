@@ -176,7 +176,7 @@ def test_errors(
 
 def test_prompts_without_a_context_are_answered(official: openai.OpenAI, lamp: str) -> None:
     question = {"role": "user", "content": "Who lit the lamp of the grey harbour?"}
-    asked = {"model": MODEL, "messages": [question], "max_tokens": 5, "temperature": 0}
+    asked = {"model": "model", "messages": [question], "max_tokens": 5, "temperature": 0}
     whole = official.chat.completions.create(**asked)
     pieces = list(
         official.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
@@ -187,9 +187,9 @@ def test_prompts_without_a_context_are_answered(official: openai.OpenAI, lamp: s
         assert reply.usage.prompt_tokens_details.cached_tokens == 0
         assert reply.model_extra["sparsekv"]["cached_context"] is None
         assert reply.model_extra["sparsekv"]["method"] == "full"
-    tokens = official.completions.create(model=MODEL, prompt=[70, 71, 72], max_tokens=5, temperature=0)
+    tokens = official.completions.create(model="model", prompt=[70, 71, 72], max_tokens=5, temperature=0)
     assert (tokens.usage.prompt_tokens, tokens.usage.completion_tokens) == (3, 5)
     named = official.completions.create(
-        model=MODEL, prompt="Who?", max_tokens=5, extra_body={"context": "lamp"}
+        model="model", prompt="Who?", max_tokens=5, extra_body={"context": "lamp"}
     )
     assert named.model_extra["sparsekv"]["cached_context"] == lamp.removeprefix("contexts/")
