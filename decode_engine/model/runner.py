@@ -20,6 +20,7 @@ from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.model.decode_attention import ATTENTION_NAME, packed, register_attention
 from decode_engine.model.decode_check import check_decoding
 from decode_engine.model.row_products_numba import keep_rows_apart
+from decode_engine.model.unstored import no_context
 from decode_engine.settings.command_options import Compilation, Prompts, search_cores
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
@@ -69,6 +70,7 @@ class ModelRunner:
         self.identity = loaded.identity
         self.forms = loaded.forms
         self.kv_dtype = loaded.kv_dtype if dtype == "auto" else dtype
+        self.no_context = no_context(self.identity, self.kv_dtype, self.device)
         self.tokenizer = tokenizer = load_tokenizer(folder, self.identity.tokenizer_fingerprint)
         size, ends = self.identity.vocab_size, tokenizer.eos_ids
         self.vocabulary = Vocabulary(lambda: VocabularySource(tokenizer.definition(), size, ends))
@@ -126,15 +128,20 @@ class ModelRunner:
             prepare_many(shape.kv_heads, shape.head_dim, dtype, self.device)
 
     def start(
-        self, context: ResidentContext, fitted: FittedMethod, waiting: Callable[[], None] = lambda: None
+        self,
+        context: ResidentContext,
+        fitted: FittedMethod,
+        waiting: Callable[[], None] = lambda: None,
+        again: int = 0,
     ) -> Session:
         """A new session.
 
         waiting: called now and then while it waits for a layer that is being loaded; what it raises ends the wait.
-        Raises as `check` does, and what `Session` raises.
+        again: 1 where the prompt begins with the context's last token, which is read for what follows it. Raises as
+        `check` does, and what `Session` raises.
         """
         self.check(context.manifest)
-        return Session(context, fitted, self.forms, check=waiting)
+        return Session(context, fitted, self.forms, check=waiting, again=again)
 
     def prompt_cost(self, fitted: FittedMethod, tail: int = 0) -> PromptCost:
         """What tokens of a prompt cost that `read` reads, behind `tail` other tokens of the session."""

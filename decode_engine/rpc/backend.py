@@ -24,6 +24,7 @@ from decode_engine.model.preparing import Preparation, methods_wanted
 from decode_engine.model.runner import ModelRunner
 from decode_engine.rpc.contexts.defaults import own_methods
 from decode_engine.rpc.contexts.names import COLLECTION
+from decode_engine.rpc.creation.kept_beginnings import KeepingRules, KeptBeginnings
 from decode_engine.rpc.creation.operations import Operations
 from decode_engine.rpc.creation.orders import Workshop
 from decode_engine.rpc.messages.describe import describe_broken, describe_context
@@ -42,7 +43,7 @@ from index_store.methods.method import FittedMethod, Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.files.folder import ModelFolder
 from index_store.store.catalog import Store
-from index_store.store.description.context_id import first_digest
+from index_store.store.description.context_id import continued_digests, first_digest
 from index_store.store.description.manifest import Manifest
 from index_store.store.listing import BrokenContext
 from index_store.store.tuned_defaults import TunedDefault
@@ -53,9 +54,9 @@ from sparsekv.v1 import context_pb2
 class ServiceBackend:
     """What the services serve from.
 
-    workshop: where contexts are ordered. preparation: of methods, before requests run by them. paths: what no client is
-    told. costs: of decode steps, by which a method is chosen where requests leave that to the server; auto: whether
-    those do that name none.
+    workshop: where contexts are ordered. preparation: of methods, before requests run by them. beginnings: of prompts
+    that name no context, some of which are kept. paths: what no client is told. costs: of decode steps, by which a
+    method is chosen where requests leave that to the server; auto: whether those do that name none.
     """
 
     store: Store
@@ -64,6 +65,7 @@ class ServiceBackend:
     engine: Engine[Session]
     workshop: Workshop
     preparation: Preparation
+    beginnings: KeptBeginnings
     paths: Paths = field(default_factory=Paths)
     costs: StepCosts = field(default_factory=StepCosts)
     auto: bool = True
@@ -95,16 +97,27 @@ class ServiceBackend:
         """A context as `servable` gives it, and the one that it continues. Raises ParentMissingError, too."""
         return Ground.of(self.store, self.servable(id_))
 
-    def longest_prefix(self, token_ids: Sequence[int]) -> Manifest:
-        """The longest stored context, made without a salt, that tokens begin with. Raises ContextNotFoundError."""
+    @property
+    def nothing(self) -> Ground:
+        """What a prompt stands on that begins with no stored context: no tokens."""
+        manifest = self.runner.no_context.manifest
+        return Ground(manifest, manifest)
+
+    def beginning(self, token_ids: Sequence[int]) -> Ground:
+        """The longest stored context, made without a salt, that tokens begin with, or are; `nothing` without one.
+
+        Contexts that do not fit into memory are passed over.
+        """
         first = first_digest(self.runner.identity, self.runner.kv_dtype, "")
-        found = longest_prefix(self.store, first, token_ids)
-        if found is None:
-            raise ContextNotFoundError(
-                f"no stored context is the beginning of these {len(token_ids)} tokens; name a context, or prefill "
-                "them first"
-            )
-        return found
+        digests = continued_digests(first, token_ids)
+        found = longest_prefix(self.store, digests, token_ids, self._may_hold)
+        return self.nothing if found is None else Ground.of(self.store, found)
+
+    def _may_hold(self, manifest: Manifest) -> bool:
+        try:
+            return self.arena.may_hold(Ground.of(self.store, manifest).base)
+        except SparseKVError:
+            return False
 
     def children(self) -> Counter[str]:
         """How many contexts continue each one, by its id."""
@@ -152,6 +165,7 @@ class ServiceBackend:
         otherwise nothing may be let go of but by ending the process.
         """
         self.preparation.close()
+        self.beginnings.close()
         self.arena.stop_loading()  # which the engine may be waiting for
         return self.engine.shutdown(patience_s=patience_s)
 
@@ -258,7 +272,9 @@ def load_backend(
     )
     queue, uploads = JobQueue(config.store), Uploads(config.store)
     workshop = Workshop(store, queue, uploads, runner.identity, runner.tokenizer, runner.kv_dtype)
-    return ServiceBackend(store, arena, runner, engine, workshop, preparation, paths, costs, auto)
+    rules = KeepingRules(config.keep_beginnings, config.keep_beginnings_after, config.keep_beginnings_bytes)
+    beginnings = KeptBeginnings(workshop, arena, rules)
+    return ServiceBackend(store, arena, runner, engine, workshop, preparation, beginnings, paths, costs, auto)
 
 
 def set_threads(count: int) -> None:

@@ -17,6 +17,7 @@ from google.rpc.status_pb2 import Status
 
 from decode_engine.errors import TooManyRequestsError
 from decode_engine.rpc.backend import ServiceBackend
+from decode_engine.rpc.contexts.names import COLLECTION
 from decode_engine.rpc.generation import check_request, stream_answer
 from decode_engine.rpc.messages.describe import describe_methods, describe_status
 from decode_engine.rpc.messages.validation import check_tokens, content_tokens, parse_batch
@@ -25,7 +26,7 @@ from decode_engine.rpc.transport.bound import Bound
 from decode_engine.rpc.transport.calls import Call
 from decode_engine.rpc.transport.merged import merged
 from decode_engine.rpc.transport.status import public_error, to_status
-from index_store.errors import InvalidArgumentError, SparseKVError
+from index_store.errors import ContextExpiredError, ContextNotFoundError, InvalidArgumentError, SparseKVError
 from sparsekv.v1 import generation_pb2, generation_pb2_grpc
 
 _MAX_BATCHES = 64
@@ -61,7 +62,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         backend = self._backend
         model, choices = backend.runner.identity.name, backend.costs.told()
         engine, arena = backend.engine.stats(), backend.arena.stats()
-        return describe_status(model, engine, arena, call.traffic(), choices)
+        beginnings = backend.beginnings.stats()
+        return describe_status(model, engine, beginnings, arena, call.traffic(), choices)
 
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, call: Call
@@ -111,18 +113,27 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         with self._clients.place(call.host):
             check = partial(check_request, backend, request, call.check)
             compiled = request.HasField("constraint") or request.messages.tools or request.tool_choice.mode
-            checked = await (self._long(call, check) if compiled else call.run(check))
-            note(
-                context=checked.ground.named.id,
-                method=checked.fitted.method.name,
-                prompt_tokens=len(checked.prompt),
-                cached_tokens=checked.ground.named.token_count,
-                generated_tokens=0,
-            )
-            answer = stream_answer(backend, checked, call, self._appointments, note)
-            async with aclosing(answer) as messages:
-                async for message in messages:
-                    yield message
+            begun = False
+            while True:
+                checked = await (self._long(call, check) if compiled else call.run(check))
+                note(
+                    context=checked.context.removeprefix(COLLECTION),
+                    method=checked.fitted.method.name,
+                    prompt_tokens=len(checked.prompt),
+                    cached_tokens=checked.cached,
+                    generated_tokens=0,
+                )
+                answer = stream_answer(backend, checked, call, self._appointments, note)
+                try:
+                    async with aclosing(answer) as messages:
+                        async for message in messages:
+                            begun = begun or bool(message.token_ids) or message.HasField("summary")
+                            yield message
+                    return
+                except (ContextNotFoundError, ContextExpiredError):
+                    if begun or request.context:
+                        raise
+                    # A beginning that was found went before it was in use: there are others, or none.
 
     async def BatchGenerate(
         self, request: generation_pb2.BatchGenerateRequest, call: Call

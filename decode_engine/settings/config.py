@@ -35,6 +35,7 @@ from index_store.cli.checks import Address, AtLeast, OneOf
 from index_store.cli.options import AUTO, SIZE, Spelled, StoreOption, check_bounds
 from index_store.errors import InvalidArgumentError
 from index_store.family.parents import GROWN_SHARE
+from index_store.memory.memory_sizes import parse_size
 from index_store.store.description.dtypes import KV_DTYPES
 from index_store.store.files.reading import available_cores
 
@@ -222,6 +223,27 @@ class ServeConfig:
             "on a CPU, and make the store where there is none. Otherwise `prefill-worker serve` does that.",
         ),
     ] = False
+    keep_beginnings: Annotated[
+        int,
+        Option(
+            metavar="TOKENS",
+            help="Have beginnings of prompts that come again become contexts by themselves, from so many tokens on; "
+            "they are made like contexts that are ordered. 0: never.",
+        ),
+        AtLeast(0),
+    ] = 0
+    keep_beginnings_after: Annotated[
+        int, Option(metavar="REQUESTS", help="With --keep-beginnings: how often one has to come."), AtLeast(2)
+    ] = 2
+    keep_beginnings_bytes: Annotated[
+        int,
+        Option(
+            metavar="SIZE",
+            help="With --keep-beginnings: size of all that were kept; those not used for longest are removed.",
+        ),
+        Spelled("8GiB", parse_size),
+        AtLeast(1),
+    ] = 8 * 2**30
     grace: Annotated[
         float, Option(help="Seconds for running requests when told to stop."), AtLeast(0, LONGEST_WAIT_S)
     ] = 10.0

@@ -51,6 +51,10 @@ class OwnRows:
         """Of all layers."""
         return sum(rows.nbytes for rows in self.rows)
 
+    def first(self, count: int) -> OwnRows:
+        """Of the first tokens alone."""
+        return OwnRows(self.token_ids[:count], [rows[:, :count] for rows in self.rows])
+
 
 @dataclass(frozen=True, slots=True)
 class Continuation:

@@ -140,6 +140,15 @@ class Arena:
             slot = self._books.find(manifest)
         return self._choose(manifest)[0] if slot is None else slot.placement
 
+    def may_hold(self, manifest: Manifest) -> bool:
+        """Whether the context fits into the budget, with everything else evicted."""
+        return self._choose(manifest)[1].fits(self._books.budget)
+
+    def in_use(self, id_: str) -> bool:
+        """Whether anybody holds a lease on the context."""
+        with self._changed:
+            return any(slot.leases for slot in self._books.all_of(id_))
+
     def note(self, manifest: Manifest) -> None:
         """Learns that a context was pinned or unpinned, if it is here."""
         with self._changed:

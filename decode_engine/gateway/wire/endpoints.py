@@ -49,7 +49,8 @@ _OWN = (
         "context",
         TEXT,
         "The stored context to continue: its display name, id, or the id's first 6 or more digits. By default the "
-        "longest that the request begins with, word for word.",
+        "request is all there is; the longest stored context that it begins with, word for word, is not read anew, and "
+        "is `sparsekv.cached_context` of the reply.",
     ),
     Parameter(
         "keep",

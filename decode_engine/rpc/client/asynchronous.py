@@ -223,7 +223,7 @@ class AsyncClient:
 
     def generate(
         self,
-        context: str,
+        context: str = "",
         *,
         timeout_s: float | None = None,
         patience_s: float = 0.0,

@@ -229,7 +229,7 @@ class Client:
 
     def generate(
         self,
-        context: str,
+        context: str = "",
         *,
         timeout_s: float | None = None,
         patience_s: float = 0.0,
@@ -238,9 +238,10 @@ class Client:
     ) -> Generation:
         """Continues the context `contexts/<id>` by a question, a text, tokens or messages (exactly one of them).
 
-        patience_s: how long a request that a busy server refuses is repeated, each time when the server says. on_wait:
-        told now and then what an accepted request waits for. Errors are raised while the generation is read. Raises
-        InvalidArgumentError here for values that no message can carry.
+        context: "" where these are everything from the beginning. patience_s: how long a request
+        that a busy server refuses is repeated, each time when the server says. on_wait: told now and then what an
+        accepted request waits for. Errors are raised while the generation is read. Raises InvalidArgumentError here for
+        values that no message can carry.
         """
         request: generation_pb2.GenerateRequest = verbs.generate_request(context, options)
         return Generation(
@@ -254,7 +255,7 @@ class Client:
     def batch_generate(
         self, context: str, requests: Sequence[GenerateOptions], *, timeout_s: float | None = None
     ) -> Batch:
-        """Continues one context by many prompts, 1 to 1,000; as many run at once as the server has sessions."""
+        """Continues one context, or none, by many prompts, 1 to 1,000: as many at once as the server has sessions."""
         request = verbs.batch_request(context, requests)
         options = {"timeout": timeout_s or self._timeout_s, "metadata": self._metadata}
         return Batch(partial(self._generations.BatchGenerate, request, **options), request, self._translate)

@@ -225,7 +225,7 @@ class Summary:
 
     budget, remainder: those that were really used, "" where every key was attended. kept_context: name of the context
     that the session was kept as; "" where it was not. method_reason: why the server chose the method; "" where it did
-    not.
+    not. context: name of the one that was used, named or found; "" where all of the prompt was read.
     """
 
     finish_reason: str
@@ -241,6 +241,7 @@ class Summary:
     cached_tokens: int = 0
     kept_context: str = ""
     method_reason: str = ""
+    context: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +301,11 @@ class ServerStatus:
     open_calls: int = 0
     unfinished_calls: int = 0
     unread_answers: int = 0
+    plain_requests: int = 0
+    found_beginnings: int = 0
+    found_tokens: int = 0
+    kept_beginnings: int = 0
+    removed_beginnings: int = 0
     model: str = ""
     method_choices: tuple[str, ...] = ()
 

@@ -80,7 +80,7 @@ class GenerateOptions(TypedDict, total=False):
     Exactly one of question, text, token_ids and messages, at most one of keep_ratio, target_mass and token_budget,
     which say how much is kept, and at most one of json_schema (text, or what json.dumps makes it of), regex and
     choices, which say what the answer has to be. keep: makes a context of the session when it ends, the summary's
-    `kept_context`. With a text or messages and no context, these are everything from the beginning. tools go with
+    `kept_context`. Without a context the prompt is everything from the beginning. tools go with
     messages; tool_choice says whether the model may or has to call some ("auto" where there are tools), tool_name which
     one it has to, single_call that it makes one call at most. One text may stand for a list of it (`stop`).
     sparsekv/v1/generation.proto has the ranges.

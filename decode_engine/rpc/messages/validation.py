@@ -50,7 +50,7 @@ class Order:
     """A checked Generate request. None: as is usual (max_tokens: as many as fit). method "": the context's own.
 
     The prompt is a text, turns of a conversation (a question is one) or token ids. tools: that the
-    request names. choice: whether they are called. context_id: "" for the longest that text or turns begin with.
+    request names. choice: whether they are called. context_id: "" where the prompt is everything from the beginning.
     """
 
     context_id: str
@@ -120,7 +120,7 @@ def parse_order(request: generation_pb2.GenerateRequest) -> Order:
     _check_answers(request, sampling)
     turns, tools = _parse_turns(request)
     return Order(
-        context_id=_parse_context(request, given),
+        context_id=parse_name(request.context, "context") if request.context else "",
         text=request.text if given == "text" else None,
         turns=turns,
         tools=tools,
@@ -140,12 +140,6 @@ def parse_order(request: generation_pb2.GenerateRequest) -> Order:
         choice=parse_tool_choice(request),
         keep=parse_keep(request) if request.HasField("keep") else None,
     )
-
-
-def _parse_context(request: generation_pb2.GenerateRequest, given: str) -> str:
-    if request.context or given not in ("text", "messages"):
-        return parse_name(request.context, "context")
-    return ""
 
 
 def _parse_sampling(request: generation_pb2.GenerateRequest) -> SamplingParameters:
@@ -338,13 +332,13 @@ def check_tokens(field: str, ids: Iterable[int], identity: ModelIdentity) -> Non
 
 
 def parse_batch(request: generation_pb2.BatchGenerateRequest) -> str:
-    """The id of a batch's context. Raises InvalidArgumentError also where the number of requests is out of range."""
+    """The id of a batch's context; "" where it names none. Raises InvalidArgumentError also for too many requests."""
     count = len(request.requests)
     if not 1 <= count <= MAX_BATCH:
         raise InvalidArgumentError(
             f"requests has {count} elements, expected 1 to {MAX_BATCH}", field="requests"
         )
-    return parse_name(request.context, "context")
+    return parse_name(request.context, "context") if request.context else ""
 
 
 def content_tokens(

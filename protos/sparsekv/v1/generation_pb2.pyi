@@ -173,7 +173,7 @@ class Waiting(_message.Message):
     def __init__(self, cause: _Optional[_Union[Waiting.Cause, str]] = ..., requests_ahead: _Optional[int] = ...) -> None: ...
 
 class GenerationSummary(_message.Message):
-    __slots__ = ("finish_reason", "usage", "timings", "selection", "method", "seed", "budget", "remainder", "kept_context", "method_reason")
+    __slots__ = ("finish_reason", "usage", "timings", "selection", "method", "seed", "budget", "remainder", "kept_context", "method_reason", "context")
     class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         FINISH_REASON_UNSPECIFIED: _ClassVar[GenerationSummary.FinishReason]
@@ -196,6 +196,7 @@ class GenerationSummary(_message.Message):
     REMAINDER_FIELD_NUMBER: _ClassVar[int]
     KEPT_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     METHOD_REASON_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
     finish_reason: GenerationSummary.FinishReason
     usage: Usage
     timings: Timings
@@ -206,7 +207,8 @@ class GenerationSummary(_message.Message):
     remainder: str
     kept_context: str
     method_reason: str
-    def __init__(self, finish_reason: _Optional[_Union[GenerationSummary.FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., selection: _Optional[_Union[SelectionFigures, _Mapping]] = ..., method: _Optional[str] = ..., seed: _Optional[int] = ..., budget: _Optional[str] = ..., remainder: _Optional[str] = ..., kept_context: _Optional[str] = ..., method_reason: _Optional[str] = ...) -> None: ...
+    context: str
+    def __init__(self, finish_reason: _Optional[_Union[GenerationSummary.FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., selection: _Optional[_Union[SelectionFigures, _Mapping]] = ..., method: _Optional[str] = ..., seed: _Optional[int] = ..., budget: _Optional[str] = ..., remainder: _Optional[str] = ..., kept_context: _Optional[str] = ..., method_reason: _Optional[str] = ..., context: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("context_tokens", "prompt_tokens", "completion_tokens", "cached_tokens")
@@ -388,7 +390,7 @@ class GetServerStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerStatus(_message.Message):
-    __slots__ = ("model", "waiting", "prompting", "decoding", "requests", "session_bytes", "session_limit_bytes", "context_bytes", "context_used_bytes", "context_limit_bytes", "contexts", "context_loads", "context_hits", "context_evictions", "steps", "prompt_tokens", "decode_steps", "decode_tokens", "decode_batch", "context_device_bytes", "context_device_used_bytes", "context_device_limit_bytes", "host_bytes_read", "rows_reused", "device_wait_for_host_ns", "open_calls", "unfinished_calls", "unread_answers", "method_choices")
+    __slots__ = ("model", "waiting", "prompting", "decoding", "requests", "session_bytes", "session_limit_bytes", "context_bytes", "context_used_bytes", "context_limit_bytes", "contexts", "context_loads", "context_hits", "context_evictions", "steps", "prompt_tokens", "decode_steps", "decode_tokens", "decode_batch", "context_device_bytes", "context_device_used_bytes", "context_device_limit_bytes", "host_bytes_read", "rows_reused", "device_wait_for_host_ns", "open_calls", "unfinished_calls", "unread_answers", "plain_requests", "found_beginnings", "found_tokens", "kept_beginnings", "removed_beginnings", "method_choices")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PROMPTING_FIELD_NUMBER: _ClassVar[int]
@@ -417,6 +419,11 @@ class ServerStatus(_message.Message):
     OPEN_CALLS_FIELD_NUMBER: _ClassVar[int]
     UNFINISHED_CALLS_FIELD_NUMBER: _ClassVar[int]
     UNREAD_ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_BEGINNINGS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BEGINNINGS_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_BEGINNINGS_FIELD_NUMBER: _ClassVar[int]
     METHOD_CHOICES_FIELD_NUMBER: _ClassVar[int]
     model: str
     waiting: int
@@ -446,5 +453,10 @@ class ServerStatus(_message.Message):
     open_calls: int
     unfinished_calls: int
     unread_answers: int
+    plain_requests: int
+    found_beginnings: int
+    found_tokens: int
+    kept_beginnings: int
+    removed_beginnings: int
     method_choices: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[str] = ..., waiting: _Optional[int] = ..., prompting: _Optional[int] = ..., decoding: _Optional[int] = ..., requests: _Optional[int] = ..., session_bytes: _Optional[int] = ..., session_limit_bytes: _Optional[int] = ..., context_bytes: _Optional[int] = ..., context_used_bytes: _Optional[int] = ..., context_limit_bytes: _Optional[int] = ..., contexts: _Optional[int] = ..., context_loads: _Optional[int] = ..., context_hits: _Optional[int] = ..., context_evictions: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., decode_batch: _Optional[int] = ..., context_device_bytes: _Optional[int] = ..., context_device_used_bytes: _Optional[int] = ..., context_device_limit_bytes: _Optional[int] = ..., host_bytes_read: _Optional[int] = ..., rows_reused: _Optional[int] = ..., device_wait_for_host_ns: _Optional[int] = ..., open_calls: _Optional[int] = ..., unfinished_calls: _Optional[int] = ..., unread_answers: _Optional[int] = ..., method_choices: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., waiting: _Optional[int] = ..., prompting: _Optional[int] = ..., decoding: _Optional[int] = ..., requests: _Optional[int] = ..., session_bytes: _Optional[int] = ..., session_limit_bytes: _Optional[int] = ..., context_bytes: _Optional[int] = ..., context_used_bytes: _Optional[int] = ..., context_limit_bytes: _Optional[int] = ..., contexts: _Optional[int] = ..., context_loads: _Optional[int] = ..., context_hits: _Optional[int] = ..., context_evictions: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., decode_batch: _Optional[int] = ..., context_device_bytes: _Optional[int] = ..., context_device_used_bytes: _Optional[int] = ..., context_device_limit_bytes: _Optional[int] = ..., host_bytes_read: _Optional[int] = ..., rows_reused: _Optional[int] = ..., device_wait_for_host_ns: _Optional[int] = ..., open_calls: _Optional[int] = ..., unfinished_calls: _Optional[int] = ..., unread_answers: _Optional[int] = ..., plain_requests: _Optional[int] = ..., found_beginnings: _Optional[int] = ..., found_tokens: _Optional[int] = ..., kept_beginnings: _Optional[int] = ..., removed_beginnings: _Optional[int] = ..., method_choices: _Optional[_Iterable[str]] = ...) -> None: ...

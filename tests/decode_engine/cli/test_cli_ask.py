@@ -153,3 +153,19 @@ def test_make_document_writes_nothing_where_it_refuses(
     assert message in result.stderr
     assert (tmp_path / "kept").read_text() == "a document"
     assert not {path.name for path in tmp_path.iterdir()} & {"a", "b"}
+
+
+def test_without_a_context_the_model_is_asked_alone(
+    run: Run, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client.generate(question="Who lit it?", max_tokens=5) as generation:
+        expected = generation.read()
+    asked = run("ask", "Who lit it?", "--max-tokens", "5", "--format", "json")
+    assert asked.returncode == 0, asked.stderr
+    answer = json.loads(asked.stdout)
+    assert (answer["context"], answer["text"]) == ("", expected)
+    give_input(monkeypatch, b"Who lit it?\n")
+    said = json.loads(run("chat", "--max-tokens", "5", "--format", "json").stdout)
+    assert (said["context"], said["turns"][0]["assistant"]) == ("", expected)
+    assert run("ask", "Who?", "--method", "csattention").returncode != 0
+    assert "requests, " in run("status").stdout

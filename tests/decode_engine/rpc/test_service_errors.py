@@ -28,7 +28,6 @@ from tests.support.serving.service import ABSENT, fails, wait_until
     [
         ({"context": "lamp"}, "context"),
         ({"context": "contexts/../../etc/passwd"}, "context"),
-        ({"context": "", "question": "Who?"}, "context"),
         ({"text": ""}, "text"),
         ({"text": None}, "prompt"),
         ({"text": None, "token_ids": generation_pb2.TokenIds()}, "token_ids"),

@@ -288,15 +288,32 @@ def test_a_text_continues_the_longest_context_that_it_begins_with(shelf: Shelf, 
         assert found == expected
         assert summary.cached_tokens == client.get_context(context).token_count
         assert summary.prompt_tokens == 4
-    for unknown in (text[:300], text, "Another " + text):
-        with pytest.raises(ContextNotFoundError, match="name a context, or prefill"):
-            ask(client, "", unknown)
-    with pytest.raises(ContextNotFoundError):
-        ask(client, "", TEXT + MORE)  # stored with a salt
+        assert summary.context == context
+    for whole in (text[:300], "Another " + text, TEXT + MORE):  # the last is stored with a salt
+        _, summary = ask(client, "", whole)
+        assert (summary.cached_tokens, summary.context) == (0, "")
     with pytest.raises(PromptTooLongError, match="positions"):
         ask(client, "", text * 100)
-    with pytest.raises(InvalidArgumentError, match="context is ''"):
-        client.generate("", question="Who?").read()
+
+
+@pytest.mark.parametrize("method", ["full", "csattention"])
+def test_a_text_that_is_stored_with_nothing_behind_it_is_answered(
+    shelf: Shelf, client: Client, method: str
+) -> None:
+    """Its last token is read again, of a child as of others."""
+    text = "The moon rose over the grey harbour, and the keeper went to bed. " * 2
+    stored = "contexts/" + shelf.library.prefill("moon", text=text, method=METHODS, salt="")
+    first, one = extend(client, stored, MORE), extend(client, stored, "!")
+    for whole, context in ((text, stored), (text + MORE, first), (text + "!", one)):
+        shorter = stored if context != stored else ""
+        rest = whole[len(text) :] if shorter else whole
+        expected, _ = ask(client, shorter, rest, method="full", prompt_logprobs=not shorter)
+        budget = {} if method == "full" else {"keep_ratio": 1.0}
+        found, summary = ask(client, "", whole, method=method, **budget)
+        assert found == expected
+        count = client.get_context(context).token_count
+        assert (summary.context, summary.cached_tokens, summary.prompt_tokens) == (context, count - 1, 1)
+        assert len(client.tokenize(whole).ids) == count
 
 
 def test_what_follows_a_context_that_was_found_is_checked_like_any_prompt(
@@ -305,9 +322,9 @@ def test_what_follows_a_context_that_was_found_is_checked_like_any_prompt(
     text = "The tide went out, and the ship lay on the sand until the evening. " * 6
     shelf.library.prefill("sand", text=text, method=METHODS, salt="")
     monkeypatch.setattr("decode_engine.rpc.messages.validation.MAX_PROMPT_LOGPROBS", 4)
-    client.generate("", text=text + " She", prompt_logprobs=True, max_tokens=1).read()
-    with pytest.raises(InvalidArgumentError, match="wanted of 9 tokens, expected a prompt of at most 4"):
-        client.generate("", text=text + " She came", prompt_logprobs=True, max_tokens=1).read()
+    client.generate("", text="Once", prompt_logprobs=True, max_tokens=1).read()
+    with pytest.raises(InvalidArgumentError, match="wanted of 406 tokens, expected a prompt of at most 4"):
+        client.generate("", text=text + " She", prompt_logprobs=True, max_tokens=1).read()
 
 
 def test_a_child_can_be_warmed(shelf: Shelf, client: Client) -> None:
