@@ -12,6 +12,7 @@ from typer import Option
 from index_store.cli.checks import Address, AtLeast, Filled, InputFile, OneOf
 from index_store.cli.options import (
     AUTO,
+    LOCAL_STORE,
     SIZE,
     StoreOption,
     TtlOption,
@@ -229,7 +230,11 @@ class RunConfig(PrefillConfig):
     store: Annotated[
         Path,
         Option(
-            "--store", envvar="SPARSEKV_STORE", metavar="DIR", help="The store's folder; not with --server."
+            "--store",
+            envvar="SPARSEKV_STORE",
+            metavar="DIR",
+            help="The store's folder; not with --server.",
+            parser=LOCAL_STORE,
         ),
     ] = Path()
     server: Annotated[

@@ -23,7 +23,7 @@ from copy import copy
 from dataclasses import MISSING, Field, dataclass, fields
 from datetime import timedelta
 from enum import StrEnum
-from functools import wraps
+from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -34,6 +34,7 @@ from typer.models import ParameterInfo
 from index_store.cli.checks import Check, FileCheck, OneOf
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.memory.memory_sizes import parse_size
+from index_store.store.store_folders import require_local
 
 AUTO = "auto"
 """What leaves a choice to the program."""
@@ -46,8 +47,18 @@ class OutputFormat(StrEnum):
     JSON = "json"
 
 
+LOCAL_STORE = partial(require_local, what="--store")
+"""Reads a store's folder."""
+
 StoreOption = Annotated[
-    Path, Option("--store", envvar="SPARSEKV_STORE", metavar="DIR", help="The store's folder.")
+    Path,
+    Option(
+        "--store",
+        envvar="SPARSEKV_STORE",
+        metavar="DIR",
+        help="The store's folder.",
+        parser=LOCAL_STORE,
+    ),
 ]
 FormatOption = Annotated[
     OutputFormat, Option("--format", help="Text, or one JSON object on standard output.")

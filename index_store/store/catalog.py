@@ -39,7 +39,7 @@ from index_store.store.files.locks import locked_file, locked_within
 from index_store.store.files.reading import READ_LIMIT_S, read_bounded
 from index_store.store.files.replacing import replace_file
 from index_store.store.listing import BrokenContext, Entry, Listing
-from index_store.store.store_folders import StoreFolders
+from index_store.store.store_folders import StoreFolders, require_local
 from index_store.store.tuned_defaults import DefaultsFolder, TunedDefault, TunedDefaultError
 
 if TYPE_CHECKING:
@@ -75,11 +75,12 @@ class Store:
         clock: Callable[[], datetime] = utc_now,
         read_limit_s: float = READ_LIMIT_S,
     ) -> None:
-        """Opens a store; with `create` makes it where it does not exist. Raises StoreError when it cannot be used.
+        """Opens a store; with `create` makes it where it does not exist. Raises StoreError when it cannot be used, and
+        InvalidArgumentError for a URL.
 
         read_limit_s: how long one step of reading may take (see `files/reading.py`).
         """
-        self.path = Path(path)
+        self.path = require_local(path, "store")
         self.folders = StoreFolders(self.path)
         self._defaults = DefaultsFolder(self.folders.defaults)
         self._listing = Listing(self.folders.contexts)
