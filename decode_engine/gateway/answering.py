@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -14,9 +14,12 @@ from decode_engine.gateway.failures import HttpError, failure
 from decode_engine.gateway.wire.bodies import Order, chat_order, completion_order, response_order
 from decode_engine.gateway.wire.response_shape import ResponseShape
 from decode_engine.gateway.wire.shapes import Answered, ChatShape, CompletionShape, Shape
-from decode_engine.rpc.client import AsyncClient, AsyncGeneration, Piece, calls_of
+from decode_engine.rpc.client import AsyncClient, AsyncGeneration, Piece, Summary, calls_of
 from decode_engine.rpc.transport.stalled import forget_error
 from index_store.errors import SparseKVError
+
+Note = Callable[[Mapping[str, object]], None]
+"""Adds facts to the log line of a request."""
 
 _FIRST_S = 10.0
 """How long a stream may be without a first piece before it is begun nevertheless; errors until then have a status."""
@@ -42,7 +45,9 @@ async def _answer(
 ) -> Response:
     order = read(await read_json(request))
     client: AsyncClient = request.state.client
-    work = _begin(client, order, shape_of(order)) if order.stream else _whole(client, order, shape_of(order))
+    note: Note = request.state.note
+    take = _begin if order.stream else _whole
+    work = take(client, order, shape_of(order), note)
     try:
         return await while_connected(request, work) or Response(status_code=CLIENT_GONE)
     except SparseKVError as error:
@@ -67,9 +72,25 @@ async def _generate(client: AsyncClient, order: Order) -> AsyncGeneration:
     return client.generate(name, **order.options)
 
 
-async def _whole(client: AsyncClient, order: Order, shape: Shape) -> Response:
+def _facts(order: Order, summaries: Sequence[Summary]) -> dict[str, object]:
+    """What the log says of an answer, of several what is theirs together."""
+    first = summaries[0]
+    named = {"context": order.context} if order.context else {}
+    return {
+        **named,
+        "method": first.method,
+        "prompt_tokens": first.prompt_tokens,
+        "cached_tokens": first.cached_tokens,
+        "generated_tokens": sum(summary.completion_tokens for summary in summaries),
+        "queue_ms": first.timings.queue_ns / 1e6,
+        "first_token_ms": first.timings.first_token_ns / 1e6,
+    }
+
+
+async def _whole(client: AsyncClient, order: Order, shape: Shape, note: Note) -> Response:
     async with await _generate(client, order) as generation:
         pieces = [piece async for piece in generation]
+        note(_facts(order, generation.summaries))
         answers = [
             Answered(
                 text="".join(piece.text for piece in pieces if piece.index == index),
@@ -82,7 +103,7 @@ async def _whole(client: AsyncClient, order: Order, shape: Shape) -> Response:
         return JSONResponse(shape.whole(answers))
 
 
-async def _begin(client: AsyncClient, order: Order, shape: Shape) -> Response:
+async def _begin(client: AsyncClient, order: Order, shape: Shape, note: Note) -> Response:
     """A stream, whose first piece has come or is late: whoever is refused at once gets a status and no stream."""
     generation = await _generate(client, order)
     pieces = aiter(generation)
@@ -97,7 +118,7 @@ async def _begin(client: AsyncClient, order: Order, shape: Shape) -> Response:
         await asyncio.wait({first}, timeout=_FIRST_S)
         if first.done():
             first.result()
-        return EventStream(_events(generation, pieces, first, shape), release)
+        return EventStream(_events(generation, pieces, first, shape, note), release)
     except BaseException:
         release()
         raise
@@ -108,6 +129,7 @@ async def _events(
     pieces: AsyncIterator[Piece],
     first: asyncio.Future[Piece | None],
     shape: Shape,
+    note: Note,
 ) -> AsyncGenerator[str, None]:
     try:
         for text in shape.begin():
@@ -117,9 +139,11 @@ async def _events(
             for text in shape.piece(piece):
                 yield text
             piece = await anext(pieces, None)
+        note(_facts(shape.order, generation.summaries))
         for text in shape.end(generation.summaries):
             yield text
     except SparseKVError as error:
+        note({"ended": error.reason})
         shape.order.name_parts(error)
         for text in shape.fail(failure(error)[1]):
             yield text
