@@ -62,6 +62,12 @@ class ContextAmbiguousError(SparseKVError):
     reason = "CONTEXT_AMBIGUOUS"
 
 
+class NameTakenError(SparseKVError):
+    """A name belongs to another context."""
+
+    reason = "NAME_TAKEN"
+
+
 class ContextBusyError(SparseKVError):
     """A job changes the context, and does not let go of it in time."""
 

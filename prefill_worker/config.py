@@ -14,6 +14,7 @@ from index_store.cli.options import (
     AUTO,
     LOCAL_STORE,
     SIZE,
+    MoveNameOption,
     StoreOption,
     TtlOption,
     check_bounds,
@@ -65,6 +66,7 @@ class PrefillConfig:
         InputFile(dash=True),
     ] = None
     name: Annotated[str | None, Option(help="Display name; by default the first file's name.")] = None
+    move_name: MoveNameOption = False
     method: Annotated[
         tuple[str, ...],
         Option(
@@ -175,6 +177,8 @@ class PrefillConfig:
             from index_store.memory.devices import pick_device
 
             pick_device(self.device)
+        if self.move_name and self.name is None:
+            raise InvalidArgumentError("--move-name goes with --name, which says what moves")
         if self.name is not None and not (self.name.isprintable() and 0 < len(self.name) <= 500):
             raise InvalidArgumentError(
                 f"--name is {self.name[:80]!r}, expected 1 to 500 printable characters"
@@ -259,6 +263,7 @@ class RunConfig(PrefillConfig):
                     "input",
                     "messages",
                     "name",
+                    "move_name",
                     "method",
                     "rows",
                     "ttl",

@@ -7,7 +7,6 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -106,7 +105,8 @@ class Front:
             self._bodies.add(nbytes)
             exchange.body_bytes += nbytes
 
-        scope["state"] = {"client": self._client.showing(exchange.metadata()), "hold": hold, "note": exchange.facts.update}
+        client = self._client.showing(exchange.metadata())
+        scope["state"] = {"client": client, "hold": hold, "note": exchange.facts.update}
         await self._router(scope, receive, exchange.send)
 
     async def _fail(self, exchange: _Exchange, error: Exception, scope: Scope, receive: Receive) -> None:

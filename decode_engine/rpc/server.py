@@ -203,7 +203,11 @@ class DecodeServer:
                 as_json=self._log_json,
                 log_level=level,
             )
-            self._worker = OwnWorker(command, max(1, config.threads // 2))
+            self._worker = OwnWorker(
+                command,
+                max(1, config.threads // 2),
+                partial(workshop.queue.attending, runner.identity.fingerprint),
+            )
             self._worker.start()
         self._slot.fill(self._backend)
         self._listener.set_serving(True)

@@ -69,6 +69,11 @@ QuietOption = Annotated[
 ]
 
 
+MoveNameOption = Annotated[
+    bool,
+    Option("--move-name", help="Take the name from the context that has it, which keeps its id."),
+]
+
 TtlOption = Annotated[
     str | None, Option("--ttl", help="Time to live, for example 30m, 1.5h, 7d; default: for ever.")
 ]

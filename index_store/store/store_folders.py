@@ -18,6 +18,8 @@ from index_store.store.files.durable import TEMPORARY_PREFIX, make_folder, permi
 JOB_LOCK_PREFIX = "job-"
 """Of the names of locks on jobs that make contexts (`index_store.jobs`)."""
 
+NAMES_LOCK = f"{JOB_LOCK_PREFIX}names"
+
 _FAMILY = ".family"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 
@@ -59,6 +61,12 @@ class StoreFolders:
         with storing("creating the locks' folder", self.locks):
             make_folder(self.locks, permissions_in(self.contexts))
         return self.locks / self.context(id_).name
+
+    def names_lock_path(self) -> Path:
+        """The file that is locked while a name moves from one context to another; likewise."""
+        with storing("creating the locks' folder", self.locks):
+            make_folder(self.locks, permissions_in(self.contexts))
+        return self.locks / NAMES_LOCK
 
     def family_lock_path(self, id_: str) -> Path:
         """The file by which publishing a context's children and removing it exclude each other; likewise."""

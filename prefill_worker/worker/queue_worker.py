@@ -25,6 +25,7 @@ from index_store.memory.devices import pick_device
 from index_store.models.conversation.turns import StoredConversation
 from index_store.models.loading import identify, resolve_model
 from index_store.store.catalog import Store
+from index_store.store.names import require_free, take_name
 from prefill_worker.build.stages import Clock
 from prefill_worker.config import PrefillConfig, WorkerConfig
 from prefill_worker.jobs.checkpoint import Checkpoint
@@ -67,22 +68,23 @@ class QueueWorker:
         self._model = KeptModel()
 
     def run(self, stopping: threading.Event) -> None:
-        """Takes jobs until told to stop, which is noticed between two of them."""
-        looks = 0
-        while not stopping.is_set():
-            try:
-                if looks % _TIDY_EVERY == 0:
-                    self._queue.tidy()
-                    self._uploads.tidy()
-                if looks % _GROWN_EVERY == 0:
-                    self.order_grown()
-                looks += 1
-                if self.work_once():
-                    continue
-            except StoreError as error:  # the job, if there was one, stays for whoever comes next
-                logger.warning("the queue cannot be worked on now: %s", error.message)
-                stopping.wait(_PAUSE_S)
-            stopping.wait(_LOOK_S)
+        """Takes jobs until told to stop, which is noticed between two of them. Raises StoreError."""
+        with self._queue.attending(self._identity.fingerprint):
+            looks = 0
+            while not stopping.is_set():
+                try:
+                    if looks % _TIDY_EVERY == 0:
+                        self._queue.tidy()
+                        self._uploads.tidy()
+                    if looks % _GROWN_EVERY == 0:
+                        self.order_grown()
+                    looks += 1
+                    if self.work_once():
+                        continue
+                except StoreError as error:  # the job, if there was one, stays for whoever comes next
+                    logger.warning("the queue cannot be worked on now: %s", error.message)
+                    stopping.wait(_PAUSE_S)
+                stopping.wait(_LOOK_S)
 
     def order_grown(self) -> None:
         """Queues what is to be made whole, as the configuration has it."""
@@ -140,6 +142,8 @@ class QueueWorker:
             message = f"the worker failed; its log has the details under job {claim.record.id}"
             self._end_failed(claim, SparseKVError(message))
         else:
+            if claim.record.order.moves:
+                take_name(self._store, order.context, order.name)
             did = "made" if report.created else "there"
             logger.info("job %s: context %s is %s", claim.record.id, order.context[:12], did)
             self._end_done(claim, report)
@@ -151,6 +155,8 @@ class QueueWorker:
             reporter = JobProgressWriter(claim, claim.folder / "context")
             reporter.note("the context has outgrown what it continues, and is made to stand alone")
             return make_whole(self._store, present, device, clock, reporter)
+        if order.name and not order.moves:
+            require_free(self._store, order.name, order.model, order.context)
         with clock("tokenize"):
             job = self._prepare(claim)
         child = self._child(claim, job) if order.parent else None
@@ -178,7 +184,7 @@ class QueueWorker:
             model=worker.model,
             input=(STANDARD_INPUT,),
             store=worker.store,
-            name=order.name or None,
+            name=None if order.moves else order.name or None,
             method=order.methods if standing else ("full",),
             dtype=order.dtype,
             rows=order.rows,

@@ -145,6 +145,7 @@ def operation_rows(operation: OperationInfo) -> list[tuple[str, str]]:
         *([] if left is None else [("seconds left", f"{left:.0f}")]),
         ("created", format_time(operation.create_time)),
         *([("owner", operation.owner)] if operation.owner else []),
+        *([("waits", operation.waiting_reason)] if operation.waiting_reason else []),
         *(("note", note) for note in operation.notes),
         *([] if operation.error is None else [("error", operation.error.message)]),
     ]

@@ -98,7 +98,9 @@ class Call:
         shown = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         self.authorization = shown.get("authorization")
         self.peer: str = context.peer()
-        self.inner = self.peer.startswith("unix:")  # of this process's own gateway, which says for whom it asks
+        self.inner = self.peer.startswith(
+            "unix:"
+        )  # of this process's own gateway, which says for whom it asks
         if self.inner:
             self.peer = shown.get(_FORWARDED, self.peer)
         self.host = host_of(self.peer)

@@ -93,9 +93,7 @@ def test_a_stream_that_the_server_ends_says_so(library: Library, lamp: str, line
         server.load()
         gateway = stack.enter_context(Gateway("127.0.0.1:0", server.address))
         web = stack.enter_context(httpx.Client(timeout=60))
-        answer = stack.enter_context(
-            web.stream("POST", f"{gateway.url}/v1/chat/completions", json=asked)
-        )
+        answer = stack.enter_context(web.stream("POST", f"{gateway.url}/v1/chat/completions", json=asked))
         events = answer.iter_lines()
         next(line for line in events if line.startswith("data:"))
         server.stop(0.0)

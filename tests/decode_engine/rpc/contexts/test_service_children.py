@@ -128,7 +128,7 @@ def test_a_stop_string_ends_what_is_kept(shelf: Shelf, client: Client) -> None:
     assert tokens == answer[: len(tokens)]
     kept = client.get_context(summary.kept_context)
     assert kept.token_count == summary.context_tokens + summary.prompt_tokens + len(tokens)
-    assert kept.display_name == "root"
+    assert kept.display_name == f"root {kept.name.removeprefix('contexts/')[:6]}"
 
 
 def test_children_outlive_the_server(shelf: Shelf, tmp_path: Path) -> None:
