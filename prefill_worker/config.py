@@ -15,6 +15,7 @@ from index_store.cli.options import (
     LOCAL_STORE,
     SIZE,
     MoveNameOption,
+    StoreBytesOption,
     StoreOption,
     TtlOption,
     check_bounds,
@@ -364,6 +365,7 @@ class WorkerConfig:
         ),
         AtLeast(0, 1000),
     ] = GROWN_SHARE
+    store_bytes: StoreBytesOption = None
     attached: Annotated[
         bool, Option("--attached", help="End when standard input ends, for programs that start workers.")
     ] = False

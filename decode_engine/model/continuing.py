@@ -35,6 +35,7 @@ from index_store.store.catalog import Store, utc_now
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.manifest import Manifest
 from index_store.store.names import free_name, require_free, take_name, told_apart
+from index_store.store.room import note_use
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,10 @@ class Ground:
 
     def read(self, store: Store) -> OwnRows | None:
         """What a child has of its own; None of other contexts. Raises as `read_own_rows` does."""
-        return read_own_rows(store, self.named) if self.own_tokens else None
+        if not self.own_tokens:
+            return None
+        note_use(store, self.named.id)
+        return read_own_rows(store, self.named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +135,12 @@ class SessionKeeper:
         return Keeping(self._take, self.options.prompt_only, self.options.turns)
 
     def _may_become(self, other: Manifest) -> bool:
-        """Whether the session may be kept as this context, which is there: it begins with the session's tokens so far."""
-        if other.parent is None or other.parent.id != self.ground.base.id:
+        """Whether the session may be kept as this context: it has the session's tokens so far, and none or more."""
+        if other.parent is not None and other.parent.id != self.ground.base.id:
             return False
         own = [] if self.own is None else self.own.token_ids.tolist()
-        begun = [*own, *self.prompt]
+        before = [] if other.parent is not None else self.resident.tokens().tolist()
+        begun = [*before, *own, *self.prompt]
         with self.store.arrays(other) as context:
             ids = context.tokens().tolist()
         return ids == begun if self.options.prompt_only else ids[: len(begun)] == begun

@@ -27,6 +27,7 @@ from decode_engine.model.warm_up import prepare_for, warm_up
 from decode_engine.rpc.backend import BackendSlot, ServiceBackend
 from decode_engine.rpc.context_service import ContextService, OperationsService
 from decode_engine.rpc.contexts.defaults import own_methods
+from decode_engine.rpc.contexts.housekeeping import Housekeeping
 from decode_engine.rpc.creation.orders import Workshop
 from decode_engine.rpc.creation.own_worker import OwnWorker, worker_command
 from decode_engine.rpc.door.options import certificates_of, warn_of_exposure
@@ -46,6 +47,7 @@ from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.presets import get_method
 from index_store.models.loading import resolve_model
 from index_store.store.catalog import Store
+from index_store.store.room import StoreRoom
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -82,6 +84,7 @@ class DecodeServer:
         self._config = config
         self._log_json = log_json
         self._worker: OwnWorker | None = None
+        self._housekeeping: Housekeeping | None = None
         self._store = Store(config.store, create=config.prefill)
         if config.prefill:
             self._store.folders.check_writable()
@@ -182,6 +185,7 @@ class DecodeServer:
             on_start=partial(self._begin, runner),
             on_crash=lambda error: self._listener.set_serving(False),
         )
+        room = StoreRoom(self._store, config.store_bytes)
         workshop = Workshop(
             self._store,
             JobQueue(config.store),
@@ -189,17 +193,21 @@ class DecodeServer:
             runner.identity,
             runner.tokenizer,
             runner.kv_dtype,
+            room,
         )
+        self._housekeeping = Housekeeping(self._store, room, arena.leased_ids, lambda: engine.places == 0)
         self._backend = ServiceBackend(
             self._store, arena, runner, engine, workshop, self._paths, costs, config.method == AUTO
         )
         engine.start()
+        self._housekeeping.start()
         if config.prefill:
             level = logging.getLevelName(logger.getEffectiveLevel()).lower()
             command = worker_command(
                 str(config.store),
                 config.model,
                 grown_share=config.grown_share,
+                store_bytes=config.store_bytes,
                 as_json=self._log_json,
                 log_level=level,
             )
@@ -227,6 +235,8 @@ class DecodeServer:
                 logger.warning("%g s are over, ending unfinished requests: %d", grace_s, engine.places)
             self._backend.arena.stop_loading()  # which the engine may be waiting for
             engine.shutdown()  # tells the unfinished ones why; their calls' log lines name them
+        if self._housekeeping is not None:
+            self._housekeeping.stop()
         if self._worker is not None:
             self._worker.stop()
         stopped.result()

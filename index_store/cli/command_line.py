@@ -12,10 +12,16 @@ import typer
 
 from index_store.cli import report
 from index_store.cli.app import new_app
-from index_store.cli.console import byte_progress, format_bytes, on_terminal, print_json, print_table
+from index_store.cli.console import byte_progress, on_terminal, print_json, print_table
 from index_store.cli.labels import LabelArguments, labels_text, parse_labels, with_labels
 from index_store.cli.options import FormatOption, MoveNameOption, OutputFormat, StoreOption
-from index_store.errors import InvalidArgumentError, ManifestError, ParentMissingError, SparseKVError
+from index_store.errors import (
+    InvalidArgumentError,
+    ManifestError,
+    ParentMissingError,
+    SparseKVError,
+    format_bytes,
+)
 from index_store.family.parents import parent_of
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up, find_leftovers
@@ -49,7 +55,7 @@ RecursiveOption = Annotated[
 def list_contexts(store: StoreOption, output: FormatOption = OutputFormat.TEXT) -> None:
     """List the contexts, newest first.
 
-    A context is READY, EXPIRED, or BROKEN when its manifest cannot be read.
+    A context is READY or EXPIRED; where its manifest cannot be used, CORRUPT, UNSUPPORTED or UNAVAILABLE.
     """
     opened = Store(store)
     entries = [(entry, _is_expired(opened, entry)) for entry in opened.entries()]

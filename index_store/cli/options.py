@@ -31,7 +31,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from typer import Option
 from typer.models import ParameterInfo
 
-from index_store.cli.checks import Check, FileCheck, OneOf
+from index_store.cli.checks import AtLeast, Check, FileCheck, OneOf
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.memory.memory_sizes import parse_size
 from index_store.store.store_folders import require_local
@@ -96,8 +96,23 @@ class Spelled:
     read: Callable[[Any], object]
 
 
+NO_BOUND = "none"
+
 SIZE = Spelled(AUTO, lambda text: None if text == AUTO else parse_size(text))
 """Of an option in bytes, None for auto."""
+
+
+StoreBytesOption = Annotated[
+    int | None,
+    Option(
+        metavar="SIZE",
+        help="What all contexts of the store may take, for example 200GiB. For new ones the least recently used go of "
+        "those that have a time to live, or that the server kept of its own accord; where that does not suffice, new "
+        "ones are refused. none: what the disk holds.",
+    ),
+    Spelled(NO_BOUND, lambda text: None if text == NO_BOUND else parse_size(text)),
+    AtLeast(1),
+]
 
 
 def comma_separated(default: str, read: Callable[[str], object] = str) -> Spelled:

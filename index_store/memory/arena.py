@@ -179,6 +179,11 @@ class Arena:
         with self._changed:
             return list(dict.fromkeys(slot.id for slot in self._books if slot.complete))
 
+    def leased_ids(self) -> list[str]:
+        """Ids of the contexts that somebody uses now."""
+        with self._changed:
+            return list(dict.fromkeys(slot.id for slot in self._books if slot.leases))
+
     def stats(self) -> ArenaStats:
         """The present state, consistent in itself."""
         with self._changed:

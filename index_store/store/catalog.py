@@ -203,6 +203,10 @@ class Store:
                 expired_at=manifest.expires_at,
             )
 
+    def now(self) -> datetime:
+        """The present time in UTC."""
+        return self._clock()
+
     def expired(self, manifest: Manifest) -> bool:
         return manifest.expired(self._clock())
 

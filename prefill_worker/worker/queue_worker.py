@@ -26,6 +26,7 @@ from index_store.models.conversation.turns import StoredConversation
 from index_store.models.loading import identify, resolve_model
 from index_store.store.catalog import Store
 from index_store.store.names import require_free, take_name
+from index_store.store.room import StoreRoom
 from prefill_worker.build.stages import Clock
 from prefill_worker.config import PrefillConfig, WorkerConfig
 from prefill_worker.jobs.checkpoint import Checkpoint
@@ -63,6 +64,7 @@ class QueueWorker:
         self._store.folders.check_writable()
         self._queue = JobQueue(config.store)
         self._uploads = Uploads(config.store)
+        self._room = StoreRoom(self._store, config.store_bytes)
         self._folder = resolve_model(config.model)
         self._identity = identify(self._folder)
         self._model = KeptModel()
@@ -76,6 +78,7 @@ class QueueWorker:
                     if looks % _TIDY_EVERY == 0:
                         self._queue.tidy()
                         self._uploads.tidy()
+                        self._room.sweep()
                     if looks % _GROWN_EVERY == 0:
                         self.order_grown()
                     looks += 1
@@ -155,6 +158,8 @@ class QueueWorker:
             reporter = JobProgressWriter(claim, claim.folder / "context")
             reporter.note("the context has outgrown what it continues, and is made to stand alone")
             return make_whole(self._store, present, device, clock, reporter)
+        kind = (self._identity, order.dtype, order.tokens, () if order.parent else order.methods)
+        self._room.make(self._room.needed(order.context, *kind))
         if order.name and not order.moves:
             require_free(self._store, order.name, order.model, order.context)
         with clock("tokenize"):

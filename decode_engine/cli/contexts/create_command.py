@@ -17,7 +17,7 @@ from decode_engine.rpc.client import Client, Keep
 from decode_engine.rpc.door.options import ServerConfig
 from decode_engine.settings.request_bounds import MAX_NAME_CHARACTERS
 from index_store.cli.checks import AtLeast, Characters, Filled, InputFile, OneOf
-from index_store.cli.console import format_bytes, print_json
+from index_store.cli.console import print_json
 from index_store.cli.documents import STANDARD_INPUT, document_name, read_document, read_messages
 from index_store.cli.labels import parse_labels
 from index_store.cli.options import (
@@ -31,7 +31,7 @@ from index_store.cli.options import (
     parse_ttl,
 )
 from index_store.cli.progress import reporter_for
-from index_store.errors import InvalidArgumentError
+from index_store.errors import InvalidArgumentError, format_bytes
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.store.description.dtypes import AS_DTYPE, ROW_CODINGS
 

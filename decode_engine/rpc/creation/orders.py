@@ -44,6 +44,7 @@ from index_store.store.description.dtypes import AS_DTYPE, INT8, ROW_CODINGS
 from index_store.store.description.json_fields import check_labels
 from index_store.store.description.manifest import Manifest
 from index_store.store.names import require_free
+from index_store.store.room import StoreRoom
 from sparsekv.v1 import context_pb2
 
 MOST_NAME_CHARACTERS = 500
@@ -83,7 +84,8 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """Where contexts are ordered. identity, tokenizer: the served model's. dtype: of stored keys and values."""
+    """Where contexts are ordered. identity, tokenizer: the served model's. dtype: of stored keys and values. room: what
+    the store may hold."""
 
     store: Store
     queue: JobQueue
@@ -91,6 +93,7 @@ class Workshop:
     identity: ModelIdentity
     tokenizer: Tokenizer
     dtype: str
+    room: StoreRoom
 
     def order(
         self,
@@ -102,7 +105,7 @@ class Workshop:
 
         check: called now and then meanwhile; what it raises ends it. owner: who asks. Raises InvalidArgumentError that
         names the field, PromptTooLongError, MethodUnsupportedError, NameTakenError, UploadNotFoundError,
-        QueueFullError, and what the store raises.
+        StoreBoundError, QueueFullError, and what the store raises.
         """
         methods = _methods(request.methods)
         _check_texts(request)
@@ -144,6 +147,9 @@ class Workshop:
         )
         if self._there(order):
             record = self._done(record)
+        else:
+            kind = (self.identity, order.dtype, order.tokens, () if order.parent else order.methods)
+            self.room.require(self.room.needed(order.context, *kind))
         added = self.queue.add(record, np.asarray(document.ids, dtype=np.uint32), kept)
         if added.open and (waiting := unattended(self.queue, added)):
             logger.warning("operation %s waits: %s", added.id, waiting)

@@ -119,9 +119,12 @@ class OwnWorker:
             return self._process
 
 
-def worker_command(store: str, model: str, *, grown_share: float, as_json: bool, log_level: str) -> list[str]:
+def worker_command(
+    store: str, model: str, *, grown_share: float, store_bytes: int | None, as_json: bool, log_level: str
+) -> list[str]:
     """Starts a worker on the CPU that logs as its server does."""
     command = [sys.executable, "-m", "prefill_worker", "serve", "--store", store, "--model", model]
     command += ["--grown-share", f"{grown_share:g}"]
+    command += [] if store_bytes is None else ["--store-bytes", str(store_bytes)]
     logs = ["--log-level", log_level, "--format", "json" if as_json else "text"]
     return [*command, "--device", "cpu", "--attached", *logs]

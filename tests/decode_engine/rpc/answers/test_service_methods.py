@@ -251,7 +251,7 @@ def test_a_damaged_tuned_default_is_not_replaced_silently(
     record_path(server, shelf).write_text("{")
     context = client.get_context(shelf)
     assert context in list(client.list_contexts())
-    assert (context.state, context.default_method, context.default_budget) == ("ready", "", "")
+    assert (context.state, context.default_method, context.default_budget) == ("READY", "", "")
     assert "the tuned default is damaged" in context.state_message
     with pytest.raises(ContextCorruptError, match=r"the tuned default is damaged.*name a method") as caught:
         summary_of(client, shelf)

@@ -28,7 +28,7 @@ from tests.support.serving.service import wait_until
 def test_get_and_list_describe_a_context(library: Library, client: Client, lamp: str) -> None:
     context = client.get_context(lamp)
     assert context in list(client.list_contexts())
-    assert (context.display_name, context.state, context.dtype) == ("lamp", "ready", "float32")
+    assert (context.display_name, context.state, context.dtype) == ("lamp", "READY", "float32")
     assert (context.model, context.architecture) == (library.model.name, "LlamaForCausalLM")
     assert context.token_count == 8 * 68
     assert context.kv_bytes == 2 * 2 * context.token_count * 2 * 32 * 4
@@ -81,12 +81,12 @@ def test_a_context_that_cannot_be_read_now(
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", open_file)
         context = client.get_context(f"contexts/{id_}")
-        assert (context.state, "Too many open files" in context.state_message) == ("unavailable", True)
+        assert (context.state, "Too many open files" in context.state_message) == ("UNAVAILABLE", True)
         assert "delete" not in context.state_message
         assert id_ in [listed.name.removeprefix("contexts/") for listed in client.list_contexts()]
         with pytest.raises(StoreUnavailableError, match="cannot be read now"):
             client.generate(context.name, text="x").read()
-    assert client.get_context(f"contexts/{id_}").state == "ready"
+    assert client.get_context(f"contexts/{id_}").state == "READY"
 
 
 def test_pages_cover_the_list_once(library: Library, client: Client, stubs: Stubs) -> None:

@@ -65,12 +65,12 @@ def test_a_name_that_another_context_has_is_taken_by_wish_alone(library: Library
 def test_a_pinned_context_does_not_expire(library: Library, client: Client) -> None:
     name = "contexts/" + library.prefill("pinned", ttl="1h")
     passed = datetime(2020, 1, 1, tzinfo=UTC)
-    assert client.update_context(name, pinned=True, expire_time=passed).state == "ready"
+    assert client.update_context(name, pinned=True, expire_time=passed).state == "READY"
     store = Store(library.store)
     assert not [item for item in clean_up(store, dry_run=True) if item.kind == "expired"]
     with client.generate(name, text="The", max_tokens=2) as generation:
         generation.read()
-    assert client.update_context(name, pinned=False).state == "expired"
+    assert client.update_context(name, pinned=False).state == "EXPIRED"
     assert [item.path.name for item in clean_up(store) if item.kind == "expired"] == [
         name.removeprefix("contexts/")
     ]

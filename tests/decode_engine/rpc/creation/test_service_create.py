@@ -136,7 +136,7 @@ def test_a_name_moves_to_a_new_edition(client: Client, worker: QueueWorker) -> N
     with pytest.raises(NameTakenError, match=f"is to be that of context .*{first.name[-32:]}"):
         client.create_context(document("edition", 8), display_name="the log", wait=False)
     worker.work_once()
-    with pytest.raises(NameTakenError, match="belongs to context .*move_name in requests"):
+    with pytest.raises(NameTakenError, match=r"belongs to context .*move_name in requests"):
         client.create_context(document("edition", 8), display_name="the log", wait=False)
     with pytest.raises(InvalidArgumentError, match="move_name is set without display_name"):
         client.create_context(document("edition", 8), move_name=True, wait=False)
@@ -292,13 +292,13 @@ def test_a_server_without_its_context_tells_so(client: Client, worker: QueueWork
     client.delete_context(operation.context_name)
     found = client.get_operation(operation.name).result()
     assert (found.state, found.state_message) == (
-        "unavailable",
+        "UNAVAILABLE",
         "the context was made, and has been deleted since",
     )
     again = client.create_context(document("deleted"), wait=False)
     assert not again.done
     worker.work_once()
-    assert client.get_operation(again.name).result().state == "ready"
+    assert client.get_operation(again.name).result().state == "READY"
 
 
 TOKENS = generation_pb2.TokenIds
