@@ -64,9 +64,15 @@ async def _generate(client: AsyncClient, order: Order) -> AsyncGeneration:
     else:
         model = (await client.server_status()).model
     if model and order.model != model:
+        served = (await client.server_status()).model
+        advice = (
+            "name that"
+            if served in (model, "")
+            else f"this server serves {served!r}: serve {model!r} for this context, or make it again with {served!r}"
+        )
         raise HttpError(
             404,
-            f"model is {order.model[:100]!r}, but the one of {what} is {model!r}; name that",
+            f"model is {order.model[:100]!r}, but the one of {what} is {model!r}; {advice}",
             "model_not_found",
         )
     return client.generate(name, **order.options)

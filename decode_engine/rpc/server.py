@@ -37,6 +37,7 @@ from decode_engine.rpc.transport.calls import Limits
 from decode_engine.rpc.transport.listener import Listener
 from decode_engine.rpc.transport.status import Paths
 from decode_engine.settings.config import ServeConfig
+from index_store.errors import format_bytes
 from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.uploads import Uploads
 from index_store.memory.arena import Arena
@@ -165,14 +166,14 @@ class DecodeServer:
             if config.method == AUTO:
                 costs = measure_steps(runner, [default, *own_methods(self._store, alone)], possible)
         logger.info(
-            "model %s loaded on %s in %.1f s, %d bytes of host and %d of device memory for contexts, %d for sessions, "
+            "model %s loaded on %s in %.1f s, %s of host and %s of device memory for contexts, %s for sessions, "
             "%s warmed up in %.1f s",
             self._folder.name,
             describe_device(device),
             loaded - started,
-            budget.host,
-            budget.device,
-            session_memory,
+            format_bytes(budget.host),
+            format_bytes(budget.device),
+            format_bytes(session_memory),
             ", ".join(methods) or "no method",
             time.monotonic() - loaded,
         )

@@ -27,6 +27,7 @@ from index_store.errors import (
     ContextNotFoundError,
     InvalidArgumentError,
     StoreError,
+    format_bytes,
 )
 from index_store.memory.books import ArenaStats, Books, Slot
 from index_store.memory.context_loading import choose_placement, placed_bytes, start_loading
@@ -236,12 +237,12 @@ class Arena:
             self._evictions += len(victims)
         if self._device is not None:
             logger.info(
-                "context %s goes to placement %s: %s; host %d bytes, device %d",
+                "context %s goes to placement %s: %s; %s in host memory, %s on the device",
                 slot.id[:12],
                 placement.value,
                 why,
-                needed.host,
-                needed.device,
+                format_bytes(needed.host),
+                format_bytes(needed.device),
             )
         return slot, victims
 

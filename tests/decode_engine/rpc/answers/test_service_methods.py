@@ -91,7 +91,7 @@ def test_requests_that_leave_the_method_open_get_what_takes_less_time(
     timed(0.5)
     assert summary_of(client, lamp, method="auto").method == "csattention"
     assert client.server_status().method_choices == (
-        "csattention 5.00% instead of full (device), by sessions: always for 1, always for 16",
+        "csattention 5.00% instead of full (device): always with one session on a context, always with 16",
         "chosen so far: csattention 1",
     )
 
