@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -12,7 +13,7 @@ from decode_engine.rpc.contexts import housekeeping
 from decode_engine.rpc.contexts.housekeeping import Housekeeping
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import StoreBoundError, StoreError
-from index_store.store.catalog import Store
+from index_store.store.catalog import Store, utc_now
 from index_store.store.room import StoreRoom
 from tests.decode_engine.conftest import Library, make_library
 from tests.support.serving.service import wait_until
@@ -54,9 +55,10 @@ def test_it_waits_for_an_idle_moment_but_not_for_ever(
 
 
 def test_an_expired_context_goes_and_one_in_use_stays(library: Library) -> None:
-    gone, kept = (library.prefill(f"passing {number}", text=f"{number} " * 99, ttl="1s") for number in (1, 2))
+    gone, kept = (library.prefill(f"passing {number}", text=f"{number} " * 99) for number in (1, 2))
     store = Store(library.store)
-    wait_until(lambda: store.expired(store.manifest(gone)) and store.expired(store.manifest(kept)))
+    for id_ in (gone, kept):
+        store.update(id_, lambda manifest: replace(manifest, expires_at=utc_now()))
     used = StoreRoom(store, margin=timedelta(hours=1))  # whose folders are new
     assert used.sweep() == []
     room = StoreRoom(store, margin=NO_MARGIN)

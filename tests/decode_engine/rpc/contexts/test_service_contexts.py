@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -20,6 +21,7 @@ from index_store.errors import (
     MethodUnsupportedError,
     StoreUnavailableError,
 )
+from index_store.store.catalog import Store
 from sparsekv.v1 import context_pb2
 from tests.decode_engine.conftest import Library, Stubs
 from tests.support.serving.service import wait_until
@@ -55,7 +57,8 @@ def test_a_context_is_found_by_what_people_call_it(library: Library, client: Cli
     for absent in ("foun", id_[:5], "0" * 64, "x" * 600):
         with pytest.raises(ContextNotFoundError, match="or a name"):
             client.find_context(absent)
-    library.prefill("found", method=("full",), text="Another text under the same name. " * 8)
+    same = library.prefill("second", method=("full",), text="Another text under the same name. " * 8)
+    Store(library.store).update(same, lambda manifest: replace(manifest, name="found"))  # as stores of before
     with pytest.raises(ContextAmbiguousError, match=r"fits 2 contexts.*give an id"):
         client.find_context("found")
     for bad in ({}, {"name": f"contexts/{other}", "reference": "found"}, {"reference": "x" * 601}):
