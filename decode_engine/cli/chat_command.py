@@ -147,7 +147,7 @@ class _Conversation:
             stop=config.stop,
             method=config.method,
             keep_ratio=config.keep,
-            keep=None if config.keep_as is None else Keep(config.keep_as),
+            keep=None if config.keep_as is None else Keep(config.keep_as, move_name=bool(self.kept)),
         ) as generation:
             try:
                 for piece in generation:

@@ -23,7 +23,7 @@ from decode_engine.settings.command_options import (
 )
 from index_store.cli.app import fail
 from index_store.cli.checks import Filled, InputFile, MoreThan
-from index_store.cli.console import format_bytes, print_json, print_table
+from index_store.cli.console import print_json, print_table
 from index_store.cli.options import (
     AUTO,
     FormatOption,
@@ -35,7 +35,7 @@ from index_store.cli.options import (
     configured,
 )
 from index_store.cli.progress import show_stages
-from index_store.errors import InvalidArgumentError
+from index_store.errors import InvalidArgumentError, format_bytes
 from index_store.methods.expressions import EXPRESSION_HELP
 from index_store.models.resolve import resolve_model
 from index_store.store.catalog import Store

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -15,10 +15,13 @@ from decode_engine.gateway.failures import HttpError, failure
 from decode_engine.gateway.wire.bodies import Order, chat_order, completion_order, response_order
 from decode_engine.gateway.wire.response_shape import ResponseShape
 from decode_engine.gateway.wire.shapes import Answered, ChatShape, CompletionShape, Shape
-from decode_engine.rpc.client import AsyncClient, AsyncGeneration, Piece, calls_of
+from decode_engine.rpc.client import AsyncClient, AsyncGeneration, Piece, Summary, calls_of
 from decode_engine.rpc.transport.stalled import forget_error
 from decode_engine.rpc.transport.status import reason_of
 from index_store.errors import SparseKVError
+
+Note = Callable[[Mapping[str, object]], None]
+"""Adds facts to the log line of a request."""
 
 _FIRST_S = 10.0
 """How long a stream may be without a first piece before it is begun nevertheless; errors until then have a status."""
@@ -44,9 +47,9 @@ async def _answer(
 ) -> Response:
     order = read(await read_json(request))
     client: AsyncClient = request.state.client
-    say: Callable[[str], None] = request.state.say
-    shape = shape_of(order)
-    work = _begin(client, order, shape, say) if order.stream else _whole(client, order, shape)
+    note: Note = request.state.note
+    take = _begin if order.stream else _whole
+    work = take(client, order, shape_of(order), note)
     try:
         return await while_connected(request, work) or Response(status_code=CLIENT_GONE)
     except SparseKVError as error:
@@ -63,17 +66,39 @@ async def _generate(client: AsyncClient, order: Order) -> AsyncGeneration:
     else:
         model = (await client.server_status()).model
     if model and order.model != model:
+        served = (await client.server_status()).model
+        advice = (
+            "name that"
+            if served in (model, "")
+            else f"this server serves {served!r}: serve {model!r} for this context, or make it again with {served!r}"
+        )
         raise HttpError(
             404,
-            f"model is {order.model[:100]!r}, but the one of {what} is {model!r}; name that",
+            f"model is {order.model[:100]!r}, but the one of {what} is {model!r}; {advice}",
             "model_not_found",
         )
     return client.generate(name, **order.options)
 
 
-async def _whole(client: AsyncClient, order: Order, shape: Shape) -> Response:
+def _facts(order: Order, summaries: Sequence[Summary]) -> dict[str, object]:
+    """What the log says of an answer, of several what is theirs together."""
+    first = summaries[0]
+    named = {"context": order.context} if order.context else {}
+    return {
+        **named,
+        "method": first.method,
+        "prompt_tokens": first.prompt_tokens,
+        "cached_tokens": first.cached_tokens,
+        "generated_tokens": sum(summary.completion_tokens for summary in summaries),
+        "queue_ms": first.timings.queue_ns / 1e6,
+        "first_token_ms": first.timings.first_token_ns / 1e6,
+    }
+
+
+async def _whole(client: AsyncClient, order: Order, shape: Shape, note: Note) -> Response:
     async with await _generate(client, order) as generation:
         pieces = [piece async for piece in generation]
+        note(_facts(order, generation.summaries))
         answers = [
             Answered(
                 text="".join(piece.text for piece in pieces if piece.index == index),
@@ -86,11 +111,8 @@ async def _whole(client: AsyncClient, order: Order, shape: Shape) -> Response:
         return JSONResponse(shape.whole(answers))
 
 
-async def _begin(client: AsyncClient, order: Order, shape: Shape, say: Callable[[str], None]) -> Response:
-    """A stream, whose first piece has come or is late: whoever is refused at once gets a status and no stream.
-
-    say: takes what went wrong in a stream that had begun, for the log.
-    """
+async def _begin(client: AsyncClient, order: Order, shape: Shape, note: Note) -> Response:
+    """A stream, whose first piece has come or is late: whoever is refused at once gets a status and no stream."""
     generation = await _generate(client, order)
     pieces = aiter(generation)
     first = asyncio.ensure_future(anext(pieces, None))
@@ -102,7 +124,7 @@ async def _begin(client: AsyncClient, order: Order, shape: Shape, say: Callable[
 
     def fail(error: SparseKVError) -> Iterable[str]:
         order.name_parts(error)
-        say(f"{reason_of(error)} {error.message}")
+        note({"ended": reason_of(error), "message": error.message})
         return shape.fail(failure(error)[1])
 
     def last_words() -> Iterable[str]:
@@ -112,7 +134,7 @@ async def _begin(client: AsyncClient, order: Order, shape: Shape, say: Callable[
         await asyncio.wait({first}, timeout=_FIRST_S)
         if first.done():
             first.result()
-        return EventStream(_events(generation, pieces, first, shape, fail), release, last_words)
+        return EventStream(_events(generation, pieces, first, shape, fail, note), release, last_words)
     except BaseException:
         release()
         raise
@@ -124,6 +146,7 @@ async def _events(
     first: asyncio.Future[Piece | None],
     shape: Shape,
     fail: Callable[[SparseKVError], Iterable[str]],
+    note: Note,
 ) -> AsyncGenerator[str, None]:
     try:
         for text in shape.begin():
@@ -133,6 +156,7 @@ async def _events(
             for text in shape.piece(piece):
                 yield text
             piece = await anext(pieces, None)
+        note(_facts(shape.order, generation.summaries))
         for text in shape.end(generation.summaries):
             yield text
     except SparseKVError as error:

@@ -61,6 +61,7 @@ CREATE = Endpoint(
         Parameter(
             "display_name", TEXT, "What people call the context; the document's first words by default."
         ),
+        Parameter("move_name", FLAG, "Take `display_name` from the context that has it, which keeps its id."),
         Parameter("ttl_seconds", number(1, 36_500 * 86_400.0), "When it expires; never by default."),
         Parameter("methods", TEXTS_ONLY, f"Methods whose indexes to build; `{DEFAULT_METHOD}` by default."),
         Parameter("rows", TEXT, "`int8`: exact keys and values in 8 bits; `dtype` by default, as they are."),
@@ -93,6 +94,7 @@ async def create_context(request: Request) -> Response:
         upload=_upload_of(given.get("file_id")),
         wait=False,
         display_name=given.get("display_name"),
+        move_name=given.get("move_name"),
         ttl_s=given.get("ttl_seconds"),
         methods=given.get("methods"),
         rows=given.get("rows"),

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from decode_engine.errors import TooManyRequestsError
+from decode_engine.errors import CancelledError, TooManyRequestsError
 from decode_engine.gateway.failures import HttpError
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError
@@ -179,6 +179,8 @@ class EventStream(Response):
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 task.result()
+            else:
+                scope["state"]["note"]({"ended": CancelledError.reason})
         except asyncio.CancelledError:  # the server's grace is over
             await _end(task)
             if self._begun and not self._ended:

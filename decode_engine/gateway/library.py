@@ -21,6 +21,7 @@ UPDATE = Endpoint(
     "/v1/contexts/{context}",
     (
         Parameter("display_name", TEXT, "What people call the context."),
+        Parameter("move_name", FLAG, "Take `display_name` from the context that has it, which keeps its id."),
         Parameter("expire_time", TEXT, "When it expires, as 2030-01-31T12:00:00Z, or `never`."),
         Parameter("labels", LABELS, "Labels to set; null takes one away. Others stay."),
         Parameter("pinned", FLAG, "Whether it is kept from expiring and from being removed."),

@@ -188,8 +188,9 @@ class StepCosts:
             full = self.times.get(("full", placement))
             if name == "full" or full is None:
                 continue
-            places = [f"{_from(found, full, sessions)} for {sessions}" for sessions in (1, 16)]
-            lines.append(f"{name} instead of full ({placement.value}), by sessions: {', '.join(places)}")
+            alone, together = (_from(found, full, sessions) for sessions in (1, 16))
+            where = f"{name} instead of full ({placement.value})"
+            lines.append(f"{where}: {alone} with one session on a context, {together} with 16")
         with self._lock:
             counts = ", ".join(f"{name} {count}" for name, count in sorted(self.chosen.items()))
         return [*lines, f"chosen so far: {counts}"] if counts else lines
@@ -316,7 +317,7 @@ def _from(own: StepTime, full: StepTime, sessions: int) -> str:
     gained = (full.token - own.token) + (full.row - own.row) * sessions
     if gained <= 0:
         return "always" if ahead < 0 else "never"
-    return "always" if ahead < 0 else f"from {int(ahead / gained) + 1} tokens"
+    return "always" if ahead < 0 else f"from {int(ahead / gained) + 1:,} tokens"
 
 
 def _milliseconds(seconds: float) -> str:

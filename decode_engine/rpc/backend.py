@@ -23,6 +23,7 @@ from decode_engine.model.method_choice import AUTO, IdleTimer, StepCosts
 from decode_engine.model.preparing import Preparation, methods_wanted
 from decode_engine.model.runner import ModelRunner
 from decode_engine.rpc.contexts.defaults import own_methods
+from decode_engine.rpc.contexts.housekeeping import Housekeeping
 from decode_engine.rpc.contexts.names import COLLECTION
 from decode_engine.rpc.creation.kept_beginnings import KeepingRules, KeptBeginnings
 from decode_engine.rpc.creation.operations import Operations
@@ -31,7 +32,7 @@ from decode_engine.rpc.messages.describe import describe_broken, describe_contex
 from decode_engine.rpc.transport.starting import Phase
 from decode_engine.rpc.transport.status import Paths
 from decode_engine.settings.config import ServeConfig
-from index_store.errors import ContextNotFoundError, SparseKVError
+from index_store.errors import ContextNotFoundError, SparseKVError, format_bytes
 from index_store.family.prefixes import longest_prefix
 from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.uploads import Uploads
@@ -46,6 +47,7 @@ from index_store.store.catalog import Store
 from index_store.store.description.context_id import continued_digests, first_digest
 from index_store.store.description.manifest import Manifest
 from index_store.store.listing import BrokenContext
+from index_store.store.room import StoreRoom
 from index_store.store.tuned_defaults import TunedDefault
 from sparsekv.v1 import context_pb2
 
@@ -54,9 +56,10 @@ from sparsekv.v1 import context_pb2
 class ServiceBackend:
     """What the services serve from.
 
-    workshop: where contexts are ordered. preparation: of methods, before requests run by them. beginnings: of prompts
-    that name no context, some of which are kept. paths: what no client is told. costs: of decode steps, by which a
-    method is chosen where requests leave that to the server; auto: whether those do that name none.
+    workshop: where contexts are ordered. housekeeping: of what has expired. preparation: of methods, before requests
+    run by them. beginnings: of prompts that name no context, some of which are kept. paths: what no client is told.
+    costs: of decode steps, by which a method is chosen where requests leave that to the server; auto: whether those do
+    that name none.
     """
 
     store: Store
@@ -64,6 +67,7 @@ class ServiceBackend:
     runner: ModelRunner
     engine: Engine[Session]
     workshop: Workshop
+    housekeeping: Housekeeping
     preparation: Preparation
     beginnings: KeptBeginnings
     paths: Paths = field(default_factory=Paths)
@@ -166,6 +170,7 @@ class ServiceBackend:
         """
         self.preparation.close()
         self.beginnings.close()
+        self.housekeeping.stop()
         self.arena.stop_loading()  # which the engine may be waiting for
         return self.engine.shutdown(patience_s=patience_s)
 
@@ -229,14 +234,14 @@ def load_backend(
     prepared = preparation.prepare_all(wanted, phase.say)
     preparation.go_beside()
     logger.info(
-        "model %s loaded on %s in %.1f s, %d bytes of host and %d of device memory for contexts, %d for sessions, "
+        "model %s loaded on %s in %.1f s, %s of host and %s of device memory for contexts, %s for sessions, "
         "%s prepared in %.1f s",
         folder.name,
         describe_device(device),
         loaded - started,
-        budget.host,
-        budget.device,
-        session_memory,
+        format_bytes(budget.host),
+        format_bytes(budget.device),
+        format_bytes(session_memory),
         ", ".join(prepared) or "no method",
         time.monotonic() - loaded,
     )
@@ -271,10 +276,14 @@ def load_backend(
         on_step=note_step,
     )
     queue, uploads = JobQueue(config.store), Uploads(config.store)
-    workshop = Workshop(store, queue, uploads, runner.identity, runner.tokenizer, runner.kv_dtype)
+    room = StoreRoom(store, config.store_bytes)
+    workshop = Workshop(store, queue, uploads, runner.identity, runner.tokenizer, runner.kv_dtype, room)
+    housekeeping = Housekeeping(store, room, arena.leased_ids, lambda: engine.places == 0)
     rules = KeepingRules(config.keep_beginnings, config.keep_beginnings_after, config.keep_beginnings_bytes)
     beginnings = KeptBeginnings(workshop, arena, rules)
-    return ServiceBackend(store, arena, runner, engine, workshop, preparation, beginnings, paths, costs, auto)
+    return ServiceBackend(
+        store, arena, runner, engine, workshop, housekeeping, preparation, beginnings, paths, costs, auto
+    )
 
 
 def set_threads(count: int) -> None:

@@ -19,7 +19,7 @@ from decode_engine.errors import UnfinishedCallError
 from decode_engine.rpc.backend import ServiceBackend
 from decode_engine.rpc.contexts.names import COLLECTION, parse_name
 from decode_engine.rpc.contexts.pages import Pager, find_context
-from decode_engine.rpc.contexts.updates import parse_update
+from decode_engine.rpc.contexts.updates import update_context
 from decode_engine.rpc.creation.operations import parse_operation
 from decode_engine.rpc.messages.describe import describe_upload
 from decode_engine.rpc.transport.bound import Bound
@@ -113,7 +113,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         return context
 
     def _get(self, backend: ServiceBackend, request: context_pb2.GetContextRequest) -> context_pb2.Context:
-        entry = find_context(backend.store, request)
+        entry = find_context(backend.store, request, backend.runner.identity.fingerprint)
         return backend.describe(entry, set(backend.arena.ids()), backend.children())
 
     async def ListContexts(
@@ -143,7 +143,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
     def _update(
         self, backend: ServiceBackend, id_: str, request: context_pb2.UpdateContextRequest
     ) -> context_pb2.Context:
-        changed = backend.store.update(id_, parse_update(request), wait_s=_BUSY_S)
+        changed = update_context(backend.store, id_, request, _BUSY_S)
         backend.arena.note(changed)
         return backend.describe(changed, set(backend.arena.ids()), backend.children())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import resource
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -136,8 +137,9 @@ class DecodeServer:
         )
         self._backend = backend
         backend.engine.start()
+        backend.housekeeping.start()
         if config.prefill:
-            self._worker = self._start_worker()
+            self._worker = self._start_worker(backend)
         most = config.max_sessions + config.max_waiting - config.max_waiting // 4
         generations = GenerationService(backend, config.max_client_requests or most)
         services = self._services
@@ -152,16 +154,18 @@ class DecodeServer:
         if self._stopped:
             compiling.cancel()
 
-    def _start_worker(self) -> OwnWorker:
+    def _start_worker(self, backend: ServiceBackend) -> OwnWorker:
         level = logging.getLevelName(logger.getEffectiveLevel()).lower()
         command = worker_command(
             str(self._config.store),
             self._config.model,
             grown_share=self._config.grown_share,
+            store_bytes=self._config.store_bytes,
             as_json=self._log_json,
             log_level=level,
         )
-        worker = OwnWorker(command, max(1, self._config.threads // 2))
+        attended = partial(backend.workshop.queue.attending, backend.runner.identity.fingerprint)
+        worker = OwnWorker(command, max(1, self._config.threads // 2), attended)
         worker.start()
         return worker
 

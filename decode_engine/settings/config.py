@@ -32,7 +32,7 @@ from decode_engine.settings.command_options import (
 )
 from decode_engine.settings.request_bounds import LONGEST_WAIT_S
 from index_store.cli.checks import Address, AtLeast, OneOf
-from index_store.cli.options import AUTO, SIZE, Spelled, StoreOption, check_bounds
+from index_store.cli.options import AUTO, SIZE, Spelled, StoreBytesOption, StoreOption, check_bounds
 from index_store.errors import InvalidArgumentError
 from index_store.family.parents import GROWN_SHARE
 from index_store.memory.memory_sizes import parse_size
@@ -215,6 +215,7 @@ class ServeConfig:
         ),
         AtLeast(0, 1000),
     ] = GROWN_SHARE
+    store_bytes: StoreBytesOption = None
     prefill: Annotated[
         bool,
         Option(

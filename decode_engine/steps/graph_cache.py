@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from index_store.errors import format_bytes
+
 logger = logging.getLogger(__name__)
 
 
@@ -87,7 +89,9 @@ class GraphCache(Generic[KeptT]):
         if graph is None or turn > self._turn - 2:
             return False
         del self._graphs[key]
-        logger.info("steps that hold %d bytes were used longest ago and are dropped", graph.nbytes)
+        logger.info(
+            "captured steps of %s are dropped: they were not used for longest", format_bytes(graph.nbytes)
+        )
         return True
 
     def with_room(self, make: Callable[[], MadeT]) -> MadeT:

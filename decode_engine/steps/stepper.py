@@ -29,7 +29,7 @@ from decode_engine.steps.graph_cache import AllocationMeter, GraphCache
 from decode_engine.steps.part_step import LaunchedStep, PartStep
 from decode_engine.steps.step_graph import Captures, Choice, StepGraph, StepModel
 from index_store.attention.logit_form import LogitForm
-from index_store.errors import SparseKVError
+from index_store.errors import SparseKVError, format_bytes
 from index_store.memory.placement import Placement
 from index_store.methods.method import FittedMethod, Method
 from index_store.store.description.context_id import ModelIdentity
@@ -297,12 +297,12 @@ class Stepper:
         begin = time.perf_counter()
         graph = self._graphs.with_room(lambda: self._make_graph(plan, kind, self._captures[lane]))
         logger.info(
-            "steps of %d sessions of method %s on up to %d tokens are ready, in %.1f s; they hold %d bytes",
+            "steps of %d sessions of method %s on up to %d tokens are ready, in %.1f s; they hold %s",
             size,
             method.name,
             max_keys,
             time.perf_counter() - begin,
-            graph.nbytes,
+            format_bytes(graph.nbytes),
         )
         self._graphs.add(key, graph)
         return graph

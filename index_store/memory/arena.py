@@ -27,6 +27,7 @@ from index_store.errors import (
     ContextNotFoundError,
     InvalidArgumentError,
     StoreError,
+    format_bytes,
 )
 from index_store.memory.books import ArenaStats, Books, Slot
 from index_store.memory.context_loading import choose_placement, placed_bytes, start_loading
@@ -188,6 +189,11 @@ class Arena:
         with self._changed:
             return list(dict.fromkeys(slot.id for slot in self._books if slot.complete))
 
+    def leased_ids(self) -> list[str]:
+        """Ids of the contexts that somebody uses now."""
+        with self._changed:
+            return list(dict.fromkeys(slot.id for slot in self._books if slot.leases))
+
     def stats(self) -> ArenaStats:
         """The present state, consistent in itself."""
         with self._changed:
@@ -240,12 +246,12 @@ class Arena:
             self._evictions += len(victims)
         if self._device is not None:
             logger.info(
-                "context %s goes to placement %s: %s; host %d bytes, device %d",
+                "context %s goes to placement %s: %s; %s in host memory, %s on the device",
                 slot.id[:12],
                 placement.value,
                 why,
-                needed.host,
-                needed.device,
+                format_bytes(needed.host),
+                format_bytes(needed.device),
             )
         return slot, victims
 

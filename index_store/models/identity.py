@@ -156,7 +156,8 @@ def require_model(manifest: Manifest, identity: ModelIdentity) -> None:
         if found != expected:
             raise ModelMismatchError(
                 f"context {manifest.id[:12]} was prefilled by {manifest.model.name} ({what} fingerprint {found}), "
-                f"expected {identity.name} ({expected}); prefill the document again with this model",
+                f"expected {identity.name} ({expected}); serve that model for it, or prefill its document again with "
+                "this one: both may lie in one store, under one name",
                 found=found,
                 expected=expected,
                 part=what,

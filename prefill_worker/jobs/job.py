@@ -21,6 +21,7 @@ from index_store.store.description.array_shapes import window_entry
 from index_store.store.description.context_id import continued_digests, first_digest
 from index_store.store.description.json_fields import Scalar
 from index_store.store.description.manifest import Manifest
+from index_store.store.names import free_name, require_free, take_name
 from prefill_worker.build.kv_placement import UsedMemory
 from prefill_worker.build.layer_writing import WrittenLayers
 from prefill_worker.build.stages import Clock
@@ -52,7 +53,17 @@ def run_job(
             job = prepare_job(config, folder, model.described, standard_input or sys.stdin.buffer)
         with clock("hash weights"):  # as far as it took longer than that
             job = replace(job, identity=model.result())
-    return carry_out(job, reporter, clock)
+    name, id_ = config.name, job.id()
+    if name is None:
+        return carry_out(job, reporter, clock)
+    store = Store(config.store, create=True)
+    if not config.move_name:
+        require_free(store, name, job.identity.fingerprint, id_)
+        return carry_out(job, reporter, clock)
+    report = carry_out(replace(job, config=replace(config, name=None, move_name=False)), reporter, clock)
+    before = report.manifest.name
+    changed = {} if report.created or before == name else {"name": f"{before!r} is now {name!r}"}
+    return replace(report, manifest=take_name(store, id_, name), changed={**report.changed, **changed})
 
 
 def carry_out(
@@ -120,7 +131,10 @@ def _write(
         tokens = writer.write_tokens(job.token_ids)
         said = job.conversation
         messages = None if said is None else writer.write_conversation(said.to_bytes())
-        made = _manifest(job, id_, clock, compute_dtype, tokens, written, taken)
+        name = free_name(store, job.config.name or job.title, job.identity.fingerprint, id_)
+        if name != (job.config.name or job.title):
+            reporter.note(f"another context has the name already; this one is called {name!r}")
+        made = _manifest(job, id_, name, clock, compute_dtype, tokens, written, taken)
         manifest = replace(made, conversation=messages)
         sync_written(writer, sum(entry.nbytes for entry in manifest.arrays), clock, reporter)
         with clock("publish"):
@@ -130,6 +144,7 @@ def _write(
 def _manifest(
     job: PreparedJob,
     id_: str,
+    name: str,
     clock: Clock,
     compute_dtype: str,
     tokens: ArrayEntry,
@@ -156,7 +171,7 @@ def _manifest(
     }
     return Manifest(
         id=id_,
-        name=config.name or job.title,
+        name=name,
         created_at=now,
         expires_at=None if ttl is None else now + ttl,
         model=job.identity,

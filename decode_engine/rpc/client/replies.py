@@ -32,7 +32,7 @@ class IndexInfo:
 class ContextInfo:
     """A stored context.
 
-    state: "ready", "expired", "corrupt", "unsupported" or "unavailable" (now); state_message says why, or what to do.
+    state: "READY", "EXPIRED", "CORRUPT", "UNSUPPORTED" or "UNAVAILABLE" (now); state_message says why, or what to do.
     default_method, default_budget: of a request that says neither; the budget is text for people, "" for everything.
     tuned: whether they were chosen by tuning. placement: where it is in memory or would be, "device", "hybrid" or
     "host"; "" where a server does not say. is_conversation: whether it was made of messages. parent: name of the
@@ -323,7 +323,8 @@ def read_reply(kind: type[ReplyT], message: Message, **given: object) -> ReplyT:
 
 def read_context(message: context_pb2.Context) -> ContextInfo:
     """A context of the API as a plain value."""
-    return read_reply(ContextInfo, message, create_time=message.create_time.ToDatetime(UTC))
+    state = context_pb2.Context.State.Name(message.state)  # as filters and all lists say it
+    return read_reply(ContextInfo, message, state=state, create_time=message.create_time.ToDatetime(UTC))
 
 
 def read_page(message: context_pb2.ListContextsResponse) -> ContextPage:

@@ -21,14 +21,16 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Keep(_message.Message):
-    __slots__ = ("display_name", "ttl", "prompt_only")
+    __slots__ = ("display_name", "ttl", "prompt_only", "move_name")
     DISPLAY_NAME_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ONLY_FIELD_NUMBER: _ClassVar[int]
+    MOVE_NAME_FIELD_NUMBER: _ClassVar[int]
     display_name: str
     ttl: _duration_pb2.Duration
     prompt_only: bool
-    def __init__(self, display_name: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prompt_only: bool = ...) -> None: ...
+    move_name: bool
+    def __init__(self, display_name: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prompt_only: bool = ..., move_name: bool = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("context", "text", "token_ids", "question", "messages", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "method", "keep_ratio", "target_mass", "token_budget", "search_period", "n", "top_logprobs", "prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop_token_ids", "constraint", "min_tokens", "tool_choice", "keep")

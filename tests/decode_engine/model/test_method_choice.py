@@ -83,7 +83,7 @@ def test_the_cheaper_one_is_chosen_and_it_is_told_why(tokens: int, sessions: int
     assert f", by {other} " in why
     assert f"({tokens} tokens, sessions on the context: {sessions})" in why
     assert costs.told() == [
-        "csattention 5.00% instead of full (device), by sessions: from 3187 tokens for 1, never for 16",
+        "csattention 5.00% instead of full (device): from 3,187 tokens with one session on a context, never with 16",
         f"chosen so far: {name} 1",
     ]
 

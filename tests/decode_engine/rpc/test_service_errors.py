@@ -93,7 +93,7 @@ def test_malformed_names(stubs: Stubs, call: str) -> None:
 
 def test_expired_context(library: Library, client: Client, stubs: Stubs) -> None:
     name = "contexts/" + library.prefill("short-lived", ttl="1s")
-    wait_until(lambda: client.get_context(name).state == "expired")
+    wait_until(lambda: client.get_context(name).state == "EXPIRED")
     code, info, _ = fails(
         lambda: stubs.generations.Generate(generation_pb2.GenerateRequest(context=name, text="x"))
     )
@@ -124,7 +124,7 @@ def test_unreadable_manifest(library: Library, client: Client) -> None:
     id_ = library.prefill("unreadable")
     (library.store / "contexts" / id_ / "manifest.json").write_text("{")
     context = client.get_context(f"contexts/{id_}")
-    assert context.state == "corrupt"
+    assert context.state == "CORRUPT"
     assert context.state_message
     assert context.name in [listed.name for listed in client.list_contexts()]
     with pytest.raises(ContextCorruptError):

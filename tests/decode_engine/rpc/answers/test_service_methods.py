@@ -97,7 +97,7 @@ def test_requests_that_leave_the_method_open_get_what_takes_less_time(
     fill(0.5)
     assert summary_of(client, lamp, method="auto").method == "csattention"
     assert client.server_status().method_choices == (
-        "csattention 5.00% instead of full (device), by sessions: always for 1, always for 16",
+        "csattention 5.00% instead of full (device): always with one session on a context, always with 16",
         "chosen so far: csattention 1",
     )
 
@@ -257,7 +257,7 @@ def test_a_damaged_tuned_default_is_not_replaced_silently(
     record_path(server, shelf).write_text("{")
     context = client.get_context(shelf)
     assert context in list(client.list_contexts())
-    assert (context.state, context.default_method, context.default_budget) == ("ready", "", "")
+    assert (context.state, context.default_method, context.default_budget) == ("READY", "", "")
     assert "the tuned default is damaged" in context.state_message
     with pytest.raises(ContextCorruptError, match=r"the tuned default is damaged.*name a method") as caught:
         summary_of(client, shelf)

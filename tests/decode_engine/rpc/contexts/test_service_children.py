@@ -106,7 +106,7 @@ def test_a_session_that_is_kept_goes_on_where_it_ended(shelf: Shelf, client: Cli
     prompt = "The lamp of the grey harbour "
     answer, summary = ask(client, shelf.root, prompt, method="full", max_tokens=12, keep=Keep(name="talk"))
     child = client.get_context(summary.kept_context)
-    assert (child.display_name, child.state, child.expire_time) == ("talk", "ready", None)
+    assert (child.display_name, child.state, child.expire_time) == ("talk", "READY", None)
     assert child.token_count == summary.context_tokens + summary.prompt_tokens + 12
     going_on, _ = ask(client, child.name, " lit", method="full", max_tokens=6)
     with client.generate(shelf.root, text=prompt, method="full", max_tokens=12) as again:
@@ -128,7 +128,7 @@ def test_a_stop_string_ends_what_is_kept(shelf: Shelf, client: Client) -> None:
     assert tokens == answer[: len(tokens)]
     kept = client.get_context(summary.kept_context)
     assert kept.token_count == summary.context_tokens + summary.prompt_tokens + len(tokens)
-    assert kept.display_name == "root"
+    assert kept.display_name == f"root {kept.name.removeprefix('contexts/')[:6]}"
 
 
 def test_children_outlive_the_server(shelf: Shelf, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_child_without_its_parent_says_so(shelf: Shelf, tmp_path: Path) -> Non
             ask(client, child)
         assert caught.value.metadata["cause"] == "PARENT_MISSING"
         info = client.get_context(child)
-        assert (info.state, shelf.root.removeprefix("contexts/") in info.state_message) == ("corrupt", True)
+        assert (info.state, shelf.root.removeprefix("contexts/") in info.state_message) == ("CORRUPT", True)
 
 
 def test_a_child_that_has_outgrown_its_parent_says_what_to_do(
@@ -191,7 +191,7 @@ def test_a_child_that_has_outgrown_its_parent_says_what_to_do(
     assert client.get_context(child).state_message == ""  # too few tokens to be worth a copy
     monkeypatch.setattr("index_store.family.parents.GROWN_TOKENS", 100)
     info = client.get_context(child)
-    assert info.state == "ready"
+    assert info.state == "READY"
     assert f"adds {6 * len(MORE)} tokens to the {info.parent_token_count} of its parent" in info.state_message
     assert f"prefill-worker detach {child.removeprefix('contexts/')[:12]}" in info.state_message
     short = extend(client, shelf.root, MORE + "\n" * 20)  # a fifth of its parent
