@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from decode_engine.gateway.exchange import CLIENT_GONE, EventStream, read_json, while_connected
+from decode_engine.gateway.exchange import CLIENT_GONE, EventStream, read_json, tell, while_connected
 from decode_engine.gateway.failures import HttpError, failure
 from decode_engine.gateway.wire.bodies import Order, chat_order, completion_order, response_order
 from decode_engine.gateway.wire.response_shape import ResponseShape
@@ -41,8 +41,7 @@ async def _answer(
     request: Request, read: Callable[[Any], Order], shape_of: Callable[[Order], Shape]
 ) -> Response:
     order = read(await read_json(request))
-    client: AsyncClient = request.state.client
-    work = _begin(client, order, shape_of(order)) if order.stream else _whole(client, order, shape_of(order))
+    work = (_begin if order.stream else _whole)(request, order, shape_of(order))
     try:
         return await while_connected(request, work) or Response(status_code=CLIENT_GONE)
     except SparseKVError as error:
@@ -50,14 +49,15 @@ async def _answer(
         raise
 
 
-async def _generate(client: AsyncClient, order: Order) -> AsyncGeneration:
-    """Raises ContextNotFoundError, HttpError for another model's name."""
-    name, what = "", "this server"
+async def _generate(request: Request, order: Order) -> AsyncGeneration:
+    """Raises ContextNotFoundError, InvalidArgumentError, HttpError for another model's name."""
+    client: AsyncClient = request.state.client
+    status = await client.server_status()
+    tell(request, "taken", order.check_hints(status.template_reads))
+    name, what, model = "", "this server", status.model
     if order.context:
         context = await client.find_context(order.context)
         name, model, what = context.name, context.model, f"context {order.context[:100]!r}"
-    else:
-        model = (await client.server_status()).model
     if model and order.model != model:
         raise HttpError(
             404,
@@ -67,8 +67,15 @@ async def _generate(client: AsyncClient, order: Order) -> AsyncGeneration:
     return client.generate(name, **order.options)
 
 
-async def _whole(client: AsyncClient, order: Order, shape: Shape) -> Response:
-    async with await _generate(client, order) as generation:
+def _tell_cap(request: Request, order: Order, generation: AsyncGeneration) -> None:
+    """Tells how many tokens there may be where that is fewer than were asked for."""
+    asked, usage = order.options.get("max_tokens"), generation.usage
+    if asked is not None and usage is not None and 0 < usage.max_tokens < asked:
+        tell(request, "max-tokens", (str(usage.max_tokens),))
+
+
+async def _whole(request: Request, order: Order, shape: Shape) -> Response:
+    async with await _generate(request, order) as generation:
         pieces = [piece async for piece in generation]
         answers = [
             Answered(
@@ -79,12 +86,13 @@ async def _whole(client: AsyncClient, order: Order, shape: Shape) -> Response:
             )
             for index, summary in enumerate(generation.summaries)
         ]
+        _tell_cap(request, order, generation)
         return JSONResponse(shape.whole(answers))
 
 
-async def _begin(client: AsyncClient, order: Order, shape: Shape) -> Response:
+async def _begin(request: Request, order: Order, shape: Shape) -> Response:
     """A stream, whose first piece has come or is late: whoever is refused at once gets a status and no stream."""
-    generation = await _generate(client, order)
+    generation = await _generate(request, order)
     pieces = aiter(generation)
     first = asyncio.ensure_future(anext(pieces, None))
     first.add_done_callback(forget_error)
@@ -97,6 +105,7 @@ async def _begin(client: AsyncClient, order: Order, shape: Shape) -> Response:
         await asyncio.wait({first}, timeout=_FIRST_S)
         if first.done():
             first.result()
+        _tell_cap(request, order, generation)
         return EventStream(_events(generation, pieces, first, shape), release)
     except BaseException:
         release()

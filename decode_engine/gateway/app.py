@@ -101,7 +101,8 @@ class Front:
             self._bodies.add(nbytes)
             exchange.body_bytes += nbytes
 
-        scope["state"] = {"client": self._client.showing(exchange.metadata()), "hold": hold}
+        client = self._client.showing(exchange.metadata())
+        scope["state"] = {"client": client, "hold": hold, "told": exchange.told}
         await self._router(scope, receive, exchange.send)
 
     async def _fail(self, exchange: _Exchange, error: Exception, scope: Scope, receive: Receive) -> None:
@@ -142,6 +143,8 @@ class _Exchange:
         self.caller = ""
         self.said = ""
         self.begun = False
+        self.told: dict[str, str] = {}
+        """Further headers of the response."""
         self.body_bytes = 0
         self._status = 0
         self._send = send
@@ -152,7 +155,9 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self.begun = True
             self._status = message["status"]
-            message["headers"] = [*message["headers"], (b"x-request-id", self.id.encode())]
+            told = {"x-request-id": self.id, **self.told}
+            headers = ((name.encode(), value.encode()) for name, value in told.items())
+            message["headers"] = [*message["headers"], *headers]
         await self._send(message)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:

@@ -83,6 +83,7 @@ class CheckedOrder:
             prompt_tokens=len(self.prompt),
             completion_tokens=completion_tokens,
             cached_tokens=self.ground.named.token_count,
+            max_tokens=self.max_tokens,
         )
 
 

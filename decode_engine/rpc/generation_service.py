@@ -59,9 +59,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GetServerStatusRequest, call: Call
     ) -> generation_pb2.ServerStatus:
         backend = self._slot.get()
-        model, choices = backend.runner.identity.name, backend.costs.told()
+        runner, choices = backend.runner, backend.costs.told()
         engine, arena = backend.engine.stats(), backend.arena.stats()
-        return describe_status(model, engine, arena, call.traffic(), choices)
+        reads = runner.tokenizer.template_reads
+        return describe_status(runner.identity, reads, engine, arena, call.traffic(), choices)
 
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, call: Call

@@ -23,6 +23,7 @@ from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
 from index_store.selection.budgets import Ratio, Threshold, TokenCount
 from index_store.selection.mass import Mass
+from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.dtypes import stored_dtype
 from index_store.store.description.manifest import IndexEntry, Manifest
 from index_store.store.listing import BrokenContext
@@ -129,11 +130,18 @@ def describe_methods(head_dim: int, dtype: str) -> generation_pb2.ListMethodsRes
 
 
 def describe_status(
-    model: str, engine: EngineStats, arena: ArenaStats, traffic: Traffic, choices: Sequence[str] = ()
+    identity: ModelIdentity,
+    template_reads: Iterable[str],
+    engine: EngineStats,
+    arena: ArenaStats,
+    traffic: Traffic,
+    choices: Sequence[str] = (),
 ) -> generation_pb2.ServerStatus:
     """What scheduler, memory and calls do, as the API shows it: the scheduler's figures under their own names."""
     return generation_pb2.ServerStatus(
-        model=model,
+        model=identity.name,
+        max_positions=identity.max_positions,
+        template_reads=sorted(template_reads),
         method_choices=choices,
         **asdict(engine),
         context_bytes=arena.used_bytes,
