@@ -30,7 +30,7 @@ from decode_engine.gateway.wire.parameters import (
     taken,
 )
 from decode_engine.gateway.wire.response_items import ITEM
-from decode_engine.gateway.wire.tool_shapes import TOOL, TOOL_CHOICE
+from decode_engine.gateway.wire.tool_shapes import CHOICE, TOOL, TOOL_CHOICE
 from decode_engine.settings.request_bounds import (
     MAX_ANSWERS,
     MAX_CHOICES,
@@ -190,12 +190,15 @@ _CALLING = (
         TOOL_CHOICE,
         "Whether it calls some: `auto` where there are tools; of `required` and a named one arguments satisfy the "
         "schema, as those of functions that are `strict` always do.",
+        inside=CHOICE,
     ),
     Parameter("parallel_tool_calls", FLAG, "Whether it may make several calls at once; true by default."),
 )
 _SCHEMA = (
     Parameter("schema", OBJECT, "The JSON schema.", required=True, empty_counts=True),
-    *taken("name description strict", "the schema is always kept to, and the model is not told of it"),
+    Parameter("name", TEXT, "Its name, for people."),
+    Parameter("strict", FLAG, "Either way the answer keeps to it."),
+    *taken("description", "the model is not told of it"),
 )
 
 

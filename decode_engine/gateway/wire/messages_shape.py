@@ -61,6 +61,7 @@ _CALLED = (
 CALL = Members(
     "a call in a message",
     (
+        Parameter("type", TEXT, "`function` or `custom`."),
         Parameter("id", TEXT, "By which the tool's answer names it."),
         Parameter("function", OBJECT, "What was called.", inside=Members("what was called", _CALLED, True)),
         Parameter(

@@ -17,6 +17,7 @@ from decode_engine.gateway.wire.parameters import (
     refused,
 )
 from decode_engine.rpc.client import GenerateOptions, ToolCallPart
+from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import Tool, ToolCall, check_tools, read_tools
 
 _WORDS = ("none", "auto", "required")
@@ -47,23 +48,25 @@ TOOL = Variants(
 )
 
 
-def name_of(choice: Any) -> str | None:
-    """The function that has to be called; None where the choice names none."""
-    if not isinstance(choice, dict) or choice.get("type", "function") != "function":
-        return None
-    inner = choice.get("function") or choice
-    others = {key for one in (choice, inner) for key, value in one.items() if value is not None} - {
-        "type",
-        "function",
-        "name",
-    }
-    name = inner.get("name") if isinstance(inner, dict) and not others else None
-    return name if isinstance(name, str) and name else None
-
-
 TOOL_CHOICE = Kind(
     "`none`, `auto`, `required`, or a function by its name",
-    lambda value: value in _WORDS if isinstance(value, str) else name_of(value) is not None,
+    lambda value: value in _WORDS if isinstance(value, str) else isinstance(value, dict),
+)
+_CHOSEN = Parameter("name", TEXT, "The function's name.")
+CHOICE = Variants(
+    "type",
+    {
+        "function": Members(
+            "a choice",
+            (
+                Parameter(
+                    "function", OBJECT, "Which.", inside=Members("a function that is chosen", (_CHOSEN,))
+                ),
+                _CHOSEN,
+            ),
+        )
+    },
+    usual="function",
 )
 
 
@@ -76,7 +79,12 @@ def call_options(given: dict[str, Any]) -> GenerateOptions:
     if isinstance(choice, str):
         options["tool_choice"] = choice  # type: ignore[typeddict-item]
     elif choice is not None:
-        options["tool_name"] = name_of(choice)
+        name = choice.get("function", choice).get("name")
+        if name is None:
+            raise InvalidArgumentError(
+                f"tool_choice names no function, expected {TOOL_CHOICE.shown}", field="tool_choice"
+            )
+        options["tool_name"] = name
     if given.get("parallel_tool_calls") is False and (options or choice):
         options["single_call"] = True
         options.setdefault("tool_choice", "auto" if "tool_name" not in options else "required")

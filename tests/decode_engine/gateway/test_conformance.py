@@ -48,10 +48,12 @@ GIVEN: dict[str, Any] = {
     **{"response_format": {"type": "json_object"}, "text": {"format": {"type": "json_object"}}},
     **{"tools": [CHAT_TOOL], "parallel_tool_calls": False, "instructions": "Be brief."},
 }
-BESIDE: dict[str, Any] = {
-    "stream_options": {"stream": True},
-    "top_logprobs": {"logprobs": True},
-    "parallel_tool_calls": {"tools": [CHAT_TOOL]},
+BESIDE: dict[tuple[str, str], Any] = {
+    (CHAT.path, "stream_options"): {"stream": True},
+    (COMPLETIONS.path, "stream_options"): {"stream": True},
+    (CHAT.path, "top_logprobs"): {"logprobs": True},
+    (CHAT.path, "parallel_tool_calls"): {"tools": [CHAT_TOOL]},
+    (RESPONSES.path, "parallel_tool_calls"): {"tools": [CHAT_TOOL]},
 }
 ONE_FOR_EACH: dict[tuple[str, str], Any] = {
     (CHAT.path, "logprobs"): True,
@@ -91,7 +93,7 @@ def test_every_parameter_of_the_official_client_is_decided_upon(path: str, offic
 def test_each_is_what_its_table_says(path: str, name: str) -> None:
     endpoint, read, body = READ[path]
     (parameter,) = [parameter for parameter in endpoint.parameters if parameter.name == name]
-    beside = {**body, **BESIDE.get(name, {})}
+    beside = {**body, **BESIDE.get((path, name), {})}
     if not parameter.required:
         for empty in (None, *([] if parameter.empty_counts else ["", [], {}]), *parameter.neutral):
             assert meant(read({**beside, name: empty})) == meant(read(beside))
@@ -214,7 +216,7 @@ INSIDE: dict[str, tuple[Any, Callable[[Any], Any], set[str]]] = {
         lambda extra: of_chat("response_format")(
             {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, **extra}}
         ),
-        {"name", "description", "schema", "strict"},
+        {"name", "schema", "strict"},
     ),
     "a response's text": (
         answers.ResponseTextConfigParam,
@@ -224,7 +226,7 @@ INSIDE: dict[str, tuple[Any, Callable[[Any], Any], set[str]]] = {
     "a response's format": (
         answers.ResponseFormatTextJSONSchemaConfigParam,
         lambda extra: response_order({"model": "m", "input": "x", "text": {"format": {**FORMAT, **extra}}}),
-        {"type", "name", "description", "schema", "strict"},
+        {"type", "name", "schema", "strict"},
     ),
     "a response's function": (
         answers.FunctionToolParam,
@@ -290,4 +292,5 @@ def test_no_member_inside_is_ignored(name: str) -> None:
             assert member in error.message
             assert member not in ("metadata", "traceId")
         else:
-            assert [place.rpartition(".")[2] for place in told] == [member]
+            assert told
+            assert all(member in place.split(".") for place in told)
