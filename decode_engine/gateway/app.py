@@ -14,7 +14,7 @@ from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decode_engine.errors import TooManyRequestsError
-from decode_engine.gateway import answering, creating, library
+from decode_engine.gateway import answering, counting, creating, library
 from decode_engine.gateway.bounds import Bounds
 from decode_engine.gateway.exchange import HeldBodies
 from decode_engine.gateway.failures import HttpError, refusal, unexpected
@@ -32,6 +32,9 @@ ROUTES = (
     Route("/v1/chat/completions", answering.chat, methods=["POST"]),
     Route("/v1/completions", answering.completions, methods=["POST"]),
     Route("/v1/responses", answering.responses, methods=["POST"]),
+    Route("/v1/responses/input_tokens", counting.count_input, methods=["POST"]),
+    Route("/tokenize", counting.tokenize, methods=["POST"]),
+    Route("/detokenize", counting.detokenize, methods=["POST"]),
     Route("/v1/models", library.list_models, methods=["GET"]),
     Route("/v1/models/{model:path}", library.get_model, methods=["GET"]),
     Route("/v1/contexts", library.list_contexts, methods=["GET"]),

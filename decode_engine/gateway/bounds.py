@@ -66,7 +66,11 @@ class BoundedConnection(H11Protocol):
             why = f"the head of the request has more than {HEAD_BYTES} bytes, which is the limit; shorten it"
         reply = refusal(HttpError(status, why, "head_too_large" if status == 431 else "invalid_head"))
         headers = [*reply.raw_headers, (b"connection", b"close")]
-        events = h11.Response(status_code=status, headers=headers), h11.Data(data=bytes(reply.body)), h11.EndOfMessage()
+        events = (
+            h11.Response(status_code=status, headers=headers),
+            h11.Data(data=bytes(reply.body)),
+            h11.EndOfMessage(),
+        )
         for event in events:
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()

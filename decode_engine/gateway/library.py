@@ -51,7 +51,9 @@ async def get_model(request: Request) -> Response:
 
 async def _model(client: AsyncClient) -> dict[str, Any]:
     status = await client.server_status()
-    return {"id": status.model, "object": "model", "created": 0, "owned_by": "sparsekv"}
+    named = {"id": status.model, "object": "model", "created": 0, "owned_by": "sparsekv"}
+    # As vLLM calls it, and as OpenRouter does.
+    return {**named, "max_model_len": status.max_positions, "context_length": status.max_positions}
 
 
 async def list_contexts(request: Request) -> Response:

@@ -16,7 +16,7 @@ from decode_engine.gateway.wire.tool_shapes import call_options
 from decode_engine.rpc.client import GenerateOptions, Keep
 from decode_engine.settings.request_bounds import MAX_INT32
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError, SparseKVError
-from index_store.models.conversation.messages import Role
+from index_store.models.conversation.messages import Message, Role
 
 _SAME_NAMES = (
     *("method", "keep_ratio", "target_mass", "token_budget", "search_period"),
@@ -57,7 +57,7 @@ class Order:
 
     def name_parts(self, error: SparseKVError) -> None:
         """Has an error of the server's name what this request has where the server says something of its own field."""
-        _rename(error, self.places)
+        rename_parts(error, self.places)
         named = error.metadata.get("field", "")
         if not named and isinstance(error, MethodUnsupportedError):
             named = "method"
@@ -119,10 +119,8 @@ def completion_order(body: Any) -> Order:
     return _order(given, options, "prompt", reading)
 
 
-def response_order(body: Any) -> Order:
-    """A body of responses. Raises InvalidArgumentError."""
-    reading = Reading()
-    given = RESPONSES.read(body, reading)
+def response_turns(given: Mapping[str, Any]) -> tuple[tuple[Message, ...], dict[str, str]]:
+    """What a response follows, and what its client calls the parts of messages. Raises InvalidArgumentError."""
     items: list[dict[str, Any]] = [{"role": "user", "content": given["input"]}]
     places = {"messages[0]": "input", "messages[0].content": "input"}
     if isinstance(given["input"], list):
@@ -132,10 +130,17 @@ def response_order(body: Any) -> Order:
         places = {_later(name): place for name, place in places.items()}
         places |= {"messages[0]": "instructions", "messages[0].content": "instructions"}
     try:
-        turns = turns_of(items)
+        return turns_of(items), places
     except InvalidArgumentError as error:
-        _rename(error, places)
+        rename_parts(error, places)
         raise
+
+
+def response_order(body: Any) -> Order:
+    """A body of responses. Raises InvalidArgumentError."""
+    reading = Reading()
+    given = RESPONSES.read(body, reading)
+    turns, places = response_turns(given)
     options: GenerateOptions = {
         "messages": turns,
         "max_tokens": _most(given, "max_output_tokens"),
@@ -145,7 +150,7 @@ def response_order(body: Any) -> Order:
     return _order(given, options, "input", reading, places)
 
 
-def _rename(error: SparseKVError, places: Mapping[str, str]) -> None:
+def rename_parts(error: SparseKVError, places: Mapping[str, str]) -> None:
     """Has an error call parts of messages what the client calls them."""
 
     def place(found: re.Match[str]) -> str:

@@ -373,6 +373,27 @@ RESPONSES = Endpoint(
     ),
 )
 
+_COUNTED = frozenset(
+    (
+        "input",
+        "instructions",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "text",
+        "reasoning",
+        "truncation",
+        "previous_response_id",
+        "conversation",
+    )
+)
+INPUT_TOKENS = Endpoint(
+    "/v1/responses/input_tokens",
+    (
+        *(one for one in RESPONSES.parameters if one.name in _COUNTED),
+        *taken("model", "one model is served"),
+    ),
+)
 TOKENIZE = Endpoint(
     "/tokenize",
     (

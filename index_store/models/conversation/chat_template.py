@@ -226,8 +226,8 @@ class ChatTemplate:
         missing = marker.left_out(marks)
         if missing is not None:
             raise InvalidArgumentError(
-                f"the chat template of model {self.name!r} leaves {missing} out; leave it out of the request, or pass "
-                "the prompt word for word instead",
+                f"the chat template of model {self.name!r} leaves {missing} out; leave it out of the request, say it "
+                "in another message (what a system says: in the first one), or pass the prompt word for word",
                 field=missing,
             )
         return Rendering(text, marks)

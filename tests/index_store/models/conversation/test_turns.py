@@ -240,7 +240,6 @@ def with_template(tmp_path: Path, template: str) -> Tokenizer:
 @pytest.mark.parametrize(
     ("template", "conversation", "message"),
     [
-        (CHATML, Conversation((Message(USER, "Hm?", name="anna"),)), r"leaves messages\[0\].name out"),
         (CHATML, talk((USER, "Hm?"), tools=[Tool("look")]), r"leaves tools\[0\].name out"),
         ("{{ messages[-1].content }}", talk((USER, "a"), (USER, "b")), r"leaves messages\[0\].content out"),
         ("{{ messages[0].content | replace('so', 'thus') }}", talk((USER, "so it is")), "writes something else"),
