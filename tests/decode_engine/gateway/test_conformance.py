@@ -286,11 +286,14 @@ def test_no_member_inside_is_ignored(name: str) -> None:
     for member in sorted(members - known | {"colour", "metadata", "traceId"}):
         for empty in (None, "", [], {}):
             assert read({**usual, member: empty}).check_hints(()) == ()
-        try:
-            told = read({**usual, member: JUNK}).check_hints(())
-        except InvalidArgumentError as error:
-            assert member in error.message
-            assert member not in ("metadata", "traceId")
-        else:
-            assert told
-            assert all(member in place.split(".") for place in told)
+        told = _told(read, {**usual, member: JUNK})
+        assert told
+        assert all(member in place.split(".") for place in told)
+
+
+def _told(read: Callable[[Any], Any], extra: Any) -> tuple[str, ...]:
+    """What is taken, or refused."""
+    try:
+        return tuple(read(extra).check_hints(()))
+    except InvalidArgumentError as error:
+        return (error.metadata["field"],)
