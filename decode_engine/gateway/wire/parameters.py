@@ -196,7 +196,7 @@ FAMILIES: Mapping[str, str] = {
     "labels": r"(meta_?data|.*_metadata|labels?|tags?|title|description|opts|notes?)",
     "who asks": r"(user|end_user|customer|client|organi[sz]ation|org|project|tenant|account|device|app|application)"
     r"(_?(id|name|info|version))?",
-    "which request it is": r"(uuid|(session|chat|conversation|request|message|run|event|parent|turn|correlation)"
+    "which request it is": r"(id|uuid|(session|chat|conversation|request|message|run|event|parent|turn|correlation)"
     r"_?(id|uuid|key|name|number)|created(_?(at|time))?|updated(_?(at|time))?|time_?stamp)",
     "tracing": r"(.*(trace|tracing|span|telemetry|langfuse|langsmith|observab|litellm).*|_.*|x[-_].*)",
     "caching": r".*cache.*",
@@ -255,7 +255,7 @@ class Reading:
             others = {name: one for name, one in value.items() if name != inside.by}
             return {inside.by: kind, **self.value(where, found, others)}
         if isinstance(found, str) and found.startswith(_LEFT_OUT):
-            self._note(where)
+            self._note(f"{where}.{kind}")
             return None
         at = where if found else f"{where}.{inside.by}"
         names = ", ".join(name for name, one in inside.kinds.items() if not isinstance(one, str))
