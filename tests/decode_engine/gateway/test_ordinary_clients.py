@@ -80,7 +80,9 @@ class Official:
 
     def call(self, said: Said) -> tuple[str, Any]:
         (call,) = (
-            self._create(said, tools=[TOOL], tool_choice="required", max_tokens=200)
+            self._create(
+                said, tools=[TOOL], tool_choice="required", max_tokens=200, parallel_tool_calls=False
+            )
             .choices[0]
             .message.tool_calls
         )
@@ -119,7 +121,9 @@ class LangChain:
         return "".join(str(piece.content) for piece in self._chat(**options).stream(self._messages(said)))
 
     def call(self, said: Said) -> tuple[str, Any]:
-        bound = self._chat(max_tokens=200).bind_tools([TOOL], tool_choice="required")
+        bound = self._chat(max_tokens=200).bind_tools(
+            [TOOL], tool_choice="required", parallel_tool_calls=False
+        )
         (call,) = bound.invoke(self._messages(said)).tool_calls
         return call["name"], call["args"]
 
@@ -152,7 +156,9 @@ class LiteLLM:
 
     def call(self, said: Said) -> tuple[str, Any]:
         (call,) = (
-            self._complete(said, tools=[TOOL], tool_choice="required", max_tokens=200)
+            self._complete(
+                said, tools=[TOOL], tool_choice="required", max_tokens=200, parallel_tool_calls=False
+            )
             .choices[0]
             .message.tool_calls
         )
