@@ -9,13 +9,62 @@ from starlette.responses import JSONResponse, Response
 
 from decode_engine.gateway.exchange import read_json, tell
 from decode_engine.gateway.wire.bodies import rename_parts, response_turns
-from decode_engine.gateway.wire.endpoints import DETOKENIZE, INPUT_TOKENS, TOKENIZE
-from decode_engine.gateway.wire.messages_shape import turns_of
-from decode_engine.gateway.wire.parameters import Endpoint, Reading
-from decode_engine.gateway.wire.tool_shapes import tools_of
+from decode_engine.gateway.wire.endpoints import RESPONSES, TEMPLATE
+from decode_engine.gateway.wire.messages_shape import MESSAGE, turns_of
+from decode_engine.gateway.wire.parameters import (
+    FLAG,
+    MESSAGES,
+    TEXT,
+    TOKENS,
+    TOOLS,
+    Endpoint,
+    Parameter,
+    Reading,
+    refused,
+    taken,
+)
+from decode_engine.gateway.wire.tool_shapes import TOOL, tools_of
 from decode_engine.rpc.client import AsyncClient
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import Conversation
+
+_COUNTED = frozenset(
+    (
+        "input",
+        "instructions",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "text",
+        "reasoning",
+        "truncation",
+        "previous_response_id",
+        "conversation",
+    )
+)
+INPUT_TOKENS = Endpoint(
+    "/v1/responses/input_tokens",
+    (
+        *(one for one in RESPONSES.parameters if one.name in _COUNTED),
+        *taken("model", "one model is served"),
+    ),
+)
+TOKENIZE = Endpoint(
+    "/tokenize",
+    (
+        Parameter("prompt", TEXT, "A text. Exactly one of `prompt` and `messages`."),
+        Parameter("messages", MESSAGES, "A conversation from its beginning.", inside=MESSAGE),
+        Parameter("tools", TOOLS, "With `messages`: functions that the model is told of.", inside=TOOL),
+        *taken("model", "one model is served"),
+        refused("add_special_tokens", "a template says them all; of a text the tokens of its words are told"),
+        Parameter("return_token_strs", FLAG, "Whether the tokens' texts are told, too."),
+        *TEMPLATE,
+    ),
+)
+DETOKENIZE = Endpoint(
+    "/detokenize",
+    (Parameter("tokens", TOKENS, "The tokens.", required=True), *taken("model", "one model is served")),
+)
 
 
 async def tokenize(request: Request) -> Response:

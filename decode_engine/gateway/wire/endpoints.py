@@ -82,7 +82,7 @@ _NEIGHBOURS = (
     refused("extra_body", "it is a client's word; send what is in it beside the other parameters"),
 )
 """What other servers have."""
-_TEMPLATE = (
+TEMPLATE = (
     refused("add_generation_prompt", "an answer always follows", True),
     refused("continue_final_message", "the last message is of a user, a tool or a system"),
     refused("chat_template", "the model's own is used"),
@@ -278,7 +278,7 @@ CHAT = Endpoint(
         *_THOUGHT,
         *_NOTES,
         *_NEIGHBOURS,
-        *_TEMPLATE,
+        *TEMPLATE,
     ),
 )
 
@@ -371,42 +371,4 @@ RESPONSES = Endpoint(
         *_NOTES,
         *_NEIGHBOURS,
     ),
-)
-
-_COUNTED = frozenset(
-    (
-        "input",
-        "instructions",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "text",
-        "reasoning",
-        "truncation",
-        "previous_response_id",
-        "conversation",
-    )
-)
-INPUT_TOKENS = Endpoint(
-    "/v1/responses/input_tokens",
-    (
-        *(one for one in RESPONSES.parameters if one.name in _COUNTED),
-        *taken("model", "one model is served"),
-    ),
-)
-TOKENIZE = Endpoint(
-    "/tokenize",
-    (
-        Parameter("prompt", TEXT, "A text. Exactly one of `prompt` and `messages`."),
-        Parameter("messages", MESSAGES, "A conversation from its beginning.", inside=MESSAGE),
-        Parameter("tools", TOOLS, "With `messages`: functions that the model is told of.", inside=TOOL),
-        *taken("model", "one model is served"),
-        refused("add_special_tokens", "a template says them all; of a text the tokens of its words are told"),
-        Parameter("return_token_strs", FLAG, "Whether the tokens' texts are told, too."),
-        *_TEMPLATE,
-    ),
-)
-DETOKENIZE = Endpoint(
-    "/detokenize",
-    (Parameter("tokens", TOKENS, "The tokens.", required=True), *taken("model", "one model is served")),
 )

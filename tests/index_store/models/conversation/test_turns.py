@@ -309,3 +309,33 @@ def test_a_changed_template_is_told_by_the_first_token_that_differs(tmp_path: Pa
 def test_a_broken_record_is_told(data: bytes) -> None:
     with pytest.raises(ManifestError, match="somewhere: the messages of the conversation cannot be read"):
         StoredConversation.from_bytes(data, "somewhere")
+
+
+KNOWS_DEVELOPERS = CHATML.replace("!= 'system'", "not in ('system', 'developer')")
+SWITCHED = CHATML + "{% if enable_thinking is defined %}<think>{% endif %}{{ bos_token }}"
+NAMED = CHATML.replace("message['content']", "(message.name or '') + message['content']")
+
+
+def test_history_is_said_as_it_is(tmp_path: Path) -> None:
+    """A system and a developer wherever they stand, an empty answer, a cut call, a tool that nobody called."""
+    cut = ToolCall("look", '{"at": "sh')
+    said = (
+        *(Message(Role.SYSTEM, "One."), Message(Role.DEVELOPER, "Two."), Message(USER, "Who?", name="anna")),
+        *(Message(ASSISTANT, ""), Message(USER, "Who?"), Message(ASSISTANT, tool_calls=(cut,))),
+        *(Message(Role.TOOL, ""), Message(Role.TOOL, "x"), Message(Role.SYSTEM, "Late.")),
+    )
+    for template, developer in ((CHATML, "system"), (KNOWS_DEVELOPERS, "developer")):
+        tokenizer = with_template(tmp_path / developer, template)
+        text = tokenizer.decode(
+            tokenizer.encode_conversation(Conversation(said)), shown=tuple(tokenizer.hidden.values())
+        )
+        assert f"system\nOne.<|im_end|>\n<|im_start|>{developer}\nTwo.<|im_end|>" in text
+        assert '"arguments": {"at": "sh' in text
+        assert text.endswith("<|im_start|>user\nx<|im_end|>\n<|im_start|>system\nLate.<|im_end|>\n")
+
+
+def test_what_a_template_reads_is_known(tmp_path: Path) -> None:
+    for number, (template, reads) in enumerate(
+        ((CHATML, set()), (SWITCHED, {"enable_thinking"}), (NAMED, {"name"}))
+    ):
+        assert set(with_template(tmp_path / str(number), template).template_reads) == reads
