@@ -14,7 +14,7 @@ from typer import Argument, Option
 from decode_engine.rpc.client import Client, ContextInfo, Keep, Summary, Usage
 from decode_engine.rpc.door.options import ServerConfig
 from decode_engine.settings.request_bounds import (
-    MAX_MAX_TOKENS,
+    MAX_INT32,
     MAX_NAME_CHARACTERS,
     MAX_SEED,
     MAX_STOP_LENGTH,
@@ -62,7 +62,7 @@ class ChatConfig(ServerConfig):
         Characters(1, MAX_NAME_CHARACTERS),
     ] = None
     max_tokens: Annotated[
-        int | None, Option(help="Most tokens of an answer; 256 by default."), AtLeast(1, MAX_MAX_TOKENS)
+        int | None, Option(help="Most tokens of an answer; 256 by default."), AtLeast(1, MAX_INT32)
     ] = None
     temperature: Annotated[
         float, Option(help="0 takes the likeliest token."), AtLeast(0, MAX_TEMPERATURE)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from decode_engine.errors import ShuttingDownError
-from decode_engine.gateway.exchange import CLIENT_GONE, EventStream, read_json, while_connected
+from decode_engine.gateway.exchange import CLIENT_GONE, EventStream, read_json, tell, while_connected
 from decode_engine.gateway.failures import HttpError, failure
 from decode_engine.gateway.wire.bodies import Order, chat_order, completion_order, response_order
 from decode_engine.gateway.wire.response_shape import ResponseShape
@@ -46,10 +46,7 @@ async def _answer(
     request: Request, read: Callable[[Any], Order], shape_of: Callable[[Order], Shape]
 ) -> Response:
     order = read(await read_json(request))
-    client: AsyncClient = request.state.client
-    note: Note = request.state.note
-    take = _begin if order.stream else _whole
-    work = take(client, order, shape_of(order), note)
+    work = (_begin if order.stream else _whole)(request, order, shape_of(order))
     try:
         return await while_connected(request, work) or Response(status_code=CLIENT_GONE)
     except SparseKVError as error:
@@ -57,14 +54,15 @@ async def _answer(
         raise
 
 
-async def _generate(client: AsyncClient, order: Order) -> AsyncGeneration:
-    """Raises ContextNotFoundError, HttpError for another model's name."""
-    name, what = "", "this server"
+async def _generate(request: Request, order: Order) -> AsyncGeneration:
+    """Raises ContextNotFoundError, InvalidArgumentError, HttpError for another model's name."""
+    client: AsyncClient = request.state.client
+    status = await client.server_status()
+    tell(request, "taken", order.check_hints(status.template_reads))
+    name, what, model = "", "this server", status.model
     if order.context:
         context = await client.find_context(order.context)
         name, model, what = context.name, context.model, f"context {order.context[:100]!r}"
-    else:
-        model = (await client.server_status()).model
     if model and order.model != model:
         served = (await client.server_status()).model
         advice = (
@@ -95,8 +93,16 @@ def _facts(order: Order, summaries: Sequence[Summary]) -> dict[str, object]:
     }
 
 
-async def _whole(client: AsyncClient, order: Order, shape: Shape, note: Note) -> Response:
-    async with await _generate(client, order) as generation:
+def _tell_cap(request: Request, order: Order, generation: AsyncGeneration) -> None:
+    """Tells how many tokens there may be where that is fewer than were asked for."""
+    asked, usage = order.options.get("max_tokens"), generation.usage
+    if asked is not None and usage is not None and 0 < usage.max_tokens < asked:
+        tell(request, "max-tokens", (str(usage.max_tokens),))
+
+
+async def _whole(request: Request, order: Order, shape: Shape) -> Response:
+    async with await _generate(request, order) as generation:
+        note: Note = request.state.note
         pieces = [piece async for piece in generation]
         note(_facts(order, generation.summaries))
         answers = [
@@ -108,12 +114,14 @@ async def _whole(client: AsyncClient, order: Order, shape: Shape, note: Note) ->
             )
             for index, summary in enumerate(generation.summaries)
         ]
+        _tell_cap(request, order, generation)
         return JSONResponse(shape.whole(answers))
 
 
-async def _begin(client: AsyncClient, order: Order, shape: Shape, note: Note) -> Response:
+async def _begin(request: Request, order: Order, shape: Shape) -> Response:
     """A stream, whose first piece has come or is late: whoever is refused at once gets a status and no stream."""
-    generation = await _generate(client, order)
+    note: Note = request.state.note
+    generation = await _generate(request, order)
     pieces = aiter(generation)
     first = asyncio.ensure_future(anext(pieces, None))
     first.add_done_callback(forget_error)
@@ -134,6 +142,7 @@ async def _begin(client: AsyncClient, order: Order, shape: Shape, note: Note) ->
         await asyncio.wait({first}, timeout=_FIRST_S)
         if first.done():
             first.result()
+        _tell_cap(request, order, generation)
         return EventStream(_events(generation, pieces, first, shape, fail, note), release, last_words)
     except BaseException:
         release()

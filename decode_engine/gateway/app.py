@@ -14,7 +14,7 @@ from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decode_engine.errors import CancelledError, TooManyRequestsError
-from decode_engine.gateway import answering, creating, library
+from decode_engine.gateway import answering, counting, creating, library
 from decode_engine.gateway.bounds import Bounds
 from decode_engine.gateway.exchange import HeldBodies
 from decode_engine.gateway.failures import HttpError, refusal, unexpected
@@ -33,6 +33,9 @@ ROUTES = (
     Route("/v1/chat/completions", answering.chat, methods=["POST"]),
     Route("/v1/completions", answering.completions, methods=["POST"]),
     Route("/v1/responses", answering.responses, methods=["POST"]),
+    Route("/v1/responses/input_tokens", counting.count_input, methods=["POST"]),
+    Route("/tokenize", counting.tokenize, methods=["POST"]),
+    Route("/detokenize", counting.detokenize, methods=["POST"]),
     Route("/v1/models", library.list_models, methods=["GET"]),
     Route("/v1/models/{model:path}", library.get_model, methods=["GET"]),
     Route("/v1/contexts", library.list_contexts, methods=["GET"]),
@@ -106,7 +109,12 @@ class Front:
             exchange.body_bytes += nbytes
 
         client = self._client.showing(exchange.metadata())
-        scope["state"] = {"client": client, "hold": hold, "note": exchange.facts.update}
+        scope["state"] = {
+            "client": client,
+            "hold": hold,
+            "note": exchange.facts.update,
+            "told": exchange.told,
+        }
         await self._router(scope, receive, exchange.send)
 
     async def _fail(self, exchange: _Exchange, error: Exception, scope: Scope, receive: Receive) -> None:
@@ -149,6 +157,8 @@ class _Exchange:
         self.begun = False
         self.facts: dict[str, object] = {"peer": f"{self.host}:{self._port}"}
         """What its log line says. ended: why a response that had begun did not come to its end."""
+        self.told: dict[str, str] = {}
+        """Further headers of the response."""
         self.body_bytes = 0
         self._status = 0
         self._send = send
@@ -159,7 +169,9 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self.begun = True
             self._status = message["status"]
-            message["headers"] = [*message["headers"], (b"x-request-id", self.id.encode())]
+            told = {"x-request-id": self.id, **self.told}
+            headers = ((name.encode(), value.encode()) for name, value in told.items())
+            message["headers"] = [*message["headers"], *headers]
         await self._send(message)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:

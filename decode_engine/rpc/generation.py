@@ -100,6 +100,7 @@ class CheckedOrder:
             prompt_tokens=len(self.prompt),
             completion_tokens=completion_tokens,
             cached_tokens=self.cached,
+            max_tokens=self.max_tokens,
         )
 
 

@@ -60,10 +60,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GetServerStatusRequest, call: Call
     ) -> generation_pb2.ServerStatus:
         backend = self._backend
-        model, choices = backend.runner.identity.name, backend.costs.told()
-        engine, arena = backend.engine.stats(), backend.arena.stats()
-        beginnings = backend.beginnings.stats()
-        return describe_status(model, engine, beginnings, arena, call.traffic(), choices)
+        runner, choices = backend.runner, backend.costs.told()
+        reads = runner.tokenizer.template_reads
+        stats = (backend.engine.stats(), backend.beginnings.stats(), backend.arena.stats())
+        return describe_status(runner.identity, reads, *stats, call.traffic(), choices)
 
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, call: Call

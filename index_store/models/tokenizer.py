@@ -160,6 +160,11 @@ class Tokenizer:
         """
         return self._template.calls
 
+    @property
+    def template_reads(self) -> Collection[str]:
+        """What the chat template reads beside roles, contents, calls and tools (`ChatTemplate.reads`)."""
+        return self._template.reads
+
     @cached_property
     def hidden(self) -> Mapping[str, int]:
         """Special tokens that `decode` leaves out, by their texts."""

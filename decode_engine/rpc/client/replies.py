@@ -171,12 +171,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a generation, as far as is known. cached_tokens: those that were stored, and not computed."""
+    """Tokens of a generation, as far as is known. cached_tokens: those that were stored, and not computed.
+
+    max_tokens: that may be generated.
+    """
 
     context_tokens: int
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    max_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +243,7 @@ class Summary:
     remainder: str
     seed: int
     cached_tokens: int = 0
+    max_tokens: int = 0
     kept_context: str = ""
     method_reason: str = ""
     context: str = ""
@@ -308,6 +313,8 @@ class ServerStatus:
     removed_beginnings: int = 0
     model: str = ""
     method_choices: tuple[str, ...] = ()
+    max_positions: int = 0
+    template_reads: tuple[str, ...] = ()
 
     @property
     def mean_batch(self) -> float:

@@ -24,6 +24,7 @@ from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
 from index_store.selection.budgets import Ratio, Threshold, TokenCount
 from index_store.selection.mass import Mass
+from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.dtypes import stored_dtype
 from index_store.store.description.manifest import IndexEntry, Manifest
 from index_store.store.listing import BrokenContext
@@ -130,7 +131,8 @@ def describe_methods(head_dim: int, dtype: str) -> generation_pb2.ListMethodsRes
 
 
 def describe_status(
-    model: str,
+    identity: ModelIdentity,
+    template_reads: Iterable[str],
     engine: EngineStats,
     beginnings: BeginningStats,
     arena: ArenaStats,
@@ -139,7 +141,9 @@ def describe_status(
 ) -> generation_pb2.ServerStatus:
     """What scheduler, memory and calls do, as the API shows it: figures of the first two under their own names."""
     return generation_pb2.ServerStatus(
-        model=model,
+        model=identity.name,
+        max_positions=identity.max_positions,
+        template_reads=sorted(template_reads),
         method_choices=choices,
         **asdict(engine),
         **asdict(beginnings),

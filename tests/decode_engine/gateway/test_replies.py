@@ -146,7 +146,12 @@ def test_an_answer_ends_before_a_stop_text(official: openai.OpenAI, answer: str)
         ({"extra_body": {"context": "nowhere"}}, openai.NotFoundError, "context", "context_not_found"),
         ({"model": "gpt"}, openai.NotFoundError, None, "model_not_found"),
         ({"temperature": -1}, openai.BadRequestError, "temperature", "invalid_argument"),
-        ({"max_tokens": 4096}, openai.BadRequestError, None, "context_length_exceeded"),
+        (
+            {"messages": [{"role": "user", "content": "x " * 5000}]},
+            openai.BadRequestError,
+            None,
+            "context_length_exceeded",
+        ),
         (
             {"extra_body": {"context": "lamp", "method": "magic"}},
             openai.BadRequestError,

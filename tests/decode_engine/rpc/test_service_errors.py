@@ -34,7 +34,6 @@ from tests.support.serving.service import ABSENT, fails, wait_until
         ({"text": None, "token_ids": generation_pb2.TokenIds(ids=[5, 99999])}, "token_ids"),
         ({"text": None, "question": ""}, "question"),
         ({"max_tokens": -1}, "max_tokens"),
-        ({"max_tokens": 32769}, "max_tokens"),
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0.0}, "top_p"),

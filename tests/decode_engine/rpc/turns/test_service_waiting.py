@@ -70,7 +70,7 @@ def test_usage_is_known_of_a_cancelled_generation(client: Client, lamp: str) -> 
     with pytest.raises(CancelledError):
         received += sum(len(piece.token_ids) for piece in pieces)
     context = client.get_context(lamp)
-    assert generation.usage == Usage(context.token_count, 4, received, context.token_count)
+    assert generation.usage == Usage(context.token_count, 4, received, context.token_count, LONG)
 
 
 def test_the_refused_get_appointments_and_patient_clients_keep_them(
