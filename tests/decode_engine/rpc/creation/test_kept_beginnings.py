@@ -237,7 +237,6 @@ def test_conversations_read_less(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_a_hundred_conversations_within_a_bound(tmp_path: Path) -> None:
     figures = compare(tmp_path, conversations=100, turns=10, most=2**23)
     sys.stdout.write(f"{json.dumps(figures)}\n")
