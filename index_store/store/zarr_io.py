@@ -36,6 +36,7 @@ from index_store.store.files.checksums import extend_crc32c
 from index_store.store.files.durable import CHECKSUM_BYTES
 from index_store.store.files.reading import (
     WrongFileError,
+    file_threads,
     may_block,
     open_regular,
     read_file,
@@ -43,7 +44,9 @@ from index_store.store.files.reading import (
 )
 
 METADATA_NAME = "zarr.json"
-_PIECE_BYTES = 2 << 20
+_PIECE_BYTES = (2 if file_threads() <= 4 else 8) << 20
+"""Of one read and its checksum. Small pieces stay in the processor's cache; where many threads read, what they wait for
+is the interpreter's lock, which each of them takes twice a piece."""
 _FORGOTTEN_BYTES = 4 << 20
 _LARGEST_METADATA = 1 << 20
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -12,7 +13,6 @@ from decode_engine.engine.requests import EngineStats, Finished, FinishReason, T
 from decode_engine.engine.sampling.logprobs import TokenLogprob
 from decode_engine.rpc.contexts.defaults import default_method, supported_methods
 from decode_engine.rpc.contexts.names import COLLECTION
-from decode_engine.rpc.creation.kept_beginnings import BeginningStats
 from decode_engine.rpc.transport.calls import Traffic
 from index_store.errors import FormatVersionError, StoreUnavailableError
 from index_store.family.parents import outgrown
@@ -30,6 +30,9 @@ from index_store.store.description.manifest import IndexEntry, Manifest
 from index_store.store.listing import BrokenContext
 from index_store.store.tuned_defaults import TunedDefault
 from sparsekv.v1 import context_pb2, generation_pb2
+
+if TYPE_CHECKING:
+    from decode_engine.rpc.creation.kept_beginnings import BeginningStats  # brings transformers
 
 _FINISH_REASONS = {
     FinishReason.STOP: generation_pb2.GenerationSummary.STOP,

@@ -23,7 +23,7 @@ from typing import TypeVar
 from index_store.errors import StoreUnavailableError
 
 READ_LIMIT_S = 60.0
-"""How long one step may take: opening a file, or reading a piece of it (at most 2 MiB)."""
+"""How long one step may take: opening a file, or reading a piece of it (at most 8 MiB)."""
 
 _MOST_LOST = 32
 _POLL_S = 0.25
