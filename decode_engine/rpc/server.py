@@ -143,6 +143,7 @@ class DecodeServer:
             config.compilation,
             config.prompts,
             SearchThreads(config.search_threads, config.lanes, config.waves),
+            weights=config.weights,
         )
         loaded = time.monotonic()
         free_host = free_memory(torch.device("cpu"))

@@ -211,14 +211,25 @@ def _small_windows(model: Any, identity: ModelIdentity) -> Iterator[ModelIdentit
             holder.sliding_window = window.size
 
 
-def remembered(identity: ModelIdentity, model: Any, name: str, find_out: Callable[[], Verdict]) -> Verdict:
+def remembered(
+    identity: ModelIdentity, model: Any, name: str, find_out: Callable[[], Verdict], kept: str = ""
+) -> Verdict:
     """What was found out about the model under that name, now or at an earlier time, in the same versions.
+
+    kept: how its weights are kept, where that is not in the dtype that is computed in.
 
     It is kept in `cache_folder`; where nothing can be written, it is found out every time.
     """
     weights = next(model.parameters())
     versions = [_VERSION, torch.__version__, transformers.__version__]
-    key = [name, identity.fingerprint, str(weights.dtype), weights.device.type, *versions]
+    key = [
+        name,
+        identity.fingerprint,
+        str(weights.dtype),
+        weights.device.type,
+        *versions,
+        *([kept] if kept else []),
+    ]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     path = cache_folder() / "checks" / f"{digest}.json"
     with suppress(OSError, ValueError, AttributeError):
