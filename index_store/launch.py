@@ -40,6 +40,7 @@ __all__ = [
     "on_host",
     "prange",
     "thread_count",
+    "worth_sharing",
 ]
 
 _workqueue_guard = threading.Lock()
@@ -58,6 +59,11 @@ def thread_count() -> int:
     return int(get_num_threads())
 
 
+def worth_sharing(work: float) -> bool:
+    """Whether other threads are woken for so many nanoseconds of work, where there are any."""
+    return work >= _WORTH
+
+
 def launch(kernel: Callable[..., None], *args: object, work: float = math.inf) -> None:
     """Runs a parallel kernel; the GIL is free meanwhile.
 
@@ -69,7 +75,7 @@ def launch(kernel: Callable[..., None], *args: object, work: float = math.inf) -
     take turns.
     """
     most = get_num_threads()  # chooses the layer, where that was not done yet
-    alone = work < _WORTH and most > 1
+    alone = most > 1 and not worth_sharing(work)
     if alone:
         set_num_threads(1)
     try:

@@ -82,7 +82,7 @@ class PackedMatrix(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A linear layer of a packed matrix. Rows of decode steps, and others where they are few, are multiplied each alone."""
+    """A linear layer of a packed matrix. Rows of decode steps, and others that are few, are multiplied each alone."""
 
     def __init__(self, matrix: PackedMatrix, bias: Tensor | None) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from index_store.attention.vectors.weight_rows_numba import make_weight_product
-from index_store.launch import launch, njit, prange
+from index_store.launch import launch, njit, prange, worth_sharing
 
 LEAST_OUTPUTS = 4
 _OUTPUTS_PER_TASK = 64
@@ -33,7 +33,11 @@ def multiply_rows(rows_BI: Tensor, weights: Numbers, scales: NDArray[np.float32]
     """The product with weights of `packed_weights`, [B, O] float32; rows are float32 on the host, O is at least 4."""
     out = rows_BI.new_empty(len(rows_BI), len(weights))
     work = weights.size * (_NANOSECONDS[weights.itemsize] + _NANOSECONDS_MORE * (len(rows_BI) - 1))
-    launch(_multiply_rows, rows_BI.detach().contiguous().numpy(), weights, scales, out.numpy(), work=work)
+    arrays = (rows_BI.detach().contiguous().numpy(), weights, scales)
+    if worth_sharing(work):
+        launch(_multiply_rows, *arrays, out.numpy(), work=work)
+    else:  # a step has hundreds of these, and a parallel loop takes a tenth of their time to begin, even alone
+        _multiply_some(*arrays, 0, len(weights), out.numpy())
     return out
 
 
