@@ -36,10 +36,11 @@ _AS_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.uint16}
 
 @dataclass(frozen=True, slots=True)
 class KeptWeights:
-    """How matrices are kept. name: of their dtype. told: with the reason, for the log."""
+    """How matrices are kept. name: of their dtype. told: with the reason, for the log. rounded: whether one was changed."""
 
     name: str
     told: str
+    rounded: bool = False
 
 
 class PackedMatrix(nn.Module):
@@ -56,7 +57,8 @@ class PackedMatrix(nn.Module):
         """Rounds float32 weights to the nearest."""
         super().__init__()
         outputs, self.inputs = weight_OI.shape
-        whole = pad(weight_OI, (0, -self.inputs % (GROUP if dtype == torch.int8 else LANES)))
+        more = -self.inputs % (GROUP if dtype == torch.int8 else LANES)
+        whole = pad(weight_OI, (0, more)) if more else weight_OI  # padding always copies
         scales = weight_OI.new_empty(0, 0)
         if dtype == torch.int8:
             groups = whole.view(outputs, -1, GROUP)
@@ -137,11 +139,13 @@ def pack_weights(model: nn.Module, wanted: str, checkpoint: torch.dtype) -> Kept
     places = [place for place in _linear_layers(model) if _takes(place[2].weight)]
     dtype, why = _choose(model, [layer.weight for _, _, layer in places], wanted, checkpoint)
     packed: dict[int, PackedMatrix] = {}
+    rounding: list[bool] = []
 
     def pack(weight: Tensor, into: torch.dtype) -> PackedMatrix:
         if id(weight) not in packed:
-            exact = into == torch.int8 or wanted != AUTO or torch.equal(weight.to(into).float(), weight)
-            packed[id(weight)] = PackedMatrix(weight, into if exact else torch.float32)
+            exact = into != torch.int8 and torch.equal(weight.to(into).float(), weight)
+            rounding.append(not exact and wanted != AUTO)
+            packed[id(weight)] = PackedMatrix(weight, into if exact or wanted != AUTO else torch.float32)
         return packed[id(weight)]
 
     for parent, name, layer in places:
@@ -152,7 +156,7 @@ def pack_weights(model: nn.Module, wanted: str, checkpoint: torch.dtype) -> Kept
             tied = id(embedding.weight) in packed
             matrix = pack(embedding.weight, checkpoint if dtype == torch.int8 and not tied else dtype)
             setattr(parent, name, RowEmbedding(matrix, embedding))
-    return KeptWeights(_name(dtype), f"weights {_name(dtype)} ({why})")
+    return KeptWeights(_name(dtype), f"weights {_name(dtype)} ({why})", any(rounding))
 
 
 def _choose(

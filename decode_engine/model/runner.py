@@ -21,7 +21,7 @@ from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.model.decode_attention import ATTENTION_NAME, packed, register_attention
 from decode_engine.model.decode_check import check_decoding
-from decode_engine.model.packed_weights import pack_weights
+from decode_engine.model.packed_weights import KeptWeights, pack_weights
 from decode_engine.settings.command_options import Compilation, Prompts, search_cores
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
@@ -68,8 +68,10 @@ class ModelRunner:
         self.prompts = default if prompts is Prompts.AUTO else prompts
         loaded = load_model(folder, ATTENTION_NAME, device=self.device)
         self.model = loaded.model
+        self.kept_weights = KeptWeights("", "")
         if self.device.type == "cpu":
-            kept = pack_weights(self.model, weights, stored_dtype(loaded.kv_dtype).torch_dtype)
+            checkpoint = stored_dtype(loaded.kv_dtype).torch_dtype
+            self.kept_weights = kept = pack_weights(self.model, weights, checkpoint)
             logger.info("model %s: %s", loaded.identity.name, kept.told)
             loaded = replace(loaded, weights=kept.name)
         self.identity = loaded.identity

@@ -9,12 +9,15 @@ import torch
 from torch import nn
 
 from decode_engine.model import packed_weights
+from decode_engine.model.continuing import Ground, KeepOptions, SessionKeeper
 from decode_engine.model.packed_weights import PackedMatrix, RowEmbedding, RowLinear, pack_weights
 from decode_engine.model.runner import ModelRunner
 from decode_engine.settings.command_options import check_weights
 from index_store.errors import InvalidArgumentError
+from index_store.methods.presets import METHODS
 from index_store.models.loading import load_model, resolve_model
 from tests.support.models import LAYER_KINDS, write_model_folder
+from tests.support.serving.served import serve
 
 
 class Small(nn.Module):
@@ -61,6 +64,7 @@ def test_which_parts_are_packed() -> None:
     layer = model.inner["layer"].weight.clone()
     expected = model(IDS)
     kept = pack_weights(model, "auto", torch.bfloat16)
+    assert not kept.rounded
     assert kept.told == "weights bfloat16 (exact, 1.9 times the speed of float32 on this processor)"
     kinds = [type(each) for each in (model.embedding, model.inner["layer"], model.head)]
     assert kinds == [RowEmbedding, RowLinear, RowLinear]
@@ -100,7 +104,7 @@ def test_eight_bits_round_by_groups() -> None:
 def test_a_lookup_that_is_no_matrix_is_not_rounded() -> None:
     model = Small(tied=False)
     expected = model.embedding(IDS)
-    pack_weights(model, "int8", torch.bfloat16)
+    assert pack_weights(model, "int8", torch.bfloat16).rounded
     assert torch.equal(model.embedding(IDS), expected)
     assert model.embedding.matrix.numbers.dtype == torch.bfloat16
     assert model.head.matrix.numbers.dtype == torch.int8
@@ -156,6 +160,23 @@ def test_models_decode_as_they_compute_with_the_same_weights(
         assert (error <= (expected.abs().amax(1) / 250 if name == "int8" else 0)).all()
     finally:
         runner.close()
+
+
+@pytest.mark.parametrize(("weights", "note"), [("auto", "exact"), ("int8", "exact, weights int8")])
+def test_what_is_kept_of_a_session_says_which_weights_made_it(
+    weights: str, note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARSEKV_CACHE", str(tmp_path / "cache"))
+    for served in serve(tmp_path, "llama", dtype=torch.bfloat16, weights=weights):
+        session = served.start(METHODS["full"])
+        tokens = [10, 20, 30]
+        served.runner.read([session], [tokens])
+        fitted = METHODS["full"].on(served.context.manifest)
+        ground = Ground(served.context.manifest, served.context.manifest)
+        store, runner = served.store, served.runner
+        keeper = SessionKeeper(store, runner, ground, fitted, served.context, None, tokens, KeepOptions())
+        made = keeper.keeping().take(session, [])()
+        assert store.manifest(made).prefill["attention"] == note
 
 
 def test_a_gpu_has_them_as_the_checkpoint_has(monkeypatch: pytest.MonkeyPatch) -> None:
