@@ -36,7 +36,7 @@ _AS_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.uint16}
 
 @dataclass(frozen=True, slots=True)
 class KeptWeights:
-    """How matrices are kept. name: of their dtype. told: with the reason, for the log. rounded: whether one was changed."""
+    """How matrices are kept. name: of their dtype. told: with the reason, for the log. rounded: were any changed."""
 
     name: str
     told: str
