@@ -8,6 +8,17 @@ REPAIR = "delete the context and make it again: prefill its document, or continu
 """What to do about a context that is damaged, as errors say it."""
 
 
+def format_bytes(count: float) -> str:
+    """A size as errors, logs and commands say it, with a binary unit: 1536 -> '1.5 KiB'."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"
+
+
 class SparseKVError(Exception):
     """Base of all errors raised on bad input or bad data.
 
@@ -43,6 +54,12 @@ class StoreFullError(StoreError):
     reason = "STORE_FULL"
 
 
+class StoreBoundError(SparseKVError):
+    """A context does not fit into what the store may hold, and nothing that may go makes room for it."""
+
+    reason = "STORE_BOUND_REACHED"
+
+
 class StoreUnavailableError(StoreError):
     """A file of the store cannot be read now (permissions, open files, a disk or server that does not answer).
 
@@ -60,6 +77,12 @@ class ContextAmbiguousError(SparseKVError):
     """A name or an id prefix fits more than one context."""
 
     reason = "CONTEXT_AMBIGUOUS"
+
+
+class NameTakenError(SparseKVError):
+    """A name belongs to another context."""
+
+    reason = "NAME_TAKEN"
 
 
 class ContextBusyError(SparseKVError):

@@ -12,7 +12,10 @@ from typer import Option
 from index_store.cli.checks import Address, AtLeast, Filled, InputFile, OneOf
 from index_store.cli.options import (
     AUTO,
+    LOCAL_STORE,
     SIZE,
+    MoveNameOption,
+    StoreBytesOption,
     StoreOption,
     TtlOption,
     check_bounds,
@@ -64,6 +67,7 @@ class PrefillConfig:
         InputFile(dash=True),
     ] = None
     name: Annotated[str | None, Option(help="Display name; by default the first file's name.")] = None
+    move_name: MoveNameOption = False
     method: Annotated[
         tuple[str, ...],
         Option(
@@ -174,6 +178,8 @@ class PrefillConfig:
             from index_store.memory.devices import pick_device
 
             pick_device(self.device)
+        if self.move_name and self.name is None:
+            raise InvalidArgumentError("--move-name goes with --name, which says what moves")
         if self.name is not None and not (self.name.isprintable() and 0 < len(self.name) <= 500):
             raise InvalidArgumentError(
                 f"--name is {self.name[:80]!r}, expected 1 to 500 printable characters"
@@ -229,7 +235,11 @@ class RunConfig(PrefillConfig):
     store: Annotated[
         Path,
         Option(
-            "--store", envvar="SPARSEKV_STORE", metavar="DIR", help="The store's folder; not with --server."
+            "--store",
+            envvar="SPARSEKV_STORE",
+            metavar="DIR",
+            help="The store's folder; not with --server.",
+            parser=LOCAL_STORE,
         ),
     ] = Path()
     server: Annotated[
@@ -254,6 +264,7 @@ class RunConfig(PrefillConfig):
                     "input",
                     "messages",
                     "name",
+                    "move_name",
                     "method",
                     "rows",
                     "ttl",
@@ -354,6 +365,7 @@ class WorkerConfig:
         ),
         AtLeast(0, 1000),
     ] = GROWN_SHARE
+    store_bytes: StoreBytesOption = None
     attached: Annotated[
         bool, Option("--attached", help="End when standard input ends, for programs that start workers.")
     ] = False

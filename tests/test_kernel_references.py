@@ -19,7 +19,7 @@ PACKAGES = ("index_store", "prefill_worker", "decode_engine")
 Place = tuple[str, str]
 """A module and a name in it."""
 
-LAUNCH: Place = ("index_store.launch", "launch")
+LAUNCH: Place = ("index_store.compiled.launch", "launch")
 """Starts loops that numba compiled."""
 
 _CLUSTERS = ("decode_engine.kernels.clusters.reference", "remainder_reference")
@@ -208,7 +208,7 @@ PRODUCT = {
     "ALL = [add_reference]",
     "a.c": "from a.b import sum_kernel as of_all\ndef multiply(x):\n    at_once = of_all[(1,)]\n    at_once(x)",
     "a.d": "from a.b import add, add_reference\ndef twice():\n    add_reference()",
-    "a.e": "from index_store.launch import launch\ndef count_reference(): ...\n"
+    "a.e": "from index_store.compiled.launch import launch\ndef count_reference(): ...\n"
     "def count(x):\n    launch(_loop, x)\n    count_reference()",
 }
 RUN = "from a import c, e\nc.multiply(1)\ne.count(1)\nfrom a.e import count_reference\ncount_reference()\n"

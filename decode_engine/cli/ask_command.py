@@ -1,4 +1,4 @@
-"""The command `ask`: questions about a stored context, and their answers."""
+"""The command `ask`: questions, about a stored context or without, and their answers."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ class AskConfig(AnswerConfig):
     """`decode-engine ask`. Exactly one of prompt, file and questions is given; questions with out."""
 
     context: Annotated[
-        str,
-        Option("--context", help="Context: id, its first 6 or more digits, contexts/<id>, or display name."),
+        str | None,
+        Option(
+            "--context",
+            help="Context: id, its first 6 or more digits, contexts/<id>, or display name; by default none.",
+        ),
         Filled(),
-    ]
+    ] = None
     prompt: Annotated[
         str | None, Argument(metavar="QUESTION", help="The question; - reads it from standard input.")
     ] = None
@@ -59,7 +62,8 @@ class AskConfig(AnswerConfig):
         OutputFile(),
     ] = None
     raw: Annotated[
-        bool, Option("--raw", help="Continue the context by the text as it is, without chat template.")
+        bool,
+        Option("--raw", help="Continue the context, or begin, by the text as it is, without chat template."),
     ] = False
 
     def __post_init__(self) -> None:
@@ -72,6 +76,10 @@ class AskConfig(AnswerConfig):
             raise InvalidArgumentError("expected --questions and --out together, or neither")
         if self.prompt is not None and self.prompt != "-":
             _check_text(self.prompt, raw=self.raw)
+
+    def find(self, client: Client) -> str:
+        """The context's resource name, "" for none."""
+        return "" if self.context is None else client.find_context(self.context).name
 
     def read_text(self) -> str:
         """The question, or with `raw` the text. Raises InvalidArgumentError for one that is not UTF-8 or is blank."""
@@ -102,15 +110,15 @@ def ask(
     quiet: QuietOption = False,
     output: FormatOption = OutputFormat.TEXT,
 ) -> None:
-    """Ask a stored context one question, or many."""
+    """Ask one question or many, of a stored context or of the model alone."""
     with in_flags(), Client(config.server, credentials=config.credentials()) as client:
         if config.questions is not None and config.out is not None:
             _ask_many(client, config, QuestionFile(config.questions, config.out), quiet, output)
             return
         text = config.read_text()
-        found = client.find_context(config.context)
+        name = config.find(client)
         with client.generate(
-            found.name,
+            name,
             timeout_s=config.timeout,
             on_wait=_say_what_it_waits_for,
             **config.generate_options(text, raw=config.raw),
@@ -123,7 +131,7 @@ def ask(
                 raise typer.Exit(INTERRUPTED) from None
     answers = [_answer(pieces, index) for index in range(config.n)]
     if output is OutputFormat.JSON:
-        _print_json(found.name, generation, answers)
+        _print_json(generation, answers)
     else:
         _print_text(generation, answers, streamed=stream)
         if config.constrained:
@@ -139,7 +147,7 @@ def _ask_many(
 ) -> None:
     """Has all questions answered. Ends the program with 1 where some were not."""
     asked = questions.open_ones()
-    name = client.find_context(config.context).name
+    name = config.find(client)
     reporter = reporter_for(quiet=quiet)
     requests = {place: config.generate_options(text, raw=config.raw) for place, text in asked.items()}
     with reporter.phase("answers", "questions") as update:
@@ -227,7 +235,7 @@ def _logprob_line(each: TokenLogprob) -> str:
     return f"{each.logprob:9.4f} {shown(each.text)!r}{':' if others else ''}{others}"
 
 
-def _print_json(name: str, generation: Generation, answers: Sequence[Piece]) -> None:
+def _print_json(generation: Generation, answers: Sequence[Piece]) -> None:
     described = described_answers(
         (answer.text for answer in answers),
         (answer.token_ids for answer in answers),
@@ -235,7 +243,7 @@ def _print_json(name: str, generation: Generation, answers: Sequence[Piece]) -> 
         generation.summaries,
         generation.prompt_logprobs,
     )
-    print_json({"context": name, **described})
+    print_json({"context": generation.summary.context, **described})
 
 
 def summary_lines(summary: Summary) -> list[str]:

@@ -1,4 +1,4 @@
-"""The command `chat`: a conversation about a stored context, in a terminal or through a pipe."""
+"""The command `chat`: a conversation, about a stored context or without, in a terminal or through a pipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typer import Argument, Option
 from decode_engine.rpc.client import Client, ContextInfo, Keep, Summary, Usage
 from decode_engine.rpc.door.options import ServerConfig
 from decode_engine.settings.request_bounds import (
-    MAX_MAX_TOKENS,
+    MAX_INT32,
     MAX_NAME_CHARACTERS,
     MAX_SEED,
     MAX_STOP_LENGTH,
@@ -41,10 +41,13 @@ class ChatConfig(ServerConfig):
     """`decode-engine chat`. What is None is left to the server."""
 
     context: Annotated[
-        str,
-        Argument(metavar="CONTEXT", help="Id, its first 6 or more digits, contexts/<id>, or display name."),
+        str | None,
+        Argument(
+            metavar="[CONTEXT]",
+            help="Id, its first 6 or more digits, contexts/<id>, or display name; by default none.",
+        ),
         Filled(),
-    ]
+    ] = None
     method: Annotated[
         str | None,
         Option("--method", metavar="METHOD", help="Method, as for `ask`."),
@@ -59,7 +62,7 @@ class ChatConfig(ServerConfig):
         Characters(1, MAX_NAME_CHARACTERS),
     ] = None
     max_tokens: Annotated[
-        int | None, Option(help="Most tokens of an answer; 256 by default."), AtLeast(1, MAX_MAX_TOKENS)
+        int | None, Option(help="Most tokens of an answer; 256 by default."), AtLeast(1, MAX_INT32)
     ] = None
     temperature: Annotated[
         float, Option(help="0 takes the likeliest token."), AtLeast(0, MAX_TEMPERATURE)
@@ -78,9 +81,10 @@ class ChatConfig(ServerConfig):
 
 @configured(ChatConfig)
 def chat(config: ChatConfig, output: FormatOption = OutputFormat.TEXT) -> None:
-    """Converse about a stored context. In a pipe, every line is a message, and an error ends the conversation."""
+    """Converse, about a context or without. In a pipe, every line is a message, and an error ends the conversation."""
     with Client(config.server, credentials=config.credentials()) as client:
-        conversation = _Conversation(config, client, client.find_context(config.context), output)
+        found = None if config.context is None else client.find_context(config.context)
+        conversation = _Conversation(config, client, found, output)
         for text in _Input(sys.stdin.isatty()):
             if text in ("/quit", "/exit"):
                 break
@@ -92,7 +96,7 @@ def chat(config: ChatConfig, output: FormatOption = OutputFormat.TEXT) -> None:
                 _say(conversation, text, forgiving=sys.stdin.isatty())
     if output is OutputFormat.JSON:
         kept = conversation.kept or None
-        print_json({"context": conversation.context.name, "turns": conversation.turns, "kept": kept})
+        print_json({"context": conversation.name, "turns": conversation.turns, "kept": kept})
     elif conversation.kept:
         typer.echo(f"kept as {config.keep_as}: {conversation.kept}", err=True)
 
@@ -110,11 +114,11 @@ def _say(conversation: _Conversation, text: str, *, forgiving: bool) -> None:
 
 @dataclass
 class _Conversation:
-    """What was said after the context. A message that got no answer is not part of it."""
+    """What was said, after the context if there is one. A message that got no answer is not part of it."""
 
     config: ChatConfig
     client: Client
-    context: ContextInfo
+    context: ContextInfo | None
     output: OutputFormat
     messages: list[Message] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
@@ -123,13 +127,18 @@ class _Conversation:
     summary: Summary | None = None
     """Of the last answer; none where it was stopped."""
 
+    @property
+    def name(self) -> str:
+        """The context's resource name, "" for none."""
+        return "" if self.context is None else self.context.name
+
     def say(self, text: str) -> None:
         """Sends a message and writes the answer as it comes. Ctrl-C ends the answer; what was said of it stays."""
         asked = [*self.messages, Message(Role.USER, text)]
         answer, self.summary = "", None
         config = self.config
         with self.client.generate(
-            self.context.name,
+            self.name,
             messages=asked,
             max_tokens=config.max_tokens,
             temperature=config.temperature,
@@ -138,7 +147,7 @@ class _Conversation:
             stop=config.stop,
             method=config.method,
             keep_ratio=config.keep,
-            keep=None if config.keep_as is None else Keep(config.keep_as),
+            keep=None if config.keep_as is None else Keep(config.keep_as, move_name=bool(self.kept)),
         ) as generation:
             try:
                 for piece in generation:
@@ -172,7 +181,10 @@ class _Conversation:
 
     def usage(self) -> str:
         """Tokens so far, for people."""
-        context = f"{self.context.token_count:,} tokens of context"
+        stored = 0 if self.context is None else self.context.token_count
+        if self.used is not None:
+            stored = self.used.context_tokens
+        context = f"{stored:,} tokens of context"
         if self.used is None:
             return f"{context}; nothing was said yet"
         touched = ", which was stopped"

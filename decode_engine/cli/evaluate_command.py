@@ -51,8 +51,10 @@ def show_results(results: Results, out: Path, *, picture: bool, output: OutputFo
     """Draws the pictures and prints the tables, or the JSON."""
     from decode_engine.evaluation.comparison.pictures import draw_pictures
     from decode_engine.evaluation.comparison.results import FILES
-    from decode_engine.evaluation.comparison.tables import costs_table, results_table, tasks_table
+    from decode_engine.evaluation.comparison.tables import costs_table, results_table, tasks_table, warnings
 
+    for warning in warnings(results.scores):
+        sys.stderr.write(f"warning: {warning}\n")
     files = [*FILES, *(draw_pictures(out, results.scores, results.maps) if picture else ())]
     if output is OutputFormat.JSON:
         print_json(results.as_json())

@@ -55,6 +55,9 @@ def status_lines(found: ServerStatus) -> list[str]:
         f"{found.mean_batch:.1f} (latest {found.decode_batch}), {found.steps} steps",
         f"contexts since the start: {found.context_loads} loaded, {found.context_hits} found in memory, "
         f"{found.context_evictions} dropped for others",
+        f"without a context since the start: {found.plain_requests} requests, {found.found_beginnings} over a stored "
+        f"beginning of {found.found_tokens} tokens in all; {found.kept_beginnings} beginnings kept, "
+        f"{found.removed_beginnings} removed for others",
         *(f"methods: {line}" for line in found.method_choices),
         *moved,
     ]

@@ -25,7 +25,7 @@ from decode_engine.settings.command_options import (
 )
 from index_store.cli.app import fail
 from index_store.cli.checks import Filled, InputFile, MoreThan
-from index_store.cli.console import format_bytes, print_json, print_table
+from index_store.cli.console import print_json, print_table
 from index_store.cli.options import (
     AUTO,
     FormatOption,
@@ -37,7 +37,7 @@ from index_store.cli.options import (
     configured,
 )
 from index_store.cli.progress import show_stages
-from index_store.errors import InvalidArgumentError
+from index_store.errors import InvalidArgumentError, format_bytes
 from index_store.methods.expressions import EXPRESSION_HELP
 from index_store.models.resolve import resolve_model
 from index_store.store.catalog import Store
@@ -188,7 +188,7 @@ def _texts(resident: ResidentContext, tokenizer: Tokenizer, prompts: Path | None
 
         return [continuation(resident)]
     lines = [line.strip() for line in prompts.read_text(encoding="utf-8").splitlines()]
-    texts = [tokenizer.encode(line) for line in lines if line]
+    texts = [tokenizer.encode_behind(line) for line in lines if line]
     if not texts or min(map(len, texts)) < 2:
         raise InvalidArgumentError(f"{prompts}: expected texts of at least 2 tokens, one per line")
     return texts

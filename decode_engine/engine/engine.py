@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Generic
 
@@ -34,6 +34,8 @@ from decode_engine.errors import (
 )
 from index_store.errors import InvalidArgumentError
 
+_QUIET_S = 1.0
+
 logger = logging.getLogger(__name__)
 
 
@@ -50,13 +52,17 @@ class Engine(Generic[SessionT]):
         session_memory: int | None = None,
         on_start: Callable[[], None] = lambda: None,
         on_crash: Callable[[BaseException], None] = lambda error: None,
+        on_idle: Callable[[], float | None] = lambda: None,
+        on_step: Callable[[Sequence[SessionT], float], None] = lambda sessions, seconds: None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """max_sessions: requests in progress at once. max_waiting: requests beyond those, loading or queued.
 
         prompt_chunk: most prompt tokens per step, of all prompts together; fewer where they cost more (`PromptCost`).
         session_memory: most bytes that requests in progress may need in sum (`Request.memory`); None has no bound.
-        on_start: called first on the scheduler's thread. on_crash: told when the scheduler fails.
+        on_start: called first on the scheduler's thread. on_crash: told when the scheduler fails. on_idle: called there
+        when there was nothing to do for a second; returns the seconds until it is called again, None for not before
+        there was something. on_step: told which sessions decoded a token together, and in how many seconds.
         Raises InvalidArgumentError for a limit out of range.
         """
         for name, value, least in (
@@ -70,13 +76,19 @@ class Engine(Generic[SessionT]):
         self._prompt_chunk = prompt_chunk
         self._on_start = on_start
         self._on_crash = on_crash
+        self._on_idle = on_idle
         self.clock_ns = clock_ns
         self._changed = threading.Condition()
         self.max_sessions = max_sessions
         self._queues: Queues[SessionT] = Queues(max_sessions, session_memory)
         self._places = Places(max_sessions + max_waiting, max_waiting // 4)
         self._scheduler = Scheduler(
-            runner, self._queues, self._changed, prompt_chunk=prompt_chunk, clock_ns=clock_ns
+            runner,
+            self._queues,
+            self._changed,
+            prompt_chunk=prompt_chunk,
+            clock_ns=clock_ns,
+            on_step=on_step,
         )
         self._accepting = True
         self._stopping = False
@@ -168,16 +180,28 @@ class Engine(Generic[SessionT]):
         with self._changed:
             return self._queues.waiting.ahead(stream)
 
-    def shutdown(self, grace_s: float = 0.0) -> None:
-        """Accepts nothing more, lets requests finish for `grace_s` seconds, ends the others and the thread."""
+    def shutdown(self, grace_s: float = 0.0, *, patience_s: float | None = None) -> bool:
+        """Accepts nothing more, lets requests finish for `grace_s` seconds, ends the others and the thread.
+
+        patience_s: for the step that the thread is in, which cannot be interrupted; None waits as long as it takes.
+        Returns whether the thread has ended. If not, the requests are told all the same, but hold what they have.
+        """
         with self._changed:
             self._accepting = False
             self._changed.wait_for(lambda: self._queues.empty or self._crash is not None, timeout=grace_s)
             self._stopping = True
             self._changed.notify_all()
         if self._thread.is_alive():
-            self._thread.join()
-        self._scheduler.close()
+            self._thread.join(patience_s)
+        if not self._thread.is_alive():
+            self._scheduler.close()
+            return True
+        logger.warning("a step of the engine has not ended in %g s; its requests are told", patience_s)
+        with self._changed:
+            left = self._queues.all()
+        for stream in {id(job.stream): job.stream for job in left}.values():
+            stream.put(self._last_words())
+        return False
 
     def _check_accepting(self) -> None:
         if self._crash is not None:
@@ -222,9 +246,12 @@ class Engine(Generic[SessionT]):
         return ShuttingDownError("the server shut down before this request finished")
 
     def _wait_for_work(self) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopping or bool(self._queues.all()))
-            return not self._stopping
+        pause_s: float | None = _QUIET_S
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._stopping or bool(self._queues.all()), pause_s):
+                    return not self._stopping
+            pause_s = self._on_idle()
 
     def step(self) -> None:
         """One turn of the scheduler; runs on its thread."""

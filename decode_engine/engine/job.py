@@ -244,4 +244,5 @@ def new_job(
 
 def _make_sampler(request: Request[SessionT], answer: int) -> Sampler:
     ends = request.end_ids | request.stop_ids
-    return Sampler(request.sampling.for_answer(answer), request.prompt, ends)
+    said = [*request.before, *request.prompt] if request.before else request.prompt
+    return Sampler(request.sampling.for_answer(answer), said, ends)

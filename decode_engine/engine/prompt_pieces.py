@@ -34,6 +34,9 @@ _SHARED_WORK = 4
 _COPIED = 1 / 32
 """Of a token that is copied, in ordinary tokens: a row of every layer moves, and nothing is computed."""
 
+_PRICED = 256
+"""Tokens of a prompt that count as costing the same: those before them are keys that each attends to, too."""
+
 _REFINEMENTS = 3  # passes of k-means over the open block for every append, see `key_clusters.online`
 
 
@@ -58,7 +61,8 @@ class PromptCost:
 
     token: of each. move: of each move of the recent window, which is a search and an append of its own. clustering: of
     each move again, times the square of the tail's tokens, up to `open_keys` of them. block: tokens from move to move.
-    begin: the prompt's first token is so many tokens after a move. tail: tokens of the tail before it.
+    begin: the prompt's first token is so many tokens after a move. tail: tokens of the tail before it. key: what a
+    token of the prompt adds to the cost of each later one; the first `free` ones add nothing.
     """
 
     token: float = 1.0
@@ -68,6 +72,12 @@ class PromptCost:
     block: int = sys.maxsize
     begin: int = 0
     tail: int = 0
+    key: float = 0.0
+    free: float = 0.0
+
+    def token_after(self, tokens: int) -> float:
+        """The cost of the token that comes after so many of the prompt."""
+        return self.token + self.key * max(0.0, tokens // _PRICED * _PRICED - self.free)
 
     def moves_after(self, tokens: int) -> float:
         """The cost of the move that comes with the token after so many of the prompt."""
@@ -92,13 +102,15 @@ def cut_prompt(cost: PromptCost, tokens: int, most: float) -> list[Piece]:
     while done < tokens:
         since = (cost.begin + done) % cost.block
         move = 0.0 if since else cost.moves_after(done)
-        fitting = int((most - spent - move) / cost.token)
+        token = cost.token_after(done)
+        fitting = int((most - spent - move) / token)
         if fitting < 1 and size:
             pieces.append(Piece(size, spent))
             size, spent = 0, 0.0
             continue
-        taken = max(1, min(fitting, cost.block - since, tokens - done))
-        size, spent, done = size + taken, spent + move + taken * cost.token, done + taken
+        alike = _PRICED - done % _PRICED if cost.key else tokens
+        taken = max(1, min(fitting, cost.block - since, alike, tokens - done))
+        size, spent, done = size + taken, spent + move + taken * token, done + taken
     return [*pieces, Piece(size, spent)]
 
 
@@ -107,7 +119,7 @@ def stored_cost(cost: PromptCost) -> PromptCost:
 
     They are copied, and what leaves the recent window is appended as ever.
     """
-    return replace(cost, token=_COPIED)
+    return replace(cost, token=_COPIED, key=0.0)
 
 
 def prompt_cost(fitted: FittedMethod, prompts: Prompts, device: torch.device, tail: int = 0) -> PromptCost:
@@ -125,10 +137,11 @@ def prompt_cost(fitted: FittedMethod, prompts: Prompts, device: torch.device, ta
     if searching and method.budget is not None:
         shared = prompts is Prompts.SPARSE
         attended += searching * (_SHARED_WORK if shared else 1 + _KEPT_WORK * _kept(method.budget, keys))
-    token = max(1.0, (weights + attended * per_key * keys) / ordinary)
+    estimated, key = (weights + attended * per_key * (keys + tail)) / ordinary, attended * per_key / ordinary
+    token, free = max(1.0, estimated), max(0.0, 1.0 - estimated) / key
     # On a GPU keys that exact prompts leave behind are appended by the first step, if that has no kernels.
     if not fitted.searching or (prompts is Prompts.EXACT and device.type != "cpu"):
-        return PromptCost(token, tail=tail)
+        return PromptCost(token, tail=tail, key=key, free=free)
     clusters = [spec for spec in (method.index, fitted.partition) if spec is not None and _clusters(spec)]
     blocks = [int(spec.parameters["block"]) for spec in clusters]
     per_cluster = [_REFINEMENTS / int(spec.parameters["keys_per_cluster"]) for spec in clusters]
@@ -141,6 +154,8 @@ def prompt_cost(fitted: FittedMethod, prompts: Prompts, device: torch.device, ta
         block=method.append_block,
         begin=(keys + tail - method.recent) % method.append_block,
         tail=tail,
+        key=key,
+        free=free,
     )
 
 

@@ -154,9 +154,10 @@ class Request(Generic[SessionT]):
     context: requests that share one wait in one queue. cost: of the prompt's tokens, by which it is cut into pieces.
     answers: how many are generated, each by a session of its own from the end of the prompt on, and by a seed of its
     own (`SamplingParameters.for_answer`). memory: bytes that each of these sessions may come to hold.
-    stop_ids: tokens that end the answer, besides. prompt_logprobs: whether log probabilities of the prompt's tokens are
-    told, with as many likeliest ones as those of the answer. stored: what the session begins with. keeping: what is
-    done with it at the end, of a single answer; its stream ends after that.
+    stop_ids: tokens that end the answer, besides. before: tokens that the request says itself, and that need not be
+    read: with the prompt they are what penalties count. prompt_logprobs: whether log probabilities of the prompt's
+    tokens are told, with as many likeliest ones as those of the answer. stored: what the session begins with. keeping:
+    what is done with it at the end, of a single answer; its stream ends after that.
     """
 
     start: Callable[[], SessionT]
@@ -174,6 +175,7 @@ class Request(Generic[SessionT]):
     cost: PromptCost = field(default_factory=PromptCost)
     answers: int = 1
     stop_ids: frozenset[int] = frozenset()
+    before: Sequence[int] = ()
     prompt_logprobs: bool = False
     stored: StoredTokens[SessionT] | None = None
     keeping: Keeping[SessionT] | None = None

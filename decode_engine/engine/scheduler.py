@@ -14,7 +14,7 @@ here; its stream ends when that is done.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -59,6 +59,7 @@ class Scheduler(Generic[SessionT]):
         *,
         prompt_chunk: int,
         clock_ns: Callable[[], int],
+        on_step: Callable[[Sequence[SessionT], float], None] = lambda sessions, seconds: None,
     ) -> None:
         """changed: guards the queues, and is notified when there is room in them. The others are as in `Engine`."""
         self._runner = runner
@@ -67,6 +68,7 @@ class Scheduler(Generic[SessionT]):
         self._changed = changed
         self._prompt_chunk = prompt_chunk
         self._clock_ns = clock_ns
+        self._on_step = on_step
         self._endings = Endings(queues, changed, self._flight, self._note_session)
         self.stats = EngineStats()
         """What was done so far; guarded by `changed`. It is counted before a request that it ends has ended."""
@@ -215,6 +217,7 @@ class Scheduler(Generic[SessionT]):
         spent = self._clock_ns() - before
         stepped = [(job, each) for (job, _), each in zip(batch, results, strict=True) if each is not None]
         self._note_batch(len(stepped))
+        self._on_step([session for _, session in batch], spent * 1e-9)
         for job, _ in stepped:
             job.decode_steps += 1
             job.decode_ns += spent

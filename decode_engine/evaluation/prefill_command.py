@@ -52,7 +52,8 @@ class PrefillCommand:
         Raises PrefillFailedError with the last line that the command printed.
         """
         command = [sys.executable, "-m", "prefill_worker", "run", "--model", self.model]
-        command += ["--input", str(document), "--store", str(self.store), "--name", name]
+        command += ["--input", str(document), "--store", str(self.store)]
+        command += ["--name", name, "--move-name"]  # contexts are known by their ids
         command += [part for method in self.methods or ["full"] for part in ("--method", method)]
         command += [part for index in self.index for part in ("--index", index)]
         command += ["--dense-layers", self.dense_layers, "--device", self.device, "--format", "json"]

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from decode_engine.errors import TooManyRequestsError
-from decode_engine.gateway import answering, creating, library
+from decode_engine.errors import CancelledError, TooManyRequestsError
+from decode_engine.gateway import answering, counting, creating, library
 from decode_engine.gateway.bounds import Bounds
 from decode_engine.gateway.exchange import HeldBodies
 from decode_engine.gateway.failures import HttpError, refusal, unexpected
 from decode_engine.rpc.client import AsyncClient
 from decode_engine.rpc.door.rules import Door
+from decode_engine.rpc.transport.calls import fact_text
 from index_store.errors import InvalidArgumentError, SparseKVError
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,9 @@ ROUTES = (
     Route("/v1/chat/completions", answering.chat, methods=["POST"]),
     Route("/v1/completions", answering.completions, methods=["POST"]),
     Route("/v1/responses", answering.responses, methods=["POST"]),
+    Route("/v1/responses/input_tokens", counting.count_input, methods=["POST"]),
+    Route("/tokenize", counting.tokenize, methods=["POST"]),
+    Route("/detokenize", counting.detokenize, methods=["POST"]),
     Route("/v1/models", library.list_models, methods=["GET"]),
     Route("/v1/models/{model:path}", library.get_model, methods=["GET"]),
     Route("/v1/contexts", library.list_contexts, methods=["GET"]),
@@ -81,6 +85,9 @@ class Front:
         self._open += 1
         try:
             await self._serve(exchange, scope, receive)
+        except asyncio.CancelledError:  # the server stops
+            exchange.facts.setdefault("ended", CancelledError.reason)
+            raise
         except Exception as error:
             await self._fail(exchange, error, scope, receive)
         finally:
@@ -101,7 +108,13 @@ class Front:
             self._bodies.add(nbytes)
             exchange.body_bytes += nbytes
 
-        scope["state"] = {"client": self._client.showing(exchange.metadata()), "hold": hold}
+        client = self._client.showing(exchange.metadata())
+        scope["state"] = {
+            "client": client,
+            "hold": hold,
+            "note": exchange.facts.update,
+            "told": exchange.told,
+        }
         await self._router(scope, receive, exchange.send)
 
     async def _fail(self, exchange: _Exchange, error: Exception, scope: Scope, receive: Receive) -> None:
@@ -142,6 +155,10 @@ class _Exchange:
         self.caller = ""
         self.said = ""
         self.begun = False
+        self.facts: dict[str, object] = {"peer": f"{self.host}:{self._port}"}
+        """What its log line says. ended: why a response that had begun did not come to its end."""
+        self.told: dict[str, str] = {}
+        """Further headers of the response."""
         self.body_bytes = 0
         self._status = 0
         self._send = send
@@ -152,7 +169,9 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self.begun = True
             self._status = message["status"]
-            message["headers"] = [*message["headers"], (b"x-request-id", self.id.encode())]
+            told = {"x-request-id": self.id, **self.told}
+            headers = ((name.encode(), value.encode()) for name, value in told.items())
+            message["headers"] = [*message["headers"], *headers]
         await self._send(message)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -165,20 +184,20 @@ class _Exchange:
         return (*shown, ("authorization", token))
 
     def log(self) -> None:
-        """One line about what became of it."""
+        """One line about what became of it; none of a health check."""
         spent = (time.monotonic() - self._started) * 1000
-        facts: dict[str, Any] = {"peer": f"{self.host}:{self._port}"}
         if self.caller:
-            facts["caller"] = self.caller
-        logger.info(
+            self.facts["caller"] = self.caller
+        logger.log(
+            logging.DEBUG if self.path in _OPEN_PATHS else logging.INFO,
             "%s %s %d in %.1f ms %s%s",
             self.method,
             ascii(self.path[:200])[1:-1],
             self._status,
             spent,
-            " ".join(f"{name}={value}" for name, value in facts.items()),
+            " ".join(f"{name}={_one_line(fact_text(value))}" for name, value in self.facts.items()),
             f": {_one_line(self.said)}" if self.said else "",
-            extra={"request_id": self.id, "milliseconds": round(spent, 3), **facts},
+            extra={"request_id": self.id, "milliseconds": round(spent, 3), **self.facts},
         )
 
 

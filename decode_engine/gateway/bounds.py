@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from decode_engine.gateway.failures import HttpError, refusal
+
+HEAD_BYTES = 64 * 2**10
+"""Of the head of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,24 @@ class BoundedConnection(H11Protocol):
             self._head = _stop(self._head)
         elif self._head is None and self.cycle is not None and self.cycle.response_complete:
             self._head = self.loop.call_later(self._bounds.head_s, self.transport.abort)
+
+    def send_400_response(self, msg: str) -> None:
+        """Tells in the shape of all errors what is wrong with a head."""
+        error = sys.exception()
+        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        why = f"the head of the request is no HTTP: {str(error or msg)[:200]}"
+        if status == 431:
+            why = f"the head of the request has more than {HEAD_BYTES} bytes, which is the limit; shorten it"
+        reply = refusal(HttpError(status, why, "head_too_large" if status == 431 else "invalid_head"))
+        headers = [*reply.raw_headers, (b"connection", b"close")]
+        events = (
+            h11.Response(status_code=status, headers=headers),
+            h11.Data(data=bytes(reply.body)),
+            h11.EndOfMessage(),
+        )
+        for event in events:
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         """An answer has been sent. What is left of the body nobody reads: it gets as long as a head."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, cast
 
 from starlette.datastructures import UploadFile
@@ -14,11 +14,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from decode_engine.errors import TooManyRequestsError
-from decode_engine.gateway.exchange import EventStream, bounded_receive, read_json
+from decode_engine.gateway.exchange import EventStream, bounded_receive, read_json, tell
 from decode_engine.gateway.failures import HttpError, failure
-from decode_engine.gateway.library import context_object, known_query
+from decode_engine.gateway.library import EXPIRY, context_object, expiry_of, known_query
 from decode_engine.gateway.wire.events import event
-from decode_engine.gateway.wire.messages_shape import turns_of
+from decode_engine.gateway.wire.messages_shape import MESSAGE, turns_of
 from decode_engine.gateway.wire.parameters import (
     FLAG,
     LABELS_ONLY,
@@ -29,13 +29,13 @@ from decode_engine.gateway.wire.parameters import (
     TOOLS,
     Endpoint,
     Parameter,
+    Reading,
     integer,
-    number,
     pick,
 )
 from decode_engine.gateway.wire.shapes import DONE
-from decode_engine.gateway.wire.tool_shapes import tools_of
-from decode_engine.rpc.client import AsyncClient, OperationInfo
+from decode_engine.gateway.wire.tool_shapes import TOOL, tools_of
+from decode_engine.rpc.client import NEVER, AsyncClient, OperationInfo
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.jobs.uploads import MOST_DOCUMENT_BYTES
 from index_store.methods.default import DEFAULT_METHOD
@@ -48,8 +48,13 @@ CREATE = Endpoint(
             "text", TEXT, "The document. Exactly one of `text`, `token_ids`, `messages` and `file_id`."
         ),
         Parameter("token_ids", TOKENS, "The document as tokens."),
-        Parameter("messages", MESSAGES, "The document as messages, which those of requests follow."),
-        Parameter("tools", TOOLS, "With `messages`: functions that the model may call."),
+        Parameter(
+            "messages",
+            MESSAGES,
+            "The document as messages, which those of requests follow.",
+            inside=MESSAGE,
+        ),
+        Parameter("tools", TOOLS, "With `messages`: functions that the model may call.", inside=TOOL),
         Parameter("file_id", TEXT, "The document as a file that /v1/files took, by its id."),
         Parameter(
             "parent",
@@ -61,7 +66,8 @@ CREATE = Endpoint(
         Parameter(
             "display_name", TEXT, "What people call the context; the document's first words by default."
         ),
-        Parameter("ttl_seconds", number(1, 36_500 * 86_400.0), "When it expires; never by default."),
+        Parameter("move_name", FLAG, "Take `display_name` from the context that has it, which keeps its id."),
+        *EXPIRY,
         Parameter("methods", TEXTS_ONLY, f"Methods whose indexes to build; `{DEFAULT_METHOD}` by default."),
         Parameter("rows", TEXT, "`int8`: exact keys and values in 8 bits; `dtype` by default, as they are."),
         Parameter(
@@ -81,7 +87,9 @@ _MOST_FILES = 4
 
 async def create_context(request: Request) -> Response:
     """POST /v1/contexts: an operation, or with `stream` its progress. What was begun goes on when the client goes."""
-    given = CREATE.read(await read_json(request))
+    reading = Reading()
+    given = CREATE.read(await read_json(request), reading)
+    tell(request, "taken", tuple(reading.taken))
     if len(pick(given, _SOURCES)) != 1:
         raise InvalidArgumentError(f"give exactly one of {', '.join(_SOURCES)}")
     client: AsyncClient = request.state.client
@@ -93,7 +101,8 @@ async def create_context(request: Request) -> Response:
         upload=_upload_of(given.get("file_id")),
         wait=False,
         display_name=given.get("display_name"),
-        ttl_s=given.get("ttl_seconds"),
+        move_name=given.get("move_name"),
+        ttl_s=_lives_s(given),
         methods=given.get("methods"),
         rows=given.get("rows"),
         request_id=given.get("request_id"),
@@ -104,6 +113,14 @@ async def create_context(request: Request) -> Response:
     if given.get("stream"):
         return EventStream(_progress(client, operation), release=lambda: None)
     return JSONResponse(operation_object(operation), status_code=202)
+
+
+def _lives_s(given: dict[str, Any]) -> float | None:
+    """How long the context lives from now on; None for good."""
+    expires = expiry_of(given)
+    if expires is None or expires is NEVER:
+        return None
+    return max((expires - datetime.now(UTC)).total_seconds(), 1.0)
 
 
 def _messages_of(given: dict[str, Any]) -> Sequence[Message] | Conversation | None:

@@ -7,7 +7,8 @@ import gc
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+import zlib
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, NoReturn, TypeVar
 
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from decode_engine.errors import TooManyRequestsError
+from decode_engine.errors import CancelledError, TooManyRequestsError
 from decode_engine.gateway.failures import HttpError
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError
@@ -26,10 +27,14 @@ _BODY_S = 20.0
 """How long a body may take to arrive."""
 _FILE_S = 600.0
 """The same of a file."""
+_MOST_TOLD = 40
+"""Names in a header."""
 _MAYBE_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 """The escape of half a character, which may stand beside its other half."""
 _SILENCE_S = 15.0
 """After which a stream without news gets a comment, so that nobody in between gives up."""
+_LAST_WORDS_S = 0.5
+"""For a client to take the events that end its stream."""
 CLIENT_GONE = 499
 """As proxies log it; nobody sees it."""
 
@@ -76,30 +81,59 @@ class HeldBodies:
         self._held -= nbytes
 
 
+def tell(request: Request, name: str, values: Sequence[str]) -> None:
+    """Has the response say something in a header `x-sparsekv-NAME`, whatever it is."""
+    said = [value for value in values[:_MOST_TOLD] if value.isascii() and value.isprintable()]
+    if said:
+        request.state.told[f"x-sparsekv-{name}"] = ", ".join(said)
+
+
 async def _read_body(request: Request) -> bytes:
-    too_large = HttpError(
-        413,
-        f"the body has more than {MAX_REQUEST_BYTES} bytes, which is the limit; shorten it",
-        "body_too_large",
-    )
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > MAX_REQUEST_BYTES:
-        raise too_large
     pieces: list[bytes] = []
     total = 0
+    unpack = _unpacking(request.headers.get("content-encoding", "identity"))
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > MAX_REQUEST_BYTES:
+        raise _too_large()
     try:
         async with asyncio.timeout(_BODY_S):
-            async for piece in request.stream():
+            async for packed in request.stream():
+                piece = unpack(packed, MAX_REQUEST_BYTES + 1 - total)
                 total += len(piece)
                 if total > MAX_REQUEST_BYTES:
-                    raise too_large
+                    raise _too_large()
                 request.state.hold(len(piece))
                 pieces.append(piece)
     except TimeoutError as error:
         raise HttpError(
             408, f"the body did not arrive within {_BODY_S:g} s; send it with the request", "body_too_late"
         ) from error
+    except zlib.error as error:
+        raise InvalidArgumentError(f"the body is not what its content-encoding says: {error}") from error
     return b"".join(pieces)
+
+
+def _too_large() -> HttpError:
+    return HttpError(
+        413,
+        f"the body has more than {MAX_REQUEST_BYTES} bytes, which is the limit; shorten it",
+        "body_too_large",
+    )
+
+
+def _unpacking(encoding: str) -> Callable[[bytes, int], bytes]:
+    """What unpacks the pieces of a body, each to at most so many bytes. Raises HttpError for other encodings."""
+    name = encoding.strip().lower()
+    if name in ("", "identity"):
+        return lambda piece, most: piece
+    if name not in ("gzip", "x-gzip", "deflate"):
+        raise HttpError(
+            415,
+            f"content-encoding is {ascii(encoding)[:60]}, expected gzip, deflate, or none",
+            "unsupported_content_encoding",
+            {"accept-encoding": "gzip, deflate"},
+        )
+    return zlib.decompressobj(wbits=zlib.MAX_WBITS | 32 if "gzip" in name else zlib.MAX_WBITS).decompress
 
 
 def bounded_receive(receive: Receive, most_bytes: int) -> Receive:
@@ -151,13 +185,21 @@ class EventStream(Response):
     """Server-sent events from a generator of their texts, until it ends or the client is gone.
 
     While it has nothing to say, comments are sent. release: called at the end, whether or not anything was sent.
+    last_words: the events that end it where this process is told to stop before.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None], release: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[str, None],
+        release: Callable[[], object],
+        last_words: Callable[[], Iterable[str]] = tuple,
+    ) -> None:
         self._events = events
         self._release = release
+        self._last_words = last_words
+        self._begun = self._ended = False
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
@@ -169,16 +211,31 @@ class EventStream(Response):
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 task.result()
+            else:
+                scope["state"]["note"]({"ended": CancelledError.reason})
+        except asyncio.CancelledError:  # the server's grace is over
+            await _end(task)
+            if self._begun and not self._ended:
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await self._say_last(send)
+            raise
         finally:
             self._release()
             await _end(task, gone)
 
+    async def _say_last(self, send: Send) -> None:
+        for text in self._last_words():
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
     async def _send(self, send: Send) -> None:
         async with aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            self._begun = True
             async for text in with_comments(events):
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+            self._ended = True
 
 
 async def with_comments(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:

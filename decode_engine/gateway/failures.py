@@ -19,6 +19,7 @@ _STATUSES = {
     "UNAUTHENTICATED": 401,
     "PERMISSION_DENIED": 403,
     "NOT_FOUND": 404,
+    "ALREADY_EXISTS": 409,
     "ABORTED": 409,
     "RESOURCE_EXHAUSTED": 429,
     "CANCELLED": 499,
@@ -30,7 +31,7 @@ _STATUSES = {
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
 _REPEATABLE = frozenset({"SHUTTING_DOWN", "UNREACHABLE"})
 """Reasons that waiting may mend, although nobody says how long. OpenAI's clients repeat others, too, unless told."""
-_PARTICULAR = {"UNREACHABLE": 502, "STORE_FULL": 507}
+_PARTICULAR = {"UNREACHABLE": 502, "STORE_FULL": 507, "STORE_BOUND_REACHED": 507}
 """Reasons that HTTP has a better word for than for their code."""
 
 

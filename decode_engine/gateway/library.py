@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from decode_engine.gateway.exchange import read_json
+from decode_engine.gateway.exchange import read_json, tell
 from decode_engine.gateway.failures import HttpError
-from decode_engine.gateway.wire.parameters import FLAG, LABELS, TEXT, Endpoint, Parameter
+from decode_engine.gateway.wire.parameters import FLAG, LABELS, TEXT, TTL, Endpoint, Parameter, Reading
 from decode_engine.rpc.client import NEVER, AsyncClient, ContextChanges, ContextInfo, Never
 from index_store.errors import InvalidArgumentError
 
 _MOST_ON_A_PAGE = 1000
 
+EXPIRY = (
+    Parameter("expire_time", TEXT, "When it expires, as 2030-01-31T12:00:00Z, or `never`."),
+    Parameter("ttl_seconds", TTL, "The same as seconds from now; one of both."),
+)
+
 UPDATE = Endpoint(
     "/v1/contexts/{context}",
     (
         Parameter("display_name", TEXT, "What people call the context."),
-        Parameter("expire_time", TEXT, "When it expires, as 2030-01-31T12:00:00Z, or `never`."),
+        Parameter("move_name", FLAG, "Take `display_name` from the context that has it, which keeps its id."),
+        *EXPIRY,
         Parameter("labels", LABELS, "Labels to set; null takes one away. Others stay."),
         Parameter("pinned", FLAG, "Whether it is kept from expiring and from being removed."),
     ),
@@ -29,10 +36,13 @@ UPDATE = Endpoint(
 
 
 async def health(request: Request) -> Response:
-    """GET /health: whether the server takes requests. Needs no token."""
+    """GET /health: whether the server takes requests, and what it does while it starts. Needs no token."""
     client: AsyncClient = request.state.client
-    serving = await client.is_serving()
-    return JSONResponse({"status": "ok" if serving else "unavailable"}, status_code=200 if serving else 503)
+    found = await client.health()
+    if found.serving:
+        return JSONResponse({"status": "ok"})
+    starting = {"status": "starting", "phase": found.phase}
+    return JSONResponse(starting if found.phase else {"status": "unavailable"}, status_code=503)
 
 
 async def list_models(request: Request) -> Response:
@@ -51,7 +61,9 @@ async def get_model(request: Request) -> Response:
 
 async def _model(client: AsyncClient) -> dict[str, Any]:
     status = await client.server_status()
-    return {"id": status.model, "object": "model", "created": 0, "owned_by": "sparsekv"}
+    named = {"id": status.model, "object": "model", "created": 0, "owned_by": "sparsekv"}
+    # As vLLM calls it, and as OpenRouter does.
+    return {**named, "max_model_len": status.max_positions, "context_length": status.max_positions}
 
 
 async def list_contexts(request: Request) -> Response:
@@ -89,16 +101,28 @@ async def get_context(request: Request) -> Response:
 async def update_context(request: Request) -> Response:
     """PATCH /v1/contexts/{context}."""
     known_query(request)
-    given = UPDATE.read(await read_json(request))
+    reading = Reading()
+    given = UPDATE.read(await read_json(request), reading)
+    tell(request, "taken", tuple(reading.taken))
     if not any(value != {} for value in given.values()):
         names = ", ".join(parameter.name for parameter in UPDATE.parameters)
         raise InvalidArgumentError(f"nothing to change, expected some of {names}")
-    changes = cast(ContextChanges, {name: value for name, value in given.items() if name != "expire_time"})
-    if "expire_time" in given:
-        changes["expire_time"] = _time(given["expire_time"])
+    others = {name: value for name, value in given.items() if name not in ("expire_time", "ttl_seconds")}
+    changes = cast(ContextChanges, {**others, "expire_time": expiry_of(given)})
     context = await _find(request)
     client: AsyncClient = request.state.client
     return JSONResponse(context_object(await client.update_context(context.name, **changes)))
+
+
+def expiry_of(given: Mapping[str, Any]) -> datetime | Never | None:
+    """When a context expires by what was given; None where that says nothing. Raises InvalidArgumentError."""
+    if "ttl_seconds" not in given:
+        return _time(given["expire_time"]) if "expire_time" in given else None
+    if "expire_time" in given:
+        raise InvalidArgumentError(
+            "expire_time and ttl_seconds are given, expected one of both", field="expire_time"
+        )
+    return datetime.now(UTC) + timedelta(seconds=given["ttl_seconds"])
 
 
 def _time(text: str) -> datetime | Never:

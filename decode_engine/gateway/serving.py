@@ -17,14 +17,13 @@ import uvicorn
 
 from decode_engine.errors import AddressError
 from decode_engine.gateway.app import make_app
-from decode_engine.gateway.bounds import BoundedConnection, Bounds
+from decode_engine.gateway.bounds import HEAD_BYTES, BoundedConnection, Bounds
 from decode_engine.rpc.client import AsyncClient, Credentials
 from decode_engine.rpc.door.certificates import Certificates
 from decode_engine.rpc.door.rules import Door
 
 logger = logging.getLogger(__name__)
 
-_HEAD_BYTES = 64 * 2**10
 _BACKLOG = 512
 _UNREAD_BYTES = 2**17
 """What the system keeps of an answer that is not read."""
@@ -115,7 +114,7 @@ class Gateway:
             server_header=False,
             proxy_headers=False,
             backlog=_BACKLOG,
-            h11_max_incomplete_event_size=_HEAD_BYTES,
+            h11_max_incomplete_event_size=HEAD_BYTES,
             timeout_keep_alive=int(self._bounds.idle_s),
             **_encryption(self._certificates),
         )

@@ -46,8 +46,8 @@ from decode_engine.host_search.table_lists_numba import (
     reach_of,
     score_tile,
 )
+from index_store.compiled.launch import njit
 from index_store.indexes.query_tables.search_numba import TILE
-from index_store.launch import njit
 
 JOB_FIELDS = 32
 USED, HEADS, GROUP, DIM, SUBSPACES, CENTROIDS, QUERIES, STRIDED, SEARCHES, TILES, KEYS, WIDTH, BASE, STOP = (
@@ -83,7 +83,7 @@ _SPINS = 64
 _PICKS = 16
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def tiles_of(first: int, end: int, keep: int) -> int:  # pragma: no cover - compiled
     """Tiles of a list; none when all keys are kept, or none are searched."""
     if end - first <= keep:
@@ -91,13 +91,13 @@ def tiles_of(first: int, end: int, keep: int) -> int:  # pragma: no cover - comp
     return (end - first + TILE - 1) // TILE
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def number_of(job: NDArray[np.int64], search: int) -> int:  # pragma: no cover - compiled
     """What words say about the step's search of that place in the order."""
     return job[BASE] + int64_rows(job[ORDER], 1, job[SEARCHES])[0, search]  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def serve_search(
     job: NDArray[np.int64],
     search: int,
@@ -141,7 +141,7 @@ def serve_search(
                 return False
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _list_of(
     job: NDArray[np.int64], index: int
 ) -> tuple[NDArray[np.int64], int, int]:  # pragma: no cover - compiled
@@ -153,14 +153,14 @@ def _list_of(
     return int64_rows(job[ROWS], job[USED], ROW_FIELDS)[place], place, index // job[USED]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _board(job: NDArray[np.int64], search: int, line: int) -> int:  # pragma: no cover - compiled
     """Address of a line of the board: 0 for the counter of tickets, 1 + i for the i-th used list."""
     lines = job[USED] * job[HEADS] + 1
     return job[BOARD] + (search * lines + line) * LINE * 8  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _may_wait(job: NDArray[np.int64], spins: int) -> bool:  # pragma: no cover - compiled
     """One turn of waiting for other threads or for queries; False when told to stop."""
     relax()
@@ -169,7 +169,7 @@ def _may_wait(job: NDArray[np.int64], spins: int) -> bool:  # pragma: no cover -
     return load_word(job[STOP]) == 0  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _wait_for_word(job: NDArray[np.int64], address: int, value: int) -> bool:  # pragma: no cover - compiled
     """Waits until the word is at least `value`; False when told to stop."""
     spins = 0
@@ -180,14 +180,14 @@ def _wait_for_word(job: NDArray[np.int64], address: int, value: int) -> bool:  #
     return True
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def is_posted(job: NDArray[np.int64], search: int) -> bool:  # pragma: no cover - compiled
     """Whether the first row's queries of a search are there."""
     row = int64_rows(job[ROWS], job[USED], ROW_FIELDS)[0, ROW]
     return load_word(job[POSTED] + row * LINE * 8) >= number_of(job, search)  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _answer(
     job: NDArray[np.int64], search: int, number: int, count: int
 ) -> None:  # pragma: no cover - compiled
@@ -197,13 +197,13 @@ def _answer(
         store_word(address, FAILED)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _pick_parts(job: NDArray[np.int64]) -> int:  # pragma: no cover - compiled
     """Parts in which a list's table rows are picked, so that with few lists as well there is one for most threads."""
     return max(1, min(job[SUBSPACES], _PICKS // (job[USED] * job[HEADS])))  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _pick(job: NDArray[np.int64], search: int, ticket: int) -> bool:  # pragma: no cover - compiled
     """Picks a part of a list's table rows when its queries are there; the first one answers a list without tiles."""
     parts = _pick_parts(job)
@@ -240,7 +240,7 @@ def _pick(job: NDArray[np.int64], search: int, ticket: int) -> bool:  # pragma: 
     return True
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _score(
     job: NDArray[np.int64],
     search: int,
@@ -288,7 +288,7 @@ def _score(
     return 1
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _softmax_parts(
     job: NDArray[np.int64], number: int, tile: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:  # pragma: no cover - compiled
@@ -301,7 +301,7 @@ def _softmax_parts(
     )
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _count(
     job: NDArray[np.int64],
     search: int,
@@ -327,7 +327,7 @@ def _count(
         store_word(board + 8 * _BOUNDED, 1)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _go_on(
     job: NDArray[np.int64],
     search: int,
@@ -364,7 +364,7 @@ def _go_on(
     return done
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _list(
     job: NDArray[np.int64],
     search: int,

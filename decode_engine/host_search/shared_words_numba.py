@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from index_store.launch import njit
+from index_store.compiled.launch import njit
 
 _WORD = ir.IntType(64)
 _BYTES = 8
@@ -136,49 +136,49 @@ SEMAPHORE_WORDS = 8
 """Words of a semaphore, more than the C library needs. All zeros is a semaphore that nobody has posted."""
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def wait_for_post(semaphore: int) -> None:  # pragma: no cover - compiled
     """Sleeps until the semaphore at that address has been posted; may also return for no reason."""
     _sem_wait(semaphore)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def post(semaphore: int) -> None:  # pragma: no cover - compiled
     """Lets one thread that waits for the semaphore go on, now or when it comes to wait."""
     _sem_post(semaphore)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def read_word(address: int) -> int:  # pragma: no cover - compiled
     """`load_word` for code that is not compiled."""
     return load_word(address)  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def write_word(address: int, value: int) -> None:  # pragma: no cover - compiled
     """`store_word` for code that is not compiled."""
     store_word(address, value)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def int8_rows(address: int, rows: int, width: int) -> NDArray[np.int8]:  # pragma: no cover - compiled
     """[rows, width] int8 at an address."""
     return carray(_pointer(address), (rows, width), np.int8)  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def int32_rows(address: int, rows: int, width: int) -> NDArray[np.int32]:  # pragma: no cover - compiled
     """[rows, width] int32 at an address."""
     return carray(_pointer(address), (rows, width), np.int32)  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def int64_rows(address: int, rows: int, width: int) -> NDArray[np.int64]:  # pragma: no cover - compiled
     """[rows, width] int64 at an address."""
     return carray(_pointer(address), (rows, width), np.int64)  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def float32_rows(address: int, rows: int, width: int) -> NDArray[np.float32]:  # pragma: no cover - compiled
     """[rows, width] float32 at an address."""
     return carray(_pointer(address), (rows, width), np.float32)  # type: ignore[no-any-return]

@@ -21,8 +21,8 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from index_store.compiled.launch import njit
 from index_store.indexes.query_tables.search_numba import TILE, add_rows, combine_tile, exponentiate_tile
-from index_store.launch import njit
 from index_store.selection.top_k_numba import sortable
 
 BINS = 1024
@@ -39,7 +39,7 @@ BITS = 64
 _Generated = tuple[Any, Callable[..., Any]]
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@njit(cache=True, fastmath={"reassoc", "contract"})
 def pick_rows(
     q_GD: NDArray[np.float32],
     scale: np.float32,
@@ -85,7 +85,7 @@ def pick_rows(
             weights_LM[number, b] = max(highest, np.float32(0)) * scales_M[b]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def reach_of(weights_LM: NDArray[np.float32]) -> np.float32:  # pragma: no cover - compiled
     """No score of a list is further from 0, for rows of such weights; 0 for sums of several queries' softmaxes."""
     if weights_LM.shape[0] > 1:
@@ -96,7 +96,7 @@ def reach_of(weights_LM: NDArray[np.float32]) -> np.float32:  # pragma: no cover
     return total
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def score_tile(
     table_SN: NDArray[np.int8],
     rows_LM: NDArray[np.int32],
@@ -109,7 +109,7 @@ def score_tile(
         add_rows(table_SN, rows_LM[number], weights_LM[number], low, scores_LX[number])
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def exponentiate(
     scores_LX: NDArray[np.float32],
     peaks_L: NDArray[np.float32],
@@ -125,7 +125,7 @@ def exponentiate(
         peaks_L[number], totals_L[number] = exponentiate_tile(scores_LX[number], octaves_X, scratch_X)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def combine(
     exponentials_LX: NDArray[np.float32],
     tile: int,
@@ -147,7 +147,7 @@ def combine(
     combine_tile(exponentials_LX, shares_L, out_X)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def fold_of(keys: int, keep: int) -> int:  # pragma: no cover - compiled
     """Keys of a block, a power of two, so that there are a few blocks for every key that is kept."""
     fold = 1
@@ -156,7 +156,7 @@ def fold_of(keys: int, keep: int) -> int:  # pragma: no cover - compiled
     return fold
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _fold(
     scores_X: NDArray[np.float32], fold: int, scratch_X: NDArray[np.float32]
 ) -> NDArray[np.float32]:  # pragma: no cover - compiled
@@ -193,7 +193,7 @@ def _fold(
     return source
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def count_blocks(
     scores_X: NDArray[np.float32],
     fold: int,
@@ -223,7 +223,7 @@ def count_blocks(
         histogram[bins_X[j]] += 1
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def lower_bound(
     histograms_PB: NDArray[np.int32], keep: int, reach: np.float32
 ) -> np.float32:  # pragma: no cover - compiled
@@ -286,7 +286,7 @@ def lowest_bit(typing: Any, word: Any) -> _Generated:
     return types.uint64(types.uint64), generate
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def list_reaching(
     scores_X: NDArray[np.float32],
     bound: np.float32,
@@ -327,7 +327,7 @@ def list_reaching(
     return found
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def kth_largest_key(keys_X: NDArray[np.uint32], k: int) -> np.uint32:  # pragma: no cover - compiled
     """The k-th largest, bit by bit: counting all keys once for every bit is vectorised, sorting into bins is not."""
     differing = np.uint32(0)
@@ -349,7 +349,7 @@ def kth_largest_key(keys_X: NDArray[np.uint32], k: int) -> np.uint32:  # pragma:
     return found  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def best_listed(
     ids_X: NDArray[np.int32],
     scores_X: NDArray[np.float32],

@@ -32,8 +32,8 @@ from decode_engine.host_search.shared_words_numba import (
     sleep_us,
     wait_for_post,
 )
+from index_store.compiled.launch import njit
 from index_store.indexes.query_tables.search_numba import TILE
-from index_store.launch import njit
 
 EPOCH, JOB, INSIDE = 0, LINE, 2 * LINE
 LANE_WORDS = 3 * LINE
@@ -44,7 +44,7 @@ _PATIENCE, _NAP_US = 50_000, 50
 """Turns of waiting, a few milliseconds, after which a thread naps between looks."""
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def take_part(
     lanes_address: int, lanes: int, semaphore: int, end: int
 ) -> None:  # pragma: no cover - compiled
@@ -107,7 +107,7 @@ def compile_search() -> None:
     take_part(no_lanes.ctypes.data, 1, semaphore.ctypes.data, ended.ctypes.data)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _spin(spins: int) -> None:  # pragma: no cover - compiled
     """One turn of waiting for a device: it asks again within a fraction of a millisecond, unless it is held up."""
     relax()
@@ -117,7 +117,7 @@ def _spin(spins: int) -> None:  # pragma: no cover - compiled
         let_others_run()
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _leave(words: NDArray[np.int64], inside: NDArray[np.bool_]) -> None:  # pragma: no cover - compiled
     """Leaves every lane's step."""
     for lane in range(inside.shape[0]):
@@ -125,7 +125,7 @@ def _leave(words: NDArray[np.int64], inside: NDArray[np.bool_]) -> None:  # prag
             add_to_word(words[lane].ctypes.data + 8 * INSIDE, -1)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _enter(base: int, served: int) -> bool:  # pragma: no cover - compiled
     """Whether this thread is inside of a step now: one that it has not served yet, and that has not ended."""
     epoch = load_word(base + 8 * EPOCH)

@@ -20,10 +20,10 @@ from decode_engine.layers.tail import Tail
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.listed_keys_numba import Listed, attend_listed, attend_row_lists
 from index_store.attention.logit_form import PLAIN, LogitForm
+from index_store.compiled.launch import on_host
 from index_store.indexes.best_keys import find_best
 from index_store.indexes.interface.layer_index import Asked, Best, LayerIndex
 from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
-from index_store.launch import on_host
 from index_store.methods.method import Method
 from index_store.selection.budgets import Budget, Selection, Step
 from index_store.selection.pieces import Piece

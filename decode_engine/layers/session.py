@@ -79,10 +79,12 @@ class Session:
         forms: Sequence[LogitForm] = (),
         *,
         check: Callable[[], None] = lambda: None,
+        again: int = 0,
     ) -> None:
         """forms: what every layer of the model does to logits; nothing where there are none.
 
-        check: called now and then while a layer of the context is waited for; what it raises ends the wait.
+        check: called now and then while a layer of the context is waited for; what it raises ends the wait. again: last
+        tokens of the context that are fed first: their keys and values are there, what follows them is wanted.
         """
         if fitted.manifest.id != context.manifest.id:
             raise InvalidArgumentError(
@@ -94,7 +96,7 @@ class Session:
         self.method = fitted.method
         self.figures = Figures()
         self._forms = forms
-        self.position = context.manifest.token_count
+        self.position = context.manifest.token_count - again
         self.device = context.device
         make = partial(_make_layer, context, fitted, self.figures, forms)
         self._layers = Layers(

@@ -24,9 +24,11 @@ class Tail(GrowingRows):
     def write(self, start: int, keys_HTD: Tensor, values_HTD: Tensor) -> None:
         """Stores T rows as tail rows start..start+T-1 and makes start+T their count.
 
-        Raises InvalidArgumentError when rows before `start` are missing.
+        Rows below 0 are those of the context's last tokens, read again, which it has. Raises InvalidArgumentError when
+        rows before `start` are missing.
         """
-        self.put(start, torch.stack((keys_HTD, values_HTD), dim=2))
+        known = max(0, -start)
+        self.put(start + known, torch.stack((keys_HTD[:, known:], values_HTD[:, known:]), dim=2))
 
     def adopt(self, other: Tail) -> None:
         """Takes over the other tail's rows, in a copy."""

@@ -7,7 +7,7 @@ captured step works on it as on any other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -34,6 +34,8 @@ from index_store.models.loading import Tokenizer
 from index_store.store.catalog import Store, utc_now
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.manifest import Manifest
+from index_store.store.names import free_name, require_free, take_name, told_apart
+from index_store.store.room import note_use
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +62,16 @@ class Ground:
 
     def read(self, store: Store) -> OwnRows | None:
         """What a child has of its own; None of other contexts. Raises as `read_own_rows` does."""
-        return read_own_rows(store, self.named) if self.own_tokens else None
+        if not self.own_tokens:
+            return None
+        note_use(store, self.named.id)
+        return read_own_rows(store, self.named)
 
 
 @dataclass(frozen=True, slots=True)
 class KeepOptions:
-    """What is to become of a session. name: "" for the context's. ttl: None for good. turns: they are its prompt.
-
-    owner: who asked for it.
+    """What is to become of a session. name: "" for the context's, with digits of its own id. ttl: None for good. turns:
+    they are its prompt. owner: who asked for it. moves: the name is taken from the context that has it.
     """
 
     name: str = ""
@@ -75,6 +79,7 @@ class KeepOptions:
     prompt_only: bool = False
     turns: bool = False
     owner: str = ""
+    moves: bool = False
 
 
 def document_tokens(
@@ -123,8 +128,22 @@ class SessionKeeper:
     options: KeepOptions
 
     def keeping(self) -> Keeping[Session]:
-        """For the engine."""
+        """For the engine. Raises NameTakenError, before anything is computed, for a name that another context has."""
+        options, named = self.options, self.ground.named
+        if options.name and not options.moves:
+            require_free(self.store, options.name, named.model.fingerprint, self._may_become)
         return Keeping(self._take, self.options.prompt_only, self.options.turns)
+
+    def _may_become(self, other: Manifest) -> bool:
+        """Whether the session may be kept as this context: it has the session's tokens so far, and none or more."""
+        if other.parent is not None and other.parent.id != self.ground.base.id:
+            return False
+        own = [] if self.own is None else self.own.token_ids.tolist()
+        before = [] if other.parent is not None else self.resident.tokens().tolist()
+        begun = [*before, *own, *self.prompt]
+        with self.store.arrays(other) as context:
+            ids = context.tokens().tolist()
+        return ids == begun if self.options.prompt_only else ids[: len(begun)] == begun
 
     def _take(self, session: Session, answer: Sequence[int]) -> Callable[[], str]:
         rows = session.tail_rows()
@@ -145,7 +164,14 @@ class SessionKeeper:
             expires_at=None if options.ttl is None else utc_now() + options.ttl,
             owner=options.owner,
         )
-        return publish_child(self.store, made).id
+        id_ = made.id()
+        if options.moves:  # from one that it may continue: to be found by it until this one is there
+            made = replace(made, name=told_apart(made.name, id_))
+            publish_child(self.store, made)
+            take_name(self.store, id_, options.name)
+            return id_
+        name = free_name(self.store, made.name, named.model.fingerprint, id_)
+        return publish_child(self.store, replace(made, name=name)).id
 
     def _attention(self) -> str:
         """How the session's own tokens attended, and with which weights, where these were rounded."""

@@ -1,7 +1,8 @@
 """What a request that names no method gets: full attention, or its context's own method, whichever takes less time.
 
-Steps of both are timed at a few shapes when a server starts. Over a context of N tokens that S sessions share, a step
-takes, for either,
+Steps of both are timed at a few shapes while a server has nothing else to do, and again when steps of requests have
+come to take another time than they did. Until then it is the context's own. Over a context of N tokens that S sessions
+share, a step takes, for either,
 
     base + token * N + session * S + row * S * N
 
@@ -14,7 +15,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -38,8 +40,7 @@ _SESSIONS = (1, 16)
 _STEPS = 5
 _LONG_S = 2.0
 """After so long no further steps of a shape are timed."""
-_LONGEST_S = 20.0
-"""After so long no further method is timed."""
+_LOOK_S = 0.05
 
 _ROOM = 64  # positions behind a context, for steps
 
@@ -74,16 +75,81 @@ class StepTime:
         return self.base + self.token * tokens + (self.session + self.row * tokens) * sessions
 
 
+_MANY = 16
+"""Sessions on one context from which on a GPU takes full attention, while nothing is timed: it reads keys once."""
+_STEADY = 50
+_CHANGED, _FACTOR = 500, 2.0
+"""Steps in a row that differ by that factor from those after the timing, until times count no more."""
+_MOST_WANTED = 32
+
+
+@dataclass(slots=True)
+class _Pace:
+    """How steps of requests go beside what was timed. usual: their share of it, from the first ones; off: steps in a
+    row that were not like these."""
+
+    usual: float = 0.0
+    seen: int = 0
+    off: int = 0
+
+    def changed(self, share: float) -> bool:
+        """Takes in a step; whether the pace is another one for good."""
+        self.seen += 1
+        if self.seen <= _STEADY:
+            self.usual += share / _STEADY
+            return False
+        like = self.usual / _FACTOR <= share <= self.usual * _FACTOR
+        self.off = 0 if like else self.off + 1
+        return self.off >= _CHANGED
+
+
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Chooses by measured times. times: by method with its budget and by placement; empty where nothing was timed.
+    """Chooses by measured times. Thread-safe.
 
-    chosen: how often what was chosen. Thread-safe.
+    times: by method with its budget and by placement; empty where nothing was timed. on_gpu: where steps run. chosen:
+    how often what was chosen. wanted: what was to be chosen from, and is to be timed.
     """
 
-    times: Mapping[tuple[str, Placement], StepTime] = field(default_factory=dict)
+    times: dict[tuple[str, Placement], StepTime] = field(default_factory=dict)
+    on_gpu: bool = False
     chosen: Counter[str] = field(default_factory=Counter)
+    wanted: dict[tuple[str, Placement], Method] = field(default_factory=dict)
+    _paces: dict[tuple[str, Placement], _Pace] = field(default_factory=dict, repr=False)
     _lock: Lock = field(default_factory=Lock, repr=False)
+
+    def want(self, method: Method, placement: Placement) -> None:
+        """Has steps timed when there is time."""
+        with self._lock:
+            if method.sparse and len(self.wanted) < _MOST_WANTED:
+                self.wanted.setdefault((label(method), placement), method)
+
+    def take_wanted(self) -> tuple[Method, Placement] | None:
+        """What is to be timed next."""
+        with self._lock:
+            if not self.wanted:
+                return None
+            (_, placement), method = self.wanted.popitem()
+            return method, placement
+
+    def set(self, measured: Mapping[tuple[str, Placement], StepTime]) -> None:
+        """Takes in what was timed."""
+        with self._lock:
+            self.times.update(measured)
+            for key in measured:
+                self._paces.pop(key, None)
+
+    def note(self, method: Method, placement: Placement, tokens: int, sessions: int, seconds: float) -> None:
+        """Takes in how long a step of requests took; has its method timed again where that has changed for long."""
+        key = (label(method), placement)
+        with self._lock:
+            timed = self.times.get(key)
+            if timed is None or not self._paces.setdefault(key, _Pace()).changed(
+                seconds / max(timed.seconds(tokens, sessions), 1e-9)
+            ):
+                return
+            del self.times[key], self._paces[key]
+        logger.info("steps of %s have changed their pace: they are timed again", label(method))
 
     def choose(
         self, own: Method, manifest: Manifest, placement: Placement, sessions: int
@@ -102,6 +168,9 @@ class StepCosts:
             return own, "the context has indexes for no other method"
         mine, full = self.times.get((label(own), placement)), self.times.get(("full", placement))
         if mine is None or full is None:
+            self.want(own, placement)
+            if self.on_gpu and sessions >= _MANY:
+                return METHODS["full"], f"{sessions} sessions are on the context; steps were not timed yet"
             return own, f"the context's own: steps of {label(own)} were not timed"
         seconds = {own.name: mine.seconds(tokens, sessions), "full": full.seconds(tokens, sessions)}
         better, other = (
@@ -115,12 +184,13 @@ class StepCosts:
     def told(self) -> list[str]:
         """What was timed and chosen, for people to read: a line for each method and placement."""
         lines = []
-        for (name, placement), found in self.times.items():
+        for (name, placement), found in list(self.times.items()):
             full = self.times.get(("full", placement))
             if name == "full" or full is None:
                 continue
-            places = [f"{_from(found, full, sessions)} for {sessions}" for sessions in (1, 16)]
-            lines.append(f"{name} instead of full ({placement.value}), by sessions: {', '.join(places)}")
+            alone, together = (_from(found, full, sessions) for sessions in (1, 16))
+            where = f"{name} instead of full ({placement.value})"
+            lines.append(f"{where}: {alone} with one session on a context, {together} with 16")
         with self._lock:
             counts = ", ".join(f"{name} {count}" for name, count in sorted(self.chosen.items()))
         return [*lines, f"chosen so far: {counts}"] if counts else lines
@@ -136,80 +206,109 @@ def measure_steps(
 ) -> StepCosts:
     """Times steps of these methods and of full attention on made-up contexts of every placement.
 
-    Methods whose steps fail, as where one does not fit the model, or that come after _LONGEST_S are left out.
+    Methods whose steps fail, as where one does not fit the model, are left out.
     """
-    times: dict[tuple[str, Placement], StepTime] = {}
-    begin = time.monotonic()
+    costs = StepCosts()
     for method in {label(each): each for each in methods if each.sparse}.values():
         for placement in placements_of(method, placements):
-            if time.monotonic() - begin > _LONGEST_S:
-                logger.info(
-                    "steps of %s (%s) are not timed: it took too long", label(method), placement.value
-                )
-                continue
-            new = [each for each in (METHODS["full"], method) if (label(each), placement) not in times]
-            try:
-                measured = _measure(runner, method, new, placement)
-            except Exception as error:  # without times a server serves all the same
-                logger.warning("steps of %s (%s) are not timed: %s", label(method), placement.value, error)
-                continue
-            times |= {(name, placement): StepTime.of(shapes) for name, shapes in measured.items()}
-    if Placement.HOST in placements:  # where the host does not search, it is as in `hybrid`
-        alike = {
-            (name, Placement.HOST): time for (name, where), time in times.items() if where is Placement.HYBRID
-        }
-        times = alike | times
-    return StepCosts(times)
+            for _ in time_steps(runner, costs, method, placement):
+                pass
+    return costs
 
 
-def _measure(
-    runner: ModelRunner, method: Method, timed: Sequence[Method], placement: Placement
-) -> dict[str, dict[Shape, float]]:
-    """Times of some methods by shape, on contexts with the indexes of one of them."""
-    measured: dict[str, dict[Shape, float]] = {label(each): {} for each in timed}
+class IdleTimer:
+    """Times what is wanted, a step at a time, on the thread that feeds tokens, while that has nothing else to do."""
+
+    def __init__(self, runner: ModelRunner, costs: StepCosts) -> None:
+        self._runner = runner
+        self._costs = costs
+        self._running: Iterator[bool] = iter(())
+
+    def advance(self) -> float | None:
+        """Takes a step, and returns the seconds until the next one; None where nothing is wanted."""
+        waiting = next(self._running, None)
+        if waiting is None:
+            wanted = self._costs.take_wanted()
+            if wanted is None:
+                return None
+            self._running = time_steps(self._runner, self._costs, *wanted)
+            return 0.0
+        return _LOOK_S if waiting else 0.0
+
+
+def time_steps(runner: ModelRunner, costs: StepCosts, method: Method, placement: Placement) -> Iterator[bool]:
+    """Times steps of a method and of full attention on made-up contexts; yields after each step.
+
+    True says that a context is being made, and its steps captured, by a thread of its own, for which nobody waits.
+    Full attention is timed beside each method: what the machine does meanwhile adds to both.
+    """
+    methods = (METHODS["full"], method)
+    measured: dict[str, dict[Shape, float]] = {label(each): {} for each in methods}
     most = runner.identity.max_positions - _ROOM
     short, long = _TOKENS[runner.device.type]
-    for tokens in (min(short, most // 4), min(long, most)):
-        context = made_up_context(
-            runner.identity, runner.kv_dtype, method, tokens, device=runner.device, placement=placement
-        )
-        for sessions in _SESSIONS:
-            found = _step_seconds(runner, context, timed, sessions)
-            for each, seconds in zip(timed, found, strict=True):
-                measured[label(each)][tokens, sessions] = seconds
-        context.release()
-    return measured
+    with ThreadPoolExecutor(1, thread_name_prefix="prepare") as maker:
+        for tokens in (min(short, most // 4), min(long, most)):
+            making = maker.submit(_make, runner, method, tokens, placement)
+            while not making.done():
+                yield True
+            try:
+                context = making.result()
+                for sessions in _SESSIONS:
+                    times = yield from _step_seconds(runner, context, methods, sessions)
+                    for each, seconds in zip(methods, times, strict=True):
+                        measured[label(each)][tokens, sessions] = seconds
+                context.release()
+            except Exception as error:  # without times a server serves all the same
+                logger.warning("steps of %s (%s) are not timed: %s", label(method), placement.value, error)
+                return
+    costs.set({(name, placement): StepTime.of(shapes) for name, shapes in measured.items()})
+    for line in costs.told():
+        logger.info("steps were timed: %s", line)
+
+
+def _make(runner: ModelRunner, method: Method, tokens: int, placement: Placement) -> ResidentContext:
+    context = made_up_context(
+        runner.identity, runner.kv_dtype, method, tokens, device=runner.device, placement=placement
+    )
+    for each in (METHODS["full"], method):
+        runner.prepare(each.on(context.manifest), max(_SESSIONS), placement, beside=True)
+    return context
 
 
 def _step_seconds(
     runner: ModelRunner, context: ResidentContext, methods: Sequence[Method], count: int
-) -> list[float]:
+) -> Generator[bool, None, list[float]]:
     """Least seconds of a step of so many sessions by each method: what else runs on the machine only adds to it.
 
     Methods take turns, so that it adds to all of them alike. On a CPU that others use, steps take longer than this
-    process computes; then it is that which counts.
+    process computes; then it is that which counts. Yields after each step.
     """
     samplers = [Sampler(SamplingParameters()) for _ in range(count)]
     batches = [
         [runner.start(context, method.on(context.manifest)) for _ in range(count)] for method in methods
     ]
-    for sessions in batches:
-        runner.read(sessions, [[0]] * count)
-    times: list[list[float]] = [[] for _ in methods]
-    began = time.monotonic()
-    for turn in range(1 + _STEPS):
-        if turn > 1 and time.monotonic() - began > _LONG_S:
-            break  # a large model's
-        for sessions, found in zip(batches, times, strict=True):
-            begin, computed = time.perf_counter(), time.process_time()
-            for result in runner.decode(sessions, [0] * count, samplers):
-                if isinstance(result, Exception):
-                    raise result
-            taken, computed = time.perf_counter() - begin, time.process_time() - computed
-            found.append(min(taken, computed) if runner.device.type == "cpu" else taken)
-    for session in (session for sessions in batches for session in sessions):
-        session.close()
-    return [min(found[1:]) for found in times]
+    try:
+        for sessions in batches:
+            runner.read(sessions, [[0]] * count)
+            yield False
+        times: list[list[float]] = [[] for _ in methods]
+        spent = 0.0
+        for turn in range(1 + _STEPS):
+            if turn > 1 and spent > _LONG_S:
+                break  # a large model's
+            for sessions, found in zip(batches, times, strict=True):
+                begin, computed = time.perf_counter(), time.process_time()
+                for result in runner.decode(sessions, [0] * count, samplers):
+                    if isinstance(result, Exception):
+                        raise result
+                taken, computed = time.perf_counter() - begin, time.process_time() - computed
+                spent += taken
+                found.append(min(taken, computed) if runner.device.type == "cpu" else taken)
+                yield False
+        return [min(found[1:]) for found in times]
+    finally:
+        for session in (session for sessions in batches for session in sessions):
+            session.close()
 
 
 def _from(own: StepTime, full: StepTime, sessions: int) -> str:
@@ -218,7 +317,7 @@ def _from(own: StepTime, full: StepTime, sessions: int) -> str:
     gained = (full.token - own.token) + (full.row - own.row) * sessions
     if gained <= 0:
         return "always" if ahead < 0 else "never"
-    return "always" if ahead < 0 else f"from {int(ahead / gained) + 1} tokens"
+    return "always" if ahead < 0 else f"from {int(ahead / gained) + 1:,} tokens"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -8,12 +8,14 @@ Shape legend: B rows, one of each session; I inputs, O outputs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from index_store.attention.vectors.weight_rows_numba import make_weight_product
-from index_store.launch import launch, njit, prange, worth_sharing
+from index_store.compiled.launch import launch, njit, spread
 
 LEAST_OUTPUTS = 4
 _OUTPUTS_PER_TASK = 64
@@ -33,11 +35,8 @@ def multiply_rows(rows_BI: Tensor, weights: Numbers, scales: NDArray[np.float32]
     """The product with weights of `packed_weights`, [B, O] float32; rows are float32 on the host, O is at least 4."""
     out = rows_BI.new_empty(len(rows_BI), len(weights))
     work = weights.size * (_NANOSECONDS[weights.itemsize] + _NANOSECONDS_MORE * (len(rows_BI) - 1))
-    arrays = (rows_BI.detach().contiguous().numpy(), weights, scales)
-    if worth_sharing(work):
-        launch(_multiply_rows, *arrays, out.numpy(), work=work)
-    else:  # a step has hundreds of these, and a parallel loop takes a tenth of their time to begin, even alone
-        _multiply_some(*arrays, 0, len(weights), out.numpy())
+    arrays = (rows_BI.detach().contiguous().numpy(), weights, scales, out.numpy())
+    launch(_LOOPS[weights.dtype.char], *arrays, work=work)
     return out
 
 
@@ -46,32 +45,42 @@ def multiply_rows_reference(rows_BI: Tensor, weights_OI: Tensor) -> Tensor:
     return rows_BI @ weights_OI.T
 
 
-@njit(cache=True, nogil=True, parallel=True)
-def _multiply_rows(
-    rows: NDArray[np.float32], weights: Numbers, scales: NDArray[np.float32], out: NDArray[np.float32]
-) -> None:  # pragma: no cover - compiled
-    outputs = weights.shape[0]
-    for task in prange((outputs + _OUTPUTS_PER_TASK - 1) // _OUTPUTS_PER_TASK):
-        begin = task * _OUTPUTS_PER_TASK
-        _multiply_some(rows, weights, scales, begin, min(begin + _OUTPUTS_PER_TASK, outputs), out)
-
-
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _multiply_some(
+    task: int,
     rows: NDArray[np.float32],
     weights: Numbers,
     scales: NDArray[np.float32],
-    begin: int,
-    end: int,
     out: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled
-    """Rows with the weights of these outputs, by fours: the last four may be some that were done before."""
-    inputs = rows.shape[1]
+    """Rows with the weights of a task's outputs, by fours: the last four may be some that were done before."""
+    inputs, outputs = rows.shape[1], weights.shape[0]
     fours = rows.shape[0] // 4 * 4
-    for first in range(begin, end, 4):
-        output = min(first, weights.shape[0] - 4)
+    for first in range(task * _OUTPUTS_PER_TASK, min((task + 1) * _OUTPUTS_PER_TASK, outputs), 4):
+        output = min(first, outputs - 4)
         for row in range(0, fours, 4):
             _four_rows(rows, row, weights, scales, output, inputs, out)
             _four_rows(rows, row, weights, scales, output + 2, inputs, out)
         for row in range(fours, rows.shape[0]):
             _one_row(rows, row, weights, scales, output, inputs, out)
+
+
+def _loop_for(kind: str, numbers: str) -> Any:
+    """The loop for weights of one kind, which Python and the cache know as `multiply_KIND` of this module."""
+
+    def multiply(
+        rows: NDArray[np.float32], weights: Numbers, scales: NDArray[np.float32], out: NDArray[np.float32]
+    ) -> None:  # pragma: no cover - compiled
+        tasks = (weights.shape[0] + _OUTPUTS_PER_TASK - 1) // _OUTPUTS_PER_TASK
+        spread(_multiply_some, tasks, (rows, weights, scales, out))
+
+    multiply.__name__ = multiply.__qualname__ = f"multiply_{kind}"
+    return njit(f"f4x2 {numbers}x2 f4x2 f4x2")(multiply)
+
+
+multiply_float32 = _loop_for("float32", "f4")
+multiply_bfloat16 = _loop_for("bfloat16", "i2")
+multiply_float16 = _loop_for("float16", "u2")
+multiply_int8 = _loop_for("int8", "i1")
+_LOOPS = {"f": multiply_float32, "h": multiply_bfloat16, "H": multiply_float16, "b": multiply_int8}
+"""By what numpy calls the numbers."""

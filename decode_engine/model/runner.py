@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +22,7 @@ from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.model.decode_attention import ATTENTION_NAME, packed, register_attention
 from decode_engine.model.decode_check import check_decoding
 from decode_engine.model.packed_weights import KeptWeights, pack_weights
+from decode_engine.model.unstored import no_context
 from decode_engine.settings.command_options import Compilation, Prompts, search_cores
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
@@ -56,17 +57,27 @@ class ModelRunner:
         compilation: Compilation = Compilation.OFF,
         prompts: Prompts = Prompts.AUTO,
         searching: SearchThreads | None = None,
+        say: Callable[[str, str], None] = lambda what, how_far: None,
         weights: str = AUTO,
     ) -> None:
         """searching: threads and lanes for contexts that are searched on the host; by default most cores, one lane.
 
-        weights: how matrices are kept on a CPU, one of `WEIGHTS`.
+        say: is told what is done, and how far it has come, by several threads. weights: how matrices are kept on a
+        CPU, one of `WEIGHTS`.
         """
         register_attention()
         self.device = torch.device(device)
         default = Prompts.EXACT if self.device.type == "cuda" else Prompts.EACH
         self.prompts = default if prompts is Prompts.AUTO else prompts
-        loaded = load_model(folder, ATTENTION_NAME, device=self.device)
+        say("load weights", folder.name)
+
+        def hashing(done: int, in_all: int) -> None:
+            if done < in_all:
+                say("hash weights", f"{done / 1e9:.1f} of {in_all / 1e9:.1f} GB")
+            else:
+                say("load weights", folder.name)
+
+        loaded = load_model(folder, ATTENTION_NAME, device=self.device, hashing=hashing)
         self.model = loaded.model
         self.kept_weights = KeptWeights("", "")
         if self.device.type == "cpu":
@@ -77,9 +88,11 @@ class ModelRunner:
         self.identity = loaded.identity
         self.forms = loaded.forms
         self.kv_dtype = loaded.kv_dtype if dtype == "auto" else dtype
-        self.tokenizer = tokenizer = load_tokenizer(folder)
+        self.no_context = no_context(self.identity, self.kv_dtype, self.device)
+        self.tokenizer = tokenizer = load_tokenizer(folder, self.identity.tokenizer_fingerprint)
         size, ends = self.identity.vocab_size, tokenizer.eos_ids
         self.vocabulary = Vocabulary(lambda: VocabularySource(tokenizer.definition(), size, ends))
+        say("compare decoding with the model's own attention", "")
         check_decoding(loaded)
         self._stepper: Stepper | None = None
         self._searching = searching or SearchThreads(search_cores())
@@ -104,14 +117,27 @@ class ModelRunner:
         require_model(manifest, self.identity)
         require_dtype(manifest, self.kv_dtype)
 
-    def prepare(self, fitted: FittedMethod, sessions: int, placement: Placement = Placement.DEVICE) -> None:
+    def prepare(
+        self,
+        fitted: FittedMethod,
+        sessions: int,
+        placement: Placement = Placement.DEVICE,
+        *,
+        beside: bool = False,
+    ) -> None:
         """Captures decode steps of up to `sessions` sessions on such a context, where steps are captured.
 
-        placement: of the context. Raises as `check` does.
+        placement: of the context. beside: on another thread than the one that feeds tokens (`Stepper.prepare_beside`).
+        Raises as `check` does.
         """
         self.check(fitted.manifest)
         if self._stepper is not None:
-            self._stepper.prepare(fitted, sessions, placement)
+            prepare = self._stepper.prepare_beside if beside else self._stepper.prepare
+            prepare(fitted, sessions, placement)
+
+    def steps_kind(self, fitted: FittedMethod, placement: Placement) -> Hashable:
+        """What captured steps of such sessions have in common; None where steps take the general path."""
+        return None if self._stepper is None else self._stepper.kind_of(fitted, placement)
 
     def prepare_prompts(self) -> None:
         """Prepares attention of many queries on a GPU, for the calling thread alone: the one that reads prompts."""
@@ -120,15 +146,20 @@ class ModelRunner:
             prepare_many(shape.kv_heads, shape.head_dim, dtype, self.device)
 
     def start(
-        self, context: ResidentContext, fitted: FittedMethod, waiting: Callable[[], None] = lambda: None
+        self,
+        context: ResidentContext,
+        fitted: FittedMethod,
+        waiting: Callable[[], None] = lambda: None,
+        again: int = 0,
     ) -> Session:
         """A new session.
 
         waiting: called now and then while it waits for a layer that is being loaded; what it raises ends the wait.
-        Raises as `check` does, and what `Session` raises.
+        again: 1 where the prompt begins with the context's last token, which is read for what follows it. Raises as
+        `check` does, and what `Session` raises.
         """
         self.check(context.manifest)
-        return Session(context, fitted, self.forms, check=waiting)
+        return Session(context, fitted, self.forms, check=waiting, again=again)
 
     def prompt_cost(self, fitted: FittedMethod, tail: int = 0) -> PromptCost:
         """What tokens of a prompt cost that `read` reads, behind `tail` other tokens of the session."""

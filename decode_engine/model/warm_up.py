@@ -1,4 +1,4 @@
-"""Runs every method once on a made-up context, so that no request waits while kernels compile.
+"""Runs a method once on a made-up context, so that no request waits while kernels compile.
 
 Shape legend: H KV heads, G group heads, N tokens of the context, P sampled query positions, d head dim.
 """
@@ -6,14 +6,15 @@ Shape legend: H KV heads, G group heads, N tokens of the context, P sampled quer
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.engine.stepping import decode_by_forward
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.unstored import unstored_manifest
-from index_store.errors import InvalidArgumentError, SparseKVError
+from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.interface.layer_index import LayerIndex, LayerSource
 from index_store.indexes.registry import INDEX_KINDS
@@ -22,13 +23,12 @@ from index_store.memory.placement import HOST_SEARCHED, Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
 from index_store.methods.method import Method
-from index_store.methods.presets import METHODS
 from index_store.selection.calibration import ThresholdCalibrator
 from index_store.selection.threshold_curve import KEEP_GRID
 from index_store.store.description.array_shapes import index_array_entry
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.dtypes import AS_DTYPE, INT8, dtype_name, stored_dtype
-from index_store.store.description.manifest import HIGH_PLANE, IndexEntry, Manifest
+from index_store.store.description.manifest import HIGH_PLANE, IndexEntry
 from index_store.store.stored_context import QuerySample
 
 _TOKENS = 512
@@ -39,44 +39,34 @@ _CALIBRATED = 16
 logger = logging.getLogger(__name__)
 
 
-def warm_up(
-    runner: ModelRunner, sessions: int = 1, placements: Sequence[Placement] = (Placement.DEVICE,)
-) -> list[str]:
-    """Runs a prompt and decode steps with every method that fits the model; returns their names.
-
-    The prompt is longer than recent window and append block together, so that appending to indexes runs too. Full
-    attention is prepared for batches of up to `sessions`, for which the model is compiled where it is. placements: of
-    contexts that will come.
-    """
-    return [
-        method.name for method in METHODS.values() if _warm_up_method(runner, method, sessions, placements)
-    ]
-
-
-def _warm_up_method(
-    runner: ModelRunner, method: Method, sessions: int, placements: Sequence[Placement]
+def warm_method(
+    runner: ModelRunner, method: Method, placement: Placement = Placement.DEVICE, *, rows: str = AS_DTYPE
 ) -> bool:
-    """Whether the method fits the model."""
+    """Runs a prompt and decode steps of the general path with the method; whether it fits the model.
+
+    The prompt is longer than recent window and append block together, so that appending to indexes runs too.
+    placement, rows: of contexts that will come.
+    """
     prompt = method.recent + method.append_block + 1
     if _TOKENS + prompt + _DECODE_STEPS > runner.identity.max_positions:
         logger.info("method %s is not warmed up: the model has too few positions", method.name)
         return False
-    for placement in placements_of(method, placements):
-        try:
-            context = made_up_context(
-                runner.identity, runner.kv_dtype, method, device=runner.device, placement=placement
-            )
-        except InvalidArgumentError as error:
-            logger.info("method %s does not fit the model and is not warmed up: %s", method.name, error)
-            return False
-        fitted = method.on(context.manifest)
-        session = runner.start(context, fitted)
-        runner.forward([session], [[0] * prompt])
-        for _ in range(_DECODE_STEPS):
-            runner.decode([session], [0], [Sampler(SamplingParameters())])
-        session.close()
-        runner.prepare(fitted, 1 if method.sparse else sessions, placement)
-        context.release()  # captured steps remember the session until another one takes its row
+    try:
+        context = made_up_context(
+            runner.identity, runner.kv_dtype, method, device=runner.device, placement=placement, rows=rows
+        )
+    except InvalidArgumentError as error:
+        logger.info("method %s does not fit the model and is not warmed up: %s", method.name, error)
+        return False
+    fitted = method.on(context.manifest)
+    session = runner.start(context, fitted)
+    runner.read([session], [[0] * prompt])
+    for _ in range(0 if runner.steps_kind(fitted, placement) else _DECODE_STEPS):
+        for result in decode_by_forward(runner.forward, [session], [0], [Sampler(SamplingParameters())]):
+            if isinstance(result, Exception):
+                raise result
+    session.close()
+    context.release()
     return True
 
 
@@ -88,25 +78,6 @@ def placements_of(method: Method, placements: Sequence[Placement]) -> list[Place
         for placement in placements
         if searched or placement is not Placement.HOST or Placement.HYBRID not in placements
     ]
-
-
-def prepare_for(
-    runner: ModelRunner,
-    manifests: Iterable[Manifest],
-    method: Method,
-    sessions: int,
-    placement: Callable[[Manifest], Placement] = lambda manifest: Placement.DEVICE,
-) -> None:
-    """Captures steps of batches of up to `sessions` on contexts like these, so that no stream waits for it later.
-
-    placement: where each of them is, or would be. Contexts of other models, and without the method's index, are passed
-    over.
-    """
-    for manifest in manifests:
-        try:
-            runner.prepare(method.on(manifest), sessions, placement(manifest))
-        except SparseKVError as error:
-            logger.info("no steps are captured for context %s: %s", manifest.id[:12], error)
 
 
 def made_up_context(

@@ -16,10 +16,10 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf.empty_pb2 import Empty
 
 from decode_engine.errors import UnfinishedCallError
-from decode_engine.rpc.backend import BackendSlot, ServiceBackend
+from decode_engine.rpc.backend import ServiceBackend
 from decode_engine.rpc.contexts.names import COLLECTION, parse_name
 from decode_engine.rpc.contexts.pages import Pager, find_context
-from decode_engine.rpc.contexts.updates import parse_update
+from decode_engine.rpc.contexts.updates import update_context
 from decode_engine.rpc.creation.operations import parse_operation
 from decode_engine.rpc.messages.describe import describe_upload
 from decode_engine.rpc.transport.bound import Bound
@@ -47,8 +47,8 @@ _BUSY_S = 2.0
 class ContextService(context_pb2_grpc.ContextServiceServicer):
     """Lists, describes, changes, loads and deletes stored contexts."""
 
-    def __init__(self, slot: BackendSlot) -> None:
-        self._slot = slot
+    def __init__(self, backend: ServiceBackend) -> None:
+        self._backend = backend
         self._pager = Pager()
         self._warming = Bound(_MAX_WARMING, "contexts are being loaded ahead of need")
         self._ordering = Bound(_MAX_ORDERING, "contexts are being ordered")
@@ -57,7 +57,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
     async def CreateContext(
         self, request: context_pb2.CreateContextRequest, call: Call
     ) -> operations_pb2.Operation:
-        backend = self._slot.get()
+        backend = self._backend
         # Who leaves has the order made or not made, and finds out by its request_id.
         work = partial(self._create, backend, request, call)
         operation = await self._ordering.run(partial(call.run_alone, work))
@@ -72,7 +72,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
     async def UploadDocument(
         self, requests: AsyncIterator[context_pb2.UploadDocumentRequest], call: Call
     ) -> context_pb2.Upload:
-        uploads = self._slot.get().workshop.uploads
+        uploads = self._backend.workshop.uploads
         with self._uploading.place():
             writing = await call.run(uploads.begin)
             try:
@@ -108,18 +108,18 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
             logger.exception("what had come of an upload was not removed")
 
     async def GetContext(self, request: context_pb2.GetContextRequest, call: Call) -> context_pb2.Context:
-        context = await call.run(partial(self._get, self._slot.get(), request))
+        context = await call.run(partial(self._get, self._backend, request))
         call.note(context=context.name.removeprefix(COLLECTION))
         return context
 
     def _get(self, backend: ServiceBackend, request: context_pb2.GetContextRequest) -> context_pb2.Context:
-        entry = find_context(backend.store, request)
+        entry = find_context(backend.store, request, backend.runner.identity.fingerprint)
         return backend.describe(entry, set(backend.arena.ids()), backend.children())
 
     async def ListContexts(
         self, request: context_pb2.ListContextsRequest, call: Call
     ) -> context_pb2.ListContextsResponse:
-        backend = self._slot.get()
+        backend = self._backend
         return await call.run(partial(backend.store.bounded, partial(self._list, backend, request)))
 
     def _list(
@@ -135,7 +135,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
     async def UpdateContext(
         self, request: context_pb2.UpdateContextRequest, call: Call
     ) -> context_pb2.Context:
-        backend = self._slot.get()
+        backend = self._backend
         id_ = parse_name(request.context.name, "context.name")
         call.note(context=id_)
         return await call.run(partial(self._update, backend, id_, request))
@@ -143,12 +143,12 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
     def _update(
         self, backend: ServiceBackend, id_: str, request: context_pb2.UpdateContextRequest
     ) -> context_pb2.Context:
-        changed = backend.store.update(id_, parse_update(request), wait_s=_BUSY_S)
+        changed = update_context(backend.store, id_, request, _BUSY_S)
         backend.arena.note(changed)
         return backend.describe(changed, set(backend.arena.ids()), backend.children())
 
     async def DeleteContext(self, request: context_pb2.DeleteContextRequest, call: Call) -> Empty:
-        backend = self._slot.get()
+        backend = self._backend
         id_ = parse_name(request.name)
         call.note(context=id_)
         return await call.run(partial(self._delete, backend, id_, request))
@@ -167,7 +167,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
     async def WarmContext(
         self, request: context_pb2.WarmContextRequest, call: Call
     ) -> context_pb2.WarmContextResponse:
-        backend = self._slot.get()
+        backend = self._backend
         id_ = parse_name(request.name)
         call.note(context=id_)
         return await self._warming.run(partial(call.run_alone, partial(self._warm, backend, id_, call)))
@@ -192,14 +192,14 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
 class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore[misc]  # without types
     """Lists, waits for, cancels and forgets the operations that make contexts."""
 
-    def __init__(self, slot: BackendSlot) -> None:
-        self._slot = slot
+    def __init__(self, backend: ServiceBackend) -> None:
+        self._backend = backend
         self._waiting = Bound(_MAX_WAITS, "calls wait for operations")
 
     async def ListOperations(
         self, request: operations_pb2.ListOperationsRequest, call: Call
     ) -> operations_pb2.ListOperationsResponse:
-        backend = self._slot.get()
+        backend = self._backend
         return await call.run(partial(backend.store.bounded, partial(backend.operations().page, request)))
 
     async def GetOperation(
@@ -223,15 +223,15 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore
                 await asyncio.sleep(min(left, _LOOK_S))
 
     async def CancelOperation(self, request: operations_pb2.CancelOperationRequest, call: Call) -> Empty:
-        queue = self._slot.get().workshop.queue
+        queue = self._backend.workshop.queue
         await call.run(partial(queue.cancel, parse_operation(request.name)))
         return Empty()
 
     async def DeleteOperation(self, request: operations_pb2.DeleteOperationRequest, call: Call) -> Empty:
-        queue = self._slot.get().workshop.queue
+        queue = self._backend.workshop.queue
         await call.run(partial(queue.remove, parse_operation(request.name)))
         return Empty()
 
     async def _look(self, id_: str, call: Call) -> operations_pb2.Operation:
-        backend = self._slot.get()
+        backend = self._backend
         return await call.run(partial(backend.store.bounded, partial(backend.operations().get, id_)))

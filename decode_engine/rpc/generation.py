@@ -1,7 +1,6 @@
 """One Generate call: checked, given its place, brought to its context, streamed.
 
-Who waits is told how it stands: a message without tokens after a quarter of a second, then at every change, and now
-and then in between, so that neither people nor idle connections give up. Who is refused is given an appointment.
+Who waits is told how it stands (`messages.notices`). Who is refused is given an appointment.
 """
 
 from __future__ import annotations
@@ -28,11 +27,14 @@ from decode_engine.model.continuing import (
 )
 from decode_engine.model.method_choice import AUTO
 from decode_engine.rpc.backend import ServiceBackend
+from decode_engine.rpc.contexts.names import COLLECTION
 from decode_engine.rpc.messages.describe import logprob_messages, summarise, token_messages
+from decode_engine.rpc.messages.notices import Notices
 from decode_engine.rpc.messages.validation import (
     Order,
     check_named_tokens,
     check_prompt,
+    check_tokens,
     choose_method,
     fit_max_tokens,
     parse_order,
@@ -43,15 +45,12 @@ from decode_engine.rpc.prompts.tool_fields import CallMode, CallPlan, plan_calls
 from decode_engine.rpc.prompts.turn_tokens import conversation_tokens
 from decode_engine.rpc.transport.appointments import Appointments, Bell
 from decode_engine.rpc.transport.calls import Call
+from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.methods.method import FittedMethod, Method
 from index_store.models.loading import Tokenizer
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.manifest import Manifest
 from sparsekv.v1 import conversation_pb2, generation_pb2
-
-_FIRST_NOTICE_S = 0.25
-_NOTICE_S = 1.0
-_LONGEST_SILENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,8 @@ class CheckedOrder:
     ground: the context, and what is searched of it. fitted: the method on that. memory: bytes that the session of each
     answer may come to hold. arrived_ns: when the call came, on the engine's clock. sampling: the order's, with the
     constraint compiled. token_bytes: what tokens stand for; empty where no log probabilities are wanted. reason: why it
-    is this method, where the server chose it. calls: how tools are called, where they may be.
+    is this method, where the server chose it. calls: how tools are called, where they may be. whole: all
+    tokens of a request that names no context, of which the prompt is what is read.
     """
 
     order: Order
@@ -75,14 +75,32 @@ class CheckedOrder:
     token_bytes: Sequence[bytes]
     reason: str
     calls: CallPlan | None = None
+    whole: Sequence[int] | None = None
+
+    @property
+    def cached(self) -> int:
+        """Tokens that are not read, since their keys and values are stored."""
+        stored = self.ground.named.token_count
+        return stored if self.whole is None else len(self.whole) - len(self.prompt)
+
+    @property
+    def again(self) -> int:
+        """1 where the prompt is the context's last token, which is read for what follows it; 0 elsewhere."""
+        return self.ground.named.token_count - self.cached
+
+    @property
+    def context(self) -> str:
+        """The resource name of the context; "" where there is none."""
+        return COLLECTION + self.ground.named.id if self.ground.named.token_count else ""
 
     def usage(self, completion_tokens: int = 0) -> generation_pb2.Usage:
         """The tokens involved."""
         return generation_pb2.Usage(
-            context_tokens=self.ground.named.token_count,
+            context_tokens=self.cached,
             prompt_tokens=len(self.prompt),
             completion_tokens=completion_tokens,
-            cached_tokens=self.ground.named.token_count,
+            cached_tokens=self.cached,
+            max_tokens=self.max_tokens,
         )
 
 
@@ -99,7 +117,7 @@ def check_request(
     check_named_tokens(order, backend.runner.identity)
     identity, tokenizer = backend.runner.identity, backend.runner.tokenizer
     whole = None if order.context_id else _whole_tokens(order, tokenizer, identity, check)
-    ground = backend.ground(order.context_id if whole is None else backend.longest_prefix(whole).id)
+    ground = backend.ground(order.context_id) if whole is None else _beginning(backend, order, whole)
     named, base = ground.named, ground.base
     method, reason = _choose(backend, order, base)
     fitted = method.on(base)
@@ -107,7 +125,7 @@ def check_request(
     if whole is None:
         prompt = prompt_tokens(order, tokenizer, named, identity, stored, check)
     else:
-        prompt = whole[named.token_count :]
+        prompt = whole[min(named.token_count, len(whole) - 1) :]
     check_prompt(order, prompt, identity)
     max_tokens = fit_max_tokens(order, named, identity, len(prompt))
     memory = session_bytes(fitted, ground.own_tokens + len(prompt) + max_tokens) + ground.own_bytes
@@ -118,7 +136,18 @@ def check_request(
         sampling = replace(sampling, grammar=vocabulary.compile(constraint))
     token_bytes = vocabulary.token_bytes if order.tells_logprobs else ()
     return CheckedOrder(
-        order, ground, fitted, prompt, max_tokens, memory, arrived_ns, sampling, token_bytes, reason, calls
+        order,
+        ground,
+        fitted,
+        prompt,
+        max_tokens,
+        memory,
+        arrived_ns,
+        sampling,
+        token_bytes,
+        reason,
+        calls,
+        whole,
     )
 
 
@@ -128,9 +157,29 @@ def _whole_tokens(
     """All tokens of a request that names no context. Raises PromptTooLongError, InvalidArgumentError."""
     if order.text is not None:
         return document_tokens(order.text, tokenizer, identity, check)
+    if order.token_ids:
+        check_document(len(order.token_ids), identity)
+        check_tokens("token_ids", order.token_ids, identity)
+        return list(order.token_ids)
     said = "\n".join(turn.content for turn in order.turns)
     check_document(tokenizer.at_least(said, identity.max_positions, check), identity)
     return conversation_tokens(order.turns, order.tools, tokenizer)
+
+
+def _beginning(backend: ServiceBackend, order: Order, whole: Sequence[int]) -> Ground:
+    """What a request stands on that names no context. Raises InvalidArgumentError where nothing can be kept of it."""
+    if order.prompt_logprobs:  # all of the prompt has to be read
+        return backend.nothing
+    if order.keep is None:
+        return backend.beginning(whole)
+    ground = backend.beginning(whole[:-1])
+    if not ground.named.token_count:
+        raise InvalidArgumentError(
+            "keep continues a stored context, and this prompt begins with none; name one, or have the prompt made into "
+            "a context first (CreateContext)",
+            field="keep",
+        )
+    return ground
 
 
 def _plan_calls(
@@ -147,6 +196,15 @@ def _plan_calls(
 def _choose(backend: ServiceBackend, order: Order, base: Manifest) -> tuple[Method, str]:
     """The method of an order, and why where the server chose it; "" where the client or the context did."""
     left_open = order.method in ("", AUTO)
+    if not base.token_count:
+        method = choose_method(order, base)
+        if method.sparse:
+            raise MethodUnsupportedError(
+                f"method {order.method!r} searches a stored context, and this prompt begins with none; name a context, "
+                "or leave the method out",
+                method=order.method,
+            )
+        return method, ""
     own = choose_method(order, base, backend.tuned_default(base.id) if left_open else None)
     if not left_open or not (order.method or backend.auto):
         return own, ""
@@ -170,7 +228,7 @@ async def stream_answer(
     appointments: are told when the request has ended. note: is told what happened to it.
     """
     place = backend.engine.reserve(checked.fitted.manifest.id, checked.memory * checked.order.answers)
-    bell, notices = Bell(), _Notices(checked)
+    bell, notices = Bell(), Notices(checked.usage())
     submission = asyncio.ensure_future(
         call.run_alone(partial(_submit, backend, checked, call, place, bell.ring))
     )
@@ -188,7 +246,8 @@ async def stream_answer(
             if not events and generated:
                 await bell.wait(None)
             elif not events:
-                if not await bell.wait(notices.due_in_s()) and (notice := notices.of(backend, stream)):
+                woken = await bell.wait(notices.due_in_s())
+                if not woken and (notice := notices.of_ahead(backend.engine.ahead(stream))):
                     yield notice
             else:
                 first = not generated and not notices.told
@@ -247,20 +306,17 @@ class _Told:
         return messages
 
     def _ending(self, end: Finished, note: Callable[..., None]) -> generation_pb2.GenerateResponse:
-        usage, method = self.checked.usage(end.completion_tokens), self.checked.fitted.method
-        summary = summarise(end, method, usage, self.load_ns, self.before_ns, self.checked.reason)
+        checked, usage = self.checked, self.checked.usage(end.completion_tokens)
+        made = (checked.fitted.method, usage, self.load_ns, self.before_ns, checked.reason, checked.context)
+        summary = summarise(end, *made)
         message = generation_pb2.GenerateResponse(text=end.text, summary=summary, index=end.answer)
         self._tell_calls(message)
         if (reader := self._readers.get(end.answer)) is not None:
             message.text += reader.flush()
             if reader.finished and end.reason is not FinishReason.LENGTH:
                 message.summary.finish_reason = generation_pb2.GenerationSummary.TOOL_CALLS
-        times = summary.timings
-        note(
-            queue_ms=times.queue_ns / 1e6,
-            first_token_ms=times.first_token_ns / 1e6,
-            total_ms=times.total_ns / 1e6,
-        )
+        for name in ("queue", "first_token", "total"):
+            note(**{f"{name}_ms": getattr(summary.timings, f"{name}_ns") / 1e6})
         return message
 
     def _tell_calls(self, message: generation_pb2.GenerateResponse) -> None:
@@ -276,61 +332,34 @@ class _Told:
             )
 
 
-class _Notices:
-    """What a request without tokens is told, and when."""
-
-    def __init__(self, checked: CheckedOrder) -> None:
-        self.told = False
-        self._checked = checked
-        self._due = time.monotonic() + _FIRST_NOTICE_S
-        self._last: tuple[generation_pb2.Waiting.Cause | None, int] | None = None
-        self._said = 0.0
-
-    def due_in_s(self) -> float:
-        """Seconds until there may be something to tell."""
-        return max(self._due - time.monotonic(), 0.0)
-
-    def of(self, backend: ServiceBackend, stream: Stream) -> generation_pb2.GenerateResponse | None:
-        """The next notice of a request in the engine, if there is news."""
-        ahead = backend.engine.ahead(stream)
-        return self.take(None, 0) if ahead is None else self.take(generation_pb2.Waiting.SESSION, ahead)
-
-    def take(
-        self, cause: generation_pb2.Waiting.Cause | None, ahead: int
-    ) -> generation_pb2.GenerateResponse | None:
-        """The next notice: None before its time, and where there is no news. cause None: it waits no longer."""
-        now = time.monotonic()
-        if now < self._due:
-            return None
-        self._due = now + _NOTICE_S
-        if self._last == (cause, ahead) and now - self._said < _LONGEST_SILENCE_S:
-            return None
-        usage = None if self.told else self._checked.usage()
-        self._last, self._said, self.told = (cause, ahead), now, True
-        waiting = None if cause is None else generation_pb2.Waiting(cause=cause, requests_ahead=ahead)
-        return generation_pb2.GenerateResponse(usage=usage, waiting=waiting)
-
-
 def _submit(
     backend: ServiceBackend, checked: CheckedOrder, call: Call, place: Place, ring: Callable[[], None]
 ) -> tuple[Stream, int, int]:
     """Has the context loaded, and queues the request. The place is left to the caller if that fails.
 
-    While other contexts that are in use leave no memory for it, the call waits; its place bounds how many do. The
-    engine gets it while its context is still being loaded.
-    Returns the stream, the nanoseconds of loading and the time of submission. The context's lease goes over to the
-    engine, which ends it when it has let go of the session.
+    While other contexts that are in use leave no memory for it, or its method is being prepared, the call waits; its
+    place bounds how many do. Returns the stream, the nanoseconds of loading, which may go on, and the time of
+    submission. The context's lease goes over to the engine, which ends it when it has let go of the session.
     """
     id_ = checked.fitted.manifest.id
     clock_ns = backend.engine.clock_ns
     with ExitStack() as stack:
         before = clock_ns()
         store, ground, runner = backend.store, checked.ground, backend.runner
-        lease = backend.arena.acquire(
-            store, id_, check=call.check, wait_for_memory=True, early=True, expired=ground.own_tokens > 0
-        )
-        resident = stack.enter_context(lease)
-        own = ground.read(store)
+        resident = runner.no_context
+        placement = resident.placement
+        if ground.base.token_count:
+            placement = backend.arena.placement(checked.fitted.manifest)
+        backend.preparation.begin(checked.fitted, placement)  # while the context is brought into memory
+        if ground.base.token_count:
+            lease = backend.arena.acquire(
+                store, id_, check=call.check, wait_for_memory=True, early=True, expired=ground.own_tokens > 0
+            )
+            resident = stack.enter_context(lease)
+        own, again = ground.read(store), checked.again
+        if own is not None and again:
+            own, again = own.first(ground.own_tokens - again), 0
+        backend.preparation.wait(checked.fitted, resident.placement, call.check)
         keeping = None
         if checked.order.keep is not None:
             base = (ground, checked.fitted, resident, own)
@@ -341,7 +370,7 @@ def _submit(
         if plan is not None and plan.shown:
             decode = partial(decode, shown=plan.shown)
         request: Request[Any] = Request(
-            start=lambda: runner.start(resident, checked.fitted, backend.engine.give_way),
+            start=lambda: runner.start(resident, checked.fitted, backend.engine.give_way, again),
             prompt=checked.prompt,
             max_tokens=checked.max_tokens,
             sampling=checked.sampling,
@@ -357,10 +386,14 @@ def _submit(
             keeping=keeping,
             answers=checked.order.answers,
             stop_ids=checked.order.stop_token_ids,
+            before=() if checked.whole is None else checked.whole[: checked.cached],
             prompt_logprobs=checked.order.prompt_logprobs,
             on_close=stack.pop_all().close,  # last: until here, what fails ends the lease
         )
-    return backend.engine.submit(place, request), submitted_ns - before, submitted_ns
+    stream = backend.engine.submit(place, request)
+    if checked.whole is not None:
+        backend.beginnings.note(checked.whole, ground.named, checked.cached)
+    return stream, submitted_ns - before, submitted_ns
 
 
 def _deadline_ns(call: Call, now_ns: int) -> int | None:

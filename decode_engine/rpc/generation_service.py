@@ -16,7 +16,8 @@ from typing import TypeVar
 from google.rpc.status_pb2 import Status
 
 from decode_engine.errors import TooManyRequestsError
-from decode_engine.rpc.backend import BackendSlot, ServiceBackend
+from decode_engine.rpc.backend import ServiceBackend
+from decode_engine.rpc.contexts.names import COLLECTION
 from decode_engine.rpc.generation import check_request, stream_answer
 from decode_engine.rpc.messages.describe import describe_methods, describe_status
 from decode_engine.rpc.messages.validation import check_tokens, content_tokens, parse_batch
@@ -25,7 +26,7 @@ from decode_engine.rpc.transport.bound import Bound
 from decode_engine.rpc.transport.calls import Call
 from decode_engine.rpc.transport.merged import merged
 from decode_engine.rpc.transport.status import public_error, to_status
-from index_store.errors import InvalidArgumentError, SparseKVError
+from index_store.errors import ContextExpiredError, ContextNotFoundError, InvalidArgumentError, SparseKVError
 from sparsekv.v1 import generation_pb2, generation_pb2_grpc
 
 _MAX_BATCHES = 64
@@ -41,9 +42,9 @@ logger = logging.getLogger(__name__)
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     """Decodes against stored contexts."""
 
-    def __init__(self, slot: BackendSlot, client_requests: int) -> None:
+    def __init__(self, backend: ServiceBackend, client_requests: int) -> None:
         """client_requests: that one client address may have here."""
-        self._slot = slot
+        self._backend = backend
         self._clients = Clients(client_requests)
         self._appointments = Appointments()
         self._batches = 0
@@ -52,21 +53,22 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def ListMethods(
         self, request: generation_pb2.ListMethodsRequest, call: Call
     ) -> generation_pb2.ListMethodsResponse:
-        runner = self._slot.get().runner
+        runner = self._backend.runner
         return describe_methods(runner.identity.head_dim, runner.kv_dtype)
 
     async def GetServerStatus(
         self, request: generation_pb2.GetServerStatusRequest, call: Call
     ) -> generation_pb2.ServerStatus:
-        backend = self._slot.get()
-        model, choices = backend.runner.identity.name, backend.costs.told()
-        engine, arena = backend.engine.stats(), backend.arena.stats()
-        return describe_status(model, engine, arena, call.traffic(), choices)
+        backend = self._backend
+        runner, choices = backend.runner, backend.costs.told()
+        reads = runner.tokenizer.template_reads
+        stats = (backend.engine.stats(), backend.beginnings.stats(), backend.arena.stats())
+        return describe_status(runner.identity, reads, *stats, call.traffic(), choices)
 
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, call: Call
     ) -> generation_pb2.TokenizeResponse:
-        runner = self._slot.get().runner
+        runner = self._backend.runner
 
         def cut() -> generation_pb2.TokenizeResponse:
             ids, token_bytes = content_tokens(request, runner.tokenizer), runner.vocabulary.token_bytes
@@ -77,7 +79,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def Detokenize(
         self, request: generation_pb2.DetokenizeRequest, call: Call
     ) -> generation_pb2.DetokenizeResponse:
-        runner = self._slot.get().runner
+        runner = self._backend.runner
         check_tokens("ids", request.ids, runner.identity)
         text = await self._long(call, partial(runner.tokenizer.decode, request.ids))
         return generation_pb2.DetokenizeResponse(text=text)
@@ -85,7 +87,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def CountTokens(
         self, request: generation_pb2.CountTokensRequest, call: Call
     ) -> generation_pb2.CountTokensResponse:
-        tokenizer = self._slot.get().runner.tokenizer
+        tokenizer = self._backend.runner.tokenizer
         counted = await self._long(call, lambda: len(content_tokens(request, tokenizer)))
         return generation_pb2.CountTokensResponse(tokens=counted)
 
@@ -93,7 +95,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, call: Call
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         try:
-            async with aclosing(self._answer(self._slot.get(), request, call, call.note)) as messages:
+            async with aclosing(self._answer(self._backend, request, call, call.note)) as messages:
                 async for message in messages:
                     yield message
         except TooManyRequestsError as error:
@@ -111,23 +113,32 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         with self._clients.place(call.host):
             check = partial(check_request, backend, request, call.check)
             compiled = request.HasField("constraint") or request.messages.tools or request.tool_choice.mode
-            checked = await (self._long(call, check) if compiled else call.run(check))
-            note(
-                context=checked.ground.named.id,
-                method=checked.fitted.method.name,
-                prompt_tokens=len(checked.prompt),
-                cached_tokens=checked.ground.named.token_count,
-                generated_tokens=0,
-            )
-            answer = stream_answer(backend, checked, call, self._appointments, note)
-            async with aclosing(answer) as messages:
-                async for message in messages:
-                    yield message
+            begun = False
+            while True:
+                checked = await (self._long(call, check) if compiled else call.run(check))
+                note(
+                    context=checked.context.removeprefix(COLLECTION),
+                    method=checked.fitted.method.name,
+                    prompt_tokens=len(checked.prompt),
+                    cached_tokens=checked.cached,
+                    generated_tokens=0,
+                )
+                answer = stream_answer(backend, checked, call, self._appointments, note)
+                try:
+                    async with aclosing(answer) as messages:
+                        async for message in messages:
+                            begun = begun or bool(message.token_ids) or message.HasField("summary")
+                            yield message
+                    return
+                except (ContextNotFoundError, ContextExpiredError):
+                    if begun or request.context:
+                        raise
+                    # A beginning that was found went before it was in use: there are others, or none.
 
     async def BatchGenerate(
         self, request: generation_pb2.BatchGenerateRequest, call: Call
     ) -> AsyncIterator[generation_pb2.BatchGenerateResponse]:
-        backend = self._slot.get()
+        backend = self._backend
         call.note(context=parse_batch(request), requests=len(request.requests))
         if self._batches >= _MAX_BATCHES:
             raise TooManyRequestsError(

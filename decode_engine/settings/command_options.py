@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +11,7 @@ from typer import Option
 from index_store.cli.checks import AtLeast, Filled, InputFile, OneOf
 from index_store.cli.options import AUTO
 from index_store.errors import InvalidArgumentError
+from index_store.store.files.reading import available_cores
 
 WEIGHTS = (AUTO, "float32", "bfloat16", "int8")
 """How a model's matrices are kept on a CPU."""
@@ -49,13 +49,6 @@ def check_placement(placement: str, device: str, device_memory: int | None = Non
                 f"{flag}, but the CPU computes here and everything is in its memory; use {use}",
                 field="placement",
             )
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not everywhere
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class Compilation(Enum):

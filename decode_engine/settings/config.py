@@ -25,7 +25,6 @@ from decode_engine.settings.command_options import (
     Prompts,
     PromptsOption,
     WeightsOption,
-    available_cores,
     check_compilation,
     check_device,
     check_placement,
@@ -35,10 +34,12 @@ from decode_engine.settings.command_options import (
 )
 from decode_engine.settings.request_bounds import LONGEST_WAIT_S
 from index_store.cli.checks import Address, AtLeast, OneOf
-from index_store.cli.options import AUTO, SIZE, Spelled, StoreOption, check_bounds
+from index_store.cli.options import AUTO, SIZE, Spelled, StoreBytesOption, StoreOption, check_bounds
 from index_store.errors import InvalidArgumentError
 from index_store.family.parents import GROWN_SHARE
+from index_store.memory.memory_sizes import parse_size
 from index_store.store.description.dtypes import KV_DTYPES
+from index_store.store.files.reading import available_cores
 
 MAX_LANES = 4
 MAX_SLOT_SHARE = 64
@@ -143,7 +144,7 @@ class ServeConfig:
         str,
         Option(
             help="What a request gets that names no method: what takes less time, full attention or its context's own "
-            "method, by steps that are timed when the server warms up (auto); always the context's own (context)."
+            "method, by steps that are timed while there are no requests (auto); always the context's own (context)."
         ),
         OneOf(AUTO, "context"),
     ] = AUTO
@@ -205,8 +206,8 @@ class ServeConfig:
         bool,
         Option(
             "--warm-up/--no-warm-up",
-            help="Run every kind of step once before requests are taken. Without it the server is there seconds "
-            "earlier, and the first requests wait for what is compiled then.",
+            help="Prepare what the store's contexts name before requests are taken; without it, when a request first "
+            "asks for it, which waits.",
         ),
     ] = True
     grown_share: Annotated[
@@ -217,6 +218,7 @@ class ServeConfig:
         ),
         AtLeast(0, 1000),
     ] = GROWN_SHARE
+    store_bytes: StoreBytesOption = None
     prefill: Annotated[
         bool,
         Option(
@@ -225,6 +227,27 @@ class ServeConfig:
             "on a CPU, and make the store where there is none. Otherwise `prefill-worker serve` does that.",
         ),
     ] = False
+    keep_beginnings: Annotated[
+        int,
+        Option(
+            metavar="TOKENS",
+            help="Have beginnings of prompts that come again become contexts by themselves, from so many tokens on; "
+            "they are made like contexts that are ordered. 0: never.",
+        ),
+        AtLeast(0),
+    ] = 0
+    keep_beginnings_after: Annotated[
+        int, Option(metavar="REQUESTS", help="With --keep-beginnings: how often one has to come."), AtLeast(2)
+    ] = 2
+    keep_beginnings_bytes: Annotated[
+        int,
+        Option(
+            metavar="SIZE",
+            help="With --keep-beginnings: size of all that were kept; those not used for longest are removed.",
+        ),
+        Spelled("8GiB", parse_size),
+        AtLeast(1),
+    ] = 8 * 2**30
     grace: Annotated[
         float, Option(help="Seconds for running requests when told to stop."), AtLeast(0, LONGEST_WAIT_S)
     ] = 10.0

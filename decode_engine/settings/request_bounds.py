@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-MAX_MAX_TOKENS = 32768
 MAX_NAME_CHARACTERS = 500
 MAX_TTL_S = 100 * 365 * 86400
 MAX_SEARCH_PERIOD = 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -41,13 +42,14 @@ class BatchKind:
 
 
 class BatchKinds:
-    """Sorts sessions by the kind of batch that they can step in."""
+    """Sorts sessions by the kind of batch that they can step in. Thread-safe."""
 
     def __init__(self, dtype: torch.dtype, caps: bool = False) -> None:
         """dtype: in which the model computes. caps: whether it caps its logits."""
         self._caps = caps
         self._dtype = dtype
         self._keys: dict[Hashable, int] = {}
+        self._lock = threading.Lock()
         self._refused: set[tuple[str, str]] = set()
 
     def sort(self, fitted: FittedMethod, placement: Placement) -> BatchKind | str:
@@ -77,7 +79,8 @@ class BatchKinds:
         max_keys = max(_LEAST_KEYS, 1 << (manifest.token_count - 1).bit_length())
         search = _search_key(method) if fitted.searching else None
         planes = manifest.rows == INT8
-        number = self._keys.setdefault((placement, layers, search, planes), len(self._keys))
+        with self._lock:
+            number = self._keys.setdefault((placement, layers, search, planes), len(self._keys))
         row_bytes = manifest.row_bytes if placement.kv_on_host else 0
         return BatchKind(number, layers, len(fitted.searching), row_bytes, planes, max_keys)
 

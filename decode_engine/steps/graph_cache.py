@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from index_store.errors import format_bytes
+
 logger = logging.getLogger(__name__)
 
 
@@ -39,6 +41,10 @@ class GraphCache(Generic[KeptT]):
             OrderedDict()
         )  # with the turn of its last use
         self._turn = 0
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether a graph of that key is kept; for any thread."""
+        return key in self._graphs
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -83,7 +89,9 @@ class GraphCache(Generic[KeptT]):
         if graph is None or turn > self._turn - 2:
             return False
         del self._graphs[key]
-        logger.info("steps that hold %d bytes were used longest ago and are dropped", graph.nbytes)
+        logger.info(
+            "captured steps of %s are dropped: they were not used for longest", format_bytes(graph.nbytes)
+        )
         return True
 
     def with_room(self, make: Callable[[], MadeT]) -> MadeT:

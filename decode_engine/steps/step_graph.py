@@ -127,7 +127,8 @@ class StepGraph:
         """Bytes of device memory: of the batch, and by which captures made their lane's memory grow."""
         self.batch = batch
         self._model = model
-        self._captures = captures
+        self.captures = captures
+        """What further captures go into; the one of the thread that steps."""
         self._number = register_batch(batch)
         columns = _COUNTS + STEP_COUNTS
         self._inputs = np.zeros((plan.size, columns), dtype=np.int64)
@@ -302,17 +303,17 @@ class StepGraph:
 
     def _capture(self) -> None:
         """Runs the batch, all rows idle, until everything is compiled and allocated, then captures it."""
-        if self._captures is None:
+        if self.captures is None:
             return
         self._inputs_BX.zero_()
-        here, side = torch.cuda.current_stream(), self._captures.stream
+        here, side = torch.cuda.current_stream(), self.captures.stream
         side.wait_stream(here)
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
                 self.compute()
         here.wait_stream(side)
         torch.cuda.synchronize()
-        graph, before = torch.cuda.CUDAGraph(), self._captures.nbytes
+        graph, before = torch.cuda.CUDAGraph(), self.captures.nbytes
         try:
             # Other threads load contexts meanwhile: what they allocate must not spoil the capture. The outer context
             # brings this thread back to its stream, which a capture that fails does not.
@@ -320,8 +321,8 @@ class StepGraph:
                 torch.cuda.stream(here),
                 torch.cuda.graph(
                     graph,
-                    pool=self._captures.pool,
-                    stream=self._captures.capturing,
+                    pool=self.captures.pool,
+                    stream=self.captures.capturing,
                     capture_error_mode="thread_local",
                 ),
             ):
@@ -338,4 +339,4 @@ class StepGraph:
             )
         else:
             self._graphs[self._choice] = graph
-            self.nbytes += self._captures.nbytes - before
+            self.nbytes += self.captures.nbytes - before

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -28,7 +29,7 @@ from decode_engine.steps.graph_cache import AllocationMeter, GraphCache
 from decode_engine.steps.part_step import LaunchedStep, PartStep
 from decode_engine.steps.step_graph import Captures, Choice, StepGraph, StepModel
 from index_store.attention.logit_form import LogitForm
-from index_store.errors import SparseKVError
+from index_store.errors import SparseKVError, format_bytes
 from index_store.memory.placement import Placement
 from index_store.methods.method import FittedMethod, Method
 from index_store.store.description.context_id import ModelIdentity
@@ -88,6 +89,10 @@ class Stepper:
         if graph_bytes is None and device.type == "cuda":
             graph_bytes = torch.cuda.get_device_properties(device).total_memory // _GRAPH_SHARE
         self._graphs: GraphCache[StepGraph] = GraphCache(graph_bytes)
+        # What another thread captures goes into memory, and over streams, of its own.
+        self._beside = Captures(device, self._searching.lanes) if device.type == "cuda" else None
+        self._made: SimpleQueue[tuple[Hashable, StepGraph]] = SimpleQueue()
+        self._handed: set[Hashable] = set()
         self._kinds = BatchKinds(dtype, self._caps)
         # Of the sessions that came last: most steps are of the same ones as the step before.
         self._divided: tuple[_Stepping, list[list[Part]]] = (([], []), [])
@@ -103,12 +108,38 @@ class Stepper:
         kind = self._kinds.sort(fitted, placement)
         if isinstance(kind, BatchKind):
             lanes = self._lanes(kind)
-            largest = batch_size(-(-min(sessions, MAX_ROWS) // lanes))
             for lane in range(lanes):
-                for size in (2**n for n in range(largest.bit_length())):
+                for size in _sizes(-(-min(sessions, MAX_ROWS) // lanes)):
                     self._graphs.begin_turn()
                     with self._on_stream(lane):
                         self._graph(kind, fitted.method, size, kind.max_keys, 0, lane)
+
+    def prepare_beside(self, fitted: FittedMethod, sessions: int, placement: Placement) -> None:
+        """As `prepare`, for another thread than the one that steps, which finds the graphs with its next step.
+
+        Only compiling and capturing happen here: rows are idle, and buffers nobody else's. What is searched for by
+        threads of the host, or steps in lanes, shares mailboxes or turns with steps, and is left to the first of them.
+        Raises torch.OutOfMemoryError where there is no room: nothing is dropped for it.
+        """
+        kind = self._kinds.sort(fitted, placement)
+        if not isinstance(kind, BatchKind) or HostSteps in kind.layers or self._lanes(kind) > 1:
+            return
+        for size in _sizes(sessions):
+            key = (kind.key, size, kind.max_keys, 0, 0)
+            if key in self._graphs or key in self._handed:
+                continue
+            plan = self._plan(kind, fitted.method, size, kind.max_keys)
+            with nullcontext() if self._beside is None else self._beside.beside():
+                graph = self._make_graph(plan, kind, self._beside)
+                self._queue.mark(self._device)()
+            graph.captures = self._captures[0]
+            self._handed.add(key)
+            self._made.put((key, graph))
+
+    def kind_of(self, fitted: FittedMethod, placement: Placement) -> Hashable:
+        """Equal for what steps in the same graphs, as long as the context needs; None where no graph is taken."""
+        kind = self._kinds.sort(fitted, placement)
+        return (kind.key, kind.max_keys) if isinstance(kind, BatchKind) else None
 
     def takes(self, session: Session) -> bool:
         """Whether the session's steps can run here; a reason why not is logged once per method."""
@@ -133,6 +164,10 @@ class Stepper:
         """
         results: list[int | Exception] = [SparseKVError("the step did not run")] * len(sessions)
         stepping = _stepping(sessions, samplers)
+        while not self._made.empty():
+            key, graph = self._made.get()
+            self._graphs.add(key, graph)
+            self._handed.discard(key)
         self._graphs.begin_turn()
         if self._divided[0] != stepping:
             kinds = [self._required(session) for session in sessions]
@@ -258,41 +293,47 @@ class Stepper:
         graph = self._graphs.find(key)
         if graph is not None:
             return graph
-        searching = self._searching if HostSteps in kind.layers else None
-        in_turns = Lane(lane, self._turn_1 if self._lanes(kind) > 1 else None)
-        plan = StepPlan(
+        plan = self._plan(kind, method, size, max_keys, lane)
+        begin = time.perf_counter()
+        graph = self._graphs.with_room(lambda: self._make_graph(plan, kind, self._captures[lane]))
+        logger.info(
+            "steps of %d sessions of method %s on up to %d tokens are ready, in %.1f s; they hold %s",
+            size,
+            method.name,
+            max_keys,
+            time.perf_counter() - begin,
+            format_bytes(graph.nbytes),
+        )
+        self._graphs.add(key, graph)
+        return graph
+
+    def _plan(self, kind: BatchKind, method: Method, size: int, max_keys: int, lane: int = 0) -> StepPlan:
+        return StepPlan(
             self._identity,
             method,
             size,
             max_keys,
             self._dtype,
             self._device,
-            searching,
-            in_turns,
+            self._searching if HostSteps in kind.layers else None,
+            Lane(lane, self._turn_1 if self._lanes(kind) > 1 else None),
             self._forms,
             self._queue,
             kind.planes,
         )
-        begin = time.perf_counter()
-        graph = self._graphs.with_room(lambda: self._make_graph(plan, kind, lane))
-        logger.info(
-            "steps of %d sessions of method %s on up to %d tokens are ready, in %.1f s; they hold %d bytes",
-            size,
-            method.name,
-            max_keys,
-            time.perf_counter() - begin,
-            graph.nbytes,
-        )
-        self._graphs.add(key, graph)
-        return graph
 
-    def _make_graph(self, plan: StepPlan, kind: BatchKind, lane: int) -> StepGraph:
+    def _make_graph(self, plan: StepPlan, kind: BatchKind, captures: Captures | None) -> StepGraph:
         """Captures greedy steps of such a batch."""
         with AllocationMeter(self._device) as meter:
             batch = StepBatch(plan, kind.layers)
-        graph = StepGraph(self._model, batch, self._captures[lane], meter.nbytes)
+        graph = StepGraph(self._model, batch, captures, meter.nbytes)
         graph.prepare(Choice.GREEDY)
         return graph
+
+
+def _sizes(sessions: int) -> Iterator[int]:
+    """Of batches of up to so many sessions."""
+    return (2**n for n in range(batch_size(min(sessions, MAX_ROWS)).bit_length()))
 
 
 def _stepping(sessions: Sequence[Session], samplers: Sequence[Sampler]) -> _Stepping:

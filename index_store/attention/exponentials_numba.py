@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import exponentials, highest
-from index_store.launch import njit
+from index_store.compiled.launch import njit
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def largest(
     numbers: NDArray[np.float32], row: int, first: int, end: int
 ) -> np.float32:  # pragma: no cover - compiled
@@ -22,7 +22,7 @@ def largest(
     return most  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def exponentiate(
     logits: NDArray[np.float32],
     row: int,
@@ -47,7 +47,7 @@ def exponentiate(
     return total  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def exponentiate_in_place(
     numbers: NDArray[np.float32],
     row: int,

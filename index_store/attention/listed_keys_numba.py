@@ -1,7 +1,5 @@
 """Exact attention to listed keys on a host, read where and as they are stored: neither gathered nor converted before.
 
-And logits of listed keys, taken out of those that something else attends to.
-
 One loop does it for sessions on one context (`attend_listed`), for positions of one session (`attend_row_lists`), and
 for sessions' own tails behind a context (`attend_tails`). What it finds for one depends on no other.
 
@@ -31,7 +29,7 @@ from index_store.attention.vectors.stored_rows_numba import (
     float_of,
     multiply_row,
 )
-from index_store.launch import int16_table, launch, njit, on_host, prange
+from index_store.compiled.launch import int16_table, launch, njit, on_host, spread
 
 _KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _ADDED_AT_ONCE = 8  # rows, whose values stay in the first-level cache while channels are added up
@@ -206,33 +204,40 @@ def attend_row_lists_reference(
     return AttentionState(weights @ rows[:, :, :, 1], logits.logsumexp(-1))
 
 
-def leave_out(logits_HTGX: Tensor, columns_HTK: Tensor, counted_HTK: Tensor) -> None:
-    """Writes -inf to those columns that count, of every head and position, and that there are.
-
-    columns_HTK: int32, may be outside. counted_HTK: bool.
-    """
-    _leave_out(logits_HTGX.numpy(), columns_HTK.contiguous().numpy(), counted_HTK.contiguous().numpy())
-
-
-def leave_out_reference(logits_HTGX: Tensor, columns_HTK: Tensor, counted_HTK: Tensor) -> None:
-    """The same in a tensor, on any device."""
-    inside = counted_HTK & (columns_HTK >= 0) & (columns_HTK < logits_HTGX.shape[-1])
-    head, position, entry = inside.nonzero(as_tuple=True)
-    columns = columns_HTK[head, position, entry].long()
-    logits_HTGX.transpose(2, 3)[head, position, columns] = -torch.inf
-
-
-@njit(cache=True, nogil=True)
-def _leave_out(
-    logits: NDArray[np.float32], columns: NDArray[np.int32], counted: NDArray[np.bool_]
+@njit()
+def _attend_head(
+    task: int,
+    queries: NDArray[np.float32],
+    head_rows: int,
+    context_count: int,
+    width: int,
+    kind: int,
+    numbers: NDArray[np.int64],
+    ids: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    out: NDArray[np.float32],
+    lse: NDArray[np.float32],
+    context: NDArray[np.int16],
+    sessions: int,
+    heads: int,
 ) -> None:  # pragma: no cover - compiled
-    for head, position, k in np.ndindex(columns.shape):
-        column = columns[head, position, k]
-        if counted[head, position, k] and 0 <= column < logits.shape[3]:
-            logits[head, position, :, column] = -np.inf
+    head, s = task // sessions, task % sessions
+    tail_address, tail_rows, tail_count, sinks, begin = numbers[s]
+    tail = int16_table(tail_address, (heads - 1) * tail_rows + tail_count, width)
+    rows = np.empty(sinks + counts[head, s] + context_count + tail_count - begin, np.int64)
+    late = _list_rows(
+        ids[head, s, : counts[head, s]],
+        sinks,
+        begin,
+        context_count,
+        head * head_rows,
+        head * tail_rows,
+        rows,
+    )
+    _attend_rows(queries[head, s], context, tail, kind, late, rows, out[head, s], lse[head, s])
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit("f4x4 i8 i8 i8 i8 i8 i8x2 i4x3 i4x2 f4x4 f4x3")
 def _attend(
     queries: NDArray[np.float32],
     address: int,
@@ -249,24 +254,28 @@ def _attend(
     """out, lse: those of the others, and then of all. numbers: what differs by session, see `_numbers`."""
     heads, sessions = queries.shape[:2]
     context = int16_table(address, (heads - 1) * head_rows + context_count, width)
-    for task in prange(heads * sessions):
-        head, s = task // sessions, task % sessions
-        tail_address, tail_rows, tail_count, sinks, begin = numbers[s]
-        tail = int16_table(tail_address, (heads - 1) * tail_rows + tail_count, width)
-        rows = np.empty(sinks + counts[head, s] + context_count + tail_count - begin, np.int64)
-        late = _list_rows(
-            ids[head, s, : counts[head, s]],
-            sinks,
-            begin,
+    spread(
+        _attend_head,
+        heads * sessions,
+        (
+            queries,
+            head_rows,
             context_count,
-            head * head_rows,
-            head * tail_rows,
-            rows,
-        )
-        _attend_rows(queries[head, s], context, tail, kind, late, rows, out[head, s], lse[head, s])
+            width,
+            kind,
+            numbers,
+            ids,
+            counts,
+            out,
+            lse,
+            context,
+            sessions,
+            heads,
+        ),
+    )
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _list_rows(
     ids: NDArray[np.int32],
     sinks: int,
@@ -297,7 +306,7 @@ def _list_rows(
     return early
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _attend_rows(
     queries: NDArray[np.float32],
     context: NDArray[np.int16],
@@ -332,7 +341,7 @@ def _attend_rows(
     _add_up(logits, tail, listed, late, count, kind, out)
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _multiply(
     queries: NDArray[np.float32],
     table: NDArray[np.int16],
@@ -355,7 +364,7 @@ def _multiply(
                 logits[g, n] += queries[g, i] * number
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _add_up(
     weights: NDArray[np.float32],
     table: NDArray[np.int16],
@@ -378,14 +387,14 @@ def _add_up(
                     out[g, i] += weights[g, n] * number
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _ask_for(table: NDArray[np.int16], row: int) -> None:  # pragma: no cover - compiled
     """Has a row's key and value brought into the caches."""
     for at in range(0, table.shape[1], _LINE):
         prefetch(table, row, at)
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _number(
     table: NDArray[np.int16], row: int, kind: int, i: int
 ) -> np.float32:  # pragma: no cover - compiled

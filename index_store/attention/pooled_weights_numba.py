@@ -14,7 +14,7 @@ from index_store.attention.exponentials_numba import exponentiate, largest
 from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import add_weighted
-from index_store.launch import launch, njit, on_host, prange
+from index_store.compiled.launch import launch, njit, on_host, spread
 
 _TILE = 8192
 _PIECE = 1024  # logits that are in the first-level cache while all heads are added up
@@ -54,7 +54,58 @@ def pooled_weights_reference(logits_HTGM: Tensor) -> Tensor:
     return weights.masked_fill_(missing, 0.0).sum(2).masked_fill_(missing.all(2), -torch.inf)
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit()
+def _sum_tile_of(
+    task: int,
+    logits: NDArray[np.float32],
+    places: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    peaks: NDArray[np.float32],
+    totals: NDArray[np.float32],
+    tiles: int,
+) -> None:  # pragma: no cover - compiled
+    query, tile = task // tiles, task % tiles
+    low, high = tile * _TILE, min((tile + 1) * _TILE, counts[query])
+    _sum_tile(logits, places[query], low, high, tile, peaks[query], totals[query])
+
+
+@njit()
+def _find_lse(
+    row: int,
+    counts: NDArray[np.int64],
+    peaks: NDArray[np.float32],
+    totals: NDArray[np.float32],
+    group: int,
+) -> None:  # pragma: no cover - compiled
+    query, g = row // group, row % group
+    used = (counts[query] + _TILE - 1) // _TILE
+    peak, total = np.float32(-np.inf), np.float32(0)
+    for tile in range(used):
+        peak = max(peak, peaks[query, g, tile])
+    for tile in range(used):
+        if peak > -np.inf:
+            total += totals[query, g, tile] * np.exp(peaks[query, g, tile] - peak)
+    # From here on the first peak of a row is its log-sum-exp.
+    peaks[query, g, 0] = peak + np.log(total) if peak > -np.inf else np.float32(0)
+
+
+@njit()
+def _pool_tile_of(
+    task: int,
+    logits: NDArray[np.float32],
+    places: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    peaks: NDArray[np.float32],
+    out: NDArray[np.float32],
+    out_places: NDArray[np.int64],
+    tiles: int,
+) -> None:  # pragma: no cover - compiled
+    query, tile = task // tiles, task % tiles
+    low, high = tile * _TILE, min((tile + 1) * _TILE, counts[query])
+    _pool_tile(logits, places[query], low, high, peaks[query], out, out_places[query])
+
+
+@njit("f4x2 i8x2 i8x1 f4x3 f4x3 f4x1 i8x1")
 def _pooled_weights(
     logits: NDArray[np.float32],
     places: NDArray[np.int64],
@@ -66,28 +117,12 @@ def _pooled_weights(
 ) -> None:  # pragma: no cover - compiled
     """logits: [1, .], where a query's rows of so many numbers have their places; its weights have one in the out."""
     queries, group, tiles = peaks.shape
-    for task in prange(queries * tiles):
-        query, tile = task // tiles, task % tiles
-        low, high = tile * _TILE, min((tile + 1) * _TILE, counts[query])
-        _sum_tile(logits, places[query], low, high, tile, peaks[query], totals[query])
-    for row in prange(queries * group):
-        query, g = row // group, row % group
-        used = (counts[query] + _TILE - 1) // _TILE
-        peak, total = np.float32(-np.inf), np.float32(0)
-        for tile in range(used):
-            peak = max(peak, peaks[query, g, tile])
-        for tile in range(used):
-            if peak > -np.inf:
-                total += totals[query, g, tile] * np.exp(peaks[query, g, tile] - peak)
-        # From here on the first peak of a row is its log-sum-exp.
-        peaks[query, g, 0] = peak + np.log(total) if peak > -np.inf else np.float32(0)
-    for task in prange(queries * tiles):
-        query, tile = task // tiles, task % tiles
-        low, high = tile * _TILE, min((tile + 1) * _TILE, counts[query])
-        _pool_tile(logits, places[query], low, high, peaks[query], out, out_places[query])
+    spread(_sum_tile_of, queries * tiles, (logits, places, counts, peaks, totals, tiles))
+    spread(_find_lse, queries * group, (counts, peaks, totals, group))
+    spread(_pool_tile_of, queries * tiles, (logits, places, counts, peaks, out, out_places, tiles))
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _sum_tile(
     logits: NDArray[np.float32],
     places: NDArray[np.int64],
@@ -110,7 +145,7 @@ def _sum_tile(
         peaks[g, tile], totals[g, tile] = peak, total
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _pool_tile(
     logits: NDArray[np.float32],
     places: NDArray[np.int64],
@@ -133,7 +168,7 @@ def _pool_tile(
         _put(sums, count, logits, places, begin, out, place + begin)
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _put(
     sums: NDArray[np.float32],
     count: int,

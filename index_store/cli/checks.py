@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from index_store.errors import InvalidArgumentError
+from index_store.store.store_folders import require_local
 
 MOST = 2**63 - 1
 """The largest number that any option takes: what libraries below hold as int64."""
@@ -108,7 +109,14 @@ class Address(Check):
 
 
 class FileCheck(Check):
-    """A demand on what lies at a path."""
+    """A demand on what lies at a path, which is one of this machine."""
+
+    def check(self, flag: str, value: object) -> None:
+        self.check_path(flag, require_local(str(value), flag))
+
+    @abstractmethod
+    def check_path(self, flag: str, path: Path) -> None:
+        """Raises InvalidArgumentError, as `check` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +125,7 @@ class InputFile(FileCheck):
 
     dash: bool = False
 
-    def check(self, flag: str, value: object) -> None:
-        path = Path(str(value))
+    def check_path(self, flag: str, path: Path) -> None:
         if self.dash and str(path) == "-":
             return
         if path.is_dir():
@@ -134,8 +141,7 @@ class InputFile(FileCheck):
 class OutputFile(FileCheck):
     """A file that can be written, perhaps over an older one; its folder is there."""
 
-    def check(self, flag: str, value: object) -> None:
-        path = Path(str(value))
+    def check_path(self, flag: str, path: Path) -> None:
         if path.is_dir():
             raise InvalidArgumentError(f"{flag} is {_shown(path)}, a folder; expected the name of a file")
         if not path.parent.is_dir():
@@ -151,15 +157,15 @@ class OutputFile(FileCheck):
 class OutputFolder(FileCheck):
     """A folder that can be written into, or made."""
 
-    def check(self, flag: str, value: object) -> None:
-        path = Path(str(value)).absolute()
+    def check_path(self, flag: str, path: Path) -> None:
+        path = path.absolute()
         nearest = next(place for place in (path, *path.parents) if place.exists())
         if not nearest.is_dir():
             raise InvalidArgumentError(
-                f"{flag} is {_shown(value)}, but {nearest} is a file; expected a folder"
+                f"{flag} is {_shown(path)}, but {nearest} is a file; expected a folder"
             )
         if not os.access(nearest, os.W_OK):
-            raise InvalidArgumentError(f"{flag} is {_shown(value)}, but nothing may be written to {nearest}")
+            raise InvalidArgumentError(f"{flag} is {_shown(path)}, but nothing may be written to {nearest}")
 
 
 def _shown(value: object) -> str:

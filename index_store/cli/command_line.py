@@ -12,16 +12,23 @@ import typer
 
 from index_store.cli import report
 from index_store.cli.app import new_app
-from index_store.cli.console import byte_progress, format_bytes, on_terminal, print_json, print_table
+from index_store.cli.console import byte_progress, on_terminal, print_json, print_table
 from index_store.cli.labels import LabelArguments, labels_text, parse_labels, with_labels
-from index_store.cli.options import FormatOption, OutputFormat, StoreOption
-from index_store.errors import InvalidArgumentError, ManifestError, ParentMissingError, SparseKVError
+from index_store.cli.options import FormatOption, MoveNameOption, OutputFormat, StoreOption
+from index_store.errors import (
+    InvalidArgumentError,
+    ManifestError,
+    ParentMissingError,
+    SparseKVError,
+    format_bytes,
+)
 from index_store.family.parents import parent_of
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up, find_leftovers
 from index_store.store.description.manifest import Manifest
 from index_store.store.files.leftovers import Leftover
 from index_store.store.listing import BrokenContext
+from index_store.store.names import require_free, take_name
 
 app = new_app("Look at a store of contexts, check it, clean it up.")
 
@@ -48,7 +55,7 @@ RecursiveOption = Annotated[
 def list_contexts(store: StoreOption, output: FormatOption = OutputFormat.TEXT) -> None:
     """List the contexts, newest first.
 
-    A context is READY, EXPIRED, or BROKEN when its manifest cannot be read.
+    A context is READY or EXPIRED; where its manifest cannot be used, CORRUPT, UNSUPPORTED or UNAVAILABLE.
     """
     opened = Store(store)
     entries = [(entry, _is_expired(opened, entry)) for entry in opened.entries()]
@@ -176,6 +183,30 @@ def _set_pinned(store: Path, refs: Sequence[str], output: OutputFormat, *, pinne
         return
     for id_ in ids:
         typer.echo(f"{'pinned' if pinned else 'unpinned'} {id_}")
+
+
+@app.command("name")
+def name_context(
+    ref: RefArgument,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What people are to call it.")],
+    store: StoreOption,
+    move_name: MoveNameOption = False,
+    output: FormatOption = OutputFormat.TEXT,
+) -> None:
+    """Name a context; a name belongs to one context of a model."""
+    opened = Store(store)
+    id_ = opened.resolve(ref)
+    model = opened.manifest(id_).model.fingerprint
+    if not move_name:
+        require_free(opened, name, model, id_)
+    try:
+        changed = take_name(opened, id_, name)
+    except ManifestError as error:
+        raise InvalidArgumentError(error.message) from None
+    if output is OutputFormat.JSON:
+        print_json({"id": id_, "name": changed.name})
+        return
+    typer.echo(f"{id_}: {changed.name}")
 
 
 @app.command("label")

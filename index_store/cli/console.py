@@ -110,17 +110,6 @@ def byte_progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda count: progress.advance(task, count)
 
 
-def format_bytes(count: float) -> str:
-    """A size with a binary unit: 1536 -> '1.5 KiB'."""
-    if count < 1024:
-        return f"{count:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        count /= 1024
-        if count < 1024:
-            return f"{count:.1f} {unit}"
-    return f"{count / 1024:.1f} TiB"
-
-
 def format_time(time: datetime | None) -> str:
     """A time in UTC to the second; 'never' for none."""
     return time.strftime("%Y-%m-%d %H:%M:%SZ") if time is not None else "never"

@@ -17,7 +17,15 @@ _TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OWN_PACKAGES = ("decode_engine", "prefill_worker", "index_store")
 _EXTRAS = (
     *("rpc", "reason", "milliseconds", "request_id", "peer", "caller", "context", "method"),
-    *("prompt_tokens", "generated_tokens", "cached_tokens", "queue_ms", "first_token_ms", "total_ms"),
+    *(
+        "prompt_tokens",
+        "generated_tokens",
+        "cached_tokens",
+        "queue_ms",
+        "first_token_ms",
+        "total_ms",
+        "ended",
+    ),
 )
 
 

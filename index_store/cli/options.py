@@ -23,7 +23,7 @@ from copy import copy
 from dataclasses import MISSING, Field, dataclass, fields
 from datetime import timedelta
 from enum import StrEnum
-from functools import wraps
+from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -31,9 +31,10 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from typer import Option
 from typer.models import ParameterInfo
 
-from index_store.cli.checks import Check, FileCheck, OneOf
+from index_store.cli.checks import AtLeast, Check, FileCheck, OneOf
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.memory.memory_sizes import parse_size
+from index_store.store.store_folders import require_local
 
 AUTO = "auto"
 """What leaves a choice to the program."""
@@ -46,8 +47,18 @@ class OutputFormat(StrEnum):
     JSON = "json"
 
 
+LOCAL_STORE = partial(require_local, what="--store")
+"""Reads a store's folder."""
+
 StoreOption = Annotated[
-    Path, Option("--store", envvar="SPARSEKV_STORE", metavar="DIR", help="The store's folder.")
+    Path,
+    Option(
+        "--store",
+        envvar="SPARSEKV_STORE",
+        metavar="DIR",
+        help="The store's folder.",
+        parser=LOCAL_STORE,
+    ),
 ]
 FormatOption = Annotated[
     OutputFormat, Option("--format", help="Text, or one JSON object on standard output.")
@@ -57,6 +68,11 @@ QuietOption = Annotated[
     bool, Option("--quiet", "-q", help="Say nothing on standard error unless something is wrong.")
 ]
 
+
+MoveNameOption = Annotated[
+    bool,
+    Option("--move-name", help="Take the name from the context that has it, which keeps its id."),
+]
 
 TtlOption = Annotated[
     str | None, Option("--ttl", help="Time to live, for example 30m, 1.5h, 7d; default: for ever.")
@@ -80,8 +96,23 @@ class Spelled:
     read: Callable[[Any], object]
 
 
+NO_BOUND = "none"
+
 SIZE = Spelled(AUTO, lambda text: None if text == AUTO else parse_size(text))
 """Of an option in bytes, None for auto."""
+
+
+StoreBytesOption = Annotated[
+    int | None,
+    Option(
+        metavar="SIZE",
+        help="What all contexts of the store may take, for example 200GiB. For new ones the least recently used go of "
+        "those that have a time to live, or that the server kept of its own accord; where that does not suffice, new "
+        "ones are refused. none: what the disk holds.",
+    ),
+    Spelled(NO_BOUND, lambda text: None if text == NO_BOUND else parse_size(text)),
+    AtLeast(1),
+]
 
 
 def comma_separated(default: str, read: Callable[[str], object] = str) -> Spelled:

@@ -7,15 +7,15 @@ from dataclasses import asdict
 from datetime import datetime
 
 from index_store.attention.layer_shape import WindowLayers
-from index_store.cli.console import format_bytes, format_time
+from index_store.cli.console import format_time
 from index_store.cli.labels import labels_text
-from index_store.errors import SparseKVError
+from index_store.errors import SparseKVError, format_bytes
 from index_store.selection.threshold_curve import KEEP_GRID
 from index_store.store.description.dtypes import INT8
 from index_store.store.description.json_fields import Scalar
 from index_store.store.description.manifest import HIGH_PLANE, IndexEntry, Manifest
 from index_store.store.files.leftovers import Leftover
-from index_store.store.listing import BrokenContext
+from index_store.store.listing import BrokenContext, state_of
 
 LIST_COLUMNS = ("ID", "NAME", "STATE", "MODEL", "METHODS", "TOKENS", "KV", "INDEX", "CREATED", "EXPIRES")
 LIST_RIGHT = ("TOKENS", "KV", "INDEX")
@@ -26,11 +26,11 @@ LIST_OPTIONAL = ("CREATED", "MODEL", "EXPIRES", "METHODS", "INDEX", "KV", "STATE
 def summary(entry: Manifest | BrokenContext, expired: bool) -> dict[str, object]:
     """One context of a listing, as JSON."""
     if isinstance(entry, BrokenContext):
-        return {"id": entry.id, "state": "BROKEN", "error": error_object(entry.error)}
+        return {"id": entry.id, "state": state_of(entry, expired=False), "error": error_object(entry.error)}
     return {
         "id": entry.id,
         "name": entry.name,
-        "state": state(expired),
+        "state": state_of(entry, expired=expired),
         "model": entry.model.name,
         "dtype": entry.dtype,
         "rows": entry.rows,
@@ -53,11 +53,11 @@ def list_row(entry: Manifest | BrokenContext, expired: bool, id_length: int) -> 
     """One context of a listing, as the cells of LIST_COLUMNS."""
     id_ = entry.id[:id_length]
     if isinstance(entry, BrokenContext):
-        return [id_, "-", "BROKEN", *["-"] * 7]
+        return [id_, "-", state_of(entry, expired=False), *["-"] * 7]
     return [
         id_,
         entry.name,
-        state(expired),
+        state_of(entry, expired=expired),
         entry.model.name,
         ",".join(entry.methods),
         str(entry.token_count),
@@ -106,7 +106,7 @@ def detail_rows(manifest: Manifest, expired: bool, children: int) -> list[tuple[
     rows = [
         ("id", manifest.id),
         ("name", manifest.name),
-        ("state", state(expired)),
+        ("state", state_of(manifest, expired=expired)),
         ("model", f"{model.name} ({model.architecture}, {model.fingerprint[:12]})"),
         (
             "layers",
@@ -193,11 +193,6 @@ def error_object(error: SparseKVError) -> dict[str, object]:
         "message": error.message,
         **error.metadata,
     }
-
-
-def state(expired: bool) -> str:
-    """The state of a context whose manifest can be read."""
-    return "EXPIRED" if expired else "READY"
 
 
 def _index_object(index: IndexEntry, tokens: int) -> dict[str, object]:

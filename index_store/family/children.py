@@ -51,6 +51,10 @@ class OwnRows:
         """Of all layers."""
         return sum(rows.nbytes for rows in self.rows)
 
+    def first(self, count: int) -> OwnRows:
+        """Of the first tokens alone."""
+        return OwnRows(self.token_ids[:count], [rows[:, :count] for rows in self.rows])
+
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
@@ -150,7 +154,6 @@ def _write(store: Store, id_: str, made: Continuation) -> Manifest:
             for head, rows in enumerate(own.rows[layer]):
                 writer.write_chunk(path, (place, head), rows)
         messages = None if made.conversation is None else writer.write_conversation(made.conversation)
-        writer.verify()
         manifest = Manifest(
             id=id_,
             name=made.name,

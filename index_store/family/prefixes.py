@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import google_crc32c
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from index_store.errors import SparseKVError
@@ -19,6 +22,9 @@ from index_store.family.parents import parent_of
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import DIGEST_DIGITS, PREFIX_BLOCK, continued_digests
 from index_store.store.description.manifest import Manifest
+
+LEAST_TOKENS = 32
+"""Of a context that is looked for: fewer are read in the time that loading takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,25 +65,40 @@ def longest_beginning(
     return max(found, key=lambda beginning: beginning.tokens, default=None)
 
 
-def longest_prefix(store: Store, first: str, token_ids: Sequence[int] | Tensor) -> Manifest | None:
-    """The longest stored context, children among them, that these tokens begin with and go on from; None without one.
+def longest_prefix(
+    store: Store,
+    digests: str,
+    token_ids: Sequence[int] | Tensor,
+    suits: Callable[[Manifest], bool] = lambda _: True,
+) -> Manifest | None:
+    """The longest stored context, children among them, that these tokens begin with, or are; None without one.
 
-    As `longest_beginning` otherwise; contexts below one block are not found.
+    digests: of the tokens (`context_id.continued_digests`). suits: asked last. As `longest_beginning` otherwise;
+    contexts of less than LEAST_TOKENS are not looked at. What follows a context's last whole block is told apart by the
+    checksum of its tokens, so that tokens are read of next to none but the one that is found.
     """
     ids = torch.as_tensor(token_ids, dtype=torch.int64)
-    digests = continued_digests(first, ids)
+    written = ids.numpy().astype("<u4")
     fits = [
         manifest
         for manifest in store.list()
-        if PREFIX_BLOCK <= manifest.token_count < len(ids)
+        if LEAST_TOKENS <= manifest.token_count <= len(ids)
+        and manifest.prefix_digests.startswith(digests[:DIGEST_DIGITS])
         and _common(digests, manifest.prefix_digests) == manifest.token_count // PREFIX_BLOCK
         and not store.expired(manifest)
+        and _ends_alike(manifest, written)
     ]
     for manifest in sorted(fits, key=lambda fit: fit.token_count, reverse=True):
         stored = _tokens(store, manifest)
-        if stored is not None and _equal(stored, ids) == manifest.token_count:
+        if stored is not None and _equal(stored, ids) == manifest.token_count and suits(manifest):
             return manifest
     return None
+
+
+def _ends_alike(manifest: Manifest, written: NDArray[np.uint32]) -> bool:
+    """Whether tokens, as they are written, have the checksum of a context's own."""
+    own = written[manifest.token_count - manifest.own_tokens : manifest.token_count]
+    return bool(google_crc32c.value(own.tobytes()) == manifest.tokens.checksum((0,)))
 
 
 def _common(digests: str, others: str) -> int:

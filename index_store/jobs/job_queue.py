@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -49,6 +50,7 @@ KEPT_ENDED = timedelta(days=7)
 """How many jobs that have ended are remembered, and how long."""
 
 _QUEUE_LOCK = f"{JOB_LOCK_PREFIX}queue"
+_WORKER_LOCK = f"{JOB_LOCK_PREFIX}worker-"
 _STRAY = timedelta(hours=1)
 _RETRY_S = 5.0
 _LOOKS_S = 0.05  # a look at who holds a lock (`held`) holds it for a moment, too
@@ -207,6 +209,26 @@ class JobQueue:
     def held(self, id_: str) -> bool:
         """Whether a worker has the job now."""
         return is_locked(self._lock(id_))
+
+    @contextmanager
+    def attending(self, model: str) -> Iterator[None]:
+        """Shows while the block runs that somebody takes jobs of the model. model: its fingerprint.
+
+        Raises StoreFullError or StoreError.
+        """
+        self._make_folders()
+        with locked_file(self._locks / f"{_WORKER_LOCK}{model}-{secrets.token_hex(8)}"):
+            yield
+
+    def attended(self, model: str) -> bool:
+        """Whether somebody takes jobs of the model now; also True where that cannot be found out."""
+        try:
+            names = os.listdir(self._locks)
+        except OSError as error:
+            return not isinstance(error, FileNotFoundError)
+        return any(
+            is_locked(self._locks / name) for name in names if name.startswith(f"{_WORKER_LOCK}{model}-")
+        )
 
     def cancel(self, id_: str) -> None:
         """Has an open job end as cancelled: at once where no worker has it, soon otherwise; nothing happens to others.

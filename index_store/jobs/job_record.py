@@ -81,7 +81,7 @@ class JobOrder:
     of the messages that the tokens are; "" for a text. parent: id of the context that is continued, whose tokens the
     document follows; "" for one that stands alone. owner: who asked, "" where nobody was asked for a name. labels:
     to be set. whole: the context is a child that is there, and is to stand alone; no tokens come with such an order.
-    rows: how exact rows are stored, one of `ROW_CODINGS`.
+    rows: how exact rows are stored, one of `ROW_CODINGS`. moves: `name` is taken from the context that has it.
     """
 
     context: str
@@ -99,6 +99,7 @@ class JobOrder:
     labels: Mapping[str, str] = field(default_factory=dict)
     whole: bool = False
     rows: str = AS_DTYPE
+    moves: bool = False
 
     def __post_init__(self) -> None:
         if self.rows not in ROW_CODINGS:
@@ -258,7 +259,7 @@ def render_job(record: JobRecord) -> bytes:
     document = asdict(record)
     document["created_at"] = record.created_at.isoformat()
     document["ended_at"] = None if record.ended_at is None else record.ended_at.isoformat()
-    for name in ("parent", "owner", "labels", "whole"):  # said where there is something to say
+    for name in ("parent", "owner", "labels", "whole", "moves"):  # said where there is something to say
         if not document["order"][name]:
             del document["order"][name]
     if record.order.rows == AS_DTYPE:
@@ -333,6 +334,7 @@ def _parse_order(fields: JsonFields) -> JobOrder:
         labels=fields.texts_by_name("labels") if fields.has("labels") else {},
         whole=fields.has("whole") and fields.flag("whole"),
         rows=fields.text("rows") if fields.has("rows") else AS_DTYPE,
+        moves=fields.has("moves") and fields.flag("moves"),
     )
 
 

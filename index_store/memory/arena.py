@@ -27,6 +27,7 @@ from index_store.errors import (
     ContextNotFoundError,
     InvalidArgumentError,
     StoreError,
+    format_bytes,
 )
 from index_store.memory.books import ArenaStats, Books, Slot
 from index_store.memory.context_loading import choose_placement, placed_bytes, start_loading
@@ -140,6 +141,15 @@ class Arena:
             slot = self._books.find(manifest)
         return self._choose(manifest)[0] if slot is None else slot.placement
 
+    def may_hold(self, manifest: Manifest) -> bool:
+        """Whether the context fits into the budget, with everything else evicted."""
+        return self._choose(manifest)[1].fits(self._books.budget)
+
+    def in_use(self, id_: str) -> bool:
+        """Whether anybody holds a lease on the context."""
+        with self._changed:
+            return any(slot.leases for slot in self._books.all_of(id_))
+
     def note(self, manifest: Manifest) -> None:
         """Learns that a context was pinned or unpinned, if it is here."""
         with self._changed:
@@ -178,6 +188,11 @@ class Arena:
         """Ids of the contexts that are wholly in memory, least recently used first."""
         with self._changed:
             return list(dict.fromkeys(slot.id for slot in self._books if slot.complete))
+
+    def leased_ids(self) -> list[str]:
+        """Ids of the contexts that somebody uses now."""
+        with self._changed:
+            return list(dict.fromkeys(slot.id for slot in self._books if slot.leases))
 
     def stats(self) -> ArenaStats:
         """The present state, consistent in itself."""
@@ -231,12 +246,12 @@ class Arena:
             self._evictions += len(victims)
         if self._device is not None:
             logger.info(
-                "context %s goes to placement %s: %s; host %d bytes, device %d",
+                "context %s goes to placement %s: %s; %s in host memory, %s on the device",
                 slot.id[:12],
                 placement.value,
                 why,
-                needed.host,
-                needed.device,
+                format_bytes(needed.host),
+                format_bytes(needed.device),
             )
         return slot, victims
 

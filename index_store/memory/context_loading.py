@@ -5,13 +5,11 @@ Shape legend: H KV heads, N tokens of the context, d head dim.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -24,10 +22,9 @@ from index_store.memory.resident import IndexKinds, LayerGate, ResidentContext
 from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.dtypes import STORED_DTYPES
 from index_store.store.description.manifest import Manifest
-from index_store.store.files.reading import Readers
+from index_store.store.files.reading import Readers, file_threads
 from index_store.store.stored_context import Context
 
-_MAX_THREADS = 4
 _LAST_READ_S = 1.0
 """How long those who wait for a load that failed wait for reads under way to end: far longer than those take."""
 
@@ -150,7 +147,7 @@ def start_loading(
     on_end: Callable[[Exception | None], None] = lambda error: None,
     slots: SlotRoom = USUAL_ROOM,
 ) -> LoadedContext:
-    """Reserves memory and begins to read every array into it, layer by layer, head by head, in a few threads.
+    """Reserves memory and begins to read every array into it, layer by layer, head by head, in many threads.
 
     Each layer's keys and values are one contiguous [H, N, 2, d] tensor, each index array of a layer [H, ...]. Whoever
     asks the context for a layer waits for it; an error goes to all who wait for a layer that was not there by then.
@@ -184,7 +181,7 @@ def start_loading(
         )
         loaded = LoadedContext(resident, memory)
         layers = _plan_reads(context, memory, device, placement)
-        readers = Readers(_threads(), "load", context.read_limit_s)
+        readers = Readers(file_threads(), "load", context.read_limit_s)
         threading.Thread(
             target=_load,
             args=(layers, gate, readers, loaded, on_end),
@@ -278,23 +275,23 @@ def _plan_reads(
 
 
 class _StagedReads:
-    """Reads into device memory through as many pairs of staging buffers as there are threads."""
+    """Reads into device memory, in every thread through a pair of staging buffers of its own."""
 
     def __init__(self, context: Context, device: torch.device) -> None:
         self._context = context
-        self._idle: SimpleQueue[StagingBuffers] = SimpleQueue()
-        for _ in range(_threads()):
-            self._idle.put(StagingBuffers(device))
+        self._device = device
+        self._own = threading.local()
 
     def read(self, path: str, layer: int, head: int, out: Tensor) -> None:
         """Returns when the bytes are in device memory: who waits for the layer may use it in any stream."""
-        buffers = self._idle.get()
+        buffers: StagingBuffers | None = getattr(self._own, "buffers", None)
+        if buffers is None:
+            # By the threads themselves, beside each other: locking pages takes its time.
+            buffers = self._own.buffers = StagingBuffers(self._device)
         try:
             self._context.read_head_pieces(path, layer, head, StagedArray(out, buffers))
         finally:
-            # Also after an error: nothing may be written any more once the memory is given back.
-            buffers.wait()
-            self._idle.put(buffers)
+            buffers.wait()  # also after an error: nothing may be written any more once the memory is given back
 
 
 def _load(
@@ -366,7 +363,3 @@ def _layer_bytes(entry: ArrayEntry, device: torch.device | None) -> int:
     if device is not None:
         return device_bytes(entry.shape[1:], STORED_DTYPES[entry.dtype].torch_dtype)
     return entry.nbytes // entry.shape[0]
-
-
-def _threads() -> int:
-    return min(_MAX_THREADS, os.cpu_count() or 1)

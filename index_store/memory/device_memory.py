@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-PIECE_BYTES = 16 * 2**20
+PIECE_BYTES = 4 * 2**20
 """Of one staging buffer; a file is read and copied in pieces of this size."""
 
 

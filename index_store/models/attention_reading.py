@@ -26,7 +26,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from index_store.models.configuration import layer_kinds, max_positions, value
-from index_store.models.folder import ModelFolder, first_line
+from index_store.models.files.folder import ModelFolder, first_line
 
 _NOTES = "sparsekv_notes"
 _TOKENS = 5

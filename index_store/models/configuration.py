@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from index_store.models.folder import ModelFolder, first_line
+from index_store.models.files.folder import ModelFolder, first_line
 
 
 def read_config(folder: ModelFolder) -> Any:
@@ -63,19 +63,22 @@ def max_positions(folder: ModelFolder, config: Any) -> int:
 
     Rotary embeddings of the kinds `longrope` and `dynamic` change with the length reached, from some position on; keys
     that were stored earlier would be rotated otherwise, so the positions end there. For `dynamic` that is
-    max_position_embeddings.
+    max_position_embeddings. `yarn` gives as many as it stretches the original ones to, also where
+    max_position_embeddings was left as it was before, as model cards have it.
     """
     positions = value(config, "max_position_embeddings")
     if not positions:
         raise folder.refuse("its configuration has no max_position_embeddings")
-    limits = [int(positions)]
+    most, limits = int(positions), []
     for kind, own in rope_types(config):
+        original = own.get("original_max_position_embeddings") or value(
+            config, "original_max_position_embeddings"
+        )
         if kind == "longrope":
-            original = own.get("original_max_position_embeddings") or value(
-                config, "original_max_position_embeddings"
-            )
             limits.append(int(original or positions))
-    return min(limits)
+        elif kind == "yarn" and own.get("factor"):
+            most = max(most, int((original or positions) * own["factor"]))
+    return min([most, *limits])
 
 
 def feed_forward_width(config: Any) -> int:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,23 +20,69 @@ from index_store.attention.layer_shape import LayerShape, WindowLayers
 from index_store.errors import DtypeMismatchError, InvalidArgumentError, ModelMismatchError
 from index_store.models.attention_reading import LayerReading, read_attention
 from index_store.models.configuration import max_positions, read_config
-from index_store.models.folder import ModelFolder, hash_file
+from index_store.models.files.digests import Progress, Stamp, hash_files
+from index_store.models.files.folder import ModelFolder
+from index_store.models.files.weights import weight_files
 from index_store.models.tokenizer import tokenizer_fingerprint
-from index_store.models.weights import weight_files
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.dtypes import KV_DTYPES
 from index_store.store.description.manifest import Manifest
+
+_UNKNOWN = "unknown"  # in place of a fingerprint that is still being computed
 
 # Entries of config.json that name the software or the place, not the function that the model computes.
 _INCIDENTAL_CONFIG = frozenset({"_name_or_path", "transformers_version", "use_cache", "_attn_implementation"})
 
 
-def identify(folder: ModelFolder) -> ModelIdentity:
+@dataclass(frozen=True, slots=True)
+class Identifying:
+    """A model whose weights are being hashed. described: all that is known without, the fingerprint a placeholder."""
+
+    described: ModelIdentity
+    _fingerprint: Future[str]
+
+    def result(self) -> ModelIdentity:
+        """Waits for the fingerprint. Raises ModelUnsupportedError for a file that changed while it was read."""
+        return replace(self.described, fingerprint=self._fingerprint.result())
+
+
+def identify(folder: ModelFolder, progress: Progress | None = None) -> ModelIdentity:
     """What the model is, from its files alone; weights are hashed but not loaded.
 
-    The fingerprint covers the configuration and the bytes of the weights, whatever the folder's name or place. Raises
-    ModelUnsupportedError for a model that cannot be served, naming the feature.
+    The fingerprint covers the configuration and the bytes of the weights, whatever the folder's name or place.
+    progress: of hashing weights that are new or have changed. Raises ModelUnsupportedError for a model that cannot be
+    served, naming the feature.
     """
+    with identifying(folder, progress) as model:
+        return model.result()
+
+
+@contextmanager
+def identifying(folder: ModelFolder, progress: Progress | None = None) -> Iterator[Identifying]:
+    """Hashes a model's weights by threads beside what the block does; an error in the block ends the hashing.
+
+    A model that cannot be served is refused before the block begins. Leaving the block waits for the fingerprint, and
+    raises ModelUnsupportedError if a file of the model changed since it was entered.
+    """
+    described = _describe(folder)
+    before = _stamps(folder)
+    stop = threading.Event()
+    with ThreadPoolExecutor(1, thread_name_prefix="identify") as pool:
+        model = Identifying(described, pool.submit(_fingerprint, folder, progress, stop))
+        try:
+            yield model
+            model.result()
+        finally:
+            stop.set()
+    for earlier, now in zip(before, _stamps(folder), strict=False):
+        if earlier != now:
+            raise folder.refuse(
+                f"its {Path(now.path).name} changed while it was read; try again when nobody writes to it"
+            )
+
+
+def _describe(folder: ModelFolder) -> ModelIdentity:
+    """Everything but the fingerprint."""
     config = read_config(folder)
     readings = attention_of(folder)
     full = _common(
@@ -52,7 +103,7 @@ def identify(folder: ModelFolder) -> ModelIdentity:
     return ModelIdentity(
         name=folder.name,
         architecture=_architecture(config),
-        fingerprint=_fingerprint(folder),
+        fingerprint=_UNKNOWN,
         tokenizer_fingerprint=tokenizer_fingerprint(folder),
         layers=len(readings),
         query_heads=shape.query_heads,
@@ -105,7 +156,8 @@ def require_model(manifest: Manifest, identity: ModelIdentity) -> None:
         if found != expected:
             raise ModelMismatchError(
                 f"context {manifest.id[:12]} was prefilled by {manifest.model.name} ({what} fingerprint {found}), "
-                f"expected {identity.name} ({expected}); prefill the document again with this model",
+                f"expected {identity.name} ({expected}); serve that model for it, or prefill its document again with "
+                "this one: both may lie in one store, under one name",
                 found=found,
                 expected=expected,
                 part=what,
@@ -142,10 +194,14 @@ def _architecture(config: Any) -> str:
     return names[0] if names else str(AutoModelForCausalLM._model_mapping[type(config)].__name__)
 
 
-def _fingerprint(folder: ModelFolder) -> str:
+def _stamps(folder: ModelFolder) -> list[Stamp]:
+    return [Stamp.of(file) for file in (folder.path / "config.json", *weight_files(folder))]
+
+
+def _fingerprint(folder: ModelFolder, progress: Progress | None, stop: threading.Event) -> str:
     raw = json.loads((folder.path / "config.json").read_text())
     meaningful = {name: value for name, value in raw.items() if name not in _INCIDENTAL_CONFIG}
     digest = hashlib.sha256(json.dumps(meaningful, sort_keys=True).encode())
-    for file in weight_files(folder):
-        digest.update(hash_file(file).encode())
+    for own in hash_files(folder, weight_files(folder), progress, stop):
+        digest.update(own.encode())
     return digest.hexdigest()

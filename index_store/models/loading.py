@@ -5,7 +5,8 @@ The only place where transformers loads a model. Nothing is downloaded and no co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,16 @@ from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.errors import ModelUnsupportedError
 from index_store.models.attention_reading import LayerReading, decoder_of
 from index_store.models.configuration import is_text_part, read_config
-from index_store.models.folder import ModelFolder, first_line
-from index_store.models.identity import attention_of, check_positions, checkpoint_dtype, identify
+from index_store.models.files.digests import Progress
+from index_store.models.files.folder import ModelFolder, first_line
+from index_store.models.files.weights import weights_entry
+from index_store.models.identity import (
+    attention_of,
+    check_positions,
+    checkpoint_dtype,
+    identify,
+    identifying,
+)
 from index_store.models.resolve import resolve_model
 from index_store.models.self_check import Examination, Verdict, examine, remembered
 from index_store.models.tokenizer import Tokenizer, load_tokenizer
@@ -34,10 +43,13 @@ __all__ = [
     "check_positions",
     "checkpoint_dtype",
     "identify",
+    "identifying",
     "load_model",
     "load_tokenizer",
     "resolve_model",
 ]
+
+logger = logging.getLogger(__name__)
 
 # Where the text part of a larger model has its weights, and where they belong without the rest.
 _WRAPPED = {
@@ -110,28 +122,38 @@ def load_model(
     attention: str,
     compute_dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
+    hashing: Progress | None = None,
 ) -> LoadedModel:
     """Loads the weights, with the attention function registered under the name `attention` in place of the model's.
+
+    Weights whose digests are not known yet are hashed meanwhile, which tells `hashing` how far it is.
 
     `compute_dtype` None: float32 on CPU (where lower precisions are slower and less exact), the checkpoint's own
     elsewhere. Raises ModelUnsupportedError, before the weights are read, for a model that cannot be served.
     """
-    identity = identify(folder)
     kv_dtype = checkpoint_dtype(folder)
     if compute_dtype is None:
         on_cpu = torch.device(device).type == "cpu"
         compute_dtype = torch.float32 if on_cpu else stored_dtype(kv_dtype).torch_dtype
-    model = _load_weights(folder, attention, compute_dtype)
-    model.requires_grad_(False)
-    model = model.to(device).eval()
+    with identifying(folder, hashing) as found:
+        model = _load_weights(folder, attention, compute_dtype)
+        model.requires_grad_(False)
+        model = model.to(device).eval()
+        identity = found.result()
     readings = attention_of(folder)
     return LoadedModel(model, identity, kv_dtype, readings, _forms(model, readings))
 
 
 def _load_weights(folder: ModelFolder, attention: str, compute_dtype: torch.dtype) -> Any:
     config = read_config(folder)
-    bars_shown = transformers_logging.is_progress_bar_enabled()
+    config.transformers_weights = weights_entry(folder)  # else a loader chooses among what lies in the folder
+    # Bars and tables of the library are for who calls it by hand; what they say is said below.
+    bars_shown, verbosity = (
+        transformers_logging.is_progress_bar_enabled(),
+        transformers_logging.get_verbosity(),
+    )
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder.path,
@@ -142,20 +164,48 @@ def _load_weights(folder: ModelFolder, attention: str, compute_dtype: torch.dtyp
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
             **({"key_mapping": _WRAPPED} if is_text_part(folder) else {}),
         )
     except _UNREADABLE as error:
         raise ModelUnsupportedError(f"model {folder.name!r} cannot be loaded: {first_line(error)}") from error
     finally:
+        transformers_logging.set_verbosity(verbosity)
         if bars_shown:
             transformers_logging.enable_progress_bar()
+    _check_report(folder, model, report)
+    return model
+
+
+def _check_report(folder: ModelFolder, model: Any, report: Mapping[str, Any]) -> None:
+    """Raises ModelUnsupportedError for a model whose weights are not those that its configuration describes."""
     absent = sorted(report["missing_keys"])
     if absent:
         raise ModelUnsupportedError(
             f"model {folder.name!r} has no weights for {len(absent)} parameters, the first is {absent[0]!r}; "
             "the folder is incomplete or its config.json belongs to another model"
         )
-    return model
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        vocabulary = model.config.vocab_size
+        said = f", whose vocab_size is {vocabulary}," if expected[:1] == (vocabulary,) else ""
+        raise ModelUnsupportedError(
+            f"model {folder.name!r} cannot be loaded: its weights have {list(found)} for {name}, its config.json{said} "
+            f"means {list(expected)}; they belong to different models: copy both from where the model comes from"
+        )
+    modules = {name for name, _ in model.named_modules() if name}
+    unused = sorted(name for name in report["unexpected_keys"] if name.rpartition(".")[0] in modules)
+    if unused:
+        raise ModelUnsupportedError(
+            f"model {folder.name!r} cannot be loaded: its weights have {unused[0]!r} ({len(unused)} such tensors), "
+            f"for which a {type(model).__name__} of its config.json has no place; the config.json belongs to another "
+            "model or lacks a setting: copy both from where the model comes from"
+        )
+    others = sorted(report["unexpected_keys"])
+    if others and not is_text_part(folder):
+        logger.warning(
+            "model %s: %d tensors of its weights belong to no part of a %s and are not used, the first is %s",
+            folder.name, len(others), type(model).__name__, others[0],
+        )  # fmt: skip
 
 
 def _forms(model: Any, readings: Sequence[LayerReading]) -> tuple[LogitForm, ...]:

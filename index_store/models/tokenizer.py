@@ -23,7 +23,8 @@ from index_store.models.conversation.turns import (
     go_on,
     turns_after_text,
 )
-from index_store.models.folder import ModelFolder, first_line, hash_file
+from index_store.models.files.digests import hash_file
+from index_store.models.files.folder import ModelFolder, first_line
 
 # Files that decide which ids a text becomes. tokenizer_config.json counts without its chat template, which decides
 # how questions are worded, not how words are cut.
@@ -64,6 +65,12 @@ class Tokenizer:
         Raises InvalidArgumentError for a text that the tokenizer can only write by a special token.
         """
         return self._ordinary.encode(text)
+
+    def encode_behind(self, text: str) -> list[int]:
+        """Token ids of a text that goes on where a context ends: the blank or the like that some tokenizers put before
+        a first text is left out. Raises as `encode` does.
+        """
+        return self._ordinary.encode_behind(text)
 
     def encode_conversation(
         self, conversation: Conversation, *, answer_follows: bool = False, moment: datetime | None = None
@@ -111,7 +118,9 @@ class Tokenizer:
 
         Raises InvalidArgumentError as `encode_conversation` does, and where the template leaves earlier turns out.
         """
-        return self._ordinary.encode_rendering(turns_after_text(self._template, new), first=False)
+        return self._ordinary.encode_rendering(
+            turns_after_text(self._template, new), first=False, behind_text=True
+        )
 
     def format_question(self, question: str) -> str:
         """What the chat template writes for a question after a context of plain text; `encode_turns` has its tokens."""
@@ -151,6 +160,11 @@ class Tokenizer:
         """
         return self._template.calls
 
+    @property
+    def template_reads(self) -> Collection[str]:
+        """What the chat template reads beside roles, contents, calls and tools (`ChatTemplate.reads`)."""
+        return self._template.reads
+
     @cached_property
     def hidden(self) -> Mapping[str, int]:
         """Special tokens that `decode` leaves out, by their texts."""
@@ -188,14 +202,20 @@ class Tokenizer:
         return ()
 
 
-def load_tokenizer(folder: ModelFolder) -> Tokenizer:
-    """The tokenizer of a model folder. Raises ModelUnsupportedError when its files are missing or unreadable."""
+def load_tokenizer(folder: ModelFolder, fingerprint: str | None = None) -> Tokenizer:
+    """The tokenizer of a model folder.
+
+    fingerprint: that it has to have, as it was found before. Raises ModelUnsupportedError when its files are missing,
+    unreadable or others than those.
+    """
     if not any((folder.path / name).is_file() for name in _VOCABULARY_FILES):
         raise folder.refuse(f"it has no tokenizer (none of {', '.join(_VOCABULARY_FILES)})")
     try:
         backend = AutoTokenizer.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers package raises bare Exception for a file it cannot parse
         raise folder.refuse(_why_not_loaded(folder, error)) from error
+    if fingerprint is not None and tokenizer_fingerprint(folder) != fingerprint:
+        raise folder.refuse("its tokenizer changed while it was read; try again when nobody writes to it")
     _check_size(folder, len(backend.get_vocab()) - len(backend.get_added_vocab()))
     return Tokenizer(backend, folder.name, _eos_ids(folder, backend.eos_token_id))
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.launch import launch, njit, on_host, prange
+from index_store.compiled.launch import launch, njit, on_host, spread
 from index_store.selection.ranking import Items
 from index_store.selection.searchable_numba import flat_rows, searchable_members
 
@@ -123,7 +123,7 @@ def _lists(items: Items) -> list[NDArray[np.int32] | int]:
     return found
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _mark(
     keys: NDArray[np.int32], first: int, end: int, left: int, marked: NDArray[np.uint8]
 ) -> int:  # pragma: no cover - compiled
@@ -138,7 +138,57 @@ def _mark(
     return left
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit()
+def _collect_row(
+    row: int,
+    order: NDArray[np.int32],
+    item_counts: NDArray[np.int32],
+    limits: NDArray[np.int32],
+    shared: int,
+    shared_offsets: NDArray[np.int32],
+    shared_offsets_stride: int,
+    shared_keys: NDArray[np.int32],
+    shared_keys_stride: int,
+    private_offsets: NDArray[np.int32],
+    private_offsets_stride: int,
+    private_keys: NDArray[np.int32],
+    private_keys_stride: int,
+    positions: int,
+    first: int,
+    end: int,
+    ids: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    single: bool,
+) -> None:  # pragma: no cover - compiled
+    head = row // positions
+    marked = np.zeros(end - first, np.uint8)
+    for g in range(order.shape[1]):
+        left = limits[row, g]
+        for rank in range(item_counts[row, g]):
+            if left == 0:
+                break
+            item = order[row, g, rank]
+            if single:
+                if item < end - first:
+                    marked[item] = 1
+                    left -= 1
+            elif item < shared:
+                place, keys = head * shared_offsets_stride + item, head * shared_keys_stride
+                begin, stop = shared_offsets[place], shared_offsets[place + 1]
+                left = _mark(shared_keys[keys + begin : keys + stop], first, end, left, marked)
+            else:
+                place, keys = head * private_offsets_stride + item - shared, head * private_keys_stride
+                begin, stop = private_offsets[place], private_offsets[place + 1]
+                left = _mark(private_keys[keys + begin : keys + stop], first, end, left, marked)
+    found = 0
+    for x in range(end - first):
+        if marked[x]:
+            ids[row, found] = first + x
+            found += 1
+    counts[row] = found
+
+
+@njit("i4x3 i4x2 i4x2 i8 i4x1 i8 i4x1 i8 i8 i4x1 i8 i4x1 i8 i8 i8 i8 i4x2 i4x1")
 def _collect_rows(
     order: NDArray[np.int32],
     item_counts: NDArray[np.int32],
@@ -160,30 +210,27 @@ def _collect_rows(
     counts: NDArray[np.int32],
 ) -> None:  # pragma: no cover - compiled
     single = shared + private == 0
-    for row in prange(order.shape[0]):
-        head = row // positions
-        marked = np.zeros(end - first, np.uint8)
-        for g in range(order.shape[1]):
-            left = limits[row, g]
-            for rank in range(item_counts[row, g]):
-                if left == 0:
-                    break
-                item = order[row, g, rank]
-                if single:
-                    if item < end - first:
-                        marked[item] = 1
-                        left -= 1
-                elif item < shared:
-                    place, keys = head * shared_offsets_stride + item, head * shared_keys_stride
-                    begin, stop = shared_offsets[place], shared_offsets[place + 1]
-                    left = _mark(shared_keys[keys + begin : keys + stop], first, end, left, marked)
-                else:
-                    place, keys = head * private_offsets_stride + item - shared, head * private_keys_stride
-                    begin, stop = private_offsets[place], private_offsets[place + 1]
-                    left = _mark(private_keys[keys + begin : keys + stop], first, end, left, marked)
-        found = 0
-        for x in range(end - first):
-            if marked[x]:
-                ids[row, found] = first + x
-                found += 1
-        counts[row] = found
+    spread(
+        _collect_row,
+        order.shape[0],
+        (
+            order,
+            item_counts,
+            limits,
+            shared,
+            shared_offsets,
+            shared_offsets_stride,
+            shared_keys,
+            shared_keys_stride,
+            private_offsets,
+            private_offsets_stride,
+            private_keys,
+            private_keys_stride,
+            positions,
+            first,
+            end,
+            ids,
+            counts,
+            single,
+        ),
+    )

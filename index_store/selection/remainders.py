@@ -25,13 +25,12 @@ import torch
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
-from index_store.attention.listed_keys_numba import leave_out, leave_out_reference
 from index_store.attention.logit_form import PLAIN, LogitForm
-from index_store.launch import on_host
+from index_store.compiled.launch import on_host
 from index_store.selection.budgets import Selection
-from index_store.selection.cluster_sums_numba import cluster_sums
 from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
 from index_store.selection.pieces import Piece, ScoredRows
+from index_store.selection.remainders_numba import cluster_sums, leave_out, leave_out_reference
 
 
 @dataclass(frozen=True, slots=True)

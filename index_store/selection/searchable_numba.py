@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.launch import launch, njit, on_host, prange
+from index_store.compiled.launch import launch, njit, on_host, spread
 from index_store.selection.ranking import Items, Members
 
 
@@ -88,7 +88,31 @@ def _single_keys(items: Items, heads: int, columns: int, device: torch.device | 
     return Members(offsets.expand(heads, -1), keys.expand(heads, -1))
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit()
+def _keep_of_head(
+    head: int,
+    items: int,
+    offsets: NDArray[np.int32],
+    offsets_stride: int,
+    keys: NDArray[np.int32],
+    keys_stride: int,
+    first: int,
+    end: int,
+    column: int,
+    kept_offsets: NDArray[np.int32],
+    kept_keys: NDArray[np.int32],
+) -> None:  # pragma: no cover - compiled
+    kept = kept_offsets[head, column]
+    for item in range(items):
+        place = head * offsets_stride + item
+        for x in range(offsets[place], offsets[place + 1]):
+            key = keys[head * keys_stride + x]
+            kept_keys[head, kept] = key
+            kept += np.int32(first <= key < end)
+        kept_offsets[head, column + item + 1] = kept
+
+
+@njit("i8 i4x1 i8 i4x1 i8 i8 i8 i8 i4x2 i4x2")
 def _keep_inside(
     items: int,
     offsets: NDArray[np.int32],
@@ -101,12 +125,8 @@ def _keep_inside(
     kept_offsets: NDArray[np.int32],
     kept_keys: NDArray[np.int32],
 ) -> None:  # pragma: no cover - compiled
-    for head in prange(kept_offsets.shape[0]):
-        kept = kept_offsets[head, column]
-        for item in range(items):
-            place = head * offsets_stride + item
-            for x in range(offsets[place], offsets[place + 1]):
-                key = keys[head * keys_stride + x]
-                kept_keys[head, kept] = key
-                kept += np.int32(first <= key < end)
-            kept_offsets[head, column + item + 1] = kept
+    spread(
+        _keep_of_head,
+        kept_offsets.shape[0],
+        (items, offsets, offsets_stride, keys, keys_stride, first, end, column, kept_offsets, kept_keys),
+    )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from index_store.attention.rows_in_line import RowsInLine
-from index_store.launch import launch, njit, on_host, prange
+from index_store.compiled.launch import launch, njit, on_host, spread
 
 _BLOCKS_PER_KEPT = 4
 _MAX_FOLD = 64
@@ -51,7 +51,7 @@ def top_k_reference(scores_HTM: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     return torch.where(ids == columns, 0, ids).to(torch.int32), kept.sum(-1).to(torch.int32)
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def sortable(bits: np.uint32) -> np.uint32:  # pragma: no cover - compiled
     """Maps float32 bits to unsigned integers of the same order, without branches; -0.0 and 0.0 are equal."""
     negative = np.uint32(np.int32(bits) >> np.int32(31))
@@ -59,7 +59,7 @@ def sortable(bits: np.uint32) -> np.uint32:  # pragma: no cover - compiled
     return np.uint32(key + np.uint32(bits == np.uint32(0x80000000)))
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _kth_largest(
     bits: NDArray[np.uint32], count: int, k: int, coarse: bool = False
 ) -> np.uint32:  # pragma: no cover - compiled
@@ -89,7 +89,7 @@ def _kth_largest(
     return prefix
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def lower_bound(numbers: NDArray[np.float32], k: int) -> np.float32:  # pragma: no cover - compiled
     """What k of the numbers reach, at most a fifth less than the k-th largest; 0 if that is less, or there is none."""
     if numbers.shape[0] < k:
@@ -102,7 +102,7 @@ def lower_bound(numbers: NDArray[np.float32], k: int) -> np.float32:  # pragma: 
     return bits.view(np.float32)[0]  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _folded_maxima(row: NDArray[np.float32], keep: int) -> NDArray[np.float32]:  # pragma: no cover - compiled
     """Maxima of strided blocks: block j holds columns j, j + B, j + 2B, ... of B = len(result) blocks."""
     columns = row.shape[0]
@@ -117,7 +117,7 @@ def _folded_maxima(row: NDArray[np.float32], keep: int) -> NDArray[np.float32]: 
     return maxima
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _columns_reaching(
     row: NDArray[np.float32], maxima: NDArray[np.float32], bound: np.uint32
 ) -> NDArray[np.int32]:  # pragma: no cover - compiled
@@ -144,7 +144,7 @@ def _columns_reaching(
     return reached[:found]
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def top_k_row(row: NDArray[np.float32], ids: NDArray[np.int32]) -> int:  # pragma: no cover - compiled
     keep = ids.shape[0]
     maxima = _folded_maxima(row, keep)
@@ -155,7 +155,9 @@ def top_k_row(row: NDArray[np.float32], ids: NDArray[np.int32]) -> int:  # pragm
         for place in range(found):
             ids[place] = reached[place]
         return int(found)
-    bits = row[reached].view(np.uint32)
+    row_bits, bits = row.view(np.uint32), np.empty(found, np.uint32)
+    for c in range(found):
+        bits[c] = row_bits[reached[c]]
     threshold = _kth_largest(bits, found, keep)
     ties = keep
     for c in range(found):
@@ -172,7 +174,22 @@ def top_k_row(row: NDArray[np.float32], ids: NDArray[np.int32]) -> int:  # pragm
     return kept
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit()
+def _top_k_of(
+    task: int,
+    numbers: NDArray[np.float32],
+    places: NDArray[np.int64],
+    columns: int,
+    ids: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    rows: int,
+) -> None:  # pragma: no cover - compiled
+    head, r = task // rows, task % rows
+    row = numbers[places[head, r] : places[head, r] + columns]
+    counts[head, r] = top_k_row(row, ids[head, r])
+
+
+@njit("f4x1 i8x2 i8 i4x3 i4x2")
 def _top_k_rows(
     numbers: NDArray[np.float32],
     places: NDArray[np.int64],
@@ -181,7 +198,4 @@ def _top_k_rows(
     counts: NDArray[np.int32],
 ) -> None:  # pragma: no cover - compiled
     heads, rows = places.shape
-    for task in prange(heads * rows):
-        head, r = task // rows, task % rows
-        row = numbers[places[head, r] : places[head, r] + columns]
-        counts[head, r] = top_k_row(row, ids[head, r])
+    spread(_top_k_of, heads * rows, (numbers, places, columns, ids, counts, rows))

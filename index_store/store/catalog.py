@@ -5,6 +5,7 @@ What reads and writes arrays takes seconds to import: it is imported where it is
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,11 +36,11 @@ from index_store.store.files.durable import (
     storing,
 )
 from index_store.store.files.leftovers import dead_folders, log_failure, removed
-from index_store.store.files.locks import locked_file, locked_within
+from index_store.store.files.locks import is_locked, locked_file, locked_within
 from index_store.store.files.reading import READ_LIMIT_S, read_bounded
 from index_store.store.files.replacing import replace_file
 from index_store.store.listing import BrokenContext, Entry, Listing
-from index_store.store.store_folders import StoreFolders
+from index_store.store.store_folders import NAMES_LOCK, StoreFolders, require_local
 from index_store.store.tuned_defaults import DefaultsFolder, TunedDefault, TunedDefaultError
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ CHANGEABLE = ("name", "expires_at", "labels", "pinned")
 
 _MIN_PREFIX = 6
 _RESOURCE = "contexts/"
+_MOVING_S = 1.0  # a name moves in milliseconds, and a lock may belong to who writes no more
+_LOOK_S = 0.01
 
 Result = TypeVar("Result")
 
@@ -75,11 +78,12 @@ class Store:
         clock: Callable[[], datetime] = utc_now,
         read_limit_s: float = READ_LIMIT_S,
     ) -> None:
-        """Opens a store; with `create` makes it where it does not exist. Raises StoreError when it cannot be used.
+        """Opens a store; with `create` makes it where it does not exist. Raises StoreError when it cannot be used, and
+        InvalidArgumentError for a URL.
 
         read_limit_s: how long one step of reading may take (see `files/reading.py`).
         """
-        self.path = Path(path)
+        self.path = require_local(path, "store")
         self.folders = StoreFolders(self.path)
         self._defaults = DefaultsFolder(self.folders.defaults)
         self._listing = Listing(self.folders.contexts)
@@ -116,14 +120,25 @@ class Store:
         FormatVersionError."""
         return self.bounded(partial(self._listing.manifest, self.folders.context(id_).name))
 
-    def resolve(self, ref: str) -> str:
+    def resolve(self, ref: str, model: str = "") -> str:
         """The id that a reference means: a full id, `contexts/<id>`, an id's first 6 or more digits, or a name.
 
         Digits may be upper-case. The id of a context means that context, whatever others are called. Of several that
-        fit, those that have expired do not count unless all have.
+        fit, those that have expired do not count unless all have, and those of other models unless all are. While a
+        name moves this waits. model: a fingerprint, "" where all are alike.
 
         Raises ContextNotFoundError, or ContextAmbiguousError when several contexts fit.
         """
+        end = time.monotonic() + _MOVING_S
+        while True:
+            try:
+                return self._resolve(ref, model)
+            except ContextAmbiguousError:
+                if time.monotonic() > end or not is_locked(self.folders.locks / NAMES_LOCK):
+                    raise
+            time.sleep(_LOOK_S)
+
+    def _resolve(self, ref: str, model: str) -> str:
         digits = ref.removeprefix(_RESOURCE).lower()
         if is_context_id(digits) and self.bounded(self.folders.context(digits).is_dir):
             return digits
@@ -140,11 +155,14 @@ class Store:
                 context=ref[:600],
             )
         live = [entry for entry in fits if not (isinstance(entry, Manifest) and self.expired(entry))]
-        candidates = live or fits
+        found = live or fits
+        own = [entry for entry in found if isinstance(entry, Manifest) and entry.model.fingerprint == model]
+        candidates = own or found
         if len(candidates) > 1:
             shown = ", ".join([*sorted(entry.id[:16] for entry in candidates)[:8], "..."][: len(candidates)])
             raise ContextAmbiguousError(
-                f"{self.path}: {ref!r} fits {len(candidates)} contexts ({shown}); give an id"
+                f"{self.path}: {ref!r} fits {len(candidates)} contexts ({shown}); give an id, or give the name to "
+                "one of them (`index-store name ID NAME --move-name`, or at a server `contexts update`)"
             )
         return candidates[0].id
 
@@ -184,6 +202,10 @@ class Store:
                 context=manifest.id,
                 expired_at=manifest.expires_at,
             )
+
+    def now(self) -> datetime:
+        """The present time in UTC."""
+        return self._clock()
 
     def expired(self, manifest: Manifest) -> bool:
         return manifest.expired(self._clock())

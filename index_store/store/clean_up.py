@@ -103,9 +103,15 @@ def _expired(store: Store, on_failure: Callable[[StoreError], None]) -> Iterator
 
 def _unneeded(store: Store, entries: Sequence[Entry]) -> Sequence[str]:
     """Ids of the expired contexts that no living one continues, as far as can be read."""
-    manifests = [entry for entry in entries if isinstance(entry, Manifest)]
-    needed = {entry.parent.id for entry in manifests if entry.parent and not store.expired(entry)}
+    needed = needed_ids(store, entries)
+    manifests = (entry for entry in entries if isinstance(entry, Manifest))
     return [entry.id for entry in manifests if store.expired(entry) and entry.id not in needed]
+
+
+def needed_ids(store: Store, entries: Sequence[Entry]) -> set[str]:
+    """Ids of the contexts that a living one continues, as far as can be read."""
+    manifests = (entry for entry in entries if isinstance(entry, Manifest))
+    return {entry.parent.id for entry in manifests if entry.parent and not store.expired(entry)}
 
 
 def _require_usable(entries: Sequence[Entry]) -> None:
@@ -119,16 +125,24 @@ def _require_usable(entries: Sequence[Entry]) -> None:
 
 
 def _remove_expired(store: Store, id_: str) -> bool:
+    return remove_if(store, id_, store.expired)
+
+
+def remove_if(store: Store, id_: str, unwanted: Callable[[Manifest], bool]) -> bool:
+    """Removes a context that is unwanted as it is now, and that no living one continues; whether it did.
+
+    Raises StoreError where nobody can tell whether another one continues it.
+    """
     # A job may be replacing it, or may have removed it: then it is not ours to remove.
     with locked_file(store.folders.lock_path(id_), wait=False) as held, store.family_lock(id_):
         try:
-            if not held or not store.expired(store.manifest(id_)):
+            if not held or not unwanted(store.manifest(id_)):
                 return False
         except (ContextNotFoundError, ContextCorruptError, FormatVersionError):
             return False
         entries = store.entries()  # a child may have come meanwhile
         _require_usable(entries)
-        return id_ in _unneeded(store, entries) and discard(store.folders.context(id_))
+        return id_ not in needed_ids(store, entries) and discard(store.folders.context(id_))
 
 
 def _remove_unlisted(store: Store, id_: str, path: Path) -> bool:

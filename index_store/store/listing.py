@@ -16,7 +16,13 @@ from bisect import bisect_right, insort
 from dataclasses import dataclass
 from pathlib import Path
 
-from index_store.errors import ContextNotFoundError, ManifestError, SparseKVError
+from index_store.errors import (
+    ContextNotFoundError,
+    FormatVersionError,
+    ManifestError,
+    SparseKVError,
+    StoreUnavailableError,
+)
 from index_store.store.description.context_id import is_context_id
 from index_store.store.description.manifest import Manifest
 from index_store.store.description.manifest_json import MANIFEST_NAME, parse_manifest
@@ -39,6 +45,17 @@ class BrokenContext:
 
 
 Entry = Manifest | BrokenContext
+
+STATES = ("READY", "EXPIRED", "CORRUPT", "UNSUPPORTED", "UNAVAILABLE")
+
+
+def state_of(entry: Entry, *, expired: bool) -> str:
+    """What is to be said of a context: one of STATES."""
+    if isinstance(entry, Manifest):
+        return "EXPIRED" if expired else "READY"
+    if isinstance(entry.error, FormatVersionError):
+        return "UNSUPPORTED"
+    return "UNAVAILABLE" if isinstance(entry.error, StoreUnavailableError) else "CORRUPT"
 
 
 def place_of(entry: Entry) -> Place:

@@ -8,6 +8,7 @@ and of families, `defaults/<id>.json` what a context was tuned to.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from index_store.errors import InvalidArgumentError, StoreError
@@ -17,7 +18,10 @@ from index_store.store.files.durable import TEMPORARY_PREFIX, make_folder, permi
 JOB_LOCK_PREFIX = "job-"
 """Of the names of locks on jobs that make contexts (`index_store.jobs`)."""
 
+NAMES_LOCK = f"{JOB_LOCK_PREFIX}names"
+
 _FAMILY = ".family"
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 
 
 class StoreFolders:
@@ -58,10 +62,30 @@ class StoreFolders:
             make_folder(self.locks, permissions_in(self.contexts))
         return self.locks / self.context(id_).name
 
+    def names_lock_path(self) -> Path:
+        """The file that is locked while a name moves from one context to another; likewise."""
+        with storing("creating the locks' folder", self.locks):
+            make_folder(self.locks, permissions_in(self.contexts))
+        return self.locks / NAMES_LOCK
+
     def family_lock_path(self, id_: str) -> Path:
         """The file by which publishing a context's children and removing it exclude each other; likewise."""
         path = self.lock_path(id_)
         return path.with_name(path.name + _FAMILY)
+
+
+def require_local(path: str | Path, what: str) -> Path:
+    """The path of a file or folder of this machine. what: it is, as the error says it.
+
+    Raises InvalidArgumentError for a URL: taken as a path, it would be a folder named like `s3:`.
+    """
+    url = _URL.fullmatch(str(path))
+    if url is not None:
+        raise InvalidArgumentError(
+            f"{what} is {f'{url[1]}://{url[2]}'[:100]!r}, a URL; expected a path on this machine: stores and files "
+            "elsewhere are reached where they are mounted"
+        )
+    return Path(path)
 
 
 def is_lock_name(name: str) -> bool:

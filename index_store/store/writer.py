@@ -7,12 +7,10 @@ written without a copy, and its crc32c behind it.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Self
@@ -43,19 +41,15 @@ from index_store.store.files.durable import (
     unused_name,
 )
 from index_store.store.files.locks import locked_file
-from index_store.store.files.reading import Readers
 from index_store.store.files.replacing import move_into_place
 from index_store.store.zarr_io import (
     METADATA_NAME,
-    Forgotten,
     check_chunks,
+    check_indices,
     check_metadata,
     chunk_path,
     raw_bytes,
-    read_chunk_pieces,
 )
-
-_READERS = 4
 
 
 class _ArrayWriter:
@@ -91,20 +85,23 @@ class _ArrayWriter:
             attributes={"dtype": dtype.name},
         )
 
-    def write_chunk(self, entry: ArrayEntry, indices: Sequence[int], data: Tensor) -> None:
-        """Writes one chunk. `data` holds the chunk's elements in order; leading sizes of 1 may be absent.
+    def write_rows(self, entry: ArrayEntry, indices: Sequence[int], start: int, data: Tensor) -> None:
+        """Writes rows of one chunk, from row `start` on; see `ContextWriter.write_rows`.
 
         Raises InvalidArgumentError when coordinates, shape or dtype disagree with the array.
         """
         key = self._key(entry, indices)
-        same_bytes = data.numel() * data.element_size() == entry.chunk_bytes
-        if not same_bytes or _trim(data.shape) != _trim(entry.chunks):
-            raise InvalidArgumentError(f"{entry.path}: a chunk is {entry.chunks}, got {tuple(data.shape)}")
+        count, *row = _row_shape(entry, indices)
+        if start + len(data) > count or list(data.shape[1:]) != row:
+            raise InvalidArgumentError(
+                f"{entry.path}: a chunk is {entry.chunks}, got {tuple(data.shape)} from row {start} on"
+            )
         if dtype_name(data.dtype) != entry.dtype:
             raise InvalidArgumentError(
                 f"{entry.path}: a chunk is {entry.dtype}, got {dtype_name(data.dtype)}"
             )
-        self._store.write_chunk(key, raw_bytes(data.detach().cpu().contiguous()))
+        raw = raw_bytes(data.detach().cpu().contiguous())
+        self._store.write_part(key, start * (entry.chunk_bytes // count), raw, entry.chunk_bytes)
 
     def adopt_chunk(self, entry: ArrayEntry, indices: Sequence[int], checksum: int) -> bool:
         """Whether an earlier writer left the chunk with this checksum, which then counts as written."""
@@ -126,6 +123,10 @@ class _ArrayWriter:
         Raises MissingChunkError when a chunk was never written.
         """
         return join_checksums([self.checksum(entry, indices) for indices in entry.chunk_indices()])
+
+    def sync(self, on_bytes: Callable[[int], None]) -> None:
+        """Returns when all chunks are durable."""
+        self._store.sync(on_bytes)
 
     def close(self) -> None:
         """Ends all writing, also by threads that zarr has left running."""
@@ -211,11 +212,26 @@ class ContextWriter:
         Leading sizes of 1 may be left out of the shape. Raises InvalidArgumentError when shape, dtype or indices do
         not fit the array, StoreFullError when the disk is full.
         """
+        entry = self._entry(path)
+        tensor = data if isinstance(data, Tensor) else torch.from_numpy(data)
+        if _trim(tensor.shape) != _trim(entry.chunks):
+            raise InvalidArgumentError(f"{path}: a chunk is {entry.chunks}, got {tuple(tensor.shape)}")
+        check_indices(entry, indices)
+        self.write_rows(path, indices, 0, tensor.reshape(_row_shape(entry, indices)))
+
+    def write_rows(self, path: str, indices: Sequence[int], start: int, rows: Tensor) -> None:
+        """Writes rows of the chunk at `indices`, from row `start` on: those of its first axis behind `indices`.
+
+        The rows of a chunk come in order, by any threads, one at a time; from row 0 on it is begun anew. Their
+        checksum is that of the memory they come from, and stands behind the last of them. Raises as `write_chunk`.
+        """
+        with storing("writing", self._folder):
+            self._arrays.write_rows(self._entry(path), indices, start, rows)
+
+    def _entry(self, path: str) -> ArrayEntry:
         if path not in self._entries:
             raise InvalidArgumentError(f"array {path!r} was not created; create_array comes first")
-        tensor = data if isinstance(data, Tensor) else torch.from_numpy(data)
-        with storing("writing", self._folder):
-            self._arrays.write_chunk(self._entries[path], indices, tensor)
+        return self._entries[path]
 
     def adopt_chunk(self, path: str, indices: Sequence[int], checksum: int) -> bool:
         """Counts a chunk as written that an earlier writer left in the given folder; False where it is another one."""
@@ -242,31 +258,13 @@ class ContextWriter:
         self.write_chunk(entry.path, (0,), np.frombuffer(bytearray(data), dtype=np.uint8))
         return entry
 
-    def verify(self, on_bytes: Callable[[int], None] = lambda _: None) -> None:
-        """Reads back every chunk of every array, several at a time; raises a ContextCorruptError that it came upon.
+    def sync(self, on_bytes: Callable[[int], None] = lambda _: None) -> None:
+        """Returns when all that was written is durable; `publish` sees to what was not waited for here.
 
-        A chunk that was never written is a MissingChunkError. `on_bytes` is called with the number of bytes read, for
-        progress, by one thread at a time.
+        on_bytes: told how many bytes have become so, for progress. Raises StoreError where the disk refuses some.
         """
-        entries = [
-            replace(entry, checksums=self._arrays.checksums(entry)) for entry in self._entries.values()
-        ]
-        reading = threading.Lock()
-
-        def read(first: int) -> None:
-            pieces = Forgotten()
-            chunks = ((entry, indices) for entry in entries for indices in entry.chunk_indices())
-            for entry, indices in islice(chunks, first, None, _READERS):
-                read_chunk_pieces(self._folder, entry, indices, pieces)
-                with reading:
-                    on_bytes(entry.chunk_bytes)
-
-        readers = Readers(_READERS, "verify")
-        try:
-            for done in [readers.submit(partial(read, first)) for first in range(_READERS)]:
-                readers.result(done)
-        finally:
-            readers.stop()
+        with storing("writing", self._folder):
+            self._arrays.sync(on_bytes)
 
     def publish(self, manifest: Manifest) -> Manifest:
         """Makes the context durable and visible, all at once; returns the manifest with the chunks' checksums.
@@ -345,6 +343,7 @@ class ContextWriter:
 
     def _write_manifest(self, sealed: Manifest) -> None:
         """The last file; all are durable then."""
+        self._arrays.sync(lambda _: None)
         with new_file(self._folder / MANIFEST_NAME, self._permissions) as file:
             file.write(render_manifest(sealed))
         sync_tree(self._folder)
@@ -370,6 +369,14 @@ class ContextWriter:
     def _remove_folder(self) -> None:
         with storing("removing", self._folder):
             remove_tree(self._folder)
+
+
+def _row_shape(entry: ArrayEntry, indices: Sequence[int]) -> tuple[int, ...]:
+    """A chunk's shape without the leading ones that `indices` stand for: rows, and what each holds."""
+    leading = 0
+    while leading < min(len(indices), len(entry.chunks) - 1) and entry.chunks[leading] == 1:
+        leading += 1
+    return entry.chunks[leading:]
 
 
 def _trim(shape: Sequence[int]) -> tuple[int, ...]:

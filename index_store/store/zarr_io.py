@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import google_crc32c
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -33,6 +32,7 @@ from index_store.errors import (
 from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.dtypes import STORED_DTYPES
 from index_store.store.description.json_fields import shown
+from index_store.store.files.checksums import extend_crc32c
 from index_store.store.files.durable import CHECKSUM_BYTES
 from index_store.store.files.reading import (
     WrongFileError,
@@ -43,7 +43,7 @@ from index_store.store.files.reading import (
 )
 
 METADATA_NAME = "zarr.json"
-_PIECE_BYTES = 16 << 20
+_PIECE_BYTES = 2 << 20
 _FORGOTTEN_BYTES = 4 << 20
 _LARGEST_METADATA = 1 << 20
 
@@ -63,7 +63,7 @@ def check_metadata(folder: Path, entries: Sequence[ArrayEntry]) -> Iterator[Prob
 
 def chunk_path(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> Path:
     """The file of the chunk at the given grid coordinates; coordinates left out are 0."""
-    _check_indices(entry, indices)
+    check_indices(entry, indices)
     return folder.joinpath(entry.path, "c", *map(str, _pad(entry, indices)))
 
 
@@ -238,7 +238,7 @@ def _fill(path: Path, descriptor: int, raw: NDArray[np.uint8], verify: bool, che
         if count == 0:
             raise WrongFileError("a file that shrank while it was read")
         if verify:
-            checksum = google_crc32c.extend(checksum, raw[done : done + count])
+            checksum = extend_crc32c(checksum, raw[done : done + count])
         done += count
     return checksum
 
@@ -252,7 +252,8 @@ def _pad(entry: ArrayEntry, indices: Sequence[int]) -> tuple[int, ...]:
     return (*indices, *([0] * (len(entry.shape) - len(indices))))
 
 
-def _check_indices(entry: ArrayEntry, indices: Sequence[int]) -> None:
+def check_indices(entry: ArrayEntry, indices: Sequence[int]) -> None:
+    """Raises InvalidArgumentError for coordinates outside of the array's grid."""
     inside = len(indices) <= len(entry.grid) and all(
         0 <= index < count for index, count in zip(indices, entry.grid, strict=False)
     )

@@ -17,9 +17,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, TextIO
 
-START_TIMEOUT_SECONDS = 120.0
+SILENCE_SECONDS = 120.0
+"""After which a server that starts and says nothing is given up; how long it takes in all is its machine's affair."""
+_STARTING = "starting: "
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # Waits until the pipe closes, which it does however the demonstration ends, then removes the folder. Repeatedly: the
@@ -72,40 +75,77 @@ def run_command(folder: Path, module: str, *arguments: str) -> dict[str, Any]:
 
 
 @contextmanager
-def running_server(folder: Path, store: Path, model: str) -> Iterator[str]:
-    """`decode-engine serve` on a free port, from ready to stopped; yields its address. Its log lies in `folder`."""
-    log = folder / "server.log"
+def running_server(folder: Path, store: Path, model: str, told: Callable[[str], object]) -> Iterator[str]:
+    """`decode-engine serve` on a free port, from ready to stopped; yields its address. Its log lies in `folder`.
+
+    told: takes what the server says while it starts.
+    """
     command = [sys.executable, "-m", "decode_engine", "serve", "--store", str(store), "--model", model]
     command += ["--listen", "127.0.0.1:0", "--format", "json"]
-    with log.open("w") as errors:
-        # In a process group of its own: Ctrl-C reaches this program alone, which then stops the server in order.
-        server = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            start_new_session=True,
-            env=os.environ | {"TMPDIR": str(folder)},
-            preexec_fn=_end_with_this_process(),  # noqa: PLW1509 - only system calls, and no thread runs yet
-        )
-    too_slow = threading.Timer(START_TIMEOUT_SECONDS, server.kill)
+    # In a process group of its own: Ctrl-C reaches this program alone, which then stops the server in order.
+    server = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"TMPDIR": str(folder)},
+        preexec_fn=_end_with_this_process(),  # noqa: PLW1509 - only system calls, and no thread runs yet
+    )
     try:
-        too_slow.start()
-        assert server.stdout is not None
-        ready = server.stdout.readline()
-        too_slow.cancel()
-        if not ready:
-            last = (log.read_text().strip().splitlines() or ["no message"])[-1]
-            raise DemoError(f"the server did not start: {last}")
-        yield json.loads(ready)["address"]
+        yield _address(server, folder / "server.log", told)
     finally:
-        too_slow.cancel()
         server.terminate()
         try:
-            server.wait(timeout=15)
+            server.wait(timeout=20)
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
+
+
+def _address(server: subprocess.Popen[str], log: Path, told: Callable[[str], object]) -> str:
+    """Where the server listens, once it says so. Raises DemoError where it ends, or says nothing for a long time."""
+    said: SimpleQueue[tuple[str, str]] = SimpleQueue()
+
+    def read_results(stream: TextIO) -> None:
+        said.put(("result", stream.readline()))
+
+    def read_logs(stream: TextIO) -> None:
+        with log.open("w") as file:
+            for line in stream:
+                file.write(line)
+                file.flush()
+                said.put(("log", _message(line)))
+
+    for read, stream in ((read_results, server.stdout), (read_logs, server.stderr)):
+        threading.Thread(target=read, args=(stream,), daemon=True).start()
+    last = "no message"
+    while True:
+        try:
+            what, line = said.get(timeout=SILENCE_SECONDS)
+        except Empty:
+            raise DemoError(
+                f"the server did not start: it said nothing for {SILENCE_SECONDS:g} s after: {last}"
+            ) from None
+        if what == "log":
+            last = line
+            if line.startswith(_STARTING):
+                told(line.removeprefix(_STARTING))
+        elif line:
+            return str(json.loads(line)["address"])
+        else:
+            server.wait()
+            while not said.empty():
+                last = said.get()[1]
+            raise DemoError(f"the server did not start: {last}")
+
+
+def _message(line: str) -> str:
+    """What a log line says."""
+    try:
+        return str(json.loads(line)["message"])
+    except (ValueError, KeyError, TypeError):  # of a library, or a traceback
+        return line.strip()
 
 
 def _end_with_this_process() -> Callable[[], None] | None:

@@ -91,7 +91,11 @@ class Demo:
             *("--store", str(store), "--name", "demo"),
         )
         console.print("Starting the server", highlight=False)
-        with running_server(folder, store, self.model) as address:
+
+        def told(phase: str) -> None:
+            console.print(f"  {phase}", highlight=False, markup=False)
+
+        with running_server(folder, store, self.model, told) as address:
             rows = ask_all(address, f"contexts/{prefill['id']}", asked, self.keep, console)
         return rows, summarise(rows, prefill, time.monotonic() - started)
 

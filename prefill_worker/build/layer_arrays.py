@@ -5,7 +5,7 @@ Shape legend: H KV heads, N keys, R rows of the query sample, d head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -29,15 +29,12 @@ from index_store.store.description.manifest import IndexEntry
 from index_store.store.stored_context import QuerySample
 from index_store.store.writer import ContextWriter
 from prefill_worker.build.layer_records import KeptArray
-from prefill_worker.build.stages import BuildStream, Timer
+from prefill_worker.build.stages import BuildStream, Chunk, Timer
 from prefill_worker.reading.capture import Capture
 from prefill_worker.reading.query_sample import late_rows, stored_rows
 
 _ROWS_AT_ONCE = 16
 _RECENT = 64
-
-Chunk = tuple[str, tuple[int, int], Tensor]
-"""Path, place and contents of one chunk."""
 
 
 class CapturedWriting:
@@ -58,24 +55,38 @@ class CapturedWriting:
         self.queries = None if queries is None else create(writer, queries)
         self.positions = () if queries is None else tuple(positions_P[self._rows_P].tolist())
 
-    def chunks(self, layer: int, sample: QuerySample | None) -> list[Chunk]:
-        """Those of one layer. sample: None of a layer with a sliding window."""
+    def rows(self, layer: int, start: int, count: int) -> list[Chunk]:
+        """The layer's keys and values of tokens start..start+count-1, which are final; empty where those come later.
+
+        Later come the last ones of a sliding window, and what is derived from all of them.
+        """
         model = self._capture.identity
-        windowed = layer in model.window_layers
-        place = (model.window_layers if windowed else model.full_layers).index(layer)
-        arrays = []
-        if windowed or not self.in_planes:
-            arrays.append((self._window if windowed else self._kv, self._capture.kv(layer)))
-        if sample is not None and self.queries is not None:
-            arrays.append((self.queries, sample.queries_HPGD[:, self._rows_P]))
-        return [
-            (entry.path, (place, head), chunk) for entry, data in arrays for head, chunk in enumerate(data)
-        ]
+        if self.in_planes or layer in model.window_layers:
+            return []
+        kv_HN2D = self._capture.kv(layer)
+        return self._placed(self._kv, model.full_layers.index(layer), kv_HN2D[:, start : start + count])
+
+    def settled(self) -> Callable[[], None]:
+        """What returns once all that has passed so far is where `rows` finds it."""
+        return self._capture.settled()
+
+    def chunks(self, layer: int, sample: QuerySample | None) -> list[Chunk]:
+        """What is left of a layer once all rows have passed: a window, or the queries. sample: None with a window."""
+        model = self._capture.identity
+        if layer in model.window_layers:
+            return self._placed(self._window, model.window_layers.index(layer), self._capture.kv(layer))
+        if sample is None or self.queries is None:
+            return []
+        queries_HPGD = sample.queries_HPGD[:, self._rows_P]
+        return self._placed(self.queries, model.full_layers.index(layer), queries_HPGD)
 
     def plane_chunks(self, layer: int, low_HN2C: Tensor) -> list[Chunk]:
         """Those of the low plane of a layer whose queries see all keys."""
-        place = self._capture.identity.full_layers.index(layer)
-        return [(self._kv.path, (place, head), chunk) for head, chunk in enumerate(low_HN2C)]
+        return self._placed(self._kv, self._capture.identity.full_layers.index(layer), low_HN2C)
+
+    @staticmethod
+    def _placed(entry: ArrayEntry, place: int, data: Tensor) -> list[Chunk]:
+        return [(entry.path, (place, head), chunk) for head, chunk in enumerate(data)]
 
 
 class IndexWriting:

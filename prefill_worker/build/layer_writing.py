@@ -1,16 +1,17 @@
-"""From the rows of every layer to arrays in the store: one layer is built while others are written.
+"""From the rows of every layer to arrays in the store, while the model reads on.
 
-Rows are what a model's reading of the document has left (`Capture`), or what the store has (`StoredRows`).
+Rows are what a model's reading of the document leaves (`Capture`), or what the store has (`StoredRows`).
 
-On a device indexes are built on a stream of their own, in a thread of their own; finished chunks go to threads that
-copy them into page-locked memory, compute their checksums and write them. At most two layers are under way. On a CPU,
-where building takes all cores, only the writing is beside it.
-
-Shape legend: H KV heads, N keys, R rows of the query sample, d head dim.
+Keys and values are final when a pass has left a layer, and are written then, each to its place in the file of its head.
+Once the last pass has left a layer, its indexes are built and written. Threads copy what is on a device into memory
+with locked pages, compute checksums and write. On a device indexes are built on a stream and in a thread of their own,
+with at most two layers under way. On a CPU, where building takes all cores, it begins after the reading, and only the
+writing is beside it.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -30,19 +31,17 @@ from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.dtypes import AS_DTYPE
 from index_store.store.description.manifest import HIGH_PLANE, IndexEntry
+from index_store.store.files.reading import file_threads
 from index_store.store.stored_context import QuerySample
 from index_store.store.writer import ContextWriter
 from prefill_worker.build.dense_layers import EXACT, Selectivity, measure_selectivity
-from prefill_worker.build.layer_arrays import CapturedWriting, Chunk, IndexWriting, check_finite
+from prefill_worker.build.layer_arrays import CapturedWriting, IndexWriting, check_finite
 from prefill_worker.build.layer_records import KeptChunk, LayerKeeper, LayerRecord
-from prefill_worker.build.stages import BuildStream, ChunkWriting, Stage, Timer
+from prefill_worker.build.stages import BuildStream, Chunk, ChunkWriting, Stage, Timer
 from prefill_worker.reading.capture import Capture
 
 UNDER_WAY = 2
 """Layers that are built or written at a time."""
-
-WRITERS = 4
-"""Threads that copy, compute checksums and write."""
 
 
 class LayerRows(Protocol):
@@ -111,7 +110,7 @@ class LayerWriting:
         self._writer = writer
         self._keeper = keeper
         self._kept: dict[int, LayerRecord] = {}
-        self._chunks_of: dict[int, list[tuple[str, tuple[int, int]]]] = {}
+        self._chunks_of: dict[int, list[tuple[str, tuple[int, int]]]] = defaultdict(list)
         self._rows = rows
         self._frequencies = inverse_frequencies
         self._seed = seed
@@ -119,18 +118,19 @@ class LayerWriting:
         self._stages = ExitStack()
         on_device = rows.device.type == "cuda"
         self._building = Stage(1 if overlap and on_device else 0, "build")
-        self._chunk_stage = Stage(WRITERS if overlap else 0, "write")
-        self._chunks = ChunkWriting(writer, self._chunk_stage, timer)
+        self._writing = ChunkWriting(writer, file_threads() if overlap else 0, timer)
         self._stream = BuildStream(rows.device)
         self._stopped = False
+        self._captured: CapturedWriting | None = None
         self._ready: list[Callable[[], None]] = []
         self._built: list[Future[None]] = []
-        self._writes: list[list[Future[None]]] = []
+        self._writes: dict[int, deque[Future[None]]] = defaultdict(deque)
+        self._submitted = 0
         self._written = 0
         self._measured: dict[int, Selectivity] = {}
 
     def __enter__(self) -> Self:
-        self._stages.enter_context(self._chunk_stage)
+        self._stages.enter_context(self._writing)
         self._stages.enter_context(self._building)
         return self
 
@@ -147,7 +147,7 @@ class LayerWriting:
         measure: bool = False,
         rows: str = AS_DTYPE,
     ) -> None:
-        """Says what is written; comes before the first `add`.
+        """Says what is written; comes before all else.
 
         capture: whose keys, values and queries are written, too; None where the store has them. measure: find out on
         the way how selective the attention of every layer is. rows: how those of a capture are written, one of
@@ -161,13 +161,29 @@ class LayerWriting:
             if self._adopt(layer, record):
                 self._kept[layer] = record
 
+    def passed(self, layer: int, start: int, count: int) -> None:
+        """Tokens start..start+count-1 of a capture have left the layer: their keys and values are written from here on.
+
+        They are final once what the capture was asked for is done; passes come in order. Raises what an earlier write
+        of the layer raised.
+        """
+        captured, writes = self._captured, self._writes[layer]
+        if captured is None or layer in self._kept:
+            return
+        while writes and writes[0].done():
+            writes.popleft().result()
+        chunks = captured.rows(layer, start, count)
+        if chunks:
+            self._note_chunks(layer, chunks if start == 0 else [])
+            writes.append(self._writing.submit(layer, captured.settled(), chunks, start))
+
     @property
     def adopted(self) -> int:
         """Layers that were there already when this began."""
         return len(self._kept)
 
     def add(self, layer: int) -> None:
-        """The layer's keys, values and queries are complete once what the caller's stream was asked for is done."""
+        """The layer can be built: all is complete once what the caller's stream was asked for is done."""
         if layer != len(self._ready):
             raise ValueError(f"layer {layer} was added, expected layer {len(self._ready)}")
         self._ready.append(self._stream.mark())
@@ -184,9 +200,8 @@ class LayerWriting:
             while len(self._ready) < min(layers, layer + UNDER_WAY):
                 self.add(len(self._ready))
             self._built[layer].result()
-            for write in self._writes[layer]:
+            for write in self._writes.pop(layer, ()):
                 write.result()
-            self._writes[layer].clear()
             if self._keeper is not None and layer not in self._kept:
                 self._keeper.keep_layer(layer, self._record(layer))
             self._rows.release(layer)
@@ -205,7 +220,6 @@ class LayerWriting:
         """Starts on added layers, as many as may be under way."""
         while len(self._built) < min(len(self._ready), self._written + UNDER_WAY):
             layer = len(self._built)
-            self._writes.append([])
             self._built.append(self._building.submit(lambda layer=layer: self._build(layer)))  # type: ignore[misc]
 
     def _adopt(self, layer: int, record: LayerRecord) -> bool:
@@ -232,9 +246,16 @@ class LayerWriting:
             self._measured.get(layer),
         )
 
-    def _submit(self, layer: int, path: str, indices: tuple[int, int], chunk: Tensor) -> None:
-        self._chunks_of.setdefault(layer, []).append((path, indices))
-        self._writes[layer].append(self._chunks.submit(path, indices, chunk))
+    def _submit(self, layer: int, chunks: Sequence[Chunk]) -> None:
+        """Has whole chunks written, which are complete, by any threads."""
+        self._note_chunks(layer, chunks)
+        for chunk in chunks:
+            self._submitted += 1
+            self._writes[layer].append(self._writing.submit(self._submitted, _at_once, [chunk]))
+
+    def _note_chunks(self, layer: int, chunks: Sequence[Chunk]) -> None:
+        if self._keeper is not None:
+            self._chunks_of[layer] += [(path, indices) for path, indices, _ in chunks]
 
     def _build(self, layer: int) -> None:
         self._ready[layer]()
@@ -251,8 +272,8 @@ class LayerWriting:
             with self._stream.running():
                 sample, starts = rows.query_sample(layer), rows.cluster_starts(layer)
             source = LayerSource(kv_HN2D, sample, self._frequencies, starts)
-        for path, indices, chunk in [] if captured is None else captured.chunks(layer, sample):
-            self._submit(layer, path, indices, chunk)
+        if captured is not None:
+            self._submit(layer, captured.chunks(layer, sample))
         if sample is None:
             if self._measure:
                 self._measured[layer] = EXACT
@@ -268,8 +289,7 @@ class LayerWriting:
             chunks = index.chunks(layer, built)
             if captured is not None and captured.in_planes and index.name == HIGH_PLANE:
                 chunks += self._low_chunks(captured, layer, kv_HN2D, built)
-            for path, indices, chunk in chunks:
-                self._submit(layer, path, indices, chunk)
+            self._submit(layer, chunks)
 
     def _low_chunks(
         self, captured: CapturedWriting, layer: int, kv_HN2D: Tensor, built: LayerIndex
@@ -279,3 +299,7 @@ class LayerWriting:
             raise TypeError(f"index {HIGH_PLANE} is a {type(built).__name__}")
         with self._timer("index"), self._stream.running():
             return captured.plane_chunks(layer, find_low_plane(kv_HN2D, built.scalars))
+
+
+def _at_once() -> None:
+    """Of what is complete already."""

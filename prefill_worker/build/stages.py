@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +18,12 @@ from torch import Tensor
 
 from index_store.memory.host_memory import HostBlock, default_page_locker
 from index_store.store.writer import ContextWriter
+
+STAGING_BYTES = 8 << 20
+"""Page-locked, in each thread that writes: what is copied from a device at a time, unless one row is larger."""
+
+Chunk = tuple[str, tuple[int, int], Tensor]
+"""Path, place and contents of one chunk, or of rows of it."""
 
 Timer = Callable[[str], AbstractContextManager[None]]
 """Measures a block of code under the name of a phase."""
@@ -98,33 +104,67 @@ class BuildStream:
 
 
 class ChunkWriting:
-    """Copies chunks to the host, through a page-locked buffer in each thread, and writes them with their checksums.
+    """Copies chunks, or rows of them, to the host, and writes them with their checksums. Use as a context manager.
 
-    The buffers are as large as the largest chunk, one for each thread.
+    What is submitted under one key is written in that order, by one thread. On a device every thread has a stream and
+    a page-locked buffer of its own.
     """
 
-    def __init__(self, writer: ContextWriter, stage: Stage, timer: Timer) -> None:
+    def __init__(self, writer: ContextWriter, threads: int, timer: Timer) -> None:
+        """`threads` of 0 write before `submit` returns."""
         self._writer = writer
-        self._stage = stage
         self._timer = timer
+        self._lanes = [Stage(min(1, threads), "write") for _ in range(max(1, threads))]
+        self._stages = ExitStack()
         self._own = threading.local()
 
-    def submit(self, path: str, indices: Sequence[int], chunk: Tensor) -> Future[None]:
-        """`chunk` must be complete, on whatever device it is, and not change until the future is done."""
-        return self._stage.submit(lambda: self._write(path, indices, chunk))
+    def __enter__(self) -> Self:
+        for lane in self._lanes:
+            self._stages.enter_context(lane)
+        return self
 
-    def _write(self, path: str, indices: Sequence[int], chunk: Tensor) -> None:
-        with self._timer("write"):
-            self._writer.write_chunk(path, indices, self._fetch(chunk) if chunk.is_cuda else chunk)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stages.close()
 
-    def _fetch(self, chunk: Tensor) -> Tensor:
-        """The chunk in this thread's buffer, where it stays until the next one."""
+    def submit(
+        self, key: int, ready: Callable[[], None], chunks: Sequence[Chunk], start: int = 0
+    ) -> Future[None]:
+        """Writes rows of chunks, from row `start` on: by default whole chunks, which begin with row 0.
+
+        ready: returns once they are complete, on whatever device they are. They must not change until the future is
+        done.
+        """
+
+        def write() -> None:
+            ready()
+            for path, indices, rows in chunks:
+                self._write(path, indices, start, rows)
+
+        return self._lanes[key % len(self._lanes)].submit(write)
+
+    def _write(self, path: str, indices: Sequence[int], start: int, rows: Tensor) -> None:
+        rows = rows if rows.dim() else rows[None]
+        if not rows.is_cuda:
+            with self._timer("write"):
+                self._writer.write_rows(path, indices, start, rows)
+            return
+        at_once = max(1, STAGING_BYTES * len(rows) // max(1, rows.nbytes))
+        for first in range(0, max(1, len(rows)), at_once):
+            with self._timer("copy"):
+                held = self._fetch(rows[first : first + at_once])
+            with self._timer("write"):
+                self._writer.write_rows(path, indices, start + first, held)
+
+    def _fetch(self, rows: Tensor) -> Tensor:
+        """The rows in this thread's buffer, where they stay until the next ones."""
         buffer = getattr(self._own, "buffer", None)
-        if buffer is None or buffer.nbytes < chunk.nbytes:
+        if buffer is None or buffer.nbytes < rows.nbytes:
             # The old buffer goes first.
             self._own.buffer = buffer = None
-            self._own.buffer = buffer = _Buffer(chunk.nbytes, chunk.device)
-        return buffer.fetch(chunk)
+            self._own.buffer = buffer = _Buffer(max(rows.nbytes, STAGING_BYTES), rows.device)
+        return buffer.fetch(rows)
 
 
 class _Buffer:
@@ -137,10 +177,10 @@ class _Buffer:
         self._block.lock()
         self._stream = _new_stream(device)
 
-    def fetch(self, chunk: Tensor) -> Tensor:
-        held = self._bytes[: chunk.nbytes].view(chunk.dtype).view(chunk.shape)
+    def fetch(self, rows: Tensor) -> Tensor:
+        held = self._bytes[: rows.nbytes].view(rows.dtype).view(rows.shape)
         with torch.cuda.stream(self._stream):
-            held.copy_(chunk, non_blocking=True)
+            held.copy_(rows, non_blocking=True)
         self._stream.synchronize()
         return held
 

@@ -77,6 +77,7 @@ def _ask_server(server: str, config: RunConfig, quiet: bool, output: OutputForma
         *(f"--method={name}" for name in config.method),
     ]
     flags += [] if config.name is None else [f"--name={config.name}"]
+    flags += ["--move-name"] if config.move_name else []
     flags += [] if config.ttl is None else [f"--ttl={config.ttl}"]
     flags += [] if config.rows == AS_DTYPE else [f"--rows={config.rows}"]
     flags += [] if config.messages is None else [f"--messages={config.messages}"]

@@ -1,1 +1,1 @@
-"""One prefill job, from its input to a published and verified context."""
+"""One prefill job, from its input to a published context."""

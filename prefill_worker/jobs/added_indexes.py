@@ -22,7 +22,7 @@ from prefill_worker.build.stages import Clock
 from prefill_worker.build.stored_rows import StoredRows
 from prefill_worker.config import AddIndexConfig
 from prefill_worker.jobs.changes import Changes, plan_changes
-from prefill_worker.jobs.document_layers import verify_written, write_layers
+from prefill_worker.jobs.document_layers import sync_written, write_layers
 from prefill_worker.jobs.means import Means
 from prefill_worker.jobs.prepared_job import PreparedJob
 from prefill_worker.jobs.report import PrefillReport
@@ -93,7 +93,7 @@ def apply_changes(store: Store, changes: Changes, build: Build, clock: Clock, re
         if changes.missing:
             with store.open(present.id, present) as context:
                 added = build(context, writer)
-            verify_written(writer, sum(index.nbytes for index in added), clock, reporter)
+            sync_written(writer, sum(index.nbytes for index in added), clock, reporter)
         with clock("publish"):
             return writer.publish_into(present, changes.wanted_with(added))
 

@@ -22,6 +22,7 @@ from index_store.family.children import EXACT, Continuation, OwnRows, child_id, 
 from index_store.store.catalog import Store, utc_now
 from index_store.store.description.dtypes import stored_dtype
 from index_store.store.description.manifest import Manifest
+from index_store.store.names import free_name
 from prefill_worker.build.kv_placement import device_limit, place_kv
 from prefill_worker.build.stages import Clock
 from prefill_worker.jobs.beginnings import TakenBeginning
@@ -63,7 +64,7 @@ def carry_out_child(child: ChildJob, reporter: Reporter, clock: Clock, means: Me
         before=torch.tensor(job.token_ids[: parent.token_count], dtype=torch.int64),
         own=OwnRows(torch.tensor(child.own_tokens, dtype=torch.int64), rows),
         attention=EXACT,
-        name=job.config.name or job.title,
+        name=free_name(store, job.config.name or job.title, parent.model.fingerprint, id_),
         expires_at=None if ttl is None else utc_now() + ttl,
         owner=job.owner,
         labels=job.labels,

@@ -38,7 +38,7 @@ from prefill_worker.build.layer_writing import LayerWriting
 from prefill_worker.build.stages import Clock
 from prefill_worker.build.stored_rows import LOGIT_CAP, StoredRows
 from prefill_worker.config import DetachConfig
-from prefill_worker.jobs.document_layers import verify_written
+from prefill_worker.jobs.document_layers import sync_written
 from prefill_worker.jobs.report import PrefillReport
 
 _QUERIES_PER_CENTROID = 8
@@ -70,7 +70,7 @@ def make_whole(
         rows = _JoinedRows(context, read_own_rows(store, child), device)
         token_ids = torch.cat([context.tokens(), rows.own.token_ids])
         manifest = _write_arrays(writer, rows, child, parent, token_ids, clock, reporter)
-        verify_written(writer, sum(entry.nbytes for entry in manifest.arrays), clock, reporter)
+        sync_written(writer, sum(entry.nbytes for entry in manifest.arrays), clock, reporter)
         with clock("publish"), store.lock(child.id):
             present = store.manifest(child.id)
             if present.parent is None:

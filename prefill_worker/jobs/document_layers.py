@@ -1,4 +1,4 @@
-"""The model reads the document; its layers are built, written and read back."""
+"""The model reads the document, while its layers are written; then their indexes are built."""
 
 from __future__ import annotations
 
@@ -48,9 +48,10 @@ def write_layers(
 
     present: the context as the store has it; then only indexes are written, over the keys and values that it has, and
     of the reading only the queries count. beginning: tokens that are taken from another context, unless that cannot be
-    read any more; what was taken is returned as the manifest notes it. On a device layers are built as soon as the last
-    chunk has passed them, unless calibration prompts, whose queries belong to the sample, follow. A checkpoint is gone
-    on from, rather than anything taken, and what is read is kept there, unless something was taken.
+    read any more; what was taken is returned as the manifest notes it. Keys and values are written as they come. On a
+    device layers are built as soon as the last chunk has passed them, unless calibration prompts, whose queries belong
+    to the sample, follow. A checkpoint is gone on from, rather than anything taken, and what is read is kept there,
+    unless something was taken.
     """
     config = job.config
     kv_dtype = stored_dtype(job.dtype).torch_dtype
@@ -80,20 +81,26 @@ def write_layers(
         closing(capture),
         LayerWriting(writer, rows, frequencies, config.seed, clock, keeper=keeper) as writing,
     ):
-
-        def begin() -> None:
-            new = present is None
-            measure = new and job.given_dense_layers is None
-            writing.begin(specs, capture if new else None, measure=measure, rows=config.rows)
-
+        first = 0 if taken is None else taken.tokens
+        if kept is not None:
+            first = kept.restore(capture)
+        new = present is None
+        measure = new and job.given_dense_layers is None
+        writing.begin(specs, capture if new else None, measure=measure, rows=config.rows)
+        if writing.adopted:
+            reporter.note(f"went on with {writing.adopted} layers that were written before")
         early = capture.device.type == "cuda" and not job.prompts
-        if early:
-            begin()
-            capture.when_passed(writing.add)
+
+        def leave(layer: int, start: int, count: int) -> None:
+            writing.passed(layer, start, count)
+            if early and start + count == len(job.token_ids):
+                capture.settle()
+                writing.add(layer)
+
+        for layer in range(job.identity.layers) if first else ():
+            writing.passed(layer, 0, first)
+        capture.when_passed(leave)
         with clock("prefill"), reporter.phase("prefill", "tokens") as update:
-            first = 0 if taken is None else taken.tokens
-            if kept is not None:
-                first = kept.restore(capture)
             passed = None if kept is None else partial(kept.keep, capture)
             run_context(loaded.model, capture, job.token_ids, config.pass_tokens, update, first, passed)
         if job.prompts:
@@ -104,10 +111,6 @@ def write_layers(
             del loaded  # the weights have done their part
             meter.without(weights)
         with clock("layers"), reporter.phase("index", "layers") as update:
-            if not early:
-                begin()
-            if writing.adopted:
-                reporter.note(f"went on with {writing.adopted} layers that were written before")
             written = writing.finish(update)
     notes = {} if taken is None else taken.describe()
     return written, dtype_name(compute), placement.used(meter.peak()), notes
@@ -150,14 +153,14 @@ def _make_capture(job: PreparedJob, placement: KvPlacement, beginning: TakenBegi
     )
 
 
-def verify_written(writer: ContextWriter, total: int, clock: Clock, reporter: Reporter) -> None:
-    """Reads back what was written, `total` bytes, before anybody can see it; raises when a byte differs."""
+def sync_written(writer: ContextWriter, total: int, clock: Clock, reporter: Reporter) -> None:
+    """Waits until what was written, `total` bytes, is durable, before anybody can see it."""
     done = 0
-    with clock("verify"), reporter.phase("verify", "bytes") as update:
+    with clock("sync"), reporter.phase("sync", "bytes") as update:
 
         def count(nbytes: int) -> None:
             nonlocal done
             done += nbytes
             update(min(done, total), total)
 
-        writer.verify(count)
+        writer.sync(count)

@@ -63,4 +63,4 @@ def _json_prompt(line: str, where: str, tokenizer: Tokenizer) -> list[int]:
             f'{where}: expected {{"prompt": text}} or {{"question": text}}, perhaps with an "answer", got {found}'
         )
     text: str = entry[given[0]]
-    return _question(text, tokenizer) if given == ["question"] else tokenizer.encode(text)
+    return _question(text, tokenizer) if given == ["question"] else tokenizer.encode_behind(text)

@@ -1,4 +1,4 @@
-"""One prefill job, from text to a published and verified context."""
+"""One prefill job, from text to a published context."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from index_store.cli.progress import Reporter
 from index_store.cli.report import layers_text
 from index_store.errors import ContextCorruptError, ContextExpiredError, ContextNotFoundError
 from index_store.models.attention_reading import logit_cap
-from index_store.models.identity import attention_of
+from index_store.models.identity import attention_of, identifying
+from index_store.models.resolve import resolve_model
 from index_store.store.catalog import Store, utc_now
 from index_store.store.clean_up import clean_up
 from index_store.store.description.array_entry import ArrayEntry
@@ -20,6 +21,7 @@ from index_store.store.description.array_shapes import window_entry
 from index_store.store.description.context_id import continued_digests, first_digest
 from index_store.store.description.json_fields import Scalar
 from index_store.store.description.manifest import Manifest
+from index_store.store.names import free_name, require_free, take_name
 from prefill_worker.build.kv_placement import UsedMemory
 from prefill_worker.build.layer_writing import WrittenLayers
 from prefill_worker.build.stages import Clock
@@ -28,7 +30,7 @@ from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.added_indexes import add_missing
 from prefill_worker.jobs.beginnings import find_beginning
 from prefill_worker.jobs.changes import Changes, plan_changes
-from prefill_worker.jobs.document_layers import verify_written, write_layers
+from prefill_worker.jobs.document_layers import sync_written, write_layers
 from prefill_worker.jobs.means import DEFAULT_MEANS, Means
 from prefill_worker.jobs.prepared_job import PreparedJob, check_space, prepare_job
 from prefill_worker.jobs.report import PrefillReport
@@ -44,9 +46,24 @@ def run_job(
     with a sentence for every input, model, store or disk that cannot be used.
     """
     clock = Clock()
-    with clock("tokenize"):
-        job = prepare_job(config, standard_input or sys.stdin.buffer)
-    return carry_out(job, reporter, clock)
+    with clock("find model"):  # a GGUF file is hashed and converted when it is new
+        folder = resolve_model(config.model)
+    with reporter.phase("hash weights", "bytes") as update, identifying(folder, update) as model:
+        with clock("tokenize"):
+            job = prepare_job(config, folder, model.described, standard_input or sys.stdin.buffer)
+        with clock("hash weights"):  # as far as it took longer than that
+            job = replace(job, identity=model.result())
+    name, id_ = config.name, job.id()
+    if name is None:
+        return carry_out(job, reporter, clock)
+    store = Store(config.store, create=True)
+    if not config.move_name:
+        require_free(store, name, job.identity.fingerprint, id_)
+        return carry_out(job, reporter, clock)
+    report = carry_out(replace(job, config=replace(config, name=None, move_name=False)), reporter, clock)
+    before = report.manifest.name
+    changed = {} if report.created or before == name else {"name": f"{before!r} is now {name!r}"}
+    return replace(report, manifest=take_name(store, id_, name), changed={**report.changed, **changed})
 
 
 def carry_out(
@@ -114,9 +131,12 @@ def _write(
         tokens = writer.write_tokens(job.token_ids)
         said = job.conversation
         messages = None if said is None else writer.write_conversation(said.to_bytes())
-        made = _manifest(job, id_, clock, compute_dtype, tokens, written, taken)
+        name = free_name(store, job.config.name or job.title, job.identity.fingerprint, id_)
+        if name != (job.config.name or job.title):
+            reporter.note(f"another context has the name already; this one is called {name!r}")
+        made = _manifest(job, id_, name, clock, compute_dtype, tokens, written, taken)
         manifest = replace(made, conversation=messages)
-        verify_written(writer, sum(entry.nbytes for entry in manifest.arrays), clock, reporter)
+        sync_written(writer, sum(entry.nbytes for entry in manifest.arrays), clock, reporter)
         with clock("publish"):
             return writer.publish(replace(manifest, seconds=_seconds(clock))), memory
 
@@ -124,6 +144,7 @@ def _write(
 def _manifest(
     job: PreparedJob,
     id_: str,
+    name: str,
     clock: Clock,
     compute_dtype: str,
     tokens: ArrayEntry,
@@ -150,7 +171,7 @@ def _manifest(
     }
     return Manifest(
         id=id_,
-        name=config.name or job.title,
+        name=name,
         created_at=now,
         expires_at=None if ttl is None else now + ttl,
         model=job.identity,

@@ -22,7 +22,6 @@ from index_store.models.loading import (
     checkpoint_dtype,
     identify,
     load_tokenizer,
-    resolve_model,
 )
 from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.array_shapes import kv_entry, plane_entry, window_entry
@@ -135,14 +134,15 @@ class PreparedJob:
         return context_id(self.identity, self.dtype, self.reading(), self.config.salt, self.token_ids)
 
 
-def prepare_job(config: PrefillConfig, standard_input: BinaryIO) -> PreparedJob:
+def prepare_job(
+    config: PrefillConfig, folder: ModelFolder, identity: ModelIdentity, standard_input: BinaryIO
+) -> PreparedJob:
     """Reads the inputs and checks everything that can be checked without running the model.
 
     Raises SparseKVError with a sentence for what cannot be used.
     """
-    folder = resolve_model(config.model)
-    chosen, identity = _choices(config, folder)
-    tokenizer = load_tokenizer(folder)
+    chosen = _choices(config, identity)
+    tokenizer = load_tokenizer(folder, identity.tokenizer_fingerprint)
     conversation: StoredConversation | None = None
     if config.messages is not None:
         messages = read_messages(config.messages, standard_input)
@@ -165,14 +165,14 @@ def job_over_tokens(
 
     conversation: the messages that the tokens are.
     """
-    chosen, identity = _choices(config, folder)
+    identity = identify(folder)
+    chosen = _choices(config, identity)
     return _checked(config, folder, identity, chosen, token_ids, (), title, conversation)
 
 
-def _choices(config: PrefillConfig, folder: ModelFolder) -> tuple[ChosenIndexes, ModelIdentity]:
+def _choices(config: PrefillConfig, identity: ModelIdentity) -> ChosenIndexes:
     """What can be known without the document."""
     chosen = choose_indexes(config.methods, config.index, table_flags(config))
-    identity = identify(folder)
     if config.rows == INT8:
         chosen = with_high_plane(chosen, identity)
     dense = parse_dense_layers(config.dense_layers)
@@ -180,7 +180,7 @@ def _choices(config: PrefillConfig, folder: ModelFolder) -> tuple[ChosenIndexes,
         raise InvalidArgumentError(
             f"--dense-layers names layer {dense[-1]}, model {identity.name!r} has layers 0 to {identity.layers - 1}"
         )
-    return chosen, identity
+    return chosen
 
 
 def _checked(

@@ -35,6 +35,9 @@ from prefill_worker.reading.window_rows import WindowRows
 
 ATTENTION = "sparsekv_capture"
 
+Passed = Callable[[int, int, int], None]
+"""Told a layer, the first token of a pass, and how many it carries."""
+
 LayerPart = tuple[Tensor, Tensor | None]
 """Keys and values of a pass in a layer, [H, T, 2, d], of a sliding window its last ones at most, and of layers whose
 queries see all keys the sampled queries [H, P, G, d]."""
@@ -67,7 +70,7 @@ class Capture:
         self.kv_dtype = kv_dtype
         self.device = torch.device(device)
         self._sampled = sampled
-        self._when_passed: Callable[[int], None] | None = None
+        self._when_passed: Passed | None = None
         self._approximation = approximation
         heads, dim = identity.kv_heads, identity.head_dim
         shape = (heads, token_count, 2, dim)
@@ -86,8 +89,8 @@ class Capture:
         self._kept_T = torch.empty(0, dtype=torch.int64)
         self._first_row = 0
 
-    def when_passed(self, call: Callable[[int], None]) -> None:
-        """Has a layer's number told as soon as the context's last chunk has brought its keys, values and queries."""
+    def when_passed(self, call: Passed) -> None:
+        """Has it told of every pass over the context, as soon as a layer has its keys, values and queries."""
         self._when_passed = call
 
     def take(self, layer: int, kv_HP2D: Tensor, queries_HSGD: Tensor | None) -> None:
@@ -196,9 +199,8 @@ class Capture:
         return chunk
 
     def _tell(self, layer: int, count: int) -> None:
-        if self._start + count == self.token_count and self._when_passed is not None:
-            self.settle()
-            self._when_passed(layer)
+        if self._when_passed is not None:
+            self._when_passed(layer, self._start, count)
 
     def kv(self, layer: int) -> Tensor:
         """Keys and values of a layer where they are kept, [H, N, 2, d] in the stored dtype; a window's are its last.
@@ -256,6 +258,10 @@ class Capture:
     def settle(self) -> None:
         """Has the caller's stream wait until what was captured is where it is kept."""
         self._kept.settle()
+
+    def settled(self) -> Callable[[], None]:
+        """What keeps a thread until all that was captured so far is where it is kept."""
+        return self._kept.settled()
 
     @property
     def sample_positions(self) -> Tensor:

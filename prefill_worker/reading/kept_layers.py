@@ -9,7 +9,7 @@ Shape legend: H KV heads, T tokens of a chunk, N tokens of the context, n tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -44,6 +44,10 @@ class KeptLayers(Protocol):
         """Has the caller's stream wait until all that was written is where it is kept."""
         ...
 
+    def settled(self) -> Callable[[], None]:
+        """What keeps a thread, rather than a stream, until all that was written so far is where it is kept."""
+        ...
+
     def kept(self, layer: int) -> Tensor:
         """A layer where it is kept. Raises ValueError once released."""
         ...
@@ -67,6 +71,7 @@ class DeviceLayers:
     def __init__(
         self, layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
+        self._device = device
         self._kv: list[Tensor | None] = [
             torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)
         ]
@@ -85,6 +90,9 @@ class DeviceLayers:
 
     def settle(self) -> None:
         """Nothing to wait for."""
+
+    def settled(self) -> Callable[[], None]:
+        return _when_done(torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None)
 
     def kept(self, layer: int) -> Tensor:
         return _present(self._kv[layer], layer)
@@ -175,6 +183,9 @@ class HostLayers:
         if self._writes is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._writes)
 
+    def settled(self) -> Callable[[], None]:
+        return _when_done(self._writes)
+
     def kept(self, layer: int) -> Tensor:
         return _present(self._kv[layer], layer)
 
@@ -224,6 +235,16 @@ class _HostPast:
 
     def blocks(self, ranges: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
         return self.layers.read(self.layer, ranges)
+
+
+def _when_done(stream: torch.cuda.Stream | None) -> Callable[[], None]:
+    """What keeps a thread until the stream has done what it was asked for so far; nothing without one."""
+    if stream is None:
+        return lambda: None
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # the thread sleeps meanwhile
+    event.record(stream)
+    done: Callable[[], None] = event.synchronize
+    return done
 
 
 def _present(kv: Tensor | None, layer: int) -> Tensor:

@@ -16,7 +16,7 @@ from index_store.jobs.job_record import JobPhase, JobProgress
 
 _WRITTEN_EVERY_S = 0.5
 
-_PHASES = {"prefill": JobPhase.READING, "index": JobPhase.INDEXING, "verify": JobPhase.VERIFYING}
+_PHASES = {"prefill": JobPhase.READING, "index": JobPhase.INDEXING, "sync": JobPhase.VERIFYING}
 """By the titles of a job's phases."""
 
 logger = logging.getLogger(__name__)

@@ -25,6 +25,8 @@ from index_store.memory.devices import pick_device
 from index_store.models.conversation.turns import StoredConversation
 from index_store.models.loading import identify, resolve_model
 from index_store.store.catalog import Store
+from index_store.store.names import require_free, take_name
+from index_store.store.room import StoreRoom
 from prefill_worker.build.stages import Clock
 from prefill_worker.config import PrefillConfig, WorkerConfig
 from prefill_worker.jobs.checkpoint import Checkpoint
@@ -62,27 +64,30 @@ class QueueWorker:
         self._store.folders.check_writable()
         self._queue = JobQueue(config.store)
         self._uploads = Uploads(config.store)
+        self._room = StoreRoom(self._store, config.store_bytes)
         self._folder = resolve_model(config.model)
         self._identity = identify(self._folder)
         self._model = KeptModel()
 
     def run(self, stopping: threading.Event) -> None:
-        """Takes jobs until told to stop, which is noticed between two of them."""
-        looks = 0
-        while not stopping.is_set():
-            try:
-                if looks % _TIDY_EVERY == 0:
-                    self._queue.tidy()
-                    self._uploads.tidy()
-                if looks % _GROWN_EVERY == 0:
-                    self.order_grown()
-                looks += 1
-                if self.work_once():
-                    continue
-            except StoreError as error:  # the job, if there was one, stays for whoever comes next
-                logger.warning("the queue cannot be worked on now: %s", error.message)
-                stopping.wait(_PAUSE_S)
-            stopping.wait(_LOOK_S)
+        """Takes jobs until told to stop, which is noticed between two of them. Raises StoreError."""
+        with self._queue.attending(self._identity.fingerprint):
+            looks = 0
+            while not stopping.is_set():
+                try:
+                    if looks % _TIDY_EVERY == 0:
+                        self._queue.tidy()
+                        self._uploads.tidy()
+                        self._room.sweep()
+                    if looks % _GROWN_EVERY == 0:
+                        self.order_grown()
+                    looks += 1
+                    if self.work_once():
+                        continue
+                except StoreError as error:  # the job, if there was one, stays for whoever comes next
+                    logger.warning("the queue cannot be worked on now: %s", error.message)
+                    stopping.wait(_PAUSE_S)
+                stopping.wait(_LOOK_S)
 
     def order_grown(self) -> None:
         """Queues what is to be made whole, as the configuration has it."""
@@ -140,6 +145,8 @@ class QueueWorker:
             message = f"the worker failed; its log has the details under job {claim.record.id}"
             self._end_failed(claim, SparseKVError(message))
         else:
+            if claim.record.order.moves:
+                take_name(self._store, order.context, order.name)
             did = "made" if report.created else "there"
             logger.info("job %s: context %s is %s", claim.record.id, order.context[:12], did)
             self._end_done(claim, report)
@@ -151,6 +158,10 @@ class QueueWorker:
             reporter = JobProgressWriter(claim, claim.folder / "context")
             reporter.note("the context has outgrown what it continues, and is made to stand alone")
             return make_whole(self._store, present, device, clock, reporter)
+        kind = (self._identity, order.dtype, order.tokens, () if order.parent else order.methods)
+        self._room.make(self._room.needed(order.context, *kind))
+        if order.name and not order.moves:
+            require_free(self._store, order.name, order.model, order.context)
         with clock("tokenize"):
             job = self._prepare(claim)
         child = self._child(claim, job) if order.parent else None
@@ -178,7 +189,7 @@ class QueueWorker:
             model=worker.model,
             input=(STANDARD_INPUT,),
             store=worker.store,
-            name=order.name or None,
+            name=None if order.moves else order.name or None,
             method=order.methods if standing else ("full",),
             dtype=order.dtype,
             rows=order.rows,

@@ -14,6 +14,6 @@ from tests.documents.test_readme import examples, run_blocks
 def test_the_page_of_two_terminals_runs(tmp_path: Path) -> None:
     """LangChain's client among it where it is installed, as with the extra `dev`."""
     blocks = examples("docs/two_terminals.md")
-    assert [block.how for block in blocks] == ["serve", *["run"] * 3, "langchain", *["run"] * 4]
+    assert [block.how for block in blocks] == ["serve", *["run"] * 3, "langchain", *["run"] * 5]
     installed = find_spec("langchain_openai") is not None
     run_blocks([block for block in blocks if block.how != "langchain" or installed], tmp_path)

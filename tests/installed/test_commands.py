@@ -187,6 +187,9 @@ def test_files_that_do_not_fit_are_refused(
 ) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("x")
+    if option.flag != "--runs":
+        for value in ("s3://bucket/x", "file:///x"):  # which would be folders named `s3:` and `file:`
+            refuse(option, value)
     if option.mark(InputFile):
         for value in (tmp_path / "none", tmp_path / "folder", ""):
             refuse(option, str(value))

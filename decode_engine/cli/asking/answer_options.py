@@ -20,7 +20,6 @@ from decode_engine.settings.request_bounds import (
     MAX_CHOICES,
     MAX_INT32,
     MAX_LOGIT_BIAS,
-    MAX_MAX_TOKENS,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
     MAX_SEARCH_PERIOD,
@@ -103,7 +102,7 @@ class AnswerConfig(ServerConfig):
     max_tokens: Annotated[
         int | None,
         Option(help="Most tokens to generate; 256 by default."),
-        AtLeast(1, MAX_MAX_TOKENS),
+        AtLeast(1, MAX_INT32),
     ] = None
     temperature: Annotated[
         float, Option(help="0 takes the likeliest token."), AtLeast(0, MAX_TEMPERATURE)
@@ -161,7 +160,7 @@ class AnswerConfig(ServerConfig):
         AtLeast(0, 2**32 - 1),
     ] = ()
     min_tokens: Annotated[
-        int, Option(help="Tokens before which nothing ends the answer."), AtLeast(0, MAX_MAX_TOKENS)
+        int, Option(help="Tokens before which nothing ends the answer."), AtLeast(0, MAX_INT32)
     ] = 0
     json_schema: Annotated[
         Path | None,

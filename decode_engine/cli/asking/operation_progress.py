@@ -15,12 +15,12 @@ _BARS = {"reading": ("prefill", "tokens"), "indexing": ("index", "layers")}
 @contextmanager
 def operation_progress(reporter: Reporter) -> Iterator[Callable[[OperationInfo], None]]:
     """Yields what to call with the states of an operation, one after the other."""
-    phase, ahead, told = "", -1, 0
+    phase, ahead, told, reason = "", -1, 0, ""
     update: Update = _ignore
     with ExitStack() as bar:
 
         def show(operation: OperationInfo) -> None:
-            nonlocal phase, ahead, told, update
+            nonlocal phase, ahead, told, reason, update
             for note in operation.notes[told:]:
                 reporter.note(note)
             told = len(operation.notes)
@@ -32,6 +32,10 @@ def operation_progress(reporter: Reporter) -> Iterator[Callable[[OperationInfo],
             if phase == "queued" and operation.jobs_ahead != ahead:
                 ahead = operation.jobs_ahead
                 reporter.note(f"{operation.name} waits for a worker, {ahead} before it")
+            if operation.waiting_reason != reason:
+                reason = operation.waiting_reason
+                if reason:
+                    reporter.note(reason)
             if phase == "reading":
                 update(operation.tokens_done, operation.tokens_total)
             elif phase == "indexing":

@@ -20,7 +20,14 @@ from index_store.cli.app import new_group
 from index_store.cli.checks import Characters
 from index_store.cli.console import on_terminal, print_json
 from index_store.cli.labels import LabelArguments, labels_text, parse_labels
-from index_store.cli.options import FormatOption, OutputFormat, check_bounds, configured, parse_ttl
+from index_store.cli.options import (
+    FormatOption,
+    MoveNameOption,
+    OutputFormat,
+    check_bounds,
+    configured,
+    parse_ttl,
+)
 from index_store.errors import InvalidArgumentError
 
 contexts = new_group("Create, show, change, label, pin and remove contexts.")
@@ -174,6 +181,7 @@ class UpdateConfig(ServerConfig):
     name: Annotated[
         str | None, Option("--name", help="Display name."), Characters(1, MAX_NAME_CHARACTERS)
     ] = None
+    move_name: MoveNameOption = False
     ttl: Annotated[
         str | None, Option("--ttl", help="Time to live from now, for example 30m, 1.5h, 7d; never: for good.")
     ] = None
@@ -187,7 +195,7 @@ class UpdateConfig(ServerConfig):
 
     def changes(self) -> ContextChanges:
         """For the server."""
-        changes: ContextChanges = {"display_name": self.name}
+        changes: ContextChanges = {"display_name": self.name, "move_name": self.move_name}
         if self.ttl == NEVER.value:
             changes["expire_time"] = NEVER
         elif (ttl := parse_ttl(self.ttl)) is not None:

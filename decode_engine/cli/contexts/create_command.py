@@ -17,11 +17,12 @@ from decode_engine.rpc.client import Client, Keep
 from decode_engine.rpc.door.options import ServerConfig
 from decode_engine.settings.request_bounds import MAX_NAME_CHARACTERS
 from index_store.cli.checks import AtLeast, Characters, Filled, InputFile, OneOf
-from index_store.cli.console import format_bytes, print_json
+from index_store.cli.console import print_json
 from index_store.cli.documents import STANDARD_INPUT, document_name, read_document, read_messages
 from index_store.cli.labels import parse_labels
 from index_store.cli.options import (
     FormatOption,
+    MoveNameOption,
     OutputFormat,
     QuietOption,
     TtlOption,
@@ -30,7 +31,7 @@ from index_store.cli.options import (
     parse_ttl,
 )
 from index_store.cli.progress import reporter_for
-from index_store.errors import InvalidArgumentError
+from index_store.errors import InvalidArgumentError, format_bytes
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.store.description.dtypes import AS_DTYPE, ROW_CODINGS
 
@@ -42,6 +43,7 @@ class CreateConfig(ServerConfig):
     name: Annotated[
         str | None, typer.Option(help="Display name; by default the first file's name."), Characters(1, 500)
     ] = None
+    move_name: MoveNameOption = False
     messages: Annotated[
         Path | None,
         typer.Option(help="In place of text: messages of a conversation (JSON); - is standard input."),
@@ -129,6 +131,7 @@ def create_context(
             messages=said,
             wait=False,
             display_name=config.name or document_name(given),
+            move_name=config.move_name,
             ttl_s=config.ttl_s,
             methods=config.method,
             rows=config.rows,
@@ -145,6 +148,8 @@ def create_context(
         print_json(operation_object(operation))
     elif operation.context is None:
         typer.echo(f"{operation.name} makes {operation.context_name}")
+        if operation.waiting_reason:
+            typer.echo(operation.waiting_reason, err=True)
     else:
         print_rows(detail_rows(operation.context))
 
@@ -158,6 +163,7 @@ class ExtendConfig(ServerConfig):
         Option("--name", help="Name of the new context; by default the first file's name."),
         Characters(1, MAX_NAME_CHARACTERS),
     ] = None
+    move_name: MoveNameOption = False
     ttl: TtlOption = None
 
     def __post_init__(self) -> None:
@@ -179,7 +185,8 @@ def extend_context(
     for path in inputs:
         InputFile(dash=True).check("FILE", path)
     text = read_document(inputs, sys.stdin.buffer)
-    keep = Keep(config.name or document_name(inputs), parse_ttl(config.ttl), prompt_only=True)
+    name, ttl = config.name or document_name(inputs), parse_ttl(config.ttl)
+    keep = Keep(name, ttl, prompt_only=True, move_name=config.move_name)
     with Client(config.server, credentials=config.credentials()) as client:
         parent = client.find_context(reference)
         with client.generate(parent.name, text=text, method="full", keep=keep) as generation:

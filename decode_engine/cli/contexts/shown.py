@@ -10,9 +10,10 @@ from typing import Any
 import typer
 
 from decode_engine.rpc.client import ContextInfo, IndexInfo, OperationInfo
-from index_store.cli.console import format_bytes, format_time, print_table
+from index_store.cli.console import format_time, print_table
 from index_store.cli.labels import labels_text
 from index_store.cli.report import error_object, expiry_text, layers_text, rows_text
+from index_store.errors import format_bytes
 
 _COLUMNS = ("ID", "NAME", "STATE", "MEMORY", "METHOD", "TOKENS", "KV", "INDEX", "MODEL", "CREATED", "EXPIRES")
 _RIGHT = ("TOKENS", "KV", "INDEX")
@@ -145,6 +146,7 @@ def operation_rows(operation: OperationInfo) -> list[tuple[str, str]]:
         *([] if left is None else [("seconds left", f"{left:.0f}")]),
         ("created", format_time(operation.create_time)),
         *([("owner", operation.owner)] if operation.owner else []),
+        *([("waits", operation.waiting_reason)] if operation.waiting_reason else []),
         *(("note", note) for note in operation.notes),
         *([] if operation.error is None else [("error", operation.error.message)]),
     ]

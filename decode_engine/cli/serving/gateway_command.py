@@ -77,7 +77,7 @@ def gateway(
 
     with (
         logging_to_stderr(log_level, output is OutputFormat.JSON),
-        stop_signals() as stopping,
+        stop_signals(config.grace) as stopping,
         Door(config.tokens) as door,
         Gateway(
             config.listen,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import sys
 import threading
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from decode_engine.cli.serving.stopping import stop_signals
+from decode_engine.cli.serving.stopping import end_process, stop_signals
 from decode_engine.errors import AddressError
 from decode_engine.rpc.door.options import certificates_of
 from decode_engine.settings.config import ServeConfig
@@ -30,8 +29,11 @@ if TYPE_CHECKING:
     from decode_engine.gateway.serving import Gateway
     from decode_engine.rpc.door.rules import Door
     from decode_engine.rpc.server import DecodeServer
+    from decode_engine.rpc.transport.starting import Phase
 
 _LOOK_S = 0.05
+_ANSWERED_S = 3.0
+"""After the grace, for the gateway to hand on why a stream ends."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +44,9 @@ def serve(
 ) -> None:
     """Serve a store's contexts over gRPC until interrupted.
 
-    SIGINT, SIGTERM or SIGHUP end it in order. It prints the address once requests are taken: a sentence, or with
-    --format json one object on one line. Logs go to standard error, as JSON lines with --format json.
+    SIGINT, SIGTERM or SIGHUP end it in order. Its ports answer at once, and say that it is starting; it prints the
+    address once requests are taken: a sentence, or with --format json one object on one line. Logs go to standard
+    error, as JSON lines with --format json.
     """
     as_json = output is OutputFormat.JSON
     with logging_to_stderr(log_level, as_json):
@@ -57,24 +60,29 @@ def serve(
 
 
 def _serve(config: ServeConfig, as_json: bool) -> None:
-    """Loads, tells the address, and serves until a signal comes."""
+    """Binds the ports, loads, tells the address, and serves until a signal comes."""
     _check_served(config)
     from decode_engine.rpc.door.rules import Door
     from decode_engine.rpc.server import DecodeServer
 
     with (
-        stop_signals() as stopping,
+        stop_signals(config.grace) as stopping,
         Door(config.tokens) as door,
         _inside(config) as inside,
         DecodeServer(config, door=door, inside=inside, log_json=as_json) as server,
         _gateway(config, inside, door) as gateway,
     ):
-        _load(server, stopping)
-        _say_serving(config, server.address, None if gateway is None else gateway.url, as_json)
-        stopping.wait()
+        url = None if gateway is None else gateway.url
+        places = server.address if url is None else f"{server.address} and {url}"
+        with _told(server.phase, places, as_json):
+            served = _load(server, stopping)
+        if served:
+            _say_serving(config, server.address, url, as_json)
+            stopping.wait()
         if gateway is not None:
-            gateway.begin_stop(config.grace)
-        server.stop(config.grace)
+            gateway.begin_stop(config.grace + _ANSWERED_S)  # its streams are told by the server why they end
+        server.stop(config.grace if served else 0.0)
+    end_process(0)
 
 
 @contextmanager
@@ -135,11 +143,11 @@ def _check_served(config: ServeConfig) -> None:
         raise AddressError.of(config.listen) from error
 
 
-def _load(server: DecodeServer, stopping: threading.Event) -> None:
-    """Loads the model on a thread of its own; who is told to stop meanwhile ends the process there and then.
+def _load(server: DecodeServer, stopping: threading.Event) -> bool:
+    """Loads the model on a thread of its own; False where it is told to stop meanwhile.
 
     Loading cannot be interrupted where it compiles, reads or waits for a device. It changes nothing that would be left
-    half done.
+    half done, so it is left behind.
     """
     errors: list[BaseException] = []
 
@@ -154,9 +162,23 @@ def _load(server: DecodeServer, stopping: threading.Event) -> None:
     while loading.is_alive() and not stopping.wait(_LOOK_S):
         pass
     if loading.is_alive():
-        logger.info("told to stop while the model was being loaded")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        logger.info("told to stop while it was starting (%s)", server.phase.text)
+        return False
     if errors:
         raise errors[0]
+    return True
+
+
+@contextmanager
+def _told(phase: Phase, places: str, as_json: bool) -> Iterator[None]:
+    """Inside, phases of the start are told: in a line of a terminal, or else as log lines."""
+    if as_json or not sys.stderr.isatty():
+        logger.info("starting at %s", places)
+        phase.listen(lambda text: logger.info("starting: %s", text))
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"Starting at {places}") as line:
+        phase.listen(lambda text: line.update(f"Starting: {text}"), always=True)
+        yield

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from decode_engine.engine.sampling.matching import BETWEEN, Constraint
+from decode_engine.engine.sampling.schemas import obeyed_schema
 from index_store.models.conversation.call_syntax import CallSyntax, trigger_of
 from index_store.models.conversation.messages import Tool, parse_object, refused
 
@@ -87,7 +88,7 @@ def _schema(number: int, tool: Tool, forced: bool) -> dict[str, Any]:
         given = parse_object(field, tool.parameters)
         if given.get("type", "object") != "object":
             raise refused(f"{field}.type", json.dumps(given["type"])[:60], "object, which arguments are")
-        schema = {**_closed(given), "type": "object"}
+        schema = {**_closed(obeyed_schema(given)), "type": "object"}
     return {**schema, "x-guidance": BETWEEN}
 
 

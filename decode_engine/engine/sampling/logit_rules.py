@@ -16,8 +16,8 @@ from torch import Tensor
 
 from decode_engine.settings.request_bounds import (
     MAX_BIASED_TOKENS,
+    MAX_INT32,
     MAX_LOGIT_BIAS,
-    MAX_MAX_TOKENS,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
     MIN_REPETITION_PENALTY,
@@ -65,9 +65,9 @@ class LogitRules:
                     f"logit_bias of token {token} is {bias:g}, expected -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",
                     field="logit_bias",
                 )
-        if not 0 <= self.min_tokens <= MAX_MAX_TOKENS:
+        if not 0 <= self.min_tokens <= MAX_INT32:
             raise InvalidArgumentError(
-                f"min_tokens is {self.min_tokens}, expected 0 to {MAX_MAX_TOKENS}", field="min_tokens"
+                f"min_tokens is {self.min_tokens}, expected 0 to {MAX_INT32}", field="min_tokens"
             )
 
     @property

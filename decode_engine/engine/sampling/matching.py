@@ -13,6 +13,8 @@ from typing import Literal
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from decode_engine.engine.sampling.schemas import obeyed_schema
+
 Kind = Literal["json_schema", "regex", "choices", "calls"]
 
 _LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)  # about 2 kB a state
@@ -36,12 +38,18 @@ class UnfitConstraintError(Exception):
     """A constraint that cannot be obeyed; the message is a clause that says why."""
 
 
+class DeadEndError(UnfitConstraintError):
+    """One that lets nothing follow."""
+
+
 def make_matcher(vocabulary: LLTokenizer, constraint: Constraint) -> LLMatcher:
     """A matcher at the beginning of an answer. Raises UnfitConstraintError; runs without the interpreter's lock."""
     if constraint.kind == "json_schema":
         try:
-            grammar = LLMatcher.grammar_from_json_schema(constraint.text, overrides=BETWEEN)  # type: ignore[arg-type]
-        except ValueError as error:
+            schema = json.loads(constraint.text)
+            obeyed = json.dumps(obeyed_schema(schema) if isinstance(schema, dict) else schema)
+            grammar = LLMatcher.grammar_from_json_schema(obeyed, overrides=BETWEEN)  # type: ignore[arg-type]
+        except (ValueError, RecursionError) as error:
             raise UnfitConstraintError(f"it is not a JSON object ({error})") from error
     elif constraint.kind == "calls":
         grammar = LLMatcher.grammar_from_lark(constraint.text)
@@ -64,9 +72,21 @@ def allowed_bytes(matcher: LLMatcher) -> bytes:
     allowed: bytes = matcher.compute_logit_bias()
     if matcher.is_error():
         reason = _reason(matcher.get_error())
-        nothing = reason.startswith("NoExtension")
-        raise UnfitConstraintError("nothing satisfies it" if nothing else f"it is too complex ({reason})")
+        if reason.startswith("NoExtension"):
+            raise DeadEndError(
+                "an answer may begin in a way that nothing can follow; parts of it exclude each other"
+            )
+        raise UnfitConstraintError(f"it is too complex ({reason})")
     return allowed
+
+
+_SENTENCES = {
+    "Unimplemented keys: ": "these keywords are not supported: ",
+    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": "oneOf is "
+    "supported where its schemas exclude each other, as by a property that has another const in each; use anyOf",
+    "look-around": "a pattern looks ahead or behind, which is not supported: look-around",
+}
+"""How messages of llguidance begin, and what is said instead."""
 
 
 def _escaped(text: str) -> str:
@@ -79,4 +99,8 @@ def _reason(message: str) -> str:
     lines: Sequence[str] = [line.strip() for line in message.splitlines() if line.strip()]
     told = next((line.removeprefix("error:").strip() for line in lines if line.startswith("error:")), None)
     clause = told or (lines[0] if lines else "it cannot be compiled")
+    for begun, said in _SENTENCES.items():
+        if clause.startswith(begun):
+            clause = said + clause.removeprefix(begun)
+            break
     return clause if len(clause) <= 200 else f"{clause[:197]}..."

@@ -22,6 +22,7 @@ from llguidance import LLTokenizer
 
 from decode_engine.engine.sampling.matching import (
     Constraint,
+    DeadEndError,
     UnfitConstraintError,
     allowed_bytes,
     make_matcher,
@@ -115,7 +116,7 @@ class Trial:
 
 def _try(vocabulary: LLTokenizer, constraint: Constraint) -> str:
     """Why it cannot be obeyed; empty where it can."""
-    draw = random.Random(0)
+    draw, begun = random.Random(0), False
     try:
         matcher = make_matcher(vocabulary, constraint)
         for _ in range(_WALK):
@@ -125,10 +126,13 @@ def _try(vocabulary: LLTokenizer, constraint: Constraint) -> str:
                 return "it is too complex (tokens take too long to be checked)"
             tokens = [token for token, may in enumerate(allowed) if may]
             if not tokens:
-                return "nothing satisfies it"
+                raise DeadEndError("an answer may begin in a way that no token of this model can follow")
             matcher.consume_token(draw.choice(tokens))
+            begun = True
             if matcher.is_stopped():
                 break
+    except DeadEndError as error:
+        return str(error) if begun else "nothing satisfies it"
     except UnfitConstraintError as error:
         return str(error)
     return ""

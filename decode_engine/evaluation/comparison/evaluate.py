@@ -286,15 +286,15 @@ def question_segment(
     if chat:
         turn = tokenizer.encode_turns((Message(Role.USER, question.question),))
         question = chat_question(question, tokenizer.format_question(question.question))
-    prompt = tokenizer.encode(question.prompt)
-    whole = tokenizer.encode(f"{question.prompt} {question.answer}{question.ending}")
+    prompt = tokenizer.encode_behind(question.prompt)
+    whole = tokenizer.encode_behind(f"{question.prompt} {question.answer}{question.ending}")
     if whole[: len(prompt)] != prompt:
-        whole = prompt + tokenizer.encode(f" {question.answer}{question.ending}")
+        whole = prompt + tokenizer.encode_behind(f" {question.answer}{question.ending}")
     return Segment((*turn, *whole), len(turn) + len(prompt), question.family, observed)
 
 
 def _text_segment(tokenizer: Tokenizer, document: Document, tokens: int) -> Segment:
-    ids = tokenizer.encode(document.continuation[: 16 * tokens])[:tokens]
+    ids = tokenizer.encode_behind(document.continuation[: 16 * tokens])[:tokens]
     return Segment(tuple(ids), None, document.family, observed=True)
 
 

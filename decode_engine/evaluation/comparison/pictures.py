@@ -12,7 +12,7 @@ from index_store.errors import SparseKVError
 
 QUALITY, COSTS, MASS_MAP = "quality.png", "costs.png", "mass_map.png"
 _LEAST = 1e-7  # what is exact within rounding has no place on a logarithmic axis
-_MARKERS = "osD^v<>PX*phd8"
+_MARKERS = "os^D"
 _MAP_KEEP, _MAP_MASS = 0.02, 0.9  # the map shows every method at the budget nearest to these
 _MAP_COLUMNS = 6
 
@@ -102,7 +102,11 @@ def draw_quality(path: Path, scores: Sequence[Score]) -> None:
 
 
 def draw_costs(path: Path, scores: Sequence[Score]) -> None:
-    """KL against the bytes that a step reads: a point per method and budget, and the Pareto front of them all."""
+    """KL against the bytes that a step reads in all layers: a point per method and budget, and the Pareto front.
+
+    Bars are standard errors. Methods without a point on any front are pale. Full attention, whose KL of 0 has no place
+    on a logarithmic axis, is a line at 100 %.
+    """
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator
 
@@ -113,13 +117,23 @@ def draw_costs(path: Path, scores: Sequence[Score]) -> None:
         1, len(lengths), figsize=(5.4 * len(lengths) + 2.4, 4.6), sharey=True, squeeze=False
     )
     handles: dict[str, Any] = {}
+    fronts = {
+        length: pareto_front([_place(score) for score in placed if score.context_length == length])
+        for length in lengths
+    }
+    best = {score.method for score in placed if _place(score) in fronts[score.context_length]}
     for axis, length in zip(axes[0], lengths, strict=True):
         rows = [score for score in placed if score.context_length == length]
         for number, method in enumerate(methods):
-            shown = [_place(score) for score in rows if score.method == method]
+            shown = [score for score in rows if score.method == method]
             if shown:
-                axis.plot(*zip(*shown, strict=True), **_look(number), linestyle="none", label=method)
-        front = pareto_front([_place(score) for score in rows])
+                x, y = zip(*map(_place, shown), strict=True)
+                bars = [min(score.kl_se or 0.0, 0.9 * score.kl) for score in shown]  # down to above 0
+                above = [score.kl_se or 0.0 for score in shown]
+                strength = {"alpha": 1.0 if method in best else 0.3, "linestyle": "none", "label": method}
+                axis.errorbar(x, y, (bars, above), **_look(number), **strength, elinewidth=0.8)
+        front = fronts[length]
+        axis.axvline(100.0, color="black", linestyle="--", linewidth=1.0, label="full: 100 %, KL 0")
         axis.step(
             *zip(*front, strict=True),
             where="post",
@@ -128,13 +142,12 @@ def draw_costs(path: Path, scores: Sequence[Score]) -> None:
             zorder=0,
             label="Pareto front",
         )
-        axis.set(
-            xscale="log", yscale="log", xlabel="bytes read per step in searching layers, % of keys and values"
-        )
+        axis.set(xscale="log", yscale="log", xlabel="bytes read per step in all layers, % of keys and values")
         axis.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))  # few enough for their labels to have room
         for set_formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
             set_formatter(lambda value, _: f"{value:g}")
-        axis.set_title(f"{length:,} tokens of context")
+        errors = "" if any(score.kl_se is not None for score in rows) else "\n(no error bars: one draw)"
+        axis.set_title(f"{length:,} tokens of context{errors}")
         axis.grid(alpha=0.3, which="both")
         found, labels = axis.get_legend_handles_labels()
         handles |= dict(zip(labels, found, strict=True))
@@ -156,11 +169,12 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 
 def _has_place(score: Score) -> bool:
     """Whether a score is a point of a method over all tasks; what is exact has no place on a logarithmic axis."""
-    return score.task == ALL_TASKS and score.search_share is not None and score.kl > _LEAST
+    known = score.search_share is not None and score.bytes_all is not None
+    return score.task == ALL_TASKS and known and score.kl > _LEAST
 
 
 def _place(score: Score) -> tuple[float, float]:
-    return 100.0 * (score.bytes_share or 0.0), score.kl
+    return 100.0 * (score.bytes_all or 0.0), score.kl
 
 
 def _look(number: int) -> dict[str, Any]:

@@ -33,7 +33,9 @@ class Score:
     recall, captured_mass, output_error, vectors_read, bytes_per_step, bytes_share: means over layers that search, see
     `LayerSample`; None when nothing searched. vectors_read: per KV head, layer and step. bytes_per_step: of keys,
     values and index, per layer and step; bytes_per_token: the same per token of context and tail; bytes_share: the same
-    relative to all keys and values. search_share, exact_share, remainder_share: what of it the search reads, the keys
+    relative to all keys and values. bytes_all: that over all layers, of which those that do not search read every key
+    that their queries see; layers count by their keys. None of a run from before there was this figure.
+    search_share, exact_share, remainder_share: what of it the search reads, the keys
     and values that are attended exactly, and the remainder.
     device_bytes_per_token, host_bytes_per_token: what a context takes of both memories, as it is placed, with this
     method's indexes alone; all layers. On a CPU all of it is the host's. index_bytes_per_token: of those indexes, as
@@ -83,6 +85,7 @@ class Score:
     remainder_share: float | None = None
     device_bytes_per_token: float | None = None
     host_bytes_per_token: float | None = None
+    bytes_all: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,7 @@ class Tally:
         recall, recall_se = _observed(observed, lambda sample: sample.recall_HT)
         captured, captured_se = _observed(observed, lambda sample: sample.mass_HTG)
         error, error_se = _observed(observed, lambda sample: sample.error_T)
+        read_share = _observed(observed, lambda sample: sample.bytes_T / sample.full_bytes_T)[0]
         return Score(
             context_length=context_length,
             task=task,
@@ -178,7 +182,8 @@ class Tally:
             vectors_read=_observed(observed, lambda sample: sample.vectors_T)[0],
             bytes_per_step=_observed(observed, lambda sample: sample.bytes_T)[0],
             bytes_per_token=_observed(observed, lambda sample: sample.bytes_T / sample.tokens_T)[0],
-            bytes_share=_observed(observed, lambda sample: sample.bytes_T / sample.full_bytes_T)[0],
+            bytes_share=read_share,
+            bytes_all=_over_all_layers(read_share, scores),
             search_share=_observed(observed, lambda sample: sample.search_bytes_T / sample.full_bytes_T)[0],
             exact_share=_observed(observed, lambda sample: sample.exact_bytes_T / sample.full_bytes_T)[0],
             remainder_share=_observed(
@@ -243,6 +248,19 @@ def _observed(
             means.append(mean[None])
             contexts.append(context)
     return cluster_mean(means, contexts) if means else (None, None)
+
+
+def _over_all_layers(searching: float | None, scores: Sequence[SegmentScore]) -> float | None:
+    """Bytes that all layers read, as a share of all keys and values. searching: the same of the layers that search.
+
+    None where layers select keys and none of them was observed.
+    """
+    touched = [score.touched for score in scores]
+    total, among = sum(each.total for each in touched), sum(each.sparse_total for each in touched)
+    unsearched = sum(each.kept - each.sparse_kept for each in touched)
+    if not total or (among and searching is None):
+        return None
+    return (unsearched + (searching or 0.0) * among) / total
 
 
 def _ratio(parts: Iterable[tuple[int, int]]) -> float | None:

@@ -24,8 +24,8 @@ def results_table(scores: Sequence[Score], title: str, prompts: str) -> Table:
     table = Table(title=title)
     table.add_column("context", justify="right")
     table.add_column("method", no_wrap=True)
-    headings = ("budget", "exact match", "loss", "KL", "KL answer", "KL text", "recall", "mass", "error")
-    for heading in (*headings, "keys", "all", "bytes", "ms/token"):
+    headings = ("budget", "exact match", "loss", "KL", "KL answer", "KL text", "bytes", "keys", "ms/token")
+    for heading in (*headings, "keys*", "recall*", "mass*", "error*"):
         table.add_column(heading, justify="right", no_wrap=heading == "budget")
     overall = [score for score in scores if score.task == ALL_TASKS]
     previous = None
@@ -42,13 +42,13 @@ def results_table(scores: Sequence[Score], title: str, prompts: str) -> Table:
             f"{score.kl:.4f} {_error(score.kl_se, 4)}",
             f"{score.kl_answer:.4f} {_error(score.kl_answer_se, 4)}",
             f"{score.kl_text:.4f} {_error(score.kl_text_se, 4)}",
+            _percent(score.bytes_all),
+            _percent(score.touched_all),
+            f"{score.milliseconds_per_token:.1f}",
+            _percent(score.touched_sparse),
             _number(score.recall, 3),
             _number(score.captured_mass, 3),
             _number(score.output_error, 4),
-            _percent(score.touched_sparse),
-            _percent(score.touched_all),
-            _percent(score.bytes_share),
-            f"{score.milliseconds_per_token:.1f}",
         )
     questions = sorted({score.questions for score in overall})
     contexts = sorted({score.contexts for score in overall})
@@ -56,11 +56,28 @@ def results_table(scores: Sequence[Score], title: str, prompts: str) -> Table:
         f"n = {', '.join(map(str, questions))} questions about {', '.join(map(str, contexts))} contexts without text "
         f"in common, which are the draws of ±{_without_error(overall)}; {_PROMPTS[prompts]}\n"
         "loss: exact match of full attention minus the method's; "
-        "KL(full || method) in nats per token;\n"
-        "over the layers that search: recall of the true top keys, attention mass captured, relative output error, "
-        "keys and bytes touched;\nall: keys touched in all layers"
+        "KL(full || method) in nats per token, of questions and answers, of answers alone, and of plain text: 0 is the "
+        "same\nprobabilities as full attention; bytes, keys: read and attended by all layers, of those that full "
+        "attention reads;\n* over the layers that search alone: keys attended, recall of the true top keys, attention "
+        "mass captured, relative output error"
     )
     return table
+
+
+WARN_KL = 0.1
+"""Nats per token from full attention, from which on users are warned of a method."""
+
+
+def warnings(scores: Sequence[Score]) -> list[str]:
+    """A sentence for every method and budget whose tokens are far from those of full attention."""
+    return [
+        f"{score.method} at {score.budget} after {score.context_length:,} tokens is {score.kl:.2f} nats per token from "
+        f"full attention: it captures {score.captured_mass:.0%} of the attention of the layers that search, and what "
+        "stands for the rest does not make up for it on this model. Take another method (refined), keep more, or "
+        "build its index with more subspaces or clusters"
+        for score in scores
+        if score.task == ALL_TASKS and score.captured_mass is not None and score.kl > WARN_KL
+    ]
 
 
 def costs_table(scores: Sequence[Score]) -> Table | None:
@@ -153,7 +170,14 @@ def markdown_table(scores: Sequence[Score], prompts: str) -> str:
         "KL, answer",
         "KL, text",
     ]
-    headings += ["recall", "mass", "output error", "keys, sparse", "keys, all", "bytes"]
+    headings += [
+        "bytes",
+        "keys",
+        "keys, searching",
+        "recall, searching",
+        "mass, searching",
+        "output error, searching",
+    ]
     rows = [
         [
             f"{score.context_length:,}",
@@ -164,19 +188,22 @@ def markdown_table(scores: Sequence[Score], prompts: str) -> str:
             f"{score.kl:.4f} {_error(score.kl_se, 4)}",
             f"{score.kl_answer:.4f} {_error(score.kl_answer_se, 4)}",
             f"{score.kl_text:.4f} {_error(score.kl_text_se, 4)}",
+            _percent(score.bytes_all),
+            _percent(score.touched_all),
+            _percent(score.touched_sparse),
             f"{_number(score.recall, 3)} {_error(score.recall_se, 3)}",
             f"{_number(score.captured_mass, 3)} {_error(score.captured_mass_se, 3)}",
             f"{_number(score.output_error, 4)} {_error(score.output_error_se, 4)}",
-            _percent(score.touched_sparse),
-            _percent(score.touched_all),
-            _percent(score.bytes_share),
         ]
         for score in scores
         if score.task == ALL_TASKS
     ]
     said = _PROMPTS[prompts]
     lone = _without_error([score for score in scores if score.task == ALL_TASKS])
-    text = f"± is the standard error with contexts without text in common as draws{lone}; {said}.\n\n"
+    text = (
+        f"± is the standard error with contexts without text in common as draws{lone}; {said}. Bytes and keys: of all "
+        "layers, relative to what full attention reads. *Searching*: over the layers that search alone.\n\n"
+    )
     text += _markdown([headings, *rows])
     for title, found in (
         ("Exact match / KL by task:", figures_by_task(scores)),

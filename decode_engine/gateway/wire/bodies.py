@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from decode_engine.gateway.wire.endpoints import CHAT, COMPLETIONS, RESPONSES
 from decode_engine.gateway.wire.messages_shape import turns_of
-from decode_engine.gateway.wire.parameters import pick, shown
+from decode_engine.gateway.wire.parameters import Reading, pick
 from decode_engine.gateway.wire.response_items import messages_of
 from decode_engine.gateway.wire.tool_shapes import call_options
 from decode_engine.rpc.client import GenerateOptions, Keep
+from decode_engine.settings.request_bounds import MAX_INT32
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError, SparseKVError
+from index_store.models.conversation.messages import Message, Role
 
 _SAME_NAMES = (
     *("method", "keep_ratio", "target_mass", "token_budget", "search_period"),
@@ -29,12 +33,16 @@ _MADE_OF = {
 """Parameters that fields of the server's requests are made of, the last of those that are given."""
 
 
+_MESSAGE_PART = re.compile(r"(messages\[\d+\](?:\.tool_calls\[\d+\])?)((?:\.\w+)?)")
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """What a request asks for.
 
     context: "" where it names none. options: of the generation. given: all that was sent and counts. prompt: the
-    parameter that continues the context.
+    parameter that continues the context. reading: what of it does nothing. places: what the client calls parts of
+    messages, where that is something else.
     """
 
     model: str
@@ -44,72 +52,134 @@ class Order:
     include_usage: bool
     given: dict[str, Any]
     prompt: str
+    reading: Reading
+    places: Mapping[str, str] = field(default_factory=dict)
 
     def name_parts(self, error: SparseKVError) -> None:
-        """Has an error of the server's name the parameter of this request that its own field was made of."""
-        field = error.metadata.get("field", "")
-        if not field and isinstance(error, MethodUnsupportedError):
-            field = "method"
-        part = field.partition("[")[0]
+        """Has an error of the server's name what this request has where the server says something of its own field."""
+        rename_parts(error, self.places)
+        named = error.metadata.get("field", "")
+        if not named and isinstance(error, MethodUnsupportedError):
+            named = "method"
+        part = named.partition("[")[0]
         if part in _PROMPTS and part != self.prompt:
-            field = self.prompt
+            named = self.prompt
         for name in _MADE_OF.get(part, ()):
             if name in self.given:
-                field = name
-        if field:
-            error.metadata["field"] = field
+                named = name
+        if named:
+            error.metadata["field"] = named
+
+    def check_hints(self, template_reads: Collection[str]) -> tuple[str, ...]:
+        """What does nothing. Raises InvalidArgumentError for what the model's template would read."""
+        hints = dict(self.reading.hints)
+        for name in self.given.get("chat_template_kwargs", {}):
+            hints[name] = f"chat_template_kwargs.{name[:100]}"
+        for name, where in hints.items():
+            if name in template_reads:
+                raise InvalidArgumentError(
+                    f"{where} is not supported: the model's template reads {name}, which cannot be told to it here; "
+                    "leave it out",
+                    field=where,
+                )
+        noted = dict(self.reading.taken) | dict.fromkeys(hints.values())
+        said = self.options.get("messages") or ()
+        if "name" not in template_reads and any(turn.name and turn.role is not Role.TOOL for turn in said):
+            noted[f"{self.prompt}.name"] = None
+        return tuple(noted)
 
 
 def chat_order(body: Any) -> Order:
     """A body of chat completions. Raises InvalidArgumentError."""
-    given = CHAT.read(body)
-    if "max_tokens" in given and "max_completion_tokens" in given:
-        raise InvalidArgumentError(
-            "max_tokens and max_completion_tokens are given, expected at most one of them", field="max_tokens"
-        )
+    reading = Reading()
+    given = CHAT.read(body, reading)
     options: GenerateOptions = {
         "messages": turns_of(given["messages"]),
-        "max_tokens": given.get("max_completion_tokens", given.get("max_tokens")),
-        "json_schema": schema_of(given.get("response_format"), "response_format"),
+        "max_tokens": _most(given, "max_tokens", "max_completion_tokens"),
+        "json_schema": schema_of(given.get("response_format")),
         **call_options(given),
     }
     if given.get("logprobs"):
         options["top_logprobs"] = given.get("top_logprobs", 0)
-    elif "top_logprobs" in given:
+    elif given.get("top_logprobs"):
         raise InvalidArgumentError("top_logprobs is given, but logprobs is not true", field="top_logprobs")
-    return _order(given, options, "messages")
+    return _order(given, options, "messages", reading)
 
 
 def completion_order(body: Any) -> Order:
     """A body of completions. Raises InvalidArgumentError."""
-    given = COMPLETIONS.read(body)
+    reading = Reading()
+    given = COMPLETIONS.read(body, reading)
     prompt = given["prompt"]
+    if isinstance(prompt[0], str | list) and isinstance(prompt, list):
+        (prompt,) = prompt
     options: GenerateOptions = {"text": prompt} if isinstance(prompt, str) else {"token_ids": prompt}
-    options["max_tokens"] = given.get("max_tokens", 16)
+    options["max_tokens"] = _most(given, "max_tokens") or 16
     options["top_logprobs"] = given.get("logprobs")
-    return _order(given, options, "prompt")
+    return _order(given, options, "prompt", reading)
+
+
+def response_turns(given: Mapping[str, Any]) -> tuple[tuple[Message, ...], dict[str, str]]:
+    """What a response follows, and what its client calls the parts of messages. Raises InvalidArgumentError."""
+    items: list[dict[str, Any]] = [{"role": "user", "content": given["input"]}]
+    places = {"messages[0]": "input", "messages[0].content": "input"}
+    if isinstance(given["input"], list):
+        items, places = messages_of(given["input"])
+    if "instructions" in given:
+        items.insert(0, {"role": "system", "content": given["instructions"]})
+        places = {_later(name): place for name, place in places.items()}
+        places |= {"messages[0]": "instructions", "messages[0].content": "instructions"}
+    try:
+        return turns_of(items), places
+    except InvalidArgumentError as error:
+        rename_parts(error, places)
+        raise
 
 
 def response_order(body: Any) -> Order:
     """A body of responses. Raises InvalidArgumentError."""
-    given = RESPONSES.read(body)
-    asked = given["input"]
-    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else messages_of(asked)
-    try:
-        turns = turns_of(items)
-    except InvalidArgumentError as error:
-        error.metadata["field"] = "input"
-        raise
+    reading = Reading()
+    given = RESPONSES.read(body, reading)
+    turns, places = response_turns(given)
     options: GenerateOptions = {
         "messages": turns,
-        "max_tokens": given.get("max_output_tokens"),
-        "json_schema": _schema_of_text(given.get("text")),
+        "max_tokens": _most(given, "max_output_tokens"),
+        "json_schema": schema_of(given.get("text", {}).get("format")),
         **call_options(given),
     }
-    return _order(given, options, "input")
+    return _order(given, options, "input", reading, places)
 
 
-def _order(given: dict[str, Any], options: GenerateOptions, prompt: str) -> Order:
+def rename_parts(error: SparseKVError, places: Mapping[str, str]) -> None:
+    """Has an error call parts of messages what the client calls them."""
+
+    def place(found: re.Match[str]) -> str:
+        return places.get(found[0]) or places.get(found[1], found[1]) + found[2]
+
+    error.message = _MESSAGE_PART.sub(place, error.message)
+    if "field" in error.metadata:
+        error.metadata["field"] = _MESSAGE_PART.sub(place, error.metadata["field"])
+
+
+def _later(name: str) -> str:
+    """The same part, of the message that follows."""
+    number, _, rest = name.removeprefix("messages[").partition("]")
+    return f"messages[{int(number) + 1}]{rest}"
+
+
+def _most(given: dict[str, Any], *names: str) -> int | None:
+    """The lowest of the caps that are given; what no message can carry is as many as fit."""
+    caps = [min(given[name], MAX_INT32) if given[name] > 0 else MAX_INT32 for name in names if name in given]
+    return min(caps, default=None)
+
+
+def _order(
+    given: dict[str, Any],
+    options: GenerateOptions,
+    prompt: str,
+    reading: Reading,
+    places: Mapping[str, str] | None = None,
+) -> Order:
     stop = given.get("stop", [])
     options["stop"] = [stop] if isinstance(stop, str) else stop
     options["temperature"] = float(given.get("temperature", 1.0))
@@ -122,9 +192,11 @@ def _order(given: dict[str, Any], options: GenerateOptions, prompt: str) -> Orde
         context=given.get("context", ""),
         options=options,
         stream=stream,
-        include_usage=_include_usage(given.get("stream_options"), stream),
+        include_usage=stream and given.get("stream_options", {}).get("include_usage", False),
         given=given,
         prompt=prompt,
+        reading=reading,
+        places=places or {},
     )
 
 
@@ -147,55 +219,11 @@ def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
     return {int(name): bias for name, bias in given.items()}
 
 
-def _schema_of_text(text: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What the `text` of a request for a response wants."""
-    if text is None:
+def schema_of(format_: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The JSON schema that a response format means, None for free text."""
+    if format_ is None or format_["type"] == "text":
         return None
-    unknown = set(text) - {"format", "verbosity"}
-    if unknown or text.get("verbosity") not in (None, "medium"):
-        raise InvalidArgumentError(
-            f"text has {sorted(unknown) or ['verbosity']}, expected only format", field="text"
-        )
-    format_ = text.get("format")
-    if isinstance(format_, dict) and format_.get("type") == "json_schema":  # flat, unlike in chat completions
-        inner = {name: value for name, value in format_.items() if name != "type"}
-        return schema_of({"type": "json_schema", "json_schema": inner}, "text")
-    return schema_of(format_, "text")
-
-
-def schema_of(format_: Any, field: str) -> dict[str, Any] | None:
-    """The JSON schema that a response format means, None for free text. Raises InvalidArgumentError."""
-    if format_ is None or format_ == {"type": "text"}:
-        return None
-    if format_ == {"type": "json_object"}:
-        return {"type": "object"}
-    inner = format_.get("json_schema") if isinstance(format_, dict) else None
-    if (
-        isinstance(inner, dict)
-        and set(format_) == {"type", "json_schema"}
-        and format_["type"] == "json_schema"
-    ):
-        schema = inner.get("schema")
-        if isinstance(schema, dict) and not set(inner) - {"name", "description", "schema", "strict"}:
-            return schema
-    raise InvalidArgumentError(
-        f"{field} is {shown(format_)}, expected the type text, json_object, or json_schema with a name and a schema",
-        field=field,
-    )
-
-
-def _include_usage(options: dict[str, Any] | None, stream: bool) -> bool:
-    if options is None:
-        return False
-    if not stream:
-        raise InvalidArgumentError("stream_options is given, but stream is not", field="stream_options")
-    unknown = set(options) - {"include_usage", "include_obfuscation"}
-    if unknown or options.get("include_obfuscation"):
-        raise InvalidArgumentError(
-            f"stream_options has {sorted(unknown) or ['include_obfuscation']}, expected only include_usage",
-            field="stream_options",
-        )
-    wanted = options.get("include_usage", False)
-    if not isinstance(wanted, bool):
-        raise InvalidArgumentError("stream_options.include_usage is no true or false", field="stream_options")
-    return wanted
+    schema: dict[str, Any] = {"type": "object"}
+    if format_["type"] == "json_schema":
+        schema = format_.get("json_schema", format_)["schema"]
+    return schema

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from decode_engine.gateway.wire.messages_shape import MESSAGE
 from decode_engine.gateway.wire.parameters import (
     BIAS,
     FLAG,
     INPUT,
-    KEEP,
     MESSAGES,
+    MOST_TOKENS,
     OBJECT,
     PROMPT,
     TEXT,
@@ -15,21 +16,26 @@ from decode_engine.gateway.wire.parameters import (
     TEXTS_ONLY,
     TOKENS,
     TOOLS,
+    TTL,
     Endpoint,
+    Fate,
     Kind,
+    Members,
     Parameter,
+    Variants,
     integer,
+    list_of,
     number,
     refused,
+    taken,
 )
-from decode_engine.gateway.wire.response_items import FLAT_TOOL_CHOICE
-from decode_engine.gateway.wire.tool_shapes import TOOL_CHOICE
+from decode_engine.gateway.wire.response_items import ITEM
+from decode_engine.gateway.wire.tool_shapes import CHOICE, TOOL, TOOL_CHOICE
 from decode_engine.settings.request_bounds import (
     MAX_ANSWERS,
     MAX_CHOICES,
     MAX_INT32,
     MAX_LOGIT_BIAS,
-    MAX_MAX_TOKENS,
     MAX_SEARCH_PERIOD,
     MAX_SEED,
     MAX_STOP_TOKENS,
@@ -41,21 +47,73 @@ _KEEPS_NOTHING = "nothing about requests is kept here"
 _NO_BEST = "all answers are sent; `n` says how many"
 _ONLY_TEXT = "models here read and write text"
 _OLD_TOOLS = "`tools` and `tool_choice` take its place"
-_CACHE = "what is kept is a context, which `context` names"
-_NO_MODERATION = "no moderation is done here"
+_UNTOLD = "the model's template does not read it; refused on a model whose template does"
+_FREE = "every text that is allowed is as the model has it"
+
+_NOTES = (
+    *taken("user safety_identifier metadata store", _KEEPS_NOTHING),
+    *taken(
+        "prompt_cache_key prompt_cache_options prompt_cache_retention",
+        "stored beginnings are found by their tokens",
+    ),
+    *taken("service_tier priority", "all requests are served alike"),
+    *taken("provider models route usage", "one model is served, and its usage is told"),
+)
+"""Labels and hints that clients always send."""
+_THOUGHT = (
+    *taken("reasoning_effort", _UNTOLD, "reasoning_effort", "enable_thinking", "thinking"),
+    *taken("thinking enable_thinking think", _UNTOLD, "enable_thinking", "thinking", "reasoning_effort"),
+    *taken("include_reasoning", "models here tell all that they say"),
+)
+_NEIGHBOURS = (
+    refused("min_p", "`top_p` and `top_k` cut the choice here", 0, 0.0),
+    refused("typical_p", "`top_p` and `top_k` cut the choice here", 1, 1.0),
+    refused("use_beam_search", "answers are sampled"),
+    refused("length_penalty", "answers are sampled", 1, 1.0),
+    refused("ignore_eos", "`min_tokens` is how an answer goes on"),
+    refused("skip_special_tokens", _FREE, True),
+    refused("spaces_between_special_tokens", _FREE, True),
+    refused("include_stop_str_in_output", "the answer ends before a stop text"),
+    refused("guided_json", "`response_format` takes its place"),
+    refused("guided_regex", "`regex` takes its place"),
+    refused("guided_choice", "`choices` takes its place"),
+    refused("echo", "answers do not repeat the prompt"),
+    refused("prompt_logprobs", "the gRPC API has them", 0),
+    refused("extra_body", "it is a client's word; send what is in it beside the other parameters"),
+)
+"""What other servers have."""
+TEMPLATE = (
+    refused("add_generation_prompt", "an answer always follows", True),
+    refused("continue_final_message", "the last message is of a user, a tool or a system"),
+    refused("chat_template", "the model's own is used"),
+    Parameter(
+        "chat_template_kwargs",
+        OBJECT,
+        "Members that the model's template does not read are taken; those that it reads are refused.",
+    ),
+)
 
 _OWN = (
     Parameter(
         "context",
         TEXT,
         "The stored context to continue: its display name, id, or the id's first 6 or more digits. By default the "
-        "longest that the request begins with, word for word.",
+        "request is all there is; the longest stored context that it begins with, word for word, is not read anew, and "
+        "is `sparsekv.cached_context` of the reply.",
     ),
     Parameter(
         "keep",
-        KEEP,
+        OBJECT,
         "Keep the session as a context that continues this one: `display_name`, `ttl_seconds`, both optional. Its id "
         "is `sparsekv.context` of the reply. Not with tools, `n`, `regex`, `choices` and formats.",
+        inside=Members(
+            "what is kept",
+            (
+                Parameter("display_name", TEXT, "What people call it; the context's name by default."),
+                Parameter("ttl_seconds", TTL, "How long it lives; for good by default."),
+            ),
+        ),
+        empty_counts=True,
     ),
     Parameter(
         "method", TEXT, "How keys are found; `auto`, and by default what the server has it, chooses by time."
@@ -72,7 +130,7 @@ _OWN = (
         number(0.01, 100),
         "Divides positive scores of tokens that prompt or answer contain, multiplies negative ones.",
     ),
-    Parameter("min_tokens", integer(0, MAX_MAX_TOKENS), "Tokens before which the answer does not end."),
+    Parameter("min_tokens", integer(0, MAX_INT32), "Tokens before which the answer does not end."),
     Parameter("stop_token_ids", TOKENS, f"Up to {MAX_STOP_TOKENS} tokens that end the answer."),
     Parameter("regex", TEXT, "The answer matches this regular expression as a whole (Rust's syntax)."),
     Parameter("choices", TEXTS_ONLY, f"The answer is one of these texts, at most {MAX_CHOICES:,}."),
@@ -95,7 +153,16 @@ _STOP = Parameter(
 )
 _STREAM = Parameter("stream", FLAG, "Send the answer in pieces, as server-sent events.")
 _STREAM_OPTIONS = Parameter(
-    "stream_options", OBJECT, "With `stream`: `include_usage` sends the usage before `[DONE]`."
+    "stream_options",
+    OBJECT,
+    "Of a stream.",
+    inside=Members(
+        "options of a stream",
+        (
+            Parameter("include_usage", FLAG, "Whether the usage is sent before `[DONE]`."),
+            *taken("include_obfuscation continuous_usage_stats", "events are sent as they are"),
+        ),
+    ),
 )
 _MODEL = Parameter("model", TEXT, "The served model's name, as /v1/models lists it.", required=True)
 _PENALTIES = (
@@ -112,35 +179,40 @@ _PENALTIES = (
         f"Added to tokens' scores, by their ids: -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}.",
     ),
 )
-_CACHING = (
-    refused("prompt_cache_key", _CACHE),
-    refused("prompt_cache_options", _CACHE),
-    refused("prompt_cache_retention", _CACHE),
+_CALLING = (
+    Parameter(
+        "tools",
+        TOOLS,
+        "Functions that the model may call, by names and schemas of their arguments.",
+        inside=TOOL,
+    ),
+    Parameter(
+        "tool_choice",
+        TOOL_CHOICE,
+        "Whether it calls some: `auto` where there are tools; of `required` and a named one arguments satisfy the "
+        "schema, as those of functions that are `strict` always do.",
+        inside=CHOICE,
+    ),
+    Parameter("parallel_tool_calls", FLAG, "Whether it may make several calls at once; true by default."),
 )
-_END_USERS = (
-    refused("user", _KEEPS_NOTHING),
-    refused("safety_identifier", _KEEPS_NOTHING),
-    refused("metadata", _KEEPS_NOTHING, {}),
+_SCHEMA = (
+    Parameter("schema", OBJECT, "The JSON schema.", required=True, empty_counts=True),
+    Parameter("name", TEXT, "Its name, for people."),
+    Parameter("strict", FLAG, "Either way the answer keeps to it."),
+    *taken("description", "the model is not told of it"),
 )
 
 
-def _calling(choice: Kind) -> tuple[Parameter, ...]:
-    """Parameters about tools. choice: how one is chosen, which endpoints spell in ways of their own."""
-    return (
-        Parameter(
-            "tools", TOOLS, "Functions that the model may call, by names and schemas of their arguments."
-        ),
-        Parameter(
-            "tool_choice",
-            choice,
-            "Whether it calls some: `auto` where there are tools; of `required` and a named one arguments satisfy the "
-            "schema, as those of functions that are `strict` always do.",
-        ),
-        Parameter("parallel_tool_calls", FLAG, "Whether it may make several calls at once; true by default."),
-    )
+def _format(schema: Members) -> Variants:
+    """What the answer has to be. schema: where the JSON schema stands."""
+    nothing = Members("a format without a schema", ())
+    return Variants("type", {"text": nothing, "json_object": nothing, "json_schema": schema})
 
 
-_MOST_TOKENS = "Most tokens to generate; 256 by default, or fewer where the model's positions end."
+_MOST_TOKENS = (
+    "Most tokens to generate, or as many as the model has positions for, which the header `x-sparsekv-max-tokens` says "
+    "then. 256 by default."
+)
 
 CHAT = Endpoint(
     "/v1/chat/completions",
@@ -148,13 +220,18 @@ CHAT = Endpoint(
         Parameter(
             "messages",
             MESSAGES,
-            "The new turns after the context, or all from the beginning; the last is of the user or a tool.",
+            "The new turns after the context, or all from the beginning; the last is none of an assistant.",
             required=True,
+            inside=MESSAGE,
         ),
         _MODEL,
         *_OWN,
-        Parameter("max_completion_tokens", integer(1, MAX_MAX_TOKENS), _MOST_TOKENS),
-        Parameter("max_tokens", integer(1, MAX_MAX_TOKENS), "The older name of `max_completion_tokens`."),
+        Parameter("max_completion_tokens", MOST_TOKENS, _MOST_TOKENS),
+        Parameter(
+            "max_tokens",
+            MOST_TOKENS,
+            "The older name of `max_completion_tokens`; of both the lower one counts.",
+        ),
         *_SAMPLING,
         _SEED,
         _STOP,
@@ -174,21 +251,35 @@ CHAT = Endpoint(
             OBJECT,
             "`json_schema`: the answer is JSON that the schema describes, `strict` or not, without the model being "
             "told; `json_object`: any object; `text`: anything.",
+            inside=_format(
+                Members(
+                    "a format",
+                    (
+                        Parameter(
+                            "json_schema",
+                            OBJECT,
+                            "The schema.",
+                            required=True,
+                            inside=Members("a schema", _SCHEMA),
+                        ),
+                    ),
+                )
+            ),
         ),
-        *_calling(TOOL_CHOICE),
-        refused("functions", _OLD_TOOLS, []),
+        *_CALLING,
+        refused("functions", _OLD_TOOLS),
         refused("function_call", _OLD_TOOLS, "none", "auto"),
         refused("modalities", _ONLY_TEXT, ["text"]),
         refused("audio", _ONLY_TEXT),
-        refused("prediction", "answers are not predicted by the client"),
-        refused("reasoning_effort", "models here have no efforts", "none"),
-        refused("verbosity", "models here have no verbosity", "medium"),
-        refused("moderation", _NO_MODERATION),
-        refused("service_tier", "all requests are served alike", "auto", "default"),
-        refused("store", _KEEPS_NOTHING, False),
+        *taken("prediction", "it would change times alone"),
+        refused("moderation", "no moderation is done here"),
         refused("web_search_options", "nothing is searched but the context"),
-        *_CACHING,
-        *_END_USERS,
+        *taken("verbosity", _UNTOLD, "verbosity"),
+        *taken("reasoning", _UNTOLD, "reasoning_effort", "enable_thinking", "thinking"),
+        *_THOUGHT,
+        *_NOTES,
+        *_NEIGHBOURS,
+        *TEMPLATE,
     ),
 )
 
@@ -203,14 +294,13 @@ COMPLETIONS = Endpoint(
         ),
         _MODEL,
         *_OWN,
-        Parameter("max_tokens", integer(1, MAX_MAX_TOKENS), "Most tokens to generate, 16 by default."),
+        Parameter("max_tokens", MOST_TOKENS, _MOST_TOKENS.replace("256", "16")),
         *_SAMPLING,
         _SEED,
         _STOP,
         _STREAM,
         _STREAM_OPTIONS,
         refused("best_of", _NO_BEST, 1),
-        refused("echo", "answers do not repeat the prompt", False),
         refused("suffix", "answers do not know what follows them"),
         Parameter(
             "logprobs",
@@ -218,8 +308,14 @@ COMPLETIONS = Endpoint(
             "Send log probabilities of the answer's tokens, and of this many likeliest ones in each place.",
         ),
         *_PENALTIES,
-        refused("user", _KEEPS_NOTHING),
+        *_NOTES,
+        *_NEIGHBOURS,
     ),
+)
+
+_INCLUDED = Kind(
+    "a list of texts without message.output_text.logprobs, which chat completions send",
+    lambda value: list_of(TEXT, 100)(value) and "message.output_text.logprobs" not in value,
 )
 
 RESPONSES = Endpoint(
@@ -231,37 +327,49 @@ RESPONSES = Endpoint(
             "The new turns after the context, or all from the beginning: messages, calls (`function_call`) and what "
             "they gave (`function_call_output`), or a text of the user.",
             required=True,
+            inside=ITEM,
         ),
+        Parameter("instructions", TEXT, "A message of a system before all others."),
         _MODEL,
         *_OWN,
-        Parameter("max_output_tokens", integer(1, MAX_MAX_TOKENS), _MOST_TOKENS),
+        Parameter("max_output_tokens", MOST_TOKENS, _MOST_TOKENS),
         *_SAMPLING,
         _STREAM,
-        refused("stream_options", "events are sent as they are", {"include_obfuscation": False}),
-        refused("instructions", "what the model is told stands in the context"),
+        *taken("stream_options", "events are sent as they are"),
         Parameter(
             "text",
             OBJECT,
-            "`format`: `json_schema`, `json_object` or `text`, as `response_format` of chat completions.",
+            "What the answer has to be.",
+            inside=Members(
+                "the text of a response",
+                (
+                    Parameter(
+                        "format",
+                        OBJECT,
+                        "`json_schema`, `json_object` or `text`, as `response_format` of chat completions.",
+                        inside=_format(Members("a format of a response", _SCHEMA)),
+                    ),
+                    *taken("verbosity", _UNTOLD, "verbosity"),
+                ),
+            ),
         ),
-        *_calling(FLAT_TOOL_CHOICE),
-        refused("max_tool_calls", "there are no tools but functions, which clients run"),
+        *_CALLING,
+        *taken("max_tool_calls", "there are no tools but functions, which clients run"),
         refused("top_logprobs", "log probabilities are sent by chat completions", 0),
-        refused("include", "all there is to tell is in the response", []),
-        refused("store", _KEEPS_NOTHING, False),
-        refused("previous_response_id", _KEEPS_NOTHING),
-        refused("conversation", _KEEPS_NOTHING),
+        Parameter("include", _INCLUDED, "all there is to tell is in the response", Fate.TAKEN),
+        refused("previous_response_id", f"{_KEEPS_NOTHING}; send the items of the conversation as `input`"),
+        refused("conversation", f"{_KEEPS_NOTHING}; send the items of the conversation as `input`"),
         refused("prompt", _KEEPS_NOTHING),
-        refused("background", _KEEPS_NOTHING, False),
+        refused("background", _KEEPS_NOTHING),
         refused("background_options", _KEEPS_NOTHING),
         refused("context_management", "a prompt that is too long is refused"),
-        refused("truncation", "a prompt that is too long is refused", "disabled"),
-        refused("reasoning", "models here have no efforts"),
+        *taken("truncation", "a prompt that is too long is refused in any case"),
+        *taken("reasoning", _UNTOLD, "reasoning_effort", "enable_thinking", "thinking"),
+        *_THOUGHT,
         refused("image", _ONLY_TEXT),
-        refused("moderation", _NO_MODERATION),
+        refused("moderation", "no moderation is done here"),
         refused("access_programs", "there are none here"),
-        refused("service_tier", "all requests are served alike", "auto", "default"),
-        *_CACHING,
-        *_END_USERS,
+        *_NOTES,
+        *_NEIGHBOURS,
     ),
 )

@@ -1,13 +1,16 @@
-"""Every parameter of every endpoint: read, or refused with a sentence. None is ignored, and unknown ones are refused.
+"""Every parameter of every endpoint, and every member inside of one: honoured, refused with a sentence, or taken.
 
-The tables are what docs/api.md shows.
+What can change an answer is honoured or refused. What cannot is taken: it does nothing, docs/api.md lists it, and a
+header of the response names it. Null and empty members count nowhere. The tables are what is read by and documented.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from itertools import islice
 from typing import Any
 
@@ -38,24 +41,32 @@ def _is_object(value: Any, most: int) -> bool:
 
 _MOST_LABELS = 1000
 """That are looked at; how many a context may have is the server's to say."""
+_MOST_PARTS = 4096
 
+ANY = Kind("anything", lambda value: True)
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 
 
-def _list_of(one: Kind, most: int) -> Callable[[Any], bool]:
+def list_of(one: Kind, most: int) -> Callable[[Any], bool]:
     """Whether a value is a list of at most so many. Looked at first: the rest takes time for each."""
     return lambda value: isinstance(value, list) and len(value) <= most and all(map(one.fits, value))
 
 
-MESSAGES = Kind(f"a list of messages, at most {MAX_MESSAGES:,}", _list_of(OBJECT, MAX_MESSAGES))
-TOOLS = Kind(f"a list of tools, at most {MAX_TOOLS}", _list_of(OBJECT, MAX_TOOLS))
+MESSAGES = Kind(f"a list of messages, at most {MAX_MESSAGES:,}", list_of(OBJECT, MAX_MESSAGES))
+TOOLS = Kind(f"a list of tools, at most {MAX_TOOLS}", list_of(OBJECT, MAX_TOOLS))
+OBJECTS = Kind("a list of objects", list_of(OBJECT, MAX_MESSAGES))
 TEXTS = Kind(
     f"a text, or a list of at most {MAX_STOP_STRINGS} texts",
-    lambda value: isinstance(value, str) or _list_of(TEXT, MAX_STOP_STRINGS)(value),
+    lambda value: isinstance(value, str) or list_of(TEXT, MAX_STOP_STRINGS)(value),
 )
-TEXTS_ONLY = Kind(f"a list of at most {MAX_CHOICES:,} texts", _list_of(TEXT, MAX_CHOICES))
+TEXTS_ONLY = Kind(f"a list of at most {MAX_CHOICES:,} texts", list_of(TEXT, MAX_CHOICES))
+_PART = Kind("a part", lambda value: value is None or isinstance(value, str | dict))
+CONTENT = Kind(
+    f"a text, or a list of at most {_MOST_PARTS:,} parts",
+    lambda value: isinstance(value, str) or list_of(_PART, _MOST_PARTS)(value),
+)
 TOKENS = Kind(
     "a list of token ids",
     lambda value: isinstance(value, list) and all(_is_integer(id_) and id_ >= 0 for id_ in value),
@@ -73,13 +84,25 @@ BIAS = Kind(
     f"numbers by token id, at most {MAX_BIASED_TOKENS}",
     lambda value: _is_object(value, MAX_BIASED_TOKENS) and all(map(_is_number, value.values())),
 )
-PROMPT = Kind(
-    "a text, or a list of token ids",
-    lambda value: isinstance(value, str) or (isinstance(value, list) and all(map(_is_integer, value))),
-)
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        return not (isinstance(value[0], list) and value[0] and isinstance(value[0][0], list)) and _is_prompt(
+            value[0]
+        )
+    return isinstance(value, str) or (isinstance(value, list) and all(map(_is_integer, value)))
+
+
+PROMPT = Kind("a text, a list of token ids, or a list of one of these", _is_prompt)
 INPUT = Kind(
     f"a text, or a list of items, at most {MAX_MESSAGES:,}",
     lambda value: isinstance(value, str) or MESSAGES.fits(value),
+)
+JSON_TEXT = Kind("an object, or JSON as text", lambda value: not isinstance(value, bool | int | float))
+MOST_TOKENS = Kind(
+    "an integer of 1 or more; -1 for as many as fit",
+    lambda value: _is_integer(value) and (value >= 1 or value == -1),
 )
 
 
@@ -101,37 +124,181 @@ def integer(least: int, most: int) -> Kind:
     )
 
 
-_LONGEST_S = 36_500 * 86_400
-TTL = number(1, _LONGEST_S)
+TTL = number(1, 36_500 * 86_400)
 
 
-def _is_keep(value: Any) -> bool:
-    members = {"display_name": TEXT, "ttl_seconds": TTL}
-    return isinstance(value, dict) and all(
-        name in members and members[name].fits(given) for name, given in value.items()
-    )
+class Fate(Enum):
+    """What becomes of a value that is given."""
 
-
-KEEP = Kind(f"an object, in it perhaps display_name ({TEXT.shown}) and ttl_seconds ({TTL.shown})", _is_keep)
+    HONOURED = "honoured"
+    REFUSED = "refused"
+    TAKEN = "taken"
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter. kind: None for one that is refused. says: what it does, or why it is refused.
+    """One parameter, or one member of an object.
 
-    neutral: values of one that is refused that ask for nothing; null always is.
+    kind: of one that is honoured. says: what it does, or why it is refused or does nothing. neutral: values of one that
+    is refused which ask for nothing, beside null and what is empty. inside: what the object has, or each of the
+    list. empty_counts: whether "", [] and {} say something. read_by: of one that is taken, what templates call it;
+    where the model's template reads that, it is refused.
     """
 
     name: str
-    kind: Kind | None
+    kind: Kind
     says: str
+    fate: Fate = Fate.HONOURED
     neutral: tuple[object, ...] = ()
     required: bool = False
+    inside: Members | Variants | None = None
+    empty_counts: bool = False
+    read_by: tuple[str, ...] = ()
+
+    @property
+    def asks_nothing(self) -> tuple[object, ...]:
+        """Values of one that is refused which ask for nothing; false does where true is not what is done anyway."""
+        return self.neutral if any(one is True for one in self.neutral) else (*self.neutral, False)
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """What an object may have. others_taken: whether names that are not listed are taken, whatever they are."""
+
+    title: str
+    parameters: tuple[Parameter, ...]
+    others_taken: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Variants:
+    """Objects of several kinds. by: the member that says which; usual: where it is missing.
+
+    kinds: what is in them, or why they are refused, or behind the word `taken:` why they are left out.
+    """
+
+    by: str
+    kinds: Mapping[str, Members | Variants | str]
+    usual: str = ""
 
 
 def refused(name: str, why: str, *neutral: object) -> Parameter:
-    """A parameter that is refused; values that ask for nothing are not."""
-    return Parameter(name, None, why, neutral)
+    """One that is refused; values that ask for nothing are not."""
+    return Parameter(name, ANY, why, Fate.REFUSED, neutral)
+
+
+def taken(names: str, why: str, *read_by: str) -> tuple[Parameter, ...]:
+    """Some that do nothing. names: with blanks between them."""
+    return tuple(Parameter(name, ANY, why, Fate.TAKEN, read_by=read_by) for name in names.split())
+
+
+FAMILIES: Mapping[str, str] = {
+    "labels": r"(meta_?data|.*_metadata|labels?|tags?|title|description|opts|notes?)",
+    "who asks": r"(user|end_user|customer|client|organi[sz]ation|org|project|tenant|account|device|app|application)"
+    r"(_?(id|name|info|version))?",
+    "which request it is": r"(id|uuid|(session|chat|conversation|request|message|run|event|parent|turn|correlation)"
+    r"_?(id|uuid|key|name|number)|created(_?(at|time))?|updated(_?(at|time))?|time_?stamp)",
+    "tracing": r"(.*(trace|tracing|span|telemetry|langfuse|langsmith|observab|litellm).*|_.*|x[-_].*)",
+    "caching": r".*cache.*",
+    "storage": r"(store|storage|retention|keep_alive|.*_retention)",
+    "tiers": r"((service_)?tier|priority|provider(_?options)?|route|routing|models|fallbacks?|usage)",
+}
+"""Names that change no answer, wherever they stand: what they are about, and how they are recognised."""
+_FAMILY = re.compile("|".join(FAMILIES.values()))
+_LEFT_OUT = "taken:"
+_SMALL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+
+
+def in_family(name: str) -> bool:
+    """Whether a name that no table has is one of those that change no answer, in camelCase, too."""
+    return _FAMILY.fullmatch(_SMALL.sub("_", name[:100]).lower()) is not None
+
+
+@dataclass(slots=True)
+class Reading:
+    """Goes through what was sent. taken: places of what does nothing, without numbers of items, in order. hints: the
+    same of what a template may read, by what templates call it."""
+
+    advice: str = "docs/api.md lists them"
+    taken: dict[str, None] = field(default_factory=dict)
+    hints: dict[str, str] = field(default_factory=dict)
+
+    def members(self, where: str, inside: Members, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The members that count. where: the object's place, "" for the body. Raises InvalidArgumentError."""
+        known = {parameter.name: parameter for parameter in inside.parameters}
+        for name, value in given.items():
+            if name not in known and not _empty(value):
+                place = _join(where, str(name))
+                if not (inside.others_taken or in_family(str(name))):
+                    raise InvalidArgumentError(
+                        f"{shown(place)} is not known here, where it might change the answer; leave it out "
+                        f"({self.advice})",
+                        field=place[:200],
+                    )
+                self._note(place)
+        read = ((name, self._one(_join(where, name), one, given.get(name))) for name, one in known.items())
+        return {name: value for name, value in read if value is not None}
+
+    def value(self, where: str, inside: Members | Variants | None, value: Any) -> Any:
+        """A value, or a list of them, with what counts of its members; None for objects of a kind that is left out."""
+        if inside is None or isinstance(value, str):
+            return value
+        if isinstance(value, list):
+            return [self.value(f"{where}[{place}]", inside, item) for place, item in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        if isinstance(inside, Members):
+            return self.members(where, inside, value)
+        kind = value.get(inside.by) or inside.usual
+        found = inside.kinds.get(kind) if isinstance(kind, str) else None
+        if isinstance(found, Members | Variants):
+            others = {name: one for name, one in value.items() if name != inside.by}
+            return {inside.by: kind, **self.value(where, found, others)}
+        if isinstance(found, str) and found.startswith(_LEFT_OUT):
+            self._note(f"{where}.{kind}")
+            return None
+        at = where if found else f"{where}.{inside.by}"
+        names = ", ".join(name for name, one in inside.kinds.items() if not isinstance(one, str))
+        raise InvalidArgumentError(
+            f"{at} is {shown(kind or None)}: {found or f'expected one of {names}'}", field=at
+        )
+
+    def _one(self, where: str, parameter: Parameter, value: Any) -> Any:
+        if value is None or (_empty(value) and not parameter.empty_counts):
+            if parameter.required:
+                found = "missing" if value is None else f"{shown(value)}, which is empty"
+                raise InvalidArgumentError(
+                    f"{where} is {found}, expected {parameter.kind.shown}", field=where
+                )
+            return None
+        if parameter.fate is Fate.REFUSED:
+            if not any(type(value) is type(one) and value == one for one in parameter.asks_nothing):
+                raise InvalidArgumentError(f"{where} is not supported: {parameter.says}", field=where)
+            return None
+        if not parameter.kind.fits(value):
+            raise InvalidArgumentError(
+                f"{where} is {shown(value)}, expected {parameter.kind.shown}", field=where
+            )
+        if parameter.fate is Fate.TAKEN:
+            self._note(where)
+            for name in parameter.read_by:
+                self.hints[name] = where
+            return None
+        return self.value(where, parameter.inside, value)
+
+    def _note(self, where: str) -> None:
+        self.taken[_NUMBERS.sub("", where)[:100]] = None
+
+
+_NUMBERS = re.compile(r"\[\d+\]")
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
+
+
+def _empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,58 +308,68 @@ class Endpoint:
     path: str
     parameters: tuple[Parameter, ...]
 
-    def read(self, body: Any) -> dict[str, Any]:
-        """The values that were given and count. Raises InvalidArgumentError, whose `field` names the parameter."""
+    def read(self, body: Any, reading: Reading | None = None) -> dict[str, Any]:
+        """The values that were given and count. reading: is told what does nothing.
+
+        Raises InvalidArgumentError, whose `field` names the parameter.
+        """
         if not isinstance(body, dict):
             raise InvalidArgumentError("the body is no JSON object, expected one")
-        known = {parameter.name: parameter for parameter in self.parameters}
-        for name in body:
-            if name not in known:
-                raise InvalidArgumentError(
-                    f"{shown(name)} is no parameter of {self.path}; docs/api.md lists them",
-                    field=str(name)[:100],
-                )
-        return {
-            name: body[name] for name, parameter in known.items() if self._counts(parameter, body.get(name))
-        }
-
-    def _counts(self, parameter: Parameter, value: Any) -> bool:
-        name = parameter.name
-        if value is None:
-            if parameter.required:
-                raise InvalidArgumentError(f"{name} is missing, expected {_expected(parameter)}", field=name)
-            return False
-        if parameter.kind is None:
-            if not any(type(value) is type(neutral) and value == neutral for neutral in parameter.neutral):
-                raise InvalidArgumentError(f"{name} is not supported: {parameter.says}", field=name)
-            return False
-        if not parameter.kind.fits(value):
-            raise InvalidArgumentError(
-                f"{name} is {shown(value)}, expected {parameter.kind.shown}", field=name
-            )
-        return True
+        return (reading or Reading()).members("", Members(self.path, self.parameters), body)
 
 
-def describe(endpoint: Endpoint) -> str:
-    """The endpoint's table, as docs/api.md has it."""
-    rows = ["| parameter | takes | what it does |", "|---|---|---|"]
-    for parameter in endpoint.parameters:
-        takes = "refused" if parameter.kind is None else parameter.kind.shown
+def describe(inside: Endpoint | Members) -> str:
+    """A table of parameters, as docs/api.md has it."""
+    rows = ["| name | | takes | what it does |", "|---|---|---|---|"]
+    for parameter in inside.parameters:
+        kind = parameter.kind.shown if parameter.fate is Fate.HONOURED else ""
         if parameter.neutral:
-            takes += f" (but {', '.join(f'`{json.dumps(value)}`' for value in parameter.neutral)})"
+            kind = f"but {', '.join(f'`{json.dumps(value)}`' for value in parameter.neutral)}"
         if parameter.required:
-            takes += ", required"
-        rows.append(f"| `{parameter.name}` | {takes} | {parameter.says} |")
+            kind += ", required"
+        rows.append(f"| `{parameter.name}` | {parameter.fate.value} | {kind} | {parameter.says} |")
+    if isinstance(inside, Members) and inside.others_taken:
+        rows.append("| any other | taken | | It is said by nobody. |")
     return "\n".join(rows) + "\n"
+
+
+def tables_in(parameters: Sequence[Parameter]) -> Iterator[tuple[str, Members | str]]:
+    """Tables of what stands inside of these, by their titles, and why objects of other kinds have none."""
+    for parameter in parameters:
+        if parameter.inside is not None:
+            yield from _tables_of(parameter.name, "", parameter.inside)
+
+
+def _tables_of(name: str, kind: str, inside: Members | Variants | str) -> Iterator[tuple[str, Members | str]]:
+    if isinstance(inside, Variants):
+        for variant, one in inside.kinds.items():
+            yield from _tables_of(name, variant, one)
+    elif isinstance(inside, Members):
+        yield inside.title, inside
+        yield from tables_in(inside.parameters)
+    else:
+        yield f"`{kind}` in `{name}`", inside
+
+
+def describe_inside(endpoints: Sequence[Endpoint]) -> str:
+    """All tables of members, each once, and the names that are taken wherever they stand."""
+    found = dict(pair for endpoint in endpoints for pair in tables_in(endpoint.parameters))
+    parts = [
+        f"#### {title[:1].upper()}{title[1:]}\n\n{describe(one)}"
+        for title, one in found.items()
+        if isinstance(one, Members)
+    ]
+    others = [f"| {title} | {why} |" for title, why in found.items() if isinstance(why, str)]
+    parts.append("\n".join(["| objects of other kinds | |", "|---|---|", *others]) + "\n")
+    told = [(about, pattern.replace("|", r"\|")) for about, pattern in FAMILIES.items()]
+    rows = [f"| {about} | `{pattern}` |" for about, pattern in told]
+    parts.append("\n".join(["| names that are taken anywhere | |", "|---|---|", *rows]) + "\n")
+    return "\n".join(parts)
 
 
 def pick(given: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Those of the values that have these names."""
     return {name: given[name] for name in names if name in given}
-
-
-def _expected(parameter: Parameter) -> str:
-    return "another value" if parameter.kind is None else parameter.kind.shown
 
 
 _MOST_SHOWN = 40

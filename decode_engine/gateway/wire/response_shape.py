@@ -132,7 +132,7 @@ class ResponseShape(Shape):
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "instructions": None,
+            "instructions": given.get("instructions"),
             "model": self.order.model,
             "output": self._items,
             "tools": tools,

@@ -92,6 +92,7 @@ class _Choices(Shape):
 
     def fail(self, error: dict[str, Any]) -> Iterator[str]:
         yield event(error)
+        yield event(DONE)
 
     @abstractmethod
     def _whole_choice(self, index: int, answer: Answered) -> dict[str, Any]:
@@ -204,6 +205,7 @@ def figures_of(summary: Summary) -> dict[str, Any]:
         "fraction_of_keys": summary.selection.fraction_all,
         "first_token_ms": summary.timings.first_token_ns / 1e6,
         "total_ms": summary.timings.total_ns / 1e6,
+        "cached_context": summary.context.removeprefix("contexts/") or None,
         "context": summary.kept_context.removeprefix("contexts/") or None,
     }
 

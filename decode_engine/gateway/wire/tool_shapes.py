@@ -1,30 +1,72 @@
-"""Tools, and calls of them as OpenAI's chat completions spell them."""
+"""Tools, and calls of them as OpenAI's endpoints spell them: in a member `function`, or flat."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from decode_engine.gateway.wire.parameters import Kind, shown
-from decode_engine.gateway.wire.response_items import flat_name_of
+from decode_engine.gateway.wire.parameters import (
+    FLAG,
+    JSON_TEXT,
+    OBJECT,
+    TEXT,
+    Kind,
+    Members,
+    Parameter,
+    Variants,
+    refused,
+)
 from decode_engine.rpc.client import GenerateOptions, ToolCallPart
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import Tool, ToolCall, check_tools, read_tools
 
 _WORDS = ("none", "auto", "required")
-
-
-def _name_of(choice: Any) -> str | None:
-    """The function that has to be called; None where the choice names none."""
-    function = choice.get("function") if isinstance(choice, dict) else None
-    named = isinstance(function, dict) and set(function) == {"name"} and set(choice) == {"type", "function"}
-    name = function["name"] if named and isinstance(function, dict) else None
-    return name if isinstance(name, str) and name and choice["type"] == "function" else None
+_FUNCTION = (
+    Parameter("name", TEXT, "Its name."),
+    Parameter("description", TEXT, "What it does, for the model."),
+    Parameter(
+        "parameters", JSON_TEXT, "JSON schema of its arguments; without one it has none.", empty_counts=True
+    ),
+    Parameter(
+        "strict", FLAG, "Whether arguments satisfy the schema also where the model is free to call or not."
+    ),
+    refused("defer_loading", "the model is told of all tools at the beginning"),
+)
+FUNCTION = Members("a function", _FUNCTION)
+TOOL = Variants(
+    "type",
+    {
+        "function": Members(
+            "a tool",
+            (
+                Parameter("function", OBJECT, "The function; or its members stand here.", inside=FUNCTION),
+                *_FUNCTION,
+            ),
+        )
+    },
+    usual="function",
+)
 
 
 TOOL_CHOICE = Kind(
     "`none`, `auto`, `required`, or a function by its name",
-    lambda value: value in _WORDS if isinstance(value, str) else _name_of(value) is not None,
+    lambda value: value in _WORDS if isinstance(value, str) else isinstance(value, dict),
+)
+_CHOSEN = Parameter("name", TEXT, "The function's name.")
+CHOICE = Variants(
+    "type",
+    {
+        "function": Members(
+            "a choice",
+            (
+                Parameter(
+                    "function", OBJECT, "Which.", inside=Members("a function that is chosen", (_CHOSEN,))
+                ),
+                _CHOSEN,
+            ),
+        )
+    },
+    usual="function",
 )
 
 
@@ -37,7 +79,12 @@ def call_options(given: dict[str, Any]) -> GenerateOptions:
     if isinstance(choice, str):
         options["tool_choice"] = choice  # type: ignore[typeddict-item]
     elif choice is not None:
-        options["tool_name"] = _name_of(choice) or flat_name_of(choice)
+        name = choice.get("function", choice).get("name")
+        if name is None:
+            raise InvalidArgumentError(
+                f"tool_choice names no function, expected {TOOL_CHOICE.shown}", field="tool_choice"
+            )
+        options["tool_name"] = name
     if given.get("parallel_tool_calls") is False and (options or choice):
         options["single_call"] = True
         options.setdefault("tool_choice", "auto" if "tool_name" not in options else "required")
@@ -45,26 +92,12 @@ def call_options(given: dict[str, Any]) -> GenerateOptions:
 
 
 def tools_of(tools: list[dict[str, Any]]) -> tuple[Tool, ...]:
-    """The functions, spelt as chat completions or flat, as responses have them.
-
-    Raises InvalidArgumentError, which names the part that cannot be used.
-    """
-    flat = []
-    for number, tool in enumerate(tools):
-        if tool.get("type") != "function":
-            raise InvalidArgumentError(
-                f"tools[{number}].type is {shown(tool.get('type'))}, expected function: other tools are not known",
-                field=f"tools[{number}].type",
-            )
-        flat.append(tool if "function" in tool else _flat(tool))
-    read = read_tools(flat)
+    """The functions that the tables have read. Raises InvalidArgumentError, which names what cannot be used."""
+    read = read_tools(
+        [{name: one for name, one in tool.get("function", tool).items() if name != "type"} for tool in tools]
+    )
     check_tools(read)
     return read
-
-
-def _flat(tool: dict[str, Any]) -> dict[str, Any]:
-    """A function of responses without its type, and without what asks for nothing."""
-    return {name: value for name, value in tool.items() if name != "type" and value is not None}
 
 
 def whole_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:

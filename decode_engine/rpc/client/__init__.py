@@ -14,6 +14,7 @@ from decode_engine.rpc.client.answers import AsyncGeneration, Generation
 from decode_engine.rpc.client.asynchronous import AsyncClient
 from decode_engine.rpc.client.batch_results import AsyncBatch, Batch
 from decode_engine.rpc.client.blocking import Client
+from decode_engine.rpc.client.connection import ServerHealth
 from decode_engine.rpc.client.create_verbs import CreateOptions, OperationInfo, OperationPage, UploadInfo
 from decode_engine.rpc.client.replies import (
     Alternative,
@@ -64,6 +65,7 @@ __all__ = [
     "OperationPage",
     "Piece",
     "SelectionFigures",
+    "ServerHealth",
     "ServerStatus",
     "Summary",
     "Timings",

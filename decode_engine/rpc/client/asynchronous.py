@@ -20,6 +20,7 @@ from decode_engine.rpc.client.connection import (
     CHANNEL_OPTIONS,
     HEALTH_TIMEOUT_S,
     Metadata,
+    ServerHealth,
     caller_metadata,
     channel_credentials,
     translate,
@@ -88,13 +89,18 @@ class AsyncClient:
 
     async def is_serving(self) -> bool:
         """Whether the server has loaded its model and takes calls; False also when no server answers."""
+        return (await self.health()).serving
+
+    async def health(self) -> ServerHealth:
+        """Whether the server takes calls, and what it does while it starts."""
+        check = self._health.Check(
+            health_pb2.HealthCheckRequest(), timeout=self._timeout_s or HEALTH_TIMEOUT_S
+        )
         try:
-            response = await self._health.Check(
-                health_pb2.HealthCheckRequest(), timeout=self._timeout_s or HEALTH_TIMEOUT_S
-            )
+            reply = await check
+            return ServerHealth.of(reply.status, await check.trailing_metadata())
         except grpc.RpcError:
-            return False
-        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+            return ServerHealth(serving=False)
 
     async def list_contexts(
         self, page_size: int = 0, *, filter: str = "", order_by: str = ""
@@ -217,7 +223,7 @@ class AsyncClient:
 
     def generate(
         self,
-        context: str,
+        context: str = "",
         *,
         timeout_s: float | None = None,
         patience_s: float = 0.0,

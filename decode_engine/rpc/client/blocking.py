@@ -17,6 +17,7 @@ from decode_engine.rpc.client.batch_results import Batch
 from decode_engine.rpc.client.connection import (
     CHANNEL_OPTIONS,
     HEALTH_TIMEOUT_S,
+    ServerHealth,
     caller_metadata,
     channel_credentials,
     translate,
@@ -83,13 +84,17 @@ class Client:
 
     def is_serving(self) -> bool:
         """Whether the server has loaded its model and takes calls; False also when no server answers."""
+        return self.health().serving
+
+    def health(self) -> ServerHealth:
+        """Whether the server takes calls, and what it does while it starts."""
         try:
-            response = self._health.Check(
+            reply, check = self._health.Check.with_call(
                 health_pb2.HealthCheckRequest(), timeout=self._timeout_s or HEALTH_TIMEOUT_S
             )
         except grpc.RpcError:
-            return False
-        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+            return ServerHealth(serving=False)
+        return ServerHealth.of(reply.status, check.trailing_metadata())
 
     def list_contexts(
         self, page_size: int = 0, *, filter: str = "", order_by: str = ""
@@ -224,7 +229,7 @@ class Client:
 
     def generate(
         self,
-        context: str,
+        context: str = "",
         *,
         timeout_s: float | None = None,
         patience_s: float = 0.0,
@@ -233,9 +238,10 @@ class Client:
     ) -> Generation:
         """Continues the context `contexts/<id>` by a question, a text, tokens or messages (exactly one of them).
 
-        patience_s: how long a request that a busy server refuses is repeated, each time when the server says. on_wait:
-        told now and then what an accepted request waits for. Errors are raised while the generation is read. Raises
-        InvalidArgumentError here for values that no message can carry.
+        context: "" where these are everything from the beginning. patience_s: how long a request
+        that a busy server refuses is repeated, each time when the server says. on_wait: told now and then what an
+        accepted request waits for. Errors are raised while the generation is read. Raises InvalidArgumentError here for
+        values that no message can carry.
         """
         request: generation_pb2.GenerateRequest = verbs.generate_request(context, options)
         return Generation(
@@ -249,7 +255,7 @@ class Client:
     def batch_generate(
         self, context: str, requests: Sequence[GenerateOptions], *, timeout_s: float | None = None
     ) -> Batch:
-        """Continues one context by many prompts, 1 to 1,000; as many run at once as the server has sessions."""
+        """Continues one context, or none, by many prompts, 1 to 1,000: as many at once as the server has sessions."""
         request = verbs.batch_request(context, requests)
         options = {"timeout": timeout_s or self._timeout_s, "metadata": self._metadata}
         return Batch(partial(self._generations.BatchGenerate, request, **options), request, self._translate)

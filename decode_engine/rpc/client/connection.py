@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import cast
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self, cast
 
 import grpc
+from grpc_health.v1 import health_pb2
 
 from decode_engine.errors import CancelledError, DeadlineExceededError, InternalError, ServerUnreachableError
 from decode_engine.rpc.client.create_verbs import OPERATIONS
 from decode_engine.rpc.client.verbs import CONTEXTS, GENERATIONS
 from decode_engine.rpc.door.options import Credentials
+from decode_engine.rpc.transport.starting import PHASE_KEY
 from decode_engine.rpc.transport.status import classes_by_reason, error_info, retry_info
 from index_store.errors import InvalidArgumentError, SparseKVError
 
@@ -96,3 +100,17 @@ def translate(error: grpc.RpcError, address: str) -> SparseKVError:
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:  # by gRPC itself, which knows no reasons
         return InvalidArgumentError(f"the server refused the request for its size: {details}")
     return InternalError(f"the call failed with {code.name}: {details}", code=code.name)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerHealth:
+    """Whether a server takes calls. phase: what it does while it starts; "" where it does not, or nobody answers."""
+
+    serving: bool
+    phase: str = ""
+
+    @classmethod
+    def of(cls, status: int, trailing: Iterable[tuple[str, str | bytes]] | None) -> Self:
+        """From the reply of a health check and what stands behind it."""
+        phase = dict(trailing or ()).get(PHASE_KEY, "")
+        return cls(status == health_pb2.HealthCheckResponse.SERVING, str(phase))

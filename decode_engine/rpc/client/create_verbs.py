@@ -42,7 +42,8 @@ class OperationInfo:
     phase: "queued", "preparing", "reading", "indexing", "verifying" or "ended"; "" where the operation cannot be read.
     remaining_s: seconds that the phase takes yet, None where nobody knows. context: the finished context, None before
     and after an error. error: what it ended with, None otherwise. context_name: `contexts/<id>`, known from the
-    beginning. owner: whose token it was created by.
+    beginning. owner: whose token it was created by. waiting_reason: why it would stay queued for ever, "" where
+    it would not.
     """
 
     name: str
@@ -61,6 +62,7 @@ class OperationInfo:
     context: ContextInfo | None
     error: SparseKVError | None
     owner: str = ""
+    waiting_reason: str = ""
 
     def result(self) -> ContextInfo:
         """The context. Raises the operation's error, and InvalidArgumentError before the operation is done."""
@@ -93,11 +95,12 @@ class CreateOptions(TypedDict, total=False):
     """What `create_context` takes beside the document; sparsekv/v1/context.proto has the ranges.
 
     ttl_s: seconds. parent: name of a context that the new one continues. rows: "int8" for exact rows in 8 bits.
-    request_id: by default a random one, so that
-    the client may repeat the call.
+    request_id: by default a random one, so that the client may repeat the call. move_name: `display_name` is taken from
+    the context that has it.
     """
 
     display_name: str | None
+    move_name: bool | None
     ttl_s: float | None
     methods: str | Sequence[str] | None
     request_id: str | None
@@ -133,6 +136,7 @@ def create_context(
         parent=options.get("parent"),
         labels=options.get("labels"),
         rows=options.get("rows"),
+        move_name=options.get("move_name"),
     )
     return Call(f"/{CONTEXTS}/CreateContext", request, operations_pb2.Operation, read_operation)
 
@@ -214,6 +218,7 @@ def read_operation(operation: operations_pb2.Operation) -> OperationInfo:
         context=read_context(made) if result == "response" and operation.response.Unpack(made) else None,
         error=error_of(operation.error) if result == "error" else None,
         owner=known.owner,
+        waiting_reason=known.waiting_reason,
     )
 
 

@@ -32,7 +32,7 @@ class IndexInfo:
 class ContextInfo:
     """A stored context.
 
-    state: "ready", "expired", "corrupt", "unsupported" or "unavailable" (now); state_message says why, or what to do.
+    state: "READY", "EXPIRED", "CORRUPT", "UNSUPPORTED" or "UNAVAILABLE" (now); state_message says why, or what to do.
     default_method, default_budget: of a request that says neither; the budget is text for people, "" for everything.
     tuned: whether they were chosen by tuning. placement: where it is in memory or would be, "device", "hybrid" or
     "host"; "" where a server does not say. is_conversation: whether it was made of messages. parent: name of the
@@ -171,12 +171,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a generation, as far as is known. cached_tokens: those that were stored, and not computed."""
+    """Tokens of a generation, as far as is known. cached_tokens: those that were stored, and not computed.
+
+    max_tokens: that may be generated.
+    """
 
     context_tokens: int
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    max_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +229,7 @@ class Summary:
 
     budget, remainder: those that were really used, "" where every key was attended. kept_context: name of the context
     that the session was kept as; "" where it was not. method_reason: why the server chose the method; "" where it did
-    not.
+    not. context: name of the one that was used, named or found; "" where all of the prompt was read.
     """
 
     finish_reason: str
@@ -239,8 +243,10 @@ class Summary:
     remainder: str
     seed: int
     cached_tokens: int = 0
+    max_tokens: int = 0
     kept_context: str = ""
     method_reason: str = ""
+    context: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,8 +306,15 @@ class ServerStatus:
     open_calls: int = 0
     unfinished_calls: int = 0
     unread_answers: int = 0
+    plain_requests: int = 0
+    found_beginnings: int = 0
+    found_tokens: int = 0
+    kept_beginnings: int = 0
+    removed_beginnings: int = 0
     model: str = ""
     method_choices: tuple[str, ...] = ()
+    max_positions: int = 0
+    template_reads: tuple[str, ...] = ()
 
     @property
     def mean_batch(self) -> float:
@@ -317,7 +330,8 @@ def read_reply(kind: type[ReplyT], message: Message, **given: object) -> ReplyT:
 
 def read_context(message: context_pb2.Context) -> ContextInfo:
     """A context of the API as a plain value."""
-    return read_reply(ContextInfo, message, create_time=message.create_time.ToDatetime(UTC))
+    state = context_pb2.Context.State.Name(message.state)  # as filters and all lists say it
+    return read_reply(ContextInfo, message, state=state, create_time=message.create_time.ToDatetime(UTC))
 
 
 def read_page(message: context_pb2.ListContextsResponse) -> ContextPage:

@@ -58,17 +58,24 @@ class Call(Generic[ReplyT]):
 class Keep:
     """What becomes of a session: a context that continues the one it was on.
 
-    name: what people call it; that of the context by default. ttl: how long it lives, a second or more; None for good.
-    prompt_only: generate nothing, and keep the prompt.
+    name: what people call it; that of the context, with digits of its own id, by default. ttl: how long it lives, a
+    second or more; None for good. prompt_only: generate nothing, and keep the prompt. move_name: take the name from the
+    context that has it.
     """
 
     name: str = ""
     ttl: timedelta | None = None
     prompt_only: bool = False
+    move_name: bool = False
 
     def message(self) -> generation_pb2.Keep:
         """As a request carries it."""
-        made = message(generation_pb2.Keep, display_name=self.name, prompt_only=self.prompt_only)
+        made = message(
+            generation_pb2.Keep,
+            display_name=self.name,
+            prompt_only=self.prompt_only,
+            move_name=self.move_name,
+        )
         if self.ttl is not None:
             made.ttl.FromTimedelta(self.ttl)
         return made
@@ -80,7 +87,7 @@ class GenerateOptions(TypedDict, total=False):
     Exactly one of question, text, token_ids and messages, at most one of keep_ratio, target_mass and token_budget,
     which say how much is kept, and at most one of json_schema (text, or what json.dumps makes it of), regex and
     choices, which say what the answer has to be. keep: makes a context of the session when it ends, the summary's
-    `kept_context`. With a text or messages and no context, these are everything from the beginning. tools go with
+    `kept_context`. Without a context the prompt is everything from the beginning. tools go with
     messages; tool_choice says whether the model may or has to call some ("auto" where there are tools), tool_name which
     one it has to, single_call that it makes one call at most. One text may stand for a list of it (`stop`).
     sparsekv/v1/generation.proto has the ranges.
@@ -159,10 +166,12 @@ NEVER = Never.NEVER
 class ContextChanges(TypedDict, total=False):
     """What `update_context` changes; what is missing or None stays as it is.
 
-    expire_time: NEVER takes it away. labels: by key, None removes the label.
+    expire_time: NEVER takes it away. labels: by key, None removes the label. move_name: take `display_name` from the
+    context that has it.
     """
 
     display_name: str | None
+    move_name: bool | None
     expire_time: datetime | Never | None
     labels: Mapping[str, str | None] | None
     pinned: bool | None
@@ -185,7 +194,10 @@ def update_context(name: str, changes: ContextChanges) -> Call[ContextInfo]:
     others = [field for field in ("display_name", "expire_time", "pinned") if changes.get(field) is not None]
     paths = [*(f"labels.{key}" for key in labels), *others]
     request = message(
-        context_pb2.UpdateContextRequest, context=changed, update_mask=message(FieldMask, paths=paths)
+        context_pb2.UpdateContextRequest,
+        context=changed,
+        update_mask=message(FieldMask, paths=paths),
+        move_name=changes.get("move_name"),
     )
     return Call(f"/{CONTEXTS}/UpdateContext", request, context_pb2.Context, read_context)
 

@@ -8,8 +8,7 @@ from datetime import datetime
 from enum import Enum
 
 from decode_engine.rpc.contexts.names import COLLECTION
-from index_store.errors import FormatVersionError, StoreUnavailableError
-from index_store.store.listing import BrokenContext, Entry
+from index_store.store.listing import STATES, BrokenContext, Entry, state_of
 
 Value = str | int | bool | datetime
 
@@ -21,7 +20,7 @@ class Kind(Enum):
     NUMBER = "a whole number"
     TIME = "a time such as 2026-11-23T12:00:00Z"
     FLAG = "true or false"
-    STATE = "one of READY, EXPIRED, CORRUPT, UNSUPPORTED, UNAVAILABLE"
+    STATE = f"one of {', '.join(STATES)}"
 
 
 FIELDS: Mapping[str, Kind] = {
@@ -37,8 +36,6 @@ FIELDS: Mapping[str, Kind] = {
     "owner": Kind.TEXT,
 }
 
-STATES = ("READY", "EXPIRED", "CORRUPT", "UNSUPPORTED", "UNAVAILABLE")
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -52,17 +49,12 @@ class Row:
 def row_of(entry: Entry, *, expired: bool) -> Row:
     """The fields of a context; of one whose manifest cannot be used only its name and state."""
     if isinstance(entry, BrokenContext):
-        state = "CORRUPT"
-        if isinstance(entry.error, FormatVersionError):
-            state = "UNSUPPORTED"
-        elif isinstance(entry.error, StoreUnavailableError):
-            state = "UNAVAILABLE"
-        return Row(entry, {"name": COLLECTION + entry.id, "state": state})
+        return Row(entry, {"name": COLLECTION + entry.id, "state": state_of(entry, expired=expired)})
     values: dict[str, Value] = {
         "name": COLLECTION + entry.id,
         "display_name": entry.name,
         "model": entry.model.name,
-        "state": "EXPIRED" if expired else "READY",
+        "state": state_of(entry, expired=expired),
         "create_time": entry.created_at,
         "token_count": entry.token_count,
         "pinned": entry.pinned,

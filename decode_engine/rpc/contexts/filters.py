@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from decode_engine.rpc.contexts.context_fields import FIELDS, STATES, Kind, Row, Value
+from decode_engine.rpc.contexts.context_fields import FIELDS, Kind, Row, Value
 from index_store.errors import InvalidArgumentError
+from index_store.store.listing import STATES
 
 MAX_FILTER_CHARACTERS = 2000
 _MAX_DEPTH = 32

@@ -26,8 +26,8 @@ MAX_REFERENCE_CHARACTERS = 600
 _SIGNATURE_BYTES = 16
 
 
-def find_context(store: Store, request: context_pb2.GetContextRequest) -> Entry:
-    """The context that a request names or calls something.
+def find_context(store: Store, request: context_pb2.GetContextRequest, model: str) -> Entry:
+    """The context that a request names or calls something. model: whose contexts are meant first, by its fingerprint.
 
     Raises InvalidArgumentError, ContextNotFoundError, or ContextAmbiguousError when several contexts fit.
     """
@@ -38,7 +38,7 @@ def find_context(store: Store, request: context_pb2.GetContextRequest) -> Entry:
             f"reference has {len(request.reference)} characters, expected at most {MAX_REFERENCE_CHARACTERS}",
             field="reference",
         )
-    return store.entry(parse_name(request.name) if request.name else store.resolve(request.reference))
+    return store.entry(parse_name(request.name) if request.name else store.resolve(request.reference, model))
 
 
 class Pager:

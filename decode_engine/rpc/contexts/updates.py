@@ -7,11 +7,25 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from index_store.errors import InvalidArgumentError, ManifestError
+from index_store.store.catalog import Store
 from index_store.store.description.manifest import Manifest
+from index_store.store.names import require_free, take_name
 from sparsekv.v1 import context_pb2
 
 _FIELDS = ("display_name", "expire_time", "labels", "pinned")
 _LABEL = "labels."
+
+
+def update_context(
+    store: Store, id_: str, request: context_pb2.UpdateContextRequest, wait_s: float
+) -> Manifest:
+    """Changes a context as a request says. Raises NameTakenError, and what `parse_update` and `Store.update` raise."""
+    change, name = parse_update(request), request.context.display_name
+    before = store.manifest(id_)
+    if name == change(before).name and name != before.name and not request.move_name:
+        require_free(store, name, before.model.fingerprint, id_)
+    changed = store.update(id_, change, wait_s=wait_s)
+    return take_name(store, id_, changed.name) if request.move_name else changed
 
 
 def parse_update(request: context_pb2.UpdateContextRequest) -> Callable[[Manifest], Manifest]:

@@ -106,11 +106,11 @@ class Operations:
     ) -> context_pb2.CreateContextMetadata:
         metadata = context_pb2.CreateContextMetadata
         order, progress = record.order, record.progress
-        phase, ahead, remaining = metadata.ENDED, 0, None
+        phase, ahead, remaining, reason = metadata.ENDED, 0, None, ""
         if record.open and self._queue.held(record.id):
             phase, remaining = _PHASES[progress.phase], progress.remaining
         elif record.open:
-            phase = metadata.QUEUED
+            phase, reason = metadata.QUEUED, unattended(self._queue, record)
             known = self._queue.entries() if entries is None else entries
             ahead = sum(
                 isinstance(other, JobRecord) and other.open and other.turn < record.turn for other in known
@@ -127,8 +127,19 @@ class Operations:
             layers_done=progress.layers_done,
             layers_total=progress.layers_total,
             owner=order.owner,
+            waiting_reason=reason,
             notes=[self._paths.hide(note) for note in record.notes],
         )
+
+
+def unattended(queue: JobQueue, record: JobRecord) -> str:
+    """A sentence where no worker takes jobs of the record's model now, so that it would wait for ever; "" otherwise."""
+    if queue.attended(record.order.model):
+        return ""
+    return (
+        f"no worker makes contexts of model {record.order.model_name!r} now; start one beside the store "
+        "(`prefill-worker serve`), or the server with --prefill: it takes this up"
+    )
 
 
 _Place = tuple[float, str]

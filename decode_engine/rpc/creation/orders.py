@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import secrets
 from collections.abc import Callable, Sequence
@@ -12,9 +13,10 @@ import numpy as np
 
 from decode_engine.errors import PromptTooLongError
 from decode_engine.rpc.contexts.names import parse_name
+from decode_engine.rpc.creation.operations import unattended
 from decode_engine.rpc.prompts.stored_messages import StoredMessages
 from decode_engine.rpc.prompts.wire_messages import parse_conversation, parse_messages
-from index_store.errors import InvalidArgumentError, ManifestError, SparseKVError
+from index_store.errors import InvalidArgumentError, ManifestError, NameTakenError, SparseKVError
 from index_store.family.children import EXACT, child_id
 from index_store.family.parents import parent_of
 from index_store.jobs.job_queue import JobQueue
@@ -41,10 +43,14 @@ from index_store.store.description.context_id import ModelIdentity, context_id
 from index_store.store.description.dtypes import AS_DTYPE, INT8, ROW_CODINGS
 from index_store.store.description.json_fields import check_labels
 from index_store.store.description.manifest import Manifest
+from index_store.store.names import require_free
+from index_store.store.room import StoreRoom
 from sparsekv.v1 import context_pb2
 
 MOST_NAME_CHARACTERS = 500
 MOST_METHOD_CHARACTERS = 128
+
+logger = logging.getLogger(__name__)
 
 _UPLOADS = "uploads/"
 _TITLE_CHARACTERS = 60
@@ -78,7 +84,8 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """Where contexts are ordered. identity, tokenizer: the served model's. dtype: of stored keys and values."""
+    """Where contexts are ordered. identity, tokenizer: the served model's. dtype: of stored keys and values. room: what
+    the store may hold."""
 
     store: Store
     queue: JobQueue
@@ -86,6 +93,7 @@ class Workshop:
     identity: ModelIdentity
     tokenizer: Tokenizer
     dtype: str
+    room: StoreRoom
 
     def order(
         self,
@@ -96,8 +104,8 @@ class Workshop:
         """Queues a job for a request, or finds the one that there is already. Takes as long as tokenising takes.
 
         check: called now and then meanwhile; what it raises ends it. owner: who asks. Raises InvalidArgumentError that
-        names the field, PromptTooLongError, MethodUnsupportedError, UploadNotFoundError, QueueFullError, and what the
-        store raises.
+        names the field, PromptTooLongError, MethodUnsupportedError, NameTakenError, UploadNotFoundError,
+        StoreBoundError, QueueFullError, and what the store raises.
         """
         methods = _methods(request.methods)
         _check_texts(request)
@@ -126,7 +134,9 @@ class Workshop:
             owner=owner,
             labels=labels,
             rows=document.rows,
+            moves=request.move_name,
         )
+        self._check_name(order)
         record = JobRecord(
             id=job_id,
             order=order,
@@ -137,7 +147,12 @@ class Workshop:
         )
         if self._there(order):
             record = self._done(record)
+        else:
+            kind = (self.identity, order.dtype, order.tokens, () if order.parent else order.methods)
+            self.room.require(self.room.needed(order.context, *kind))
         added = self.queue.add(record, np.asarray(document.ids, dtype=np.uint32), kept)
+        if added.open and (waiting := unattended(self.queue, added)):
+            logger.warning("operation %s waits: %s", added.id, waiting)
         if request.upload:
             self.uploads.remove(request.upload.removeprefix(_UPLOADS))
         return added
@@ -223,7 +238,7 @@ class Workshop:
             document = self._from_tokens(request.token_ids.ids)
         else:
             text = self._text(request, source, check)
-            document = Document(self.tokenizer.encode(text), text)
+            document = Document(self.tokenizer.encode_behind(text), text)
         if not document.ids:
             raise InvalidArgumentError(f"{source} has no tokens, expected at least one", field=source)
         return replace(document, ids=[*before[base.token_count :], *document.ids], parent=base, before=before)
@@ -267,6 +282,22 @@ class Workshop:
                 max_positions=self.identity.max_positions,
             )
 
+    def _check_name(self, order: JobOrder) -> None:
+        """Raises NameTakenError where another context has the name, or is to have it."""
+        if not order.name or order.moves:
+            return
+        require_free(self.store, order.name, order.model, order.context)
+        wanted = (order.name, order.model)
+        for job in self.queue.entries():
+            made = job.order if isinstance(job, JobRecord) and job.open else order
+            if made.context != order.context and (made.name, made.model) == wanted:
+                raise NameTakenError(
+                    f"the name {order.name[:100]!r} is to be that of context {made.context[:12]}, which operation "
+                    f"{job.id} makes; choose another one, or say that it moves (move_name)",
+                    name=order.name,
+                    context=made.context,
+                )
+
     def _there(self, order: JobOrder) -> bool:
         """Whether the store has the context as it is wanted, and nothing is left to do."""
         if order.ttl is not None:
@@ -277,7 +308,7 @@ class Workshop:
         except SparseKVError:  # not there, or to be made again
             return False
         return (
-            order.name in ("", manifest.name)
+            (not order.name or (order.name == manifest.name and not order.moves))
             and set(order.methods) <= set(manifest.methods)
             and order.labels.items() <= manifest.labels.items()
         )
@@ -323,6 +354,10 @@ def _check_texts(request: context_pb2.CreateContextRequest) -> None:
                 f"{field} is {text[:80]!r} of {len(text)} characters, expected at most {most} printable ones",
                 field=field,
             )
+    if request.move_name and not request.display_name:
+        raise InvalidArgumentError(
+            "move_name is set without display_name, which says what moves", field="move_name"
+        )
     if abs(request.priority) > MOST_PRIORITY:
         raise InvalidArgumentError(
             f"priority is {request.priority}, expected -{MOST_PRIORITY} to {MOST_PRIORITY}", field="priority"

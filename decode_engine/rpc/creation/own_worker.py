@@ -12,7 +12,10 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from index_store.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +31,15 @@ _END_S = 10.0
 class OwnWorker:
     """Keeps one worker process running until `stop`. Its jobs survive it."""
 
-    def __init__(self, command: Sequence[str], threads: int) -> None:
-        """command: starts a worker that ends with its standard input. threads: of its kernels."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        threads: int,
+        attending: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """command: starts a worker that ends with its standard input. threads: of its kernels. attending: shows that
+        there is one, also while it starts."""
+        self._attending = attending
         self._command = list(command)
         self._environment: Mapping[str, str] = {
             **os.environ,
@@ -68,15 +78,18 @@ class OwnWorker:
         pause_s = _LEAST_S
         while True:
             try:
-                process = self._begin()
-            except OSError as error:  # no memory or no files are left for it, which may pass
-                what = f"could not be started: {error}"
-            else:
-                if process is None:
-                    return
-                if self._outlives_start(process):
-                    pause_s = _LEAST_S
+                with self._attending():
+                    process = self._begin()
+                    if process is None:
+                        return
+                    if self._outlives_start(process):
+                        pause_s = _LEAST_S
                 what = f"ended with {process.returncode}"
+            except (
+                OSError,
+                StoreError,
+            ) as error:  # no memory, files or space are left for it, which may pass
+                what = f"could not be started: {error}"
             if self._stopping.is_set():
                 return
             logger.warning("the server's own prefill worker %s; starting another one in %g s", what, pause_s)
@@ -106,9 +119,12 @@ class OwnWorker:
             return self._process
 
 
-def worker_command(store: str, model: str, *, grown_share: float, as_json: bool, log_level: str) -> list[str]:
+def worker_command(
+    store: str, model: str, *, grown_share: float, store_bytes: int | None, as_json: bool, log_level: str
+) -> list[str]:
     """Starts a worker on the CPU that logs as its server does."""
     command = [sys.executable, "-m", "prefill_worker", "serve", "--store", store, "--model", model]
     command += ["--grown-share", f"{grown_share:g}"]
+    command += [] if store_bytes is None else ["--store-bytes", str(store_bytes)]
     logs = ["--log-level", log_level, "--format", "json" if as_json else "text"]
     return [*command, "--device", "cpu", "--attached", *logs]

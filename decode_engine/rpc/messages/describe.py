@@ -12,6 +12,7 @@ from decode_engine.engine.requests import EngineStats, Finished, FinishReason, T
 from decode_engine.engine.sampling.logprobs import TokenLogprob
 from decode_engine.rpc.contexts.defaults import default_method, supported_methods
 from decode_engine.rpc.contexts.names import COLLECTION
+from decode_engine.rpc.creation.kept_beginnings import BeginningStats
 from decode_engine.rpc.transport.calls import Traffic
 from index_store.errors import FormatVersionError, StoreUnavailableError
 from index_store.family.parents import outgrown
@@ -23,6 +24,7 @@ from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
 from index_store.selection.budgets import Ratio, Threshold, TokenCount
 from index_store.selection.mass import Mass
+from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.dtypes import stored_dtype
 from index_store.store.description.manifest import IndexEntry, Manifest
 from index_store.store.listing import BrokenContext
@@ -129,13 +131,22 @@ def describe_methods(head_dim: int, dtype: str) -> generation_pb2.ListMethodsRes
 
 
 def describe_status(
-    model: str, engine: EngineStats, arena: ArenaStats, traffic: Traffic, choices: Sequence[str] = ()
+    identity: ModelIdentity,
+    template_reads: Iterable[str],
+    engine: EngineStats,
+    beginnings: BeginningStats,
+    arena: ArenaStats,
+    traffic: Traffic,
+    choices: Sequence[str] = (),
 ) -> generation_pb2.ServerStatus:
-    """What scheduler, memory and calls do, as the API shows it: the scheduler's figures under their own names."""
+    """What scheduler, memory and calls do, as the API shows it: figures of the first two under their own names."""
     return generation_pb2.ServerStatus(
-        model=model,
+        model=identity.name,
+        max_positions=identity.max_positions,
+        template_reads=sorted(template_reads),
         method_choices=choices,
         **asdict(engine),
+        **asdict(beginnings),
         context_bytes=arena.used_bytes,
         context_used_bytes=arena.leased_bytes,
         context_limit_bytes=arena.budget_bytes,
@@ -271,10 +282,12 @@ def summarise(
     load_ns: int,
     before_ns: int,
     reason: str = "",
+    context: str = "",
 ) -> generation_pb2.GenerationSummary:
     """An answer's summary.
 
-    before_ns: from the arrival of the call to the submission to the engine. reason: why it is this method.
+    before_ns: from the arrival of the call to the submission to the engine. reason: why it is this method. context:
+    name of the one that it stands on.
     """
     times, figures = end.times, end.figures
     searched = figures.sparse_available > 0
@@ -311,4 +324,5 @@ def summarise(
         budget="" if method.budget is None else method.budget.label,
         remainder=describe_remainder(method),
         kept_context=COLLECTION + end.kept if end.kept else "",
+        context=context,
     )

@@ -25,7 +25,6 @@ from decode_engine.settings.request_bounds import (
     MAX_BATCH,
     MAX_CHOICES,
     MAX_CONSTRAINT_BYTES,
-    MAX_MAX_TOKENS,
     MAX_PROMPT_LOGPROBS,
     MAX_SEARCH_PERIOD,
     MAX_STOP_TOKENS,
@@ -50,7 +49,7 @@ class Order:
     """A checked Generate request. None: as is usual (max_tokens: as many as fit). method "": the context's own.
 
     The prompt is a text, turns of a conversation (a question is one) or token ids. tools: that the
-    request names. choice: whether they are called. context_id: "" for the longest that text or turns begin with.
+    request names. choice: whether they are called. context_id: "" where the prompt is everything from the beginning.
     """
 
     context_id: str
@@ -97,9 +96,9 @@ def parse_order(request: generation_pb2.GenerateRequest) -> Order:
             raise InvalidArgumentError(f"{given} is empty, expected at least one token", field=given)
     if given == "question" and not request.question.strip():
         raise InvalidArgumentError("the question is blank, expected words", field=given)
-    if not 0 <= request.max_tokens <= MAX_MAX_TOKENS:
+    if request.max_tokens < 0:
         raise InvalidArgumentError(
-            f"max_tokens is {request.max_tokens}, expected 1 to {MAX_MAX_TOKENS}, or 0 for the default",
+            f"max_tokens is {request.max_tokens}, expected 1 or more, or 0 for the default",
             field="max_tokens",
         )
     if len(request.method) > MAX_METHOD_CHARACTERS:
@@ -120,7 +119,7 @@ def parse_order(request: generation_pb2.GenerateRequest) -> Order:
     _check_answers(request, sampling)
     turns, tools = _parse_turns(request)
     return Order(
-        context_id=_parse_context(request, given),
+        context_id=parse_name(request.context, "context") if request.context else "",
         text=request.text if given == "text" else None,
         turns=turns,
         tools=tools,
@@ -140,12 +139,6 @@ def parse_order(request: generation_pb2.GenerateRequest) -> Order:
         choice=parse_tool_choice(request),
         keep=parse_keep(request) if request.HasField("keep") else None,
     )
-
-
-def _parse_context(request: generation_pb2.GenerateRequest, given: str) -> str:
-    if request.context or given not in ("text", "messages"):
-        return parse_name(request.context, "context")
-    return ""
 
 
 def _parse_sampling(request: generation_pb2.GenerateRequest) -> SamplingParameters:
@@ -183,7 +176,7 @@ def _check_answers(request: generation_pb2.GenerateRequest, sampling: SamplingPa
             f"stop_token_ids has {len(request.stop_token_ids)} tokens, expected at most {MAX_STOP_TOKENS}",
             field="stop_token_ids",
         )
-    if request.min_tokens > (request.max_tokens or MAX_MAX_TOKENS):
+    if request.max_tokens and request.min_tokens > request.max_tokens:
         raise InvalidArgumentError(
             f"min_tokens is {request.min_tokens}, expected at most max_tokens, which is {request.max_tokens}",
             field="min_tokens",
@@ -235,8 +228,12 @@ def _parse_turns(request: generation_pb2.GenerateRequest) -> tuple[tuple[Message
         raise refused("messages", f"{count} messages", f"1 to {MAX_MESSAGES}")
     turns, tools = parse_messages(request.messages)
     check_tools(tools)
-    if turns[-1].role not in (Role.USER, Role.TOOL):
-        raise refused(f"messages[{count - 1}].role", turns[-1].role, "user or tool, which the model answers")
+    if turns[-1].role is Role.ASSISTANT:
+        raise refused(
+            f"messages[{count - 1}].role",
+            turns[-1].role,
+            "user, tool, system or developer, which the model answers; it does not go on with what it said",
+        )
     return turns, tools
 
 
@@ -306,7 +303,7 @@ def prompt_tokens(
         )
     if order.turns:
         return turn_tokens(order.turns, order.tools, tokenizer, stored)
-    return list(order.token_ids) if order.text is None else tokenizer.encode(order.text)
+    return list(order.token_ids) if order.text is None else tokenizer.encode_behind(order.text)
 
 
 def check_prompt(order: Order, ids: Sequence[int], identity: ModelIdentity) -> None:
@@ -338,13 +335,13 @@ def check_tokens(field: str, ids: Iterable[int], identity: ModelIdentity) -> Non
 
 
 def parse_batch(request: generation_pb2.BatchGenerateRequest) -> str:
-    """The id of a batch's context. Raises InvalidArgumentError also where the number of requests is out of range."""
+    """The id of a batch's context; "" where it names none. Raises InvalidArgumentError also for too many requests."""
     count = len(request.requests)
     if not 1 <= count <= MAX_BATCH:
         raise InvalidArgumentError(
             f"requests has {count} elements, expected 1 to {MAX_BATCH}", field="requests"
         )
-    return parse_name(request.context, "context")
+    return parse_name(request.context, "context") if request.context else ""
 
 
 def content_tokens(
@@ -360,22 +357,21 @@ def content_tokens(
 
 
 def fit_max_tokens(order: Order, manifest: Manifest, identity: ModelIdentity, prompt: int) -> int:
-    """How many tokens may be generated after a prompt of that many tokens.
+    """How many tokens may be generated after a prompt of that many tokens: as many as are wanted, or as fit.
 
-    Raises PromptTooLongError when the model has no positions for them.
+    Raises PromptTooLongError when the model has no positions for one, or `min_tokens`.
     """
     room = identity.max_positions - manifest.token_count - prompt
-    least = order.sampling.rules.min_tokens
-    wanted = order.max_tokens or max(1, least)
-    if wanted > room:
+    least = max(1, order.sampling.rules.min_tokens)
+    if least > room:
         raise PromptTooLongError(
-            f"context ({manifest.token_count} tokens), prompt ({prompt}) and completion ({wanted}) exceed the "
-            f"{identity.max_positions} positions of model {identity.name!r}; shorten the prompt or lower max_tokens",
+            f"context ({manifest.token_count} tokens), prompt ({prompt}) and completion ({least} at least) exceed the "
+            f"{identity.max_positions} positions of model {identity.name!r}; shorten the prompt",
             context_tokens=manifest.token_count,
             prompt_tokens=prompt,
-            max_tokens=wanted,
+            max_tokens=least,
             max_positions=identity.max_positions,
         )
     if order.keep is not None and order.keep.prompt_only:
         return 1
-    return order.max_tokens or min(max(DEFAULT_MAX_TOKENS, least), room)
+    return min(order.max_tokens or max(DEFAULT_MAX_TOKENS, least), room)

@@ -38,4 +38,8 @@ def parse_keep(request: generation_pb2.GenerateRequest) -> KeepOptions:
             field="keep",
         )
     turns = request.WhichOneof("prompt") in ("question", "messages")
-    return KeepOptions(keep.display_name, ttl, keep.prompt_only, turns)
+    if keep.move_name and not keep.display_name:
+        raise InvalidArgumentError(
+            "keep.move_name is set without keep.display_name, which says what moves", field="keep.move_name"
+        )
+    return KeepOptions(keep.display_name, ttl, keep.prompt_only, turns, moves=keep.move_name)

@@ -103,7 +103,7 @@ def plan_calls(choice: ToolChoice, tools: Sequence[Tool], tokenizer: Tokenizer, 
 
     Raises InvalidArgumentError as `check_told` does, and for tools that cannot be called.
     """
-    if choice.mode is CallMode.NONE:
+    if choice.mode is CallMode.NONE or (choice.mode is CallMode.AUTO and not tools):
         return None
     syntax = check_told(choice, tokenizer, name)
     named = tuple(tool for tool in tools if choice.name in ("", tool.name))

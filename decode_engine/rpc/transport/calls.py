@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 _ANSWER_S = 60.0  # for work that is short unless a disk or a network hangs
 _LONGEST_DEADLINE_S = 10 * 365 * 86400.0
 _OPEN_SERVICE = "/grpc.health.v1.Health/"  # for whoever looks whether the server is up
+_QUIET = ("OK", CancelledError.reason)  # as health checks end, one every few seconds
 _FORWARDED = "sparsekv-forwarded-for"
 _LARGE_BYTES = 2**16  # of a message whose parsing others would wait for
 
@@ -85,6 +86,7 @@ class AbortError(Exception):
 class Call:
     """One call, as its handler sees it. To be used on the loop's thread, except for `check`.
 
+    open: a health check. inner: a part of a request to this process's own gateway, which logs that.
     peer: where it comes from, with its port. host: the same without. caller: the name of its token, "" where none was
     asked for. deadline_s: on `time.monotonic`; None without one.
     """
@@ -96,7 +98,10 @@ class Call:
         shown = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         self.authorization = shown.get("authorization")
         self.peer: str = context.peer()
-        if self.peer.startswith("unix:"):  # this process's own gateway, which says for whom it asks
+        self.inner = self.peer.startswith(
+            "unix:"
+        )  # of this process's own gateway, which says for whom it asks
+        if self.inner:
             self.peer = shown.get(_FORWARDED, self.peer)
         self.host = host_of(self.peer)
         self.caller = ""
@@ -296,8 +301,9 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def _log(self, call: Call, reason: str, message: str = "") -> None:
         spent = (time.monotonic() - call.started) * 1000
-        facts = " ".join(f"{name}={_text(value)}" for name, value in call.facts.items())
-        logger.info(
+        facts = " ".join(f"{name}={fact_text(value)}" for name, value in call.facts.items())
+        logger.log(
+            logging.DEBUG if call.inner or (call.open and reason in _QUIET) else logging.INFO,
             "%s %s in %.1f ms %s%s",
             call.name,
             reason,
@@ -321,5 +327,6 @@ def _behaviour(handler: Any) -> Any:
     return handler.unary_stream if handler.response_streaming else handler.unary_unary
 
 
-def _text(value: object) -> str:
+def fact_text(value: object) -> str:
+    """What a log line says of a fact."""
     return f"{value:.1f}" if isinstance(value, float) else str(value)

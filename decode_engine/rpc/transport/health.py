@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from decode_engine.errors import TooManyRequestsError
 from decode_engine.rpc.transport.calls import Call
+from decode_engine.rpc.transport.starting import PHASE_KEY
 
 _MAX_WATCHERS = 64
 
@@ -17,8 +18,11 @@ _MAX_WATCHERS = 64
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """All services are well, or none is. To be used on the loop's thread."""
 
-    def __init__(self, services: Iterable[str]) -> None:
+    def __init__(self, services: Iterable[str], phase: Callable[[], str] = lambda: "") -> None:
+        """phase: what goes on before they are well; stands behind replies to checks (`PHASE_KEY`)."""
+        self._phase = phase
         self._services = frozenset(("", *services))
+        self._begun = False
         self._serving = False
         self._stopping = False
         self._changed = asyncio.Event()
@@ -27,6 +31,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def set(self, serving: bool) -> None:
         """Whether calls are taken. Has no effect after `stop`."""
         self._serving = serving and not self._stopping
+        self._begun = self._begun or serving
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -41,6 +46,8 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         """The state now. NOT_FOUND for a service that is not here."""
         if request.service not in self._services:
             await call.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        if not self._begun and not self._stopping and (phase := self._phase()):
+            call.context.set_trailing_metadata(((PHASE_KEY, phase),))
         return health_pb2.HealthCheckResponse(status=self._state(request.service))
 
     async def Watch(

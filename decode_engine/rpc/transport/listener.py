@@ -54,11 +54,13 @@ class Listener:
         door: Door | None = None,
         certificates: Certificates | None = None,
         inside: Path | None = None,
+        phase: Callable[[], str] = lambda: "",
     ) -> None:
         """register: adds the services, of these names, to the server. inside: a socket for this process alone.
 
-        Raises AddressError.
+        phase: what goes on while it is not healthy yet. Raises AddressError.
         """
+        self._phase = phase
         self._door = door or Door()
         self._certificates = certificates
         self._inside = inside
@@ -91,7 +93,7 @@ class Listener:
         self, address: str, services: Sequence[str], register: Callable[[aio.Server], None]
     ) -> str:
         self._gate = Gate(self._limits, self._paths, self._door)
-        self._health = Health(services)
+        self._health = Health(services, self._phase)
         self._server = aio.server(interceptors=[self._gate], options=_options(self._limits))
         register(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -22,13 +22,13 @@ from torch import Tensor
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.code import LANES
+from index_store.compiled.launch import thread_count
 from index_store.indexes.coarse_rows.scalars.best_keys_numba import Columns, take_best
 from index_store.indexes.coarse_rows.scalars.coded_passes_numba import CodedPass
 from index_store.indexes.coarse_rows.scalars.key_scores_numba import score_keys
 from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
 from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, shift_of
 from index_store.indexes.coarse_rows.scalars.value_sums_numba import add_values
-from index_store.launch import thread_count
 
 _WEIGHTS = 8 * 2**20
 """Weights in memory that is kept from step to step: new memory costs more than what is computed with it."""

@@ -16,6 +16,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from index_store.compiled.launch import on_host
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.appended import (
     AppendedProducts,
@@ -37,7 +38,6 @@ from index_store.indexes.interface.layer_index import (
     LayerSource,
     check_keys,
 )
-from index_store.launch import on_host
 from index_store.selection.pieces import ScoredRows
 from index_store.selection.ranking import Items, Ranking
 from index_store.store.description.json_fields import Scalar

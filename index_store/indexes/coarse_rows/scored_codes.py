@@ -13,13 +13,13 @@ from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.rows_in_line import RowsInLine
+from index_store.compiled.launch import on_host
 from index_store.indexes.coarse_rows.product_rows import ProductRows
 from index_store.indexes.coarse_rows.scalars.coded_passes_numba import CodedPass
 from index_store.indexes.coarse_rows.scalars.key_scores_numba import score_keys
 from index_store.indexes.coarse_rows.scalars.reference import attend_values_reference, score_keys_reference
 from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
 from index_store.indexes.coarse_rows.scalars.value_sums_numba import attend_values
-from index_store.launch import on_host
 from index_store.selection.pieces import ScoredRows
 
 CodedRows = ScalarRows | ProductRows

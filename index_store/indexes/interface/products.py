@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from index_store.launch import on_host
+from index_store.compiled.launch import on_host
 
 MANY = 64
 """Queries of a KV head from which on tables and codes are multiplied and not looked up, on a device."""

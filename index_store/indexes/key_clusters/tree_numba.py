@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.launch import launch, njit, on_host, prange
+from index_store.compiled.launch import launch, njit, on_host, spread
 
 # Coarse clusters per task: enough means to outweigh starting a task, few enough to occupy every core.
 _COARSE_PER_TASK = 16
@@ -61,7 +61,38 @@ def search_tree_reference(
     return products.masked_fill_(~alive_HTC[:, :, None], -torch.inf)
 
 
-@njit(cache=True, nogil=True, parallel=True, fastmath={"reassoc", "contract"})
+@njit(fastmath={"reassoc", "contract"})
+def _search_part(
+    task: int,
+    queries: NDArray[np.float32],
+    means: NDArray[np.float32],
+    counts: NDArray[np.float32],
+    coarse_offsets: NDArray[np.int32],
+    expanded: NDArray[np.bool_],
+    logits: NDArray[np.float32],
+    positions: int,
+    parts: int,
+    coarse: int,
+    group: int,
+    dim: int,
+) -> None:  # pragma: no cover - compiled
+    head = task // (positions * parts)
+    position = task // parts % positions
+    first = task % parts * _COARSE_PER_TASK
+    for k in range(first, min(coarse, first + _COARSE_PER_TASK)):
+        if not expanded[head, position, k]:
+            continue
+        for c in range(coarse_offsets[head, k], coarse_offsets[head, k + 1]):
+            if counts[head, c] == 0:
+                continue
+            for g in range(group):
+                product = np.float32(0)
+                for i in range(dim):
+                    product += queries[head, position, g, i] * means[head, c, i]
+                logits[head, position, g, c] = product
+
+
+@njit("f4x4 f4x3 f4x2 i4x2 b1x3 f4x4")
 def _search_tree(
     queries: NDArray[np.float32],
     means: NDArray[np.float32],
@@ -73,18 +104,8 @@ def _search_tree(
     heads, positions, group, dim = queries.shape
     coarse = expanded.shape[2]
     parts = (coarse + _COARSE_PER_TASK - 1) // _COARSE_PER_TASK
-    for task in prange(heads * positions * parts):
-        head = task // (positions * parts)
-        position = task // parts % positions
-        first = task % parts * _COARSE_PER_TASK
-        for k in range(first, min(coarse, first + _COARSE_PER_TASK)):
-            if not expanded[head, position, k]:
-                continue
-            for c in range(coarse_offsets[head, k], coarse_offsets[head, k + 1]):
-                if counts[head, c] == 0:
-                    continue
-                for g in range(group):
-                    product = np.float32(0)
-                    for i in range(dim):
-                        product += queries[head, position, g, i] * means[head, c, i]
-                    logits[head, position, g, c] = product
+    spread(
+        _search_part,
+        heads * positions * parts,
+        (queries, means, counts, coarse_offsets, expanded, logits, positions, parts, coarse, group, dim),
+    )

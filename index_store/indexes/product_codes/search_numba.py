@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.launch import launch, njit, on_host, prange
+from index_store.compiled.launch import launch, njit, on_host, spread
 
 _GATHERED_BYTES = 64 * 2**20  # table entries that the reference gathers at a time
 _TILE = 1024  # keys whose codes stay in the first-level cache while every query scores them
@@ -72,7 +72,7 @@ def score_codes_reference(reads: CodeReads) -> Tensor:
     return torch.cat(parts, dim=3)
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _score_rows(
     codes: NDArray[np.uint8], table: NDArray[np.float32], out: NDArray[np.float32]
 ) -> None:  # pragma: no cover - compiled
@@ -83,7 +83,32 @@ def _score_rows(
         out[i] = total
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit()
+def _score_tile(
+    task: int,
+    codes: NDArray[np.uint8],
+    appended: NDArray[np.uint8],
+    tables: NDArray[np.float32],
+    first: int,
+    out: NDArray[np.float32],
+    columns: int,
+    queries: int,
+    tiles: int,
+    keys: int,
+) -> None:  # pragma: no cover - compiled
+    h, low = task // tiles, (task % tiles) * _TILE
+    high = min(low + _TILE, columns)
+    border = min(max(keys - first, low), high)  # from there on keys are appended ones
+    for q in range(queries):
+        if border > low:
+            _score_rows(codes[h, first + low : first + border], tables[h, q], out[h, q, low:border])
+        if high > border:
+            begin = first + border - keys
+            rows = appended[h, begin : begin + high - border]
+            _score_rows(rows, tables[h, q], out[h, q, border:high])
+
+
+@njit("u1x3 u1x3 f4x4 i8 f4x3")
 def _score_codes(
     codes: NDArray[np.uint8],
     appended: NDArray[np.uint8],
@@ -94,14 +119,4 @@ def _score_codes(
     heads, queries, columns = out.shape
     keys = codes.shape[1]
     tiles = (columns + _TILE - 1) // _TILE
-    for task in prange(heads * tiles):
-        h, low = task // tiles, (task % tiles) * _TILE
-        high = min(low + _TILE, columns)
-        border = min(max(keys - first, low), high)  # from there on keys are appended ones
-        for q in range(queries):
-            if border > low:
-                _score_rows(codes[h, first + low : first + border], tables[h, q], out[h, q, low:border])
-            if high > border:
-                begin = first + border - keys
-                rows = appended[h, begin : begin + high - border]
-                _score_rows(rows, tables[h, q], out[h, q, border:high])
+    spread(_score_tile, heads * tiles, (codes, appended, tables, first, out, columns, queries, tiles, keys))

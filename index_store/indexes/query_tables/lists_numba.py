@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.launch import launch, njit, on_host, prange
+from index_store.compiled.launch import launch, njit, on_host, spread
 
 _BELOW_ALL = -(2**15) - 1
 _ENTRIES = 2**23  # of lists that the reference gathers at a time
@@ -163,7 +163,61 @@ def _union(lists: Lists, rows_HRJ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(ids, 3).long(), torch.cat(values, 3).float(), torch.cat(held, 3)
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit()
+def _score_query(
+    task: int,
+    ids: NDArray[np.int32],
+    values: NDArray[np.int16],
+    kept: NDArray[np.int32],
+    inserted_ids: NDArray[np.int32],
+    inserted_values: NDArray[np.int16],
+    inserted: NDArray[np.int32],
+    rows: NDArray[np.int32],
+    weights: NDArray[np.float32],
+    first: int,
+    floor_missing: bool,
+    out: NDArray[np.float32],
+    queries: int,
+    picks: int,
+    columns: int,
+) -> None:  # pragma: no cover - compiled
+    head = task // queries
+    query = task % queries
+    acc = out[head, query]
+    acc[:] = np.float32(0) if floor_missing else np.float32(-np.inf)
+    base = np.float32(0)
+    for pick in range(picks):
+        weight = weights[head, query, pick]
+        if weight == np.float32(0):
+            continue
+        row = rows[head, query, pick]
+        count = kept[head, row]
+        extra = inserted[head, row]
+        floor = np.float32(0)
+        if floor_missing and count + extra > 0:
+            lowest = np.int16(32767)
+            if count > 0:
+                lowest = values[head, row, count - 1]
+            if extra > 0:
+                lowest = min(lowest, inserted_values[head, row, extra - 1])
+            floor = np.float32(lowest)
+            base += weight * floor
+        for e in range(count):
+            i = int(ids[head, row, e]) - first
+            if i >= 0 and i < columns:
+                add = weight * (np.float32(values[head, row, e]) - floor)
+                acc[i] = add if acc[i] == -np.inf else acc[i] + add
+        for e in range(extra):
+            i = int(inserted_ids[head, row, e]) - first
+            if i >= 0 and i < columns:
+                add = weight * (np.float32(inserted_values[head, row, e]) - floor)
+                acc[i] = add if acc[i] == -np.inf else acc[i] + add
+    if base != np.float32(0):
+        for i in range(columns):
+            acc[i] += base
+
+
+@njit("i4x3 i2x3 i4x2 i4x3 i2x3 i4x2 i4x3 f4x3 i8 b1 f4x3")
 def _score_lists(
     ids: NDArray[np.int32],
     values: NDArray[np.int16],
@@ -179,44 +233,69 @@ def _score_lists(
 ) -> None:  # pragma: no cover - compiled
     heads, queries, picks = rows.shape
     columns = out.shape[2]
-    for task in prange(heads * queries):
-        head = task // queries
-        query = task % queries
-        acc = out[head, query]
-        acc[:] = np.float32(0) if floor_missing else np.float32(-np.inf)
-        base = np.float32(0)
-        for pick in range(picks):
-            weight = weights[head, query, pick]
-            if weight == np.float32(0):
-                continue
-            row = rows[head, query, pick]
-            count = kept[head, row]
-            extra = inserted[head, row]
-            floor = np.float32(0)
-            if floor_missing and count + extra > 0:
-                lowest = np.int16(32767)
-                if count > 0:
-                    lowest = values[head, row, count - 1]
-                if extra > 0:
-                    lowest = min(lowest, inserted_values[head, row, extra - 1])
-                floor = np.float32(lowest)
-                base += weight * floor
-            for e in range(count):
-                i = int(ids[head, row, e]) - first
-                if i >= 0 and i < columns:
-                    add = weight * (np.float32(values[head, row, e]) - floor)
-                    acc[i] = add if acc[i] == -np.inf else acc[i] + add
-            for e in range(extra):
-                i = int(inserted_ids[head, row, e]) - first
-                if i >= 0 and i < columns:
-                    add = weight * (np.float32(inserted_values[head, row, e]) - floor)
-                    acc[i] = add if acc[i] == -np.inf else acc[i] + add
-        if base != np.float32(0):
-            for i in range(columns):
-                acc[i] += base
+    spread(
+        _score_query,
+        heads * queries,
+        (
+            ids,
+            values,
+            kept,
+            inserted_ids,
+            inserted_values,
+            inserted,
+            rows,
+            weights,
+            first,
+            floor_missing,
+            out,
+            queries,
+            picks,
+            columns,
+        ),
+    )
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit()
+def _insert_into_row(
+    task: int,
+    values: NDArray[np.int16],
+    kept: NDArray[np.int32],
+    inserted_ids: NDArray[np.int32],
+    inserted_values: NDArray[np.int16],
+    inserted: NDArray[np.int32],
+    scores: NDArray[np.int16],
+    first_id: int,
+    rows: int,
+    count: int,
+    capacity: int,
+) -> None:  # pragma: no cover - compiled
+    head = task // rows
+    row = task % rows
+    for position in range(count):
+        score = scores[head, position, row]
+        base = kept[head, row]
+        extra = inserted[head, row]
+        lowest_base = np.int32(values[head, row, base - 1]) if base > 0 else np.int32(32768)
+        lowest_extra = np.int32(inserted_values[head, row, extra - 1]) if extra > 0 else np.int32(32768)
+        if score <= min(lowest_base, lowest_extra):
+            continue
+        if base + extra >= capacity:
+            if lowest_extra <= lowest_base:
+                extra -= 1
+            else:
+                base -= 1
+        slot = extra
+        while slot > 0 and inserted_values[head, row, slot - 1] < score:
+            inserted_values[head, row, slot] = inserted_values[head, row, slot - 1]
+            inserted_ids[head, row, slot] = inserted_ids[head, row, slot - 1]
+            slot -= 1
+        inserted_values[head, row, slot] = score
+        inserted_ids[head, row, slot] = np.int32(first_id + position)
+        kept[head, row] = base
+        inserted[head, row] = extra + 1
+
+
+@njit("i2x3 i4x2 i4x3 i2x3 i4x2 i2x3 i8")
 def _insert_keys(
     values: NDArray[np.int16],
     kept: NDArray[np.int32],
@@ -228,28 +307,8 @@ def _insert_keys(
 ) -> None:  # pragma: no cover - compiled
     heads, count, rows = scores.shape
     capacity = values.shape[2]
-    for task in prange(heads * rows):
-        head = task // rows
-        row = task % rows
-        for position in range(count):
-            score = scores[head, position, row]
-            base = kept[head, row]
-            extra = inserted[head, row]
-            lowest_base = np.int32(values[head, row, base - 1]) if base > 0 else np.int32(32768)
-            lowest_extra = np.int32(inserted_values[head, row, extra - 1]) if extra > 0 else np.int32(32768)
-            if score <= min(lowest_base, lowest_extra):
-                continue
-            if base + extra >= capacity:
-                if lowest_extra <= lowest_base:
-                    extra -= 1
-                else:
-                    base -= 1
-            slot = extra
-            while slot > 0 and inserted_values[head, row, slot - 1] < score:
-                inserted_values[head, row, slot] = inserted_values[head, row, slot - 1]
-                inserted_ids[head, row, slot] = inserted_ids[head, row, slot - 1]
-                slot -= 1
-            inserted_values[head, row, slot] = score
-            inserted_ids[head, row, slot] = np.int32(first_id + position)
-            kept[head, row] = base
-            inserted[head, row] = extra + 1
+    spread(
+        _insert_into_row,
+        heads * rows,
+        (values, kept, inserted_ids, inserted_values, inserted, scores, first_id, rows, count, capacity),
+    )

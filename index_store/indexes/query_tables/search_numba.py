@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.launch import launch, njit, on_host, prange
+from index_store.compiled.launch import launch, njit, on_host, spread
 
 # Keys per tile: runs of table rows long enough to be prefetched, sums that stay in the second-level cache.
 TILE = 16_384
@@ -110,7 +110,7 @@ def softmax_sum_rows_reference(reads: TableReads) -> Tensor:
     return sum_rows_reference(reads).softmax(-1).sum(2)
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@njit(fastmath={"reassoc", "contract"})
 def _add_eight(
     table: NDArray[np.int8],
     rows: NDArray[np.int32],
@@ -151,7 +151,7 @@ def _add_eight(
         )
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def add_rows(
     table: NDArray[np.int8],
     rows: NDArray[np.int32],
@@ -165,7 +165,7 @@ def add_rows(
         _add_piece(table, rows, weights, low + begin, acc[begin : begin + _PIECE])
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@njit(fastmath={"reassoc", "contract"})
 def _add_piece(
     table: NDArray[np.int8],
     rows: NDArray[np.int32],
@@ -205,7 +205,7 @@ def _add_piece(
         pick += 1
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _add_tile(
     table: NDArray[np.int8],
     appended: NDArray[np.int8],
@@ -223,7 +223,29 @@ def _add_tile(
         add_rows(appended, rows, weights, low + inside - keys, acc[inside:])
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit()
+def _sum_span(
+    task: int,
+    tables: NDArray[np.int8],
+    appended: NDArray[np.int8],
+    rows: NDArray[np.int32],
+    weights: NDArray[np.float32],
+    first: int,
+    out: NDArray[np.float32],
+    spans: int,
+    positions: int,
+    group: int,
+    span: int,
+    columns: int,
+) -> None:  # pragma: no cover - compiled
+    query, part = task // spans, task % spans
+    h, t, g = query // (positions * group), (query // group) % positions, query % group
+    for low in range(part * span, min((part + 1) * span, columns), TILE):
+        acc = out[h, t, g, low : min(low + TILE, columns)]
+        _add_tile(tables[h], appended[h], rows[h, t, g], weights[h, t, g], first + low, acc)
+
+
+@njit("i1x3 i1x3 i4x4 f4x4 i8 f4x4")
 def _sum_rows(
     tables: NDArray[np.int8],
     appended: NDArray[np.int8],
@@ -235,15 +257,14 @@ def _sum_rows(
     heads, positions, group, columns = out.shape
     span = TILE * _TILES_PER_TASK
     spans = (columns + span - 1) // span
-    for task in prange(heads * positions * group * spans):
-        query, part = task // spans, task % spans
-        h, t, g = query // (positions * group), (query // group) % positions, query % group
-        for low in range(part * span, min((part + 1) * span, columns), TILE):
-            acc = out[h, t, g, low : min(low + TILE, columns)]
-            _add_tile(tables[h], appended[h], rows[h, t, g], weights[h, t, g], first + low, acc)
+    spread(
+        _sum_span,
+        heads * positions * group * spans,
+        (tables, appended, rows, weights, first, out, spans, positions, group, span, columns),
+    )
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@njit(fastmath={"reassoc", "contract"})
 def _exp_tile(
     x: NDArray[np.float32], peak: np.float32, octave: NDArray[np.int32], factor: NDArray[np.float32]
 ) -> float:  # pragma: no cover - compiled
@@ -265,7 +286,7 @@ def _exp_tile(
     return float(total)
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _peak(x: NDArray[np.float32], scratch: NDArray[np.float32]) -> float:  # pragma: no cover - compiled
     """Maximum of a tile, by folding halves onto each other: unlike a running maximum, a fold is vectorised."""
     count = x.shape[0]
@@ -284,7 +305,7 @@ def _peak(x: NDArray[np.float32], scratch: NDArray[np.float32]) -> float:  # pra
     return float(peak)
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def exponentiate_tile(
     x: NDArray[np.float32], octave: NDArray[np.int32], scratch: NDArray[np.float32]
 ) -> tuple[np.float32, np.float32]:  # pragma: no cover - compiled
@@ -294,7 +315,7 @@ def exponentiate_tile(
     return peak, np.float32(_exp_tile(x, peak, octave, octave.view(np.float32)))
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@njit(fastmath={"reassoc", "contract"})
 def combine_tile(
     exponentials: NDArray[np.float32], shares: NDArray[np.float32], out: NDArray[np.float32]
 ) -> None:  # pragma: no cover - compiled
@@ -306,7 +327,7 @@ def combine_tile(
             out[i] += share * row[i]
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _exponentiate(
     table: NDArray[np.int8],
     appended: NDArray[np.int8],
@@ -330,7 +351,7 @@ def _exponentiate(
             peaks[g, tile], totals[g, tile] = exponentiate_tile(acc, octave, scratch)
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _rescale(peaks: NDArray[np.float32], totals: NDArray[np.float32]) -> None:  # pragma: no cover - compiled
     """Overwrites the peaks of one position's tiles by the factors that turn their exponentials into softmax."""
     group, tiles = peaks.shape
@@ -346,7 +367,7 @@ def _rescale(peaks: NDArray[np.float32], totals: NDArray[np.float32]) -> None:  
             peaks[g, tile] /= mass
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _combine(
     part: int, exponentials: NDArray[np.float32], factors: NDArray[np.float32], out: NDArray[np.float32]
 ) -> None:  # pragma: no cover - compiled
@@ -360,7 +381,61 @@ def _combine(
         combine_tile(exponentials[:, low:high], shares, out[low:high])
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit()
+def _exponentiate_span(
+    task: int,
+    tables: NDArray[np.int8],
+    appended: NDArray[np.int8],
+    rows: NDArray[np.int32],
+    weights: NDArray[np.float32],
+    first: int,
+    exponentials: NDArray[np.float32],
+    peaks: NDArray[np.float32],
+    totals: NDArray[np.float32],
+    spans: int,
+    positions: int,
+    start: int,
+) -> None:  # pragma: no cover - compiled
+    slot = task // spans
+    h, t = (start + slot) // positions, (start + slot) % positions
+    _exponentiate(
+        tables[h],
+        appended[h],
+        rows[h, t],
+        weights[h, t],
+        first,
+        task % spans,
+        exponentials[slot],
+        peaks[slot],
+        totals[slot],
+    )
+
+
+@njit()
+def _rescale_slot(
+    slot: int,
+    peaks: NDArray[np.float32],
+    totals: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled
+    _rescale(peaks[slot], totals[slot])
+
+
+@njit()
+def _combine_span(
+    task: int,
+    exponentials: NDArray[np.float32],
+    peaks: NDArray[np.float32],
+    out: NDArray[np.float32],
+    spans: int,
+    positions: int,
+    start: int,
+) -> None:  # pragma: no cover - compiled
+    slot = task // spans
+    h, t = (start + slot) // positions, (start + slot) % positions
+    _combine(task % spans, exponentials[slot], peaks[slot], out[h, t])
+
+
+@njit("i1x3 i1x3 i4x4 f4x4 i8 f4x3 f4x3 f4x3 f4x3")
 def _softmax_sum_rows(
     tables: NDArray[np.int8],
     appended: NDArray[np.int8],
@@ -378,23 +453,10 @@ def _softmax_sum_rows(
     spans = (peaks.shape[2] + _TILES_PER_TASK - 1) // _TILES_PER_TASK
     for start in range(0, queries, wave):
         tasks = min(wave, queries - start) * spans
-        for task in prange(tasks):
-            slot = task // spans
-            h, t = (start + slot) // positions, (start + slot) % positions
-            _exponentiate(
-                tables[h],
-                appended[h],
-                rows[h, t],
-                weights[h, t],
-                first,
-                task % spans,
-                exponentials[slot],
-                peaks[slot],
-                totals[slot],
-            )
-        for slot in prange(min(wave, queries - start)):
-            _rescale(peaks[slot], totals[slot])
-        for task in prange(tasks):
-            slot = task // spans
-            h, t = (start + slot) // positions, (start + slot) % positions
-            _combine(task % spans, exponentials[slot], peaks[slot], out[h, t])
+        spread(
+            _exponentiate_span,
+            tasks,
+            (tables, appended, rows, weights, first, exponentials, peaks, totals, spans, positions, start),
+        )
+        spread(_rescale_slot, min(wave, queries - start), (peaks, totals))
+        spread(_combine_span, tasks, (exponentials, peaks, out, spans, positions, start))

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.planes_numba import make_refining
+from index_store.compiled.launch import launch, njit, spread
 from index_store.indexes.coarse_rows.scalars.coded_tables_numba import half_table, row_table
 from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows
-from index_store.launch import launch, njit, prange
 
 _AT_ONCE = 128  # rows of a task
 _refine_channels, _refine_value = make_refining(uniform=False), make_refining(uniform=True)
@@ -59,7 +59,7 @@ def decode_listed(
     return out
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _half(bits: np.int16) -> np.float32:  # pragma: no cover - compiled
     """A finite float16 number."""
     magnitude = np.int32((np.int32(bits) & np.int32(0x7FFF)) << np.int32(13)).view(np.float32)
@@ -67,7 +67,65 @@ def _half(bits: np.int16) -> np.float32:  # pragma: no cover - compiled
     return -number if bits < 0 else number
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit()
+def _decode_some(
+    task: int,
+    key_codes: NDArray[np.uint8],
+    key_stride: int,
+    value_codes: NDArray[np.uint8],
+    value_stride: int,
+    low: NDArray[np.uint8],
+    low_stride: int,
+    key_scales: NDArray[np.int16],
+    scale_stride: int,
+    key_offsets: NDArray[np.int16],
+    offset_stride: int,
+    value_scales: NDArray[np.int16],
+    value_scale_stride: int,
+    value_offsets: NDArray[np.int16],
+    value_offset_stride: int,
+    lead: int,
+    ids: NDArray[np.int32],
+    first: int,
+    out: NDArray[np.float32],
+    parts: int,
+    count: int,
+    groups: int,
+    dim: int,
+    step: np.float32,
+    width: int,
+    each: int,
+) -> None:  # pragma: no cover - compiled
+    head, part = task // parts, task % parts
+    scales, offsets = np.empty((1, dim), np.float32), np.empty((1, dim), np.float32)
+    own_scales, own_offsets = np.empty((1, dim), np.float32), np.empty((1, dim), np.float32)
+    known = np.int64(-1)
+    for x in range(part * _AT_ONCE, min(count, (part + 1) * _AT_ONCE)):
+        row = np.int64(ids[head, x])
+        block = (row + lead) // BLOCK
+        if block != known:
+            known = block
+            for c in range(dim):
+                scales[0, c] = _half(key_scales[head * scale_stride + block, c]) * step
+                offsets[0, c] = _half(key_offsets[head * offset_stride + block, c])
+        low_row, to = head * low_stride + 2 * (row - first), 2 * (head * count + x)
+        _refine(key_codes, head * key_stride + row, low, low_row, scales, offsets, out, to)
+        code_row = head * value_stride + row
+        scale_row, offset_row = head * value_scale_stride + row, head * value_offset_stride + row
+        if groups == 1 and width % LANES == 0:
+            scale = _half(value_scales[scale_row, 0]) * step
+            offset = _half(value_offsets[offset_row, 0])
+            _refine_value(value_codes, code_row, low, low_row + 1, scale, offset, out, to + 1, width // LANES)
+            continue
+        for g in range(groups):
+            scale = _half(value_scales[scale_row, g]) * step
+            offset = _half(value_offsets[offset_row, g])
+            for c in range(g * each, (g + 1) * each):
+                own_scales[0, c], own_offsets[0, c] = scale, offset
+        _refine(value_codes, code_row, low, low_row + 1, own_scales, own_offsets, out, to + 1)
+
+
+@njit("u1x2 i8 u1x2 i8 u1x2 i8 i2x2 i8 i2x2 i8 i2x2 i8 i2x2 i8 i8 i4x2 i8 f4x2")
 def _decode_rows(
     key_codes: NDArray[np.uint8],
     key_stride: int,
@@ -92,39 +150,40 @@ def _decode_rows(
     (heads, count), dim = ids.shape, out.shape[1]
     parts, groups = (count + _AT_ONCE - 1) // _AT_ONCE, value_scales.shape[1]
     each, step, width = dim // groups, np.float32(1.0 / 16), dim // 2
-    for task in prange(heads * parts):
-        head, part = task // parts, task % parts
-        scales, offsets = np.empty((1, dim), np.float32), np.empty((1, dim), np.float32)
-        own_scales, own_offsets = np.empty((1, dim), np.float32), np.empty((1, dim), np.float32)
-        known = np.int64(-1)
-        for x in range(part * _AT_ONCE, min(count, (part + 1) * _AT_ONCE)):
-            row = np.int64(ids[head, x])
-            block = (row + lead) // BLOCK
-            if block != known:
-                known = block
-                for c in range(dim):
-                    scales[0, c] = _half(key_scales[head * scale_stride + block, c]) * step
-                    offsets[0, c] = _half(key_offsets[head * offset_stride + block, c])
-            low_row, to = head * low_stride + 2 * (row - first), 2 * (head * count + x)
-            _refine(key_codes, head * key_stride + row, low, low_row, scales, offsets, out, to)
-            code_row = head * value_stride + row
-            scale_row, offset_row = head * value_scale_stride + row, head * value_offset_stride + row
-            if groups == 1 and width % LANES == 0:
-                scale = _half(value_scales[scale_row, 0]) * step
-                offset = _half(value_offsets[offset_row, 0])
-                _refine_value(
-                    value_codes, code_row, low, low_row + 1, scale, offset, out, to + 1, width // LANES
-                )
-                continue
-            for g in range(groups):
-                scale = _half(value_scales[scale_row, g]) * step
-                offset = _half(value_offsets[offset_row, g])
-                for c in range(g * each, (g + 1) * each):
-                    own_scales[0, c], own_offsets[0, c] = scale, offset
-            _refine(value_codes, code_row, low, low_row + 1, own_scales, own_offsets, out, to + 1)
+    spread(
+        _decode_some,
+        heads * parts,
+        (
+            key_codes,
+            key_stride,
+            value_codes,
+            value_stride,
+            low,
+            low_stride,
+            key_scales,
+            scale_stride,
+            key_offsets,
+            offset_stride,
+            value_scales,
+            value_scale_stride,
+            value_offsets,
+            value_offset_stride,
+            lead,
+            ids,
+            first,
+            out,
+            parts,
+            count,
+            groups,
+            dim,
+            step,
+            width,
+            each,
+        ),
+    )
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _refine(
     codes: NDArray[np.uint8],
     row: int,

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from index_store.compiled.launch import on_host
 from index_store.indexes.coarse_rows.scalars.packing import pack, unpack
 from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows, parts_of
 from index_store.indexes.row_planes.decode_numba import decode_listed, decode_run
-from index_store.launch import on_host
 
 LEVELS = 16
 """Of the low plane, for each of the coarse copy's."""

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, meta
 
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.call_syntax import CallSyntax, find_syntax, plainly
@@ -57,6 +57,12 @@ _SCHEMA_WORDS = frozenset(
 )
 """Words of JSON schemas by which templates decide what to write; they are no user's words."""
 
+_TOLD = re.compile(
+    "messages|tools|documents|add_generation_prompt|strftime_now|raise_exception|(bos|eos|pad|unk|sep|cls|mask)_token"
+)
+"""What templates get in any case."""
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+"""A mark of transformers' own, which Jinja does not know."""
 _DATE_FORMAT = re.compile(r"""["']([^"'\n]*%[^"'\n]*)["']""")
 _FIXED_DATES = "{% macro strftime_now(format) %}{{ dates_of_template[format] }}{% endmacro %}\n"
 """In front of a template that writes today's date: what it takes for today is told to it, or the same messages would
@@ -167,6 +173,26 @@ class ChatTemplate:
 
         return find_syntax(writes, self._ends)
 
+    @cached_property
+    def _developers(self) -> bool:
+        """Whether it has words for messages of developers."""
+        return "developer" in str(self._backend.chat_template)
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """Variables that it reads and nobody sets here, and "name" where it says who speaks."""
+        if not self._backend.chat_template:
+            return frozenset()
+        environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+        template = _GENERATION.sub("", str(self._backend.get_chat_template(tools=None)))
+        try:
+            found = meta.find_undeclared_variables(environment.parse(template))
+            said = {self._write(_named(name), datetime.now(UTC), True, None, 0) for name in ("one", "two")}
+        except (TemplateError, InvalidArgumentError):
+            return frozenset()
+        unset = (name for name in found if not (_TOLD.fullmatch(name) or name in environment.globals))
+        return frozenset(unset) | ({"name"} if len(said) > 1 else set())
+
     def _check_known(self) -> None:
         if not self._backend.chat_template:
             raise InvalidArgumentError(
@@ -186,7 +212,8 @@ class ChatTemplate:
         or rewrites one.
         """
         self._check_known()
-        if any(message.tool_calls for message in conversation.messages) and self.calls and self.calls.plain:
+        of_tools = any(one.tool_calls or one.role is Role.TOOL for one in conversation.messages)
+        if of_tools and self.calls and self.calls.plain:
             conversation = plainly(conversation, self.calls)
         text = self._write(conversation, moment, answer_follows, None, 0)
         marker = _Marker(self._letterless, self._spoken)
@@ -199,8 +226,8 @@ class ChatTemplate:
         missing = marker.left_out(marks)
         if missing is not None:
             raise InvalidArgumentError(
-                f"the chat template of model {self.name!r} leaves {missing} out; leave it out of the request, or pass "
-                "the prompt word for word instead",
+                f"the chat template of model {self.name!r} leaves {missing} out; leave it out of the request, say it "
+                "in another message (what a system says: in the first one), or pass the prompt word for word",
                 field=missing,
             )
         return Rendering(text, marks)
@@ -214,7 +241,9 @@ class ChatTemplate:
         new: int,
     ) -> str:
         messages = [
-            _message_fields(f"messages[{number - new}]", message, marker if number >= new else None)
+            _message_fields(
+                f"messages[{number - new}]", message, marker if number >= new else None, self._developers
+            )
             for number, message in enumerate(conversation.messages)
         ]
         tools = list(_tool_fields(conversation, marker if new == 0 else None)) or None
@@ -233,7 +262,15 @@ class ChatTemplate:
             )
         except (TemplateError, ValueError, TypeError) as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise InvalidArgumentError(f"the chat template of model {self.name!r} fails: {reason}") from error
+            told = any(one.role in (Role.SYSTEM, Role.DEVELOPER) for one in conversation.messages)
+            advice = "; say what the system says in the first message of the user" if told else ""
+            raise InvalidArgumentError(
+                f"the chat template of model {self.name!r} fails: {reason}{advice}"
+            ) from error
+
+
+def _named(name: str) -> Conversation:
+    return Conversation((Message(Role.USER, "-", name),))
 
 
 def _agree(text: str, marks: str) -> bool:
@@ -246,17 +283,19 @@ def _agree(text: str, marks: str) -> bool:
     return text[position:] == marks[position:]
 
 
-def _message_fields(place: str, message: Message, marker: _Marker | None) -> Mapping[str, Any]:
-    """A message as templates take it; with a marker, with marks in its texts."""
+def _message_fields(
+    place: str, message: Message, marker: _Marker | None, developers: bool
+) -> Mapping[str, Any]:
+    """A message as templates take it; with a marker, with marks in its texts. developers: whether it knows any."""
 
     def said(name: str, text: str, *, of_model: bool = False) -> str:
         return text if marker is None else marker.mark(name and f"{place}.{name}", text, of_model=of_model)
 
     content = said("content", message.content, of_model=message.role is Role.ASSISTANT)
-    fields: dict[str, Any] = {"role": message.role.value, "content": content}
-    if message.name:
-        # Templates call a tool that answers by its name, by the call's id, or not at all: the order says which it is.
-        fields["name"] = said("" if message.role is Role.TOOL else "name", message.name)
+    role = Role.SYSTEM if message.role is Role.DEVELOPER and not developers else message.role
+    fields: dict[str, Any] = {"role": role.value, "content": content}
+    if message.name:  # which few templates say
+        fields["name"] = said("", message.name)
     if message.tool_call_id:
         fields["tool_call_id"] = said("", message.tool_call_id)
     if message.tool_calls:
@@ -266,7 +305,7 @@ def _message_fields(place: str, message: Message, marker: _Marker | None) -> Map
                 **({"id": said("", call.id)} if call.id else {}),
                 "function": {
                     "name": said(f"tool_calls[{number}].name", call.name),
-                    "arguments": _json(f"{place}.tool_calls[{number}].arguments", call.arguments, marker),
+                    "arguments": _arguments(call.arguments, marker),
                 },
             }
             for number, call in enumerate(message.tool_calls)
@@ -286,6 +325,14 @@ def _tool_fields(conversation: Conversation, marker: _Marker | None) -> Iterator
         parameters = _json(f"{place}.parameters", schema, marker)
         function = {"name": name, "description": description, "parameters": parameters}
         yield {"type": "function", "function": function}
+
+
+def _arguments(text: str, marker: _Marker | None) -> Any:
+    """What a tool was called with: an object, or the text of what is none, as of a call that was cut."""
+    try:
+        return _json("", text, marker)
+    except InvalidArgumentError:
+        return text if marker is None else marker.mark("", text)
 
 
 def _json(place: str, text: str, marker: _Marker | None) -> Any:

@@ -27,6 +27,7 @@ class Role(StrEnum):
     """Who speaks."""
 
     SYSTEM = "system"
+    DEVELOPER = "developer"
     USER = "user"
     ASSISTANT = "assistant"
     TOOL = "tool"
@@ -34,7 +35,8 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a tool that the model asked for. arguments: a JSON object, or "" for one without members."""
+    """One call of a tool that the model asked for. arguments: a JSON object, or "" for one without members; of a call
+    that was cut, as far as they came."""
 
     name: str
     arguments: str = ""
@@ -78,11 +80,10 @@ class Conversation:
             raise refused("messages", f"{len(self.messages)} messages", f"1 to {MAX_MESSAGES}")
         for number, message in enumerate(self.messages):
             _check_message(f"messages[{number}]", message)
-            _check_place(f"messages[{number}].role", message, self.messages[:number])
         check_tools(self.tools)
 
     def followed_by(self, new: Sequence[Message]) -> Conversation:
-        """The conversation with further messages. Raises InvalidArgumentError where they cannot follow.
+        """The conversation with further messages. Raises InvalidArgumentError for what no message is.
 
         Errors number the new messages from 0, as whoever sends them does.
         """
@@ -90,7 +91,6 @@ class Conversation:
             raise refused("messages", "no messages", "at least one")
         for number, message in enumerate(new):
             _check_message(f"messages[{number}]", message)
-            _check_place(f"messages[{number}].role", message, (*self.messages, *new[:number]))
         return Conversation((*self.messages, *new), self.tools)
 
 
@@ -189,21 +189,11 @@ def _check_message(where: str, message: Message) -> None:
     for number, call in enumerate(message.tool_calls):
         _check_name(f"{where}.tool_calls[{number}].name", call.name, least=1)
         _check_name(f"{where}.tool_calls[{number}].id", call.id)
-        parse_object(f"{where}.tool_calls[{number}].arguments", call.arguments)
+        _check_text(f"{where}.tool_calls[{number}].arguments", call.arguments)
     if message.tool_calls and message.role is not Role.ASSISTANT:
         raise refused(f"{where}.tool_calls", f"a message of role {message.role}", "one of role assistant")
     if message.tool_call_id and message.role is not Role.TOOL:
         raise refused(f"{where}.tool_call_id", f"a message of role {message.role}", "one of role tool")
-    if not message.content and not message.tool_calls:
-        raise refused(f"{where}.content", "no text", "what is said")
-
-
-def _check_place(field: str, message: Message, before: Sequence[Message]) -> None:
-    if message.role is Role.SYSTEM and before:
-        raise refused(field, "system", "user, assistant or tool: only a first message is one of system")
-    calls = before and (before[-1].role is Role.TOOL or before[-1].tool_calls)
-    if message.role is Role.TOOL and not calls:
-        raise refused(field, "tool", "it to follow a message with tool calls, or one more of role tool")
 
 
 def _check_name(field: str, text: str, least: int = 0) -> None:
@@ -253,7 +243,7 @@ def _read_call(where: str, item: object) -> ToolCall:
     _check_members(where, members, {"id", "name", "arguments"})
     return ToolCall(
         _text(f"{where}.name", members.get("name")),
-        _json_text(f"{where}.arguments", members.get("arguments")),
+        _said(members.get("arguments")),
         _text(f"{where}.id", members.get("id") or ""),
     )
 
@@ -291,6 +281,13 @@ def _json_text(field: str, value: object) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(_object(field, value), ensure_ascii=False)
+
+
+def _said(arguments: object) -> str:
+    """What a tool was called with, as text."""
+    if arguments is None:
+        return ""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _object(field: str, value: object) -> Mapping[str, Any]:

@@ -21,6 +21,9 @@ from tokenizers import Tokenizer as Pipeline
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.chat_template import Rendering
 
+_BEFORE = ("\n", ".", "a", "0")
+"""Texts that are put before another one to see its tokens there; one of them does not merge with it."""
+
 _BLANKS = re.compile(r"\s*")
 
 
@@ -77,17 +80,35 @@ class OrdinaryText:
         """
         return self._encode(text, self._first if first else self._later)
 
-    def encode_rendering(self, rendering: Rendering, *, first: bool = True) -> list[int]:
-        """Token ids of what a chat template wrote, its special tokens among them."""
+    def encode_behind(self, text: str) -> list[int]:
+        """Token ids of a text that goes on where another one ends: without what a tokenizer puts before a first text.
+
+        Raises InvalidArgumentError as `encode` does.
+        """
+        if text and self._puts_something_before:
+            for before in _BEFORE:
+                ids = self._behind(before, text)
+                if ids is not None:
+                    return ids
+        return self.encode(text)
+
+    def encode_rendering(
+        self, rendering: Rendering, *, first: bool = True, behind_text: bool = False
+    ) -> list[int]:
+        """Token ids of what a chat template wrote, its special tokens among them.
+
+        first: False for what stands behind others; behind_text: and goes on where a text ends.
+        """
         ids: list[int] = []
         position = 0
-        for start, end, token in self._found(rendering):
+        for start, end, token in [*self._found(rendering), (len(rendering.text), 0, None)]:
             if start > position:
-                ids += self.encode(rendering.text[position:start], first=first and not ids)
-            ids.append(token.id)
+                text = rendering.text[position:start]
+                begins = behind_text and not ids
+                ids += self.encode_behind(text) if begins else self.encode(text, first=first and not ids)
+            if token is not None:
+                ids.append(token.id)
             position = end
-        if position < len(rendering.text):
-            ids += self.encode(rendering.text[position:], first=first and not ids)
         return ids
 
     def shown(self, ids: Sequence[int]) -> str:
@@ -112,6 +133,17 @@ class OrdinaryText:
             if start >= position:
                 yield start, end, token
                 position = end
+
+    @cached_property
+    def _puts_something_before(self) -> bool:
+        """Whether a text has other tokens where nothing stands before it; found out by trying."""
+        tried = ((text, self._behind(before, text)) for text in ("a", "1") for before in _BEFORE)
+        return any(ids is not None and ids != self.encode(text) for text, ids in tried)
+
+    def _behind(self, before: str, text: str) -> list[int] | None:
+        """Token ids of a text behind another one; None where the two merge."""
+        head, ids = self.encode(before), self.encode(before + text)
+        return ids[len(head) :] if ids[: len(head)] == head else None
 
     @cached_property
     def _by_text(self) -> dict[str, SpecialToken]:
@@ -175,4 +207,4 @@ class OrdinaryText:
                 f"the text contains {self._backend.convert_ids_to_tokens(ids[place])!r}, which this model's tokenizer "
                 "can only write as a special token; leave it out"
             )
-        return self._encode(text[: start + 1], pipeline) + self._encode(text[start + 1 :], pipeline)
+        return self._encode(text[: start + 1], pipeline) + self.encode_behind(text[start + 1 :])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -107,7 +107,7 @@ def _stored(
 ) -> tuple[list[int], StoredConversation]:
     """Token ids of a conversation from a character of its wording on, as far as a further turn leaves them."""
     whole = template.render(conversation, moment, answer_follows=False)
-    longer = template.render(conversation.followed_by(_next_turns(conversation)), moment, answer_follows=True)
+    longer = _longer(template, conversation, moment)
     end, needed = _common(whole.text, longer.text), max(whole.last_mark(), start)
     if end < needed:
         raise InvalidArgumentError(
@@ -124,6 +124,22 @@ def _stored(
         f"the tokenizer of model {template.name!r} merges the end of the last message with what follows it; end the "
         "message otherwise, or store the text without messages"
     )
+
+
+def _longer(template: ChatTemplate, conversation: Conversation, moment: datetime) -> Rendering:
+    """The conversation with a turn that may follow it: of whom, is found out by trying."""
+    refused: list[InvalidArgumentError] = []
+    for turns in _next_turns(conversation):
+        try:
+            return template.render(
+                conversation.followed_by(turns), moment, answer_follows=turns[-1].role != Role.ASSISTANT
+            )
+        except InvalidArgumentError as error:
+            refused.append(error)
+    raise InvalidArgumentError(
+        f"no message can follow these, neither the user's nor the model's ({refused[0].message}); "
+        "store the text without messages"
+    ) from refused[0]
 
 
 def go_on(
@@ -153,10 +169,32 @@ def _check_begins(
 ) -> Rendering:
     """The wording of both, in which the new messages are marked. Raises InvalidArgumentError as `go_on` does."""
     conversation, known = stored.conversation.followed_by(new), len(stored.conversation.messages)
-    whole = template.render(conversation, stored.moment, answer_follows=answer_follows, new=known)
+    try:
+        whole = template.render(conversation, stored.moment, answer_follows=answer_follows, new=known)
+    except InvalidArgumentError as error:
+        raise _why_not(template, stored, new, error) from error
     if _digest(whole.text[: stored.characters]) != stored.digest:
         raise _first_difference(template, ordinary, stored, new, stored_ids())
     return whole
+
+
+def _why_not(
+    template: ChatTemplate, stored: StoredConversation, new: Sequence[Message], error: InvalidArgumentError
+) -> InvalidArgumentError:
+    """The error of a template that takes no further messages; with what to do where it wants the roles to alternate."""
+    last = stored.conversation.messages[-1].role
+    if not new or new[0].role is not last or last is Role.ASSISTANT:
+        return error
+    between = stored.conversation.followed_by((Message(Role.ASSISTANT, _NEXT_TURN), *new))
+    try:
+        template.render(between, stored.moment, answer_follows=new[-1].role is not Role.ASSISTANT)
+    except InvalidArgumentError:
+        return error
+    return InvalidArgumentError(
+        f"{error.message}; the context ends with a message of the {last.value}, and this one is of the {last.value}, "
+        "too: send a message of the assistant first, or make the context anew with one at its end",
+        field="messages",
+    )
 
 
 def turns_after_text(template: ChatTemplate, new: Sequence[Message]) -> Rendering:
@@ -197,13 +235,14 @@ def _common(one: str, other: str) -> int:
     return least
 
 
-def _next_turns(conversation: Conversation) -> tuple[Message, ...]:
-    last = conversation.messages[-1]
-    if not last.tool_calls:
-        return (Message(Role.USER, _NEXT_TURN),)
-    return tuple(
-        Message(Role.TOOL, _NEXT_TURN, name=call.name, tool_call_id=call.id) for call in last.tool_calls
-    )
+def _next_turns(conversation: Conversation) -> Iterator[tuple[Message, ...]]:
+    """Turns that may follow a conversation. Some templates want the roles to alternate."""
+    calls = conversation.messages[-1].tool_calls
+    if calls:
+        yield tuple(Message(Role.TOOL, _NEXT_TURN, name=call.name, tool_call_id=call.id) for call in calls)
+        return
+    yield (Message(Role.USER, _NEXT_TURN),)
+    yield (Message(Role.ASSISTANT, _NEXT_TURN),)
 
 
 def _first_difference(

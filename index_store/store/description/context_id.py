@@ -32,6 +32,9 @@ PREFIX_BLOCK = 256
 
 DIGEST_DIGITS = 32
 
+UNSTORED = "0" * 64
+"""In place of an id: of contexts that are in memory alone."""
+
 
 def is_context_id(text: str) -> bool:
     """Whether the text has the form of a context id: 64 lower-case hex digits."""

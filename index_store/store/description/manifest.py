@@ -26,6 +26,7 @@ from index_store.store.description.array_shapes import (
 from index_store.store.description.context_id import (
     DIGEST_DIGITS,
     PREFIX_BLOCK,
+    UNSTORED,
     ModelIdentity,
     Parent,
     is_context_id,
@@ -121,6 +122,9 @@ class Manifest:
     labels: what its owner notes of it. pinned: whether it is kept: it does not expire then. owner: who asked for it
         first, by the name of a token; "" where nobody was asked for one.
     format_version: the one that it was read in.
+
+    One that is in memory alone (`UNSTORED`) may have no tokens. Its arrays are then described as those of one token:
+    none is empty.
     """
 
     id: str
@@ -160,7 +164,8 @@ class Manifest:
             check_utc("expires_at", self.expires_at)
         if self.dtype not in KV_DTYPES:
             raise field_error("dtype", self.dtype, f"one of {', '.join(KV_DTYPES)}")
-        check_positive("token_count", self.token_count)
+        if self.token_count or self.id != UNSTORED:
+            check_positive("token_count", self.token_count)
         if self.token_count > self.model.max_positions:
             raise field_error(
                 "token_count", self.token_count, f"at most {self.model.max_positions} positions"
@@ -293,12 +298,13 @@ class Manifest:
                 f"less than the {self.token_count} tokens of its child, which has no indexes and no queries"
             )
             raise field_error("parent", self.parent, expected)
-        made, whole = (self.model, self.own_tokens, self.dtype), self.parent is None
+        tokens = max(1, self.own_tokens)
+        made, whole = (self.model, tokens, self.dtype), self.parent is None
         planes = self.rows == INT8
         if planes:
             self._check_planes()
         for name, expected_entry in (
-            ("tokens", tokens_entry(self.own_tokens)),
+            ("tokens", tokens_entry(tokens)),
             ("kv", plane_entry(*made[:2]) if planes else kv_entry(*made, whole=whole)),
             ("window", window_entry(*made, whole=whole)),
         ):

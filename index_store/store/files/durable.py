@@ -27,7 +27,8 @@ PRIVATE = 0o700
 """Permissions of a new store: nobody but its owner. What is created in a folder later gets the folder's own."""
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_FSYNC_THREADS = 8
+FSYNC_THREADS = 8
+"""Several at once let the file system commit them together."""
 
 
 @contextmanager
@@ -139,8 +140,7 @@ def sync_tree(path: Path) -> None:
     names = [path]
     for parent, folders, files in os.walk(path):
         names += [Path(parent, name) for name in (*folders, *files)]
-    # Several at once let the file system commit them together.
-    with ThreadPoolExecutor(_FSYNC_THREADS) as pool:
+    with ThreadPoolExecutor(FSYNC_THREADS) as pool:
         for _ in pool.map(sync_path, names):
             pass
 

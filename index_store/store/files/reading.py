@@ -23,10 +23,12 @@ from typing import TypeVar
 from index_store.errors import StoreUnavailableError
 
 READ_LIMIT_S = 60.0
-"""How long one step may take: opening a file, or reading a piece of it (at most 16 MiB)."""
+"""How long one step may take: opening a file, or reading a piece of it (at most 2 MiB)."""
 
 _MOST_LOST = 32
 _POLL_S = 0.25
+
+_FEWEST_THREADS, _MOST_THREADS = 2, 16
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -37,6 +39,18 @@ _KINDS = {
 }
 
 Result = TypeVar("Result")
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not everywhere
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def file_threads() -> int:
+    """Threads that read or write large files and compute their checksums: one for each core, within bounds."""
+    return min(max(_FEWEST_THREADS, available_cores()), _MOST_THREADS)
 
 
 class WrongFileError(OSError):

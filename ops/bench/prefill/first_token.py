@@ -1,6 +1,7 @@
 """Time to first token: from a cold store, from a warm arena, for a second request on the same context, for 16 at once.
 
 usage: python ops/bench/prefill/first_token.py [--tokens 32768,131072] [--no-cold]
+       python ops/bench/prefill/first_token.py --only-cold --tokens 131072 --methods refined:0.01
        python ops/bench/prefill/first_token.py --at-once --tokens 131072 --prompt-tokens 64
 
 On a GPU the model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16; where there is
@@ -22,6 +23,8 @@ is timed.
 `exact` prompts attend to everything, `sparse` ones to what one search selects for each piece of the prompt. Before a
 time is reported, exact prompts in both placements, and sparse ones with a budget of all keys, are compared with exact
 attention in device memory. One JSON line per figure; the exit code is 1 when a check fails.
+
+With `--only-cold` contexts are checked, loaded, and waited for; nothing else is measured.
 
 With `--at-once` there is no store: contexts are made in memory, and only `together` of exact prompts is measured, after
 the logits of prompts that are read together were compared with those of each by itself in device memory.
@@ -285,8 +288,9 @@ def figures(
     cold: bool = True,
     together: int = 16,
     placements: Sequence[Placement] = PLACEMENTS,
+    warm: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """All figures of one length."""
+    """All figures of one length. cold, warm: whether requests wait for files, and for nothing."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         store = Store(Path(temporary) / "store", create=True)
         first, *others = methods
@@ -318,11 +322,11 @@ def figures(
                 "device_gb": stats.used.device / 1e9,
                 "page_locked_gb": stats.page_locked_bytes / 1e9,
             }
-            for row in warm_figures(requests, methods, lengths):
+            for row in warm_figures(requests, methods, lengths) if warm else ():
                 yield {**where, **row}
-            for row in together_figures(requests, methods, lengths[0], together):
+            for row in together_figures(requests, methods, lengths[0], together) if warm else ():
                 yield {**where, **row}
-            if placement is Placement.HYBRID:
+            if warm and placement is Placement.HYBRID:
                 yield {**where, **stream_figure(requests, manifest, lengths[0])}
             requests.arena.clear()
             if cold:
@@ -354,6 +358,9 @@ def main(
     layers: Annotated[int, typer.Option(help="Of the model.")] = 32,
     folder: Annotated[Path | None, typer.Option(help="Where contexts are written.")] = None,
     cold: Annotated[bool, typer.Option(help="Also time requests that wait for files to be read.")] = True,
+    only_cold: Annotated[
+        bool, typer.Option("--only-cold", help="Only requests that wait for files to be read.")
+    ] = False,
     together: Annotated[int, typer.Option(help="Requests that come at once.")] = 16,
     at_once: Annotated[
         bool, typer.Option("--at-once", help="Only requests that come at once, on contexts made in memory.")
@@ -374,7 +381,16 @@ def main(
         # The first one compiles kernels and is not reported.
         for number, length in enumerate((4096, *parse_counts(tokens))):
             for row in figures(
-                model, identity, length, parsed, lengths, folder, cold and number > 0, together, places
+                model,
+                identity,
+                length,
+                parsed,
+                lengths,
+                folder,
+                (cold or only_cold) and number > 0,
+                together,
+                places,
+                not only_cold or number == 0,
             ):
                 if number:
                     report.add({"tokens": length, "layers": identity.layers, **row})

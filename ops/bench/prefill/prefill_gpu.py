@@ -1,24 +1,21 @@
-"""Prefill on a GPU: tokens per second against the bare forward pass, and building and writing beside each other.
+"""Prefill on a GPU: tokens per second against the bare forward pass, from host memory, and the building of indexes.
 
-usage: python ops/bench/prefill/prefill_gpu.py [--figures forward,beyond,written,build] [--tokens 32768]
+usage: python ops/bench/prefill/prefill_gpu.py [--figures forward,beyond,build] [--tokens 32768]
 
 A model of Llama-3.1-8B's shape with random weights, bfloat16. First it is checked, on two layers, that keys and values
 read chunk by chunk are those of one pass with torch's own attention, and that clusters built on the device are as
 tight as faiss's, and that keys and values that stay in host memory are those that stay on the device, bit for bit.
 Then the same tokens are read by the bare decoder in one pass and by the capture in chunks (forward), and with keys and
-values in host memory, in several chunks and blocks (beyond). A context of fewer layers is prefilled into a store,
-without overlap, with it, and with keys and values in host memory (written). At last every index of one layer is built
-by itself (build). One JSON line per figure.
+values in host memory, in several chunks and blocks (beyond). At last every index of one layer is built by itself
+(build). One JSON line per figure. Whole jobs are measured by whole_job.py.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,12 +36,8 @@ from harness.timing import seconds
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
-from index_store.store.catalog import Store
 from index_store.store.description.context_id import ModelIdentity
-from prefill_worker.build.index_choice import check_build
 from prefill_worker.build.kv_placement import DeviceMeter
-from prefill_worker.build.layer_writing import LayerWriting
-from prefill_worker.build.stages import Clock
 from prefill_worker.reading.capture import Capture, register_attention
 from prefill_worker.reading.causal_attention import PAST_BLOCK
 from prefill_worker.reading.prefill import run_context
@@ -54,8 +47,6 @@ DEVICE = torch.device("cuda")
 CHECKED_TOKENS = 6000
 CHECKED_LAYERS = 2
 BEYOND_TOKENS = 90_000  # more than one of the largest blocks
-WRITINGS = {"plain": (False, None), "overlap": (True, None), "host": (True, PAST_BLOCK)}
-"""Whether layers are written beside others, and the blocks in which keys and values are read from host memory."""
 SAMPLE = 8192
 
 
@@ -177,55 +168,6 @@ def beyond_figure(model: Any, tokens: int, chunk: int, block: int | None) -> dic
     }
 
 
-def written_figure(
-    tokens: int, layers: int, chunk: int, folder: Path, overlap: bool, block: int | None = None
-) -> dict[str, Any]:
-    """Seconds from the first token to the last byte written, and of the stages."""
-    ids = tokens_of(tokens)
-    model = random_model(layers, register_attention())
-    frequencies = model.model.rotary_emb.inv_freq.float().cpu()
-    meter = DeviceMeter(torch.device("cuda"))
-    capture = make_capture(layers, tokens, block)
-    store = Store(folder, create=True)
-    clock = Clock()
-    indexes = [INDEX_SPECS[name] for name in ("query_tables", "remainder_clusters")]
-    for spec in indexes:
-        check_build(spec, capture.identity, frequencies, torch.bfloat16, "cuda")
-    begin = time.perf_counter()
-    with (
-        closing(capture),
-        store.writer("0" * 64) as writer,
-        LayerWriting(writer, capture, frequencies, 0, clock, overlap) as writing,
-    ):
-        writing.begin(indexes, capture, measure=True)
-        if overlap:
-            capture.when_passed(writing.add)
-        with clock("prefill"):
-            run_context(model, capture, ids, chunk)
-            torch.cuda.synchronize()
-        with clock("layers"):
-            written = writing.finish(lambda done, total: None)
-        total = time.perf_counter() - begin
-        with clock("verify"):
-            writer.verify()
-    nbytes = sum(index.nbytes for index in written.indexes) + 2 * tokens * layers * 8 * 128 * 2
-    return {
-        "figure": "written",
-        "tokens": tokens,
-        "layers": layers,
-        "chunk": chunk,
-        "overlap": overlap,
-        "block": block,
-        "total_s": total,
-        "device_peak_gb": (meter.peak() or 0) / 1e9,
-        "kv_layer_gb": 4096 * tokens / 1e9,
-        **{f"{phase}_s": value for phase, value in clock.seconds.items()},
-        "index_ms_per_layer": 1e3 * clock.seconds["index"] / layers,
-        "written_gb": nbytes / 1e9,
-        "gb_per_s": nbytes / 1e9 / clock.seconds["layers"],
-    }
-
-
 def build_figures(tokens: int) -> Iterator[dict[str, Any]]:
     """Milliseconds to build each index of one layer from keys, values and queries on the device, checks included."""
     capture = make_capture(1, tokens)
@@ -271,32 +213,14 @@ def beyond_figures(layers: int, lengths: list[int], passes: str) -> Iterator[dic
             yield beyond_figure(model, length, *parse_pass(each))
 
 
-def written_figures(
-    layers: int, lengths: list[int], chunk: int, names: str, folder: Path | None
-) -> Iterator[dict[str, Any]]:
-    """Contexts written in several ways. The first one compiles kernels and is not reported."""
-    writings: list[tuple[int, bool, int | None]] = [
-        (8 * chunk, False, None),
-        *((length, *WRITINGS[name]) for length in lengths for name in names.split(",")),
-    ]
-    for number, (length, overlap, block) in enumerate(writings):
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            row = written_figure(length, layers, chunk, Path(temporary), overlap, block)
-        if number:
-            yield row
-
-
 def main(
-    figures: Annotated[str, typer.Option(help="Which, comma-separated.")] = "forward,beyond,written,build",
+    figures: Annotated[str, typer.Option(help="Which, comma-separated.")] = "forward,beyond,build",
     tokens: Annotated[str, typer.Option(help="Contexts, comma-separated.")] = "32768,131072",
     layers: Annotated[int, typer.Option(help="Of the model whose forward pass is timed.")] = 32,
-    written_layers: Annotated[int, typer.Option(help="Of the context that is written.")] = 8,
     chunk: Annotated[int, typer.Option(help="Tokens per pass.")] = 2048,
     passes: Annotated[
         str, typer.Option(help="CHUNK, or CHUNK:BLOCK with keys and values in host memory.")
     ] = "2048,2048:65536,8192,8192:65536",
-    writings: Annotated[str, typer.Option(help=f"Of {', '.join(WRITINGS)}.")] = ",".join(WRITINGS),
-    folder: Annotated[Path | None, typer.Option(help="Where the context is written.")] = None,
 ) -> None:
     """Checks and times prefill; one JSON line per figure."""
     wanted, lengths = figures.split(","), parse_counts(tokens)
@@ -305,7 +229,6 @@ def main(
         for row in chain(
             (forward_figure(length, layers, chunk) for length in lengths if "forward" in wanted),
             beyond_figures(layers, lengths, passes) if "beyond" in wanted else (),
-            written_figures(written_layers, lengths, chunk, writings, folder) if "written" in wanted else (),
             build_figures(lengths[-1]) if "build" in wanted else (),
         ):
             report.add(row)

@@ -141,12 +141,14 @@ class ListContextsRequest(_message.Message):
     def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., filter: _Optional[str] = ..., order_by: _Optional[str] = ...) -> None: ...
 
 class UpdateContextRequest(_message.Message):
-    __slots__ = ("context", "update_mask")
+    __slots__ = ("context", "update_mask", "move_name")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     UPDATE_MASK_FIELD_NUMBER: _ClassVar[int]
+    MOVE_NAME_FIELD_NUMBER: _ClassVar[int]
     context: Context
     update_mask: _field_mask_pb2.FieldMask
-    def __init__(self, context: _Optional[_Union[Context, _Mapping]] = ..., update_mask: _Optional[_Union[_field_mask_pb2.FieldMask, _Mapping]] = ...) -> None: ...
+    move_name: bool
+    def __init__(self, context: _Optional[_Union[Context, _Mapping]] = ..., update_mask: _Optional[_Union[_field_mask_pb2.FieldMask, _Mapping]] = ..., move_name: bool = ...) -> None: ...
 
 class ListContextsResponse(_message.Message):
     __slots__ = ("contexts", "next_page_token")
@@ -187,7 +189,7 @@ class WarmContextResponse(_message.Message):
     def __init__(self, context: _Optional[_Union[Context, _Mapping]] = ..., already_resident: bool = ..., load_ns: _Optional[int] = ..., first_layer_ns: _Optional[int] = ..., all_layers_ns: _Optional[int] = ...) -> None: ...
 
 class CreateContextRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "messages", "upload", "display_name", "ttl", "methods", "request_id", "priority", "parent", "labels", "rows")
+    __slots__ = ("text", "token_ids", "messages", "upload", "display_name", "ttl", "methods", "request_id", "priority", "parent", "labels", "rows", "move_name")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +209,7 @@ class CreateContextRequest(_message.Message):
     PARENT_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    MOVE_NAME_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _generation_pb2.TokenIds
     messages: _conversation_pb2.Conversation
@@ -219,10 +222,11 @@ class CreateContextRequest(_message.Message):
     parent: str
     labels: _containers.ScalarMap[str, str]
     rows: str
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., messages: _Optional[_Union[_conversation_pb2.Conversation, _Mapping]] = ..., upload: _Optional[str] = ..., display_name: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., methods: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., parent: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., rows: _Optional[str] = ...) -> None: ...
+    move_name: bool
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., messages: _Optional[_Union[_conversation_pb2.Conversation, _Mapping]] = ..., upload: _Optional[str] = ..., display_name: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., methods: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., parent: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., rows: _Optional[str] = ..., move_name: bool = ...) -> None: ...
 
 class CreateContextMetadata(_message.Message):
-    __slots__ = ("phase", "tokens_done", "tokens_total", "bytes_written", "remaining", "create_time", "jobs_ahead", "context", "layers_done", "layers_total", "notes", "owner")
+    __slots__ = ("phase", "tokens_done", "tokens_total", "bytes_written", "remaining", "create_time", "jobs_ahead", "context", "layers_done", "layers_total", "notes", "owner", "waiting_reason")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PHASE_UNSPECIFIED: _ClassVar[CreateContextMetadata.Phase]
@@ -251,6 +255,7 @@ class CreateContextMetadata(_message.Message):
     LAYERS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     NOTES_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
+    WAITING_REASON_FIELD_NUMBER: _ClassVar[int]
     phase: CreateContextMetadata.Phase
     tokens_done: int
     tokens_total: int
@@ -263,7 +268,8 @@ class CreateContextMetadata(_message.Message):
     layers_total: int
     notes: _containers.RepeatedScalarFieldContainer[str]
     owner: str
-    def __init__(self, phase: _Optional[_Union[CreateContextMetadata.Phase, str]] = ..., tokens_done: _Optional[int] = ..., tokens_total: _Optional[int] = ..., bytes_written: _Optional[int] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., jobs_ahead: _Optional[int] = ..., context: _Optional[str] = ..., layers_done: _Optional[int] = ..., layers_total: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., owner: _Optional[str] = ...) -> None: ...
+    waiting_reason: str
+    def __init__(self, phase: _Optional[_Union[CreateContextMetadata.Phase, str]] = ..., tokens_done: _Optional[int] = ..., tokens_total: _Optional[int] = ..., bytes_written: _Optional[int] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., jobs_ahead: _Optional[int] = ..., context: _Optional[str] = ..., layers_done: _Optional[int] = ..., layers_total: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., owner: _Optional[str] = ..., waiting_reason: _Optional[str] = ...) -> None: ...
 
 class UploadDocumentRequest(_message.Message):
     __slots__ = ("data", "sha256")

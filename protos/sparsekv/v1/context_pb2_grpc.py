@@ -88,7 +88,7 @@ class ContextServiceServicer(object):
         operation; a request without one returns an operation that makes the same, if there is one. Where the store has the
         context as it is wanted, the operation is done at once. `google.longrunning.Operations` lists, waits for, cancels and deletes
         operations. Errors: INVALID_ARGUMENT, PROMPT_TOO_LONG for a document that the model has no positions for,
-        METHOD_UNSUPPORTED, UPLOAD_NOT_FOUND, QUEUE_FULL (with RetryInfo), TOO_MANY_REQUESTS, STORE_FULL, STORE_UNUSABLE,
+        METHOD_UNSUPPORTED, NAME_TAKEN, UPLOAD_NOT_FOUND, STORE_BOUND_REACHED, QUEUE_FULL (with RetryInfo), TOO_MANY_REQUESTS, STORE_FULL, STORE_UNUSABLE,
         STORE_UNAVAILABLE, NOT_READY.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -124,7 +124,7 @@ class ContextServiceServicer(object):
     def UpdateContext(self, request, context):
         """Changes what a context is called, when it expires, its labels, and whether it is pinned (AIP-134). Of two calls at
         once both take effect, one after the other; the last says what a field is. Errors: CONTEXT_NOT_FOUND,
-        INVALID_ARGUMENT, CONTEXT_CORRUPT, CONTEXT_BUSY while a job changes the context, STORE_UNUSABLE, STORE_FULL,
+        INVALID_ARGUMENT, NAME_TAKEN, CONTEXT_CORRUPT, CONTEXT_BUSY while a job changes the context, STORE_UNUSABLE, STORE_FULL,
         STORE_UNAVAILABLE, NOT_READY.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -27,11 +27,13 @@ class Message(_message.Message):
         USER: _ClassVar[Message.Role]
         ASSISTANT: _ClassVar[Message.Role]
         TOOL: _ClassVar[Message.Role]
+        DEVELOPER: _ClassVar[Message.Role]
     ROLE_UNSPECIFIED: Message.Role
     SYSTEM: Message.Role
     USER: Message.Role
     ASSISTANT: Message.Role
     TOOL: Message.Role
+    DEVELOPER: Message.Role
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]

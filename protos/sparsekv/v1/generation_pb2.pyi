@@ -21,14 +21,16 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Keep(_message.Message):
-    __slots__ = ("display_name", "ttl", "prompt_only")
+    __slots__ = ("display_name", "ttl", "prompt_only", "move_name")
     DISPLAY_NAME_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ONLY_FIELD_NUMBER: _ClassVar[int]
+    MOVE_NAME_FIELD_NUMBER: _ClassVar[int]
     display_name: str
     ttl: _duration_pb2.Duration
     prompt_only: bool
-    def __init__(self, display_name: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prompt_only: bool = ...) -> None: ...
+    move_name: bool
+    def __init__(self, display_name: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prompt_only: bool = ..., move_name: bool = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("context", "text", "token_ids", "question", "messages", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "method", "keep_ratio", "target_mass", "token_budget", "search_period", "n", "top_logprobs", "prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop_token_ids", "constraint", "min_tokens", "tool_choice", "keep")
@@ -173,7 +175,7 @@ class Waiting(_message.Message):
     def __init__(self, cause: _Optional[_Union[Waiting.Cause, str]] = ..., requests_ahead: _Optional[int] = ...) -> None: ...
 
 class GenerationSummary(_message.Message):
-    __slots__ = ("finish_reason", "usage", "timings", "selection", "method", "seed", "budget", "remainder", "kept_context", "method_reason")
+    __slots__ = ("finish_reason", "usage", "timings", "selection", "method", "seed", "budget", "remainder", "kept_context", "method_reason", "context")
     class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         FINISH_REASON_UNSPECIFIED: _ClassVar[GenerationSummary.FinishReason]
@@ -196,6 +198,7 @@ class GenerationSummary(_message.Message):
     REMAINDER_FIELD_NUMBER: _ClassVar[int]
     KEPT_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     METHOD_REASON_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
     finish_reason: GenerationSummary.FinishReason
     usage: Usage
     timings: Timings
@@ -206,19 +209,22 @@ class GenerationSummary(_message.Message):
     remainder: str
     kept_context: str
     method_reason: str
-    def __init__(self, finish_reason: _Optional[_Union[GenerationSummary.FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., selection: _Optional[_Union[SelectionFigures, _Mapping]] = ..., method: _Optional[str] = ..., seed: _Optional[int] = ..., budget: _Optional[str] = ..., remainder: _Optional[str] = ..., kept_context: _Optional[str] = ..., method_reason: _Optional[str] = ...) -> None: ...
+    context: str
+    def __init__(self, finish_reason: _Optional[_Union[GenerationSummary.FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., selection: _Optional[_Union[SelectionFigures, _Mapping]] = ..., method: _Optional[str] = ..., seed: _Optional[int] = ..., budget: _Optional[str] = ..., remainder: _Optional[str] = ..., kept_context: _Optional[str] = ..., method_reason: _Optional[str] = ..., context: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("context_tokens", "prompt_tokens", "completion_tokens", "cached_tokens")
+    __slots__ = ("context_tokens", "prompt_tokens", "completion_tokens", "cached_tokens", "max_tokens")
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     context_tokens: int
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    def __init__(self, context_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    max_tokens: int
+    def __init__(self, context_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("load_ns", "queue_ns", "prompt_ns", "first_token_ns", "search_ns", "gather_ns", "attend_ns", "append_ns", "decode_steps", "decode_ns", "total_ns", "device_wait_for_host_ns", "host_bytes_read", "rows_reused")
@@ -388,7 +394,7 @@ class GetServerStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerStatus(_message.Message):
-    __slots__ = ("model", "waiting", "prompting", "decoding", "requests", "session_bytes", "session_limit_bytes", "context_bytes", "context_used_bytes", "context_limit_bytes", "contexts", "context_loads", "context_hits", "context_evictions", "steps", "prompt_tokens", "decode_steps", "decode_tokens", "decode_batch", "context_device_bytes", "context_device_used_bytes", "context_device_limit_bytes", "host_bytes_read", "rows_reused", "device_wait_for_host_ns", "open_calls", "unfinished_calls", "unread_answers", "method_choices")
+    __slots__ = ("model", "waiting", "prompting", "decoding", "requests", "session_bytes", "session_limit_bytes", "context_bytes", "context_used_bytes", "context_limit_bytes", "contexts", "context_loads", "context_hits", "context_evictions", "steps", "prompt_tokens", "decode_steps", "decode_tokens", "decode_batch", "context_device_bytes", "context_device_used_bytes", "context_device_limit_bytes", "host_bytes_read", "rows_reused", "device_wait_for_host_ns", "open_calls", "unfinished_calls", "unread_answers", "plain_requests", "found_beginnings", "found_tokens", "kept_beginnings", "removed_beginnings", "method_choices", "max_positions", "template_reads")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PROMPTING_FIELD_NUMBER: _ClassVar[int]
@@ -417,7 +423,14 @@ class ServerStatus(_message.Message):
     OPEN_CALLS_FIELD_NUMBER: _ClassVar[int]
     UNFINISHED_CALLS_FIELD_NUMBER: _ClassVar[int]
     UNREAD_ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_BEGINNINGS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BEGINNINGS_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_BEGINNINGS_FIELD_NUMBER: _ClassVar[int]
     METHOD_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    MAX_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_READS_FIELD_NUMBER: _ClassVar[int]
     model: str
     waiting: int
     prompting: int
@@ -446,5 +459,12 @@ class ServerStatus(_message.Message):
     open_calls: int
     unfinished_calls: int
     unread_answers: int
+    plain_requests: int
+    found_beginnings: int
+    found_tokens: int
+    kept_beginnings: int
+    removed_beginnings: int
     method_choices: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[str] = ..., waiting: _Optional[int] = ..., prompting: _Optional[int] = ..., decoding: _Optional[int] = ..., requests: _Optional[int] = ..., session_bytes: _Optional[int] = ..., session_limit_bytes: _Optional[int] = ..., context_bytes: _Optional[int] = ..., context_used_bytes: _Optional[int] = ..., context_limit_bytes: _Optional[int] = ..., contexts: _Optional[int] = ..., context_loads: _Optional[int] = ..., context_hits: _Optional[int] = ..., context_evictions: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., decode_batch: _Optional[int] = ..., context_device_bytes: _Optional[int] = ..., context_device_used_bytes: _Optional[int] = ..., context_device_limit_bytes: _Optional[int] = ..., host_bytes_read: _Optional[int] = ..., rows_reused: _Optional[int] = ..., device_wait_for_host_ns: _Optional[int] = ..., open_calls: _Optional[int] = ..., unfinished_calls: _Optional[int] = ..., unread_answers: _Optional[int] = ..., method_choices: _Optional[_Iterable[str]] = ...) -> None: ...
+    max_positions: int
+    template_reads: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[str] = ..., waiting: _Optional[int] = ..., prompting: _Optional[int] = ..., decoding: _Optional[int] = ..., requests: _Optional[int] = ..., session_bytes: _Optional[int] = ..., session_limit_bytes: _Optional[int] = ..., context_bytes: _Optional[int] = ..., context_used_bytes: _Optional[int] = ..., context_limit_bytes: _Optional[int] = ..., contexts: _Optional[int] = ..., context_loads: _Optional[int] = ..., context_hits: _Optional[int] = ..., context_evictions: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., decode_batch: _Optional[int] = ..., context_device_bytes: _Optional[int] = ..., context_device_used_bytes: _Optional[int] = ..., context_device_limit_bytes: _Optional[int] = ..., host_bytes_read: _Optional[int] = ..., rows_reused: _Optional[int] = ..., device_wait_for_host_ns: _Optional[int] = ..., open_calls: _Optional[int] = ..., unfinished_calls: _Optional[int] = ..., unread_answers: _Optional[int] = ..., plain_requests: _Optional[int] = ..., found_beginnings: _Optional[int] = ..., found_tokens: _Optional[int] = ..., kept_beginnings: _Optional[int] = ..., removed_beginnings: _Optional[int] = ..., method_choices: _Optional[_Iterable[str]] = ..., max_positions: _Optional[int] = ..., template_reads: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GenerationServiceStub(object):
-    """Decodes against stored contexts and tells what it can do.
+    """Decodes, against stored contexts and without, and tells what it can do.
     """
 
     def __init__(self, channel):
@@ -73,12 +73,12 @@ class GenerationServiceStub(object):
 
 
 class GenerationServiceServicer(object):
-    """Decodes against stored contexts and tells what it can do.
+    """Decodes, against stored contexts and without, and tells what it can do.
     """
 
     def Generate(self, request, context):
-        """Continues a context by a prompt and streams what the model says. The context is shared with every other
-        request on it; prompt and generated tokens are private. Ending the call (cancellation or deadline) stops the
+        """Continues a context by a prompt, or reads a prompt that names none, and streams what the model says. The context is
+        shared with every other request on it; prompt and generated tokens are private. Ending the call (cancellation or deadline) stops the
         work within one step. Errors: CONTEXT_NOT_FOUND, CONTEXT_EXPIRED, CONTEXT_CORRUPT, MODEL_MISMATCH,
         DTYPE_MISMATCH, METHOD_UNSUPPORTED, PROMPT_TOO_LONG, INVALID_ARGUMENT, MEMORY_BUDGET_EXCEEDED,
         SESSION_MEMORY_EXCEEDED, TOO_MANY_REQUESTS (with a google.rpc.RetryInfo), DEADLINE_EXCEEDED, CALL_UNFINISHED,
@@ -90,7 +90,7 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def BatchGenerate(self, request, context):
-        """Generates for many prompts on one context, and streams what comes as it comes, in any order: messages tell by `index`
+        """Generates for many prompts, on one context or without, and streams what comes as it comes, in any order: messages tell by `index`
         which request they belong to. Requests fail one by one, with an error in a message of theirs; the others go on. As
         many run at once as the server has sessions; the others wait, and are not refused. Ending the call ends them all.
         Errors of the call: INVALID_ARGUMENT, TOO_MANY_REQUESTS (batches at once), DEADLINE_EXCEEDED,
@@ -183,7 +183,7 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService(object):
-    """Decodes against stored contexts and tells what it can do.
+    """Decodes, against stored contexts and without, and tells what it can do.
     """
 
     @staticmethod

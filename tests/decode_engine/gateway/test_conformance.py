@@ -1,4 +1,4 @@
-"""The official client's own lists of parameters: each is honoured or refused by its name, and none is ignored.
+"""The official client's own lists of parameters: each is honoured, refused by its name, or taken and told.
 
 A parameter that a later version of the client brings fails here until somebody decides about it.
 """
@@ -20,7 +20,7 @@ from openai.types.shared_params.response_format_json_schema import JSONSchema
 
 from decode_engine.gateway.wire.bodies import Order, chat_order, completion_order, response_order
 from decode_engine.gateway.wire.endpoints import CHAT, COMPLETIONS, RESPONSES
-from decode_engine.gateway.wire.parameters import Endpoint
+from decode_engine.gateway.wire.parameters import Endpoint, Fate
 from index_store.errors import InvalidArgumentError
 
 SAID: Any = {"role": "user", "content": "Who?"}
@@ -46,12 +46,14 @@ GIVEN: dict[str, Any] = {
     **{"temperature": 0.5, "top_p": 0.5, "seed": 3, "stop": "x", "stream": True},
     **{"n": 2, "frequency_penalty": 1, "presence_penalty": 1, "logit_bias": {"5": 1}},
     **{"response_format": {"type": "json_object"}, "text": {"format": {"type": "json_object"}}},
-    **{"tools": [CHAT_TOOL], "parallel_tool_calls": False},
+    **{"tools": [CHAT_TOOL], "parallel_tool_calls": False, "instructions": "Be brief."},
 }
-BESIDE: dict[str, Any] = {
-    "stream_options": {"stream": True},
-    "top_logprobs": {"logprobs": True},
-    "parallel_tool_calls": {"tools": [CHAT_TOOL]},
+BESIDE: dict[tuple[str, str], Any] = {
+    (CHAT.path, "stream_options"): {"stream": True},
+    (COMPLETIONS.path, "stream_options"): {"stream": True},
+    (CHAT.path, "top_logprobs"): {"logprobs": True},
+    (CHAT.path, "parallel_tool_calls"): {"tools": [CHAT_TOOL]},
+    (RESPONSES.path, "parallel_tool_calls"): {"tools": [CHAT_TOOL]},
 }
 ONE_FOR_EACH: dict[tuple[str, str], Any] = {
     (CHAT.path, "logprobs"): True,
@@ -88,24 +90,38 @@ def test_every_parameter_of_the_official_client_is_decided_upon(path: str, offic
     ("path", "name"),
     [(path, parameter.name) for path, (endpoint, *_) in READ.items() for parameter in endpoint.parameters],
 )
-def test_each_is_honoured_or_refused(path: str, name: str) -> None:
+def test_each_is_what_its_table_says(path: str, name: str) -> None:
     endpoint, read, body = READ[path]
     (parameter,) = [parameter for parameter in endpoint.parameters if parameter.name == name]
-    if parameter.kind is None:
+    beside = {**body, **BESIDE.get((path, name), {})}
+    if not parameter.required:
+        for empty in (None, *([] if parameter.empty_counts else ["", [], {}]), *parameter.neutral):
+            assert meant(read({**beside, name: empty})) == meant(read(beside))
+    wrong: Any = {"what": ["ever"]} if name != "keep" else "x"
+    if parameter.fate is Fate.REFUSED:
         with pytest.raises(InvalidArgumentError, match="is not supported: ") as caught:
             read({**body, name: JUNK})
         assert (caught.value.metadata["field"], parameter.says in caught.value.message) == (name, True)
-        before = meant(read(body))
-        for neutral in (None, *parameter.neutral):
-            assert meant(read({**body, name: neutral})) == before
-        return
-    beside = {**body, **BESIDE.get(name, {})}
-    value = ONE_FOR_EACH.get((path, name), GIVEN.get(name))
-    assert value is not None, "say here what it is given"
-    assert meant(read({**beside, name: value})) != meant(read(beside)), "it changes nothing"
-    with pytest.raises(InvalidArgumentError) as caught:
-        read({**beside, name: {"what": ["ever"]} if name != "keep" else "x"})
-    assert caught.value.metadata["field"].startswith(("messages", "text") if name == "text" else name)
+    elif parameter.fate is Fate.TAKEN:
+        value = ["reasoning.encrypted_content"] if name == "include" else JUNK
+        order = read({**beside, name: value})
+        assert (meant(order), order.check_hints(())) == (meant(read(beside)), (name,))
+        for variable in parameter.read_by:
+            with pytest.raises(InvalidArgumentError, match=f"template reads {variable}") as caught:
+                order.check_hints((variable,))
+            assert caught.value.metadata["field"] == name
+    elif name == "chat_template_kwargs":
+        order = read({**body, name: {"enable_thinking": False}})
+        assert order.check_hints(()) == ("chat_template_kwargs.enable_thinking",)
+        with pytest.raises(InvalidArgumentError, match="template reads enable_thinking"):
+            order.check_hints(("enable_thinking",))
+    else:
+        value = ONE_FOR_EACH.get((path, name), GIVEN.get(name))
+        assert value is not None, "say here what it is given"
+        assert meant(read({**beside, name: value})) != meant(read(beside)), "it changes nothing"
+        with pytest.raises(InvalidArgumentError) as caught:
+            read({**beside, name: wrong})
+        assert caught.value.metadata["field"].startswith(name)
 
 
 def of_message(role: str, **more: Any) -> Callable[[dict[str, Any]], Any]:
@@ -131,8 +147,7 @@ FLAT_CALL: Any = {"type": "function_call", "call_id": "a", "name": "look", "argu
 OUTPUT: Any = {"type": "function_call_output", "call_id": "a", "output": "x"}
 FORMAT: Any = {"type": "json_schema", "name": "a", "schema": SCHEMA}
 
-# Kinds of objects inside of parameters: a function that reads one with further members, and those that are read. The
-# others of the official type are refused.
+# Kinds of objects inside of parameters: a function that reads one with further members, and those that are honoured.
 INSIDE: dict[str, tuple[Any, Callable[[Any], Any], set[str]]] = {
     "stream options": (
         chats.ChatCompletionStreamOptionsParam,
@@ -201,7 +216,7 @@ INSIDE: dict[str, tuple[Any, Callable[[Any], Any], set[str]]] = {
         lambda extra: of_chat("response_format")(
             {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, **extra}}
         ),
-        {"name", "description", "schema", "strict"},
+        {"name", "schema", "strict"},
     ),
     "a response's text": (
         answers.ResponseTextConfigParam,
@@ -211,7 +226,7 @@ INSIDE: dict[str, tuple[Any, Callable[[Any], Any], set[str]]] = {
     "a response's format": (
         answers.ResponseFormatTextJSONSchemaConfigParam,
         lambda extra: response_order({"model": "m", "input": "x", "text": {"format": {**FORMAT, **extra}}}),
-        {"type", "name", "description", "schema", "strict"},
+        {"type", "name", "schema", "strict"},
     ),
     "a response's function": (
         answers.FunctionToolParam,
@@ -261,11 +276,24 @@ INSIDE: dict[str, tuple[Any, Callable[[Any], Any], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", INSIDE)
-def test_members_inside_are_read_or_refused(name: str) -> None:
+def test_no_member_inside_is_ignored(name: str) -> None:
+    """Every other member of the official type, and any other, is refused by its name, or told as taken."""
     official, read, known = INSIDE[name]
     members = set(typing.get_type_hints(official))
     assert known <= members
-    read({"format": {"type": "text"}} if name == "a response's text" else {})
-    for member in sorted(members - known | {"colour"}):
-        with pytest.raises(InvalidArgumentError):
-            read({member: JUNK})
+    usual: Any = {"format": {"type": "text"}} if name == "a response's text" else {}
+    assert read(usual).check_hints(()) == ()
+    for member in sorted(members - known | {"colour", "metadata", "traceId"}):
+        for empty in (None, "", [], {}):
+            assert read({**usual, member: empty}).check_hints(()) == ()
+        told = _told(read, {**usual, member: JUNK})
+        assert told
+        assert all(member in place.split(".") for place in told)
+
+
+def _told(read: Callable[[Any], Any], extra: Any) -> tuple[str, ...]:
+    """What is taken, or refused."""
+    try:
+        return tuple(read(extra).check_hints(()))
+    except InvalidArgumentError as error:
+        return (error.metadata["field"],)

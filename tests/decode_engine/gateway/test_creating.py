@@ -54,7 +54,7 @@ def test_a_context_is_made_with_progress_asked_and_deleted(
     assert progress[-1]["done"]
     assert progress[-1]["tokens_done"] == progress[-1]["tokens_total"] > 0
     (context,) = [context for name, context in told if name == "context"]
-    assert (context["display_name"], context["state"]) == ("red", "ready")
+    assert (context["display_name"], context["state"]) == ("red", "READY")
     assert web.get("/v1/contexts/red").json()["id"] == context["id"]
     assert context["id"] in {listed["id"] for listed in web.get("/v1/contexts").json()["data"]}
     reply = official.completions.create(model="model", prompt=" The", extra_body={"context": "red"})
@@ -107,7 +107,7 @@ def test_an_operation_can_be_followed_and_repeated(web: httpx.Client) -> None:
         if operation["done"]:
             break
         web.get("/health")
-    assert operation["context"]["state"] == "ready"
+    assert operation["context"]["state"] == "READY"
     assert operation["id"] in {listed["id"] for listed in web.get("/v1/operations").json()["data"]}
     assert web.post(f"/v1/operations/{operation['id']}/cancel").status_code == 200
 

@@ -56,7 +56,7 @@ def test_what_is_too_many_is_not_looked_at_one_by_one(
     monkeypatch.setattr(messages_shape, "_plain", count)
     with pytest.raises(InvalidArgumentError) as caught:
         read({**body, name: value})
-    assert caught.value.metadata["field"] == name
+    assert caught.value.metadata["field"].partition(".")[0] == name
     assert len(looked) <= 1
     assert len(caught.value.message) < 300
 
@@ -136,9 +136,9 @@ def test_both_halves_are_a_character(web: httpx.Client, lamp: str) -> None:
         {**ASK, "keep": {"ttl_seconds": "HUGE"}},
         {**ASK, "response_format": {"type": "json_schema", "json_schema": {"schema": {"minimum": "HUGE"}}}},
         {**ASK, "tools": [{"type": "function", "function": {"name": "x", "parameters": {"a": "HUGE"}}}]},
-        {**ASK, "messages": [{"role": "user", "content": [{"type": []}]}]},
+        {**ASK, "messages": [{"role": "user", "content": [{"type": [1]}]}]},
         {**ASK, "messages": [{"role": [], "content": "x"}]},
-        {**ASK, "stream_options": {"include_usage": []}, "stream": True},
+        {**ASK, "stream_options": {"include_usage": [1]}, "stream": True},
         {**ASK, "seed": 10**4000},
     ],
 )

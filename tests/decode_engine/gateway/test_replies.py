@@ -143,11 +143,15 @@ def test_an_answer_ends_before_a_stop_text(official: openai.OpenAI, answer: str)
 @pytest.mark.parametrize(
     ("changes", "kind", "param", "code"),
     [
-        ({"extra_body": {}}, openai.NotFoundError, "context", "context_not_found"),
         ({"extra_body": {"context": "nowhere"}}, openai.NotFoundError, "context", "context_not_found"),
         ({"model": "gpt"}, openai.NotFoundError, None, "model_not_found"),
         ({"temperature": -1}, openai.BadRequestError, "temperature", "invalid_argument"),
-        ({"max_tokens": 4096}, openai.BadRequestError, None, "context_length_exceeded"),
+        (
+            {"messages": [{"role": "user", "content": "x " * 5000}]},
+            openai.BadRequestError,
+            None,
+            "context_length_exceeded",
+        ),
         (
             {"extra_body": {"context": "lamp", "method": "magic"}},
             openai.BadRequestError,
@@ -173,3 +177,24 @@ def test_errors(
     assert (caught.value.param, caught.value.code) == (param, code)
     assert caught.value.response.headers["x-should-retry"] == "false"
     assert caught.value.body["message"]
+
+
+def test_prompts_without_a_context_are_answered(official: openai.OpenAI, lamp: str) -> None:
+    question = {"role": "user", "content": "Who lit the lamp of the grey harbour?"}
+    asked = {"model": "model", "messages": [question], "max_tokens": 5, "temperature": 0}
+    whole = official.chat.completions.create(**asked)
+    pieces = list(
+        official.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    assert text == whole.choices[0].message.content
+    for reply in (whole, pieces[-1]):
+        assert reply.usage.prompt_tokens_details.cached_tokens == 0
+        assert reply.model_extra["sparsekv"]["cached_context"] is None
+        assert reply.model_extra["sparsekv"]["method"] == "full"
+    tokens = official.completions.create(model="model", prompt=[70, 71, 72], max_tokens=5, temperature=0)
+    assert (tokens.usage.prompt_tokens, tokens.usage.completion_tokens) == (3, 5)
+    named = official.completions.create(
+        model="model", prompt="Who?", max_tokens=5, extra_body={"context": "lamp"}
+    )
+    assert named.model_extra["sparsekv"]["cached_context"] == lamp.removeprefix("contexts/")

@@ -11,9 +11,10 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from decode_engine.gateway.wire.endpoints import CHAT, COMPLETIONS, RESPONSES
-from decode_engine.gateway.wire.parameters import Endpoint
+from decode_engine.gateway.wire.parameters import Endpoint, Fate
 from decode_engine.rpc.client import Client
 from index_store.models.conversation.messages import Message, Role
+from tests.decode_engine.conftest import MAX_POSITIONS
 from tests.decode_engine.gateway.test_replies import ASK, valid
 
 
@@ -26,7 +27,7 @@ def test_what_is_refused_is_refused_by_its_name(endpoint: Endpoint, web: httpx.C
         RESPONSES.path: {"input": "Who?", "max_output_tokens": 1},
     }[endpoint.path]
     for parameter in endpoint.parameters:
-        if parameter.kind is not None:
+        if parameter.fate is not Fate.REFUSED:
             continue
         refused = web.post(endpoint.path, json={**body, parameter.name: {"what": "ever"}})
         assert refused.status_code == 400, parameter.name
@@ -34,8 +35,42 @@ def test_what_is_refused_is_refused_by_its_name(endpoint: Endpoint, web: httpx.C
         assert parameter.says in refused.json()["error"]["message"]
     neutral = {parameter.name: parameter.neutral[0] for parameter in endpoint.parameters if parameter.neutral}
     nothing = {parameter.name: None for parameter in endpoint.parameters if not parameter.required}
-    assert web.post(endpoint.path, json={**body, **neutral}).status_code == 200
+    assert "x-sparsekv-taken" not in web.post(endpoint.path, json={**body, **neutral}).headers
     assert web.post(endpoint.path, json={**nothing, **body}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, RESPONSES], ids=lambda endpoint: endpoint.path)
+def test_what_changes_nothing_is_taken_and_told(
+    endpoint: Endpoint, stream: bool, web: httpx.Client, lamp: str
+) -> None:
+    body: dict[str, Any] = {"model": "model", "context": "lamp", "temperature": 0, "stream": stream}
+    body |= {
+        CHAT.path: {"messages": [{**ASK["messages"][0], "id": "m1"}], "max_tokens": 6},
+        COMPLETIONS.path: {"prompt": ["x"], "max_tokens": 6},
+        RESPONSES.path: {"input": [{**ASK["messages"][0], "id": "m1"}], "max_output_tokens": 6},
+    }[endpoint.path]
+    inside = {CHAT.path: ["messages.id"], COMPLETIONS.path: [], RESPONSES.path: ["input.id"]}[endpoint.path]
+    labels = {"user": "me", "store": True, "metadata": {"a": "b"}, "prompt_cache_key": "k", "traceId": "t"}
+    reply = web.post(endpoint.path, json={**body, **labels})
+    assert reply.status_code == 200, reply.text
+    assert set(reply.headers["x-sparsekv-taken"].split(", ")) == {*labels, *inside}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_cap_above_what_fits_is_cut_to_it(
+    web: httpx.Client, client: Client, lamp: str, stream: bool
+) -> None:
+    body = {"model": "model", "context": "lamp", "prompt": "The", "temperature": 0, "stream": stream}
+    room = MAX_POSITIONS - client.get_context(lamp).token_count - 3
+    for cap in (65535, 2**40, -1):
+        schema = {"regex": "a{3}"}  # which ends the answer soon
+        reply = web.post("/v1/completions", json={**body, **schema, "max_tokens": cap})
+        assert reply.status_code == 200, reply.text
+        told = int(reply.headers["x-sparsekv-max-tokens"])
+        assert room - 3 <= told <= room + 3
+    fits = web.post("/v1/completions", json={**body, "max_tokens": 4})
+    assert "x-sparsekv-max-tokens" not in fits.headers
 
 
 def test_several_answers(official: openai.OpenAI, lamp: str) -> None:
@@ -134,8 +169,11 @@ def test_one_of_a_few_texts(official: openai.OpenAI, lamp: str) -> None:
     ("changes", "param"),
     [
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
             "response_format",
@@ -147,15 +185,14 @@ def test_one_of_a_few_texts(official: openai.OpenAI, lamp: str) -> None:
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": [1]}, "stop"),
         ({"seed": -1}, "seed"),
-        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0]",
         ),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour"),
         (
             {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
             "messages[1].role",
@@ -184,8 +221,8 @@ def test_a_wrong_prompt_is_named_as_it_was_sent(web: httpx.Client, lamp: str, bo
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"keep": {"ttl_seconds": 0}}, "ttl_seconds (a number of 1 to 3153600000)"),
-        ({"keep": {"foo": 1}}, "display_name (a text)"),
+        ({"keep": {"ttl_seconds": 0}}, "keep.ttl_seconds is 0, expected a number of 1 to 3153600000"),
+        ({"keep": {"display_name": 1}}, "keep.display_name is 1, expected a text"),
         ({"seed": 2**64}, "expected an integer of 0 to 18446744073709551615"),
         ({"token_budget": 2**31}, "expected an integer of 1 to 2147483647"),
         (

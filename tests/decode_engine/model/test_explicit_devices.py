@@ -25,7 +25,7 @@ from tests.support.layers import build_layer
 
 HEADS, GROUP, DIM, COUNT, PROMPT, STEPS = 2, 3, 16, 400, 45, 4
 KERNELS = (
-    "selection.cluster_sums_numba",
+    "selection.remainders_numba",
     "selection.collect_numba",
     "selection.searchable_numba",
     "selection.top_k_numba",

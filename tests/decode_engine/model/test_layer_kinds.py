@@ -78,9 +78,9 @@ def expected_tokens(folder: Path, ids: list[int]) -> list[int]:
     return found[0, len(ids) :].tolist()  # type: ignore[no-any-return]
 
 
-def greedy(kept: Kept, method: Method, prompts: list[list[int]]) -> list[int]:
-    session = kept.runner.start(kept.context, method.on(kept.context.manifest))
-    for prompt in prompts:
+def greedy(kept: Kept, method: Method, prompts: list[list[int]], again: int = 0) -> list[int]:
+    session = kept.runner.start(kept.context, method.on(kept.context.manifest), again=again)
+    for prompt in filter(None, prompts):
         logits = kept.runner.read([session], [prompt])[0]
     tokens = [int(logits[-1].argmax())]
     while len(tokens) < NEW_TOKENS:
@@ -97,6 +97,39 @@ def test_tokens_are_those_of_generate(tmp_path: Path, kind: str) -> None:
         assert greedy(kept, METHODS["full"], [PROMPT]) == wanted
         assert greedy(kept, METHODS["full"], [PROMPT[:2], PROMPT[2:]]) == wanted
         assert greedy(kept, with_everything(METHODS[DEFAULT_METHOD]), [PROMPT]) == wanted
+
+
+@pytest.mark.parametrize("kind", LAYER_KINDS)
+def test_prompts_without_a_context_are_answered_as_by_generate(tmp_path: Path, kind: str) -> None:
+    """In one piece or several, alone or beside others, shorter than the window or longer."""
+    family, settings = LAYER_KINDS[kind]
+    folder = write_model_folder(tmp_path, family, layers=3, **settings)
+    runner = ModelRunner(resolve_model(str(folder)))
+    prompts = [list(TEXT.encode())[:length] for length in (1, 20, 61)]
+    wanted = [expected_tokens(folder, ids) for ids in prompts]
+    kept = Kept(folder, Store(tmp_path / "store", create=True), runner.no_context, runner)
+    for ids, expected in zip(prompts, wanted, strict=True):
+        assert greedy(kept, METHODS["full"], [ids[:7], ids[7:30], ids[30:]]) == expected
+    fitted = METHODS["full"].on(runner.no_context.manifest)
+    sessions = [runner.start(runner.no_context, fitted) for _ in prompts]
+    tokens = [[int(logits[-1].argmax())] for logits in runner.read(sessions, prompts)]
+    while len(tokens[0]) < NEW_TOKENS:
+        logits = runner.forward(sessions, [answer[-1:] for answer in tokens])
+        for answer, each in zip(tokens, logits, strict=True):
+            answer.append(int(each[-1].argmax()))
+    assert tokens == wanted
+
+
+@pytest.mark.parametrize("kind", LAYER_KINDS)
+def test_a_context_with_nothing_behind_it_is_answered(tmp_path: Path, kind: str) -> None:
+    """Its last token is read again, by full attention and by methods that search."""
+    with serve(tmp_path, kind, (DEFAULT_METHOD, "csattention")) as kept:
+        ids = kept.context.tokens().tolist()
+        wanted = expected_tokens(kept.folder, ids)
+        for name in ("full", DEFAULT_METHOD, "csattention"):
+            method = METHODS[name]
+            method = with_everything(method) if method.sparse else method
+            assert greedy(kept, method, [ids[-1:]], again=1) == wanted
 
 
 @pytest.mark.parametrize("kind", LAYER_KINDS)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_engine.model import method_choice
-from decode_engine.model.method_choice import StepCosts, StepTime, label, measure_steps
+from decode_engine.model.method_choice import IdleTimer, StepCosts, StepTime, label, measure_steps
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.unstored import unstored_manifest
 from index_store.memory.placement import Placement
@@ -75,14 +76,14 @@ NVIDIA H100."""
     ],
 )
 def test_the_cheaper_one_is_chosen_and_it_is_told_why(tokens: int, sessions: int, name: str) -> None:
-    costs = StepCosts(COSTS)
+    costs = StepCosts(dict(COSTS))
     method, why = costs.choose(OWN, context(tokens), HERE, sessions)
     assert method.name == name
     other = label(OWN) if name == "full" else "full"
     assert f", by {other} " in why
     assert f"({tokens} tokens, sessions on the context: {sessions})" in why
     assert costs.told() == [
-        "csattention 5.00% instead of full (device), by sessions: from 3187 tokens for 1, never for 16",
+        "csattention 5.00% instead of full (device): from 3,187 tokens with one session on a context, never with 16",
         f"chosen so far: {name} 1",
     ]
 
@@ -122,21 +123,68 @@ def worst_choice(sessions: tuple[int, int], off: float) -> float:
 def test_what_was_not_timed_is_the_context_s_own() -> None:
     for costs, method, placement in (
         (StepCosts(), OWN, HERE),
-        (StepCosts(COSTS), get_method("csattention", 0.1), HERE),
-        (StepCosts(COSTS), OWN, Placement.HYBRID),
+        (StepCosts(dict(COSTS)), get_method("csattention", 0.1), HERE),
+        (StepCosts(dict(COSTS)), OWN, Placement.HYBRID),
     ):
         chosen, why = costs.choose(method, context(100), placement, 1)
         assert chosen is method
         assert why == f"the context's own: steps of {label(method)} were not timed"
-    assert StepCosts(COSTS).choose(METHODS["full"], context(10**6), HERE, 1)[0].name == "full"
+    assert StepCosts(dict(COSTS)).choose(METHODS["full"], context(10**6), HERE, 1)[0].name == "full"
 
 
 def test_steps_over_rows_in_8_bits_are_not_timed() -> None:
     coded = in_planes(context(100))
     for sessions in (1, 16):
-        chosen, why = StepCosts(COSTS).choose(OWN, coded, HERE, sessions)
+        chosen, why = StepCosts(dict(COSTS)).choose(OWN, coded, HERE, sessions)
         assert chosen is OWN
         assert "rows in 8 bits" in why
+
+
+def test_many_sessions_on_a_gpu_get_full_attention_until_steps_are_timed() -> None:
+    costs = StepCosts(on_gpu=True)
+    assert [costs.choose(OWN, context(100), HERE, count)[0].name for count in (15, 16)] == [OWN.name, "full"]
+    assert costs.take_wanted() == (OWN, HERE)
+    assert costs.take_wanted() is None
+    costs.set(COSTS)
+    assert costs.choose(OWN, context(100_000), HERE, 8)[0] is OWN
+
+
+def test_times_that_do_not_hold_any_more_are_taken_again() -> None:
+    costs = StepCosts(dict(COSTS))
+    as_timed = OWN_TIME.seconds(8192, 2)
+
+    def note(share: float, steps: int) -> None:
+        for _ in range(steps):
+            costs.note(OWN, HERE, 8192, 2, share * as_timed)
+
+    note(1.4, 2000)  # always so: more is done in a step of requests
+    note(4.0, 400)
+    note(1.0, 1)
+    note(4.0, 499)
+    assert (label(OWN), HERE) in costs.times
+    note(4.0, 1)
+    assert (label(OWN), HERE) not in costs.times
+    assert costs.choose(OWN, context(8192), HERE, 1)[0] is OWN
+    assert costs.take_wanted() == (OWN, HERE)
+
+
+def test_idle_time_is_used_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(method_choice, "_TOKENS", {"cpu": (256, 512)})
+    monkeypatch.setattr(method_choice, "_SESSIONS", (1, 2))
+    runner = ModelRunner(resolve_model(str(write_model_folder(tmp_path, "llama", layers=2, head_dim=32))))
+    costs, method = StepCosts(), get_method("oracle", 0.1)
+    timer = IdleTimer(runner, costs)
+    assert timer.advance() is None
+    costs.want(method, HERE)
+    decoded: list[int] = []
+    decode = runner.decode
+    monkeypatch.setattr(runner, "decode", lambda *given: (decoded.append(1), decode(*given))[1])
+    most = 0
+    while timer.advance() is not None:
+        most, _ = max(most, len(decoded)), decoded.clear()
+    assert most == 1
+    assert costs.times.keys() == {("full", HERE), (label(method), HERE)}
+    runner.close()
 
 
 def test_steps_are_timed_at_every_shape(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from numba import get_num_threads
 from torch import nn
 
 from decode_engine.model import packed_weights
@@ -131,6 +132,26 @@ def test_what_is_chosen(
 ) -> None:
     monkeypatch.setattr(packed_weights, "_gain", lambda weight, dtype: ratio)
     assert pack_weights(Small(), "auto", checkpoint).told == expected
+
+
+def test_what_was_measured_once_is_known_for_the_processor_and_the_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARSEKV_CACHE", str(tmp_path))
+    ratios = iter([1.25, 0.5, 3.0, 2.0])
+    monkeypatch.setattr(packed_weights, "_measure", lambda weight, dtype: next(ratios))
+    square, flat = torch.zeros(32, 32), torch.zeros(16, 64)
+    assert [measured(square, torch.bfloat16) for _ in range(2)] == [1.25, 1.25]
+    assert [measured(each, torch.bfloat16) for each in (flat, square)] == [0.5, 1.25]
+    assert [measured(square, torch.float16) for _ in range(2)] == [3.0, 3.0]
+    monkeypatch.setattr(packed_weights, "processor_name", lambda: "another one")
+    assert measured(square, torch.bfloat16) == 2.0
+
+
+def test_measuring_leaves_the_threads_as_they_were() -> None:
+    most = get_num_threads()
+    assert 0 < packed_weights._measure(torch.zeros(64, 64), torch.bfloat16) < 100
+    assert get_num_threads() == most
 
 
 def test_models_with_experts_keep_float32() -> None:

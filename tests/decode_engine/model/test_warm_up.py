@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from decode_engine.model.runner import ModelRunner
-from decode_engine.model.warm_up import made_up_context, placements_of, warm_up
+from decode_engine.model.warm_up import made_up_context, placements_of, warm_method
 from index_store.errors import InvalidArgumentError
 from index_store.memory.placement import Placement
 from index_store.methods.presets import METHODS, get_method
@@ -19,7 +19,7 @@ from tests.support.models import write_model_folder
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_every_method_is_warmed_up(library: Library, dtype: str) -> None:
     runner = ModelRunner(resolve_model(str(library.model)), dtype=dtype)
-    assert warm_up(runner) == list(METHODS)
+    assert [name for name, method in METHODS.items() if warm_method(runner, method)] == list(METHODS)
 
 
 def test_made_up_context_searches_in_every_layer(library: Library) -> None:
@@ -38,11 +38,10 @@ def test_methods_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
     runner = ModelRunner(resolve_model(str(narrow)))
     with pytest.raises(InvalidArgumentError):
         made_up_context(runner.identity, runner.kv_dtype, METHODS["csattention"])
-    warmed = warm_up(runner)
-    assert "csattention" not in warmed
-    assert {"full", "oracle"} <= set(warmed)
+    warmed = [name for name in ("csattention", "full", "oracle") if warm_method(runner, METHODS[name])]
+    assert warmed == ["full", "oracle"]
     short = write_model_folder(tmp_path / "short", max_positions=256)
-    assert warm_up(ModelRunner(resolve_model(str(short)))) == []
+    assert not warm_method(ModelRunner(resolve_model(str(short))), METHODS["full"])
 
 
 def test_methods_that_the_host_does_not_search_are_not_warmed_up_twice() -> None:

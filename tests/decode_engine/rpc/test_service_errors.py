@@ -28,14 +28,12 @@ from tests.support.serving.service import ABSENT, fails, wait_until
     [
         ({"context": "lamp"}, "context"),
         ({"context": "contexts/../../etc/passwd"}, "context"),
-        ({"context": "", "question": "Who?"}, "context"),
         ({"text": ""}, "text"),
         ({"text": None}, "prompt"),
         ({"text": None, "token_ids": generation_pb2.TokenIds()}, "token_ids"),
         ({"text": None, "token_ids": generation_pb2.TokenIds(ids=[5, 99999])}, "token_ids"),
         ({"text": None, "question": ""}, "question"),
         ({"max_tokens": -1}, "max_tokens"),
-        ({"max_tokens": 32769}, "max_tokens"),
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
@@ -94,7 +92,7 @@ def test_malformed_names(stubs: Stubs, call: str) -> None:
 
 def test_expired_context(library: Library, client: Client, stubs: Stubs) -> None:
     name = "contexts/" + library.prefill("short-lived", ttl="1s")
-    wait_until(lambda: client.get_context(name).state == "expired")
+    wait_until(lambda: client.get_context(name).state == "EXPIRED")
     code, info, _ = fails(
         lambda: stubs.generations.Generate(generation_pb2.GenerateRequest(context=name, text="x"))
     )
@@ -125,7 +123,7 @@ def test_unreadable_manifest(library: Library, client: Client) -> None:
     id_ = library.prefill("unreadable")
     (library.store / "contexts" / id_ / "manifest.json").write_text("{")
     context = client.get_context(f"contexts/{id_}")
-    assert context.state == "corrupt"
+    assert context.state == "CORRUPT"
     assert context.state_message
     assert context.name in [listed.name for listed in client.list_contexts()]
     with pytest.raises(ContextCorruptError):

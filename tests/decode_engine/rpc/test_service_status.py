@@ -82,11 +82,12 @@ def test_the_command_tells_what_the_server_tells(server: DecodeServer, client: C
     told = client.server_status()
     arguments = ["status", "--server", server.address]
     as_json = CliRunner().invoke(app, [*arguments, "--format", "json"])
-    choices = list(told.method_choices)
+    choices, reads = list(told.method_choices), list(told.template_reads)
     assert json.loads(as_json.stdout) == {
         **asdict(told),
         "mean_batch": told.mean_batch,
         "method_choices": choices,
+        "template_reads": reads,
     }
     text = CliRunner().invoke(app, arguments).stdout
     assert "requests: 0 decoding, 0 reading their prompts, 0 waiting, 0 loading" in text

@@ -47,11 +47,13 @@ def start(
     placement: Placement = Placement.DEVICE,
     lengths: tuple[int, int] = LENGTHS,
 ) -> list[Session]:
-    """Sessions on contexts of two lengths, of which one has read a prompt longer than a window."""
+    """Sessions on contexts of two lengths, 0 for none, of which one has read a prompt longer than a window."""
     method = get_method(name, None if name == "full" else 1.0)
     sessions = []
     for length, prompt in zip(lengths, ([5, 9], list(range(40))), strict=True):
-        context = made_up_context(runner.identity, runner.kv_dtype, method, length, placement=placement)
+        context = runner.no_context
+        if length:
+            context = made_up_context(runner.identity, runner.kv_dtype, method, length, placement=placement)
         sessions.append(runner.start(context, method.on(context.manifest)))
         runner.forward(sessions[-1:], [prompt])
     return sessions
@@ -85,6 +87,16 @@ def test_other_heads_step_as_on_the_general_path(
 ) -> None:
     """In layers with windows and in those between them."""
     check_steps(make_runner(tmp_path, "windows", HEAD_SHAPES[heads]), name, placement, (90, 40))
+
+
+@pytest.mark.usefixtures("few_programs", "watched")
+@pytest.mark.parametrize("lengths", [(0, 0), (90, 0)])
+@pytest.mark.parametrize("kind", ["windows", "windows only", "sinks"])
+def test_sessions_without_a_context_step_as_on_the_general_path(
+    tmp_path: Path, kind: str, lengths: tuple[int, int]
+) -> None:
+    """Two of them are a group that shares no keys; beside a session on a context they share its batch."""
+    check_steps(make_runner(tmp_path, kind), "full", lengths=lengths)
 
 
 def check_steps(

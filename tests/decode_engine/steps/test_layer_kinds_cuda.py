@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 LENGTHS, LONG = (4000, 15, 2777), (4000, 150, 2777)
-"""Of contexts; coarse rows are no shorter than the latter."""
+"""Of contexts, 0 for none; coarse rows are no shorter than the latter."""
 PROMPTS = ([5, 9, 2], list(range(40)), [7])
 
 
@@ -33,7 +33,11 @@ def start(runner: ModelRunner, name: str, lengths: tuple[int, ...]) -> list[Sess
     method = get_method(name, None if name == "full" else 1.0)
     sessions = []
     for row, (length, prompt) in enumerate(zip(lengths, PROMPTS, strict=True)):
-        context = made_up_context(runner.identity, runner.kv_dtype, method, length, device="cuda", seed=row)
+        context = runner.no_context
+        if length:
+            context = made_up_context(
+                runner.identity, runner.kv_dtype, method, length, device="cuda", seed=row
+            )
         sessions.append(runner.start(context, method.on(context.manifest)))
         runner.forward(sessions[-1:], [prompt])
     return sessions
@@ -43,6 +47,12 @@ def start(runner: ModelRunner, name: str, lengths: tuple[int, ...]) -> list[Sess
 @pytest.mark.parametrize("name", ["full", "csattention", "csattention+dropped", "multipole", "pq"])
 def test_a_captured_batch_equals_the_general_path(tmp_path: Path, kind: str, name: str) -> None:
     check_batch(tmp_path, kind, name, {"head_dim": 64})
+
+
+@pytest.mark.parametrize("kind", ["windows", "windows only", "sinks", "experts"])
+def test_sessions_without_a_context_step_as_on_the_general_path(tmp_path: Path, kind: str) -> None:
+    """Two of them are a group that shares no keys, beside a session on a context."""
+    check_batch(tmp_path, kind, "full", {"head_dim": 64}, (0, 0, 2777))
 
 
 @pytest.mark.parametrize("heads", HEAD_SHAPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -126,6 +127,18 @@ def test_what_is_prepared_is_what_runs(runner: ModelRunner) -> None:
     ready = stepper._graphs.graphs()
     assert [graph.batch.plan.size for graph in ready] == [1, 2, 4, 8]
     assert stepper.graph(sessions) is ready[2]
+
+
+def test_what_another_thread_prepared_is_what_runs(runner: ModelRunner) -> None:
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    session = start(runner, [5])
+    for _ in range(2):  # the second time everything is there, though no step has taken it yet
+        beside = threading.Thread(target=stepper.prepare_beside, args=(session.fitted, 3, Placement.DEVICE))
+        beside.start()
+        beside.join()
+    assert (stepper._made.qsize(), len(stepper._graphs)) == (3, 0)
+    assert stepper.step([session], [6], [Sampler(GREEDY)]) == [7]
+    assert sorted(graph.batch.plan.size for graph in stepper._graphs.graphs()) == [1, 2, 4]
 
 
 def test_one_batch_serves_all_ways_to_choose(runner: ModelRunner) -> None:

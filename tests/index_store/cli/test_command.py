@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from index_store.__main__ import main
-from index_store.cli.console import format_bytes
+from index_store.errors import format_bytes
 from index_store.store.catalog import Store
 from index_store.store.zarr_io import chunk_path
 from tests.index_store.cli.conftest import Command

@@ -69,11 +69,11 @@ def test_ls_of_a_broken_context(command: Command, context: SyntheticContext) -> 
     path.write_text("{")
     code, out, err = command.run("ls")
     assert code == 0
-    assert f"{context.id}  -     BROKEN" in out
+    assert f"{context.id}  -     CORRUPT" in out
     assert "manifest is not JSON" in err
     code, out, _ = command.run("ls", "--format", "json")
     (entry,) = json.loads(out)["contexts"]
-    assert (entry["id"], entry["state"]) == (context.id, "BROKEN")
+    assert (entry["id"], entry["state"]) == (context.id, "CORRUPT")
     assert entry["error"]["reason"] == "MANIFEST_INVALID"
     assert entry["error"]["path"] == str(path)
 

@@ -88,3 +88,48 @@ def test_a_broken_chat_template_says_so(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model", chat_template="{{ raise_exception('only in French') }}")
     with pytest.raises(InvalidArgumentError, match="only in French"):
         load_tokenizer(resolve_model(str(folder))).format_question("Why?")
+
+
+def with_blank_before(folder: Path, way: str) -> Path:
+    """The tokenizer of a folder with words that begin with a blank, which it puts before a first text."""
+    document = json.loads((folder / "tokenizer.json").read_text())
+    metaspace = {
+        "type": "Metaspace",
+        "replacement": "\u2581",
+        "prepend_scheme": way,
+        "split": way == "always",
+    }
+    document["model"]["vocab"] |= {"\u2581": 259, "\u2581a": 260, "aa": 261}
+    document["model"]["merges"] = [["\u2581", "a"], ["a", "a"]]
+    if way == "normalizer":
+        parts = [
+            {"type": "Prepend", "prepend": "\u2581"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+        ]
+        document["normalizer"], document["pre_tokenizer"] = {"type": "Sequence", "normalizers": parts}, None
+    elif way == "bytes":
+        document["pre_tokenizer"] = {
+            "type": "ByteLevel",
+            "add_prefix_space": True,
+            "trim_offsets": True,
+            "use_regex": True,
+        }
+    else:
+        document["pre_tokenizer"] = metaspace
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    return folder
+
+
+@pytest.mark.parametrize("way", ["first", "always", "normalizer", "bytes", "nothing"])
+def test_a_text_behind_another_has_nothing_put_before_it(llama: Path, tmp_path: Path, way: str) -> None:
+    folder = Path(shutil.copytree(llama, tmp_path / "model"))
+    tokenizer = load_tokenizer(
+        resolve_model(str(folder if way == "nothing" else with_blank_before(folder, way)))
+    )
+    first = tokenizer.encode("ab")
+    assert (len(first) == 2) == (way in ("nothing", "first", "always", "normalizer"))
+    for text in ("ab", "aab", " ab", "\nab", ".ab", "0", "<|endoftext|>ab"):
+        whole = tokenizer.encode(f"b{text}")  # no merge begins with a b
+        assert [*tokenizer.encode("b"), *tokenizer.encode_behind(text)] == whole
+    assert tokenizer.encode_behind("") == []
+    assert (tokenizer.encode_behind("ab") == first) == (way == "nothing")

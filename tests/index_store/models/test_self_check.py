@@ -98,7 +98,7 @@ def test_verdicts_are_remembered_by_what_the_model_is(
     for _ in range(2):
         assert loaded.verify("decoding", check)["also"] == "a reason"
     assert len(asked) == 1
-    (file,) = (tmp_path / "cache").rglob("*.json")
+    (file,) = (tmp_path / "cache" / "sparsekv" / "checks").iterdir()
     file.write_text("[]")  # damaged: found out anew
     loaded.verify("decoding", check)
     assert len(asked) == 2

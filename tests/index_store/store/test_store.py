@@ -297,6 +297,14 @@ def test_a_folder_that_is_no_store(tmp_path: Path) -> None:
     assert Store(tmp_path / "a" / "b").list() == []
 
 
+@pytest.mark.parametrize("path", ["s3://bucket/x", Path("gs://bucket/x"), "file:///x"])
+def test_a_url_is_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str | Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=r"store is '(s3|gs|file)://.*a URL; expected a path"):
+        Store(path, create=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_reading_needs_no_lock_folder(stored: Store, context: SyntheticContext) -> None:
     (stored.path / "locks").rmdir()
     assert Store(stored.path).open(context.id).manifest == context.manifest

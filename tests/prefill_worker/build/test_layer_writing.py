@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from index_store.methods.index_specs import INDEX_SPECS
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.writer import ContextWriter
-from prefill_worker.build import layer_arrays, layer_writing
+from prefill_worker.build import layer_arrays, layer_writing, stages
 from prefill_worker.build.layer_writing import UNDER_WAY, LayerWriting, WrittenLayers
 from prefill_worker.build.stages import BuildStream, ChunkWriting, Clock, Stage
 from prefill_worker.reading.capture import Capture
@@ -54,6 +55,7 @@ def write(
     overlap: bool = True,
     progress: Callable[[int, int], None] = lambda done, total: None,
     early: bool = False,
+    pass_tokens: int = TOKENS,
 ) -> tuple[WrittenLayers, dict[str, str], Clock]:
     """What was written, the checksums of every array, and the time it took."""
     clock = Clock()
@@ -68,13 +70,15 @@ def write(
         LayerWriting(writer, capture, None, 3, clock, overlap) as writing,
     ):
         writing.begin(indexes, capture, measure=True)
+        for start in range(0, TOKENS, pass_tokens):
+            for layer in range(LAYERS):
+                writing.passed(layer, start, min(pass_tokens, TOKENS - start))
         if early:
             for layer in range(LAYERS):
                 writing.add(layer)
         written = writing.finish(progress)
         assert written.queries is not None
         arrays = [written.queries, *(array for index in written.indexes for array in index.arrays)]
-        writer.verify()
         sums = {entry.path: writer._arrays.checksums(entry) for entry in arrays}
         sums["kv"] = writer._arrays.checksums(writer._entries["kv"])
     return written, sums, clock
@@ -83,13 +87,16 @@ def write(
 @pytest.mark.parametrize("device", DEVICES)
 def test_side_by_side_and_one_after_the_other_write_the_same_bytes(tmp_path: Path, device: str) -> None:
     results = [
-        write(tmp_path / str(number), make_capture(device), overlap, early=early)
-        for number, (overlap, early) in enumerate([(True, False), (False, False), (True, True)])
+        write(tmp_path / str(number), make_capture(device), overlap, early=early, pass_tokens=pass_tokens)
+        for number, (overlap, early, pass_tokens) in enumerate(
+            [(True, False, 200), (False, False, 77), (True, True, 1), (True, True, 199)]
+        )
     ]
     for written, sums, clock in results:
         assert sums == results[0][1]
         assert written == results[0][0]
-        assert set(clock.seconds) == {"index", "thresholds", "dense_layers", "write"}
+        copied = {"copy"} if device == "cuda" else set()
+        assert set(clock.seconds) == {"index", "thresholds", "dense_layers", "write"} | copied
         assert all(seconds > 0 for seconds in clock.seconds.values())
         assert len(written.selectivity) == LAYERS
         assert {index.layers for index in written.indexes} == {tuple(range(LAYERS))}
@@ -163,7 +170,7 @@ STAGES: dict[str, tuple[object, str]] = {
     "building": (KeyClusters, "build"),
     "calibrating": (layer_arrays, "calibrate"),
     "creating": (ContextWriter, "create_array"),
-    "writing": (ContextWriter, "write_chunk"),
+    "writing": (ContextWriter, "write_rows"),
 }
 
 
@@ -207,14 +214,14 @@ def test_an_interrupt_waits_for_what_has_begun_and_drops_the_rest(
 ) -> None:
     """An interrupt arrives in the main thread, which waits for the others."""
     done: list[int] = []
-    original = ContextWriter.write_chunk
+    original = ContextWriter.write_rows
 
-    def slowly(self: ContextWriter, path: str, indices: Any, data: Tensor) -> None:
+    def slowly(self: ContextWriter, path: str, indices: Any, start: int, rows: Tensor) -> None:
         time.sleep(0.01)
-        original(self, path, indices, data)
+        original(self, path, indices, start, rows)
         done.append(1)
 
-    monkeypatch.setattr(ContextWriter, "write_chunk", slowly)
+    monkeypatch.setattr(ContextWriter, "write_rows", slowly)
 
     def interrupt(finished: int, total: int) -> None:
         raise KeyboardInterrupt
@@ -233,9 +240,56 @@ def test_a_full_disk_in_a_writing_thread(tmp_path: Path, monkeypatch: pytest.Mon
         assert threading.current_thread() is not threading.main_thread()
         raise StoreFullError("no space is left")
 
-    monkeypatch.setattr(ContextWriter, "write_chunk", full)
+    monkeypatch.setattr(ContextWriter, "write_rows", full)
     with pytest.raises(StoreFullError, match="no space is left"):
         write(tmp_path, make_capture())
+
+
+def test_a_full_disk_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told at the next pass over the layer, not when all has been read."""
+
+    def full(self: ContextWriter, *arguments: object) -> None:
+        raise StoreFullError("no space is left")
+
+    monkeypatch.setattr(ContextWriter, "write_rows", full)
+    capture = make_capture()
+    with (
+        Store(tmp_path, create=True).writer(ID) as writer,
+        LayerWriting(writer, capture, None, 0, Clock()) as writing,
+    ):
+        writing.begin([], capture)
+        writing.passed(0, 0, 10)
+        writing._writes[0][0].exception(60)
+        with pytest.raises(StoreFullError, match="no space is left"):
+            writing.passed(0, 10, 10)
+
+
+def test_larger_rows_than_a_buffer_and_several_buffers_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is copied from a device goes through a buffer piece by piece; here the host's memory stands for a device."""
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    for staging in (1, 24, 64, 1000):
+        monkeypatch.setattr(stages, "STAGING_BYTES", staging)
+        fetched: list[int] = []
+
+        def fetch(self: ChunkWriting, rows: Tensor, fetched: list[int] = fetched) -> Tensor:
+            fetched.append(rows.nbytes)
+            return rows.clone()
+
+        monkeypatch.setattr(ChunkWriting, "_fetch", fetch)
+        data = torch.randn(2, 7, 3)
+        with Store(tmp_path / str(staging), create=True).writer(ID) as writer:
+            writer.create_array("a", (1, 2, 7, 3), (1, 1, 7, 3), "float32")
+            with ChunkWriting(writer, 2, Clock()) as writing:
+                for start, end in ((0, 5), (5, 7)):
+                    chunks = [("a", (0, head), data[head, start:end]) for head in range(2)]
+                    writing.submit(0, lambda: None, chunks, start).result()
+            for head in range(2):
+                expected = google_crc32c.value(data[head].numpy().tobytes())
+                assert writer.checksum("a", (0, head)) == expected
+        assert sum(fetched) == data.nbytes
+        assert max(fetched) <= max(staging, 3 * 4)
 
 
 def test_a_stage_without_threads_runs_at_once() -> None:

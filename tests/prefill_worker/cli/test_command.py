@@ -21,7 +21,19 @@ from prefill_worker.config import WorkerConfig
 from prefill_worker.worker.queue_worker import QueueWorker
 from tests.prefill_worker.conftest import DOCUMENT
 
-PHASES = ["tokenize", "load", "prefill", "layers", "index", "thresholds", "write", "publish", "verify"]
+PHASES = [
+    "find model",
+    "hash weights",
+    "tokenize",
+    "load",
+    "prefill",
+    "layers",
+    "index",
+    "thresholds",
+    "write",
+    "sync",
+    "publish",
+]
 
 
 def arguments(model: Path, document: Path, store: Path, *more: str) -> list[str]:

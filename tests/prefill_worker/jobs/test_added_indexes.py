@@ -182,7 +182,7 @@ def test_what_fails_while_adding_leaves_the_context(
         raise StoreFullError("no space is left")
 
     with monkeypatch.context() as patched:
-        patched.setattr(ContextWriter, "write_chunk", full)
+        patched.setattr(ContextWriter, "write_rows", full)
         with pytest.raises(StoreFullError):
             run(make_config(method=("pq",)))
     store = Store(make_config().store)

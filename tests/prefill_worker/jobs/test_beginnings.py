@@ -12,7 +12,7 @@ import torch
 from index_store.cli.progress import LineReporter
 from index_store.family.prefixes import longest_beginning, longest_prefix
 from index_store.store.catalog import Store
-from index_store.store.description.context_id import first_digest
+from index_store.store.description.context_id import continued_digests, first_digest
 from index_store.store.description.manifest import Manifest
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
@@ -136,19 +136,30 @@ def test_a_damaged_beginning_is_told_and_everything_computed(desk: Desk) -> None
 
 
 def test_contexts_are_found_by_their_tokens(desk: Desk) -> None:
-    made = {text: desk.prefill(text) for text in (TEXT[:200], TEXT[:300], TEXT[:600], OTHER * 3)}
+    made = {
+        text: desk.prefill(text)
+        for text in (TEXT[:31], TEXT[:40], TEXT[:200], TEXT[:300], TEXT[:600], OTHER * 3)
+    }
     store = Store(desk.path / "store")
     manifest = made[TEXT[:300]]
     with store.open(made[TEXT[:600]].id) as context:
         ids = context.tokens()
     first = first_digest(manifest.model, manifest.dtype, "")
-    assert longest_prefix(store, first, ids) == manifest  # a prompt is left
+
+    def prefix(tokens: torch.Tensor, begin: str = first, **options: Any) -> Manifest | None:
+        return longest_prefix(store, continued_digests(begin, tokens), tokens, **options)
+
+    assert prefix(ids) == made[TEXT[:600]]  # with nothing behind it
+    assert prefix(ids[:599]) == manifest
     longer = torch.cat([ids, ids[:3]])
-    assert longest_prefix(store, first, longer) == made[TEXT[:600]]
+    assert prefix(longer) == made[TEXT[:600]]
+    assert prefix(longer, suits=lambda each: each.token_count < 600) == manifest
     longer[599] += 1
-    assert longest_prefix(store, first, longer) == manifest
-    assert longest_prefix(store, first_digest(manifest.model, manifest.dtype, "salt"), ids) is None
-    assert longest_prefix(store, first, ids[:250]) is None  # contexts of less than a block are not looked at
+    assert prefix(longer) == manifest
+    assert prefix(ids, first_digest(manifest.model, manifest.dtype, "salt")) is None
+    for count, found in ((250, TEXT[:200]), (200, TEXT[:200]), (199, TEXT[:40]), (40, TEXT[:40])):
+        assert prefix(ids[:count]) == made[found]  # of any length from LEAST_TOKENS on
+    assert prefix(ids[:39]) is None
     found = longest_beginning(store, first, longer)
     assert found is not None
     assert (found.manifest.id, found.tokens) == (made[TEXT[:600]].id, 599)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from index_store.cli.progress import LineReporter
-from index_store.errors import InvalidArgumentError, StoreError
+from index_store.errors import InvalidArgumentError, NameTakenError, StoreError
 from index_store.store.catalog import Store, utc_now
 from index_store.store.files import locks
 from prefill_worker.build.index_choice import ChosenIndexes
@@ -55,6 +55,31 @@ def test_a_repeated_job_renames_and_sets_the_time_to_live(make_config: MakeConfi
     assert abs(stored.expires_at - utc_now() - timedelta(hours=2)) < timedelta(minutes=1)
     assert store.verify(first.id) == []
     assert [manifest.id for manifest in store.list()] == [first.id]
+
+
+def test_a_name_is_refused_where_it_is_taken_and_moves_where_that_is_asked_for(
+    make_config: MakeConfig,
+) -> None:
+    first = run(make_config(name="night")).manifest
+    other = {"salt": "another"}
+    with pytest.raises(NameTakenError, match=f"belongs to context {first.id[:12]}.*--move-name"):
+        run(make_config(name="night", **other))
+    store = Store(make_config().store)
+    assert len(store.list()) == 1
+    moved = run(make_config(name="night", move_name=True, **other))
+    assert (moved.created, store.resolve("night")) == (True, moved.manifest.id)
+    assert store.manifest(first.id).name == f"night {first.id[:6]}"
+    back = run(make_config(name="night", move_name=True))
+    assert (back.created, list(back.changed), store.resolve("night")) == (False, ["name"], first.id)
+    with pytest.raises(InvalidArgumentError, match="--move-name goes with --name"):
+        make_config(move_name=True)
+
+
+def test_what_is_called_by_its_file_takes_no_name(make_config: MakeConfig) -> None:
+    first = run(make_config()).manifest
+    second, notes = run_noting(make_config(salt="another"))
+    assert second.manifest.name == f"{first.name} {second.manifest.id[:6]}"
+    assert "another context has the name already" in notes
 
 
 def test_labels_that_are_too_many_together_are_the_callers_mistake() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from index_store.errors import (
     SparseKVError,
     StoreError,
     StoreFullError,
+    TruncatedChunkError,
 )
 from index_store.store.catalog import Store
 from index_store.store.writer import ContextWriter
@@ -76,7 +78,7 @@ def test_overflow_of_the_stored_dtype_is_an_error(make_config: MakeConfig, tmp_p
     assert hidden_entries(config.store) == []
 
 
-@pytest.mark.parametrize("moment", ["create_array", "write_chunk", "write_tokens", "publish"])
+@pytest.mark.parametrize("moment", ["create_array", "write_rows", "write_tokens", "sync", "publish"])
 def test_a_full_disk_leaves_nothing(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -94,7 +96,7 @@ def test_a_full_disk_leaves_nothing(
         calls += 1
         return (
             fail()
-            if calls > 2 or moment in ("publish", "write_tokens")
+            if calls > 2 or moment in ("publish", "sync", "write_tokens")
             else original(self, *arguments, **options)
         )
 
@@ -122,20 +124,34 @@ def test_a_store_that_is_a_file(make_config: MakeConfig, document: Path) -> None
         run(make_config(store=document))
 
 
-def test_bytes_that_went_bad_on_disk_are_never_published(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = ContextWriter.verify
+def _cut(data: bytearray) -> None:
+    del data[-5:]
 
-    def damage_then_verify(self: ContextWriter, *arguments: Any) -> None:
+
+def _other_end(data: bytearray) -> None:
+    data[-1] ^= 1
+
+
+@pytest.mark.parametrize(("damage", "error"), [(_cut, TruncatedChunkError), (_other_end, ChecksumError)])
+def test_files_that_are_not_what_was_written_are_never_published(
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[bytearray], None],
+    error: type[Exception],
+) -> None:
+    """Lengths and ends of files are compared with what the memory held; contents when they are read."""
+    original = ContextWriter.sync
+
+    def sync_then_damage(self: ContextWriter, *arguments: Any) -> None:
+        original(self, *arguments)
         chunk = next((make_config().store / "contexts").rglob("kv/c/*/*/*/*/*"))
         data = bytearray(chunk.read_bytes())
-        data[5] ^= 1
+        damage(data)
         chunk.write_bytes(data)
-        original(self, *arguments)
 
-    monkeypatch.setattr(ContextWriter, "verify", damage_then_verify)
-    with pytest.raises(ChecksumError, match="kv"):
-        run(make_config())
+    with monkeypatch.context() as patched:
+        patched.setattr(ContextWriter, "sync", sync_then_damage)
+        with pytest.raises(error, match="kv"):
+            run(make_config())
     assert Store(make_config().store).entries() == []
     assert hidden_entries(make_config().store) == []

@@ -137,7 +137,12 @@ def test_capture_uses_it_for_the_context_and_not_for_prompts(kept_on_host: bool)
     attention = RangeAttention(SMALL, 1)
     capture = Capture(identity, TOKENS, torch.float32, plan, "cpu", block_tokens, attention)
     told: list[bool] = []
-    capture.when_passed(lambda layer: told.append(capture.cluster_starts(layer) is not None))
+
+    def passed(layer: int, start: int, count: int) -> None:
+        if start + count == TOKENS:
+            told.append(capture.cluster_starts(layer) is not None)
+
+    capture.when_passed(passed)
     outs = []
     for start in range(0, TOKENS, BLOCK):
         end = min(TOKENS, start + BLOCK)

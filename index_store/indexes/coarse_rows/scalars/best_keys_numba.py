@@ -19,8 +19,8 @@ from torch import Tensor
 from index_store.attention.vectors.bytes_numba import prefetch
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.neighbours_numba import make_sums, take_reaching
+from index_store.compiled.launch import launch, njit, spread, thread_count
 from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, span_count
-from index_store.launch import launch, njit, prange, thread_count
 from index_store.selection.top_k_numba import lower_bound, top_k_row
 
 TILE = LANES * LANES
@@ -99,7 +99,73 @@ def take_best(
     )
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit()
+def _find_row_factors(
+    task: int,
+    peaks: NDArray[np.float32],
+    totals: NDArray[np.float32],
+    factors: NDArray[np.float32],
+    rows: int,
+) -> None:  # pragma: no cover - compiled
+    head, row = task // rows, task % rows
+    _find_factors(peaks[head, row], totals[head, row], factors[head, row])
+
+
+@njit()
+def _find_span_maxima(
+    task: int,
+    places: NDArray[np.int64],
+    maxima: NDArray[np.float32],
+    columns: NDArray[np.int64],
+    parts: NDArray[np.int64],
+    queries: int,
+    line: NDArray[np.float32],
+    factor_of: NDArray[np.float32],
+    spans: int,
+) -> None:  # pragma: no cover - compiled
+    row, span = task // spans, task % spans
+    query = row % queries
+    _find_maxima(line, places, row, factor_of, span, columns[query], parts[query], maxima)
+
+
+@njit()
+def _take_row(
+    row: int,
+    weights: NDArray[np.float32],
+    places: NDArray[np.int64],
+    peaks: NDArray[np.float32],
+    totals: NDArray[np.float32],
+    factors: NDArray[np.float32],
+    maxima: NDArray[np.float32],
+    columns: NDArray[np.int64],
+    parts: NDArray[np.int64],
+    keeps: NDArray[np.int64],
+    ids: NDArray[np.int32],
+    found: NDArray[np.int32],
+    whole: bool,
+    queries: int,
+    spans: int,
+    line: NDArray[np.float32],
+    factor_of: NDArray[np.float32],
+    group: int,
+) -> None:  # pragma: no cover - compiled
+    head, query = row // queries, row % queries
+    if whole:
+        for each in range(query * group, (query + 1) * group):
+            _find_factors(peaks[head, each], totals[head, each], factors[head, each])
+        for span in range(spans):
+            _find_maxima(line, places, row, factor_of, span, columns[query], parts[query], maxima)
+    if keeps[query] > 0:
+        best = ids[head, query, : keeps[query]]
+        count = _choose(line, places, row, factor_of, columns[query], parts[query], maxima, best)
+        found[head, query] = count
+        shared, behind = columns[query, 0], parts[query, 1] - columns[query, 0]
+        for g in range(group):
+            for k in range(count):
+                weights[places[row, g] + best[k] + (behind if best[k] >= shared else 0)] = 0
+
+
+@njit("f4x1 i8x2 f4x3 f4x3 f4x3 f4x2 i8x2 i8x2 i8x1 i8 i4x3 i4x2")
 def _take_best(
     weights: NDArray[np.float32],
     places: NDArray[np.int64],
@@ -123,44 +189,54 @@ def _take_best(
     # near when its keys are chosen.
     whole = heads * queries >= enough
     if not whole:
-        for task in prange(heads * rows):
-            head, row = task // rows, task % rows
-            _find_factors(peaks[head, row], totals[head, row], factors[head, row])
-        for task in prange(heads * queries * spans):
-            row, span = task // spans, task % spans
-            query = row % queries
-            _find_maxima(line, places, row, factor_of, span, columns[query], parts[query], maxima)
-    for row in prange(heads * queries):
-        head, query = row // queries, row % queries
-        if whole:
-            for each in range(query * group, (query + 1) * group):
-                _find_factors(peaks[head, each], totals[head, each], factors[head, each])
-            for span in range(spans):
-                _find_maxima(line, places, row, factor_of, span, columns[query], parts[query], maxima)
-        if keeps[query] > 0:
-            best = ids[head, query, : keeps[query]]
-            count = _choose(line, places, row, factor_of, columns[query], parts[query], maxima, best)
-            found[head, query] = count
-            shared, behind = columns[query, 0], parts[query, 1] - columns[query, 0]
-            for g in range(group):
-                for k in range(count):
-                    weights[places[row, g] + best[k] + (behind if best[k] >= shared else 0)] = 0
+        spread(_find_row_factors, heads * rows, (peaks, totals, factors, rows))
+        spread(
+            _find_span_maxima,
+            heads * queries * spans,
+            (places, maxima, columns, parts, queries, line, factor_of, spans),
+        )
+    spread(
+        _take_row,
+        heads * queries,
+        (
+            weights,
+            places,
+            peaks,
+            totals,
+            factors,
+            maxima,
+            columns,
+            parts,
+            keeps,
+            ids,
+            found,
+            whole,
+            queries,
+            spans,
+            line,
+            factor_of,
+            group,
+        ),
+    )
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _find_factors(
     peaks: NDArray[np.float32], totals: NDArray[np.float32], factors: NDArray[np.float32]
 ) -> None:  # pragma: no cover - compiled
     """What makes every span's exponentials of a row the softmax of its logits."""
-    peak, total = peaks.max(), np.float32(0)
+    peak, total = np.float32(-np.inf), np.float32(0)
+    for span in range(peaks.shape[0]):
+        peak = max(peak, peaks[span])
     for span in range(peaks.shape[0]):
         factors[span] = np.exp(peaks[span] - peak) if peaks[span] > -np.inf else np.float32(0)
         total += factors[span] * totals[span]
     if total > 0:
-        factors /= total
+        for span in range(peaks.shape[0]):
+            factors[span] /= total
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _extent(
     span: int, columns: NDArray[np.int64], parts: NDArray[np.int64]
 ) -> tuple[int, int, int]:  # pragma: no cover - compiled
@@ -172,7 +248,7 @@ def _extent(
     return begin, max(parts[1], begin), min(parts[1] + columns[2], begin + SPAN)
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _find_maxima(
     line: NDArray[np.float32],
     places: NDArray[np.int64],
@@ -215,7 +291,7 @@ def _find_maxima(
         maxima[row, at + each] = -np.inf
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _choose(
     line: NDArray[np.float32],
     places: NDArray[np.int64],

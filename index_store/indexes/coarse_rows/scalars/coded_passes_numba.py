@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from index_store.compiled.launch import njit
 from index_store.indexes.coarse_rows.scalars.coded_tables_numba import rows_in_line
 from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
 from index_store.indexes.coarse_rows.scalars.spans import shift_of, span_count
-from index_store.launch import njit
 
 CODES, CODES_APART, SCALES, SCALES_APART, OFFSETS, OFFSETS_APART = range(6)
 """Addresses of the first KV head's rows, and how many rows lie between the first ones of two heads."""
@@ -141,7 +141,7 @@ def _spreading(tasks: int) -> int:
     return step
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def pass_of(table: NDArray[np.int64], task: int) -> int:  # pragma: no cover - compiled
     """The pass that a task belongs to."""
     number = table.shape[0] - 1

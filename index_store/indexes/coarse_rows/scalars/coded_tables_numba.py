@@ -12,7 +12,7 @@ from torch import Tensor
 
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import make_widening
-from index_store.launch import njit
+from index_store.compiled.launch import njit
 
 _widen_halves = make_widening("float16")
 
@@ -41,7 +41,7 @@ def half_table(rows_HNJ: Tensor) -> tuple[NDArray[np.generic], int]:
     return row_table(rows_HNJ.view(torch.int16))
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def at_cache_line(rows: int, width: int) -> NDArray[np.float32]:  # pragma: no cover - compiled
     """[rows, width] zeros that begin at a cache line, for widths that are multiples of LANES.
 
@@ -52,7 +52,16 @@ def at_cache_line(rows: int, width: int) -> NDArray[np.float32]:  # pragma: no c
     return room[first : first + rows * width].reshape(rows, width)
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
+def largest_count(counts: NDArray[np.int64]) -> int:  # pragma: no cover - compiled
+    """0 where there is none."""
+    most = 0
+    for r in range(counts.shape[0]):
+        most = max(most, counts[r])
+    return most
+
+
+@njit(_nrt=False)
 def widen(
     halves: NDArray[np.int16],
     row: int,
@@ -72,7 +81,7 @@ def widen(
         _widen_halves(scratch, 0, 0, floats, 0, vectors * LANES, 1)
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def widen_groups(
     halves: NDArray[np.int16],
     row: int,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import extremes
+from index_store.compiled.launch import launch, njit, on_host, spread
 from index_store.indexes.coarse_rows.scalars.scalar_rows import (
     BLOCK,
     ScalarRows,
@@ -24,7 +25,6 @@ from index_store.indexes.coarse_rows.scalars.scalar_rows import (
     ranges_to_levels,
     refuse,
 )
-from index_store.launch import launch, njit, on_host, prange
 
 
 def code_rows(kv_HN2D: Tensor, first_id: int, key_bits: int, value_bits: int, groups: int) -> ScalarRows:
@@ -58,7 +58,26 @@ def code_rows(kv_HN2D: Tensor, first_id: int, key_bits: int, value_bits: int, gr
     return rows
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit()
+def _find_block_ranges(
+    task: int,
+    numbers: NDArray[np.float32],
+    lead: int,
+    key_lows: NDArray[np.float32],
+    value_lows: NDArray[np.float32],
+    key_highs: NDArray[np.float32],
+    value_highs: NDArray[np.float32],
+    blocks: int,
+    count: int,
+) -> None:  # pragma: no cover - compiled
+    head, block = task // blocks, task % blocks
+    first, end = max(0, block * BLOCK - lead), min(count, (block + 1) * BLOCK - lead)
+    _find_key_range(numbers, head * count + first, end - first, key_lows[head, block], key_highs[head, block])
+    for n in range(first, end):
+        _find_value_ranges(numbers, 2 * (head * count + n) + 1, value_lows[head, n], value_highs[head, n])
+
+
+@njit("f4x2 i8 f4x3 f4x3 f4x3 f4x3")
 def _find_ranges(
     numbers: NDArray[np.float32],
     lead: int,
@@ -70,17 +89,14 @@ def _find_ranges(
     """numbers: [L, d], of every head its keys and values in turn."""
     heads, count = value_lows.shape[:2]
     blocks = key_lows.shape[1]
-    for task in prange(heads * blocks):
-        head, block = task // blocks, task % blocks
-        first, end = max(0, block * BLOCK - lead), min(count, (block + 1) * BLOCK - lead)
-        _find_key_range(
-            numbers, head * count + first, end - first, key_lows[head, block], key_highs[head, block]
-        )
-        for n in range(first, end):
-            _find_value_ranges(numbers, 2 * (head * count + n) + 1, value_lows[head, n], value_highs[head, n])
+    spread(
+        _find_block_ranges,
+        heads * blocks,
+        (numbers, lead, key_lows, value_lows, key_highs, value_highs, blocks, count),
+    )
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _find_key_range(
     numbers: NDArray[np.float32], first: int, count: int, low: NDArray[np.float32], high: NDArray[np.float32]
 ) -> None:  # pragma: no cover - compiled
@@ -93,7 +109,7 @@ def _find_key_range(
             high[c] = row[c] if row[c] > high[c] else high[c]
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _find_value_ranges(
     numbers: NDArray[np.float32], row: int, low: NDArray[np.float32], high: NDArray[np.float32]
 ) -> None:  # pragma: no cover - compiled
@@ -108,7 +124,35 @@ def _find_value_ranges(
         low[g], high[g] = least, most
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit()
+def _write_block(
+    task: int,
+    numbers: NDArray[np.float32],
+    lead: int,
+    key_steps: NDArray[np.float32],
+    key_starts: NDArray[np.float32],
+    value_steps: NDArray[np.float32],
+    value_starts: NDArray[np.float32],
+    key_bits: int,
+    value_bits: int,
+    to_row: int,
+    key_codes: NDArray[np.uint8],
+    value_codes: NDArray[np.uint8],
+    dim: int,
+    blocks: int,
+    count: int,
+) -> None:  # pragma: no cover - compiled
+    head, block = task // blocks, task % blocks
+    codes = np.empty(dim, np.uint8)
+    for n in range(max(0, block * BLOCK - lead), min(count, (block + 1) * BLOCK - lead)):
+        row = 2 * (head * count + n)
+        _find_key_codes(numbers, row, key_steps[head, block], key_starts[head, block], key_bits, codes)
+        _pack(codes, key_bits, key_codes[head, to_row + n])
+        _find_value_codes(numbers, row + 1, value_steps[head, n], value_starts[head, n], value_bits, codes)
+        _pack(codes, value_bits, value_codes[head, to_row + n])
+
+
+@njit("f4x2 i8 f4x3 f4x3 f4x3 f4x3 i8 i8 i8 u1x3 u1x3")
 def _write_codes(
     numbers: NDArray[np.float32],
     lead: int,
@@ -124,20 +168,29 @@ def _write_codes(
 ) -> None:  # pragma: no cover - compiled
     """Codes of rows to_row, to_row + 1, ... of every head."""
     (heads, count, _), blocks, dim = value_steps.shape, key_steps.shape[1], numbers.shape[1]
-    for task in prange(heads * blocks):
-        head, block = task // blocks, task % blocks
-        codes = np.empty(dim, np.uint8)
-        for n in range(max(0, block * BLOCK - lead), min(count, (block + 1) * BLOCK - lead)):
-            row = 2 * (head * count + n)
-            _find_key_codes(numbers, row, key_steps[head, block], key_starts[head, block], key_bits, codes)
-            _pack(codes, key_bits, key_codes[head, to_row + n])
-            _find_value_codes(
-                numbers, row + 1, value_steps[head, n], value_starts[head, n], value_bits, codes
-            )
-            _pack(codes, value_bits, value_codes[head, to_row + n])
+    spread(
+        _write_block,
+        heads * blocks,
+        (
+            numbers,
+            lead,
+            key_steps,
+            key_starts,
+            value_steps,
+            value_starts,
+            key_bits,
+            value_bits,
+            to_row,
+            key_codes,
+            value_codes,
+            dim,
+            blocks,
+            count,
+        ),
+    )
 
 
-@njit(cache=True, nogil=True, _nrt=False, error_model="numpy")
+@njit(_nrt=False, error_model="numpy")
 def _find_key_codes(
     numbers: NDArray[np.float32],
     row: int,
@@ -154,7 +207,7 @@ def _find_key_codes(
         codes[c] = np.uint8(np.int32(place))
 
 
-@njit(cache=True, nogil=True, _nrt=False, error_model="numpy")
+@njit(_nrt=False, error_model="numpy")
 def _find_value_codes(
     numbers: NDArray[np.float32],
     row: int,
@@ -175,7 +228,7 @@ def _find_value_codes(
             found[c] = np.uint8(np.int32(place))
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _pack(codes: NDArray[np.uint8], bits: int, out: NDArray[np.uint8]) -> None:  # pragma: no cover - compiled
     """One row of codes as `packing.pack` lays it out."""
     if bits == 4:
@@ -186,7 +239,7 @@ def _pack(codes: NDArray[np.uint8], bits: int, out: NDArray[np.uint8]) -> None: 
         _pack_plane(codes, 2, 8, 1, out[codes.shape[0] // 4 :])
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _pack_plane(
     codes: NDArray[np.uint8], low: int, each: int, bits: int, out: NDArray[np.uint8]
 ) -> None:  # pragma: no cover - compiled

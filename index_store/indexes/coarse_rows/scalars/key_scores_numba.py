@@ -21,6 +21,7 @@ from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import add_weighted, make_scaling
 from index_store.attention.vectors.folding_numba import FOLDED, fold_rows
+from index_store.compiled.launch import byte_table, int16_table, launch, njit, spread
 from index_store.indexes.coarse_rows.scalars.coded_passes_numba import (
     BEGIN,
     CODES,
@@ -41,11 +42,10 @@ from index_store.indexes.coarse_rows.scalars.coded_passes_numba import (
     PassTable,
     pass_of,
 )
-from index_store.indexes.coarse_rows.scalars.coded_tables_numba import at_cache_line, widen
+from index_store.indexes.coarse_rows.scalars.coded_tables_numba import at_cache_line, largest_count, widen
 from index_store.indexes.coarse_rows.scalars.packed_codes_numba import multiply, pack_keys
 from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK
 from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans
-from index_store.launch import byte_table, int16_table, launch, njit, prange
 
 _LEAST_AT_ONCE, _CODES_AT_ONCE = 64, 8192
 """Keys scored at once, at least, and their codes: what is unpacked stays in the first-level cache."""
@@ -101,7 +101,60 @@ def weigh(logits: RowsInLine, shift: int, spans: Spans) -> None:
         )
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit()
+def _score_task(
+    number: int,
+    table: NDArray[np.int64],
+    tasks: int,
+    stride: int,
+    width: int,
+    bits: int,
+    queries: NDArray[np.float32],
+    out: NDArray[np.float32],
+    places: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    peaks: NDArray[np.float32],
+    totals: NDArray[np.float32],
+    span_rows: NDArray[np.int64],
+    span_first: NDArray[np.int64],
+    dim: int,
+) -> None:  # pragma: no cover - compiled
+    task = number * stride % tasks
+    own = table[pass_of(table, task)]
+    head, span = (task - own[TASKS]) // own[SPLITS], (task - own[TASKS]) % own[SPLITS]
+    low, high = max(0, span * SPAN - own[SHIFT]), min(own[MOST], (span + 1) * SPAN - own[SHIFT])
+    blocks = (own[LEAD] + own[COUNT] + BLOCK - 1) // BLOCK
+    rows = slice(own[BEGIN], own[END])
+    _score_span(
+        byte_table(own[CODES] + head * own[CODES_APART] * width, own[COUNT], width),
+        int16_table(own[SCALES] + 2 * head * own[SCALES_APART] * dim, blocks, dim),
+        int16_table(own[OFFSETS] + 2 * head * own[OFFSETS_APART] * dim, blocks, dim),
+        bits,
+        own[LEAD],
+        queries[head, rows],
+        own[FIRST] + low,
+        own[FIRST] + high,
+        out,
+        places[head, rows],
+        counts[rows],
+        own[FIRST],
+    )
+    if peaks.shape[0] > 0:
+        _weigh_span(
+            out,
+            places[head, rows],
+            counts[rows],
+            low,
+            high,
+            span,
+            peaks[head],
+            totals[head],
+            span_rows[rows],
+            span_first[rows],
+        )
+
+
+@njit("i8x2 i8 i8 i8 i8 f4x3 f4x1 i8x2 i8x1 f4x3 f4x3 i8x1 i8x1")
 def _score_keys(
     table: NDArray[np.int64],
     tasks: int,
@@ -118,43 +171,29 @@ def _score_keys(
     span_first: NDArray[np.int64],
 ) -> None:  # pragma: no cover - compiled
     dim = queries.shape[2]
-    for number in prange(tasks):
-        task = number * stride % tasks
-        own = table[pass_of(table, task)]
-        head, span = (task - own[TASKS]) // own[SPLITS], (task - own[TASKS]) % own[SPLITS]
-        low, high = max(0, span * SPAN - own[SHIFT]), min(own[MOST], (span + 1) * SPAN - own[SHIFT])
-        blocks = (own[LEAD] + own[COUNT] + BLOCK - 1) // BLOCK
-        rows = slice(own[BEGIN], own[END])
-        _score_span(
-            byte_table(own[CODES] + head * own[CODES_APART] * width, own[COUNT], width),
-            int16_table(own[SCALES] + 2 * head * own[SCALES_APART] * dim, blocks, dim),
-            int16_table(own[OFFSETS] + 2 * head * own[OFFSETS_APART] * dim, blocks, dim),
+    spread(
+        _score_task,
+        tasks,
+        (
+            table,
+            tasks,
+            stride,
+            width,
             bits,
-            own[LEAD],
-            queries[head, rows],
-            own[FIRST] + low,
-            own[FIRST] + high,
+            queries,
             out,
-            places[head, rows],
-            counts[rows],
-            own[FIRST],
-        )
-        if peaks.shape[0] > 0:
-            _weigh_span(
-                out,
-                places[head, rows],
-                counts[rows],
-                low,
-                high,
-                span,
-                peaks[head],
-                totals[head],
-                span_rows[rows],
-                span_first[rows],
-            )
+            places,
+            counts,
+            peaks,
+            totals,
+            span_rows,
+            span_first,
+            dim,
+        ),
+    )
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _score_span(
     codes: NDArray[np.uint8],
     scales: NDArray[np.int16],
@@ -234,7 +273,28 @@ def _score_span(
         low = high
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit()
+def _weigh_task(
+    task: int,
+    shift: int,
+    logits: NDArray[np.float32],
+    places: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    peaks: NDArray[np.float32],
+    totals: NDArray[np.float32],
+    span_rows: NDArray[np.int64],
+    span_first: NDArray[np.int64],
+    spans: int,
+    most: int,
+) -> None:  # pragma: no cover - compiled
+    head, span = task // spans, task % spans
+    low, high = max(0, span * SPAN - shift), min(most, (span + 1) * SPAN - shift)
+    _weigh_span(
+        logits, places[head], counts, low, high, span, peaks[head], totals[head], span_rows, span_first
+    )
+
+
+@njit("i8 f4x1 i8x2 i8x1 f4x3 f4x3 i8x1 i8x1")
 def _weigh(
     shift: int,
     logits: NDArray[np.float32],
@@ -245,17 +305,16 @@ def _weigh(
     span_rows: NDArray[np.int64],
     span_first: NDArray[np.int64],
 ) -> None:  # pragma: no cover - compiled
-    heads, most = places.shape[0], counts.max()
+    heads, most = places.shape[0], largest_count(counts)
     spans = (shift + most + SPAN - 1) // SPAN
-    for task in prange(heads * spans):
-        head, span = task // spans, task % spans
-        low, high = max(0, span * SPAN - shift), min(most, (span + 1) * SPAN - shift)
-        _weigh_span(
-            logits, places[head], counts, low, high, span, peaks[head], totals[head], span_rows, span_first
-        )
+    spread(
+        _weigh_task,
+        heads * spans,
+        (shift, logits, places, counts, peaks, totals, span_rows, span_first, spans, most),
+    )
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _weigh_span(
     numbers: NDArray[np.float32],
     places: NDArray[np.int64],

@@ -15,13 +15,40 @@ from numpy.typing import NDArray
 
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import total_of
+from index_store.compiled.launch import njit, spread
 from index_store.indexes.coarse_rows.scalars.spans import SPAN
-from index_store.launch import njit, prange
 
 NEGLIGIBLE = 0.02
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit()
+def _find_limit(
+    task: int,
+    peaks: NDArray[np.float32],
+    totals: NDArray[np.float32],
+    span_rows: NDArray[np.int64],
+    span_first: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    shifts: NDArray[np.int64],
+    beside: NDArray[np.float32],
+    limits: NDArray[np.float32],
+    rows: int,
+) -> None:  # pragma: no cover - compiled
+    head, r = task // rows, task % rows
+    row, first = span_rows[r], span_first[r]
+    spans = (shifts[r] + counts[r] + SPAN - 1) // SPAN if counts[r] > 0 else 0
+    peak = beside[head, r] if beside.size else np.float32(-np.inf)
+    for span in range(spans):
+        peak = max(peak, peaks[head, row, first + span])
+    limits[head, r] = -np.inf
+    if peak > -np.inf:
+        total = np.exp(beside[head, r] - peak) if beside.size else np.float32(0)
+        for span in range(spans):
+            total += np.exp(peaks[head, row, first + span] - peak) * totals[head, row, first + span]
+        limits[head, r] = peak + np.log(total * np.float32(NEGLIGIBLE) / np.float32(counts[r]))
+
+
+@njit("f4x3 f4x3 i8x1 i8x1 i8x1 i8x1 f4x2 f4x2")
 def find_limits(
     peaks: NDArray[np.float32],
     totals: NDArray[np.float32],
@@ -38,22 +65,14 @@ def find_limits(
     positions as its shift behind a span. beside: [H, R] log-sum-exp of logits that the totals lack, or nothing.
     """
     heads, rows = limits.shape
-    for task in prange(heads * rows):
-        head, r = task // rows, task % rows
-        row, first = span_rows[r], span_first[r]
-        spans = (shifts[r] + counts[r] + SPAN - 1) // SPAN if counts[r] > 0 else 0
-        peak = beside[head, r] if beside.size else np.float32(-np.inf)
-        for span in range(spans):
-            peak = max(peak, peaks[head, row, first + span])
-        limits[head, r] = -np.inf
-        if peak > -np.inf:
-            total = np.exp(beside[head, r] - peak) if beside.size else np.float32(0)
-            for span in range(spans):
-                total += np.exp(peaks[head, row, first + span] - peak) * totals[head, row, first + span]
-            limits[head, r] = peak + np.log(total * np.float32(NEGLIGIBLE) / np.float32(counts[r]))
+    spread(
+        _find_limit,
+        heads * rows,
+        (peaks, totals, span_rows, span_first, counts, shifts, beside, limits, rows),
+    )
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def choose_rows(
     line: NDArray[np.float32],
     places: NDArray[np.int64],
@@ -76,7 +95,7 @@ def choose_rows(
     return count
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _add_up(line: NDArray[np.float32], first: int, count: int) -> np.float32:  # pragma: no cover - compiled
     """Sum of so many weights."""
     whole = count // LANES

@@ -18,7 +18,7 @@ from index_store.attention.vectors.bytes_numba import (
     prefetch,
 )
 from index_store.attention.vectors.code import LANES
-from index_store.launch import njit
+from index_store.compiled.launch import njit
 
 ROWS = 4
 """Rows are multiplied in multiples of this many."""
@@ -33,7 +33,7 @@ _interleave_2, _interleave_4, _interleave_8 = (make_interleaving(bits, _CHUNK) f
 _interleave_4_64 = make_interleaving(4, 4 * _CHUNK)
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def multiply(
     codes: NDArray[np.uint32],
     column: int,
@@ -58,7 +58,7 @@ def multiply(
             n += LANES
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def pack_keys(
     codes: NDArray[np.uint8],
     first: int,
@@ -95,7 +95,7 @@ def pack_keys(
             packed[k, n] = _word_of(codes[first + n], 4 * k, channels, bits)
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def pack_values(
     codes: NDArray[np.uint8],
     first: int,
@@ -138,7 +138,7 @@ def pack_values(
             packed[n // 4, c] = kept | (np.uint32(_code_of(codes[first + n], c, channels, bits)) << shift)
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _ask_for(
     codes: NDArray[np.uint8], first: int, byte: int, count: int
 ) -> None:  # pragma: no cover - compiled
@@ -147,7 +147,7 @@ def _ask_for(
         prefetch(codes, first, at)
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _fits_words(channels: int, bits: int) -> bool:  # pragma: no cover - compiled
     """Whether every plane of a row begins at a word of its own."""
     if bits == 4:
@@ -157,7 +157,7 @@ def _fits_words(channels: int, bits: int) -> bool:  # pragma: no cover - compile
     return channels % 32 == 0
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _code_of(
     row: NDArray[np.uint8], channel: int, channels: int, bits: int
 ) -> int:  # pragma: no cover - compiled
@@ -172,7 +172,7 @@ def _code_of(
     return low | (((row[fourth + channel % eighth] >> (channel // eighth)) & 1) << 2)  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _word_of(
     row: NDArray[np.uint8], channel: int, channels: int, bits: int
 ) -> int:  # pragma: no cover - compiled
@@ -183,7 +183,7 @@ def _word_of(
     return word
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _join_planes(
     raw: NDArray[np.uint32], packed: NDArray[np.uint32], count: int
 ) -> None:  # pragma: no cover - compiled

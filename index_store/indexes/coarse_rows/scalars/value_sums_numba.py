@@ -21,6 +21,7 @@ from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import add_weighted, make_scaling
 from index_store.attention.vectors.folding_numba import FOLDED, fold_rows
+from index_store.compiled.launch import byte_table, int16_table, launch, njit, spread
 from index_store.indexes.coarse_rows.scalars.coded_passes_numba import (
     BEGIN,
     CODES,
@@ -43,13 +44,16 @@ from index_store.indexes.coarse_rows.scalars.coded_passes_numba import (
     pass_of,
     passes_among,
 )
-from index_store.indexes.coarse_rows.scalars.coded_tables_numba import at_cache_line, widen_groups
+from index_store.indexes.coarse_rows.scalars.coded_tables_numba import (
+    at_cache_line,
+    largest_count,
+    widen_groups,
+)
 from index_store.indexes.coarse_rows.scalars.key_scores_numba import weigh
 from index_store.indexes.coarse_rows.scalars.negligible_runs_numba import choose_rows, find_limits
 from index_store.indexes.coarse_rows.scalars.packed_codes_numba import multiply, pack_values
 from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows
 from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, shift_of, span_count
-from index_store.launch import byte_table, int16_table, launch, njit, prange
 
 _ROWS_AT_ONCE = 16
 _MOST_PARTS = 16
@@ -138,7 +142,55 @@ def add_values(
     return state
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit()
+def _attend_task(
+    number: int,
+    table: NDArray[np.int64],
+    tasks: int,
+    stride: int,
+    width: int,
+    groups: int,
+    bits: int,
+    weights: NDArray[np.float32],
+    places: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    span_peaks: NDArray[np.float32],
+    span_rows: NDArray[np.int64],
+    span_first: NDArray[np.int64],
+    limits: NDArray[np.float32],
+    result: int,
+    outs: NDArray[np.float32],
+    peaks: NDArray[np.float32],
+    totals: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled
+    task = number * stride % tasks
+    own = table[pass_of(table, task)]
+    head, part = (task - own[TASKS]) // own[SPLITS], (task - own[TASKS]) % own[SPLITS]
+    begin = own[FIRST] + max(0, part * own[EACH] * SPAN - own[SHIFT])
+    rows, slot, left = slice(own[BEGIN], own[END]), own[SLOT] + part, own[COUNT] - begin
+    _attend_part(
+        byte_table(own[CODES] + (head * own[CODES_APART] + begin) * width, left, width),
+        int16_table(own[SCALES] + 2 * (head * own[SCALES_APART] + begin) * groups, left, groups),
+        int16_table(own[OFFSETS] + 2 * (head * own[OFFSETS_APART] + begin) * groups, left, groups),
+        bits,
+        weights,
+        places[head, rows],
+        counts[rows],
+        span_peaks[head],
+        span_rows[rows],
+        span_first[rows],
+        limits[head, rows],
+        own[SHIFT],
+        part * own[EACH],
+        (part + 1) * own[EACH],
+        result,
+        outs[head, slot],
+        peaks[head, slot],
+        totals[head, slot],
+    )
+
+
+@njit("i8x2 i8 i8 i8 i8 i8 f4x1 i8x2 i8x1 f4x3 i8x1 i8x1 f4x2 i8 f4x4 f4x3 f4x3")
 def _attend_parts(
     table: NDArray[np.int64],
     tasks: int,
@@ -158,35 +210,32 @@ def _attend_parts(
     peaks: NDArray[np.float32],
     totals: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled
-    for number in prange(tasks):
-        task = number * stride % tasks
-        own = table[pass_of(table, task)]
-        head, part = (task - own[TASKS]) // own[SPLITS], (task - own[TASKS]) % own[SPLITS]
-        begin = own[FIRST] + max(0, part * own[EACH] * SPAN - own[SHIFT])
-        rows, slot, left = slice(own[BEGIN], own[END]), own[SLOT] + part, own[COUNT] - begin
-        _attend_part(
-            byte_table(own[CODES] + (head * own[CODES_APART] + begin) * width, left, width),
-            int16_table(own[SCALES] + 2 * (head * own[SCALES_APART] + begin) * groups, left, groups),
-            int16_table(own[OFFSETS] + 2 * (head * own[OFFSETS_APART] + begin) * groups, left, groups),
+    spread(
+        _attend_task,
+        tasks,
+        (
+            table,
+            tasks,
+            stride,
+            width,
+            groups,
             bits,
             weights,
-            places[head, rows],
-            counts[rows],
-            span_peaks[head],
-            span_rows[rows],
-            span_first[rows],
-            limits[head, rows],
-            own[SHIFT],
-            part * own[EACH],
-            (part + 1) * own[EACH],
+            places,
+            counts,
+            span_peaks,
+            span_rows,
+            span_first,
+            limits,
             result,
-            outs[head, slot],
-            peaks[head, slot],
-            totals[head, slot],
-        )
+            outs,
+            peaks,
+            totals,
+        ),
+    )
 
 
-@njit(cache=True, nogil=True)
+@njit()
 def _attend_part(
     codes: NDArray[np.uint8],
     scales: NDArray[np.int16],
@@ -232,7 +281,7 @@ def _attend_part(
     chosen = np.empty(rows, np.int64)
     peaks, totals = np.empty(rows, np.float32), np.zeros(rows, np.float32)
     middle = np.float32((1 << bits) - 1) / np.float32(2)
-    longest = counts.max()
+    longest = largest_count(counts)
     _find_peaks(counts, span_peaks, span_rows, span_first, shift, first, end, peaks)
     begin_at = max(0, first * SPAN - shift)
     # Blocks begin at multiples of BLOCK positions, so weights that begin at a cache line go on to.
@@ -285,10 +334,11 @@ def _attend_part(
         row = span_rows[r] - result
         part_peaks[row], part_totals[row] = peaks[r], totals[r]
         for g in range(groups):
-            out[row, g * width : (g + 1) * width] = gathered[r * groups + g, :width]
+            for i in range(width):
+                out[row, g * width + i] = gathered[r * groups + g, i]
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _find_peaks(
     counts: NDArray[np.int64],
     span_peaks: NDArray[np.float32],
@@ -306,7 +356,7 @@ def _find_peaks(
             peaks[r] = max(peaks[r], span_peaks[span_rows[r], span_first[r] + span])
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@njit(_nrt=False)
 def _fold_rows(
     weights: NDArray[np.float32],
     places: NDArray[np.int64],
@@ -362,7 +412,41 @@ def _fold_rows(
             )
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit()
+def _merge_row(
+    task: int,
+    outs: NDArray[np.float32],
+    peaks: NDArray[np.float32],
+    totals: NDArray[np.float32],
+    out: NDArray[np.float32],
+    lse: NDArray[np.float32],
+    first: int,
+    parts: int,
+    rows: int,
+) -> None:  # pragma: no cover - compiled
+    head, r = task // rows, task % rows
+    peak = peaks[head, 0, r]
+    for part in range(parts):
+        peak = max(peak, peaks[head, part, r])
+    if peak == -np.inf:
+        return  # nothing was attended: the state is that already
+    line, total = out[head, first + r], np.float32(0)
+    for part in range(parts):
+        if peaks[head, part, r] > -np.inf:
+            total += np.exp(peaks[head, part, r] - peak) * totals[head, part, r]
+    if total == 0:
+        return  # all that counted is attended elsewhere
+    for part in range(parts):
+        if peaks[head, part, r] > -np.inf:
+            share = np.exp(peaks[head, part, r] - peak)
+            for i in range(line.shape[0]):
+                line[i] += share * outs[head, part, r, i]
+    for i in range(line.shape[0]):
+        line[i] /= total
+    lse[head, first + r] = peak + np.log(total)
+
+
+@njit("f4x4 f4x3 f4x3 f4x3 f4x2 i8")
 def _merge_parts(
     outs: NDArray[np.float32],
     peaks: NDArray[np.float32],
@@ -373,24 +457,4 @@ def _merge_parts(
 ) -> None:  # pragma: no cover - compiled
     """Merges the parts of all rows, the first of which is row `first` of the out. Those with peak -inf hold nothing."""
     heads, parts, rows, _ = outs.shape
-    for task in prange(heads * rows):
-        head, r = task // rows, task % rows
-        peak = peaks[head, 0, r]
-        for part in range(parts):
-            peak = max(peak, peaks[head, part, r])
-        if peak == -np.inf:
-            continue  # nothing was attended: the state is that already
-        line, total = out[head, first + r], np.float32(0)
-        for part in range(parts):
-            if peaks[head, part, r] > -np.inf:
-                total += np.exp(peaks[head, part, r] - peak) * totals[head, part, r]
-        if total == 0:
-            continue  # all that counted is attended elsewhere
-        for part in range(parts):
-            if peaks[head, part, r] > -np.inf:
-                share = np.exp(peaks[head, part, r] - peak)
-                for i in range(line.shape[0]):
-                    line[i] += share * outs[head, part, r, i]
-        for i in range(line.shape[0]):
-            line[i] /= total
-        lse[head, first + r] = peak + np.log(total)
+    spread(_merge_row, heads * rows, (outs, peaks, totals, out, lse, first, parts, rows))

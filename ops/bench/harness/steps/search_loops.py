@@ -28,12 +28,12 @@ from decode_engine.host_search.shared_words_numba import (
     relax,
     store_word,
 )
-from index_store.launch import njit
+from index_store.compiled.launch import njit
 
 _SPINS = 64
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def search_all(
     job: NDArray[np.int64],
     held: NDArray[np.int64],
@@ -59,7 +59,7 @@ def search_all(
                 _spin(spins)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def read_shares(
     data: NDArray[np.int64], share: int, turns: int, threads: int, number: int, words: NDArray[np.int64]
 ) -> int:  # pragma: no cover - compiled
@@ -83,7 +83,7 @@ def read_shares(
     return total
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def _spin(spins: int) -> None:  # pragma: no cover - compiled
     """One turn of waiting."""
     relax()

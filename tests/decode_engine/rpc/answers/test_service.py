@@ -116,8 +116,13 @@ def test_without_a_limit_the_answer_fits_the_model(library: Library, client: Cli
     generation = client.generate(name, text="12345", temperature=1.0, seed=1)
     generation.read()
     assert generation.summary.completion_tokens <= 15
+    assert generation.summary.max_tokens == 15
+    for wanted, allowed in ((7, 7), (16, 15), (2**31 - 1, 15)):
+        generation = client.generate(name, text="12345", max_tokens=wanted, temperature=1.0, seed=1)
+        generation.read()
+        assert generation.summary.max_tokens == allowed
     with pytest.raises(PromptTooLongError):
-        client.generate(name, text="12345", max_tokens=16).read()
+        client.generate(name, text="12345", min_tokens=16).read()
 
 
 def test_sixteen_streams_at_once_equal_one_at_a_time(server: DecodeServer, client: Client, lamp: str) -> None:

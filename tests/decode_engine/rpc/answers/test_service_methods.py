@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from decode_engine.model.method_choice import StepCosts, StepTime
+from decode_engine.model import method_choice
+from decode_engine.model.method_choice import StepTime
 from decode_engine.rpc.client import Client, Summary
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import ContextCorruptError, InvalidArgumentError, MethodUnsupportedError
@@ -56,16 +56,21 @@ def test_every_method_answers_and_says_what_it_did(client: Client, shelf: str, n
 
 
 @pytest.fixture
-def timed(server: DecodeServer, lamp: str) -> Iterator[Callable[[float], None]]:
-    """Has the server choose by time: a step of the context's own method takes so much, one of full attention 1."""
-    untimed = server.backend
+def timed(
+    library: Library, lamp: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Client, Callable[[float], None]]]:
+    """A server that chooses by time, and what says it: a step of the context's own method takes so much, one of full
+    attention 1."""
+    monkeypatch.setattr(method_choice, "_MOST_WANTED", 0)  # it times nothing itself
+    with DecodeServer(library.config(method="auto")) as server, Client(server.address) as client:
+        server.load()
+        costs = server.backend.costs
 
-    def fill(own: float) -> None:
-        costs = StepCosts({("full", HERE): _always(1.0), ("csattention 5.00%", HERE): _always(own)})
-        server._slot.fill(replace(untimed, auto=True, costs=costs))
+        def fill(own: float) -> None:
+            costs.chosen.clear()
+            costs.set({("full", HERE): _always(1.0), ("csattention 5.00%", HERE): _always(own)})
 
-    yield fill
-    server._slot.fill(untimed)
+        yield client, fill
 
 
 def _always(seconds: float) -> StepTime:
@@ -73,9 +78,10 @@ def _always(seconds: float) -> StepTime:
 
 
 def test_requests_that_leave_the_method_open_get_what_takes_less_time(
-    client: Client, lamp: str, timed: Callable[[float], None]
+    lamp: str, timed: tuple[Client, Callable[[float], None]]
 ) -> None:
-    timed(2.0)
+    client, fill = timed
+    fill(2.0)
     chosen = summary_of(client, lamp)
     assert (chosen.method, chosen.budget) == ("full", "")
     tokens = client.get_context(lamp).token_count
@@ -88,10 +94,10 @@ def test_requests_that_leave_the_method_open_get_what_takes_less_time(
         own = summary_of(client, lamp, **wish)
         assert own.method.startswith("csattention")
         assert own.method_reason.startswith("the context's own, as ")
-    timed(0.5)
+    fill(0.5)
     assert summary_of(client, lamp, method="auto").method == "csattention"
     assert client.server_status().method_choices == (
-        "csattention 5.00% instead of full (device), by sessions: always for 1, always for 16",
+        "csattention 5.00% instead of full (device): always with one session on a context, always with 16",
         "chosen so far: csattention 1",
     )
 
@@ -251,7 +257,7 @@ def test_a_damaged_tuned_default_is_not_replaced_silently(
     record_path(server, shelf).write_text("{")
     context = client.get_context(shelf)
     assert context in list(client.list_contexts())
-    assert (context.state, context.default_method, context.default_budget) == ("ready", "", "")
+    assert (context.state, context.default_method, context.default_budget) == ("READY", "", "")
     assert "the tuned default is damaged" in context.state_message
     with pytest.raises(ContextCorruptError, match=r"the tuned default is damaged.*name a method") as caught:
         summary_of(client, shelf)

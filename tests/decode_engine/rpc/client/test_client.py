@@ -337,7 +337,7 @@ HALF_TEXTS: dict[str, list[Callable[[Client], object]]] = {
     "warm_context": [lambda client: client.warm_context(HALF)],
 }
 TEXTLESS = {
-    *("close", "detokenize", "is_serving", "list_methods", "list_operations"),
+    *("close", "detokenize", "health", "is_serving", "list_methods", "list_operations"),
     *("server_status", "upload_document"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -20,6 +21,7 @@ from index_store.errors import (
     MethodUnsupportedError,
     StoreUnavailableError,
 )
+from index_store.store.catalog import Store
 from sparsekv.v1 import context_pb2
 from tests.decode_engine.conftest import Library, Stubs
 from tests.support.serving.service import wait_until
@@ -28,7 +30,7 @@ from tests.support.serving.service import wait_until
 def test_get_and_list_describe_a_context(library: Library, client: Client, lamp: str) -> None:
     context = client.get_context(lamp)
     assert context in list(client.list_contexts())
-    assert (context.display_name, context.state, context.dtype) == ("lamp", "ready", "float32")
+    assert (context.display_name, context.state, context.dtype) == ("lamp", "READY", "float32")
     assert (context.model, context.architecture) == (library.model.name, "LlamaForCausalLM")
     assert context.token_count == 8 * 68
     assert context.kv_bytes == 2 * 2 * context.token_count * 2 * 32 * 4
@@ -55,7 +57,8 @@ def test_a_context_is_found_by_what_people_call_it(library: Library, client: Cli
     for absent in ("foun", id_[:5], "0" * 64, "x" * 600):
         with pytest.raises(ContextNotFoundError, match="or a name"):
             client.find_context(absent)
-    library.prefill("found", method=("full",), text="Another text under the same name. " * 8)
+    same = library.prefill("second", method=("full",), text="Another text under the same name. " * 8)
+    Store(library.store).update(same, lambda manifest: replace(manifest, name="found"))  # as stores of before
     with pytest.raises(ContextAmbiguousError, match=r"fits 2 contexts.*give an id"):
         client.find_context("found")
     for bad in ({}, {"name": f"contexts/{other}", "reference": "found"}, {"reference": "x" * 601}):
@@ -81,12 +84,12 @@ def test_a_context_that_cannot_be_read_now(
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", open_file)
         context = client.get_context(f"contexts/{id_}")
-        assert (context.state, "Too many open files" in context.state_message) == ("unavailable", True)
+        assert (context.state, "Too many open files" in context.state_message) == ("UNAVAILABLE", True)
         assert "delete" not in context.state_message
         assert id_ in [listed.name.removeprefix("contexts/") for listed in client.list_contexts()]
         with pytest.raises(StoreUnavailableError, match="cannot be read now"):
             client.generate(context.name, text="x").read()
-    assert client.get_context(f"contexts/{id_}").state == "ready"
+    assert client.get_context(f"contexts/{id_}").state == "READY"
 
 
 def test_pages_cover_the_list_once(library: Library, client: Client, stubs: Stubs) -> None:

@@ -13,7 +13,7 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 
 from decode_engine.rpc.client import NEVER, Client
-from index_store.errors import ContextBusyError, ContextNotFoundError
+from index_store.errors import ContextBusyError, ContextNotFoundError, NameTakenError
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up
 from sparsekv.v1 import context_pb2
@@ -46,15 +46,31 @@ def test_a_context_is_renamed_labelled_and_pinned(library: Library, client: Clie
     client.delete_context(name)
 
 
+def test_a_name_that_another_context_has_is_taken_by_wish_alone(library: Library, client: Client) -> None:
+    old, new = (
+        "contexts/" + library.prefill(name, text=f"{name}. " * 30) for name in ("edition 1", "edition 2")
+    )
+    client.update_context(old, display_name="the handbook")
+    with pytest.raises(NameTakenError, match="belongs to context"):
+        client.update_context(new, display_name="the handbook")
+    assert client.update_context(old, display_name="the handbook").name == old
+    assert client.find_context("the handbook").name == old
+    assert client.update_context(new, display_name="the handbook", move_name=True).name == new
+    assert client.find_context("the handbook").name == new
+    assert client.get_context(old).display_name.startswith("the handbook ")
+    for name in (old, new):
+        client.delete_context(name)
+
+
 def test_a_pinned_context_does_not_expire(library: Library, client: Client) -> None:
     name = "contexts/" + library.prefill("pinned", ttl="1h")
     passed = datetime(2020, 1, 1, tzinfo=UTC)
-    assert client.update_context(name, pinned=True, expire_time=passed).state == "ready"
+    assert client.update_context(name, pinned=True, expire_time=passed).state == "READY"
     store = Store(library.store)
     assert not [item for item in clean_up(store, dry_run=True) if item.kind == "expired"]
     with client.generate(name, text="The", max_tokens=2) as generation:
         generation.read()
-    assert client.update_context(name, pinned=False).state == "expired"
+    assert client.update_context(name, pinned=False).state == "EXPIRED"
     assert [item.path.name for item in clean_up(store) if item.kind == "expired"] == [
         name.removeprefix("contexts/")
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import grpc
@@ -15,6 +16,7 @@ from decode_engine.rpc.server import DecodeServer
 from index_store.errors import (
     InvalidArgumentError,
     MethodUnsupportedError,
+    NameTakenError,
     UploadNotFoundError,
 )
 from index_store.jobs.job_queue import JobQueue
@@ -23,7 +25,7 @@ from index_store.models.conversation.messages import Conversation, Message, Role
 from prefill_worker.worker.queue_worker import QueueWorker
 from sparsekv.v1 import context_pb2, generation_pb2
 from tests.decode_engine.conftest import MAX_POSITIONS, Library, Stubs
-from tests.decode_engine.rpc.creation.conftest import document, names
+from tests.decode_engine.rpc.creation.conftest import document, make_worker, names
 from tests.support.serving.service import fails
 
 
@@ -129,6 +131,65 @@ def test_a_request_id_makes_repeats_harmless_also_after_a_restart(
     assert client.create_context(document("repeated"), request_id="order 1", wait=False).name == first.name
 
 
+def test_a_name_moves_to_a_new_edition(client: Client, worker: QueueWorker) -> None:
+    first = client.create_context(document("edition"), display_name="the log", wait=False)
+    with pytest.raises(NameTakenError, match=f"is to be that of context .*{first.name[-32:]}"):
+        client.create_context(document("edition", 8), display_name="the log", wait=False)
+    worker.work_once()
+    with pytest.raises(NameTakenError, match=r"belongs to context .*move_name in requests"):
+        client.create_context(document("edition", 8), display_name="the log", wait=False)
+    with pytest.raises(InvalidArgumentError, match="move_name is set without display_name"):
+        client.create_context(document("edition", 8), move_name=True, wait=False)
+    assert client.create_context(document("edition"), display_name="the log", wait=False).done
+    moved = client.create_context(document("edition", 8), display_name="the log", move_name=True, wait=False)
+    assert client.find_context("the log").name == first.context_name  # until the other one is there
+    worker.work_once()
+    assert client.find_context("the log").name == moved.context_name
+    assert client.get_context(first.context_name).display_name.startswith("the log ")
+    # What is called by its first words alone takes no name from anybody.
+    plain = client.create_context(document("edition", 9), wait=False)
+    worker.work_once()
+    again = client.create_context(document("edition", 10), wait=False)
+    worker.work_once()
+    names = [client.get_context(each.context_name).display_name for each in (plain, again)]
+    assert len(set(names)) == 2
+    with client.generate(moved.context_name, text="a", max_tokens=1, keep=Keep("branch")) as generation:
+        generation.read()
+    with pytest.raises(NameTakenError):
+        client.generate(moved.context_name, text="b", max_tokens=1, keep=Keep("branch")).read()
+    keep = Keep("branch", move_name=True)
+    with client.generate(moved.context_name, text="b", max_tokens=1, keep=keep) as generation:
+        generation.read()
+    assert client.find_context("branch").name == generation.summary.kept_context
+    with client.generate(moved.context_name, text="c", max_tokens=1, keep=Keep()) as generation:
+        generation.read()
+    assert client.find_context("the log").name == moved.context_name
+
+
+def test_an_order_without_a_worker_says_so(
+    client: Client, shop: Library, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", "decode_engine.rpc.creation"):
+        order = client.create_context(document("alone"), wait=False)
+    assert (order.phase, order.jobs_ahead) == ("queued", 0)
+    assert "no worker makes contexts of model 'model' now" in order.waiting_reason
+    assert "prefill-worker serve" in order.waiting_reason
+    assert order.waiting_reason in caplog.text
+    assert client.get_operation(order.name).waiting_reason == order.waiting_reason
+    with JobQueue(shop.store).attending("0" * 64):  # a worker of another model helps nobody
+        assert client.get_operation(order.name).waiting_reason
+    stopping = threading.Event()
+    beginning = threading.Thread(target=make_worker(shop).run, args=(stopping,))
+    beginning.start()
+    done = client.wait_operation(order.name)
+    assert (done.phase, done.waiting_reason) == ("ended", "")
+    another = client.create_context(document("alone", 7), wait=False)
+    assert another.waiting_reason == ""
+    client.wait_operation(another.name)
+    stopping.set()
+    beginning.join()
+
+
 def test_higher_priorities_come_first_then_the_oldest(client: Client, worker: QueueWorker) -> None:
     orders = [("old", 0), ("new", 0), ("urgent", 5), ("idle", -5)]
     made = {
@@ -231,13 +292,13 @@ def test_a_server_without_its_context_tells_so(client: Client, worker: QueueWork
     client.delete_context(operation.context_name)
     found = client.get_operation(operation.name).result()
     assert (found.state, found.state_message) == (
-        "unavailable",
+        "UNAVAILABLE",
         "the context was made, and has been deleted since",
     )
     again = client.create_context(document("deleted"), wait=False)
     assert not again.done
     worker.work_once()
-    assert client.get_operation(again.name).result().state == "ready"
+    assert client.get_operation(again.name).result().state == "READY"
 
 
 TOKENS = generation_pb2.TokenIds

@@ -162,21 +162,11 @@ ASKS = {"role": ROLES.USER, "content": "a"}
         ([], [], "messages", "found 0 messages, expected 1 to 4096"),
         ([{"role": ROLES.ROLE_UNSPECIFIED, "content": "a"}], [], "messages[0].role", "found 0, expected one of SYSTEM"),
         ([{"role": 9, "content": "a"}], [], "messages[0].role", "found 9, expected one of SYSTEM"),
-        ([{"role": ROLES.USER}], [], "messages[0].content", "found no text"),
         ([ASKS, {"role": ROLES.ASSISTANT, "content": "b"}], [], "messages[1].role", "user"),
-        ([{"role": ROLES.SYSTEM, "content": "a"}, ASKS], [], "messages[0].role", "first"),
-        ([{"role": ROLES.TOOL, "content": "a"}], [], "messages[0].role", "to follow a message with tool calls"),
+        ([{"role": ROLES.SYSTEM, "content": "a"}, ASKS], [], "messages[0].content", "leaves messages[0].content out"),
+        ([{"role": ROLES.USER, "tool_calls": [{"name": "look"}]}], [], "messages[0].tool_calls", "role assistant"),
         ([{"role": ROLES.USER, "content": "a", "name": "n" * 201}], [], "messages[0].name", "0 to 200 printable"),
         ([{"role": ROLES.USER, "content": "a"}], [{"name": "walk"}], "tools", "was made with other tools"),
-        (
-            [
-                {"role": ROLES.ASSISTANT, "tool_calls": [{"name": "look", "arguments_json": "[1]"}]},
-                {"role": ROLES.TOOL, "content": "a"},
-            ],
-            [],
-            "messages[0].tool_calls[0].arguments",
-            "expected a JSON object",
-        ),
     ],
 )  # fmt: skip
 def test_messages_that_cannot_be_said_are_refused(
@@ -211,7 +201,7 @@ def test_messages_that_cannot_be_said_are_refused(
         ('[{"role": "user", "content": 3}]', r"messages\[0\].content: found a value of type int"),
         (
             '[{"role": "king", "content": "a"}]',
-            r"messages\[0\].role: found 'king', expected one of system, user",
+            r"messages\[0\].role: found 'king', expected one of system, developer",
         ),
         ('[{"role": "user", "content": "a", "mood": 1}]', r"messages\[0\]: found a member 'mood'"),
         ('[{"role": "user", "content": "\\ud800"}]', r"messages\[0\].content: found half a character at 0"),

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from decode_engine.errors import CancelledError, TooManyRequestsError
-from decode_engine.rpc import generation as generation_module
 from decode_engine.rpc.client import Client, Usage, Waiting
+from decode_engine.rpc.messages import notices
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.rpc.transport.appointments import Appointments, Clients
 from index_store.errors import ContextCorruptError
@@ -39,8 +39,8 @@ def narrow(narrow_server: DecodeServer) -> Iterator[tuple[DecodeServer, Client]]
 def test_who_waits_is_told_how_many_are_ahead(
     narrow: tuple[DecodeServer, Client], lamp: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation_module, "_FIRST_NOTICE_S", 0.0)
-    monkeypatch.setattr(generation_module, "_NOTICE_S", 0.02)
+    monkeypatch.setattr(notices, "_FIRST_NOTICE_S", 0.0)
+    monkeypatch.setattr(notices, "_NOTICE_S", 0.02)
     server, client = narrow
     engine = server.backend.engine
     told: list[Waiting] = []
@@ -70,7 +70,7 @@ def test_usage_is_known_of_a_cancelled_generation(client: Client, lamp: str) -> 
     with pytest.raises(CancelledError):
         received += sum(len(piece.token_ids) for piece in pieces)
     context = client.get_context(lamp)
-    assert generation.usage == Usage(context.token_count, 4, received, context.token_count)
+    assert generation.usage == Usage(context.token_count, 4, received, context.token_count, LONG)
 
 
 def test_the_refused_get_appointments_and_patient_clients_keep_them(

@@ -81,7 +81,7 @@ def by_forward(runner: ModelRunner, session: Session) -> list[int]:
 
 def test_sessions_that_come_and_go_decode_as_one_by_one(runner: ModelRunner, stepper: Stepper) -> None:
     choose = random.Random(1)
-    contexts = make_contexts(runner, [70, 17])
+    contexts = [*make_contexts(runner, [70, 17]), runner.no_context]
     places = [choose.choice(contexts) for _ in range(6)]
     prompts = [[choose.randrange(50) for _ in range(choose.randint(1, 4))] for _ in places]
     expected = [by_forward(runner, start(runner, *given)) for given in zip(places, prompts, strict=True)]
@@ -115,6 +115,36 @@ def test_groups_are_arranged_anew_where_they_changed(
     stepper.step(sessions[:1], [3], [Sampler(SamplingParameters(temperature=1.0, seed=3))])
     stepper.step(sessions[1:], [3], [Sampler(GREEDY)])
     assert [(len(seats), steady) for seats, steady in arranged[2:]] == [(1, True), (1, False)]
+
+
+@pytest.mark.usefixtures("watched")
+@pytest.mark.parametrize("seed", [None, 3])
+def test_sessions_without_a_context_attend_to_their_tails_alone(
+    runner: ModelRunner, stepper: Stepper, seed: int | None
+) -> None:
+    """One that stands alone, several that share nothing, and with a seed, by which work is divided in another way."""
+    sampling = GREEDY if seed is None else SamplingParameters(temperature=1e-4, seed=seed)
+    prompts = [[5], list(range(3, 48)), [7, 8, 9]]
+    expected = [by_forward(runner, start(runner, runner.no_context, prompt))[0] for prompt in prompts]
+    for count in (1, 3):
+        sessions = [start(runner, runner.no_context, prompt) for prompt in prompts[:count]]
+        samplers = [Sampler(sampling) for _ in sessions]
+        assert stepper.step(sessions, [3] * count, samplers) == expected[:count]
+
+
+def test_a_step_follows_a_context_whose_last_token_was_read_again(
+    runner: ModelRunner, stepper: Stepper
+) -> None:
+    """Its tail is empty until then."""
+    (context,) = make_contexts(runner, [70])
+    tokens = []
+    for _ in range(2):
+        session = runner.start(context, METHODS["full"].on(context.manifest), again=1)
+        runner.forward([session], [[9]])
+        assert (session.position, session.tail_keys) == (70, 0)
+        tokens.append(session)
+    (found,) = stepper.step(tokens[:1], [3], [Sampler(GREEDY)])
+    assert found == by_forward(runner, tokens[1])[0]
 
 
 def test_a_batch_takes_up_to_64_sessions(runner: ModelRunner, stepper: Stepper) -> None:

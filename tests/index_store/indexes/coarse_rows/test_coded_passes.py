@@ -126,7 +126,7 @@ def test_every_task_is_begun_once_and_parts_of_a_row_have_slots_of_their_own() -
         assert sorted(begun) == list(range(table.tasks))
         for number, own in enumerate(table.numbers):
             for task in range(own[TASKS], own[TASKS] + HEADS * own[SPLITS]):
-                assert pass_of(table.numbers, task) == number
+                assert pass_of.py_func(table.numbers, task) == number
     assert [own[SPLITS] for own in table.numbers] == [2, 1, 1, 2, 2]
     assert [own[EACH] for own in table.numbers] == [-(-3 // 2), 1, 1, -(-3 // 2), 1]
     taken = [

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from numba import njit
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
@@ -20,7 +21,6 @@ from index_store.indexes.coarse_rows.scalars.negligible_runs_numba import NEGLIG
 from index_store.indexes.coarse_rows.scalars.reference import attend_values_reference, score_keys_reference
 from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows
 from index_store.indexes.coarse_rows.scalars.value_sums_numba import attend_values
-from index_store.launch import njit
 
 HEADS = 2
 

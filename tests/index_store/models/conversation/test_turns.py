@@ -240,7 +240,6 @@ def with_template(tmp_path: Path, template: str) -> Tokenizer:
 @pytest.mark.parametrize(
     ("template", "conversation", "message"),
     [
-        (CHATML, Conversation((Message(USER, "Hm?", name="anna"),)), r"leaves messages\[0\].name out"),
         (CHATML, talk((USER, "Hm?"), tools=[Tool("look")]), r"leaves tools\[0\].name out"),
         ("{{ messages[-1].content }}", talk((USER, "a"), (USER, "b")), r"leaves messages\[0\].content out"),
         ("{{ messages[0].content | replace('so', 'thus') }}", talk((USER, "so it is")), "writes something else"),
@@ -310,3 +309,70 @@ def test_a_changed_template_is_told_by_the_first_token_that_differs(tmp_path: Pa
 def test_a_broken_record_is_told(data: bytes) -> None:
     with pytest.raises(ManifestError, match="somewhere: the messages of the conversation cannot be read"):
         StoredConversation.from_bytes(data, "somewhere")
+
+
+ALTERNATING = (
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}\n{% set messages = messages[1:] %}{% endif %}"
+    "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate') }}{% endif %}"
+    "<|begin|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|begin|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("last", [SYSTEM, USER, ASSISTANT])
+def test_contexts_of_templates_that_want_alternate_roles_are_made_and_continued(
+    tmp_path: Path, last: Role
+) -> None:
+    tokenizer = load_tokenizer(resolve_model(str(write_chat_tokenizer(tmp_path, ALTERNATING))))
+    turns = [(SYSTEM, "Be brief."), (USER, "The lamp of 1948?"), (ASSISTANT, "Lit.")]
+    conversation = talk(*turns[: 1 + [SYSTEM, USER, ASSISTANT].index(last)])
+    ids, stored = tokenizer.begin_conversation(conversation)
+    new = [Message(ASSISTANT, "Yes."), Message(USER, "Who?")] if last is USER else [Message(USER, "Who?")]
+    whole = tokenizer.encode_conversation(conversation.followed_by(new), answer_follows=True)
+    assert ids + tokenizer.continue_conversation(stored, new, lambda: ids) == whole
+    if last is USER:
+        expected = (
+            "Roles must alternate; the context ends with a message of the user, .*, too: send a message"
+        )
+        with pytest.raises(InvalidArgumentError, match=expected):
+            tokenizer.continue_conversation(stored, [Message(USER, "Who?")], lambda: ids)
+
+
+def test_a_template_that_takes_no_further_message_is_told_as_what_it_is(tmp_path: Path) -> None:
+    once = "{% if messages | length > 1 %}{{ raise_exception('One message') }}{% endif %}{{ messages[0].content }}"
+    tokenizer = load_tokenizer(resolve_model(str(write_chat_tokenizer(tmp_path, once))))
+    with pytest.raises(
+        InvalidArgumentError, match=r"no message can follow these, neither .*One message.*store the text"
+    ):
+        tokenizer.begin_conversation(talk((USER, "The lamp?")))
+
+
+KNOWS_DEVELOPERS = CHATML.replace("!= 'system'", "not in ('system', 'developer')")
+SWITCHED = CHATML + "{% if enable_thinking is defined %}<think>{% endif %}{{ bos_token }}"
+NAMED = CHATML.replace("message['content']", "(message.name or '') + message['content']")
+
+
+def test_history_is_said_as_it_is(tmp_path: Path) -> None:
+    """A system and a developer wherever they stand, an empty answer, a cut call, a tool that nobody called."""
+    cut = ToolCall("look", '{"at": "sh')
+    said = (
+        *(Message(Role.SYSTEM, "One."), Message(Role.DEVELOPER, "Two."), Message(USER, "Who?", name="anna")),
+        *(Message(ASSISTANT, ""), Message(USER, "Who?"), Message(ASSISTANT, tool_calls=(cut,))),
+        *(Message(Role.TOOL, ""), Message(Role.TOOL, "x"), Message(Role.SYSTEM, "Late.")),
+    )
+    for template, developer in ((CHATML, "system"), (KNOWS_DEVELOPERS, "developer")):
+        tokenizer = with_template(tmp_path / developer, template)
+        text = tokenizer.decode(
+            tokenizer.encode_conversation(Conversation(said)), shown=tuple(tokenizer.hidden.values())
+        )
+        assert f"system\nOne.<|im_end|>\n<|im_start|>{developer}\nTwo.<|im_end|>" in text
+        assert '"arguments": {"at": "sh' in text
+        assert text.endswith("<|im_start|>user\nx<|im_end|>\n<|im_start|>system\nLate.<|im_end|>\n")
+
+
+def test_what_a_template_reads_is_known(tmp_path: Path) -> None:
+    for number, (template, reads) in enumerate(
+        ((CHATML, set()), (SWITCHED, {"enable_thinking"}), (NAMED, {"name"}))
+    ):
+        assert set(with_template(tmp_path / str(number), template).template_reads) == reads

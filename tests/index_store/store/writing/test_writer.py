@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import resource
@@ -12,10 +13,11 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 import torch
+import zarr
 
 from index_store.errors import (
     FormatVersionError,
@@ -265,9 +267,8 @@ def test_an_incomplete_context_is_not_published(store: Store, context: Synthetic
         for entry, _ in context.by_layer():
             assert writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype) == entry
         writer.write_chunk("kv", (0, 0), context.kv[0, 0])
-        for use in (writer.verify, lambda: writer.publish(manifest)):
-            with pytest.raises(MissingChunkError, match=r"kv/c/0/1/.* was never written"):
-                use()
+        with pytest.raises(MissingChunkError, match=r"kv/c/0/1/.* was never written"):
+            writer.publish(manifest)
         with pytest.raises(InvalidArgumentError, match="that create_array returned"):
             writer.publish(context.manifest)
         with pytest.raises(InvalidArgumentError, match="expected"):
@@ -285,7 +286,7 @@ def test_wrong_chunks_are_refused(store: Store, context: SyntheticContext) -> No
             (good.transpose(0, 2), "a chunk is"),
             (good.view(torch.int16), "a chunk is bfloat16, got int16"),
             (good.float(), "a chunk is"),
-            (good.to(torch.complex64), "chunk"),
+            (good.to(torch.complex64), "cannot be stored"),
         ):
             with pytest.raises(InvalidArgumentError, match=said):
                 writer.write_chunk("kv", (0, 0), data)
@@ -329,3 +330,65 @@ def test_chunks_from_several_threads(store: Store) -> None:
     assert torch.equal(
         store.open(context.id).array("kv", 2, 1).view(torch.int16), context.kv[2, 1].view(torch.int16)
     )
+
+
+@pytest.mark.parametrize("rows", [1, 7, 36, 37])
+def test_rows_that_come_bit_by_bit_are_what_zarr_reads(
+    store: Store, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bytes as whole chunks, checksums included, also where the disk is asked for them in between."""
+    monkeypatch.setattr(writing, "_SYNC_BYTES", 300)
+    monkeypatch.setattr(writing, "_PIECE_BYTES", 100)
+    context = synthetic_context(tokens=37)
+    synced: list[int] = []
+    with store.writer(context.id) as writer:
+        writer.write_tokens(context.tokens)
+        for entry, data in context.by_layer():
+            writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
+            for place in itertools.product(*map(range, data.shape[:2])):
+                if entry.path != "kv":
+                    writer.write_chunk(entry.path, place, data[place])
+                    continue
+                writer.write_rows("kv", place, 0, data[place][:1] * 0)  # begun anew
+                for start in range(0, 37, rows):
+                    writer.write_rows("kv", place, start, data[place][start : start + rows])
+        with pytest.raises(ValueError, match="from 32 on were written, expected those from 1184 on"):
+            writer.write_rows("kv", (0, 0), 1, context.kv[0, 0, 1:])
+        with pytest.raises(InvalidArgumentError, match="from row 36 on"):
+            writer.write_rows("kv", (0, 0), 36, context.kv[0, 0, :2])
+        writer.sync(synced.append)
+        assert writer.publish(context.draft) == context.manifest
+    assert sum(synced) >= sum(entry.nbytes for entry in context.manifest.arrays)
+    assert store.verify(context.id) == []
+    array: Any = zarr.open_array(store.path / "contexts" / context.id / "kv", mode="r")
+    assert torch.equal(
+        torch.from_numpy(array[:]).view(torch.bfloat16).view(torch.int16), context.kv.view(torch.int16)
+    )
+
+
+def test_unfinished_rows_are_not_published(store: Store, context: SyntheticContext) -> None:
+    with store.writer(context.id) as writer:
+        writer.write_tokens(context.tokens)
+        for entry, data in context.by_layer():
+            writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
+            for place in itertools.product(*map(range, data.shape[:2])):
+                writer.write_chunk(entry.path, place, data[place])
+        writer.write_rows("kv", (1, 1), 0, context.kv[1, 1, :-1])
+        with pytest.raises(MissingChunkError, match=r"kv/c/1/1/.* was never written"):
+            writer.publish(context.draft)
+    assert names(store) == []
+
+
+def test_a_disk_that_refuses_to_sync(
+    store: Store, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is published when bytes do not reach the disk, whoever has asked for them and however early."""
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(writing, "_SYNC_BYTES", 1)
+    monkeypatch.setattr(writing, "sync_path", refuse)
+    with pytest.raises(StoreError, match="Input/output error"):
+        context.write(store)
+    assert names(store) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.kernels.slots.slot_cache import SlotCache
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
-from decode_engine.model.warm_up import made_up_context, prepare_for, warm_up
+from decode_engine.model.warm_up import made_up_context, warm_method
 from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
@@ -165,11 +166,16 @@ def test_pageable_memory_goes_the_general_path(runner: ModelRunner, caplog: pyte
 
 
 def test_steps_are_warmed_up_and_prepared(runner: ModelRunner, caplog: pytest.LogCaptureFixture) -> None:
-    assert warm_up(runner, 2, (Placement.HYBRID,)) == list(ALL_METHODS)
+    assert all(warm_method(runner, each, Placement.HYBRID) for each in ALL_METHODS.values())
     method = get_method("pq+dropped", 0.1)
     contexts = make_contexts(runner, method, Placement.HYBRID)
-    manifests = [context.manifest for context in contexts]
-    prepare_for(runner, manifests, method, 2, lambda manifest: Placement.HYBRID)
+    beside = threading.Thread(  # as where a server prepares a method beside requests
+        target=runner.prepare,
+        args=(method.on(contexts[0].manifest), 2, Placement.HYBRID),
+        kwargs={"beside": True},
+    )
+    beside.start()
+    beside.join()
     session = begin(runner, contexts, method)[0]
     with caplog.at_level("INFO"):
         assert isinstance(runner.decode([session], [3], [Sampler(SamplingParameters())])[0], int)

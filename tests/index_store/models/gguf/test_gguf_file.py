@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from index_store.errors import ModelUnsupportedError
 from index_store.models.loading import identify, load_model, load_tokenizer
 from index_store.models.resolve import resolve_model
+from tests.index_store.models.gguf.gguf_files import write_gguf
 from tests.support.models import write_model_folder
 
-HEADS, KV_HEADS = 4, 2
 TEXT = "The price of the lantern is 4821."
 
 
@@ -30,63 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_folder(
-        tmp_path_factory.mktemp("models") / "llama", "llama", query_heads=HEADS, kv_heads=KV_HEADS
-    )
-
-
-def paired(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of a query or key projection in GGUF's order: turned dimensions beside each other, not half apart."""
-    rows, width = weight.shape
-    return weight.view(heads, 2, rows // heads // 2, width).transpose(1, 2).reshape(rows, width)
-
-
-def write_gguf(
-    folder: Path,
-    file: Path,
-    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
-    architecture: str = "llama",
-) -> Path:
-    """A Hugging Face Llama folder as a GGUF file."""
-    config = json.loads((folder / "config.json").read_text())
-    writer = gguf.GGUFWriter(file, architecture)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    vocabulary: dict[str, int] = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
-    tokens[-1] = (
-        "xx"  # the format wants a merge; no text here uses this one, or the byte that it takes the place of
-    )
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * 3 + [1] * (len(vocabulary) - 3))
-    writer.add_token_merges(["x x"])
-    writer.add_eos_token_id(0)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for name, tensor in model.state_dict().items():
-        values = tensor
-        if "q_proj" in name or "k_proj" in name:
-            values = paired(tensor, HEADS if "q_proj" in name else KV_HEADS)
-        stored = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
-        data = gguf.quants.quantize(np.ascontiguousarray(values.numpy()), stored)
-        writer.add_tensor(names.get_name(name, (".weight",)), data, raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
+    return write_model_folder(tmp_path_factory.mktemp("models") / "llama")
 
 
 def test_a_gguf_file_is_served_as_the_model_that_it_came_from(folder: Path, tmp_path: Path) -> None:
@@ -94,7 +35,7 @@ def test_a_gguf_file_is_served_as_the_model_that_it_came_from(folder: Path, tmp_
     found = resolve_model(str(file))
     assert found.name == "tiny"
     identity = identify(found)
-    assert (identity.layers, identity.query_heads, identity.kv_heads) == (2, HEADS, KV_HEADS)
+    assert (identity.layers, identity.query_heads, identity.kv_heads) == (2, 4, 2)
     tokenizer, original = load_tokenizer(found), load_tokenizer(resolve_model(str(folder)))
     ids = tokenizer.encode(TEXT)
     assert ids == original.encode(TEXT)
@@ -106,7 +47,7 @@ def test_a_gguf_file_is_served_as_the_model_that_it_came_from(folder: Path, tmp_
 
 
 def test_quantised_weights_become_bfloat16(folder: Path, tmp_path: Path) -> None:
-    file = write_gguf(folder, tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.Q8_0)
+    file = write_gguf(folder, tmp_path / "tiny.gguf", kind=gguf.GGMLQuantizationType.Q8_0)
     found = resolve_model(str(file))
     settings = json.loads((found.path / "config.json").read_text())
     assert settings["dtype"] == "bfloat16"
@@ -122,7 +63,7 @@ def test_the_cache_goes_by_content(folder: Path, tmp_path: Path, cache: Path) ->
     assert one.path == two.path
     assert (one.name, two.name) == ("first", "second")
     assert identify(one).fingerprint == identify(two).fingerprint
-    write_gguf(folder, first, gguf.GGMLQuantizationType.Q8_0)
+    write_gguf(folder, first, kind=gguf.GGMLQuantizationType.Q8_0)
     assert resolve_model(str(first)).path != one.path
     assert sorted(cache.iterdir()) == sorted({one.path, resolve_model(str(first)).path})
 
@@ -147,8 +88,10 @@ def test_what_is_no_usable_gguf_file_is_refused(folder: Path, tmp_path: Path, ca
 
 def test_missing_packages_are_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_gguf(folder, tmp_path / "tiny.gguf")
-    monkeypatch.setattr("index_store.models.gguf_file.find_spec", lambda name: None)
-    with pytest.raises(ModelUnsupportedError, match=r"gguf and accelerate: pip install 'sparsekv\[gguf\]'"):
+    monkeypatch.setattr("index_store.models.gguf.gguf_file.find_spec", lambda name: None)
+    with pytest.raises(
+        ModelUnsupportedError, match=r"needs the package gguf: pip install 'sparsekv\[gguf\]'"
+    ):
         resolve_model(str(file))
 
 

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from index_store.models.folder import ModelFolder, first_line
+from index_store.models.files.folder import ModelFolder, first_line
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _LENGTH_BYTES = 8  # of the header's length, before the header
 _LONGEST_HEADER = 100_000_000
@@ -18,17 +19,35 @@ _LONGEST_HEADER = 100_000_000
 def weight_files(folder: ModelFolder) -> list[Path]:
     """The safetensors files that make up the model, in a fixed order.
 
-    Raises ModelUnsupportedError when one is missing, lies outside of the folder, or is shorter or longer than it says.
+    Raises ModelUnsupportedError when one is missing, lies outside of the folder, or is shorter or longer than it says,
+    and where the folder has weights of two models, or some beside the model's own.
     """
     files = [folder.path / name for name in _names(folder)]
     for file in files:
         if not file.is_file():
             raise folder.refuse(_why_missing(folder, file))
         _check_length(folder, file)
+    for name in _ADAPTERS:
+        if (folder.path / name).is_file():
+            raise folder.refuse(
+                f"it has an adapter ({name}) beside its weights; merge the two (`merge_and_unload` of peft) and save "
+                f"the result as a folder of its own, or remove {' and '.join(_ADAPTERS)}"
+            )
     return files
 
 
+def weights_entry(folder: ModelFolder) -> str:
+    """Name of the file that a loader begins with to load exactly `weight_files`: the index, or the only file."""
+    return _INDEX if (folder.path / _INDEX).is_file() else _WEIGHTS
+
+
 def _names(folder: ModelFolder) -> list[str]:
+    named = _read_named(folder)
+    if named is not None:
+        raise folder.refuse(
+            f"its config.json names the weights {named!r} (transformers_weights); rename that file to {_WEIGHTS} and "
+            "remove the entry"
+        )
     index = folder.path / _INDEX
     if not index.is_file():
         return [_WEIGHTS]
@@ -41,7 +60,21 @@ def _names(folder: ModelFolder) -> list[str]:
             raise folder.refuse(
                 f"its {_INDEX} names the file {name!r}; weights must lie in the model's own folder"
             )
+    if _WEIGHTS not in names and (folder.path / _WEIGHTS).is_file():
+        raise folder.refuse(
+            f"it has weights twice: {_WEIGHTS}, and {len(names)} files that {_INDEX} names; remove those that are not "
+            "the model's"
+        )
     return names
+
+
+def _read_named(folder: ModelFolder) -> str | None:
+    try:
+        settings = json.loads((folder.path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # what reads the configuration says it better
+        return None
+    named = settings.get("transformers_weights") if isinstance(settings, dict) else None
+    return None if named in (None, _WEIGHTS, _INDEX) else str(named)
 
 
 def _why_missing(folder: ModelFolder, file: Path) -> str:

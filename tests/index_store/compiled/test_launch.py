@@ -13,11 +13,11 @@ import pytest
 from numba import get_num_threads, njit, prange, set_num_threads
 from numpy.typing import NDArray
 
-from index_store.launch import launch, thread_count
+from index_store.compiled.launch import launch, thread_count
 
 SCRIPT = """
 import json
-import index_store.launch
+import index_store.compiled.launch
 import numba
 import numpy as np
 from numba.core import codegen

@@ -1,11 +1,16 @@
-"""The kernel of remainders equals its eager reference."""
+"""The kernels of remainders equal their eager references."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from index_store.selection.cluster_sums_numba import cluster_sums, cluster_sums_reference
+from index_store.selection.remainders_numba import (
+    cluster_sums,
+    cluster_sums_reference,
+    leave_out,
+    leave_out_reference,
+)
 
 
 @pytest.mark.parametrize("clusters", [1, 255, 256, 700])
@@ -50,3 +55,16 @@ def test_no_clusters_add_nothing() -> None:
     assert weights.shape == empty.shape
     assert (totals == 0).all()
     assert (sums == 0).all()
+
+
+@pytest.mark.parametrize("size", [1, 63, 500])
+def test_listed_columns_are_left_out_where_they_count(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    whole = torch.randn(3, 2, 2, size + 3, generator=generator)
+    columns = torch.randint(-2, size + 2, (3, 2, 20), generator=generator, dtype=torch.int32)
+    counted = torch.rand(columns.shape, generator=generator) < 0.7
+    expected = whole.clone()
+    leave_out_reference(expected[..., 1:-2], columns, counted)
+    leave_out(whole[..., 1:-2], columns, counted)
+    assert torch.equal(whole, expected)
+    assert size < 10 or 0 < int(torch.isneginf(whole).sum()) < 2 * 2 * 3 * 20

@@ -1,0 +1,91 @@
+"""What a server says while it starts: which phase it is in, over every door, before it has anything to serve from.
+
+Nothing here imports what takes seconds, so that ports answer in the first second.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import grpc
+
+from decode_engine.errors import NotReadyError
+
+PHASE_KEY = "sparsekv-phase"
+"""Metadata behind the reply of a health check that says NOT_SERVING: the phase."""
+
+TELL_EVERY_S = 10.0
+
+Tell = Callable[[str], None]
+"""Takes a phase, such as "hash weights: 3.1 of 16.1 GB"."""
+
+
+class Phase:
+    """What goes on now. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.text = "begin"
+        self._what = ""
+        self._told = 0.0
+        self._lock = threading.Lock()
+        self._listeners: list[tuple[Tell, bool]] = []
+
+    def listen(self, tell: Tell, *, always: bool = False) -> None:
+        """tell: called when another phase begins, and every ten seconds of one that gets on; always: at each change."""
+        self._listeners.append((tell, always))
+
+    def say(self, what: str, how_far: str = "") -> None:
+        """what: begins a phase, or goes on with it. how_far: the part of it that changes. Both in ASCII."""
+        text = f"{what}: {how_far}" if how_far else what
+        with self._lock:
+            now = time.monotonic()
+            due = what != self._what or now - self._told >= TELL_EVERY_S
+            if due:
+                self._what, self._told = what, now
+            self.text = text
+        for tell, always in self._listeners:
+            if due or always:
+                tell(text)
+
+    def refusal(self) -> NotReadyError:
+        """What callers are told meanwhile."""
+        return NotReadyError(f"the server is starting ({self.text}); try again in a moment", phase=self.text)
+
+
+class Services(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+    """Services that are added to a running server once there is something to serve from.
+
+    The generated `add_..._to_server` functions take it in place of a server. Until `open` is called, calls of these
+    services end with what `refusal` makes.
+    """
+
+    def __init__(self, names: Sequence[str], refusal: Callable[[], Exception]) -> None:
+        self._prefixes = tuple(f"/{name}/" for name in names)
+        self._refusal = refusal
+        self._handlers: list[grpc.GenericRpcHandler] = []  # type: ignore[type-arg]
+        self._open = False
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
+        """What serves a service."""
+        self._handlers += handlers
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        """The same handlers by method, which are not needed."""
+
+    def open(self) -> None:
+        """From here on calls are served."""
+        self._open = True
+
+    def service(self, handler_call_details: Any) -> Any:
+        """The handler of a call, None for one of other services."""
+        if self._open:
+            found = (each.service(handler_call_details) for each in self._handlers)
+            return next((handler for handler in found if handler is not None), None)
+        ours = handler_call_details.method.startswith(self._prefixes)
+        return grpc.unary_unary_rpc_method_handler(self._refuse, bytes, bytes) if ours else None
+
+    async def _refuse(self, request: object, call: object) -> bytes:
+        raise self._refusal()

@@ -1,0 +1,106 @@
+"""Methods are prepared once each kind, on a thread of their own, and whoever waits for one can leave."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from decode_engine.model.preparing import Preparation, methods_wanted
+from decode_engine.model.runner import ModelRunner
+from decode_engine.model.warm_up import made_up_context
+from index_store.errors import InvalidArgumentError
+from index_store.memory.placement import Placement
+from index_store.methods.method import FittedMethod
+from index_store.methods.presets import METHODS, get_method
+from index_store.models.loading import resolve_model
+from tests.support.models import write_model_folder
+
+HERE = Placement.DEVICE
+
+
+class Compiler:
+    """Begins to compile when asked, and is done when told."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+        self.begun = threading.Semaphore(0)
+        self.done: Future[None] = Future()
+
+    def __call__(self, methods: Sequence[str]) -> Future[None]:
+        self.asked.append(list(methods))
+        self.begun.release()
+        return self.done
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
+    folder: Path = write_model_folder(tmp_path_factory.mktemp("model"), "llama", layers=2, max_positions=2048)
+    runner = ModelRunner(resolve_model(str(folder)))
+    yield runner
+    runner.close()
+
+
+def fitted(runner: ModelRunner, name: str, keep: float | None = None) -> FittedMethod:
+    method = get_method(name, keep)
+    return method.on(made_up_context(runner.identity, runner.kv_dtype, method, 600).manifest)
+
+
+def test_a_kind_is_prepared_once_and_whoever_waits_may_leave(runner: ModelRunner) -> None:
+    compiler = Compiler()
+    preparation = Preparation(runner, 4, compiler)
+    first = preparation.begin(fitted(runner, "oracle", 0.1), HERE)
+    assert compiler.begun.acquire(timeout=60)
+    assert preparation.begin(fitted(runner, "oracle", 0.5), HERE) is first
+    other = preparation.begin(fitted(runner, "full"), HERE)
+    assert not first.done()
+
+    def leave() -> None:
+        raise InvalidArgumentError("nobody waits")
+
+    with pytest.raises(InvalidArgumentError, match="nobody waits"):
+        preparation.wait(fitted(runner, "oracle", 0.1), HERE, leave)
+    compiler.done.set_result(None)
+    preparation.wait(fitted(runner, "oracle", 0.1), HERE, lambda: None)
+    assert other.result(60) is None
+    assert compiler.asked == [["oracle"], ["full"]]
+    preparation.close()
+
+
+def test_what_cannot_be_prepared_is_left_to_the_request(
+    runner: ModelRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = Compiler()
+    compiler.done.set_exception(RuntimeError("no compiler"))
+    preparation = Preparation(runner, 4, compiler)
+    assert preparation.begin(fitted(runner, "full"), HERE).result(60) is None
+    assert "method full was not prepared: no compiler" in caplog.text
+    preparation.close()
+
+
+def test_closing_lets_everybody_go_and_ends_the_compiling(runner: ModelRunner) -> None:
+    compiler = Compiler()
+    preparation = Preparation(runner, 4, compiler)
+    kinds = [preparation.begin(fitted(runner, name), HERE) for name in ("oracle", "full")]
+    assert compiler.begun.acquire(timeout=60)
+    preparation.close()
+    assert [kind.result(60) for kind in kinds] == [None, None]
+    assert compiler.done.cancelled()
+
+
+def test_all_that_contexts_name_is_prepared_before_requests(runner: ModelRunner) -> None:
+    compiler = Compiler()
+    compiler.done.set_result(None)
+    preparation = Preparation(runner, 4, compiler)
+    manifest = fitted(runner, "oracle").manifest
+    wanted = [(each, HERE) for each in methods_wanted(manifest, METHODS["oracle"], METHODS["csattention"])]
+    said: list[str] = []
+    assert preparation.prepare_all(wanted, lambda what, how_far: said.append(what)) == ["full", "oracle"]
+    assert [what for what in said if what.startswith("prepare")] == [
+        "prepare full (device)",
+        "prepare oracle (device)",
+    ]
+    preparation.close()

@@ -1,0 +1,277 @@
+"""Beginnings that come again become contexts by themselves, within a bound, and nothing half of them is ever there."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode_engine.rpc.client import Client, Keep, Summary
+from decode_engine.rpc.creation import kept_beginnings
+from decode_engine.rpc.creation.kept_beginnings import LABEL, KeepingRules, KeptBeginnings, stored_bytes
+from decode_engine.rpc.server import DecodeServer
+from index_store.jobs.job_queue import JobQueue
+from index_store.methods.default import DEFAULT_METHOD
+from index_store.models.conversation.messages import Message, Role
+from index_store.store.catalog import Store
+from prefill_worker.config import WorkerConfig
+from prefill_worker.worker.queue_worker import QueueWorker
+from tests.decode_engine.conftest import Library, make_library
+from tests.support.serving.service import wait_until
+
+TOKENS = 512
+MOST_BYTES = 2**26
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Library:
+    library = make_library(tmp_path)
+    Store(library.store, create=True)
+    return library
+
+
+class Kept:
+    """A server that keeps beginnings, and a worker that works when it is told to."""
+
+    def __init__(self, shop: Library, **changes: object) -> None:
+        settings = {"keep_beginnings": TOKENS, "keep_beginnings_bytes": MOST_BYTES, **changes}
+        self.server = DecodeServer(shop.config(**settings))
+        self.server.load()
+        self.client = Client(self.server.address)
+        self.store = Store(shop.store)
+        self.queue = JobQueue(shop.store)
+        self._worker = QueueWorker(WorkerConfig(store=shop.store, model=str(shop.model), device="cpu"))
+
+    def ask(self, **prompt: Any) -> tuple[list[int], Summary]:
+        """The answer, once what it makes of its beginning is queued."""
+        with self.client.generate(**{"max_tokens": 4, **prompt}) as generation:
+            tokens = [token for piece in generation for token in piece.token_ids]
+        self.server.backend.beginnings.settle()
+        return tokens, generation.summary
+
+    def work(self) -> int:
+        """Has the worker do all that is queued; how many jobs there were."""
+        jobs = sum(entry.open for entry in self.queue.entries())  # type: ignore[union-attr]
+        while self._worker.work_once():
+            pass
+        return jobs
+
+    def kept(self) -> dict[str, int]:
+        """Tokens of the contexts that were kept, by id."""
+        return {each.id: each.token_count for each in self.store.list() if LABEL in each.labels}
+
+    def found(self, text: str) -> str:
+        """The id of the context that a text begins with; "" without one."""
+        ground = self.server.backend.beginning(list(self.client.tokenize(text).ids))
+        return ground.named.id if ground.named.token_count else ""
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.stop(0.0)
+
+
+@pytest.fixture
+def keeping(shop: Library) -> Iterator[Kept]:
+    kept = Kept(shop)
+    yield kept
+    kept.close()
+
+
+def document(seed: int, characters: int) -> str:
+    """A text that shares no beginning with others."""
+    return "".join(random.Random(seed).choices("abcdefghij klmnopqrst ", k=characters))
+
+
+def test_a_beginning_that_comes_again_becomes_a_context(keeping: Kept) -> None:
+    text = document(1, 1100)
+    for count, tail in enumerate(("One", "Two"), 1):
+        tokens, summary = keeping.ask(text=text + tail)
+        assert (summary.context, summary.cached_tokens) == ("", 0)
+        assert keeping.work() == count - 1
+    ((id_, tokens_kept),) = keeping.kept().items()
+    assert tokens_kept == 1024  # whole blocks of what both have
+    found, summary = keeping.ask(text=text + "Two")
+    assert (summary.context, summary.cached_tokens) == (f"contexts/{id_}", 1024)
+    assert found == tokens
+    (shown,) = keeping.client.list_contexts(filter=f"labels:{LABEL}")
+    assert (shown.name, shown.default_method) == (f"contexts/{id_}", "full")
+    assert shown.display_name.startswith("beginning-")
+    status = keeping.client.server_status()
+    assert (status.plain_requests, status.found_beginnings, status.found_tokens) == (3, 1, 1024)
+    assert (status.kept_beginnings, status.removed_beginnings) == (1, 0)
+    keeping.client.delete_context(shown.name)
+    for tail in ("Three", "Four", "Five"):  # whoever deleted it does not want it back
+        assert keeping.ask(text=text + tail)[1].cached_tokens == 0
+    assert keeping.work() == 0
+
+
+def test_what_is_short_or_comes_once_is_not_kept(keeping: Kept) -> None:
+    for seed in range(5):
+        keeping.ask(text=document(seed, 900))
+        keeping.ask(text=document(9, 500) + str(seed))
+    assert (keeping.work(), keeping.kept()) == (0, {})
+
+
+def test_a_context_that_is_named_is_no_beginning(keeping: Kept, shop: Library) -> None:
+    stored = shop.prefill("named", method=("full",))
+    for tail in ("One", "Two", "Three"):
+        keeping.ask(context=f"contexts/{stored}", text=document(1, 700) + tail)
+    assert keeping.work() == 0
+    assert keeping.client.server_status().plain_requests == 0
+
+
+def test_nothing_is_kept_unasked(shop: Library) -> None:
+    kept = Kept(shop, keep_beginnings=0)
+    for tail in ("One", "Two", "Three"):
+        kept.ask(text=document(1, 900) + tail)
+    assert (kept.work(), kept.client.server_status().plain_requests) == (0, 3)
+    kept.close()
+
+
+def test_long_ones_get_the_indexes_of_the_default_method(
+    keeping: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_beginnings, "_INDEXED_TOKENS", 1024)
+    for tail in ("One", "Two"):
+        keeping.ask(text=document(1, 1100) + tail)
+    keeping.work()
+    assert keeping.ask(text=document(1, 1100), method=DEFAULT_METHOD)[1].cached_tokens == 1024
+
+
+@pytest.mark.parametrize("methods", [("full",), (DEFAULT_METHOD,)])
+def test_estimates_are_no_less_than_what_is_stored(shop: Library, methods: tuple[str, ...]) -> None:
+    stored = Store(shop.store).manifest(shop.prefill("it", text=document(1, 700), method=methods))
+    held = sum(array.nbytes for array in stored.arrays)
+    estimate = stored_bytes(stored.model, stored.dtype, stored.token_count, methods)
+    assert held <= estimate <= 1.3 * held
+
+
+def test_the_bound_is_kept_and_those_not_used_for_longest_go(shop: Library, keeping: Kept) -> None:
+    backend = keeping.server.backend
+    one = stored_bytes(backend.runner.identity, backend.runner.kv_dtype, TOKENS, ("full",))
+    keeping.close()
+    keeping = Kept(shop, keep_beginnings_bytes=2 * one)
+    texts = [document(seed, 600) for seed in range(4)]
+
+    def keep(number: int) -> list[bool]:
+        """Has a beginning come twice; which of all are kept then."""
+        for tail in ("One", "Two"):
+            keeping.ask(text=texts[number] + tail)
+        keeping.work()
+        kept = [each for each in keeping.store.list() if LABEL in each.labels]
+        assert sum(array.nbytes for each in kept for array in each.arrays) <= 2 * one
+        return [bool(keeping.found(text)) for text in texts]
+
+    assert keep(0) == [True, False, False, False]
+    assert keep(1) == [True, True, False, False]
+    assert keeping.ask(text=texts[0] + "Three")[1].cached_tokens == TOKENS
+    assert keep(2) == [True, False, True, False]  # the second one was not used since
+    keeping.client.update_context(f"contexts/{keeping.found(texts[0])}", pinned=True)
+    keeping.ask(context=f"contexts/{keeping.found(texts[2])}", text="More", keep=Keep("child"))
+    assert keep(3) == [True, False, True, False]  # neither a pinned one nor a parent goes
+    assert keeping.client.server_status().removed_beginnings == 1
+    keeping.close()
+
+
+def test_one_that_is_in_use_stays(shop: Library, keeping: Kept) -> None:
+    text, backend = document(1, 600), keeping.server.backend
+    for tail in ("One", "Two"):
+        keeping.ask(text=text + tail)
+    keeping.work()
+    id_ = keeping.found(text)
+    most = 2 * stored_bytes(backend.runner.identity, backend.runner.kv_dtype, TOKENS, ("full",))
+    other = KeptBeginnings(backend.workshop, backend.arena, KeepingRules(TOKENS, 2, most))
+    with backend.arena.acquire(keeping.store, id_):
+        assert not other._make_room(most - 1000)
+    assert other._make_room(most - 1000)
+    assert keeping.kept() == {}
+    other.close()
+
+
+def converse(keeping: Kept, number: int, turns: int, system: str) -> tuple[int, int]:
+    """A conversation, each turn of which is sent with all before: tokens that were read, and that were not."""
+    messages, read, cached = [Message(Role.SYSTEM, system)], 0, 0
+    for turn in range(turns):
+        asked = f"{document(1000 * number + turn, 120)}?"
+        messages += [Message(Role.USER, asked)]
+        with keeping.client.generate(messages=messages, max_tokens=8) as generation:
+            answer = generation.read()
+        keeping.server.backend.beginnings.settle()
+        keeping.work()
+        read += generation.summary.prompt_tokens
+        cached += generation.summary.cached_tokens
+        messages += [Message(Role.ASSISTANT, answer or " ")]
+    return read, cached
+
+
+def compare(tmp_path: Path, conversations: int, turns: int, most: int) -> dict[str, float]:
+    """The same conversations with kept beginnings and without, over a store of their own."""
+    figures: dict[str, float] = {}
+    for name, tokens in (("off", 0), ("on", 256)):
+        shop = make_library(tmp_path / name)
+        Store(shop.store, create=True)
+        keeping = Kept(shop, keep_beginnings=tokens, keep_beginnings_bytes=most)
+        found = [converse(keeping, number, turns, document(7, 400)) for number in range(conversations)]
+        figures[f"{name}_read"] = sum(read for read, _ in found)
+        figures[f"{name}_cached"] = sum(cached for _, cached in found)
+        kept = [each for each in keeping.store.list() if LABEL in each.labels]
+        figures[f"{name}_bytes"] = sum(array.nbytes for each in kept for array in each.arrays)
+        figures[f"{name}_removed"] = keeping.client.server_status().removed_beginnings
+        assert all(not keeping.store.verify(each.id) for each in kept)
+        keeping.close()
+    assert figures["off_cached"] == 0
+    assert figures["on_bytes"] <= most
+    return figures
+
+
+def test_conversations_read_less(tmp_path: Path) -> None:
+    figures = compare(tmp_path, conversations=2, turns=10, most=2**22)
+    assert figures["on_read"] + figures["on_cached"] >= 0.9 * figures["off_read"]
+    assert figures["on_read"] < 0.5 * figures["off_read"]
+
+
+@pytest.mark.nightly
+def test_a_hundred_conversations_within_a_bound(tmp_path: Path) -> None:
+    figures = compare(tmp_path, conversations=100, turns=10, most=2**23)
+    sys.stdout.write(f"{json.dumps(figures)}\n")
+    assert figures["on_read"] < 0.5 * figures["off_read"]
+    assert figures["on_removed"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["ordered", "begun", "made"])
+def test_a_server_that_is_killed_leaves_nothing_half(shop: Library, moment: str) -> None:
+    """Its order is there and is worked on by the next one, or its context is."""
+    text = document(1, 3000)
+    command = [sys.executable, "-m", "decode_engine", "serve", "--store", shop.store, "--model", shop.model]
+    command += ["--listen", "127.0.0.1:0", "--no-warm-up", "--prefill", "--keep-beginnings", "512"]
+    command += ["--device", "cpu", "--format", "json"]
+    store, queue = Store(shop.store), JobQueue(shop.store)
+    with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = next(json.loads(line)["address"] for line in process.stdout if line.startswith("{"))
+        with Client(address) as client:
+            wait_until(client.is_serving)
+            for tail in ("One", "Two"):
+                client.generate(text=text + tail, max_tokens=2).read()
+            wait_until(lambda: bool(queue.entries()))
+            if moment == "begun":
+                wait_until(
+                    lambda: not queue.entries() or queue.held(queue.entries()[0].id) or bool(store.list())
+                )
+            if moment == "made":
+                wait_until(lambda: bool(store.list()))
+            process.kill()
+    assert all(not store.verify(each.id) for each in store.list())
+    again = Kept(shop)
+    wait_until(lambda: again.work() == 0)
+    ((id_, tokens),) = again.kept().items()
+    assert again.ask(text=text + "Three")[1].cached_tokens == tokens == 2816
+    assert store.verify(id_) == []
+    again.close()

@@ -1,0 +1,154 @@
+"""Prompts without a context: served like any other, over what is stored of their beginning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from decode_engine.rpc.client import Client, Keep, Summary
+from decode_engine.rpc.server import DecodeServer
+from index_store.errors import ContextNotFoundError, InvalidArgumentError, MethodUnsupportedError
+from index_store.family import prefixes
+from index_store.models.conversation.messages import Message, Role
+from tests.decode_engine.conftest import MAX_POSITIONS, TEXT, Library
+from tests.support.serving.service import wait_until
+
+MESSAGES = (
+    Message(Role.USER, "Who lit the lamp?"),
+    Message(Role.ASSISTANT, "He."),
+    Message(Role.USER, "Why?"),
+)
+
+
+def answered(client: Client, context: str = "", **options: Any) -> tuple[list[int], Summary]:
+    with client.generate(context, **{"max_tokens": 12, **options}) as generation:
+        tokens = [token for piece in generation for token in piece.token_ids]
+    return tokens, generation.summary
+
+
+def expected(folder: Path, ids: list[int], count: int = 12) -> list[int]:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return found[0, len(ids) :].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"question": "Who lit the lamp?"},
+        {"messages": MESSAGES},
+        {"text": "The keeper"},
+        {"text": TEXT * 4},
+        {"token_ids": [70]},
+    ],
+    ids=lambda prompt: next(iter(prompt)),
+)
+def test_any_prompt_is_answered_as_by_generate(
+    library: Library, client: Client, prompt: dict[str, Any]
+) -> None:
+    found, summary = answered(client, **prompt)
+    ids = prompt.get("token_ids")
+    if ids is None:
+        said = prompt.get("text") or prompt.get("messages") or (Message(Role.USER, prompt["question"]),)
+        ids = list(client.tokenize(said).ids)
+    assert found == expected(library.model, ids)
+    assert (summary.method, summary.context, summary.method_reason) == ("full", "", "")
+    assert (summary.context_tokens, summary.cached_tokens, summary.prompt_tokens) == (0, 0, len(ids))
+    assert summary.selection.fraction_all == 1.0
+
+
+def test_a_prompt_may_have_all_positions_of_the_model_but_one(client: Client) -> None:
+    _, summary = answered(client, token_ids=[70] * (MAX_POSITIONS - 1), max_tokens=None)
+    assert (summary.prompt_tokens, summary.completion_tokens) == (MAX_POSITIONS - 1, 1)
+
+
+def test_everything_that_can_be_asked_can_be_asked_without_a_context(client: Client) -> None:
+    options: dict[str, Any] = {"question": "Who?", "temperature": 1.0, "seed": 5, "max_tokens": 6}
+    tokens, _ = answered(client, **options)
+    assert answered(client, **options)[0] == tokens
+    with client.generate(**options, n=3, top_logprobs=2, prompt_logprobs=True) as generation:
+        pieces = list(generation)
+    assert {piece.index for piece in pieces} == {0, 1, 2}
+    assert [token for piece in pieces if piece.index == 0 for token in piece.token_ids] == tokens
+    assert len(generation.prompt_logprobs) == generation.summaries[2].prompt_tokens - 1
+    with client.generate(text="x", choices=["yes", "no"]) as generation:
+        assert generation.read() in ("yes", "no")
+    with client.batch_generate("", [{"question": "Who?"}, {"token_ids": [7, 8]}]) as batch:
+        assert [item.error for item in batch] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        (
+            {"method": "csattention"},
+            MethodUnsupportedError,
+            "searches a stored context, and this prompt begins",
+        ),
+        ({"method": "oracle"}, MethodUnsupportedError, "begins with none"),
+        ({"keep": Keep("it")}, InvalidArgumentError, "begins with none; name one"),
+        ({"question": None, "token_ids": [70, 99999]}, InvalidArgumentError, "token_ids contains 99999"),
+    ],
+)
+def test_what_needs_a_context_says_so(
+    client: Client, options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        answered(client, **{"question": "Who?", **options})
+
+
+def test_penalties_count_what_need_not_be_read(library: Library, client: Client) -> None:
+    """So what is stored of a prompt does not change its answer."""
+    text = "A bell rang in the fog, and the keeper counted to nine. " * 2
+    options = {"text": text, "repetition_penalty": 1.5}
+    alone, before = answered(client, **options)
+    library.prefill("bell", text=text[:100], salt="", method=("csattention",))
+    found, summary = answered(client, **options, method="full")
+    assert (before.cached_tokens, summary.cached_tokens) == (0, 100)
+    assert found == alone != answered(client, text=text, method="full")[0]
+
+
+def test_what_is_stored_too_short_or_too_large_is_passed_over(
+    library: Library, client: Client, server: DecodeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "The nets were dry before the wind turned to the north again. "
+    library.prefill("tiny", text=text[: prefixes.LEAST_TOKENS - 1], salt="", method=("full",))
+    assert answered(client, text=text)[1].context == ""
+    stored = library.prefill("nets", text=text[: prefixes.LEAST_TOKENS], salt="", method=("full",))
+    assert answered(client, text=text)[1].context == f"contexts/{stored}"
+    monkeypatch.setattr(server.backend.arena, "may_hold", lambda manifest: False)
+    assert answered(client, text=text)[1].context == ""
+
+
+def test_a_beginning_that_goes_before_it_is_in_use_is_read(
+    library: Library, client: Client, server: DecodeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "The last boat of the evening brought letters and a crate of limes. "
+    stored = library.prefill("limes", text=text, salt="", method=("full",))
+    acquire, left = server.backend.arena.acquire, [stored]
+
+    def late(store: Any, id_: str, **options: Any) -> Any:
+        if id_ in left:
+            store.delete(left.pop())
+        return acquire(store, id_, **options)
+
+    monkeypatch.setattr(server.backend.arena, "acquire", late)
+    _, summary = answered(client, text=text + "Then")
+    assert (summary.context, summary.cached_tokens) == ("", 0)
+    with pytest.raises(ContextNotFoundError):
+        answered(client, f"contexts/{stored}", text="Then")
+
+
+def test_the_log_tells_what_was_found(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    def lines() -> list[Any]:
+        return [vars(record) for record in caplog.records if getattr(record, "rpc", "") == "Generate"]
+
+    with caplog.at_level("INFO"):
+        answered(client, question="Who?")
+        wait_until(lambda: bool(lines()))
+    (facts,) = lines()
+    assert (facts["context"], facts["cached_tokens"], facts["method"]) == ("", 0, "full")

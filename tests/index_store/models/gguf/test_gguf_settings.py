@@ -1,0 +1,362 @@
+"""GGUF files of every kind: the logits of the folder that they were written from, or a refusal that names the key."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from index_store.errors import ModelUnsupportedError
+from index_store.models.configuration import read_config
+from index_store.models.identity import identify
+from index_store.models.loading import load_model, load_tokenizer
+from index_store.models.resolve import resolve_model
+from tests.index_store.models.gguf.gguf_files import write_gguf
+from tests.support.models import write_model_folder
+
+TOKENS = 160
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN_KEYS = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 64,
+}
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+LLAMA_3 |= {"original_max_position_embeddings": 64}
+SHORT, LONG = [1.0, 1.1, 1.3, 1.7, 2.0, 2.5, 3.0, 4.0], [8.0] * 8
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": SHORT, "long_factor": LONG}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA_3 = {"sliding_window": 24, "query_pre_attn_scalar": 16}
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEKV_CACHE", str(tmp_path / "cache"))
+
+
+def linear(factor: float) -> Mapping[str, object]:
+    return {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": factor}}
+
+
+CASES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
+    "plain": ("llama", {}, {}),
+    "another base": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {}),
+    "rope of none": ("llama", {}, {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}),
+    "linear": ("llama", linear(4.0), {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
+    "linear by default": ("llama", linear(4.0), {"rope.scaling.factor": 4.0}),
+    "linear in old files": ("llama", linear(2.0), {"rope.scale_linear": 2.0}),
+    "yarn": ("llama", {"rope_parameters": YARN}, YARN_KEYS | {"rope.scaling.finetuned": True}),
+    "yarn with settings": (
+        "qwen3",
+        {
+            "rope_parameters": {
+                **YARN,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "attention_factor": 1.5 * (0.1 * math.log(4) + 1),
+            }
+        },
+        {
+            **YARN_KEYS,
+            "rope.scaling.yarn_beta_fast": 16.0,
+            "rope.scaling.yarn_beta_slow": 2.0,
+            "rope.scaling.attn_factor": 1.5,
+            "rope.scaling.yarn_ext_factor": 1.0,
+        },
+    ),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}, {}),
+    "tied": ("llama", {"tie_word_embeddings": True}, {}),
+    "heads of another width": ("llama", {"head_dim": 32}, {}),
+    "another epsilon": ("llama", {"rms_norm_eps": 0.1}, {}),
+    "qwen2": ("qwen2", {}, {}),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True, "head_dim": 32}, {}),
+    "qwen3": ("qwen3", {"head_dim": 32}, {}),
+    "qwen2moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 48}, {"expert_shared_count": 1}),
+    "qwen3moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}, {"expert_weights_norm": True}),
+    "qwen3moe by default": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}, {}),
+    "phi3": ("phi3", {}, {}),
+    "phi3 with a window": ("phi3", {"sliding_window": 24}, {"attention.sliding_window": 24}),
+    "starcoder2": ("starcoder2", {"norm_epsilon": 1e-3, "tie_word_embeddings": True}, {}),
+    "gemma2": (
+        "gemma2",
+        {
+            **WINDOWS,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+            "tie_word_embeddings": True,
+        },
+        {"attention.sliding_window": 24},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **GEMMA_3,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                **TWO_ROPES,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        {"attention.sliding_window": 24, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+    ),
+    "gemma3 with all settings": (
+        "gemma3_text",
+        {**GEMMA_3, "layer_types": WINDOWS["layer_types"], "rope_parameters": TWO_ROPES},
+        {
+            "attention.sliding_window": 24,
+            "attention.sliding_window_pattern": [True, False],
+            "attention.scale": 0.25,
+            "rope.freq_base_swa": 2e4,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+        },
+    ),
+}
+
+
+def make(tmp_path: Path, family: str, config: Mapping[str, Any]) -> Path:
+    layers = 7 if family == "gemma3_text" and "layer_types" not in config else 2
+    own = {"head_dim": 16, "layers": layers, **config}
+    return write_model_folder(tmp_path / "folder", family, max_positions=256, **own)
+
+
+def check_same(folder: Path, file: Path) -> Path:
+    """Logits and greedy tokens by file and folder; returns the folder that the file became."""
+    made, original = resolve_model(str(file)), resolve_model(str(folder))
+    ids = torch.randint(3, 258, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        one, other = (
+            load_model(made, "eager").model(ids).logits,
+            load_model(original, "eager").model(ids).logits,
+        )
+    torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 * float(other.std()))
+    assert torch.equal(one.argmax(-1), other.argmax(-1))
+    assert identify(made).max_positions == 256
+    return made.path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_folder(tmp_path: Path, case: str) -> None:
+    family, config, settings = CASES[case]
+    folder = make(tmp_path, family, config)
+    check_same(folder, write_gguf(folder, tmp_path / "file.gguf", settings=settings))
+
+
+def llama_3_factors(folder: Path) -> torch.Tensor:
+    """By what llama.cpp divides the frequencies, as its converter writes it into a file."""
+    config = read_config(resolve_model(str(folder)))
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    return 1.0 / (1e4 ** (torch.arange(0, 16, 2) / 16)) / scaled
+
+
+def test_factors_of_frequencies_are_used(tmp_path: Path) -> None:
+    folder = make(tmp_path, "llama", {"rope_parameters": LLAMA_3})
+    factors = llama_3_factors(folder)
+    assert factors.max() > 7
+    file = write_gguf(folder, tmp_path / "file.gguf", tensors={"rope_freqs.weight": factors})
+    made = check_same(folder, file)
+    assert json.loads((made / "config.json").read_text())["rope_parameters"]["long_factor"] == pytest.approx(
+        factors.tolist()
+    )
+
+
+def test_factors_for_short_and_long_texts_are_used(tmp_path: Path) -> None:
+    rope = {**LONGROPE, "attention_factor": 1.2}
+    folder = make(tmp_path, "phi3", {"rope_parameters": rope, "original_max_position_embeddings": 128})
+    tensors = {
+        "rope_factors_short.weight": torch.tensor(SHORT),
+        "rope_factors_long.weight": torch.tensor(LONG),
+    }
+    settings = {
+        "rope.scaling.original_context_length": 128,
+        "rope.scaling.attn_factor": 1.2,
+        "rope.scaling.type": "longrope",
+    }
+    made = resolve_model(str(write_gguf(folder, tmp_path / "file.gguf", settings=settings, tensors=tensors)))
+    original = resolve_model(str(folder))
+    ids = torch.randint(3, 258, (1, 200), generator=torch.Generator().manual_seed(1))
+    assert identify(made).max_positions == identify(original).max_positions == 128
+    for count in (100, 200):  # with the short ones, and with the long ones
+        with torch.inference_mode():
+            one, other = (load_model(own, "eager").model(ids[:, :count]).logits for own in (made, original))
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+def bias(folder: Path) -> dict[str, Any]:
+    return {"tensors": {"blk.0.attn_q.bias": torch.zeros(64)}}
+
+
+def odd_tensor(folder: Path) -> dict[str, Any]:
+    return {"tensors": {"blk.1.attn_sinks.weight": torch.zeros(4)}}
+
+
+def factors_and_yarn(folder: Path) -> dict[str, Any]:
+    return {"tensors": {"rope_freqs.weight": torch.ones(8)}, "settings": YARN_KEYS}
+
+
+REFUSED: Mapping[str, tuple[str, Mapping[str, Any] | Callable[[Path], dict[str, Any]], str]] = {
+    "a kind of scaling": (
+        "llama",
+        {"settings": {"rope.scaling.type": "su"}},
+        r"llama\.rope\.scaling\.type is 'su'",
+    ),
+    "longrope without its factors": (
+        "llama",
+        {"settings": {"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}},
+        r"llama\.rope\.scaling\.type is 'longrope'",
+    ),
+    "yarn otherwise": (
+        "llama",
+        {"settings": {**YARN_KEYS, "rope.scaling.yarn_log_multiplier": 0.1}},
+        r"llama\.rope\.scaling\.yarn_log_multiplier",
+    ),
+    "yarn without extrapolation": (
+        "llama",
+        {"settings": {**YARN_KEYS, "rope.scaling.yarn_ext_factor": 0.5}},
+        r"llama\.rope\.scaling\.yarn_ext_factor",
+    ),
+    "linear, and louder": (
+        "llama",
+        {"settings": {"rope.scaling.factor": 2.0, "rope.scaling.attn_factor": 1.5}},
+        r"llama\.rope\.scaling\.attn_factor",
+    ),
+    "factors and yarn": (
+        "llama",
+        factors_and_yarn,
+        r"rope_freqs\.weight beside llama\.rope\.scaling\.factor",
+    ),
+    "half a rotation": (
+        "llama",
+        {"settings": {"rope.dimension_count": 8}},
+        r"llama\.rope\.dimension_count is 8",
+    ),
+    "values of another width": (
+        "llama",
+        {"settings": {"attention.value_length": 8}},
+        r"llama\.attention\.value_length is 8",
+    ),
+    "another scale": ("llama", {"settings": {"attention.scale": 0.5}}, r"llama\.attention\.scale is 0\.5"),
+    "a window": (
+        "llama",
+        {"settings": {"attention.sliding_window": 24}},
+        r"llama\.attention\.sliding_window is 24",
+    ),
+    "a window that is not used": (
+        "qwen2",
+        {"settings": {"attention.sliding_window": 24}},
+        r"qwen2\.attention\.sliding_window is 24",
+    ),
+    "a cap": (
+        "qwen2",
+        {"settings": {"attn_logit_softcapping": 5.0}},
+        r"qwen2\.attn_logit_softcapping is 5\.0",
+    ),
+    "experts": ("llama", {"settings": {"expert_count": 4}}, r"llama\.expert_count is 4"),
+    "another gate": ("qwen3", {"settings": {"expert_gating_func": 2}}, r"qwen3\.expert_gating_func is 2"),
+    "what nobody knows": ("llama", {"settings": {"attention.twist": 1}}, r"llama\.attention\.twist is 1"),
+    "biases of queries alone": ("llama", bias, r"blk\.0\.attn_q\.bias has no place"),
+    "a tensor more": ("llama", odd_tensor, r"blk\.1\.attn_sinks\.weight has no place"),
+    "a tensor less": (
+        "llama",
+        {"without": "blk.1.ffn_up.weight"},
+        r"no tensor for model\.layers\.1\.mlp\.up_proj\.weight",
+    ),
+    "another vocabulary": (
+        "llama",
+        {"settings": {"vocab_size": 300}},
+        r"embed_tokens\.weight is \[259, 64\], expected \[300, 64\]",
+    ),
+    "an architecture": ("llama", {"architecture": "bloom"}, r"general\.architecture is 'bloom'"),
+    "a part": ("llama", {"more": {"split.count": 3}}, r"split\.count is 3"),
+    "an adapter": ("llama", {"more": {"general.type": "adapter"}}, r"general\.type is 'adapter'"),
+    "another cutting": ("llama", {"more": {"pre": "exotic"}}, r"tokenizer\.ggml\.pre is 'exotic'"),
+    "an end of texts": (
+        "llama",
+        {"more": {"add_eos_token": True}},
+        r"tokenizer\.ggml\.add_eos_token is True",
+    ),
+    "another tokenizer": ("llama", {"more": {"model": "rwkv"}}, r"rwkv"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_lost_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    family, how, message = REFUSED[case]
+    folder = make(tmp_path, family, {})
+    file = write_gguf(folder, tmp_path / "file.gguf", **(how(folder) if callable(how) else how))
+    with pytest.raises(ModelUnsupportedError, match=message):
+        resolve_model(str(file))
+    assert not list((tmp_path / "cache").rglob("config.json"))
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_texts_begin_as_the_file_says(tmp_path: Path, begins: bool) -> None:
+    folder = make(tmp_path, "llama", {})
+    more = {"bos_token_id": 2, "add_bos_token": begins, "eot_token_id": 1}
+    tokenizer = load_tokenizer(resolve_model(str(write_gguf(folder, tmp_path / "file.gguf", more=more))))
+    assert tokenizer.prefix_ids == ((2,) if begins else ())
+    assert tokenizer.eos_ids == (0, 1)
+
+
+@pytest.mark.parametrize(("pre", "pieces"), [("gpt-2", 3), ("smollm", 4), ("llama-bpe", 3)])
+def test_texts_are_cut_as_the_file_says(tmp_path: Path, pre: str, pieces: int) -> None:
+    folder = make(tmp_path, "llama", {})
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
+    tokens[-3:] = ["12", "xx", "yz"]  # places of bytes that the texts here do not have
+    more = {"pre": pre, "tokens": tokens, "merges": ["1 2", "x x"]}
+    tokenizer = load_tokenizer(resolve_model(str(write_gguf(folder, tmp_path / "file.gguf", more=more))))
+    assert len(tokenizer.encode("xx12x")) == pieces
+    assert len(tokenizer.encode("yz")) == (1 if pre == "llama-bpe" else 2)  # a whole word, without a merge
+
+
+@pytest.mark.parametrize("blank", [True, False, None])
+def test_texts_begin_with_a_blank_as_the_file_says(tmp_path: Path, blank: bool | None) -> None:
+    folder = make(tmp_path, "llama", {})
+    letters = ["\u2581", *"abcdefghijklmnopqrstuvwxyz"]
+    bytes_ = [f"<0x{number:02X}>" for number in range(256 - len(letters))]
+    tokens = ["<unk>", "<s>", "</s>", *letters, *bytes_]
+    types = [2, 3, 3, *[1] * len(letters), *[6] * len(bytes_)]
+    more = {
+        "model": "llama",
+        "pre": "default",
+        "tokens": tokens,
+        "token_type": types,
+        "scores": [0.0] * len(tokens),
+    }
+    more |= {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+        "merges": None,
+        "add_space_prefix": blank,
+    }
+    tokenizer = load_tokenizer(resolve_model(str(write_gguf(folder, tmp_path / "file.gguf", more=more))))
+    assert tokenizer.prefix_ids[:1] == (1,)
+    ids = list(tokenizer._backend("ab c", add_special_tokens=False)["input_ids"])
+    assert [tokens[id_] for id_ in ids] == [
+        *(["\u2581"] if blank is not False else []),
+        "a",
+        "b",
+        "\u2581",
+        "c",
+    ]
+    assert tokenizer.decode(ids) == "ab c"
