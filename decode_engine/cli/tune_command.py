@@ -18,8 +18,10 @@ from decode_engine.evaluation.settings import CONTINUATION_TOKENS, TUNED_QUERIES
 from decode_engine.settings.command_options import (
     DeviceOption,
     PlacementOption,
+    WeightsOption,
     check_device,
     check_placement,
+    check_weights,
 )
 from index_store.cli.app import fail
 from index_store.cli.checks import Filled, InputFile, MoreThan
@@ -94,6 +96,7 @@ class TuneConfig:
     ] = ()
     device: DeviceOption = AUTO
     placement: PlacementOption = AUTO
+    weights: WeightsOption = AUTO
     dry_run: Annotated[bool, Option("--dry-run", help="Only measure, keep nothing.")] = False
 
     def __post_init__(self) -> None:
@@ -108,6 +111,7 @@ class TuneConfig:
             raise InvalidArgumentError("--prompts belongs to --target-kl, and --target-mass is given")
         check_device(self.device)
         check_placement(self.placement, self.device)
+        check_weights(self.weights, self.device)
 
     @property
     def target(self) -> tuple[str, float]:
@@ -167,7 +171,7 @@ def _open_meter(
     with ExitStack() as stack:
         runner = None
         if config.model is not None:
-            runner = ModelRunner(resolve_model(config.model), device, manifest.dtype)
+            runner = ModelRunner(resolve_model(config.model), device, manifest.dtype, weights=config.weights)
             stack.callback(runner.close)
         stored = stack.enter_context(store.open(manifest.id))
         arena = arena_for([manifest], device, config.placement)

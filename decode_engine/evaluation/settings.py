@@ -18,8 +18,10 @@ from decode_engine.settings.command_options import (
     Prompts,
     PromptsOption,
     TextOption,
+    WeightsOption,
     check_device,
     check_placement,
+    check_weights,
 )
 from index_store.cli.checks import AtLeast, InputFile, MoreThan, OneOf, OutputFolder
 from index_store.cli.options import AUTO, check_bounds, comma_separated
@@ -146,6 +148,7 @@ class EvaluationConfig:
     device: DeviceOption = AUTO
     placement: PlacementOption = AUTO
     prompts: PromptsOption = Prompts.AUTO
+    weights: WeightsOption = AUTO
     attention: Annotated[
         str,
         Option(
@@ -165,6 +168,7 @@ class EvaluationConfig:
         check_bounds(self)
         check_device(self.device)
         check_placement(self.placement, self.device)
+        check_weights(self.weights, self.device)
         if not self.context_lengths:
             raise InvalidArgumentError("--context-length is empty, expected lengths such as 8k,32k")
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):

@@ -5,21 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from index_store.cli.options import AUTO
 from index_store.compiled import beside
 from index_store.compiled.loops import loops_of
 
-_MULTIPLY_ROWS = "decode_engine.model.row_products_numba:_multiply_rows"
+_MULTIPLY_ROWS = "decode_engine.model.row_products_numba:multiply_{kind}"
 
 
 def compile_beside(
-    model: str, dtype: str, methods: Sequence[str], *, processes: int, told: Callable[[str], None]
+    weights: str,
+    checkpoint: str,
+    methods: Sequence[str],
+    *,
+    processes: int,
+    told: Callable[[str], None],
 ) -> Future[None]:
     """Compiles what decode steps of full attention and of these methods run on a host, as far as the cache lacks it.
 
-    model: is not looked at: the same loops take every shape. dtype: of the model's numbers, or `auto`; loops that
-    multiply weights are of float32. told: called with a clause whenever a loop is done, by other threads. A loop that
-    fails is logged, and compiled again when it is first called. Cancelling the Future ends the processes; so does the
-    end of this process.
+    weights: how the model's are to be kept, one of `WEIGHTS`. checkpoint: the dtype that they are stored in. told:
+    called with a clause whenever a loop is done, by other threads. A loop that fails is logged, and compiled again when
+    it is first called. Cancelling the Future ends the processes; so does the end of this process.
     """
-    weights = (_MULTIPLY_ROWS,) if dtype in ("auto", "float32") else ()
-    return beside.compile_beside([*loops_of(methods), *weights], processes=processes, told=told)
+    # What `auto` compares when it measures, and what it takes for matrices that the checkpoint's dtype does not hold.
+    kinds = dict.fromkeys((checkpoint, "float32")) if weights == AUTO else (weights,)
+    products = [_MULTIPLY_ROWS.format(kind=kind) for kind in kinds]
+    return beside.compile_beside([*loops_of(methods), *products], processes=processes, told=told)

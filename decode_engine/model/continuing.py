@@ -174,7 +174,11 @@ class SessionKeeper:
         return publish_child(self.store, replace(made, name=name)).id
 
     def _attention(self) -> str:
-        """How the session's own tokens attended."""
+        """How the session's own tokens attended, and with which weights, where these were rounded."""
+        weights = self.runner.kept_weights
+        return f"{self._attended()}, weights {weights.name}" if weights.rounded else self._attended()
+
+    def _attended(self) -> str:
         method = self.fitted.method
         exact_prompt = self.options.prompt_only and self.runner.prompts is Prompts.EXACT
         if exact_prompt or not self.fitted.searching or method.budget is None:

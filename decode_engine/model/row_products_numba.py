@@ -1,4 +1,4 @@
-"""A model's products in decode steps on a CPU: a row's bits do not depend on the rows beside it, nor on its place.
+"""Products of rows with weights on a CPU: a row's bits depend neither on the rows beside it nor on its place.
 
 Libraries choose how they add up by the number of rows, so that a session's logits, and sometimes its token, would
 change with the sessions beside it. Here every number is one sum over the inputs, in one order.
@@ -8,111 +8,79 @@ Shape legend: B rows, one of each session; I inputs, O outputs.
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn.functional import pad
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from index_store.attention.vectors.weight_rows_numba import make_weight_product
 from index_store.compiled.launch import launch, njit, spread
 
-_TILE = 4  # rows, and outputs, of one loop over the inputs
+LEAST_OUTPUTS = 4
 _OUTPUTS_PER_TASK = 64
+_NANOSECONDS = {1: 0.1, 2: 0.17, 4: 0.3}
+"""For a weight of so many bytes, in products with one row."""
+
+_NANOSECONDS_MORE = 0.018
+"""For every other row."""
+
+_one_row = make_weight_product(1, 4)
+_four_rows = make_weight_product(4, 2)
+
+Numbers = NDArray[np.float32] | NDArray[np.int16] | NDArray[np.uint16] | NDArray[np.int8]
 
 
-class RowLinear(nn.Linear):
-    """A linear layer with the weights of another one, which multiplies the rows of decode steps each by itself."""
-
-    def __init__(self, other: nn.Linear) -> None:
-        super().__init__(other.in_features, other.out_features, other.bias is not None, device="meta")
-        self.weight, self.bias = other.weight, other.bias
-
-    def forward(self, rows: Tensor) -> Tensor:
-        if rows.dim() == 3 and rows.shape[1] == 1 and rows.shape[0] > 0 and not torch.compiler.is_compiling():
-            product = multiply_rows(rows[:, 0], self.weight)[:, None]
-            return product if self.bias is None else product + self.bias
-        return super().forward(rows)
+def multiply_rows(rows_BI: Tensor, weights: Numbers, scales: NDArray[np.float32]) -> Tensor:
+    """The product with weights of `packed_weights`, [B, O] float32; rows are float32 on the host, O is at least 4."""
+    out = rows_BI.new_empty(len(rows_BI), len(weights))
+    work = weights.size * (_NANOSECONDS[weights.itemsize] + _NANOSECONDS_MORE * (len(rows_BI) - 1))
+    arrays = (rows_BI.detach().contiguous().numpy(), weights, scales, out.numpy())
+    launch(_LOOPS[weights.dtype.char], *arrays, work=work)
+    return out
 
 
-def keep_rows_apart(model: nn.Module) -> None:
-    """Has the linear layers of a model in float32 on a CPU multiply the rows of decode steps each by itself."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            weight = child.weight if type(child) is nn.Linear else None
-            if isinstance(child, nn.Linear) and weight is not None and _takes(weight):
-                setattr(parent, name, RowLinear(child))
+def multiply_rows_reference(rows_BI: Tensor, weights_OI: Tensor) -> Tensor:
+    """The same by torch with weights in float32, whose bits depend on the number of rows."""
+    return rows_BI @ weights_OI.T
 
 
-def _takes(weight: Tensor) -> bool:
-    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.is_contiguous()
-    return on_cpu and weight.shape[0] >= _TILE
-
-
-def multiply_rows(rows_BI: Tensor, weight_OI: Tensor) -> Tensor:
-    """rows @ weight.T, [B, O] float32; both are float32 on the host, and O is at least 4."""
-    count = rows_BI.shape[0]
-    padded = pad(rows_BI, (0, 0, 0, -count % _TILE)) if count % _TILE else rows_BI.contiguous()
-    out = rows_BI.new_empty(len(padded), len(weight_OI))
-    work = weight_OI.numel() * (0.1 + 0.04 * len(padded))
-    launch(_multiply_rows, padded.numpy(), weight_OI.detach().numpy(), out.numpy(), work=work)
-    return out[:count]
-
-
-def multiply_rows_reference(rows_BI: Tensor, weight_OI: Tensor) -> Tensor:
-    """The same by torch, whose bits depend on the number of rows."""
-    return rows_BI @ weight_OI.T
-
-
-@njit()
+@njit(_nrt=False)
 def _multiply_some(
     task: int,
     rows: NDArray[np.float32],
-    weights: NDArray[np.float32],
+    weights: Numbers,
+    scales: NDArray[np.float32],
     out: NDArray[np.float32],
-    outputs: int,
 ) -> None:  # pragma: no cover - compiled
-    for first in range(task * _OUTPUTS_PER_TASK, min((task + 1) * _OUTPUTS_PER_TASK, outputs), _TILE):
-        for r in range(0, rows.shape[0], _TILE):
-            _multiply_tile(rows, r, weights, min(first, outputs - _TILE), out)
+    """Rows with the weights of a task's outputs, by fours: the last four may be some that were done before."""
+    inputs, outputs = rows.shape[1], weights.shape[0]
+    fours = rows.shape[0] // 4 * 4
+    for first in range(task * _OUTPUTS_PER_TASK, min((task + 1) * _OUTPUTS_PER_TASK, outputs), 4):
+        output = min(first, outputs - 4)
+        for row in range(0, fours, 4):
+            _four_rows(rows, row, weights, scales, output, inputs, out)
+            _four_rows(rows, row, weights, scales, output + 2, inputs, out)
+        for row in range(fours, rows.shape[0]):
+            _one_row(rows, row, weights, scales, output, inputs, out)
 
 
-@njit("f4x2 f4x2 f4x2")
-def _multiply_rows(
-    rows: NDArray[np.float32], weights: NDArray[np.float32], out: NDArray[np.float32]
-) -> None:  # pragma: no cover - compiled
-    outputs = weights.shape[0]
-    spread(
-        _multiply_some, (outputs + _OUTPUTS_PER_TASK - 1) // _OUTPUTS_PER_TASK, (rows, weights, out, outputs)
-    )
+def _loop_for(kind: str, numbers: str) -> Any:
+    """The loop for weights of one kind, which Python and the cache know as `multiply_KIND` of this module."""
+
+    def multiply(
+        rows: NDArray[np.float32], weights: Numbers, scales: NDArray[np.float32], out: NDArray[np.float32]
+    ) -> None:  # pragma: no cover - compiled
+        tasks = (weights.shape[0] + _OUTPUTS_PER_TASK - 1) // _OUTPUTS_PER_TASK
+        spread(_multiply_some, tasks, (rows, weights, scales, out))
+
+    multiply.__name__ = multiply.__qualname__ = f"multiply_{kind}"
+    return njit(f"f4x2 {numbers}x2 f4x2 f4x2")(multiply)
 
 
-@njit(_nrt=False, fastmath={"reassoc", "contract"})
-def _multiply_tile(
-    rows: NDArray[np.float32], r: int, weights: NDArray[np.float32], o: int, out: NDArray[np.float32]
-) -> None:  # pragma: no cover - compiled
-    """Four rows with four outputs, in one pass over both."""
-    a, b, c, d = rows[r], rows[r + 1], rows[r + 2], rows[r + 3]
-    w, x, y, z = weights[o], weights[o + 1], weights[o + 2], weights[o + 3]
-    aw = ax = ay = az = bw = bx = by = bz = np.float32(0)
-    cw = cx = cy = cz = dw = dx = dy = dz = np.float32(0)
-    for i in range(a.shape[0]):
-        aw += a[i] * w[i]
-        ax += a[i] * x[i]
-        ay += a[i] * y[i]
-        az += a[i] * z[i]
-        bw += b[i] * w[i]
-        bx += b[i] * x[i]
-        by += b[i] * y[i]
-        bz += b[i] * z[i]
-        cw += c[i] * w[i]
-        cx += c[i] * x[i]
-        cy += c[i] * y[i]
-        cz += c[i] * z[i]
-        dw += d[i] * w[i]
-        dx += d[i] * x[i]
-        dy += d[i] * y[i]
-        dz += d[i] * z[i]
-    out[r, o], out[r, o + 1], out[r, o + 2], out[r, o + 3] = aw, ax, ay, az
-    out[r + 1, o], out[r + 1, o + 1], out[r + 1, o + 2], out[r + 1, o + 3] = bw, bx, by, bz
-    out[r + 2, o], out[r + 2, o + 1], out[r + 2, o + 2], out[r + 2, o + 3] = cw, cx, cy, cz
-    out[r + 3, o], out[r + 3, o + 1], out[r + 3, o + 2], out[r + 3, o + 3] = dw, dx, dy, dz
+multiply_float32 = _loop_for("float32", "f4")
+multiply_bfloat16 = _loop_for("bfloat16", "i2")
+multiply_float16 = _loop_for("float16", "u2")
+multiply_int8 = _loop_for("int8", "i1")
+_LOOPS = {"f": multiply_float32, "h": multiply_bfloat16, "H": multiply_float16, "b": multiply_int8}
+"""By what numpy calls the numbers."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,12 +21,13 @@ from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.model.decode_attention import ATTENTION_NAME, packed, register_attention
 from decode_engine.model.decode_check import check_decoding
-from decode_engine.model.row_products_numba import keep_rows_apart
+from decode_engine.model.packed_weights import KeptWeights, pack_weights
 from decode_engine.model.unstored import no_context
 from decode_engine.settings.command_options import Compilation, Prompts, search_cores
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.attention.many_queries import prepare_many
+from index_store.cli.options import AUTO
 from index_store.errors import InvalidArgumentError
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
@@ -33,6 +36,8 @@ from index_store.models.identity import require_dtype, require_model
 from index_store.models.loading import ModelFolder, load_model, load_tokenizer
 from index_store.store.description.dtypes import stored_dtype
 from index_store.store.description.manifest import Manifest
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -53,20 +58,33 @@ class ModelRunner:
         prompts: Prompts = Prompts.AUTO,
         searching: SearchThreads | None = None,
         say: Callable[[str, str], None] = lambda what, how_far: None,
+        weights: str = AUTO,
     ) -> None:
         """searching: threads and lanes for contexts that are searched on the host; by default most cores, one lane.
 
-        say: is told what is done, and how far it has come.
+        say: is told what is done, and how far it has come, by several threads. weights: how matrices are kept on a
+        CPU, one of `WEIGHTS`.
         """
         register_attention()
         self.device = torch.device(device)
         default = Prompts.EXACT if self.device.type == "cuda" else Prompts.EACH
         self.prompts = default if prompts is Prompts.AUTO else prompts
         say("load weights", folder.name)
-        loaded = load_model(folder, ATTENTION_NAME, device=self.device)
+
+        def hashing(done: int, in_all: int) -> None:
+            if done < in_all:
+                say("hash weights", f"{done / 1e9:.1f} of {in_all / 1e9:.1f} GB")
+            else:
+                say("load weights", folder.name)
+
+        loaded = load_model(folder, ATTENTION_NAME, device=self.device, hashing=hashing)
         self.model = loaded.model
+        self.kept_weights = KeptWeights("", "")
         if self.device.type == "cpu":
-            keep_rows_apart(self.model)
+            checkpoint = stored_dtype(loaded.kv_dtype).torch_dtype
+            self.kept_weights = kept = pack_weights(self.model, weights, checkpoint)
+            logger.info("model %s: %s", loaded.identity.name, kept.told)
+            loaded = replace(loaded, weights=kept.name)
         self.identity = loaded.identity
         self.forms = loaded.forms
         self.kv_dtype = loaded.kv_dtype if dtype == "auto" else dtype
@@ -79,12 +97,12 @@ class ModelRunner:
         self._stepper: Stepper | None = None
         self._searching = searching or SearchThreads(search_cores())
         if self.device.type == "cuda":
-            weights = next(loaded.model.parameters())
+            weight = next(loaded.model.parameters())
             self._stepper = Stepper(
                 step_model(loaded.model, compilation),
                 self.identity,
-                weights.dtype,
-                weights.device,
+                weight.dtype,
+                weight.device,
                 searching=self._searching,
                 forms=self.forms,
             )

@@ -43,6 +43,7 @@ from index_store.memory.placement import SlotRoom, parse_placement
 from index_store.methods.method import FittedMethod, Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.files.folder import ModelFolder
+from index_store.models.identity import checkpoint_dtype
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import continued_digests, first_digest
 from index_store.store.description.manifest import Manifest
@@ -206,13 +207,20 @@ def load_backend(
     device = pick_device(config.device)
     alone = [manifest for manifest in store.list() if manifest.parent is None] if config.warm_up else []
     named = {manifest.id: _named_methods(store, manifest) for manifest in alone}
-    compile_named = partial(_compile, config, phase, device, on_compiling)
+    compile_named = partial(_compile, config, checkpoint_dtype(folder), phase, device, on_compiling)
     names = sorted({method.name for methods in named.values() for method in methods})
     compiling = compile_named(names) if config.warm_up else _done()
     searching = SearchThreads(config.search_threads, config.lanes, config.waves)
     try:
         runner = ModelRunner(
-            folder, device, config.dtype, config.compilation, config.prompts, searching, phase.say
+            folder,
+            device,
+            config.dtype,
+            config.compilation,
+            config.prompts,
+            searching,
+            phase.say,
+            config.weights,
         )
         loaded = time.monotonic()
         compiling.result()
@@ -310,6 +318,7 @@ def _wanted(runner: ModelRunner, manifest: Manifest, named: Sequence[Method]) ->
 
 def _compile(
     config: ServeConfig,
+    checkpoint: str,
     phase: Phase,
     device: torch.device,
     on_compiling: Callable[[Future[None]], None],
@@ -318,7 +327,7 @@ def _compile(
     if device.type != "cpu":
         return _done()
     told = partial(phase.say, "compile loops")
-    compiling = compile_beside(config.model, config.dtype, methods, processes=config.threads, told=told)
+    compiling = compile_beside(config.weights, checkpoint, methods, processes=config.threads, told=told)
     on_compiling(compiling)
     return compiling
 

@@ -13,6 +13,9 @@ from index_store.cli.options import AUTO
 from index_store.errors import InvalidArgumentError
 from index_store.store.files.reading import available_cores
 
+WEIGHTS = (AUTO, "float32", "bfloat16", "int8")
+"""How a model's matrices are kept on a CPU."""
+
 
 def check_device(device: str) -> None:
     """Raises InvalidArgumentError unless it is auto, cpu, or cuda on a machine that has a CUDA device."""
@@ -89,6 +92,20 @@ def check_prefill(prefill: bool, device: str) -> None:
         )
 
 
+def check_weights(weights: str, device: str) -> None:
+    """Raises InvalidArgumentError where the model's weights are to be kept otherwise and are not: on a GPU."""
+    if weights == AUTO:
+        return
+    from index_store.memory.devices import pick_device
+
+    if pick_device(device).type != "cpu":
+        raise InvalidArgumentError(
+            f"--weights is {weights}, but a GPU computes here, with weights as the checkpoint has them; leave it out, "
+            "or use --device cpu",
+            field="weights",
+        )
+
+
 class Prompts(Enum):
     """What the tokens of a prompt attend to.
 
@@ -129,6 +146,14 @@ PlacementOption = Annotated[
         "fits there, else hybrid, host for indexes that do not fit either).",
     ),
     OneOf(AUTO, "device", "hybrid", "host"),
+]
+WeightsOption = Annotated[
+    str,
+    Option(
+        help="How the model's matrices are kept on a CPU: float32, bfloat16 or int8, which round what the checkpoint "
+        "has; or as the checkpoint has them, unless float32 takes less time (auto)."
+    ),
+    OneOf(*WEIGHTS),
 ]
 PromptsOption = Annotated[
     Prompts,

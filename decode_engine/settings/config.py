@@ -24,10 +24,12 @@ from decode_engine.settings.command_options import (
     PlacementOption,
     Prompts,
     PromptsOption,
+    WeightsOption,
     check_compilation,
     check_device,
     check_placement,
     check_prefill,
+    check_weights,
     search_cores,
 )
 from decode_engine.settings.request_bounds import LONGEST_WAIT_S
@@ -187,6 +189,7 @@ class ServeConfig:
         AtLeast(0, 1024),
     ] = 0
     device: DeviceOption = AUTO
+    weights: WeightsOption = AUTO
     compilation: Annotated[
         Compilation,
         Option(
@@ -256,6 +259,7 @@ class ServeConfig:
         check_placement(self.placement, self.device, self.device_memory)
         check_compilation(self.compilation, self.device)
         check_prefill(self.prefill, self.device)
+        check_weights(self.weights, self.device)
         cores = os.cpu_count() or 1
         for flag, threads in (("--threads", self.threads), ("--search-threads", self.search_threads)):
             if threads > cores:

@@ -28,6 +28,7 @@ __all__ = [
     "launch",
     "njit",
     "on_host",
+    "set_num_threads",
     "spread",
     "thread_count",
 ]
@@ -38,6 +39,7 @@ _NUMBERS = {
     "i4": types.int32,
     "i2": types.int16,
     "i1": types.int8,
+    "u2": types.uint16,
     "u1": types.uint8,
     "b1": types.boolean,
 }

@@ -23,7 +23,8 @@ _RUN = ir.FunctionType(ir.VoidType(), [_BYTES.as_pointer(), _SIZE.as_pointer(), 
 def spread(typing: Any, task: Any, count: Any, arguments: Any) -> tuple[Any, Callable[..., Any]]:
     """`spread(task, count, arguments)`: task(n, *arguments) for all n below count, on as many threads as are set.
 
-    Each thread gets consecutive ones. To be called in loops that `launch` starts; task is compiled, too, and returns
+    Each thread gets consecutive ones; where one thread is set, it takes them all without a parallel loop, which takes
+    several microseconds to begin. To be called in loops that `launch` starts; task is compiled, too, and returns
     nothing. Raises RuntimeError where one raises.
     """
     packed = types.BaseTuple.from_types([types.unliteral(each) for each in arguments])
@@ -50,7 +51,11 @@ def spread(typing: Any, task: Any, count: Any, arguments: Any) -> tuple[Any, Cal
         kind = ir.FunctionType(ir.VoidType(), [_BYTES] * 5 + [_SIZE] * 3)
         parallel_for = _external(builder.module, "numba_parallel_for", kind)
         parts = [builder.bitcast(each, _BYTES) for each in (run, numbers, counts, steps, data)]
-        builder.call(parallel_for, [*parts, _SIZE(1), _SIZE(1), threads])
+        with builder.if_else(builder.icmp_signed("==", threads, _SIZE(1))) as (alone, together):
+            with alone:
+                builder.call(run, [numbers, counts, steps, parts[-1]])
+            with together:
+                builder.call(parallel_for, [*parts, _SIZE(1), _SIZE(1), threads])
         failed = builder.load(cgutils.gep_inbounds(builder, data, 0, 3))
         with cgutils.if_unlikely(builder, builder.icmp_signed("!=", failed, _SIZE(0))):
             context.call_conv.return_user_exc(builder, RuntimeError, ("a task of a compiled loop raised",))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
+
 import torch
 
 from index_store.errors import InvalidArgumentError
@@ -33,6 +36,16 @@ def pick_device(name: str) -> torch.device:
 def describe_device(device: torch.device) -> str:
     """For people: `cpu`, or `cuda (NVIDIA H200)`."""
     return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
+
+
+def processor_name() -> str:
+    """What the processor calls itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def context_device(device: torch.device) -> torch.device | None:

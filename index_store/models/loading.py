@@ -76,6 +76,7 @@ class LoadedModel:
 
     kv_dtype: name of the checkpoint's dtype, which is the one keys and values are stored in unless asked otherwise.
     readings: how every layer attends. forms: what every layer does to logits, sinks on the model's device.
+    weights: how they are kept, where that is not in the dtype that is computed in.
     """
 
     model: torch.nn.Module
@@ -83,6 +84,7 @@ class LoadedModel:
     kv_dtype: str
     readings: Sequence[LayerReading] = ()
     forms: Sequence[LogitForm] = ()
+    weights: str = ""
 
     def verify(self, what: str, check: Callable[[Examination], Verdict]) -> Verdict:
         """Compares the model with itself (`self_check`), and what `check` runs with both; remembered under `what`.
@@ -103,7 +105,7 @@ class LoadedModel:
                     model=self.identity.name,
                 ) from error
 
-        verdict = remembered(self.identity, self.model, what, find_out)
+        verdict = remembered(self.identity, self.model, what, find_out, self.weights)
         for part in ("attention", what):
             if verdict.get(part) is not None:
                 with_what = "attention as its layers describe it" if part == "attention" else f"{what} here"

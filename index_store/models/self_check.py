@@ -208,15 +208,20 @@ def _small_windows(model: Any, identity: ModelIdentity) -> Iterator[ModelIdentit
             holder.sliding_window = window.size
 
 
-def remembered(identity: ModelIdentity, model: Any, name: str, find_out: Callable[[], Verdict]) -> Verdict:
-    """What was found out about the model under that name, now or at an earlier time, in the same versions."""
+def remembered(
+    identity: ModelIdentity, model: Any, name: str, find_out: Callable[[], Verdict], kept: str = ""
+) -> Verdict:
+    """What was found out about the model under that name, now or at an earlier time, in the same versions.
+
+    kept: how its weights are kept, where that is not in the dtype that is computed in.
+    """
     weights = next(model.parameters())
     versions = [_VERSION, torch.__version__, transformers.__version__]
-    key = [name, identity.fingerprint, str(weights.dtype), weights.device.type, *versions]
+    key = [name, identity.fingerprint, str(weights.dtype), weights.device.type, kept, *versions]
     known = recall(_KIND, key)
     if known is not None:
         return known
-    size = sum(parameter.numel() for parameter in model.parameters())
+    size = sum(each.numel() for each in (*model.parameters(), *model.buffers()))
     if size > _LARGE:
         logger.warning(
             "comparing the %s of model %s with its own, once: as long as reading %d tokens takes",

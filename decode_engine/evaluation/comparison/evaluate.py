@@ -57,7 +57,7 @@ def evaluate(config: EvaluationConfig, start_stage: StartStage) -> Results:
     folder = resolve_model(config.model)
     config.out.mkdir(parents=True, exist_ok=True)
     prompts = Prompts.EACH if config.prompts is Prompts.AUTO else config.prompts
-    runner = ModelRunner(folder, device=pick_device(config.device), prompts=prompts)
+    runner = ModelRunner(folder, device=pick_device(config.device), prompts=prompts, weights=config.weights)
     try:
         if config.chat:
             runner.tokenizer.format_question("?")  # raises before any long work when there is no template

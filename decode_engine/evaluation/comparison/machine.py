@@ -7,16 +7,17 @@ import os
 import platform
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
+
+from index_store.memory.devices import processor_name
 
 
 def describe_machine() -> dict[str, str | int]:
     """Date, processor, cores and threads in use, and versions, for writing beside measured figures."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "torch_threads": torch.get_num_threads(),
         "memory_gib": _memory_gib(),
@@ -27,15 +28,6 @@ def describe_machine() -> dict[str, str | int]:
         "transformers": version("transformers"),
         "sparsekv": version("sparsekv"),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _memory_gib() -> int:

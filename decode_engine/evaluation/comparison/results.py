@@ -19,7 +19,13 @@ from decode_engine.evaluation.comparison.tables import markdown_table
 from index_store.errors import InvalidArgumentError
 
 FILES = ("results.json", "results.csv", "results.md")
-_LATER_SETTINGS = {"index": [], "attention": "exact", "prompts": "each", "placement": "auto"}
+_LATER_SETTINGS = {
+    "index": [],
+    "attention": "exact",
+    "prompts": "each",
+    "placement": "auto",
+    "weights": "float32",
+}
 """What settings were before there was a choice: older runs do not name them."""
 _FREE_SETTINGS = frozenset({"out", "store", "methods", "keep", "mass", "index_for"})
 """Settings in which merged runs may differ; `text` is compared by its content, the model by its fingerprint."""

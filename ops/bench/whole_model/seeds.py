@@ -46,7 +46,7 @@ from decode_engine.engine.stepping import decode_by_forward
 from decode_engine.evaluation.tasks import parse_length
 from decode_engine.layers.session import Session
 from decode_engine.model.decode_attention import ATTENTION_NAME, register_attention
-from decode_engine.model.row_products_numba import keep_rows_apart
+from decode_engine.model.packed_weights import pack_weights
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.step_model import step_model
@@ -74,7 +74,7 @@ class Model:
             register_attention()
             loaded = load_model(resolve_model("reader"), ATTENTION_NAME, device=torch.device("cpu"))
             self.model, self.identity = loaded.model, loaded.identity
-            keep_rows_apart(self.model)
+            pack_weights(self.model, "auto", torch.bfloat16)
             return
         self.model, self.identity = make_model(layers, device)
         run = step_model(self.model, Compilation.OFF)

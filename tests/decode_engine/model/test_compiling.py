@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from numba import typeof
 
 from decode_engine.model.compiling import compile_beside
+from decode_engine.model.packed_weights import PackedMatrix
+from decode_engine.model.row_products_numba import multiply_rows
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
 from index_store.compiled.loops import loops_of
 from index_store.methods.presets import METHODS
 from index_store.models.loading import resolve_model
 from tests.decode_engine.conftest import Library
-
-_MULTIPLY_ROWS = "decode_engine.model.row_products_numba:_multiply_rows"
 
 
 def declared_loops() -> dict[str, Any]:
@@ -53,7 +55,7 @@ def test_loops_that_a_method_calls_are_those_that_are_compiled_beforehand(
     session = runner.start(context, method.on(context.manifest))
     runner.forward([session], [[0] * (method.recent + method.append_block + 1)])
     runner.forward([session], [[0]])
-    assert called - {_MULTIPLY_ROWS} <= set(loops_of([name]))
+    assert called <= set(loops_of([name]))  # products of weights are called by kind, see below
     assert set(loops_of([name])) - set(loops_of([])) <= called
 
 
@@ -73,14 +75,35 @@ def test_options_of_a_method_change_no_loop() -> None:
     assert loops_of(["refined", "full", "refined"]) == loops_of(["refined"])
 
 
+@pytest.mark.parametrize(
+    ("weights", "checkpoint", "kinds"),
+    [
+        ("auto", "bfloat16", ["bfloat16", "float32"]),
+        ("auto", "float32", ["float32"]),
+        ("int8", "float16", ["int8"]),
+    ],
+)
 def test_loops_compiled_beside_are_found_in_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weights: str, checkpoint: str, kinds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPARSEKV_CACHE", str(tmp_path))
     told: list[str] = []
-    compile_beside("any", "auto", ["full"], processes=2, told=told.append).result(timeout=300)
-    assert [line.partition(" in ")[0] for line in told] == ["compiled 1 of 2 loops", "compiled 2 of 2 loops"]
+    compile_beside(weights, checkpoint, ["full"], processes=2, told=told.append).result(timeout=300)
+    count = 1 + len(kinds)
+    expected = [f"compiled {number} of {count} loops" for number in range(1, count + 1)]
+    assert [line.partition(" in ")[0] for line in told] == expected
     kept = {path.name.partition("-")[0] for path in tmp_path.glob("loops/*/*.nbi")}
-    assert kept == {"listed_keys_numba._attend", "row_products_numba._multiply_rows"}
-    compile_beside("any", "auto", ["full"], processes=2, told=told.append).result(timeout=0)
-    assert len(told) == 2
+    products = {f"row_products_numba.multiply_{kind}" for kind in kinds}
+    assert kept == {"listed_keys_numba._attend", *products}
+    compile_beside(weights, checkpoint, ["full"], processes=2, told=told.append).result(timeout=0)
+    assert len(told) == count
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "int8"])
+def test_products_take_the_loop_of_their_kind(kind: str) -> None:
+    matrix = PackedMatrix(torch.ones(4, 64), getattr(torch, kind))
+    multiply_rows(torch.ones(1, 64), *matrix.arrays)
+    loop = declared_loops()[f"{multiply_rows.__module__}:multiply_{kind}"]
+    assert loop.signatures == [loop.declared]
+    numbers = matrix.arrays[0]
+    assert loop.declared[1] == typeof(numbers)

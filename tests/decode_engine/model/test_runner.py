@@ -54,6 +54,20 @@ def greedy(runner: ModelRunner, session: Session, prompt: list[int], count: int)
     return tokens
 
 
+def test_loading_says_how_far_hashing_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEKV_CACHE", str(tmp_path / "cache"))
+    folder = resolve_model(str(write_model_folder(tmp_path / "model", "llama", layers=2)))
+
+    def phases() -> list[str]:
+        told: list[str] = []
+        ModelRunner(folder, say=lambda what, how_far: told.append(f"{what}: {how_far}")).close()
+        return told
+
+    load, compare = "load weights: model", "compare decoding with the model's own attention: "
+    assert phases() == [load, "hash weights: 0.0 of 0.0 GB", load, compare]
+    assert phases() == [load, load, compare]  # they are known
+
+
 def test_full_equals_transformers_generate_token_by_token(served: Served) -> None:
     tokenizer = AutoTokenizer.from_pretrained(served.folder)
     model = AutoModelForCausalLM.from_pretrained(served.folder, dtype=torch.float32).eval()

@@ -13,7 +13,8 @@ import pytest
 from numba import get_num_threads, njit, prange, set_num_threads
 from numpy.typing import NDArray
 
-from index_store.compiled.launch import launch, thread_count
+from index_store.compiled import launch as compiled
+from index_store.compiled.launch import launch, spread, thread_count
 
 SCRIPT = """
 import json
@@ -63,6 +64,32 @@ def test_what_the_environment_says_about_the_processor_counts() -> None:
 def count_threads(threads: NDArray[np.int64]) -> None:  # pragma: no cover - compiled
     for task in prange(threads.shape[0]):
         threads[task] = get_num_threads()
+
+
+@compiled.njit()
+def note(task: int, counts: NDArray[np.int64], spoiled: int) -> None:  # pragma: no cover - compiled
+    if task == spoiled:
+        raise ValueError("spoiled")
+    counts[task] += get_num_threads()
+
+
+@njit
+def spread_notes(counts: NDArray[np.int64], spoiled: int) -> None:  # pragma: no cover - compiled
+    spread(note, counts.shape[0], (counts, spoiled))
+
+
+@pytest.mark.parametrize("work", [0.0, math.inf])
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 1000])
+def test_every_task_runs_once_on_one_thread_and_on_all(count: int, work: float) -> None:
+    counts = np.zeros(count, np.int64)
+    launch(spread_notes, counts, -1, work=work)
+    assert (counts == (thread_count() if work else 1)).all()
+
+
+@pytest.mark.parametrize("work", [0.0, math.inf])
+def test_a_task_that_raises_is_told(work: float) -> None:
+    with pytest.raises(RuntimeError, match="a task of a compiled loop raised"):
+        launch(spread_notes, np.zeros(9, np.int64), 8, work=work)
 
 
 def threads_for(work: float) -> int:

@@ -46,6 +46,7 @@ def serve(
     *,
     head_dim: int = 32,
     dtype: torch.dtype = torch.float32,
+    weights: str = "auto",
 ) -> Iterator[Served]:
     folder = write_model_folder(path / "model", family, layers=3, head_dim=head_dim, dtype=dtype)
     document = path / "document.txt"
@@ -63,4 +64,4 @@ def serve(
     )
     store = Store(path / "store")
     with Arena(2**30).acquire(store, report.manifest.id) as context:
-        yield Served(folder, store, context, ModelRunner(resolve_model(str(folder))))
+        yield Served(folder, store, context, ModelRunner(resolve_model(str(folder)), weights=weights))

@@ -8,47 +8,49 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from decode_engine.layers.session import Session
-from decode_engine.model.row_products_numba import (
-    RowLinear,
-    keep_rows_apart,
-    multiply_rows,
-    multiply_rows_reference,
-)
+from decode_engine.model.packed_weights import PackedMatrix, RowLinear
+from decode_engine.model.row_products_numba import multiply_rows, multiply_rows_reference
 from index_store.methods.presets import METHODS, get_method
 from tests.support.serving.served import Served, serve
 
+KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
-@pytest.fixture(scope="module", params=["qwen2"])
+
+@pytest.fixture(scope="module", params=["auto", "float32", "int8"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     methods = ("full", "csattention", "refined")
-    yield from serve(tmp_path_factory.mktemp(request.param), request.param, methods=methods)
+    folder = tmp_path_factory.mktemp(request.param)
+    yield from serve(folder, "qwen2", methods=methods, dtype=torch.bfloat16, weights=request.param)
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(1, 4), (63, 5), (100, 130), (500, 63)])
-def test_products_equal_the_reference_and_no_row_depends_on_others(inputs: int, outputs: int) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 4), (63, 5), (100, 130), (500, 63), (64, 501)])
+def test_products_equal_the_reference_and_no_row_depends_on_others(
+    inputs: int, outputs: int, kind: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(inputs)
     rows = torch.randn(17, inputs, generator=generator)
-    weight = torch.randn(outputs, inputs, generator=generator)
-    found = multiply_rows(rows, weight)
-    torch.testing.assert_close(found, multiply_rows_reference(rows, weight), rtol=1e-4, atol=1e-4)
+    matrix = PackedMatrix(torch.randn(outputs, inputs, generator=generator), kind)
+    whole = torch.nn.functional.pad(rows, (0, matrix.numbers.shape[1] - inputs))
+    found = multiply_rows(whole, *matrix.arrays)
+    expected = multiply_rows_reference(rows, matrix.widened())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     order = torch.randperm(17, generator=generator)
-    assert torch.equal(multiply_rows(rows[order], weight), found[order])
+    assert torch.equal(multiply_rows(whole[order], *matrix.arrays), found[order])
     for count in range(1, 17):
-        assert torch.equal(multiply_rows(rows[:count], weight), found[:count])
+        assert torch.equal(multiply_rows(whole[:count], *matrix.arrays), found[:count])
 
 
-def test_which_layers_keep_rows_apart() -> None:
-    tied = nn.Linear(8, 6)
-    model = nn.ModuleDict({"one": tied, "rounded": nn.Linear(8, 6).bfloat16(), "few": nn.Linear(8, 2)})
-    keep_rows_apart(model)
-    assert [type(model[name]) for name in ("one", "rounded", "few")] == [RowLinear, nn.Linear, nn.Linear]
-    assert model["one"].weight is tied.weight
-    rows = torch.randn(3, 1, 8)
-    torch.testing.assert_close(model["one"](rows), tied(rows))
-    assert torch.equal(model["one"](rows[:, 0]), tied(rows[:, 0]))  # a prompt's
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_that_16_bits_hold_give_the_same_bits_as_in_32(kind: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(130, 100, generator=generator).to(kind).float()
+    rows = torch.randn(9, 1, 100, generator=generator)
+    narrow, wide = (RowLinear(PackedMatrix(weight, each), None) for each in (kind, torch.float32))
+    assert torch.equal(narrow(rows), wide(rows))
+    assert torch.equal(narrow.weight, weight)
 
 
 @pytest.mark.parametrize("name", ["full", "csattention", "refined"])

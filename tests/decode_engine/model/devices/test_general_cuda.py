@@ -25,7 +25,7 @@ from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.resolve import resolve_model
 from index_store.selection.top_k_numba import top_k
-from tests.decode_engine.model.test_explicit_devices import (
+from tests.decode_engine.model.devices.test_explicit_devices import (
     BUDGETS,
     EXPRESSIONS,
     GROUP,

@@ -1,0 +1,207 @@
+"""What of a model is packed, into what, and that it then computes what the rounded weights say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from numba import get_num_threads
+from torch import nn
+
+from decode_engine.model import packed_weights
+from decode_engine.model.continuing import Ground, KeepOptions, SessionKeeper
+from decode_engine.model.packed_weights import PackedMatrix, RowEmbedding, RowLinear, pack_weights
+from decode_engine.model.runner import ModelRunner
+from decode_engine.settings.command_options import check_weights
+from index_store.errors import InvalidArgumentError
+from index_store.methods.presets import METHODS
+from index_store.models.loading import load_model, resolve_model
+from tests.support.models import LAYER_KINDS, write_model_folder
+from tests.support.serving.served import serve
+
+
+class Small(nn.Module):
+    """A tied embedding that scales its rows, a head, a layer, and what is no plain layer."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embedding = Scaled(70, 72, padding_idx=3)
+        self.inner = nn.ModuleDict({"layer": nn.Linear(72, 72), "few": nn.Linear(72, 2), "own": Own(72, 8)})
+        self.head = nn.Linear(72, 70, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        for parameter in self.parameters():
+            parameter.requires_grad_(False).copy_(parameter.bfloat16().float())
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner["layer"](self.embedding(ids)))  # type: ignore[no-any-return]
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return 3.0 * super().forward(ids)
+
+
+class Own(nn.Linear):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times say what the tests need."""
+    monkeypatch.setattr(packed_weights, "_gain", lambda weight, dtype: 0 * measured(weight, dtype) + 1.9)
+
+
+measured = packed_weights._gain
+IDS = torch.tensor([[3, 0, 69, 5]])
+
+
+def test_which_parts_are_packed() -> None:
+    model = Small()
+    layer = model.inner["layer"].weight.clone()
+    expected = model(IDS)
+    kept = pack_weights(model, "auto", torch.bfloat16)
+    assert not kept.rounded
+    assert kept.told == "weights bfloat16 (exact, 1.9 times the speed of float32 on this processor)"
+    kinds = [type(each) for each in (model.embedding, model.inner["layer"], model.head)]
+    assert kinds == [RowEmbedding, RowLinear, RowLinear]
+    assert [type(model.inner[name]) for name in ("few", "own")] == [nn.Linear, Own]
+    assert model.head.matrix is model.embedding.matrix
+    assert torch.equal(model.inner["layer"].weight, layer)
+    torch.testing.assert_close(model(IDS), expected)
+
+
+@pytest.mark.parametrize(("wanted", "bytes_each"), [("float32", 4), ("bfloat16", 2), ("int8", 1)])
+def test_nothing_is_kept_in_more_bits_beside(wanted: str, bytes_each: int) -> None:
+    model = Small()
+    pack_weights(model, wanted, torch.bfloat16)
+    held = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in [*model.parameters(), *model.buffers()]
+    }
+    inputs = {"float32": 80, "bfloat16": 80, "int8": 128}[wanted]
+    scales = (70 + 72) * 2 * 4 if wanted == "int8" else 0
+    rest = 4 * (72 + (2 * 72 + 2) + (8 * 72 + 8))
+    rest += (
+        4 * 70 * 72 if wanted == "float32" else 0
+    )  # 72 is filled up to 80: the lookup's rows stay as they are
+    assert sum(held.values()) == (70 + 72) * inputs * bytes_each + scales + rest
+
+
+def test_eight_bits_round_by_groups() -> None:
+    weight = torch.randn(8, 130, generator=torch.Generator().manual_seed(0))
+    weight[:, :64] *= 100
+    weight[2, 64:128] = 0
+    errors = (PackedMatrix(weight, torch.int8).widened() - weight).abs()
+    for begin in (0, 64, 128):
+        group = slice(begin, begin + 64)
+        assert (errors[:, group].amax(1) <= weight[:, group].abs().amax(1) / 253).all()
+
+
+def test_a_lookup_that_is_no_matrix_is_not_rounded() -> None:
+    model = Small(tied=False)
+    expected = model.embedding(IDS)
+    assert pack_weights(model, "int8", torch.bfloat16).rounded
+    assert torch.equal(model.embedding(IDS), expected)
+    assert model.embedding.matrix.numbers.dtype == torch.bfloat16
+    assert model.head.matrix.numbers.dtype == torch.int8
+
+
+def test_what_16_bits_do_not_hold_stays_as_it_is() -> None:
+    model = Small()
+    model.inner["layer"].weight[5, 7] = 1 / 3
+    pack_weights(model, "auto", torch.bfloat16)
+    assert model.inner["layer"].matrix.numbers.dtype == torch.float32
+    assert model.head.matrix.numbers.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("ratio", "checkpoint", "expected"),
+    [
+        (0.7, torch.bfloat16, "weights float32 (bfloat16 has 0.7 times its speed on this processor)"),
+        (1.9, torch.float32, "weights float32 (those of the checkpoint)"),
+        (1.9, torch.float16, "weights float16 (exact, 1.9 times the speed of float32 on this processor)"),
+    ],
+)
+def test_what_is_chosen(
+    ratio: float, checkpoint: torch.dtype, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_weights, "_gain", lambda weight, dtype: ratio)
+    assert pack_weights(Small(), "auto", checkpoint).told == expected
+
+
+def test_what_was_measured_once_is_known_for_the_processor_and_the_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARSEKV_CACHE", str(tmp_path))
+    ratios = iter([1.25, 0.5, 3.0, 2.0])
+    monkeypatch.setattr(packed_weights, "_measure", lambda weight, dtype: next(ratios))
+    square, flat = torch.zeros(32, 32), torch.zeros(16, 64)
+    assert [measured(square, torch.bfloat16) for _ in range(2)] == [1.25, 1.25]
+    assert [measured(each, torch.bfloat16) for each in (flat, square)] == [0.5, 1.25]
+    assert [measured(square, torch.float16) for _ in range(2)] == [3.0, 3.0]
+    monkeypatch.setattr(packed_weights, "processor_name", lambda: "another one")
+    assert measured(square, torch.bfloat16) == 2.0
+
+
+def test_measuring_leaves_the_threads_as_they_were() -> None:
+    most = get_num_threads()
+    assert 0 < packed_weights._measure(torch.zeros(64, 64), torch.bfloat16) < 100
+    assert get_num_threads() == most
+
+
+def test_models_with_experts_keep_float32() -> None:
+    model = Small()
+    model.experts = nn.Parameter(torch.zeros(2, 3, 4))
+    assert pack_weights(model, "int8", torch.bfloat16).name == "float32"
+    assert model.head.matrix.numbers.dtype == torch.float32
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+@pytest.mark.parametrize("kind", ["llama", "caps", "sinks", "another scale", "experts"])
+def test_models_decode_as_they_compute_with_the_same_weights(
+    kind: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARSEKV_CACHE", str(tmp_path / "cache"))
+    family, settings = LAYER_KINDS.get(kind, (kind, {}))
+    path = write_model_folder(tmp_path / "model", family, layers=3, dtype=torch.bfloat16, **settings)
+    folder = resolve_model(str(path))
+    runner = ModelRunner(folder, weights=weights)  # compares itself
+    try:
+        expected = load_model(folder, "eager").model.get_output_embeddings().weight
+        head = runner.model.get_output_embeddings()
+        name = "float32" if kind in ("sinks", "experts") else "bfloat16" if weights == "auto" else "int8"
+        assert isinstance(head, RowLinear)
+        assert str(head.matrix.numbers.dtype) == f"torch.{name}"
+        error = (head.weight - expected).abs().amax(1)
+        assert (error <= (expected.abs().amax(1) / 250 if name == "int8" else 0)).all()
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize(("weights", "note"), [("auto", "exact"), ("int8", "exact, weights int8")])
+def test_what_is_kept_of_a_session_says_which_weights_made_it(
+    weights: str, note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARSEKV_CACHE", str(tmp_path / "cache"))
+    for served in serve(tmp_path, "llama", dtype=torch.bfloat16, weights=weights):
+        session = served.start(METHODS["full"])
+        tokens = [10, 20, 30]
+        served.runner.read([session], [tokens])
+        fitted = METHODS["full"].on(served.context.manifest)
+        ground = Ground(served.context.manifest, served.context.manifest)
+        store, runner = served.store, served.runner
+        keeper = SessionKeeper(store, runner, ground, fitted, served.context, None, tokens, KeepOptions())
+        made = keeper.keeping().take(session, [])()
+        assert store.manifest(made).prefill["attention"] == note
+
+
+def test_a_gpu_has_them_as_the_checkpoint_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("index_store.memory.devices.pick_device", lambda name: torch.device("cuda"))
+    check_weights("auto", "cuda")
+    with pytest.raises(InvalidArgumentError, match="--weights is int8, but a GPU computes here"):
+        check_weights("int8", "cuda")
