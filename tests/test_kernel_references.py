@@ -56,7 +56,6 @@ COMPARED_WITH: Mapping[Place, Place | str] = {
         "index_store.indexes.coarse_rows.scalars.reference",
         "attend_values_reference",
     ),
-    ("decode_engine.kernels.slots.early_rows", "bring_early"): "a cache of dictionaries in slot_problems.py",
     ("decode_engine.kernels.slots.gather_rows", "copy_rows"): "rows are those that the test copied from",
     ("decode_engine.kernels.slots.slot_fetch", "fetch_rows"): "a cache of dictionaries in slot_problems.py",
     ("decode_engine.kernels.tables.search", "pick"): _TABLES,

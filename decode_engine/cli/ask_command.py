@@ -110,7 +110,7 @@ def ask(
     quiet: QuietOption = False,
     output: FormatOption = OutputFormat.TEXT,
 ) -> None:
-    """Ask one question or many, of a stored context or of the model alone."""
+    """Ask questions, of a stored context or of the model alone."""
     with in_flags(), Client(config.server, credentials=config.credentials()) as client:
         if config.questions is not None and config.out is not None:
             _ask_many(client, config, QuestionFile(config.questions, config.out), quiet, output)

@@ -132,7 +132,7 @@ async def _begin(request: Request, order: Order, shape: Shape) -> Response:
 
     def fail(error: SparseKVError) -> Iterable[str]:
         order.name_parts(error)
-        note({"ended": reason_of(error), "message": error.message})
+        note({"ended": reason_of(error), "error": error.message})
         return shape.fail(failure(error)[1])
 
     def last_words() -> Iterable[str]:

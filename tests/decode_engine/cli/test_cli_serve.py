@@ -295,7 +295,6 @@ def test_ask_ends_questions_at_line_breaks_unless_told_otherwise(
     [
         (["--context", "no such book"], 1, "no such book"),
         (["--context", "lamp", "--method", "guesswork"], 2, "error: --method is 'guesswork'"),
-        (["--context", "lamp", "--max-tokens", "32768"], 1, "shorten the prompt or lower --max-tokens"),
         (["--context", "lamp", "--stop", ""], 2, "--stop is '' of 0 characters"),
         (["--context", "lamp", *["--stop", "x"] * 17], 2, "--stop is given 17 times, expected at most 16"),
         (["--context", "lamp", "--file", "question.txt"], 2, "--file is 'question.txt', which is not there"),
@@ -310,7 +309,6 @@ def test_ask_ends_questions_at_line_breaks_unless_told_otherwise(
         (["--context", "lamp", "--server", "?"], 2, "HOST:PORT"),
         (["--context", "lamp", "--timeout", "-1"], 2, "--timeout is -1.0, expected a number above 0"),
         (["--context", "lamp", "--timeout", "nan"], 2, "--timeout is nan, expected a number above 0"),
-        ([], 2, "--context"),
     ],
 )
 def test_ask_fails_with_a_sentence(

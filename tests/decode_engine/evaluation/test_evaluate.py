@@ -36,6 +36,9 @@ class Characters:
     def encode(self, text: str) -> list[int]:
         return [ord(character) for character in text]
 
+    def encode_behind(self, text: str) -> list[int]:
+        return self.encode(text)
+
 
 class Contextual(Characters):
     """A tokenizer whose prompt does not stay the same when an answer follows."""

@@ -35,7 +35,9 @@ def test_a_context_holds_what_the_model_computed(make_config: MakeConfig) -> Non
     assert manifest.dense_layers == ()
     assert {index.name: index.layers for index in manifest.indexes} == {"coarse_rows": (0, 1)}
     assert manifest.expires_at is None
-    assert {"hash", "tokenize", "load", "prefill", "index", "write", "sync", "publish"} <= set(report.seconds)
+    assert {"tokenize", "hash weights", "load", "prefill", "index", "write", "sync", "publish"} <= set(
+        report.seconds
+    )
     assert manifest.kv_bytes == 2 * 2 * len(DOCUMENT) * 2 * 16 * 2
 
     store = Store(config.store)
