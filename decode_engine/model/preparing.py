@@ -52,7 +52,6 @@ class Preparation:
         self._kinds: dict[_Key, Future[None]] = {}
         self._lock = threading.Lock()
         self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._larger: list[Callable[[], None]] = []  # what is to be captured once there are requests
         self._beside = False
         self._compiling: Future[None] | None = None
         self._closed = False
@@ -94,11 +93,9 @@ class Preparation:
         return list(names)
 
     def go_beside(self) -> None:
-        """From here on another thread steps; what only larger batches need is prepared now."""
+        """From here on another thread steps."""
         with self._lock:
-            self._beside, larger, self._larger = True, self._larger, []
-        for work in larger:
-            self._todo.put(work)
+            self._beside = True
 
     def close(self) -> None:
         """Prepares nothing more; who waits goes on."""
@@ -147,10 +144,11 @@ class Preparation:
             self._check_open()
         if warm_method(self._runner, fitted.method, placement, rows=fitted.manifest.rows):
             self._check_open()
-            self._runner.prepare(fitted, 1, placement, beside=self._beside)
-            with self._lock:
-                later = partial(self._prepare_larger, fitted, placement)
-                (self._todo.put if self._beside else self._larger.append)(later)
+            # Before there are requests all batches are captured: beside them it would take turns from running streams.
+            beside = self._beside
+            self._runner.prepare(fitted, 1 if beside else self._sessions, placement, beside=beside)
+            if beside:
+                self._todo.put(partial(self._prepare_larger, fitted, placement))
 
     def _prepare_larger(self, fitted: FittedMethod, placement: Placement) -> None:
         """Steps of larger batches, behind all that somebody waits for."""

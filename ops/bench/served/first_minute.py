@@ -11,6 +11,8 @@ Llama-3.1-8B's shape with random weights, written into the folder first (16 GB),
   what that start left there. Then a first token by each method, the context cold and warm, and seconds from SIGTERM to
   the end of the process. `cold` is a first token on a context that is not in memory; its files are in the page cache,
   unless --from-disk asks the system to forget them.
+- `gap`: the longest time between two tokens of eight streams of `full`, while nothing else is asked, while eight more
+  join, while another method begins on their context, and while another context is brought into memory.
 
 One JSON line per figure. The answers of cold and warm requests have to be the same, else nothing is reported.
 """
@@ -21,11 +23,13 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,6 +50,9 @@ from index_store.models.tokenizer import load_tokenizer
 
 _METHODS = ("full", "refined")
 _ANSWER = 8
+_STREAMS = 8
+_LONG = 1024
+"""Tokens of a stream that goes on while other things happen."""
 _PROMPT = "What is the access code of the overhead dairy?"
 
 
@@ -124,6 +131,48 @@ def first_token(client: Client, context: str, method: str) -> tuple[float, float
     return times[0], (times[-1] - times[0]) / max(1, len(tokens) - 1), tuple(tokens)
 
 
+def gap_figures(report: Report, client: Client, names: Sequence[str]) -> None:
+    """Runs eight streams, and asks for other things beside them."""
+    one, other = (client.find_context(name).name for name in names)
+    steps: list[tuple[float, float]] = []
+
+    def stream(tokens: int, note: bool) -> None:
+        last = None
+        with client.generate(one, text=_PROMPT, method="full", max_tokens=tokens, temperature=0) as heard:
+            for _ in heard:
+                now = time.monotonic()
+                if note and last is not None:
+                    steps.append((now, now - last))
+                last = now
+
+    def join() -> None:
+        with ThreadPoolExecutor(_STREAMS) as more:
+            list(more.map(lambda _: stream(32, False), range(_STREAMS)))
+
+    with ThreadPoolExecutor(_STREAMS) as pool:
+        running = [pool.submit(stream, _LONG, True) for _ in range(_STREAMS)]
+        while len(steps) < 16 * _STREAMS and not running[0].done():
+            time.sleep(0.01)
+        spans = []
+        for event, work in (
+            ("nothing", lambda: stream(64, False)),
+            ("eight more", join),
+            ("refined begins", lambda: first_token(client, one, "refined")),
+            ("another context is loaded", lambda: first_token(client, other, "refined")),
+        ):
+            begin = time.monotonic()
+            work()
+            spans.append((event, begin, time.monotonic()))
+        if any(each.done() for each in running):
+            raise CheckFailedError("the streams ended before all that was to happen beside them")
+        for each in running:
+            each.result()
+    median = statistics.median(gap for _, gap in steps)
+    for event, begin, end in spans:
+        longest = max((gap for at, gap in steps if begin <= at <= end + median), default=0.0)
+        report.add({"figure": "gap", "beside": event, "median_s": median, "longest_s": longest})
+
+
 def start_figures(
     report: Report, store: Path, model: str, device: str, names: Sequence[str], caches: Path, forget: bool
 ) -> None:
@@ -147,6 +196,8 @@ def start_figures(
                 row = {"figure": "first_token", "caches": label, "method": method, "cold_s": cold}
                 report.add({**row, "warm_s": warm, "token_s": gap})
         report.add({"figure": "stop", "caches": label, "seconds": ended[0]})
+    with served(store, model, device, folder, []) as (_, client):
+        gap_figures(report, client, names)
 
 
 def main(
