@@ -33,10 +33,8 @@ from index_store.store.description.context_id import (
     first_digest,
 )
 from index_store.store.description.manifest import Manifest
+from index_store.store.room import KEPT_BEGINNING
 from sparsekv.v1 import context_pb2, generation_pb2
-
-LABEL = "sparsekv.kept-beginning"
-"""Of contexts that were made so. Whoever takes it away keeps the context."""
 
 _INDEXED_TOKENS = 4096
 """From here on a context gets the indexes of the default method: before, steps of full attention take less time."""
@@ -108,7 +106,7 @@ class KeptBeginnings:
                 found_beginnings=was.found_beginnings + (cached > 0),
                 found_tokens=was.found_tokens + cached,
             )
-            if LABEL in found.labels:
+            if KEPT_BEGINNING in found.labels:
                 self._used[found.id] = None
                 self._used.move_to_end(found.id)
         if self._rules.tokens:
@@ -168,7 +166,7 @@ class KeptBeginnings:
             token_ids=generation_pb2.TokenIds(ids=token_ids),
             display_name=name,
             methods=[method],
-            labels={LABEL: "automatic"},
+            labels={KEPT_BEGINNING: "automatic"},
         )
         operation = self._workshop.order(order).id
         with self._lock:
@@ -185,9 +183,9 @@ class KeptBeginnings:
         coming = sum(
             self._estimate(job.order.tokens, job.order.methods)
             for job in queue.entries()
-            if isinstance(job, JobRecord) and job.open and LABEL in job.order.labels
+            if isinstance(job, JobRecord) and job.open and KEPT_BEGINNING in job.order.labels
         )
-        kept = [manifest for manifest in store.list() if LABEL in manifest.labels]
+        kept = [manifest for manifest in store.list() if KEPT_BEGINNING in manifest.labels]
         held = {manifest.id: sum(array.nbytes for array in manifest.arrays) for manifest in kept}
         free = self._rules.nbytes - coming - sum(held.values())
         with self._lock:

@@ -14,12 +14,13 @@ import pytest
 
 from decode_engine.rpc.client import Client, Keep, Summary
 from decode_engine.rpc.creation import kept_beginnings
-from decode_engine.rpc.creation.kept_beginnings import LABEL, KeepingRules, KeptBeginnings, stored_bytes
+from decode_engine.rpc.creation.kept_beginnings import KeepingRules, KeptBeginnings, stored_bytes
 from decode_engine.rpc.server import DecodeServer
 from index_store.jobs.job_queue import JobQueue
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.models.conversation.messages import Message, Role
 from index_store.store.catalog import Store
+from index_store.store.room import KEPT_BEGINNING
 from prefill_worker.config import WorkerConfig
 from prefill_worker.worker.queue_worker import QueueWorker
 from tests.decode_engine.conftest import Library, make_library
@@ -64,7 +65,7 @@ class Kept:
 
     def kept(self) -> dict[str, int]:
         """Tokens of the contexts that were kept, by id."""
-        return {each.id: each.token_count for each in self.store.list() if LABEL in each.labels}
+        return {each.id: each.token_count for each in self.store.list() if KEPT_BEGINNING in each.labels}
 
     def found(self, text: str) -> str:
         """The id of the context that a text begins with; "" without one."""
@@ -99,7 +100,7 @@ def test_a_beginning_that_comes_again_becomes_a_context(keeping: Kept) -> None:
     found, summary = keeping.ask(text=text + "Two")
     assert (summary.context, summary.cached_tokens) == (f"contexts/{id_}", 1024)
     assert found == tokens
-    (shown,) = keeping.client.list_contexts(filter=f"labels:{LABEL}")
+    (shown,) = keeping.client.list_contexts(filter=f"labels:{KEPT_BEGINNING}")
     assert (shown.name, shown.default_method) == (f"contexts/{id_}", "full")
     assert shown.display_name.startswith("beginning-")
     status = keeping.client.server_status()
@@ -164,7 +165,7 @@ def test_the_bound_is_kept_and_those_not_used_for_longest_go(shop: Library, keep
         for tail in ("One", "Two"):
             keeping.ask(text=texts[number] + tail)
         keeping.work()
-        kept = [each for each in keeping.store.list() if LABEL in each.labels]
+        kept = [each for each in keeping.store.list() if KEPT_BEGINNING in each.labels]
         assert sum(array.nbytes for each in kept for array in each.arrays) <= 2 * one
         return [bool(keeping.found(text)) for text in texts]
 
@@ -220,7 +221,7 @@ def compare(tmp_path: Path, conversations: int, turns: int, most: int) -> dict[s
         found = [converse(keeping, number, turns, document(7, 400)) for number in range(conversations)]
         figures[f"{name}_read"] = sum(read for read, _ in found)
         figures[f"{name}_cached"] = sum(cached for _, cached in found)
-        kept = [each for each in keeping.store.list() if LABEL in each.labels]
+        kept = [each for each in keeping.store.list() if KEPT_BEGINNING in each.labels]
         figures[f"{name}_bytes"] = sum(array.nbytes for each in kept for array in each.arrays)
         figures[f"{name}_removed"] = keeping.client.server_status().removed_beginnings
         assert all(not keeping.store.verify(each.id) for each in kept)
