@@ -29,7 +29,7 @@ def own_place() -> Path:
 
 
 def shared_place() -> Path:
-    """Read by all users of this Python environment; `decode-engine compile-loops --shared` writes it."""
+    """Read by all users of this Python environment, where whoever installed it has put loops there."""
     return Path(sys.prefix) / "share" / "sparsekv" / "loops"
 
 
