@@ -1,0 +1,101 @@
+"""What the engine says of a request: `Waits` now and then, `Begins`, `Says` for its answers, `Ends` for each of them.
+
+An `Ended` for all answers with an error ends the whole request. Structs are arrays on the wire: a step sends one message
+with the events of all requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+Cause = Literal["context", "method", "session"]
+FinishReason = Literal["stop", "length", "end_of_sequence"]
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """A token's natural log probability, and the likeliest tokens in its place with theirs, the likeliest first."""
+
+    token_id: int
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+class Waits(Struct, frozen=True, array_like=True, tag="w"):
+    """The request waits: for its context's memory, for its method to be prepared, or for a session behind `ahead`
+    others."""
+
+    cause: Cause
+    ahead: int = 0
+
+
+class Begins(Struct, frozen=True, array_like=True, tag="b"):
+    """What the request means on its context; said once, before anything else but `Waits`.
+
+    context: id of what was continued, "" where nothing was. cached: tokens that are not read. prompt: those that are.
+    max_tokens: that may be generated. reason: why it is this method, where the server chose it. load_ns: that the call
+    waited for its context.
+    """
+
+    context: str
+    method: str
+    cached: int
+    prompt: int
+    max_tokens: int
+    reason: str = ""
+
+
+class PromptRead(Struct, frozen=True, array_like=True, tag="p"):
+    """The prompt was read, and log probabilities of its tokens but the first one are wanted."""
+
+    logprobs: Sequence[TokenLogprob]
+
+
+class Says(Struct, frozen=True, array_like=True, tag="s"):
+    """Tokens of an answer. logprobs: one for each, where they are wanted."""
+
+    answer: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprob] = ()
+
+
+class Times(Struct, frozen=True, array_like=True):
+    """Wall-clock times of a request in nanoseconds, from its arrival at the engine; `decode_ns` sums its decode steps.
+
+    load_ns: until its context was in memory, or the request began to run behind the loading. queue_ns: from then on
+    until its admission.
+    """
+
+    load_ns: int
+    queue_ns: int
+    prompt_ns: int
+    first_token_ns: int
+    total_ns: int
+    decode_steps: int
+    decode_ns: int
+
+
+class Ends(Struct, frozen=True, array_like=True, tag="e"):
+    """The end of an answer. figures: the session's `Figures` by name. kept: id of what the session was kept as."""
+
+    answer: int
+    reason: FinishReason
+    completion_tokens: int
+    seed: int
+    times: Times
+    figures: Mapping[str, int]
+    kept: str = ""
+
+
+class Fails(Struct, frozen=True, array_like=True, tag="f"):
+    """The request has ended, with all of its answers, by an error of this reason (`errors_by_reason`)."""
+
+    reason: str
+    message: str
+    metadata: Mapping[str, str]
+    retry_after_s: float | None = None
+
+
+Event = Waits | Begins | PromptRead | Says | Ends | Fails

@@ -1,0 +1,103 @@
+"""One request as doors and engine hold it, from the wire until its session ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from index_store.models.conversation.messages import Message, Tool
+
+ConstraintKind = Literal["json_schema", "regex", "choices", "calls"]
+
+
+class Constraint(Struct, frozen=True):
+    """What an answer has to be.
+
+    text: a JSON schema, a regular expression, a JSON list of texts to choose from, or calls of tools as a grammar of
+    llguidance.
+    """
+
+    kind: ConstraintKind
+    text: str
+
+
+class Sampling(Struct, frozen=True, omit_defaults=True):
+    """How tokens are drawn; bounds stand in the table of fields, by which it was checked.
+
+    temperature: 0 takes the likeliest token. top_k: 0 keeps all tokens. seed: None draws a fresh one. top_logprobs: how
+    many likeliest tokens are told beside each; None tells no log probabilities. The others: see `LogitRules`.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = {}
+    min_tokens: int = 0
+    top_logprobs: int | None = None
+
+
+class KeepOptions(Struct, frozen=True, omit_defaults=True):
+    """What is to become of a session.
+
+    name: "" for the context's, with digits of its own id. ttl_s: None for good. turns: they are its prompt, and a token
+    that ends one is kept. owner: who asked for it. moves: the name is taken from the context that has it.
+    """
+
+    name: str = ""
+    ttl_s: int | None = None
+    prompt_only: bool = False
+    turns: bool = False
+    owner: str = ""
+    moves: bool = False
+
+
+class ToolChoice(Struct, frozen=True):
+    """What a request says of calls. name: of the tool that is called; "" for any. single: at most one call."""
+
+    mode: Literal["none", "auto", "required"] = "none"
+    name: str = ""
+    single: bool = False
+
+
+class Order(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """A checked request. None and "": as is usual.
+
+    context: id of the stored context that the prompt continues; "" where the prompt is everything from the beginning.
+    One of text, turns (with tools, and whether they are called) and prompt (token ids) is what was asked; the door makes
+    it `prompt`, and the engine gets that alone. deadline_ns: on the system's monotonic clock, which all processes share.
+    stops are found by the door, which reads the text; the engine learns of one by `Handle.stop`. caller: name of the
+    token that was shown.
+    """
+
+    context: str = ""
+    text: str | None = None
+    turns: tuple[Message, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = ToolChoice()
+    prompt: Sequence[int] = ()
+    max_tokens: int | None = None
+    sampling: Sampling = Sampling()
+    constraint: Constraint | None = None
+    stops: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    method: str = ""
+    keep_ratio: float | None = None
+    target_mass: float | None = None
+    token_budget: int | None = None
+    search_period: int | None = None
+    answers: int = 1
+    prompt_logprobs: bool = False
+    keep: KeepOptions | None = None
+    deadline_ns: int | None = None
+    caller: str = ""
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether the request says how much is kept."""
+        return any(size is not None for size in (self.keep_ratio, self.target_mass, self.token_budget))
