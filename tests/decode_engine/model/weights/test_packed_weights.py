@@ -197,7 +197,8 @@ def test_what_is_kept_of_a_session_says_which_weights_made_it(
         ground = Ground(served.context.manifest, served.context.manifest)
         store, runner = served.store, served.runner
         keeper = SessionKeeper(store, runner, ground, fitted, served.context, None, tokens, KeepOptions())
-        made = keeper.keeping().take(session, [])()
+        keeper.check_name()
+        made = keeper.take(session, [])()
         assert store.manifest(made).prefill["attention"] == note
 
 
