@@ -1,7 +1,6 @@
 """The engine: takes requests from any thread, and has one thread that owns the model advance all of them.
 
-What that thread does stands in `scheduler`, in which order in `queues`. The engine speaks token ids. Text reaches it
-only as the opaque result of a request's `TokenSink`.
+What that thread does stands in `scheduler`, in which order in `queues`. The engine speaks token ids, never text.
 """
 
 from __future__ import annotations
@@ -18,20 +17,15 @@ import torch
 from decode_engine.engine.job import call_all, new_job
 from decode_engine.engine.places import Place, Places
 from decode_engine.engine.queues import Queues
-from decode_engine.engine.requests import (
-    EngineStats,
-    GiveWayError,
-    Request,
-    Runner,
-    SessionT,
-    Stream,
-)
+from decode_engine.engine.reply import Reply
+from decode_engine.engine.requests import EngineStats, GiveWayError, Runner, SessionT, Work
 from decode_engine.engine.scheduler import Scheduler
 from decode_engine.errors import (
     EngineCrashedError,
     SessionMemoryError,
     ShuttingDownError,
 )
+from decode_engine.orders.events import Waits
 from index_store.errors import InvalidArgumentError
 
 _QUIET_S = 1.0
@@ -54,15 +48,17 @@ class Engine(Generic[SessionT]):
         on_crash: Callable[[BaseException], None] = lambda error: None,
         on_idle: Callable[[], float | None] = lambda: None,
         on_step: Callable[[Sequence[SessionT], float], None] = lambda sessions, seconds: None,
+        send: Callable[[], None] = lambda: None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """max_sessions: requests in progress at once. max_waiting: requests beyond those, loading or queued.
 
         prompt_chunk: most prompt tokens per step, of all prompts together; fewer where they cost more (`PromptCost`).
-        session_memory: most bytes that requests in progress may need in sum (`Request.memory`); None has no bound.
+        session_memory: most bytes that requests in progress may need in sum (`Work.memory`); None has no bound.
         on_start: called first on the scheduler's thread. on_crash: told when the scheduler fails. on_idle: called there
         when there was nothing to do for a second; returns the seconds until it is called again, None for not before
-        there was something. on_step: told which sessions decoded a token together, and in how many seconds.
+        there was something. on_step: told which sessions decoded a token together, and in how many seconds. send: called
+        after every turn, and whenever else requests were told something, by any thread.
         Raises InvalidArgumentError for a limit out of range.
         """
         for name, value, least in (
@@ -77,6 +73,7 @@ class Engine(Generic[SessionT]):
         self._on_start = on_start
         self._on_crash = on_crash
         self._on_idle = on_idle
+        self._send = send
         self.clock_ns = clock_ns
         self._changed = threading.Condition()
         self.max_sessions = max_sessions
@@ -89,6 +86,7 @@ class Engine(Generic[SessionT]):
             prompt_chunk=prompt_chunk,
             clock_ns=clock_ns,
             on_step=on_step,
+            send=send,
         )
         self._accepting = True
         self._stopping = False
@@ -134,37 +132,37 @@ class Engine(Generic[SessionT]):
             self._check_memory(memory)
             return self._places.take(context)
 
-    def submit(self, place: Place, request: Request[SessionT]) -> Stream:
-        """Queues a request. Its place and `on_close` are the engine's from here on, also when this raises.
+    def submit(self, place: Place, work: Work[SessionT], reply: Reply) -> None:
+        """Queues work. Its place and `close` are the engine's from here on, also when this raises.
 
         Raises InvalidArgumentError for an empty prompt, a token limit below one or a number of answers for which there
         are no sessions, SessionMemoryError for a request that needs more memory than there is for all,
         ShuttingDownError while the engine stops, EngineCrashedError when it failed.
         """
         try:
-            if not request.prompt:
+            if not work.prompt:
                 raise InvalidArgumentError("the prompt has no tokens, expected at least one", field="prompt")
-            if request.max_tokens < 1:
+            if work.max_tokens < 1:
                 raise InvalidArgumentError(
-                    f"max_tokens is {request.max_tokens}, expected at least 1", field="max_tokens"
+                    f"max_tokens is {work.max_tokens}, expected at least 1", field="max_tokens"
                 )
-            self.check_answers(request.answers)
-            stream = Stream(self._wake, request.on_event, request.answers)
-            job = new_job(request, place, stream, self.clock_ns(), self._prompt_chunk)
+            self.check_answers(work.order.answers)
+            job = new_job(work, place, reply, self.clock_ns(), self._prompt_chunk)
             with self._changed:
                 self._check_accepting()
                 self._check_memory(job.memory)
                 self._queues.waiting.add(job)
+                job.ahead = next(ahead for each, ahead in self._queues.waiting.ahead() if each is job)
+                reply.tell(Waits("session", job.ahead))
                 self._changed.notify_all()
         except Exception:
-            call_all(request.on_close, place.release)
+            call_all(work.close, place.release)
             raise
-        return job.stream
 
     def on_context(self, context: str) -> int:
         """Sessions of requests on a context that wait or run, as many as they want answers."""
         with self._changed:
-            return sum(job.sessions for job in self._queues.all() if job.request.context == context)
+            return sum(job.sessions for job in self._queues.all() if job.work.context == context)
 
     def check_answers(self, answers: int) -> None:
         """Raises InvalidArgumentError unless there are sessions for so many answers to one request."""
@@ -174,11 +172,6 @@ class Engine(Generic[SessionT]):
                 "(--max-sessions)",
                 field="n",
             )
-
-    def ahead(self, stream: Stream) -> int | None:
-        """Requests to be admitted before that of the stream, if all have the memory; None if it does not wait."""
-        with self._changed:
-            return self._queues.waiting.ahead(stream)
 
     def shutdown(self, grace_s: float = 0.0, *, patience_s: float | None = None) -> bool:
         """Accepts nothing more, lets requests finish for `grace_s` seconds, ends the others and the thread.
@@ -199,8 +192,9 @@ class Engine(Generic[SessionT]):
         logger.warning("a step of the engine has not ended in %g s; its requests are told", patience_s)
         with self._changed:
             left = self._queues.all()
-        for stream in {id(job.stream): job.stream for job in left}.values():
-            stream.put(self._last_words())
+        for reply in {id(job.reply): job.reply for job in left}.values():
+            reply.fail(self._last_words())
+        self._send()
         return False
 
     def _check_accepting(self) -> None:
@@ -219,7 +213,8 @@ class Engine(Generic[SessionT]):
                 limit=limit,
             )
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """To be called when something was asked of a reply."""
         with self._changed:
             self._changed.notify_all()
 
@@ -249,9 +244,17 @@ class Engine(Generic[SessionT]):
         pause_s: float | None = _QUIET_S
         while True:
             with self._changed:
-                if self._changed.wait_for(lambda: self._stopping or bool(self._queues.all()), pause_s):
+                if self._changed.wait_for(self._has_work, pause_s):
                     return not self._stopping
-            pause_s = self._on_idle()
+                held = bool(self._queues.held)
+            pause_s = _QUIET_S if held else self._on_idle()
+
+    def _has_work(self) -> bool:
+        queues = self._queues
+        if self._stopping or queues.waiting or queues.prompting or queues.decoding:
+            return True
+        now = self.clock_ns()
+        return any(job.reply.stops or job.end(now) is not None for job in queues.held)
 
     def step(self) -> None:
         """One turn of the scheduler; runs on its thread."""
@@ -263,6 +266,7 @@ class Engine(Generic[SessionT]):
         Raises GiveWayError when there is something else to do: the session is closed then, and made again in its turn.
         """
         now = self.clock_ns()
+        self._send()
         with self._changed:
             running = self._queues.prompting[0] if self._queues.prompting else None
             ended = any(job.end(now) is not None for job in self._queues.all())

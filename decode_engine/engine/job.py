@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Generic
 
 from torch import Tensor
 
 from decode_engine.engine.places import Place
 from decode_engine.engine.prompt_pieces import Piece
-from decode_engine.engine.requests import (
-    Finished,
-    FinishReason,
-    Request,
-    SessionT,
-    Stream,
-    Times,
-    Token,
-    TokenSink,
-)
+from decode_engine.engine.reply import Reply
+from decode_engine.engine.requests import SessionT, Work
 from decode_engine.engine.sampler import Sampler
-from decode_engine.engine.sampling.logprobs import TokenLogprob, token_logprobs
+from decode_engine.engine.sampling.logprobs import token_logprobs
 from decode_engine.errors import CancelledError, DeadlineExceededError, EngineCrashedError
+from decode_engine.orders.events import Ends, FinishReason, Says, Times, TokenLogprob
+from decode_engine.orders.order import Order
 from index_store.memory.patience import Patience
 
 logger = logging.getLogger(__name__)
@@ -34,20 +28,19 @@ _LOGPROB_COST = 64
 
 @dataclass(eq=False, slots=True)
 class Job(Generic[SessionT]):
-    """A submitted request until its prompt was read, and then one of its answers. Times are on the engine's clock.
+    """An order until its prompt was read, and then one of its answers. Times are on the engine's clock.
 
     pieces: of stored tokens, then of the prompt; read: how many of them were. patience: while others are admitted and
     its memory is not free. loaded_ns: when it was first seen that its context is not being loaded; None before. answer:
     which one. tokens: of the answer, without those that end it. ending: why it ends, while a last step brings the last
-    token's keys and values. sessions: that it stands for, of all answers until the prompt was read. live: the request's
-    jobs that have not ended, itself included, in one list for all.
+    token's keys and values. sessions: that it stands for, of all answers until the prompt was read. live: the order's
+    jobs that have not ended, itself included, in one list for all. ahead: what was last said of its place in the line.
     """
 
-    request: Request[SessionT]
+    work: Work[SessionT]
     place: Place
-    stream: Stream
+    reply: Reply
     sampler: Sampler
-    sink: TokenSink
     submitted_ns: int
     pieces: Sequence[Piece]
     patience: Patience = field(default_factory=Patience)
@@ -67,28 +60,27 @@ class Job(Generic[SessionT]):
     sessions: int = 1
     live: list[Job[SessionT]] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    ahead: int | None = None
 
     def __post_init__(self) -> None:
         self.live.append(self)
 
     @property
+    def order(self) -> Order:
+        """What was asked for."""
+        return self.work.order
+
+    @property
     def memory(self) -> int:
         """Bytes that its sessions may come to hold."""
-        return self.sessions * self.request.memory
+        return self.sessions * self.work.memory
 
     def fork(self) -> list[Job[SessionT]]:
         """The jobs of all answers, this one first, once the prompt was read; each with a session of its own."""
         jobs, self.sessions = [self], 1
-        for answer in range(1, self.request.answers):
-            jobs.append(
-                replace(
-                    self,
-                    answer=answer,
-                    sampler=_make_sampler(self.request, answer),
-                    sink=self.request.sink.fork(),
-                    session=self.running().fork(),
-                )
-            )
+        for answer in range(1, self.order.answers):
+            session = self.running().fork()
+            jobs.append(replace(self, answer=answer, sampler=self.work.sampler(answer), session=session))
         return jobs
 
     @property
@@ -97,65 +89,83 @@ class Job(Generic[SessionT]):
 
         It has to get the same bits as alone, or its logits are all held, or it waits for its context while it is read.
         """
-        return self.sampler.repeatable or self.request.prompt_logprobs or self.request.loading()
+        return self.sampler.repeatable or self.order.prompt_logprobs or self.work.loading
 
     def piece_ids(self, piece: Piece) -> Sequence[int]:
         """The tokens of the next piece, one of the prompt."""
-        return self.request.prompt[self.fed : self.fed + piece.tokens]
+        return self.work.prompt[self.fed : self.fed + piece.tokens]
 
     def note_read(self, piece: Piece, logits: Tensor) -> None:
         """The next piece was read. logits: [1, V] after it, [T, V] where the prompt's are told."""
-        if self.request.prompt_logprobs:
-            first, top = self.fed, self.request.sampling.top_logprobs or 0
-            following = self.request.prompt[first + 1 : first + piece.tokens + 1]
+        if self.order.prompt_logprobs:
+            first, top = self.fed, self.order.sampling.top_logprobs or 0
+            following = self.work.prompt[first + 1 : first + piece.tokens + 1]
             self.prompt_logprobs += token_logprobs(logits, following, top)
         self.read += 1
 
-    def take(self, token_id: int, now_ns: int) -> Finished | None:
-        """Emits a token of the answer; the answer's last event, which the caller emits, where that was its last."""
+    def take(self, token_id: int, now_ns: int) -> FinishReason | None:
+        """Says a token of the answer; why the answer ends, where that was its last."""
         if self.ending is not None:  # the step was for the last token's keys and values
-            return self._finished(self.ending, now_ns)
-        request = self.request
-        ends = token_id in request.end_ids or token_id in request.stop_ids
-        piece = None if ends else self.sink.push(token_id)
+            return self.ending
+        ends_sequence = token_id in self.work.end_ids
+        ends = ends_sequence or token_id in self.order.stop_token_ids
         self.last_token = token_id
         self.generated += 1
         self.first_token_ns = self.first_token_ns or now_ns
-        text = "" if piece is None else piece.text
-        self.stream.put(Token(token_id, text, self.answer, self.sampler.logprob))
-        keeping = request.keeping
-        known = piece is not None or (
-            keeping is not None and keeping.with_end and token_id in request.end_ids
-        )
+        reason: FinishReason | None = None
+        if ends_sequence or (self.sampler.ended and not ends):
+            reason = "end_of_sequence"
+        elif ends:
+            reason = "stop"
+        elif self.generated >= self.work.max_tokens:
+            reason = "length"
+        logprobs = () if self.sampler.logprob is None else (self.sampler.logprob,)
+        last = reason is not None and self.awaits_stop
+        self.reply.tell(Says(self.answer, (token_id,), logprobs, last))
+        keep = self.order.keep
+        known = not ends or (keep is not None and keep.turns and ends_sequence)
         if known:
             self.tokens.append(token_id)
-        reason = None
-        if token_id in request.end_ids or (self.sampler.ended and piece is not None and not piece.stopped):
-            reason = FinishReason.END_OF_SEQUENCE
-        elif piece is None or piece.stopped:
-            reason = FinishReason.STOP
-        elif self.generated >= request.max_tokens:
-            reason = FinishReason.LENGTH
-        if keeping is not None and known:
+        if keep is not None and known:
             self.ending = reason
             return None
-        return None if reason is None else self._finished(reason, now_ns)
+        return reason
 
-    def end_with_prompt(self) -> Finished:
-        """The last event of an answer that has no tokens."""
-        self.first_token_ns = self.prompt_done_ns
-        return self._finished(FinishReason.LENGTH, self.prompt_done_ns)
+    @property
+    def awaits_stop(self) -> bool:
+        """Whether its end is the end only once its door has said how many of its tokens are of the answer."""
+        return self.order.keep is not None and bool(self.order.stops) and self.answer not in self.reply.stops
 
-    def _finished(self, reason: FinishReason, now_ns: int) -> Finished:
-        return Finished(
+    def stopped(self, held: bool) -> FinishReason | None:
+        """Why it ends by what its door said of stop strings; None where it said nothing, or a step has to come first.
+
+        held: the answer has ended, and waited for this.
+        """
+        count = self.reply.stops.get(self.answer)
+        if count is None or self.session is None or not self.generated:
+            return None
+        if self.order.keep is not None and count >= self.generated:
+            self.ending = self.ending or "stop"
+            return self.ending if held else None  # the last token has no keys and values yet
+        return "stop"
+
+    def ends(self, reason: FinishReason, now_ns: int) -> Ends:
+        """The last event of the answer."""
+        if self.order.keep is not None and self.order.keep.prompt_only:
+            self.first_token_ns = self.prompt_done_ns
+        return Ends(
+            self.answer,
             reason,
-            self.sink.flush(),
-            self.generated,
+            min(self.generated, self.reply.stops.get(self.answer, self.generated)),
             self.sampler.seed,
             self.times(now_ns),
-            self.running().figures,
-            self.answer,
+            asdict(self.running().figures),
         )
+
+    @property
+    def kept_tokens(self) -> Sequence[int]:
+        """Those of the answer that are kept."""
+        return self.tokens[: self.reply.stops.get(self.answer, len(self.tokens))]
 
     @property
     def unread(self) -> int:
@@ -169,26 +179,20 @@ class Job(Generic[SessionT]):
 
     def restore(self, tokens: int) -> None:
         """Adds a piece of stored tokens to the session."""
-        if self.request.stored is not None:
-            done = sum(piece.tokens for piece in self.pieces[: self.read])
-            self.request.stored.restore(self.running(), done, done + tokens)
+        done = sum(piece.tokens for piece in self.pieces[: self.read])
+        self.work.restore(self.running(), done, done + tokens)
         self.read += 1
-
-    @property
-    def prompt_only(self) -> bool:
-        """Whether nothing is generated."""
-        return self.request.keeping is not None and self.request.keeping.prompt_only
 
     @property
     def goes_on(self) -> bool:
         """Whether a token may follow the next one: that is not known to be the last."""
-        return self.ending is None and self.generated + 1 < self.request.max_tokens
+        return self.ending is None and self.generated + 1 < self.work.max_tokens
 
     def end(self, now_ns: int) -> Exception | None:
         """Why nobody waits for the job any more; None as long as somebody does."""
-        if self.stream.cancelled:
+        if self.reply.cancelled:
             return CancelledError("the client ended the call")
-        deadline_ns = self.request.deadline_ns
+        deadline_ns = self.order.deadline_ns
         if deadline_ns is None or now_ns < deadline_ns:
             return None
         message = f"the deadline passed after {self.generated} generated tokens"
@@ -202,14 +206,15 @@ class Job(Generic[SessionT]):
 
     def times(self, now_ns: int) -> Times:
         """Of the request, when it ends now."""
-        admitted_ns = self.admitted_ns
+        admitted_ns, came_ns = self.admitted_ns, self.work.arrived_ns
+        arrived_ns = self.submitted_ns if came_ns is None else came_ns
         loaded_ns = admitted_ns if self.loaded_ns is None else min(self.loaded_ns, admitted_ns)
         return Times(
-            load_ns=loaded_ns - self.submitted_ns,
+            load_ns=self.work.loaded_in_ns + loaded_ns - self.submitted_ns,
             queue_ns=admitted_ns - loaded_ns,
             prompt_ns=self.prompt_done_ns - admitted_ns,
-            first_token_ns=self.first_token_ns - self.submitted_ns,
-            total_ns=now_ns - self.submitted_ns,
+            first_token_ns=self.first_token_ns - arrived_ns,
+            total_ns=now_ns - arrived_ns,
             decode_steps=self.decode_steps,
             decode_ns=self.decode_ns,
         )
@@ -225,24 +230,18 @@ def call_all(*releases: Callable[[], None]) -> None:
 
 
 def new_job(
-    request: Request[SessionT], place: Place, stream: Stream, now_ns: int, prompt_chunk: int
+    work: Work[SessionT], place: Place, reply: Reply, now_ns: int, prompt_chunk: int
 ) -> Job[SessionT]:
-    """A request that is submitted now, to an engine that feeds so many tokens of prompts a turn."""
-    piece_cost = min(prompt_chunk / 2, _LOGPROB_COST) if request.prompt_logprobs else prompt_chunk / 2
+    """Work that is submitted now, to an engine that feeds so many tokens of prompts a turn."""
+    told = work.order.prompt_logprobs
+    piece_cost = min(prompt_chunk / 2, _LOGPROB_COST) if told else prompt_chunk / 2
     return Job(
-        request,
+        work,
         place,
-        stream,
-        _make_sampler(request, 0),
-        request.sink,
+        reply,
+        work.sampler(0),
         now_ns,
-        request.pieces(piece_cost),
-        loaded_ns=None if request.loading() else now_ns,
-        sessions=request.answers,
+        work.pieces(piece_cost),
+        loaded_ns=None if work.loading else now_ns,
+        sessions=work.order.answers,
     )
-
-
-def _make_sampler(request: Request[SessionT], answer: int) -> Sampler:
-    ends = request.end_ids | request.stop_ids
-    said = [*request.before, *request.prompt] if request.before else request.prompt
-    return Sampler(request.sampling.for_answer(answer), said, ends)

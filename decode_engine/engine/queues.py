@@ -31,7 +31,7 @@ from typing import Generic
 
 from decode_engine.engine.job import Job
 from decode_engine.engine.prompt_pieces import Piece
-from decode_engine.engine.requests import SessionT, Stream
+from decode_engine.engine.requests import SessionT
 from index_store.memory.patience import note_passed
 
 MAX_PASSES = 4
@@ -60,13 +60,13 @@ class Waiting(Generic[SessionT]):
 
     def add(self, job: Job[SessionT]) -> None:
         """Puts a request behind those of its context; a context that had none gets its turn after the others."""
-        self._queues.setdefault(job.request.context, deque()).append(job)
+        self._queues.setdefault(job.work.context, deque()).append(job)
 
     def put_back(self, job: Job[SessionT]) -> None:
         """Makes a request that was taken out the one whose turn it is."""
-        queue = self._queues.pop(job.request.context, deque())
+        queue = self._queues.pop(job.work.context, deque())
         queue.appendleft(job)
-        self._queues = {job.request.context: queue, **self._queues}
+        self._queues = {job.work.context: queue, **self._queues}
 
     def take(
         self, free_bytes: int | None, free_sessions: int, *, loading: bool = False
@@ -78,43 +78,42 @@ class Waiting(Generic[SessionT]):
         blocked: list[Job[SessionT]] = []
         for queue in self._queues.values():
             job = queue[0]
-            if job.request.loading() and not loading:
+            if job.work.loading and not loading:
                 continue
             if job.sessions <= free_sessions and (free_bytes is None or job.memory <= free_bytes):
                 note_passed(other.patience for other in blocked)
                 self.remove(job)
                 if queue:
-                    self._queues[job.request.context] = self._queues.pop(job.request.context)
+                    self._queues[job.work.context] = self._queues.pop(job.work.context)
                 return job
             if job.patience.ended:
                 return None
             blocked.append(job)
         return None
 
-    def ahead(self, stream: Stream) -> int | None:
-        """How many requests are taken before that of the stream while there is memory for each; None if not here."""
+    def ahead(self) -> Iterator[tuple[Job[SessionT], int]]:
+        """Those who wait, with how many are taken before each while there is memory for each."""
+        lengths = [len(queue) for queue in self._queues.values()]
         for turn, queue in enumerate(self._queues.values()):
             for place, job in enumerate(queue):
-                if job.stream is stream:
-                    others = (len(other) for other in self._queues.values())
-                    return sum(min(length, place + (i < turn)) for i, length in enumerate(others))
-        return None
+                yield job, sum(min(length, place + (i < turn)) for i, length in enumerate(lengths))
 
     def remove(self, job: Job[SessionT]) -> None:
         """Takes out a request, if it is here."""
-        queue = self._queues.get(job.request.context)
+        queue = self._queues.get(job.work.context)
         if queue is None or job not in queue:
             return
         queue.remove(job)
         if not queue:
-            del self._queues[job.request.context]
+            del self._queues[job.work.context]
 
 
 @dataclass(slots=True)
 class Queues(Generic[SessionT]):
     """Every live job is in exactly one of these. Not thread-safe.
 
-    keeping: jobs that have ended but for what becomes of their sessions (`keeping`).
+    held: jobs whose doors have to say where their answers end. keeping: jobs that have ended but for what becomes of
+    their sessions.
 
     max_sessions: jobs that prompt or decode at once. memory: bytes that these may need in sum; None has no bound.
     """
@@ -124,11 +123,12 @@ class Queues(Generic[SessionT]):
     waiting: Waiting[SessionT] = field(default_factory=Waiting)
     prompting: deque[Job[SessionT]] = field(default_factory=deque)
     decoding: deque[Job[SessionT]] = field(default_factory=deque)
+    held: deque[Job[SessionT]] = field(default_factory=deque)
     keeping: deque[Job[SessionT]] = field(default_factory=deque)
 
     def all(self) -> list[Job[SessionT]]:
         """All jobs that the scheduler works on, or will."""
-        return [*self.waiting, *self.prompting, *self.decoding]
+        return [*self.waiting, *self.prompting, *self.decoding, *self.held]
 
     @property
     def empty(self) -> bool:
@@ -138,19 +138,19 @@ class Queues(Generic[SessionT]):
     def remove(self, job: Job[SessionT]) -> None:
         """Forgets a job."""
         self.waiting.remove(job)
-        for queue in (self.prompting, self.decoding, self.keeping):
+        for queue in (self.prompting, self.decoding, self.held, self.keeping):
             if job in queue:
                 queue.remove(job)
 
     @property
     def held_bytes(self) -> int:
         """What the admitted jobs may need."""
-        queues = (self.prompting, self.decoding, self.keeping)
+        queues = (self.prompting, self.decoding, self.held, self.keeping)
         return sum(job.memory for queue in queues for job in queue)
 
     def admit(self) -> Job[SessionT] | None:
         """Moves the next waiting job to those that read their prompts; None when nobody can be admitted."""
-        used = sum(job.sessions for queue in (self.prompting, self.decoding) for job in queue)
+        used = sum(job.sessions for queue in (self.prompting, self.decoding, self.held) for job in queue)
         if used >= self.max_sessions:
             return None
         free_bytes = None if self.memory is None else self.memory - self.held_bytes
@@ -169,7 +169,7 @@ class Queues(Generic[SessionT]):
     def others_can_run(self, job: Job[SessionT]) -> bool:
         """Whether there is work but for this admitted job and those whose contexts are still being loaded."""
         others = (other for other in self.all() if other is not job)
-        return any(other.session is not None or not other.request.loading() for other in others)
+        return any(other.session is not None or not other.work.loading for other in others)
 
     def take_passes(self, chunk: int) -> list[Pass[SessionT]]:
         """The pieces of prompts that the next step feeds, pass by pass.
@@ -189,9 +189,14 @@ class Queues(Generic[SessionT]):
         self.prompting.remove(job)
         self.decoding.extend(answers)
 
+    def hold(self, job: Job[SessionT]) -> None:
+        """Moves a job on whose door has to say where its answer ends."""
+        self.decoding.remove(job)
+        self.held.append(job)
+
     def start_keeping(self, job: Job[SessionT]) -> None:
         """Moves a job on whose answer is complete."""
-        self.decoding.remove(job)
+        (self.held if job in self.held else self.decoding).remove(job)
         self.keeping.append(job)
 
 

@@ -1,20 +1,20 @@
-"""What the engine is asked and what it answers: requests, streams of events, and the protocols it relies on."""
+"""What the engine relies on: work that is asked of it, sessions, steps and the model's runner; and its statistics."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
-from queue import SimpleQueue
 from typing import Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
 
 from decode_engine.engine.prompt_pieces import Piece, PromptCost, cut_prompt
-from decode_engine.engine.sampler import Sampler, SamplingParameters
-from decode_engine.engine.sampling.logprobs import TokenLogprob
+from decode_engine.engine.sampler import Sampler
+from decode_engine.engine.sampling.grammar import Grammar
+from decode_engine.engine.sampling.parameters import parameters_of
 from decode_engine.layers.figures import Figures
+from decode_engine.orders.order import Order
 
 
 class EngineSession(Protocol):
@@ -87,160 +87,70 @@ class Runner(Launcher[SessionT_contra], Protocol[SessionT_contra]):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class TokenText:
-    """Text that a token made certain, and whether it completed a stop string (which the text leaves out)."""
+@dataclass(kw_only=True, eq=False)
+class Work(ABC, Generic[SessionT]):
+    """An order on its context, in memory: what it means there, and what its sessions are made of.
 
-    text: str
-    stopped: bool
+    prompt: token ids that are read, at least one; before: those of the order that need not be: with the prompt they are
+    what penalties count. max_tokens: that may be generated. end_ids: tokens that end an answer; the order's own besides.
+    context: requests that share one wait in one queue. memory: bytes that the session of each answer may come to hold.
+    stored: tokens before the prompt whose keys and values are known: a child's own. cost, stored_cost: of the prompt's
+    tokens and of those, by which they are cut into pieces. grammar: what answers must be. arrived_ns: when the order
+    came, on the engine's clock; loaded_in_ns: what of the time since then was spent on loading. None: now, and nothing.
 
-
-class TokenSink(Protocol):
-    """Turns tokens into text and finds stop strings; called on the scheduler's thread only."""
-
-    def push(self, token_id: int) -> TokenText:
-        """Adds a token."""
-
-    def flush(self) -> str:
-        """Text held back, at the end."""
-
-    def fork(self) -> Self:
-        """Another one for the same prompt, without the tokens that were added."""
-
-
-class FinishReason(Enum):
-    """Why a generation ended without an error."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    END_OF_SEQUENCE = "end_of_sequence"
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTokens(Generic[SessionT]):
-    """Tokens before the prompt whose keys and values are known: a child's own.
-
-    restore: adds those from..to-1 to a session that has those before; called on the scheduler's thread. cost: of each.
+    All methods but `close` are called on the scheduler's thread.
     """
 
-    count: int
-    restore: Callable[[SessionT, int, int], None]
-    cost: PromptCost
-
-
-@dataclass(frozen=True, slots=True)
-class Keeping(Generic[SessionT]):
-    """What is done with the session of a request that has ended.
-
-    take: called on the scheduler's thread before the session is closed, with the tokens of its answer that it has keys
-    and values of; what it returns is called on another thread, and returns the name of what was kept. prompt_only: the
-    request ends when its prompt was read. with_end: a token that ends the sequence is kept, too: it ends a turn.
-    """
-
-    take: Callable[[SessionT, Sequence[int]], Callable[[], str]]
-    prompt_only: bool = False
-    with_end: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Request(Generic[SessionT]):
-    """One generation.
-
-    start: makes the session; called on the scheduler's thread when the request is admitted, and again when it had to
-    give way while its context was being loaded (`Engine.give_way`). loading: whether that is so.
-    prompt: token ids, at least one. end_ids: tokens that end the answer. deadline_ns: on the engine's clock.
-    on_close: called exactly once, after the engine has dropped the session, however the request ended.
-    on_event: called after every event that is added to its stream, mostly on the scheduler's thread; must not block.
-    context: requests that share one wait in one queue. cost: of the prompt's tokens, by which it is cut into pieces.
-    answers: how many are generated, each by a session of its own from the end of the prompt on, and by a seed of its
-    own (`SamplingParameters.for_answer`). memory: bytes that each of these sessions may come to hold.
-    stop_ids: tokens that end the answer, besides. before: tokens that the request says itself, and that need not be
-    read: with the prompt they are what penalties count. prompt_logprobs: whether log probabilities of the prompt's
-    tokens are told, with as many likeliest ones as those of the answer. stored: what the session begins with. keeping:
-    what is done with it at the end, of a single answer; its stream ends after that.
-    """
-
-    start: Callable[[], SessionT]
+    order: Order
     prompt: Sequence[int]
     max_tokens: int
-    sampling: SamplingParameters
-    sink: TokenSink
     end_ids: frozenset[int] = frozenset()
-    deadline_ns: int | None = None
-    on_close: Callable[[], None] = lambda: None
-    on_event: Callable[[], None] = lambda: None
+    before: Sequence[int] = ()
     context: str = ""
     memory: int = 0
-    loading: Callable[[], bool] = lambda: False
     cost: PromptCost = field(default_factory=PromptCost)
-    answers: int = 1
-    stop_ids: frozenset[int] = frozenset()
-    before: Sequence[int] = ()
-    prompt_logprobs: bool = False
-    stored: StoredTokens[SessionT] | None = None
-    keeping: Keeping[SessionT] | None = None
+    stored: int = 0
+    stored_cost: PromptCost = field(default_factory=PromptCost)
+    grammar: Grammar | None = None
+    arrived_ns: int | None = None
+    loaded_in_ns: int = 0
+
+    @property
+    def loading(self) -> bool:
+        """Whether the context is still being loaded."""
+        return False
+
+    @abstractmethod
+    def start(self) -> SessionT:
+        """The session; again when it had to give way while its context was being loaded (`Engine.give_way`)."""
+
+    def restore(self, session: SessionT, start: int, end: int) -> None:
+        """Adds the stored tokens start..end-1 to a session that has those before."""
+        raise NotImplementedError
+
+    def keep(self, session: SessionT, answer: Sequence[int]) -> Callable[[], str]:
+        """What keeps a session that has ended, called on another thread; it returns the id of what was kept.
+
+        answer: tokens that are kept with it; the session may have read more. It is closed after this.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Lets go of the context. Called exactly once, when the engine has dropped the sessions; by any thread."""
 
     def pieces(self, most: float) -> list[Piece]:
-        """What is read of it at a time: pieces of stored tokens and of the prompt, each of a cost of at most `most`."""
+        """What is read at a time: pieces of stored tokens and of the prompt, each of a cost of at most `most`."""
         prompt = cut_prompt(self.cost, len(self.prompt), most)
-        if self.stored is None:
+        if not self.stored:
             return prompt
-        copied = cut_prompt(self.stored.cost, self.stored.count, most)
+        copied = cut_prompt(self.stored_cost, self.stored, most)
         return [*(piece._replace(stored=True) for piece in copied), *prompt]
 
-
-@dataclass(frozen=True, slots=True)
-class PromptRead:
-    """The prompt was read. logprobs: of its tokens but the first one, before which only the stored context stands."""
-
-    logprobs: Sequence[TokenLogprob]
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """A generated token, and the text that became certain with it. answer: which of the request's.
-
-    logprob: where it is wanted.
-    """
-
-    token_id: int
-    text: str
-    answer: int = 0
-    logprob: TokenLogprob | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Wall-clock times of a request in nanoseconds, from its submission; `decode_ns` sums its decode steps.
-
-    load_ns: until its context was in memory, or the request began to run behind the loading. queue_ns: from then on
-    until its admission.
-    """
-
-    load_ns: int
-    queue_ns: int
-    prompt_ns: int
-    first_token_ns: int
-    total_ns: int
-    decode_steps: int
-    decode_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The last event of an answer, and of a stream that of its last answer. kept: what its session was kept as."""
-
-    reason: FinishReason
-    text: str
-    completion_tokens: int
-    seed: int
-    times: Times
-    figures: Figures
-    answer: int = 0
-    kept: str = ""
-
-
-Event = PromptRead | Token | Finished
+    def sampler(self, answer: int) -> Sampler:
+        """What draws one of the answers."""
+        drawn, said = self.order.sampling, [*self.before, *self.prompt] if self.before else self.prompt
+        parameters = parameters_of(drawn, self.grammar).for_answer(answer)
+        return Sampler(parameters, said, self.end_ids | self.order.stop_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,51 +210,3 @@ class EngineStats:
 
 class GiveWayError(Exception):
     """A session stopped waiting for a layer of its context because others can be served; see `Engine.give_way`."""
-
-
-class Stream:
-    """Events of one request: `PromptRead` where it is wanted, tokens, then `Finished`, once for each of its answers.
-
-    Iterating raises what ended the request otherwise, all answers of it.
-
-    Read by one reader, either by iterating, which waits, or by `take`, which does not.
-    """
-
-    def __init__(
-        self, wake: Callable[[], None], on_event: Callable[[], None] = lambda: None, answers: int = 1
-    ) -> None:
-        self._events: SimpleQueue[Event | Exception] = SimpleQueue()
-        self._answers = answers
-        self._wake = wake
-        self._on_event = on_event
-        self._cancelled = threading.Event()
-
-    def __iter__(self) -> Iterator[Event]:
-        left = self._answers
-        while left:
-            event = self._events.get()
-            if isinstance(event, Exception):
-                raise event
-            yield event
-            left -= isinstance(event, Finished)
-
-    def take(self) -> list[Event | Exception]:
-        """All events that are there now, in order; an exception is the last one, like the last `Finished`."""
-        events = []
-        while not self._events.empty():
-            events.append(self._events.get())
-        return events
-
-    def cancel(self) -> None:
-        """Ends the request within a step or two; its stream then raises CancelledError. Harmless when it has ended."""
-        self._cancelled.set()
-        self._wake()
-
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled.is_set()
-
-    def put(self, event: Event | Exception) -> None:
-        """Adds an event; for the engine."""
-        self._events.put(event)
-        self._on_event()

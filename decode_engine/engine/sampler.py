@@ -17,74 +17,20 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from decode_engine.engine.sampling.grammar import Grammar
-from decode_engine.engine.sampling.logit_rules import LogitRules, RuledLogits
-from decode_engine.engine.sampling.logprobs import TokenLogprob, token_logprobs
-from decode_engine.settings.request_bounds import MAX_SEED, MAX_TEMPERATURE, MAX_TOP_LOGPROBS
-from index_store.errors import InvalidArgumentError, SparseKVError
-
-_SEED_STRIDE = 0x9E3779B97F4A7C15
-"""Between the seeds of one request's answers: seeds that people count up by hand meet none of them."""
+from decode_engine.engine.sampling.logit_rules import RuledLogits
+from decode_engine.engine.sampling.logprobs import token_logprobs
+from decode_engine.engine.sampling.parameters import SamplingParameters
+from decode_engine.orders.events import TokenLogprob
+from index_store.errors import SparseKVError
 
 _CANDIDATES = 1024
 """Likeliest tokens among which top_p is looked for first, in single rows: to sort 131,072 logits takes a CPU 12 ms."""
 _BLOCK = 512  # tokens whose probabilities one program adds up: long rows are summed by many
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParameters:
-    """How tokens are drawn.
-
-    temperature: 0 takes the likeliest token. top_k: 0 keeps all tokens. top_p: 1 keeps all tokens.
-    seed: None draws a fresh one. rules: how logits are changed before. grammar: what the answer must be; None lets it
-    be anything. top_logprobs: how many likeliest tokens are told beside each with its log probability; None tells none.
-    Raises InvalidArgumentError for a value out of range.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    rules: LogitRules = field(default_factory=LogitRules)
-    grammar: Grammar | None = None
-    top_logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature <= MAX_TEMPERATURE:
-            raise InvalidArgumentError(
-                f"temperature is {self.temperature:g}, expected 0 (greedy) to {MAX_TEMPERATURE:g}",
-                field="temperature",
-            )
-        if not 0.0 < self.top_p <= 1.0:
-            raise InvalidArgumentError(
-                f"top_p is {self.top_p:g}, expected a number above 0 and at most 1", field="top_p"
-            )
-        if self.top_k < 0:
-            raise InvalidArgumentError(
-                f"top_k is {self.top_k}, expected 0 (all tokens) or more", field="top_k"
-            )
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise InvalidArgumentError(f"seed is {self.seed}, expected 0 to 2^64 - 1", field="seed")
-        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
-            raise InvalidArgumentError(
-                f"top_logprobs is {self.top_logprobs}, expected 0 to {MAX_TOP_LOGPROBS}", field="top_logprobs"
-            )
-
-    def for_answer(self, index: int) -> SamplingParameters:
-        """How the answer of that number draws, of several to one prompt: the first one by the seed itself."""
-        if self.seed is None:
-            return self
-        return replace(self, seed=(self.seed + index * _SEED_STRIDE) % (MAX_SEED + 1))
-
-    @property
-    def greedy(self) -> bool:
-        """Whether nothing is drawn: the likeliest token is always taken."""
-        return self.temperature == 0.0 or self.top_k == 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,10 @@ order requests are served, and how long a stream waits at most between two token
 
 A session that is to be kept is read at its end, and kept on threads beside the scheduler's, a few at a time. Its
 request has ended for the scheduler, but still counts with its memory and its place, so that those bound how many wait
-here; its stream ends when that is done.
+here; its reply ends when that is done.
+
+Stop strings are found by doors, which read the text, a step or two behind: an answer then ends with tokens that were
+said before.
 """
 
 from __future__ import annotations
@@ -16,27 +19,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Generic
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from decode_engine.engine.job import Job, call_all
 from decode_engine.engine.prompt_pieces import Piece
 from decode_engine.engine.queues import Pass, Queues
-from decode_engine.engine.requests import (
-    EngineStats,
-    Finished,
-    GiveWayError,
-    PromptRead,
-    Runner,
-    SessionT,
-)
+from decode_engine.engine.requests import EngineStats, GiveWayError, Runner, SessionT
 from decode_engine.engine.stepping import Flight, forward_each
 from decode_engine.errors import EngineCrashedError, ShuttingDownError
 from decode_engine.layers.figures import Figures
+from decode_engine.orders.events import Ends, FinishReason, PromptRead, Waits
 
 _ADMISSIONS = 16
 """Requests admitted in one turn: making a session takes a little time, which streams wait for."""
@@ -44,8 +41,8 @@ _ADMISSIONS = 16
 _KEEPERS = 2
 """Threads that keep sessions."""
 
-Work = Callable[[], str]
-"""Keeps a session, and returns the name of what was kept."""
+Keep = Callable[[], str]
+"""Keeps a session, and returns the id of what was kept."""
 
 
 class Scheduler(Generic[SessionT]):
@@ -60,6 +57,7 @@ class Scheduler(Generic[SessionT]):
         prompt_chunk: int,
         clock_ns: Callable[[], int],
         on_step: Callable[[Sequence[SessionT], float], None] = lambda sessions, seconds: None,
+        send: Callable[[], None] = lambda: None,
     ) -> None:
         """changed: guards the queues, and is notified when there is room in them. The others are as in `Engine`."""
         self._runner = runner
@@ -69,7 +67,8 @@ class Scheduler(Generic[SessionT]):
         self._prompt_chunk = prompt_chunk
         self._clock_ns = clock_ns
         self._on_step = on_step
-        self._endings = Endings(queues, changed, self._flight, self._note_session)
+        self._send = send
+        self._endings = Endings(queues, changed, self._flight, self._note_session, send)
         self.stats = EngineStats()
         """What was done so far; guarded by `changed`. It is counted before a request that it ends has ended."""
 
@@ -81,6 +80,8 @@ class Scheduler(Generic[SessionT]):
         self._admit()
         self._advance_prompts()
         self._decode()
+        self._tell_waiting()
+        self._send()
 
     def fail_all(self, error: Exception) -> None:
         """Ends all requests but those whose sessions are being kept."""
@@ -88,6 +89,7 @@ class Scheduler(Generic[SessionT]):
             left = self._queues.all()
         for job in left:
             self._endings.fail(job, error)
+        self._send()
 
     def close(self) -> None:
         """Waits for sessions that are being kept; those whose turn has not come are not kept."""
@@ -109,8 +111,18 @@ class Scheduler(Generic[SessionT]):
             error = job.end(now)
             if error is not None:
                 self._endings.fail(job, error)
-            elif job.loaded_ns is None and not job.request.loading():
+            elif job.loaded_ns is None and not job.work.loading:
                 job.loaded_ns = now
+            elif job.reply.stops and (reason := job.stopped(job in self._queues.held)) is not None:
+                self._endings.finish(job, job.ends(reason, now))
+
+    def _tell_waiting(self) -> None:
+        """Tells those who wait how many are ahead, where that has changed."""
+        with self._changed:
+            news = [(job, ahead) for job, ahead in self._queues.waiting.ahead() if ahead != job.ahead]
+        for job, ahead in news:
+            job.ahead = ahead
+            job.reply.tell(Waits("session", ahead))
 
     def _admit(self) -> None:
         for _ in range(_ADMISSIONS):
@@ -118,9 +130,10 @@ class Scheduler(Generic[SessionT]):
                 job = self._queues.admit()
             if job is None:
                 return
-            job.admitted_ns = self._clock_ns()
+            job.admitted_ns, job.ahead = self._clock_ns(), None
+            job.reply.tell(Waits(""))
             try:
-                job.session = job.request.start()
+                job.session = job.work.start()
             except Exception as error:
                 self._endings.fail(job, error)
 
@@ -130,6 +143,8 @@ class Scheduler(Generic[SessionT]):
             passes = self._queues.take_passes(self._prompt_chunk)
         for pieces in passes:
             self._read_pass(pieces)
+        if passes and self._queues.decoding:
+            self._send()  # first tokens do not wait for a step
 
     def _read_pass(self, pieces: Pass[SessionT]) -> None:
         """Feeds pieces of different prompts at once."""
@@ -137,7 +152,7 @@ class Scheduler(Generic[SessionT]):
             (job, piece) for job, piece in pieces if job.session is not None
         ]  # the piece before ended others
         read = [(job, piece) for job, piece in here if not piece.stored]
-        told = any(job.request.prompt_logprobs for job, _ in read)
+        told = any(job.order.prompt_logprobs for job, _ in read)
         found = forward_each(
             partial(self._runner.read, all_logits=told),
             [job.running() for job, _ in read],
@@ -172,10 +187,10 @@ class Scheduler(Generic[SessionT]):
         answers = job.fork()
         with self._changed:
             self._queues.start_decoding(job, answers)
-        if job.request.prompt_logprobs:
-            job.stream.put(PromptRead(job.prompt_logprobs))
-        if job.prompt_only:
-            self._endings.finish(job, job.end_with_prompt())
+        if job.order.prompt_logprobs:
+            job.reply.tell(PromptRead(job.prompt_logprobs))
+        if job.order.keep is not None and job.order.keep.prompt_only:
+            self._endings.finish(job, job.ends("length", job.prompt_done_ns))
             return
         for each in answers:
             try:
@@ -228,20 +243,24 @@ class Scheduler(Generic[SessionT]):
 
     def _take_tokens(self, taken: Iterable[tuple[Job[SessionT], int]]) -> None:
         """Emits tokens, and then ends the jobs for which it was the last one: that may wait for a step in flight."""
-        ended: list[tuple[Job[SessionT], Finished]] = []
+        ended: list[tuple[Job[SessionT], FinishReason]] = []
         for job, token_id in taken:
             if job.session is None:  # another answer to its request failed
                 continue
             try:
-                finished = job.take(token_id, self._clock_ns())
+                reason = job.take(token_id, self._clock_ns())
             except Exception as error:
                 self._endings.fail(job, error)
                 continue
-            if finished is not None:
-                ended.append((job, finished))
-        for job, finished in ended:
-            if job.session is not None:
-                self._endings.finish(job, finished)
+            if reason is not None:
+                ended.append((job, reason))
+        for job, reason in ended:
+            if job.session is None:
+                continue
+            if job.awaits_stop:
+                self._endings.hold(job, reason)
+            else:
+                self._endings.finish(job, job.ends(reason, self._clock_ns()))
 
 
 class Endings(Generic[SessionT]):
@@ -253,29 +272,38 @@ class Endings(Generic[SessionT]):
         changed: threading.Condition,
         flight: Flight[SessionT],
         on_session: Callable[[Figures], None],
+        send: Callable[[], None],
     ) -> None:
         """changed: guards the queues. on_session: told what a session moved, once it is not used any more."""
         self._queues = queues
         self._changed = changed
         self._flight = flight
         self._on_session = on_session
+        self._send = send
         self._keepers = ThreadPoolExecutor(_KEEPERS, thread_name_prefix="keep")
 
-    def finish(self, job: Job[SessionT], finished: Finished) -> None:
+    def hold(self, job: Job[SessionT], reason: FinishReason) -> None:
+        """Has a job wait for its door, which knows whether a stop string was completed before its end."""
+        job.ending = reason
+        self._flight.leave(job.running())
+        with self._changed:
+            self._queues.hold(job)
+
+    def finish(self, job: Job[SessionT], end: Ends) -> None:
         """Ends an answer; where its session is kept, when that is done."""
-        keeping = job.request.keeping
-        if keeping is None:
-            self._tell(job, finished)
+        if job.order.keep is None:
+            self._tell(job, end)
             return
         try:
-            work = keeping.take(job.running(), job.tokens)
+            self._flight.leave(job.running())
+            keep = job.work.keep(job.running(), job.kept_tokens)
         except Exception as error:
             self.fail(job, error)
             return
         with self._changed:
             self._queues.start_keeping(job)
         self._close_session(job)
-        self._keep(work, finished, partial(self._tell, job))
+        self._keep(keep, end, partial(self._tell, job))
 
     def fail(self, job: Job[SessionT], error: Exception) -> None:
         """Ends the job's request, with all of its answers."""
@@ -283,7 +311,7 @@ class Endings(Generic[SessionT]):
             return
         for each in list(job.live):
             self._release(each)
-        job.stream.put(error)
+        job.reply.fail(error)
         if isinstance(error, torch.AcceleratorError):
             torch.accelerator.synchronize()  # raises where the device is lost: then nothing can run any more
 
@@ -291,22 +319,26 @@ class Endings(Generic[SessionT]):
         """Waits for sessions that are being kept; those whose turn has not come are not kept."""
         self._keepers.shutdown(wait=True, cancel_futures=True)
 
-    def _keep(self, work: Work, finished: Finished, tell: Callable[[Finished | Exception], None]) -> None:
-        """Begins some work. `tell` gets the end with the name of what was kept, or an error, on any thread."""
+    def _keep(self, keep: Keep, end: Ends, tell: Callable[[Ends | Exception], None]) -> None:
+        """Begins to keep. `tell` gets the end with the id of what was kept, or an error, on any thread."""
 
         def ended(done: Future[str]) -> None:
             try:
-                tell(replace(finished, kept=done.result()))
+                tell(replace(end, kept=done.result()))
             except CancelledError:
                 tell(ShuttingDownError("the server shut down before the session was kept"))
             except Exception as error:
                 tell(error)
+            self._send()
 
-        self._keepers.submit(work).add_done_callback(ended)
+        self._keepers.submit(keep).add_done_callback(ended)
 
-    def _tell(self, job: Job[SessionT], end: Finished | Exception) -> None:
+    def _tell(self, job: Job[SessionT], end: Ends | Exception) -> None:
         self._release(job)
-        job.stream.put(end)
+        if isinstance(end, Exception):
+            job.reply.fail(end)
+        else:
+            job.reply.tell(end)
 
     def _release(self, job: Job[SessionT]) -> None:
         """Takes the job out of the queues and gives back all it held, before its reader learns of its end."""
@@ -316,7 +348,7 @@ class Endings(Generic[SessionT]):
             self._changed.notify_all()
         self._close_session(job)
         if not job.live:
-            call_all(job.request.on_close, job.place.release)
+            call_all(job.work.close, job.place.release)
 
     def _close_session(self, job: Job[SessionT]) -> None:
         session, job.session = job.session, None

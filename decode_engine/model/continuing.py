@@ -12,11 +12,11 @@ from datetime import timedelta
 
 import torch
 
-from decode_engine.engine.prompt_pieces import stored_cost
-from decode_engine.engine.requests import Keeping, StoredTokens
-from decode_engine.errors import InternalError, PromptTooLongError
+from decode_engine.engine.requests import Work
+from decode_engine.errors import InternalError
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
+from decode_engine.orders.order import KeepOptions
 from decode_engine.settings.command_options import Prompts
 from index_store.family.children import (
     EXACT,
@@ -30,9 +30,7 @@ from index_store.family.children import (
 from index_store.family.parents import parent_of
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
-from index_store.models.loading import Tokenizer
 from index_store.store.catalog import Store, utc_now
-from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.manifest import Manifest
 from index_store.store.names import free_name, require_free, take_name, told_apart
 from index_store.store.room import note_use
@@ -68,50 +66,46 @@ class Ground:
         return read_own_rows(store, self.named)
 
 
-@dataclass(frozen=True, slots=True)
-class KeepOptions:
-    """What is to become of a session. name: "" for the context's, with digits of its own id. ttl: None for good. turns:
-    they are its prompt. owner: who asked for it. moves: the name is taken from the context that has it.
+@dataclass(kw_only=True, eq=False)
+class SessionWork(Work[Session]):
+    """An order on a stored context, or on none. resident: what is searched; own: rows that the session begins with.
+
+    again: 1 where the prompt begins with the context's last token, which is read for what follows it. waiting: see
+    `ModelRunner.start`. keeper: makes a child of the session. release: gives the context's lease back.
     """
 
-    name: str = ""
-    ttl: timedelta | None = None
-    prompt_only: bool = False
-    turns: bool = False
-    owner: str = ""
-    moves: bool = False
+    runner: ModelRunner
+    fitted: FittedMethod
+    resident: ResidentContext
+    own: OwnRows | None
+    again: int
+    waiting: Callable[[], None]
+    keeper: SessionKeeper | None
+    release: Callable[[], None]
 
+    @property
+    def loading(self) -> bool:
+        """Whether the context is still being loaded."""
+        return self.resident.loading
 
-def document_tokens(
-    text: str, tokenizer: Tokenizer, identity: ModelIdentity, check: Callable[[], None] = lambda: None
-) -> list[int]:
-    """All tokens of a text that continues no named context, as a document of it has them.
+    def start(self) -> Session:
+        """See `ModelRunner.start`."""
+        return self.runner.start(self.resident, self.fitted, self.waiting, self.again)
 
-    check: called now and then while a long text is cut; what it raises ends that. Raises PromptTooLongError, before it
-    has cost more than the model's positions are worth, for what they do not hold.
-    """
-    check_document(tokenizer.at_least(text, identity.max_positions, check), identity)
-    return [*tokenizer.prefix_ids, *tokenizer.encode(text)]
+    def restore(self, session: Session, start: int, end: int) -> None:
+        """Adds a child's own tokens."""
+        if self.own is not None:
+            self.runner.restore(session, [rows[:, start:end] for rows in self.own.rows])
 
+    def keep(self, session: Session, answer: Sequence[int]) -> Callable[[], str]:
+        """See `SessionKeeper.take`."""
+        if self.keeper is None:
+            raise InternalError("a session is to be kept that nobody wanted kept")
+        return self.keeper.take(session, answer)
 
-def check_document(least: int, identity: ModelIdentity) -> None:
-    """Raises PromptTooLongError for what has at least so many tokens, where the model has no positions for them."""
-    if least > identity.max_positions:
-        raise PromptTooLongError(
-            f"the text has at least {least} tokens, model {identity.name!r} has {identity.max_positions} positions; "
-            "shorten it",
-            prompt_tokens=least,
-            max_positions=identity.max_positions,
-        )
-
-
-def stored_tokens(runner: ModelRunner, fitted: FittedMethod, own: OwnRows) -> StoredTokens[Session]:
-    """What a session on a child begins with."""
-
-    def restore(session: Session, start: int, end: int) -> None:
-        runner.restore(session, [rows[:, start:end] for rows in own.rows])
-
-    return StoredTokens(len(own.token_ids), restore, stored_cost(runner.prompt_cost(fitted)))
+    def close(self) -> None:
+        """Gives the lease back."""
+        self.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +121,11 @@ class SessionKeeper:
     prompt: Sequence[int]
     options: KeepOptions
 
-    def keeping(self) -> Keeping[Session]:
-        """For the engine. Raises NameTakenError, before anything is computed, for a name that another context has."""
+    def check_name(self) -> None:
+        """Raises NameTakenError, before anything is computed, for a name that another context has."""
         options, named = self.options, self.ground.named
         if options.name and not options.moves:
             require_free(self.store, options.name, named.model.fingerprint, self._may_become)
-        return Keeping(self._take, self.options.prompt_only, self.options.turns)
 
     def _may_become(self, other: Manifest) -> bool:
         """Whether the session may be kept as this context: it has the session's tokens so far, and none or more."""
@@ -145,10 +138,11 @@ class SessionKeeper:
             ids = context.tokens().tolist()
         return ids == begun if self.options.prompt_only else ids[: len(begun)] == begun
 
-    def _take(self, session: Session, answer: Sequence[int]) -> Callable[[], str]:
-        rows = session.tail_rows()
+    def take(self, session: Session, answer: Sequence[int]) -> Callable[[], str]:
+        """What publishes the session with these tokens of its answer; it may have read more of them."""
         added = torch.tensor([*self.prompt, *answer], dtype=torch.int64)
         token_ids = added if self.own is None else torch.cat([self.own.token_ids, added])
+        rows = [layer_rows[:, : len(token_ids)] for layer_rows in session.tail_rows()]
         if any(layer_rows.shape[1] != len(token_ids) for layer_rows in rows):
             raise InternalError(f"a session of {len(token_ids)} tokens has {rows[0].shape[1]} rows of them")
         return lambda: self._publish(token_ids, rows)
@@ -161,7 +155,7 @@ class SessionKeeper:
             own=OwnRows(token_ids, [layer_rows.cpu() for layer_rows in rows]),
             attention=joined(attention_of(named), self._attention()),
             name=options.name or named.name,
-            expires_at=None if options.ttl is None else utc_now() + options.ttl,
+            expires_at=None if options.ttl_s is None else utc_now() + timedelta(seconds=options.ttl_s),
             owner=options.owner,
         )
         id_ = made.id()

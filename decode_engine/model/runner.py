@@ -13,6 +13,7 @@ from torch import Tensor
 from decode_engine.engine.prompt_pieces import PromptCost, prompt_cost
 from decode_engine.engine.requests import Step
 from decode_engine.engine.sampler import Sampler
+from decode_engine.engine.sampling.grammar import Grammars
 from decode_engine.engine.sampling.trial import VocabularySource
 from decode_engine.engine.sampling.vocabulary import Vocabulary
 from decode_engine.engine.stepping import Chosen, decode_by_forward
@@ -92,6 +93,7 @@ class ModelRunner:
         self.tokenizer = tokenizer = load_tokenizer(folder, self.identity.tokenizer_fingerprint)
         size, ends = self.identity.vocab_size, tokenizer.eos_ids
         self.vocabulary = Vocabulary(lambda: VocabularySource(tokenizer.definition(), size, ends))
+        self.grammars = Grammars(self.vocabulary)
         say("compare decoding with the model's own attention", "")
         check_decoding(loaded)
         self._stepper: Stepper | None = None
@@ -110,6 +112,7 @@ class ModelRunner:
     def close(self) -> None:
         """Ends the threads that search on the host, and what grammars need. No step may be in progress, or follow."""
         self._searching.close()
+        self.grammars.close()
         self.vocabulary.close()
 
     def check(self, manifest: Manifest) -> None:
@@ -155,10 +158,9 @@ class ModelRunner:
         """A new session.
 
         waiting: called now and then while it waits for a layer that is being loaded; what it raises ends the wait.
-        again: 1 where the prompt begins with the context's last token, which is read for what follows it. Raises as
-        `check` does, and what `Session` raises.
+        again: 1 where the prompt begins with the context's last token, which is read for what follows it. The context has
+        been checked (`check`). Raises what `Session` raises.
         """
-        self.check(context.manifest)
         return Session(context, fitted, self.forms, check=waiting, again=again)
 
     def prompt_cost(self, fitted: FittedMethod, tail: int = 0) -> PromptCost:

@@ -19,14 +19,16 @@ class Handle(Protocol):
         """Ends the request within a step or two, without another event."""
 
     def stop(self, answer: int, tokens: int) -> None:
-        """Ends an answer before its token number `tokens` (from 0): a stop string was completed by it.
+        """Ends an answer with its first `tokens` tokens, of which the last one completed a stop string.
 
-        What was generated behind counts nowhere, and is not kept. `Ends` follows, with the reason "stop".
+        What was generated behind counts nowhere, and is not kept. `Ends` follows, with the reason "stop". Harmless when
+        the answer has ended, but for one that waits for this (`Says.last`).
         """
 
 
 class Residency(Struct, frozen=True):
-    """What of the store is in memory. ids: of contexts there. placements: of those, by id: device, hybrid or host."""
+    """What of the store is in memory. ids: of contexts there. placements: by id, of those that were asked for, where they
+    are or would be put: device, hybrid or host."""
 
     ids: Sequence[str]
     placements: Mapping[str, str]
@@ -43,22 +45,23 @@ class Warmed(Struct, frozen=True):
 
 class Facts(Struct, frozen=True):
     """Of the model as it is loaded. identity: as the manifest has it. kv_dtype: of what is stored. max_sessions: at once.
-    device: as logs say it."""
+    max_waiting: requests beside those. device: as logs say it."""
 
     identity: ModelIdentity
     kv_dtype: str
     max_sessions: int
+    max_waiting: int
     device: str
 
 
 class Status(Struct, frozen=True):
-    """Under the names of the API's ServerStatus: of the engine, of kept beginnings, of contexts in memory, and of the
-    methods that `auto` chose by time."""
+    """Under the names of the API's ServerStatus: of the engine, of kept beginnings, and of contexts in memory; and what
+    `auto` timed and chose, in lines for people to read."""
 
     engine: Mapping[str, int | None]
     beginnings: Mapping[str, int]
     arena: Mapping[str, int]
-    choices: Sequence[Mapping[str, str | int | float]]
+    choices: Sequence[str]
 
 
 class Core(Protocol):
@@ -77,8 +80,8 @@ class Core(Protocol):
     async def status(self) -> Status:
         """What it does now, and did."""
 
-    async def residency(self) -> Residency:
-        """What is in memory now."""
+    async def residency(self, bases: Sequence[str] = ()) -> Residency:
+        """What is in memory now. bases: ids of contexts that continue none, whose placements are wanted."""
 
     async def warm(self, context: str, deadline_ns: int | None) -> Warmed:
         """Brings a context into memory. Cancelling it gives that up. Raises what loading raises."""

@@ -11,7 +11,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-Cause = Literal["context", "method", "session"]
+Cause = Literal["", "context", "method", "session"]
 FinishReason = Literal["stop", "length", "end_of_sequence"]
 
 
@@ -25,18 +25,19 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
 
 class Waits(Struct, frozen=True, array_like=True, tag="w"):
     """The request waits: for its context's memory, for its method to be prepared, or for a session behind `ahead`
-    others."""
+    others; or, with no cause, it waits no longer, and its prompt is read. Said at every change."""
 
     cause: Cause
     ahead: int = 0
 
 
 class Begins(Struct, frozen=True, array_like=True, tag="b"):
-    """What the request means on its context; said once, before anything else but `Waits`.
+    """What the request means on its context; said before anything else, and again where that context went before it was
+    in use.
 
     context: id of what was continued, "" where nothing was. cached: tokens that are not read. prompt: those that are.
-    max_tokens: that may be generated. reason: why it is this method, where the server chose it. load_ns: that the call
-    waited for its context.
+    max_tokens: that may be generated. budget, remainder: the method's, "" where it has none. reason: why it is this
+    method, where the server chose it.
     """
 
     context: str
@@ -44,6 +45,8 @@ class Begins(Struct, frozen=True, array_like=True, tag="b"):
     cached: int
     prompt: int
     max_tokens: int
+    budget: str = ""
+    remainder: str = ""
     reason: str = ""
 
 
@@ -54,11 +57,16 @@ class PromptRead(Struct, frozen=True, array_like=True, tag="p"):
 
 
 class Says(Struct, frozen=True, array_like=True, tag="s"):
-    """Tokens of an answer. logprobs: one for each, where they are wanted."""
+    """Tokens of an answer. logprobs: one for each, where they are wanted.
+
+    last: nothing follows by itself, of a request that is kept and has stop strings: only the door knows whether one of
+    them was completed, and the engine waits for it to say how many tokens the answer has (`Handle.stop`).
+    """
 
     answer: int
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprob] = ()
+    last: bool = False
 
 
 class Times(Struct, frozen=True, array_like=True):
@@ -78,7 +86,10 @@ class Times(Struct, frozen=True, array_like=True):
 
 
 class Ends(Struct, frozen=True, array_like=True, tag="e"):
-    """The end of an answer. figures: the session's `Figures` by name. kept: id of what the session was kept as."""
+    """The end of an answer. figures: the session's `Figures` by name. kept: id of what the session was kept as.
+
+    reason: the engine's own; a door that has found a stop string knows better, should the answer have ended meanwhile.
+    """
 
     answer: int
     reason: FinishReason

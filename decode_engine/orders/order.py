@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from index_store.models.conversation.messages import Message, Tool
 
+CallMode = Literal["none", "auto", "required"]
 ConstraintKind = Literal["json_schema", "regex", "choices", "calls"]
 
 
@@ -60,7 +61,7 @@ class KeepOptions(Struct, frozen=True, omit_defaults=True):
 class ToolChoice(Struct, frozen=True):
     """What a request says of calls. name: of the tool that is called; "" for any. single: at most one call."""
 
-    mode: Literal["none", "auto", "required"] = "none"
+    mode: CallMode = "none"
     name: str = ""
     single: bool = False
 

@@ -16,11 +16,11 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf.empty_pb2 import Empty
 
 from decode_engine.errors import UnfinishedCallError
-from decode_engine.rpc.backend import ServiceBackend
 from decode_engine.rpc.contexts.names import COLLECTION, parse_name
 from decode_engine.rpc.contexts.pages import Pager, find_context
 from decode_engine.rpc.contexts.updates import update_context
 from decode_engine.rpc.creation.operations import parse_operation
+from decode_engine.rpc.library import Library
 from decode_engine.rpc.messages.describe import describe_upload
 from decode_engine.rpc.transport.bound import Bound
 from decode_engine.rpc.transport.calls import Call
@@ -47,8 +47,10 @@ _BUSY_S = 2.0
 class ContextService(context_pb2_grpc.ContextServiceServicer):
     """Lists, describes, changes, loads and deletes stored contexts."""
 
-    def __init__(self, backend: ServiceBackend) -> None:
-        self._backend = backend
+    def __init__(self, library: Library, model: str) -> None:
+        """model: fingerprint of the one that is served."""
+        self._library = library
+        self._model = model
         self._pager = Pager()
         self._warming = Bound(_MAX_WARMING, "contexts are being loaded ahead of need")
         self._ordering = Bound(_MAX_ORDERING, "contexts are being ordered")
@@ -57,22 +59,22 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
     async def CreateContext(
         self, request: context_pb2.CreateContextRequest, call: Call
     ) -> operations_pb2.Operation:
-        backend = self._backend
+        library = self._library
         # Who leaves has the order made or not made, and finds out by its request_id.
-        work = partial(self._create, backend, request, call)
+        work = partial(self._create, library, request, call)
         operation = await self._ordering.run(partial(call.run_alone, work))
         call.note(operation=operation.name)
         return operation
 
     def _create(
-        self, backend: ServiceBackend, request: context_pb2.CreateContextRequest, call: Call
+        self, library: Library, request: context_pb2.CreateContextRequest, call: Call
     ) -> operations_pb2.Operation:
-        return backend.operations().show(backend.workshop.order(request, call.check, call.caller))
+        return library.operations().show(library.workshop.order(request, call.check, call.caller))
 
     async def UploadDocument(
         self, requests: AsyncIterator[context_pb2.UploadDocumentRequest], call: Call
     ) -> context_pb2.Upload:
-        uploads = self._backend.workshop.uploads
+        uploads = self._library.workshop.uploads
         with self._uploading.place():
             writing = await call.run(uploads.begin)
             try:
@@ -108,99 +110,79 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
             logger.exception("what had come of an upload was not removed")
 
     async def GetContext(self, request: context_pb2.GetContextRequest, call: Call) -> context_pb2.Context:
-        context = await call.run(partial(self._get, self._backend, request))
+        context = await call.run(partial(self._get, self._library, request))
         call.note(context=context.name.removeprefix(COLLECTION))
         return context
 
-    def _get(self, backend: ServiceBackend, request: context_pb2.GetContextRequest) -> context_pb2.Context:
-        entry = find_context(backend.store, request, backend.runner.identity.fingerprint)
-        return backend.describe(entry, set(backend.arena.ids()), backend.children())
+    def _get(self, library: Library, request: context_pb2.GetContextRequest) -> context_pb2.Context:
+        entry = find_context(library.store, request, self._model)
+        return library.describe([entry])[0]
 
     async def ListContexts(
         self, request: context_pb2.ListContextsRequest, call: Call
     ) -> context_pb2.ListContextsResponse:
-        backend = self._backend
-        return await call.run(partial(backend.store.bounded, partial(self._list, backend, request)))
+        library = self._library
+        return await call.run(partial(library.store.bounded, partial(self._list, library, request)))
 
     def _list(
-        self, backend: ServiceBackend, request: context_pb2.ListContextsRequest
+        self, library: Library, request: context_pb2.ListContextsRequest
     ) -> context_pb2.ListContextsResponse:
-        page, next_token = self._pager.page(backend.store, request)
-        resident, children = set(backend.arena.ids()), backend.children()
-        return context_pb2.ListContextsResponse(
-            contexts=[backend.describe(entry, resident, children) for entry in page],
-            next_page_token=next_token,
-        )
+        page, next_token = self._pager.page(library.store, request)
+        return context_pb2.ListContextsResponse(contexts=library.describe(page), next_page_token=next_token)
 
     async def UpdateContext(
         self, request: context_pb2.UpdateContextRequest, call: Call
     ) -> context_pb2.Context:
-        backend = self._backend
+        library = self._library
         id_ = parse_name(request.context.name, "context.name")
         call.note(context=id_)
-        return await call.run(partial(self._update, backend, id_, request))
-
-    def _update(
-        self, backend: ServiceBackend, id_: str, request: context_pb2.UpdateContextRequest
-    ) -> context_pb2.Context:
-        changed = update_context(backend.store, id_, request, _BUSY_S)
-        backend.arena.note(changed)
-        return backend.describe(changed, set(backend.arena.ids()), backend.children())
+        changed = await call.run(partial(update_context, library.store, id_, request, _BUSY_S))
+        await library.core.changed(id_)
+        return (await call.run(partial(library.describe, [changed])))[0]
 
     async def DeleteContext(self, request: context_pb2.DeleteContextRequest, call: Call) -> Empty:
-        backend = self._backend
+        library = self._library
         id_ = parse_name(request.name)
         call.note(context=id_)
-        return await call.run(partial(self._delete, backend, id_, request))
-
-    def _delete(self, backend: ServiceBackend, id_: str, request: context_pb2.DeleteContextRequest) -> Empty:
         try:
-            backend.store.delete(id_, recursive=request.force)
+            await call.run(partial(library.store.delete, id_, recursive=request.force))
         except ContextNotFoundError:
-            backend.arena.drop(id_)
             if not request.allow_missing:
                 raise
-        else:
-            backend.arena.drop(id_)
+        finally:
+            await library.core.changed(id_)
         return Empty()
 
     async def WarmContext(
         self, request: context_pb2.WarmContextRequest, call: Call
     ) -> context_pb2.WarmContextResponse:
-        backend = self._backend
+        library = self._library
         id_ = parse_name(request.name)
         call.note(context=id_)
-        return await self._warming.run(partial(call.run_alone, partial(self._warm, backend, id_, call)))
-
-    def _warm(self, backend: ServiceBackend, id_: str, call: Call) -> context_pb2.WarmContextResponse:
-        ground = backend.ground(id_)
-        base, expired = ground.base.id, ground.own_tokens > 0
-        already = base in backend.arena.ids()
-        before = backend.engine.clock_ns()
-        with backend.arena.acquire(backend.store, base, check=call.check, expired=expired) as resident:
-            ground.read(backend.store)
-            load_ns = backend.engine.clock_ns() - before
+        deadline_ns = None if call.deadline_s is None else int(call.deadline_s * 1e9)
+        with self._warming.place():
+            warmed = await library.core.warm(id_, deadline_ns)
             return context_pb2.WarmContextResponse(
-                context=backend.describe(ground.named, set(backend.arena.ids()), backend.children()),
-                already_resident=already,
-                load_ns=load_ns,
-                first_layer_ns=resident.first_layer_ns,
-                all_layers_ns=resident.all_layers_ns,
+                context=await call.run(partial(library.describe_id, id_)),
+                already_resident=warmed.already_resident,
+                load_ns=warmed.load_ns,
+                first_layer_ns=warmed.first_layer_ns,
+                all_layers_ns=warmed.all_layers_ns,
             )
 
 
 class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore[misc]  # without types
     """Lists, waits for, cancels and forgets the operations that make contexts."""
 
-    def __init__(self, backend: ServiceBackend) -> None:
-        self._backend = backend
+    def __init__(self, library: Library) -> None:
+        self._library = library
         self._waiting = Bound(_MAX_WAITS, "calls wait for operations")
 
     async def ListOperations(
         self, request: operations_pb2.ListOperationsRequest, call: Call
     ) -> operations_pb2.ListOperationsResponse:
-        backend = self._backend
-        return await call.run(partial(backend.store.bounded, partial(backend.operations().page, request)))
+        library = self._library
+        return await call.run(partial(library.store.bounded, partial(library.operations().page, request)))
 
     async def GetOperation(
         self, request: operations_pb2.GetOperationRequest, call: Call
@@ -223,15 +205,15 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore
                 await asyncio.sleep(min(left, _LOOK_S))
 
     async def CancelOperation(self, request: operations_pb2.CancelOperationRequest, call: Call) -> Empty:
-        queue = self._backend.workshop.queue
+        queue = self._library.workshop.queue
         await call.run(partial(queue.cancel, parse_operation(request.name)))
         return Empty()
 
     async def DeleteOperation(self, request: operations_pb2.DeleteOperationRequest, call: Call) -> Empty:
-        queue = self._backend.workshop.queue
+        queue = self._library.workshop.queue
         await call.run(partial(queue.remove, parse_operation(request.name)))
         return Empty()
 
     async def _look(self, id_: str, call: Call) -> operations_pb2.Operation:
-        backend = self._backend
-        return await call.run(partial(backend.store.bounded, partial(backend.operations().get, id_)))
+        library = self._library
+        return await call.run(partial(library.store.bounded, partial(library.operations().get, id_)))

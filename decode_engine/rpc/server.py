@@ -28,7 +28,7 @@ from index_store.store.catalog import Store
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
-    from decode_engine.rpc.backend import ServiceBackend
+    from decode_engine.core.service import EngineService
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class DecodeServer:
         self._folder = resolve_model(config.model)
         self.phase = Phase()
         self._services = Services(SERVICES, self.phase.refusal)
-        self._backend: ServiceBackend | None = None
+        self._backend: EngineService | None = None
         self._stopped = False
         self._compiling: list[Future[None]] = []
         self._paths = Paths((config.store, self._folder.path))
@@ -112,7 +112,7 @@ class DecodeServer:
         self.stop(0.0)
 
     @property
-    def backend(self) -> ServiceBackend:
+    def backend(self) -> EngineService:
         """What is served from. Raises NotReadyError before `load` has returned."""
         if self._backend is None:
             raise self.phase.refusal()
@@ -121,31 +121,38 @@ class DecodeServer:
     def load(self) -> None:
         """Loads the model and prepares methods, then accepts calls. Raises ModelUnsupportedError."""
         self.phase.say("import libraries")
-        from decode_engine.rpc.backend import load_backend
+        from decode_engine.core.loading import load_service
+        from decode_engine.core.local import LocalCore
+        from decode_engine.rpc.answers.answering import Answering
         from decode_engine.rpc.context_service import ContextService, OperationsService
         from decode_engine.rpc.generation_service import GenerationService
+        from decode_engine.rpc.library import Library
 
         config = self._config
-        backend = load_backend(
+        backend = load_service(
             config,
             self._store,
             self._folder,
-            self._paths,
             self.phase,
             on_crash=lambda error: self._listener.set_serving(False),
             on_compiling=self._note_compiling,
         )
         self._backend = backend
-        backend.engine.start()
-        backend.housekeeping.start()
+        backend.start()
         if config.prefill:
             self._worker = self._start_worker(backend)
-        most = config.max_sessions + config.max_waiting - config.max_waiting // 4
-        generations = GenerationService(backend, config.max_client_requests or most)
+        core, runner, facts = LocalCore(backend), backend.runner, backend.facts()
+        library = Library(self._store, backend.workshop, core, self._listener.loop, self._paths)
+        answering = Answering(
+            core, facts, self._store, runner.tokenizer, runner.vocabulary, config.max_client_requests
+        )
+        contexts = ContextService(library, facts.identity.fingerprint)
         services = self._services
-        context_pb2_grpc.add_ContextServiceServicer_to_server(ContextService(backend), services)  # type: ignore[no-untyped-call]
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(generations, services)  # type: ignore[no-untyped-call]
-        operations_pb2_grpc.add_OperationsServicer_to_server(OperationsService(backend), services)
+        context_pb2_grpc.add_ContextServiceServicer_to_server(contexts, services)  # type: ignore[no-untyped-call]
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(  # type: ignore[no-untyped-call]
+            GenerationService(answering, self._paths), services
+        )
+        operations_pb2_grpc.add_OperationsServicer_to_server(OperationsService(library), services)
         services.open()
         self._listener.set_serving(True)
 
@@ -154,7 +161,7 @@ class DecodeServer:
         if self._stopped:
             compiling.cancel()
 
-    def _start_worker(self, backend: ServiceBackend) -> OwnWorker:
+    def _start_worker(self, backend: EngineService) -> OwnWorker:
         level = logging.getLevelName(logger.getEffectiveLevel()).lower()
         command = worker_command(
             str(self._config.store),

@@ -13,7 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.engine.sampler import Sampler
+from decode_engine.engine.sampling.parameters import SamplingParameters
 from decode_engine.host_search.turns_triton import Lane
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.kernels.device_queue import DeviceQueue

@@ -101,6 +101,7 @@ class Arena:
         wait_for_memory: bool = False,
         early: bool = False,
         expired: bool = False,
+        manifest: Manifest | None = None,
     ) -> Iterator[ResidentContext]:
         """Leases a context, loading and verifying it if it is not here; it stays in memory inside the block.
 
@@ -115,9 +116,11 @@ class Arena:
             it is there, and raises there what loading raised. Who asks for the context after that gets the error here,
             until the last lease has ended and it can be loaded anew.
         expired: also where its time to live has passed: its children need it as long as they live.
+        manifest: the context's, where the caller has just read and judged it; None reads it here.
         Raises what `Store.open` and `check` raise, or MemoryBudgetError when the context does not fit.
         """
-        manifest = self._current_manifest(store, id_, expired)
+        if manifest is None:
+            manifest = self._current_manifest(store, id_, expired)
         slot, victims = self._enter(manifest, check, wait_for_memory)
         try:
             if victims is None:
@@ -144,6 +147,12 @@ class Arena:
     def may_hold(self, manifest: Manifest) -> bool:
         """Whether the context fits into the budget, with everything else evicted."""
         return self._choose(manifest)[1].fits(self._books.budget)
+
+    def ready(self, manifest: Manifest) -> bool:
+        """Whether the context is wholly in memory, and who asks for it need not wait behind others."""
+        with self._changed:
+            slot = self._books.find(manifest)
+            return slot is not None and slot.complete and not self._waiting
 
     def in_use(self, id_: str) -> bool:
         """Whether anybody holds a lease on the context."""

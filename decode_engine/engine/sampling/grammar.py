@@ -5,16 +5,53 @@ Shape legend: V vocabulary.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
 
 import torch
 from llguidance import LLMatcher
 from torch import Tensor
 
-from decode_engine.engine.sampling.matching import UnfitConstraintError, allowed_bytes
+from decode_engine.engine.sampling.matching import UnfitConstraintError, allowed_bytes, make_matcher
+from decode_engine.engine.sampling.vocabulary import Vocabulary, unfit
+from decode_engine.orders.order import Constraint
 from index_store.errors import InvalidArgumentError
 
 _MASK_S = 1.0
+_KEPT = 64  # grammars
+_THREADS = 2
+
+
+class Grammars:
+    """Compiles constraints that were tried (`Vocabulary.check`). Thread-safe. Its threads end with `close`."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._lock = Lock()
+        self._grammars: OrderedDict[Constraint, Grammar] = OrderedDict()
+        self._threads = ThreadPoolExecutor(_THREADS, "grammar")
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """The constraint as a grammar; the last 64 are kept. Raises InvalidArgumentError where it cannot be obeyed."""
+        with self._lock:
+            kept = self._grammars.get(constraint)
+            if kept is not None:
+                self._grammars.move_to_end(constraint)
+                return kept
+        try:
+            grammar = Grammar(make_matcher(self._vocabulary.made, constraint), self._threads)
+        except UnfitConstraintError as error:
+            raise unfit(constraint, error) from error
+        with self._lock:
+            self._grammars[constraint] = grammar
+            while len(self._grammars) > _KEPT:
+                self._grammars.popitem(last=False)
+        return grammar
 
 
 class Grammar:

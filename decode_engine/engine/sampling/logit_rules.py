@@ -8,75 +8,12 @@ Shape legend: V vocabulary, K tokens that are changed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from decode_engine.settings.request_bounds import (
-    MAX_BIASED_TOKENS,
-    MAX_INT32,
-    MAX_LOGIT_BIAS,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
-    MIN_REPETITION_PENALTY,
-)
-from index_store.errors import InvalidArgumentError
-
-
-@dataclass(frozen=True, slots=True)
-class LogitRules:
-    """How logits are changed.
-
-    presence_penalty: is taken from every token of the answer so far, frequency_penalty as often as it came.
-    repetition_penalty: divides positive logits of all tokens of prompt and answer, and multiplies negative ones; the
-    stored context does not count. logit_bias: is added, by token id. min_tokens: so many tokens come before an end.
-    Raises InvalidArgumentError for a value out of range.
-    """
-
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    min_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            if not -MAX_PENALTY <= value <= MAX_PENALTY:
-                raise InvalidArgumentError(
-                    f"{name} is {value:g}, expected -{MAX_PENALTY:g} to {MAX_PENALTY:g}", field=name
-                )
-        if not MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY:
-            raise InvalidArgumentError(
-                f"repetition_penalty is {self.repetition_penalty:g}, expected {MIN_REPETITION_PENALTY:g} to "
-                f"{MAX_REPETITION_PENALTY:g} (1 changes nothing)",
-                field="repetition_penalty",
-            )
-        if len(self.logit_bias) > MAX_BIASED_TOKENS:
-            raise InvalidArgumentError(
-                f"logit_bias has {len(self.logit_bias)} tokens, expected at most {MAX_BIASED_TOKENS}",
-                field="logit_bias",
-            )
-        for token, bias in self.logit_bias.items():
-            if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
-                raise InvalidArgumentError(
-                    f"logit_bias of token {token} is {bias:g}, expected -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",
-                    field="logit_bias",
-                )
-        if not 0 <= self.min_tokens <= MAX_INT32:
-            raise InvalidArgumentError(
-                f"min_tokens is {self.min_tokens}, expected 0 to {MAX_INT32}", field="min_tokens"
-            )
-
-    @property
-    def neutral(self) -> bool:
-        """Whether nothing is changed."""
-        return self == _NEUTRAL
-
-
-_NEUTRAL = LogitRules()
+from decode_engine.engine.sampling.parameters import LogitRules
 
 
 class RuledLogits:

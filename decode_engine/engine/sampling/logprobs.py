@@ -6,21 +6,13 @@ Shape legend: T positions, V vocabulary, K alternatives.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from decode_engine.orders.events import TokenLogprob
+
 _ROWS = 16  # whose probabilities are held at a time
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A token's natural log probability, and the likeliest tokens in its place with theirs, the likeliest first."""
-
-    token_id: int
-    logprob: float
-    alternatives: tuple[tuple[int, float], ...] = ()
 
 
 def token_logprobs(logits_TV: Tensor, tokens: Sequence[int], alternatives: int) -> list[TokenLogprob]:

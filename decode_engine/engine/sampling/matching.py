@@ -8,30 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from decode_engine.engine.sampling.schemas import obeyed_schema
-
-Kind = Literal["json_schema", "regex", "choices", "calls"]
+from decode_engine.orders.order import Constraint
 
 _LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)  # about 2 kB a state
 BETWEEN = {"whitespace_pattern": r"[ \n]{0,4}"}
 """What may stand between the parts of a JSON value: some models never end it where it may go on for ever."""
-
-
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """What an answer has to be.
-
-    text: a JSON schema, a regular expression, a JSON list of texts to choose from, or calls of tools as a grammar of
-    llguidance (`call_grammar`).
-    """
-
-    kind: Kind
-    text: str
 
 
 class UnfitConstraintError(Exception):

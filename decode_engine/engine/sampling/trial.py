@@ -19,14 +19,15 @@ from dataclasses import asdict, dataclass
 from selectors import EVENT_READ, DefaultSelector
 
 from llguidance import LLTokenizer
+from msgspec.structs import asdict as struct_asdict
 
 from decode_engine.engine.sampling.matching import (
-    Constraint,
     DeadEndError,
     UnfitConstraintError,
     allowed_bytes,
     make_matcher,
 )
+from decode_engine.orders.order import Constraint
 
 _TRIAL_S = 2.0
 _START_S = 60.0
@@ -68,7 +69,7 @@ class Trial:
             try:
                 if self._process is None or self._process.poll() is not None:
                     self._begin()
-                reason = self._ask(asdict(constraint), _TRIAL_S)
+                reason = self._ask(struct_asdict(constraint), _TRIAL_S)
                 if reason is None:
                     raise UnfitConstraintError(
                         f"it is too complex (more than {_TRIAL_S:g} s to compile, or too large)"

@@ -64,6 +64,11 @@ def own_methods(store: Store, manifests: Iterable[Manifest]) -> list[Method]:
     return found
 
 
+def remainder_name(method: Method) -> str:
+    """Name of the method's remainder; empty when every key is attended."""
+    return method.remainder.name if method.sparse else ""
+
+
 def _unusable(manifest: Manifest, chosen: DefaultMethod) -> SparseKVError | None:
     try:
         return _refusal(manifest, chosen.method())

@@ -37,7 +37,7 @@ from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.presets import get_method
 from index_store.models.conversation.messages import Conversation
 from index_store.models.identity import require_dtype, require_model
-from index_store.models.loading import Tokenizer
+from index_store.models.tokenizer import Tokenizer
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import ModelIdentity, context_id
 from index_store.store.description.dtypes import AS_DTYPE, INT8, ROW_CODINGS

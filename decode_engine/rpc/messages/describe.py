@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from decode_engine.engine.requests import EngineStats, Finished, FinishReason, Token
-from decode_engine.engine.sampling.logprobs import TokenLogprob
-from decode_engine.rpc.contexts.defaults import default_method, supported_methods
+from decode_engine.layers.figures import Figures
+from decode_engine.orders.core import Status
+from decode_engine.orders.events import TokenLogprob
+from decode_engine.rpc.answers.answering import Said, Summary, TokenUsage
+from decode_engine.rpc.contexts.defaults import default_method, remainder_name, supported_methods
 from decode_engine.rpc.contexts.names import COLLECTION
 from decode_engine.rpc.transport.calls import Traffic
 from index_store.errors import FormatVersionError, StoreUnavailableError
 from index_store.family.parents import outgrown
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.jobs.uploads import Upload
-from index_store.memory.books import ArenaStats
 from index_store.memory.placement import Placement
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
@@ -29,16 +29,7 @@ from index_store.store.description.dtypes import stored_dtype
 from index_store.store.description.manifest import IndexEntry, Manifest
 from index_store.store.listing import BrokenContext
 from index_store.store.tuned_defaults import TunedDefault
-from sparsekv.v1 import context_pb2, generation_pb2
-
-if TYPE_CHECKING:
-    from decode_engine.rpc.creation.kept_beginnings import BeginningStats  # brings transformers
-
-_FINISH_REASONS = {
-    FinishReason.STOP: generation_pb2.GenerationSummary.STOP,
-    FinishReason.LENGTH: generation_pb2.GenerationSummary.LENGTH,
-    FinishReason.END_OF_SEQUENCE: generation_pb2.GenerationSummary.END_OF_SEQUENCE,
-}
+from sparsekv.v1 import context_pb2, conversation_pb2, generation_pb2
 
 _BUDGET_SIZES = frozenset({"keep", "threshold", "mass", "tokens"})
 
@@ -134,32 +125,17 @@ def describe_methods(head_dim: int, dtype: str) -> generation_pb2.ListMethodsRes
 
 
 def describe_status(
-    identity: ModelIdentity,
-    template_reads: Iterable[str],
-    engine: EngineStats,
-    beginnings: BeginningStats,
-    arena: ArenaStats,
-    traffic: Traffic,
-    choices: Sequence[str] = (),
+    identity: ModelIdentity, template_reads: Iterable[str], status: Status, traffic: Traffic
 ) -> generation_pb2.ServerStatus:
-    """What scheduler, memory and calls do, as the API shows it: figures of the first two under their own names."""
+    """What engine, memory and calls do, as the API shows it: figures of the engine under their own names."""
     return generation_pb2.ServerStatus(
         model=identity.name,
         max_positions=identity.max_positions,
         template_reads=sorted(template_reads),
-        method_choices=choices,
-        **asdict(engine),
-        **asdict(beginnings),
-        context_bytes=arena.used_bytes,
-        context_used_bytes=arena.leased_bytes,
-        context_limit_bytes=arena.budget_bytes,
-        contexts=arena.contexts,
-        context_loads=arena.loads,
-        context_hits=arena.hits,
-        context_evictions=arena.evictions,
-        context_device_bytes=arena.used.device,
-        context_device_used_bytes=arena.leased.device,
-        context_device_limit_bytes=arena.budget.device,
+        method_choices=status.choices,
+        **status.engine,
+        **status.beginnings,
+        **status.arena,
         open_calls=traffic.open,
         unfinished_calls=traffic.unfinished,
         unread_answers=traffic.unread,
@@ -191,18 +167,13 @@ def _describe_method(method: Method, head_dim: int) -> generation_pb2.Method:
         target_mass=budget.mass if isinstance(budget, Mass) else None,
         token_budget=budget.tokens if isinstance(budget, TokenCount) else None,
         budget="" if budget is None else budget.label,
-        remainder=describe_remainder(method),
+        remainder=remainder_name(method),
         remainder_optional=method.partition_optional,
         parameters=dict(_parameters(method)),
         bytes_per_token=sum(
             INDEX_KINDS[spec.kind].bytes_per_token(spec.parameters, head_dim) for spec in method.index_specs()
         ),
     )
-
-
-def describe_remainder(method: Method) -> str:
-    """Name of the method's remainder; empty when every key is attended."""
-    return method.remainder.name if method.sparse else ""
 
 
 def _parameters(method: Method) -> Iterator[tuple[str, str]]:
@@ -242,28 +213,35 @@ def _timestamp(time: datetime) -> Timestamp:
     return stamp
 
 
-def token_messages(
-    tokens: Iterable[Token], bytes_of: Sequence[bytes]
-) -> list[generation_pb2.GenerateResponse]:
-    """One message for each answer that tokens are of. bytes_of: tokens; needed where probabilities are told."""
-    answers: dict[int, list[Token]] = {}
-    for token in tokens:
-        answers.setdefault(token.answer, []).append(token)
-    return [
-        generation_pb2.GenerateResponse(
-            token_ids=[token.token_id for token in own],
-            text="".join(token.text for token in own),
-            logprobs=logprob_messages([each.logprob for each in own if each.logprob is not None], bytes_of),
-            index=answer,
-        )
-        for answer, own in answers.items()
-    ]
+def said_message(said: Said, bytes_of: Sequence[bytes]) -> generation_pb2.GenerateResponse:
+    """What a door says, as the API shows it. bytes_of: tokens; needed where probabilities are told."""
+    waits = said.waiting
+    waiting = None
+    if waits is not None and waits.cause:
+        causes = generation_pb2.Waiting
+        cause = causes.SESSION if waits.cause == "session" else causes.CONTEXT
+        waiting = causes(cause=cause, requests_ahead=waits.ahead)
+    return generation_pb2.GenerateResponse(
+        token_ids=said.token_ids,
+        text=said.text,
+        usage=None if said.usage is None else _usage(said.usage),
+        summary=None if said.summary is None else _summary(said.summary),
+        waiting=waiting,
+        logprobs=_logprobs(said.logprobs, bytes_of),
+        index=said.answer,
+        prompt_logprobs=_logprobs(said.prompt_logprobs, bytes_of),
+        tool_calls=[
+            conversation_pb2.ToolCallPart(
+                index=part.index, id=part.id, name=part.name, arguments_json=part.arguments
+            )
+            for part in said.calls
+        ],
+    )
 
 
-def logprob_messages(
+def _logprobs(
     logprobs: Iterable[TokenLogprob], bytes_of: Sequence[bytes]
 ) -> list[generation_pb2.TokenLogprob]:
-    """Log probabilities as the API shows them."""
     return [
         generation_pb2.TokenLogprob(
             token_id=each.token_id,
@@ -278,37 +256,35 @@ def logprob_messages(
     ]
 
 
-def summarise(
-    end: Finished,
-    method: Method,
-    usage: generation_pb2.Usage,
-    load_ns: int,
-    before_ns: int,
-    reason: str = "",
-    context: str = "",
-) -> generation_pb2.GenerationSummary:
-    """An answer's summary.
+def _usage(usage: TokenUsage) -> generation_pb2.Usage:
+    return generation_pb2.Usage(
+        context_tokens=usage.cached,
+        prompt_tokens=usage.prompt,
+        completion_tokens=usage.completion,
+        cached_tokens=usage.cached,
+        max_tokens=usage.limit,
+    )
 
-    before_ns: from the arrival of the call to the submission to the engine. reason: why it is this method. context:
-    name of the one that it stands on.
-    """
-    times, figures = end.times, end.figures
+
+def _summary(summary: Summary) -> generation_pb2.GenerationSummary:
+    end, begins = summary.end, summary.begins
+    times, figures = end.times, Figures(**end.figures)
     searched = figures.sparse_available > 0
     return generation_pb2.GenerationSummary(
-        finish_reason=_FINISH_REASONS[end.reason],
-        usage=usage,
+        finish_reason=summary.reason.upper(),
+        usage=_usage(summary.usage),
         timings=generation_pb2.Timings(
-            load_ns=load_ns + times.load_ns,
+            load_ns=times.load_ns,
             queue_ns=times.queue_ns,
             prompt_ns=times.prompt_ns,
-            first_token_ns=before_ns + times.first_token_ns,
+            first_token_ns=summary.before_ns + times.first_token_ns,
             search_ns=figures.search_ns,
             gather_ns=figures.gather_ns,
             attend_ns=figures.attend_ns,
             append_ns=figures.append_ns,
             decode_steps=times.decode_steps,
             decode_ns=times.decode_ns,
-            total_ns=before_ns + times.total_ns,
+            total_ns=summary.before_ns + times.total_ns,
             device_wait_for_host_ns=figures.device_wait_for_host_ns,
             host_bytes_read=figures.host_bytes_read,
             rows_reused=figures.rows_reused,
@@ -321,11 +297,11 @@ def summarise(
             fraction_sparse=figures.sparse_fraction if searched else None,
             fraction_all=figures.fraction,
         ),
-        method=method.name,
-        method_reason=reason,
+        method=begins.method,
+        method_reason=begins.reason,
         seed=end.seed,
-        budget="" if method.budget is None else method.budget.label,
-        remainder=describe_remainder(method),
+        budget=begins.budget,
+        remainder=begins.remainder,
         kept_context=COLLECTION + end.kept if end.kept else "",
-        context=context,
+        context=COLLECTION + begins.context if begins.context else "",
     )

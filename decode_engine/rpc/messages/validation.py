@@ -3,84 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
-from decode_engine.engine.sampler import SamplingParameters
-from decode_engine.engine.sampling.logit_rules import LogitRules
-from decode_engine.engine.sampling.matching import Constraint
-from decode_engine.engine.text import StopStrings
-from decode_engine.errors import PromptTooLongError
-from decode_engine.model.continuing import KeepOptions
-from decode_engine.model.method_choice import AUTO
-from decode_engine.rpc.contexts.defaults import default_method
+from decode_engine.engine.sampling.parameters import SamplingParameters, parameters_of
+from decode_engine.orders.order import Constraint, Order, Sampling
+from decode_engine.rpc.answers.text import StopStrings
 from decode_engine.rpc.contexts.names import parse_name
 from decode_engine.rpc.prompts.keep_field import parse_keep
-from decode_engine.rpc.prompts.stored_messages import StoredMessages
-from decode_engine.rpc.prompts.tool_fields import ToolChoice, parse_tool_choice
-from decode_engine.rpc.prompts.turn_tokens import conversation_tokens, turn_tokens
+from decode_engine.rpc.prompts.tool_fields import parse_tool_choice
+from decode_engine.rpc.prompts.turn_tokens import conversation_tokens
 from decode_engine.rpc.prompts.wire_messages import parse_messages
 from decode_engine.settings.request_bounds import (
     MAX_ANSWERS,
     MAX_BATCH,
     MAX_CHOICES,
     MAX_CONSTRAINT_BYTES,
-    MAX_PROMPT_LOGPROBS,
     MAX_SEARCH_PERIOD,
     MAX_STOP_TOKENS,
 )
 from index_store.errors import InvalidArgumentError
-from index_store.methods.method import Method
-from index_store.methods.presets import get_method
 from index_store.models.conversation.messages import MAX_MESSAGES, Message, Role, Tool, check_tools, refused
-from index_store.models.loading import Tokenizer
-from index_store.store.description.context_id import ModelIdentity
-from index_store.store.description.manifest import Manifest
-from index_store.store.tuned_defaults import TunedDefault
+from index_store.models.tokenizer import Tokenizer
 from sparsekv.v1 import generation_pb2
 
-DEFAULT_MAX_TOKENS = 256
 MAX_METHOD_CHARACTERS = 128
-MIN_APPEND_BLOCK = 16  # every move of the window costs a search and an append, however short
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """A checked Generate request. None: as is usual (max_tokens: as many as fit). method "": the context's own.
-
-    The prompt is a text, turns of a conversation (a question is one) or token ids. tools: that the
-    request names. choice: whether they are called. context_id: "" where the prompt is everything from the beginning.
-    """
-
-    context_id: str
-    text: str | None
-    turns: tuple[Message, ...]
-    tools: tuple[Tool, ...]
-    token_ids: Sequence[int]
-    max_tokens: int | None
-    sampling: SamplingParameters
-    stops: tuple[str, ...]
-    method: str
-    keep_ratio: float | None
-    target_mass: float | None
-    token_budget: int | None
-    search_period: int | None
-    answers: int
-    stop_token_ids: frozenset[int]
-    prompt_logprobs: bool
-    constraint: Constraint | None
-    choice: ToolChoice
-    keep: KeepOptions | None = None
-
-    @property
-    def tells_logprobs(self) -> bool:
-        """Whether log probabilities are wanted of any tokens."""
-        return self.prompt_logprobs or self.sampling.top_logprobs is not None
-
-    @property
-    def has_budget(self) -> bool:
-        """Whether the request says how much is kept."""
-        return any(size is not None for size in (self.keep_ratio, self.target_mass, self.token_budget))
 
 
 def parse_order(request: generation_pb2.GenerateRequest) -> Order:
@@ -116,14 +61,14 @@ def parse_order(request: generation_pb2.GenerateRequest) -> Order:
         )
     StopStrings(request.stop)  # raises for too many or too long ones
     sampling = _parse_sampling(request)
-    _check_answers(request, sampling)
+    _check_answers(request, parameters_of(sampling))
     turns, tools = _parse_turns(request)
     return Order(
-        context_id=parse_name(request.context, "context") if request.context else "",
+        context=parse_name(request.context, "context") if request.context else "",
         text=request.text if given == "text" else None,
         turns=turns,
         tools=tools,
-        token_ids=request.token_ids.ids,  # not copied: there may be millions, which the model has no positions for
+        prompt=request.token_ids.ids,  # not copied: there may be millions, which the model has no positions for
         max_tokens=request.max_tokens or None,
         sampling=sampling,
         stops=tuple(request.stop),
@@ -141,20 +86,18 @@ def parse_order(request: generation_pb2.GenerateRequest) -> Order:
     )
 
 
-def _parse_sampling(request: generation_pb2.GenerateRequest) -> SamplingParameters:
-    """How tokens are drawn, but for the constraint."""
-    return SamplingParameters(
+def _parse_sampling(request: generation_pb2.GenerateRequest) -> Sampling:
+    """How tokens are drawn."""
+    return Sampling(
         temperature=request.temperature,
         top_p=request.top_p if request.HasField("top_p") else 1.0,
         top_k=request.top_k,
         seed=request.seed if request.HasField("seed") else None,
-        rules=LogitRules(
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-            repetition_penalty=request.repetition_penalty or 1.0,
-            logit_bias=dict(request.logit_bias),
-            min_tokens=request.min_tokens,
-        ),
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty or 1.0,
+        logit_bias=dict(request.logit_bias),
+        min_tokens=request.min_tokens,
         top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,
     )
 
@@ -247,93 +190,6 @@ def _check_budget(field: str, size: float) -> None:
         )
 
 
-def choose_method(order: Order, manifest: Manifest, tuned: TunedDefault | None = None) -> Method:
-    """The method that an order means on a context: its own where the order leaves that open, or to the server.
-
-    tuned: the default that the context was tuned to, if it was.
-
-    Raises MethodUnsupportedError for an unknown one, for parts that do not go together, and for a budget or search
-    period where nothing is cut; InvalidArgumentError for a value out of range.
-    """
-    name, sizes = order.method, (order.keep_ratio, order.target_mass, order.token_budget)
-    if name in ("", AUTO):
-        default = default_method(manifest, tuned)
-        name = default.expression
-        if not order.has_budget:
-            sizes = (default.keep, default.mass, default.tokens)
-    keep, mass, tokens = sizes
-    method = get_method(name, keep, order.search_period, mass=mass, tokens=tokens)
-    if method.schedule.period > MAX_SEARCH_PERIOD:
-        raise InvalidArgumentError(
-            f"method {name!r}: @period is {method.schedule.period}, expected 1 to {MAX_SEARCH_PERIOD}",
-            field="method",
-        )
-    if method.append_block < MIN_APPEND_BLOCK:
-        raise InvalidArgumentError(
-            f"method {name!r}: @append_block is {method.append_block}, expected {MIN_APPEND_BLOCK} to "
-            f"{manifest.model.max_positions}",
-            field="method",
-        )
-    return method
-
-
-def prompt_tokens(
-    order: Order,
-    tokenizer: Tokenizer,
-    manifest: Manifest,
-    identity: ModelIdentity,
-    stored: StoredMessages,
-    check: Callable[[], None] = lambda: None,
-) -> list[int]:
-    """The prompt in tokens. check: called now and then while a long text is cut; what it raises ends that.
-
-    Raises InvalidArgumentError for turns that cannot follow the context, and PromptTooLongError, before it has cost
-    more than the model's positions are worth, for what they do not hold in any case.
-    """
-    room = identity.max_positions - manifest.token_count
-    text = "".join(turn.content for turn in order.turns) if order.text is None else order.text
-    least = len(order.token_ids) or tokenizer.at_least(text, room, check)
-    if least > room:
-        raise PromptTooLongError(
-            f"the prompt has at least {least} tokens, and after the context's {manifest.token_count} there is room for "
-            f"{max(room, 0)} of the {identity.max_positions} positions of model {identity.name!r}; shorten the prompt",
-            context_tokens=manifest.token_count,
-            prompt_tokens=least,
-            max_positions=identity.max_positions,
-        )
-    if order.turns:
-        return turn_tokens(order.turns, order.tools, tokenizer, stored)
-    return list(order.token_ids) if order.text is None else tokenizer.encode_behind(order.text)
-
-
-def check_prompt(order: Order, ids: Sequence[int], identity: ModelIdentity) -> None:
-    """Raises InvalidArgumentError where a prompt has no tokens, one that the model has not, or too many to tell log
-    probabilities of."""
-    if not ids:
-        raise InvalidArgumentError("the prompt has no tokens, expected at least one", field="prompt")
-    check_tokens("token_ids", ids, identity)
-    if order.prompt_logprobs and len(ids) > MAX_PROMPT_LOGPROBS:
-        raise InvalidArgumentError(
-            f"prompt_logprobs are wanted of {len(ids)} tokens, expected a prompt of at most {MAX_PROMPT_LOGPROBS}",
-            field="prompt_logprobs",
-        )
-
-
-def check_named_tokens(order: Order, identity: ModelIdentity) -> None:
-    """Raises InvalidArgumentError where the order names tokens, apart from the prompt's, that the model has not."""
-    check_tokens("logit_bias", order.sampling.rules.logit_bias, identity)
-    check_tokens("stop_token_ids", order.stop_token_ids, identity)
-
-
-def check_tokens(field: str, ids: Iterable[int], identity: ModelIdentity) -> None:
-    """Raises InvalidArgumentError for a token that the model has not."""
-    largest = max(ids, default=0)
-    if largest >= identity.vocab_size:
-        raise InvalidArgumentError(
-            f"{field} contains {largest}, expected ids of 0 to {identity.vocab_size - 1}", field=field
-        )
-
-
 def parse_batch(request: generation_pb2.BatchGenerateRequest) -> str:
     """The id of a batch's context; "" where it names none. Raises InvalidArgumentError also for too many requests."""
     count = len(request.requests)
@@ -354,24 +210,3 @@ def content_tokens(
     if content == "text":
         return tokenizer.encode(request.text)
     return conversation_tokens(*parse_messages(request.messages), tokenizer)
-
-
-def fit_max_tokens(order: Order, manifest: Manifest, identity: ModelIdentity, prompt: int) -> int:
-    """How many tokens may be generated after a prompt of that many tokens: as many as are wanted, or as fit.
-
-    Raises PromptTooLongError when the model has no positions for one, or `min_tokens`.
-    """
-    room = identity.max_positions - manifest.token_count - prompt
-    least = max(1, order.sampling.rules.min_tokens)
-    if least > room:
-        raise PromptTooLongError(
-            f"context ({manifest.token_count} tokens), prompt ({prompt}) and completion ({least} at least) exceed the "
-            f"{identity.max_positions} positions of model {identity.name!r}; shorten the prompt",
-            context_tokens=manifest.token_count,
-            prompt_tokens=prompt,
-            max_tokens=least,
-            max_positions=identity.max_positions,
-        )
-    if order.keep is not None and order.keep.prompt_only:
-        return 1
-    return min(order.max_tokens or max(DEFAULT_MAX_TOKENS, least), room)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
-from decode_engine.model.continuing import KeepOptions
+from decode_engine.orders.order import KeepOptions
 from decode_engine.settings.request_bounds import MAX_NAME_CHARACTERS, MAX_TTL_S
 from index_store.errors import InvalidArgumentError
 from sparsekv.v1 import generation_pb2
@@ -26,7 +24,7 @@ def parse_keep(request: generation_pb2.GenerateRequest) -> KeepOptions:
             raise InvalidArgumentError(
                 f"keep.ttl is {keep.ttl.seconds} s, expected 1 to {MAX_TTL_S}", field="keep.ttl"
             )
-        ttl = timedelta(seconds=keep.ttl.seconds)
+        ttl = keep.ttl.seconds
     if keep.prompt_only and request.max_tokens:
         raise InvalidArgumentError(
             f"max_tokens is {request.max_tokens} and keep.prompt_only is set, which generates nothing; leave one out",

@@ -4,34 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from decode_engine.engine.sampling.call_grammar import call_constraint
-from decode_engine.engine.sampling.matching import Constraint
+from decode_engine.orders.order import CallMode, Constraint, ToolChoice
 from decode_engine.settings.request_bounds import MAX_CONSTRAINT_BYTES
 from index_store.models.conversation.call_syntax import CallReader, CallSyntax
 from index_store.models.conversation.messages import MAX_NAME, Tool, refused
-from index_store.models.loading import Tokenizer
+from index_store.models.tokenizer import Tokenizer
 from sparsekv.v1 import conversation_pb2, generation_pb2
 
 _FIELD = "tool_choice"
-
-
-class CallMode(Enum):
-    """Whether tools are called."""
-
-    NONE = "none"
-    AUTO = "auto"
-    REQUIRED = "required"
-
-
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
-    """What a request says of calls. name: of the tool that is called; "" for any. single: at most one call."""
-
-    mode: CallMode
-    name: str = ""
-    single: bool = False
+_MODES: dict[str, CallMode] = {"NONE": "none", "AUTO": "auto", "REQUIRED": "required"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +37,12 @@ def parse_tool_choice(request: generation_pb2.GenerateRequest) -> ToolChoice:
     if choice.mode not in modes.values():
         raise refused(f"{_FIELD}.mode", str(choice.mode), "one of NONE, AUTO, REQUIRED")
     if choice.mode == conversation_pb2.ToolChoice.MODE_UNSPECIFIED:
-        mode = CallMode.AUTO if request.messages.tools else CallMode.NONE
+        mode = _MODES["AUTO" if request.messages.tools else "NONE"]
     else:
-        mode = CallMode[modes.Name(choice.mode)]
-    if len(choice.name) > MAX_NAME or (choice.name and mode is not CallMode.REQUIRED):
+        mode = _MODES[modes.Name(choice.mode)]
+    if len(choice.name) > MAX_NAME or (choice.name and mode != "required"):
         raise refused(f"{_FIELD}.name", ascii(choice.name[:60]), "the name of a tool, and the mode REQUIRED")
-    if mode is CallMode.NONE:
+    if mode == "none":
         return ToolChoice(mode)
     for field, given in (
         ("constraint", request.HasField("constraint")),
@@ -69,7 +52,7 @@ def parse_tool_choice(request: generation_pb2.GenerateRequest) -> ToolChoice:
         if given:
             raise refused(
                 field,
-                f"it beside the tool choice {mode.name}",
+                f"it beside the tool choice {mode.upper()}",
                 "one of them; NONE has the model say text alone",
             )
     return ToolChoice(mode, choice.name, choice.single)
@@ -84,14 +67,14 @@ def check_told(choice: ToolChoice, tokenizer: Tokenizer, name: str) -> CallSynta
     if syntax is None:
         raise refused(
             _FIELD,
-            choice.mode.name,
+            choice.mode.upper(),
             f"NONE: the chat template of model {name!r} words calls in a way that is not understood here, so that they "
             "are text",
         )
-    if not syntax.told and choice.mode is CallMode.AUTO:
+    if not syntax.told and choice.mode == "auto":
         raise refused(
             _FIELD,
-            choice.mode.name,
+            choice.mode.upper(),
             f"REQUIRED or NONE: the chat template of model {name!r} knows no tools, so that it would not know when to "
             "call one",
         )
@@ -103,14 +86,14 @@ def plan_calls(choice: ToolChoice, tools: Sequence[Tool], tokenizer: Tokenizer, 
 
     Raises InvalidArgumentError as `check_told` does, and for tools that cannot be called.
     """
-    if choice.mode is CallMode.NONE or (choice.mode is CallMode.AUTO and not tools):
+    if choice.mode == "none" or (choice.mode == "auto" and not tools):
         return None
     syntax = check_told(choice, tokenizer, name)
     named = tuple(tool for tool in tools if choice.name in ("", tool.name))
     if not named:
         known = f"one of {', '.join(tool.name for tool in tools)}"[:300] if tools else "tools in the request"
-        raise refused(_FIELD, ascii(choice.name) if choice.name else choice.mode.name, known)
-    forced = choice.mode is CallMode.REQUIRED
+        raise refused(_FIELD, ascii(choice.name) if choice.name else choice.mode.upper(), known)
+    forced = choice.mode == "required"
     constraint = call_constraint(
         syntax,
         named,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from decode_engine.rpc.prompts.stored_messages import StoredMessages
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import Conversation, Message, Tool, parse_object, refused
-from index_store.models.loading import Tokenizer
+from index_store.models.tokenizer import Tokenizer
 
 
 def untold(tokenizer: Tokenizer, tools: Sequence[Tool]) -> bool:

@@ -1,8 +1,7 @@
-"""Places and waits of clients: how many requests each may have, when those who are refused come again, who is woken."""
+"""Places and waits of clients: how many requests each may have, and when those who are refused come again."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -60,36 +59,3 @@ class Appointments:
         now = self._clock()
         self._given = min(max(now, self._given) + self._interval_s, now + _LONGEST_DELAY_S)
         return self._given - now
-
-
-class Bell:
-    """Wakes a coroutine from any thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._event = asyncio.Event()
-        self._rung = False
-
-    def ring(self) -> None:
-        """Wakes who waits, or will; from any thread. Ringing twice costs no more than once."""
-        if not self._rung:
-            self._rung = True
-            try:
-                self._loop.call_soon_threadsafe(self._event.set)
-            except RuntimeError:  # the loop is closed: nobody waits any more
-                return
-
-    def clear(self) -> None:
-        """To be called before looking at what the bell is rung for."""
-        self._event.clear()
-        self._rung = False
-
-    async def wait(self, timeout_s: float | None) -> bool:
-        """Whether it rang in time."""
-        try:
-            # Not `wait_for`, which in Python 3.11 loses a cancellation that comes when the bell has rung.
-            async with asyncio.timeout(timeout_s):
-                await self._event.wait()
-        except TimeoutError:
-            return False
-        return True

@@ -30,7 +30,7 @@ from decode_engine.errors import (
 from decode_engine.rpc.door.rules import Door
 from decode_engine.rpc.transport.stalled import Abandoned, Stalls, forget_error, hang_up, host_of
 from decode_engine.rpc.transport.status import Paths, code_of, public_error, reason_of, to_trailers
-from decode_engine.rpc.transport.work import Work
+from decode_engine.rpc.transport.work import BlockingWork
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError
 
@@ -164,7 +164,7 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
     """Stands before all handlers; see the module."""
 
     def __init__(self, limits: Limits, paths: Paths, door: Door) -> None:
-        self.work = Work()
+        self.work = BlockingWork()
         self._door = door
         self._limits = limits
         self._paths = paths

@@ -66,7 +66,7 @@ class Listener:
         self._inside = inside
         self._limits = limits or Limits()
         self._paths = paths or Paths()
-        self._loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="rpc", daemon=True)
         self._thread.start()
         try:
@@ -81,11 +81,11 @@ class Listener:
 
     def begin_stop(self, grace_s: float) -> Future[None]:
         """Takes no new calls, and ends those that are open after the grace; done when all are."""
-        return asyncio.run_coroutine_threadsafe(self._stop(grace_s), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._stop(grace_s), self.loop)
 
     def close(self) -> None:
         """Ends the thread, after a stop. Idempotent."""
-        if not self._loop.is_closed():
+        if not self.loop.is_closed():
             self._gate.work.close()
             self._end_loop()
 
@@ -118,23 +118,23 @@ class Listener:
         await self._server.stop(grace_s)
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
 
     def _wait_for(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def _soon(self, function: Callable[[], None]) -> None:
         try:
-            self._loop.call_soon_threadsafe(function)
+            self.loop.call_soon_threadsafe(function)
         except RuntimeError:  # the loop is closed, and nobody asks any more
             logger.debug("the listener has ended")
 
     def _end_loop(self) -> None:
         self._wait_for(_cancel_others())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
-        self._loop.close()
+        self.loop.close()
 
 
 def _server_credentials(certificates: Certificates) -> grpc.ServerCredentials:

@@ -36,6 +36,7 @@ from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
 from decode_engine.errors import InternalError
+from decode_engine.orders.events import Fails
 from index_store.errors import ContextCorruptError, SparseKVError
 
 DOMAIN = "sparsekv"
@@ -170,6 +171,14 @@ def error_of(status: Status) -> SparseKVError:
         return InternalError(f"the server answered with code {status.code}: {status.message}")
     error = classes_by_reason().get(info.reason, InternalError)(status.message)
     error.metadata = dict(info.metadata)
+    return error
+
+
+def error_of_event(event: Fails) -> SparseKVError:
+    """The error by which a request ended at the engine, as the class of its reason."""
+    error = classes_by_reason().get(event.reason, InternalError)(event.message)
+    error.metadata = dict(event.metadata)
+    error.retry_after_s = event.retry_after_s
     return error
 
 

@@ -19,15 +19,16 @@ ResultT = TypeVar("ResultT")
 _Job = tuple["Future[Any]", Callable[[], Any]]
 
 
-class Work:
+class BlockingWork:
     """Runs functions for coroutines. `close` ends its threads once they have nothing to do."""
 
-    def __init__(self, threads: int = 8, waiting: int = 64) -> None:
+    def __init__(self, threads: int = 8, waiting: int = 64, name: str = "rpc") -> None:
         """waiting: functions that may wait for one of the threads."""
         self._waiting = waiting
+        self._name = name
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._work, name=f"rpc-work-{number}", daemon=True)
+            threading.Thread(target=self._work, name=f"{name}-work-{number}", daemon=True)
             for number in range(threads)
         ]
         for thread in self._threads:
@@ -36,9 +37,12 @@ class Work:
     async def run(self, function: Callable[[], ResultT]) -> ResultT:
         """The function's result, from one of the threads; for what takes milliseconds.
 
-        Who is cancelled before a thread is free takes the function with it. Raises TooManyRequestsError when too many
-        wait for a thread.
+        Who is cancelled before a thread is free takes the function with it. Raises as `submit` does.
         """
+        return await asyncio.wrap_future(self.submit(function))
+
+    def submit(self, function: Callable[[], ResultT]) -> Future[ResultT]:
+        """The same for who does not wait. Raises TooManyRequestsError when too many wait for a thread."""
         if self._jobs.qsize() >= self._waiting:
             raise TooManyRequestsError(
                 f"{self._waiting} other calls wait for the store, which is the limit; try again later",
@@ -46,12 +50,12 @@ class Work:
             )
         future: Future[ResultT] = Future()
         self._jobs.put((future, function))
-        return await asyncio.wrap_future(future)
+        return future
 
     async def run_alone(self, function: Callable[[], ResultT]) -> ResultT:
         """The function's result, from a thread of its own; for what may wait long. The caller bounds how many."""
         future: Future[ResultT] = Future()
-        thread = threading.Thread(target=_do, args=(future, function), name="rpc-wait", daemon=True)
+        thread = threading.Thread(target=_do, args=(future, function), name=f"{self._name}-wait", daemon=True)
         thread.start()
         return await asyncio.wrap_future(future)
 

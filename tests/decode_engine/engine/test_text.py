@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from decode_engine.engine.text import Detokenizer, StopStrings, TextStream
+from decode_engine.rpc.answers.text import Detokenizer, StopStrings, TextStream
 from index_store.errors import InvalidArgumentError
 
 

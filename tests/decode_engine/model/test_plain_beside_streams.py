@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.requests import Request, Stream, Token
 from decode_engine.engine.sampler import SamplingParameters
-from decode_engine.engine.text import TextStream
+from decode_engine.rpc.answers.text import TextStream
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context

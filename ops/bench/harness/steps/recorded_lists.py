@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.engine.sampler import Sampler
+from decode_engine.engine.sampling.parameters import SamplingParameters
 from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import SparseLayer

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from decode_engine.engine.requests import Request
 from decode_engine.engine.sampler import SamplingParameters
-from decode_engine.engine.text import TextStream
+from decode_engine.rpc.answers.text import TextStream
 from decode_engine.errors import (
     AddressError,
     EngineCrashedError,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from decode_engine.engine.requests import TokenText
 from decode_engine.settings.request_bounds import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from index_store.errors import InvalidArgumentError
 
@@ -147,6 +147,13 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
+class TokenText(NamedTuple):
+    """Text that a token made certain, and whether it completed a stop string (which the text leaves out)."""
+
+    text: str
+    stopped: bool
+
+
 class TextStream:
     """A session's tokens as its client reads them: detokenised, ended by stop strings."""
 
@@ -158,7 +165,6 @@ class TextStream:
         min_tokens: int = 0,
     ) -> None:
         """min_tokens: before so many no stop string is looked for."""
-        self._made_with = (decode, prompt_ids, stops, min_tokens)
         self._free_tokens = min_tokens - 1
         self._detokenizer = Detokenizer(decode, prompt_ids)
         self._stops = StopStrings(stops)
@@ -174,7 +180,3 @@ class TextStream:
     def flush(self) -> str:
         """Held-back text at the end of a generation. An incomplete character is dropped."""
         return self._stops.flush()
-
-    def fork(self) -> TextStream:
-        """The same for another answer to the prompt."""
-        return TextStream(*self._made_with)

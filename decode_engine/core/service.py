@@ -1,0 +1,446 @@
+"""The engine's side of a server: takes orders, finds out what they mean, brings their contexts into memory, runs them.
+
+An order is grounded first: its context's manifest is read and judged, once; then it has its method, its memory and a
+place. That happens on a few threads. What may wait long, for memory or for a method to be prepared, has a thread of its
+own, of which places bound the number.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+
+from msgspec.structs import replace
+
+from decode_engine.core.housekeeping import Housekeeping
+from decode_engine.core.kept_beginnings import KeptBeginnings
+from decode_engine.core.meaning import choose_method, fit_max_tokens
+from decode_engine.engine.engine import Engine
+from decode_engine.engine.places import Place
+from decode_engine.engine.prompt_pieces import stored_cost
+from decode_engine.engine.reply import Outbox, Reply, Sink
+from decode_engine.engine.session_memory import session_bytes
+from decode_engine.errors import CancelledError, DeadlineExceededError
+from decode_engine.layers.session import Session
+from decode_engine.model.continuing import Ground, SessionKeeper, SessionWork
+from decode_engine.model.method_choice import AUTO, StepCosts
+from decode_engine.model.preparing import Preparation
+from decode_engine.model.runner import ModelRunner
+from decode_engine.orders.core import Facts, Residency, Status, Warmed
+from decode_engine.orders.events import Begins, Waits
+from decode_engine.orders.order import Order
+from decode_engine.rpc.answers.prompting import check_room
+from decode_engine.rpc.contexts.defaults import remainder_name
+from decode_engine.rpc.creation.orders import Workshop
+from decode_engine.rpc.transport.work import BlockingWork
+from index_store.errors import (
+    ContextExpiredError,
+    ContextNotFoundError,
+    InvalidArgumentError,
+    MethodUnsupportedError,
+    SparseKVError,
+)
+from index_store.family.prefixes import longest_prefix
+from index_store.memory.arena import Arena
+from index_store.memory.devices import describe_device
+from index_store.methods.method import FittedMethod, Method
+from index_store.store.catalog import Store
+from index_store.store.description.context_id import continued_digests, first_digest
+from index_store.store.description.manifest import Manifest
+
+
+@dataclass(slots=True)
+class Outboxes:
+    """Those of all doors."""
+
+    of_doors: list[Outbox] = field(default_factory=list)
+
+    def open(self, sink: Sink) -> Outbox:
+        """One more."""
+        outbox = Outbox(sink)
+        self.of_doors = [*self.of_doors, outbox]
+        return outbox
+
+    def close(self, outbox: Outbox) -> None:
+        """One less; nothing more is sent by it."""
+        self.of_doors = [each for each in self.of_doors if each is not outbox]
+
+    def flush(self) -> None:
+        """Sends what is there."""
+        for outbox in self.of_doors:
+            outbox.flush()
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """An order on its context, before anything is loaded. prompt: of its tokens those that are read."""
+
+    order: Order
+    ground: Ground
+    fitted: FittedMethod
+    prompt: Sequence[int]
+    max_tokens: int
+    memory: int
+    arrived_ns: int
+    reason: str
+
+    @property
+    def cached(self) -> int:
+        """Tokens that are not read, since their keys and values are stored."""
+        return (
+            self.ground.named.token_count
+            if self.order.context
+            else len(self.order.prompt) - len(self.prompt)
+        )
+
+    @property
+    def again(self) -> int:
+        """1 where the prompt is the context's last token, which is read for what follows it; 0 elsewhere."""
+        return self.ground.named.token_count - self.cached
+
+    def begins(self) -> Begins:
+        """As its door is told."""
+        method, named = self.fitted.method, self.ground.named
+        return Begins(
+            named.id if named.token_count else "",
+            method.name,
+            self.cached,
+            len(self.prompt),
+            self.max_tokens,
+            "" if method.budget is None else method.budget.label,
+            remainder_name(method),
+            self.reason,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineService:
+    """What is served from. Its methods may be called by any thread; `start` and `close` once.
+
+    workshop: where kept beginnings are ordered. housekeeping: of what has expired. preparation: of methods, before
+    requests run by them. costs: of decode steps, by which a method is chosen where requests leave that to the server;
+    auto: whether those do that name none. max_waiting: requests beside those in progress. outboxes: by which doors get
+    events, one batch for each turn of the engine.
+    """
+
+    store: Store
+    arena: Arena
+    runner: ModelRunner
+    engine: Engine[Session]
+    workshop: Workshop
+    housekeeping: Housekeeping
+    preparation: Preparation
+    beginnings: KeptBeginnings
+    outboxes: Outboxes
+    max_waiting: int
+    costs: StepCosts = field(default_factory=StepCosts)
+    auto: bool = True
+    threads: BlockingWork = field(default_factory=partial(BlockingWork, name="core"))
+
+    def start(self) -> None:
+        """Begins to take orders."""
+        self.engine.start()
+        self.housekeeping.start()
+
+    def close(self, patience_s: float | None = None) -> bool:
+        """Ends what is being done, tells whose requests are not finished, and lets go of everything.
+
+        patience_s: for the step that the engine takes; None waits as long as it does. Returns whether all has ended:
+        otherwise nothing may be let go of but by ending the process.
+        """
+        self.preparation.close()
+        self.beginnings.close()
+        self.housekeeping.stop()
+        self.arena.stop_loading()  # which the engine may be waiting for
+        ended = self.engine.shutdown(patience_s=patience_s)
+        self.threads.close()
+        return ended
+
+    def release(self) -> None:
+        """Gives memory back, after `close`."""
+        self.arena.clear()
+        self.runner.close()
+
+    def facts(self) -> Facts:
+        """See `Core.facts`."""
+        runner = self.runner
+        return Facts(
+            runner.identity,
+            runner.kv_dtype,
+            self.engine.max_sessions,
+            self.max_waiting,
+            describe_device(runner.device),
+        )
+
+    def submit(self, order: Order, reply: Reply) -> None:
+        """Begins an order; its reply is told all else. Never waits."""
+        arrived_ns = self.engine.clock_ns()
+        try:
+            self.threads.submit(partial(self._begin, order, reply, arrived_ns))
+        except SparseKVError as error:
+            self._fail(reply, error)
+
+    def status(self) -> Status:
+        """See `Core.status`."""
+        arena = self.arena.stats()
+        return Status(
+            asdict(self.engine.stats()),
+            asdict(self.beginnings.stats()),
+            {
+                "context_bytes": arena.used_bytes,
+                "context_used_bytes": arena.leased_bytes,
+                "context_limit_bytes": arena.budget_bytes,
+                "contexts": arena.contexts,
+                "context_loads": arena.loads,
+                "context_hits": arena.hits,
+                "context_evictions": arena.evictions,
+                "context_device_bytes": arena.used.device,
+                "context_device_used_bytes": arena.leased.device,
+                "context_device_limit_bytes": arena.budget.device,
+            },
+            self.costs.told(),
+        )
+
+    def residency(self, bases: Sequence[str]) -> Residency:
+        """See `Core.residency`."""
+        placements = {}
+        for id_ in bases:
+            try:
+                placements[id_] = self.arena.placement(self.store.manifest(id_)).value
+            except SparseKVError:  # who shows it says what is wrong with it
+                continue
+        return Residency(self.arena.ids(), placements)
+
+    def warm(self, context: str, check: Callable[[], None]) -> Warmed:
+        """See `Core.warm`. check: called now and then; what it raises ends the wait."""
+        ground = self.ground(context)
+        base = ground.base
+        already = base.id in self.arena.ids()
+        before = self.engine.clock_ns()
+        with self.arena.acquire(self.store, base.id, check=check, manifest=base) as resident:
+            ground.read(self.store)
+            load_ns = self.engine.clock_ns() - before
+            return Warmed(already, load_ns, resident.first_layer_ns, resident.all_layers_ns)
+
+    def changed(self, context: str) -> None:
+        """See `Core.changed`."""
+        try:
+            self.arena.note(self.store.manifest(context))
+        except SparseKVError:  # it is not there, or is not to be used
+            self.arena.drop(context)
+
+    def ground(self, id_: str) -> Ground:
+        """A context that can be decoded against by the loaded model, and the one that it continues.
+
+        Raises what `Store.manifest` raises, ContextExpiredError, ModelMismatchError, DtypeMismatchError or
+        ParentMissingError. What was deleted or has expired is not served from memory either.
+        """
+        try:
+            manifest = self.store.manifest(id_)
+            self.store.check_expiry(manifest)
+        except (ContextNotFoundError, ContextExpiredError):
+            self.arena.drop(id_)
+            raise
+        self.runner.check(manifest)
+        return Ground.of(self.store, manifest)
+
+    @property
+    def nothing(self) -> Ground:
+        """What a prompt stands on that begins with no stored context: no tokens."""
+        manifest = self.runner.no_context.manifest
+        return Ground(manifest, manifest)
+
+    def beginning(self, token_ids: Sequence[int]) -> Ground:
+        """The longest stored context, made without a salt, that tokens begin with, or are; `nothing` without one.
+
+        Contexts that do not fit into memory are passed over.
+        """
+        first = first_digest(self.runner.identity, self.runner.kv_dtype, "")
+        digests = continued_digests(first, token_ids)
+        found = longest_prefix(self.store, digests, token_ids, self._may_hold)
+        return self.nothing if found is None else Ground.of(self.store, found)
+
+    def _may_hold(self, manifest: Manifest) -> bool:
+        try:
+            return self.arena.may_hold(Ground.of(self.store, manifest).base)
+        except SparseKVError:
+            return False
+
+    def _begin(self, order: Order, reply: Reply, arrived_ns: int) -> None:
+        """On one of a few threads: what the order means, and its place; and the rest where nothing has to be waited
+        for."""
+        try:
+            self._check(order, reply)
+            meaning = self._mean(order, arrived_ns)
+            reply.tell(meaning.begins())
+            place = self.engine.reserve(meaning.fitted.manifest.id, meaning.memory * order.answers)
+        except Exception as error:
+            self._fail(reply, error)
+            return
+        if self._is_ready(meaning):
+            self._bring(meaning, place, reply)
+            return
+        reply.tell(Waits("context"))
+        self.outboxes.flush()
+        bring = partial(self._bring, meaning, place, reply)
+        threading.Thread(target=bring, name="core-wait", daemon=True).start()
+
+    def _fail(self, reply: Reply, error: Exception) -> None:
+        reply.fail(error)
+        self.outboxes.flush()
+
+    def _check(self, order: Order, reply: Reply) -> None:
+        """Raises DeadlineExceededError or CancelledError once nobody needs the answer any more."""
+        if order.deadline_ns is not None and self.engine.clock_ns() >= order.deadline_ns:
+            raise DeadlineExceededError("the deadline passed before the server had an answer")
+        if reply.cancelled:
+            raise CancelledError("the client ended the call")
+
+    def _mean(self, order: Order, arrived_ns: int) -> Meaning:
+        self.engine.check_answers(order.answers)
+        identity, whole = self.runner.identity, order.prompt
+        ground = self.ground(order.context) if order.context else self._beginning(order)
+        named, base = ground.named, ground.base
+        method, reason = self._choose(order, base)
+        fitted = method.on(base)
+        if order.context:
+            prompt = whole
+            check_room(len(prompt), named.token_count, identity)
+        else:
+            prompt = whole[min(named.token_count, len(whole) - 1) :]
+        max_tokens = fit_max_tokens(order, named, identity, len(prompt))
+        memory = session_bytes(fitted, ground.own_tokens + len(prompt) + max_tokens) + ground.own_bytes
+        return Meaning(order, ground, fitted, prompt, max_tokens, memory, arrived_ns, reason)
+
+    def _beginning(self, order: Order) -> Ground:
+        """What an order stands on that names no context. Raises InvalidArgumentError where nothing can be kept of it."""
+        if order.prompt_logprobs:  # all of the prompt has to be read
+            return self.nothing
+        if order.keep is None:
+            return self.beginning(order.prompt)
+        ground = self.beginning(order.prompt[:-1])
+        if not ground.named.token_count:
+            raise InvalidArgumentError(
+                "keep continues a stored context, and this prompt begins with none; name one, or have the prompt made "
+                "into a context first (CreateContext)",
+                field="keep",
+            )
+        return ground
+
+    def _choose(self, order: Order, base: Manifest) -> tuple[Method, str]:
+        """The method of an order, and why where the server chose it; "" where the client or the context did."""
+        left_open = order.method in ("", AUTO)
+        if not base.token_count:
+            method = choose_method(order, base)
+            if method.sparse:
+                raise MethodUnsupportedError(
+                    f"method {order.method!r} searches a stored context, and this prompt begins with none; name a "
+                    "context, or leave the method out",
+                    method=order.method,
+                )
+            return method, ""
+        own = choose_method(order, base, self.store.default_method(base.id) if left_open else None)
+        if not left_open or not (order.method or self.auto):
+            return own, ""
+        if order.has_budget or order.search_period is not None:
+            return own, "the context's own, as the request sets its budget or search period"
+        drawn = order.sampling
+        greedy = drawn.temperature == 0.0 or drawn.top_k == 1
+        if order.keep is not None or (drawn.seed is not None and not greedy):
+            return own, "the context's own, as a seed, or what is kept, may depend on no times"
+        sessions = self.engine.on_context(base.id) + order.answers
+        return self.costs.choose(own, base, self.arena.placement(base), sessions)
+
+    def _is_ready(self, meaning: Meaning) -> bool:
+        """Whether nothing has to be loaded, prepared or compiled."""
+        ground, order = meaning.ground, meaning.order
+        if ground.own_tokens or order.keep is not None or order.constraint is not None:
+            return False
+        base = ground.base
+        placement = self.runner.no_context.placement
+        if base.token_count:
+            if not self.arena.ready(base):
+                return False
+            placement = self.arena.placement(base)
+        return self.preparation.begin(meaning.fitted, placement).done()
+
+    def _bring(self, meaning: Meaning, place: Place, reply: Reply) -> None:
+        """Has the context loaded, and queues the order.
+
+        While other contexts that are in use leave no memory for it, or its method is being prepared, this waits. The
+        context's lease goes over to the engine, which ends it when it has let go of the session.
+        """
+        try:
+            work = self._work(meaning, reply)
+            self.engine.submit(place, work, reply)
+            if not meaning.order.context:
+                self.beginnings.note(meaning.order.prompt, meaning.ground.named, meaning.cached)
+        except (ContextNotFoundError, ContextExpiredError) as error:
+            place.release()
+            if meaning.order.context:
+                self._fail(reply, error)
+            else:  # a beginning that was found went before it was in use: there are others, or none
+                self._begin(meaning.order, reply, meaning.arrived_ns)
+        except Exception as error:
+            place.release()
+            self._fail(reply, error)
+        else:
+            self.outboxes.flush()
+
+    def _work(self, meaning: Meaning, reply: Reply) -> SessionWork:
+        """What the engine works with. Waits until the context is in memory, or is being loaded, and the method ready."""
+        order, ground, fitted = meaning.order, meaning.ground, meaning.fitted
+        store, runner, base = self.store, self.runner, meaning.ground.base
+        check = partial(self._check, order, reply)
+        with ExitStack() as stack:
+            before = self.engine.clock_ns()
+            resident = runner.no_context
+            placement = resident.placement
+            if base.token_count:
+                placement = self.arena.placement(base)
+            self.preparation.begin(fitted, placement)  # while the context is brought into memory
+            if base.token_count:
+                lease = self.arena.acquire(
+                    store, base.id, check=check, wait_for_memory=True, early=True, manifest=base
+                )
+                resident = stack.enter_context(lease)
+            own, again = ground.read(store), meaning.again
+            if own is not None and again:
+                own, again = own.first(ground.own_tokens - again), 0
+            if not self.preparation.begin(fitted, resident.placement).done():
+                reply.tell(Waits("method"))
+                self.outboxes.flush()
+                self.preparation.wait(fitted, resident.placement, check)
+            keeper = None
+            if order.keep is not None:
+                options = replace(order.keep, owner=order.caller)
+                keeper = SessionKeeper(store, runner, ground, fitted, resident, own, meaning.prompt, options)
+                keeper.check_name()
+            cost = runner.prompt_cost(fitted, ground.own_tokens)
+            grammar = None if order.constraint is None else runner.grammars.compile(order.constraint)
+            return SessionWork(
+                order=order,
+                prompt=meaning.prompt,
+                max_tokens=meaning.max_tokens,
+                end_ids=frozenset(runner.tokenizer.eos_ids),
+                before=() if order.context else order.prompt[: meaning.cached],
+                context=base.id,
+                memory=meaning.memory,
+                cost=cost,
+                stored=0 if own is None else len(own.token_ids),
+                stored_cost=stored_cost(cost if own is None else runner.prompt_cost(fitted)),
+                grammar=grammar,
+                arrived_ns=meaning.arrived_ns,
+                loaded_in_ns=self.engine.clock_ns() - before,
+                runner=runner,
+                fitted=fitted,
+                resident=resident,
+                own=own,
+                again=again,
+                waiting=self.engine.give_way,
+                keeper=keeper,
+                release=stack.pop_all().close,  # last: until here, what fails ends the lease
+            )

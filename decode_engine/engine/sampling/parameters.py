@@ -1,0 +1,151 @@
+"""How tokens are drawn, as the sampler reads it, with the bounds. No torch here: who checks a request needs none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from decode_engine.orders.order import Sampling
+from decode_engine.settings.request_bounds import (
+    MAX_BIASED_TOKENS,
+    MAX_INT32,
+    MAX_LOGIT_BIAS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_SEED,
+    MAX_TEMPERATURE,
+    MAX_TOP_LOGPROBS,
+    MIN_REPETITION_PENALTY,
+)
+from index_store.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from decode_engine.engine.sampling.grammar import Grammar  # brings torch
+
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+"""Between the seeds of one request's answers: seeds that people count up by hand meet none of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRules:
+    """How logits are changed.
+
+    presence_penalty: is taken from every token of the answer so far, frequency_penalty as often as it came.
+    repetition_penalty: divides positive logits of all tokens of prompt and answer, and multiplies negative ones; the
+    stored context does not count. logit_bias: is added, by token id. min_tokens: so many tokens come before an end.
+    Raises InvalidArgumentError for a value out of range.
+    """
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not -MAX_PENALTY <= value <= MAX_PENALTY:
+                raise InvalidArgumentError(
+                    f"{name} is {value:g}, expected -{MAX_PENALTY:g} to {MAX_PENALTY:g}", field=name
+                )
+        if not MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY:
+            raise InvalidArgumentError(
+                f"repetition_penalty is {self.repetition_penalty:g}, expected {MIN_REPETITION_PENALTY:g} to "
+                f"{MAX_REPETITION_PENALTY:g} (1 changes nothing)",
+                field="repetition_penalty",
+            )
+        if len(self.logit_bias) > MAX_BIASED_TOKENS:
+            raise InvalidArgumentError(
+                f"logit_bias has {len(self.logit_bias)} tokens, expected at most {MAX_BIASED_TOKENS}",
+                field="logit_bias",
+            )
+        for token, bias in self.logit_bias.items():
+            if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+                raise InvalidArgumentError(
+                    f"logit_bias of token {token} is {bias:g}, expected -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",
+                    field="logit_bias",
+                )
+        if not 0 <= self.min_tokens <= MAX_INT32:
+            raise InvalidArgumentError(
+                f"min_tokens is {self.min_tokens}, expected 0 to {MAX_INT32}", field="min_tokens"
+            )
+
+    @property
+    def neutral(self) -> bool:
+        """Whether nothing is changed."""
+        return self == _NEUTRAL
+
+
+_NEUTRAL = LogitRules()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParameters:
+    """How tokens are drawn.
+
+    temperature: 0 takes the likeliest token. top_k: 0 keeps all tokens. top_p: 1 keeps all tokens.
+    seed: None draws a fresh one. rules: how logits are changed before. grammar: what the answer must be; None lets it
+    be anything. top_logprobs: how many likeliest tokens are told beside each with its log probability; None tells none.
+    Raises InvalidArgumentError for a value out of range.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    rules: LogitRules = field(default_factory=LogitRules)
+    grammar: Grammar | None = None
+    top_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature <= MAX_TEMPERATURE:
+            raise InvalidArgumentError(
+                f"temperature is {self.temperature:g}, expected 0 (greedy) to {MAX_TEMPERATURE:g}",
+                field="temperature",
+            )
+        if not 0.0 < self.top_p <= 1.0:
+            raise InvalidArgumentError(
+                f"top_p is {self.top_p:g}, expected a number above 0 and at most 1", field="top_p"
+            )
+        if self.top_k < 0:
+            raise InvalidArgumentError(
+                f"top_k is {self.top_k}, expected 0 (all tokens) or more", field="top_k"
+            )
+        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
+            raise InvalidArgumentError(f"seed is {self.seed}, expected 0 to 2^64 - 1", field="seed")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise InvalidArgumentError(
+                f"top_logprobs is {self.top_logprobs}, expected 0 to {MAX_TOP_LOGPROBS}", field="top_logprobs"
+            )
+
+    def for_answer(self, index: int) -> SamplingParameters:
+        """How the answer of that number draws, of several to one prompt: the first one by the seed itself."""
+        if self.seed is None:
+            return self
+        return replace(self, seed=(self.seed + index * _SEED_STRIDE) % (MAX_SEED + 1))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing is drawn: the likeliest token is always taken."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+
+def parameters_of(sampling: Sampling, grammar: Grammar | None = None) -> SamplingParameters:
+    """What an order says. Raises InvalidArgumentError, which names the field, for a value out of range."""
+    return SamplingParameters(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        rules=LogitRules(
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=sampling.logit_bias,
+            min_tokens=sampling.min_tokens,
+        ),
+        grammar=grammar,
+        top_logprobs=sampling.top_logprobs,
+    )

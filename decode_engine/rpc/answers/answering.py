@@ -1,0 +1,419 @@
+"""Answers at a door, over plain values: what gRPC turns into messages, and HTTP into its own shapes.
+
+`Answering.answer` takes a checked order and yields what is said of it, as it comes:
+
+    door = Answering(core, facts, store, tokenizer, vocabulary, client_requests)
+    async with aclosing(door.answer(order, call)) as answer:
+        async for said in answer:
+            ...
+
+`call` is whoever asks (`Asker`): gRPC's `Call` is one. Closing the generator, or cancelling the task that reads it, ends
+the request. Errors are raised, as the classes that they are everywhere. Who reads slowly holds nobody up: what comes
+meanwhile waits here, and who never reads is ended by the gate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, Protocol, TypeVar
+
+from msgspec.structs import replace
+
+from decode_engine.engine.sampling.vocabulary import Vocabulary
+from decode_engine.errors import TooManyRequestsError
+from decode_engine.orders.core import Core, Facts, Handle
+from decode_engine.orders.events import Begins, Ends, Event, Fails, PromptRead, Says, TokenLogprob, Waits
+from decode_engine.orders.order import Order
+from decode_engine.rpc.answers.notices import Notices
+from decode_engine.rpc.answers.prompting import check_named_tokens, check_prompt, prompt_tokens, whole_tokens
+from decode_engine.rpc.answers.text import TextStream
+from decode_engine.rpc.prompts.stored_messages import StoredMessages
+from decode_engine.rpc.prompts.tool_fields import CallPlan, plan_calls
+from decode_engine.rpc.transport.appointments import Appointments, Clients
+from decode_engine.rpc.transport.bound import Bound
+from decode_engine.rpc.transport.status import error_of_event
+from index_store.models.conversation.call_syntax import CallPart
+from index_store.models.tokenizer import Tokenizer
+from index_store.store.catalog import Store
+
+ResultT = TypeVar("ResultT")
+
+_MAX_LONG = 16
+"""Calls that cut texts or compile constraints, at once: each holds a thread meanwhile."""
+_SHORT = 4096
+"""Token ids that are checked without a thread."""
+
+Note = Callable[..., None]
+"""Takes facts, by name, for the log line of a request."""
+
+
+class Asker(Protocol):
+    """Whoever asks. host: its address, by which requests are counted. caller: name of its token. deadline_s: on
+    `time.monotonic`; None without one."""
+
+    host: str
+    caller: str
+    deadline_s: float | None
+
+    def check(self) -> None:
+        """Raises once nobody needs the answer any more. By any thread."""
+
+    def run(self, function: Callable[[], ResultT]) -> Awaitable[ResultT]:
+        """Short blocking work."""
+
+    def run_alone(self, function: Callable[[], ResultT]) -> Awaitable[ResultT]:
+        """Blocking work that may take long."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenUsage:
+    """Tokens of a request, or of an answer that has ended. cached: that were not read. limit: that may be generated."""
+
+    prompt: int
+    cached: int
+    limit: int
+    completion: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """An answer that has ended. reason: why. begins, end: what the engine said of the request, and of the answer; what
+    the door knows better stands here. before_ns: from the arrival of the call to that of the order at the engine."""
+
+    reason: Literal["stop", "length", "end_of_sequence", "tool_calls"]
+    usage: TokenUsage
+    begins: Begins
+    end: Ends
+    before_ns: int
+
+
+@dataclass(slots=True)
+class Said:
+    """What is said at once of one of a request's answers.
+
+    usage: with the first one. waiting: while there are no tokens; "" for what is being read. prompt_logprobs: of the
+    prompt's tokens but the first. logprobs: one for each token, where they are wanted. calls: parts of calls of tools,
+    which are no part of the text. summary: with the last one.
+    """
+
+    answer: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    calls: Sequence[CallPart] = ()
+    usage: TokenUsage | None = None
+    waiting: Waits | None = None
+    prompt_logprobs: Sequence[TokenLogprob] = ()
+    summary: Summary | None = None
+
+
+class Answering:
+    """Answers orders. To be used on one event loop."""
+
+    def __init__(
+        self,
+        core: Core,
+        facts: Facts,
+        store: Store,
+        tokenizer: Tokenizer,
+        vocabulary: Vocabulary,
+        client_requests: int | None = None,
+    ) -> None:
+        """client_requests: that one client address may have here; None for all but a quarter of those that may wait."""
+        self.core = core
+        self.facts = facts
+        self.store = store
+        self.tokenizer = tokenizer
+        self.vocabulary = vocabulary
+        most = facts.max_sessions + facts.max_waiting - facts.max_waiting // 4
+        self._clients = Clients(client_requests or most)
+        self._appointments = Appointments()
+        self._working = Bound(_MAX_LONG, "other calls compile constraints or cut long texts")
+
+    async def answer(
+        self, order: Order, call: Asker, note: Note = lambda **facts: None
+    ) -> AsyncGenerator[Said, None]:
+        """All that is said of an order. note: is told what happened to it.
+
+        Raises what ends the request; TooManyRequestsError says when to try again.
+        """
+        arrived_ns = time.monotonic_ns()
+        with self._clients_place(call.host):
+            prompted, calls = await self._prompt(order, call)
+            asked = _Asked(self.core, prompted, calls, self.tokenizer, arrived_ns, note)
+            try:
+                async for said in asked.said():
+                    yield said
+            except TooManyRequestsError as error:
+                error.retry_after_s = self._appointments.next_s()
+                raise
+            finally:
+                if asked.has_place:
+                    self._appointments.place_freed()
+
+    async def long(self, call: Asker, work: Callable[[], ResultT]) -> ResultT:
+        """What may take seconds, on a thread of its own. Raises TooManyRequestsError where too many do."""
+
+        async def alone() -> ResultT:
+            return await call.run_alone(work)
+
+        return await self._working.run(alone)
+
+    def _clients_place(self, host: str) -> _Place:
+        return _Place(self._clients, self._appointments, host)
+
+    async def _prompt(self, order: Order, call: Asker) -> tuple[Order, CallPlan | None]:
+        """The order as the engine gets it, and how tools are called."""
+        caller, deadline_s = call.caller, call.deadline_s
+        order = replace(
+            order, caller=caller, deadline_ns=None if deadline_s is None else int(deadline_s * 1e9)
+        )
+        work = partial(self._make_prompt, order, call.check)
+        try:
+            if order.constraint is not None or order.tools or order.choice.mode != "none":
+                return await self.long(call, work)
+            told = order.prompt_logprobs or order.sampling.top_logprobs is not None
+            if 0 < len(order.prompt) <= _SHORT and not told:
+                return work()
+            return await call.run(work)
+        except TooManyRequestsError as error:
+            error.retry_after_s = self._appointments.next_s()
+            raise
+
+    def _make_prompt(self, order: Order, check: Callable[[], None]) -> tuple[Order, CallPlan | None]:
+        identity, tokenizer = self.facts.identity, self.tokenizer
+        check_named_tokens(order, identity)
+        stored = None
+        if order.context and not order.prompt:
+            stored = StoredMessages(self.store, self.store.manifest(order.context))
+            ids = prompt_tokens(order, tokenizer, identity, stored, check)
+        elif order.context:
+            ids = list(order.prompt)
+        else:
+            ids = whole_tokens(order, tokenizer, identity, check)
+        check_prompt(order, ids, identity)
+        tools = order.tools
+        if order.choice.mode != "none" and not tools and order.context:
+            stored = stored or StoredMessages(self.store, self.store.manifest(order.context))
+            before = stored.conversation()
+            tools = () if before is None else before.conversation.tools
+        calls = plan_calls(order.choice, tools, tokenizer, identity.name)
+        constraint = order.constraint if calls is None else calls.constraint
+        if constraint is not None:
+            self.vocabulary.check(constraint)
+        if order.prompt_logprobs or order.sampling.top_logprobs is not None:
+            self.vocabulary.token_bytes  # noqa: B018 - made here, since it takes a second
+        return (
+            replace(order, text=None, turns=(), tools=(), prompt=ids, constraint=constraint),
+            calls,
+        )
+
+
+class _Place:
+    """The place of a client's request, while the block runs."""
+
+    def __init__(self, clients: Clients, appointments: Appointments, host: str) -> None:
+        self._place = clients.place(host)
+        self._appointments = appointments
+
+    def __enter__(self) -> None:
+        try:
+            self._place.__enter__()
+        except TooManyRequestsError as error:
+            error.retry_after_s = self._appointments.next_s()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self._place.__exit__(None, None, None)
+
+
+class Inbox:
+    """Events of one request, for the coroutine that reads them."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._there = asyncio.Event()
+
+    def put(self, events: Sequence[Event]) -> None:
+        """Adds events. On the loop."""
+        self._events += events
+        self._there.set()
+
+    def take(self) -> list[Event]:
+        """All that are there."""
+        events, self._events = self._events, []
+        self._there.clear()
+        return events
+
+    async def wait(self, timeout_s: float | None) -> bool:
+        """Whether there are events in time."""
+        if timeout_s is None:
+            await self._there.wait()
+            return True
+        try:
+            # Not `wait_for`, which in Python 3.11 loses a cancellation that comes when the event is set.
+            async with asyncio.timeout(timeout_s):
+                await self._there.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+class _Answer:
+    """One answer as its client reads it. count: of its tokens. stopped: whether a stop string was completed."""
+
+    def __init__(self, text: TextStream, calls: CallPlan | None) -> None:
+        self.text = text
+        self.reader = None if calls is None else calls.reader()
+        self.count = 0
+        self.stopped = False
+
+    def tell(self, said: Said, text: str) -> None:
+        """Adds text, and tells calls in it from what else is said."""
+        if self.reader is None:
+            said.text += text
+        else:
+            shown, parts = self.reader.push(text)
+            said.text += shown
+            said.calls = [*said.calls, *parts]
+
+
+class _Asked:
+    """An order that was given to the engine."""
+
+    def __init__(
+        self,
+        core: Core,
+        order: Order,
+        calls: CallPlan | None,
+        tokenizer: Tokenizer,
+        arrived_ns: int,
+        note: Note,
+    ) -> None:
+        self._order = order
+        self._calls = calls
+        self._tokenizer = tokenizer
+        self._note = note
+        self._before_ns = time.monotonic_ns() - arrived_ns
+        self._ends = order.stop_token_ids.union(tokenizer.eos_ids)
+        self._answers: list[_Answer] = []
+        self._begins: Begins | None = None
+        self._waits = Waits("")
+        self._generated = 0
+        self._left = order.answers
+        self._inbox = Inbox()
+        self._handle: Handle = core.submit(order, self._inbox.put)
+        self._told = False  # its usage
+        self.has_place = False
+
+    async def said(self) -> AsyncGenerator[Said, None]:
+        """All that is said."""
+        notices = Notices()
+        try:
+            while self._left:
+                events = self._inbox.take()
+                if events:
+                    for said in self._read(events):
+                        if not self._told:
+                            said.usage, self._told = self._usage(), True
+                        yield said
+                    if isinstance(events[-1], Fails):
+                        raise error_of_event(events[-1])
+                elif self._generated or self._begins is None:
+                    await self._inbox.wait(None)
+                elif not await self._inbox.wait(notices.due_in_s()) and notices.take(self._waits):
+                    usage, self._told = None if self._told else self._usage(), True
+                    yield Said(usage=usage, waiting=self._waits)
+        finally:
+            self._handle.cancel()
+
+    def _usage(self, completion: int = 0) -> TokenUsage | None:
+        begins = self._begins
+        if begins is None:
+            return None
+        return TokenUsage(begins.prompt, begins.cached, begins.max_tokens, completion)
+
+    def _read(self, events: Sequence[Event]) -> list[Said]:
+        """What events that came together say: an answer's tokens before its end."""
+        told: list[Said] = []
+        by_answer: dict[int, Said] = {}
+        ended: list[Said] = []
+        for event in events:
+            if isinstance(event, Says):
+                if not self._answers[event.answer].stopped:
+                    self._add(event, by_answer.setdefault(event.answer, Said(event.answer)))
+            elif isinstance(event, Ends):
+                self._left -= 1
+                ended.append(self._end(event))
+            elif isinstance(event, Begins):
+                self._begin(event)
+            elif isinstance(event, PromptRead):
+                told.append(Said(prompt_logprobs=event.logprobs))
+            elif isinstance(event, Waits):
+                self._waits, self.has_place = event, True
+        if by_answer:
+            self._note(generated_tokens=self._generated)
+        return [*told, *by_answer.values(), *ended]
+
+    def _begin(self, begins: Begins) -> None:
+        self._begins, self._told = begins, False
+        self._note(
+            context=begins.context,
+            method=begins.method,
+            prompt_tokens=begins.prompt,
+            cached_tokens=begins.cached,
+            generated_tokens=0,
+        )
+        order, decode = self._order, self._tokenizer.decode
+        if self._calls is not None and self._calls.shown:
+            decode = partial(decode, shown=self._calls.shown)
+        prompt = order.prompt[len(order.prompt) - begins.prompt :]
+        self._answers = [
+            _Answer(TextStream(decode, prompt, order.stops, order.sampling.min_tokens), self._calls)
+            for _ in range(order.answers)
+        ]
+
+    def _add(self, says: Says, said: Said) -> None:
+        """Adds tokens up to the one that completes a stop string, which ends the answer."""
+        answer = self._answers[says.answer]
+        for number, token_id in enumerate(says.token_ids):
+            answer.count += 1
+            self._generated += 1
+            said.token_ids.append(token_id)
+            said.logprobs += says.logprobs[number : number + 1]
+            if token_id in self._ends:
+                continue
+            text, answer.stopped = answer.text.push(token_id)
+            answer.tell(said, text)
+            if answer.stopped:
+                break
+        if answer.stopped or says.last:
+            self._handle.stop(says.answer, answer.count)
+
+    def _end(self, end: Ends) -> Said:
+        answer, begins, usage = self._answers[end.answer], self._begins, self._usage()
+        if begins is None or usage is None:
+            raise RuntimeError("an answer ended that had not begun")
+        reason: Literal["stop", "length", "end_of_sequence", "tool_calls"] = end.reason
+        completion = end.completion_tokens
+        if answer.stopped:
+            reason, completion = "stop", answer.count
+        said = Said(end.answer)
+        answer.tell(said, answer.text.flush())
+        if answer.reader is not None:
+            said.text += answer.reader.flush()
+            if answer.reader.finished and reason != "length":
+                reason = "tool_calls"
+        usage = TokenUsage(usage.prompt, usage.cached, usage.limit, completion)
+        said.summary = Summary(reason, usage, begins, end, self._before_ns)
+        times = end.times
+        self._note(
+            queue_ms=times.queue_ns / 1e6,
+            first_token_ms=(self._before_ns + times.first_token_ns) / 1e6,
+            total_ms=(self._before_ns + times.total_ns) / 1e6,
+        )
+        return said
