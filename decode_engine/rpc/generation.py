@@ -16,7 +16,7 @@ from typing import Any
 from decode_engine.engine.places import Place
 from decode_engine.engine.requests import Event, Finished, FinishReason, PromptRead, Request, Stream, Token
 from decode_engine.engine.sampler import SamplingParameters
-from decode_engine.engine.session_memory import session_bytes
+from decode_engine.engine.session_memory import fitting_tokens
 from decode_engine.engine.text import TextStream
 from decode_engine.model.continuing import (
     Ground,
@@ -128,7 +128,10 @@ def check_request(
         prompt = whole[min(named.token_count, len(whole) - 1) :]
     check_prompt(order, prompt, identity)
     max_tokens = fit_max_tokens(order, named, identity, len(prompt))
-    memory = session_bytes(fitted, ground.own_tokens + len(prompt) + max_tokens) + ground.own_bytes
+    limit, least = backend.engine.session_memory, max(1, order.sampling.rules.min_tokens)
+    room = None if limit is None else limit // order.answers - ground.own_bytes
+    max_tokens, own = fitting_tokens(fitted, ground.own_tokens + len(prompt), least, max_tokens, room)
+    memory = own + ground.own_bytes
     vocabulary, sampling = backend.runner.vocabulary, order.sampling
     calls = _plan_calls(order, tokenizer, identity, stored)
     constraint = order.constraint if calls is None else calls.constraint
