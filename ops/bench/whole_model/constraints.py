@@ -34,7 +34,7 @@ from harness.report import reporting
 from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.sampling.parameters import SamplingParameters
 from decode_engine.engine.sampling.grammar import Grammar
-from decode_engine.engine.sampling.matching import Constraint
+from decode_engine.orders.order import Constraint
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
 from index_store.memory.resident import ResidentContext
@@ -105,7 +105,9 @@ def main(
             for number in range(schemas):
                 schema = random_schema(draw)
                 begin = time.perf_counter()
-                grammar = runner.vocabulary.compile(Constraint("json_schema", json.dumps(schema)))
+                constraint = Constraint("json_schema", json.dumps(schema))
+                runner.vocabulary.check(constraint)
+                grammar = runner.grammars.compile(constraint)
                 compiled.append(time.perf_counter() - begin)
                 prompt = [draw.randrange(1, 4000) for _ in range(draw.randint(2, 12))]
                 sampler = Sampler(parameters(number, grammar))

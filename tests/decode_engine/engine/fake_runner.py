@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.prompt_pieces import PromptCost
-from decode_engine.engine.requests import Finished, Request, Step, Stream, Token, TokenText
-from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.engine.reply import Reply
+from decode_engine.engine.requests import Step, Work
+from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.stepping import Chosen, decode_by_forward
 from decode_engine.layers.figures import Figures
+from decode_engine.orders.events import Ends, Event, Fails, Says, Waits
+from decode_engine.orders.order import KeepOptions, Order, Sampling
 
 VOCABULARY = 64
 
@@ -102,31 +106,95 @@ class FakeRunner:
         return Chosen(decode_by_forward(self.forward, sessions, last_tokens, samplers))
 
 
-@dataclass
-class LetterSink:
-    """Token n reads as the letter n; the generation stops at `stop_at`; `flush` gives a full stop."""
+@dataclass(kw_only=True, eq=False)
+class FakeWork(Work[FakeSession]):
+    """Work on a fake session. begin: makes it. closes: how often the session had been closed at each `close`."""
 
-    stop_at: int | None = None
+    begin: Callable[[], FakeSession]
+    session: FakeSession
+    closes: list[int] = field(default_factory=list)
+    on_close: Callable[[], None] = lambda: None
+    is_loading: Callable[[], bool] = lambda: False
+    restores: Callable[[FakeSession, int, int], None] = lambda session, start, end: None
+    keeps: Callable[[FakeSession, Sequence[int]], Callable[[], str]] | None = None
 
-    def push(self, token_id: int) -> TokenText:
-        stopped = token_id == self.stop_at
-        return TokenText("" if stopped else chr(ord("A") + token_id), stopped)
+    @property
+    def loading(self) -> bool:
+        return self.is_loading()
 
-    def flush(self) -> str:
-        return "."
+    def start(self) -> FakeSession:
+        return self.begin()
 
-    def fork(self) -> LetterSink:
-        return replace(self)
+    def restore(self, session: FakeSession, start: int, end: int) -> None:
+        self.restores(session, start, end)
+
+    def keep(self, session: FakeSession, answer: Sequence[int]) -> Callable[[], str]:
+        assert self.keeps is not None
+        return self.keeps(session, answer)
+
+    def close(self) -> None:
+        self.closes.append(self.session.closed)
+        self.on_close()
+
+
+class Stream(Reply):
+    """The reply to a request under test, read by iterating, which waits, or by `take`, which does not."""
+
+    def __init__(self, wake: Callable[[], None], answers: int = 1) -> None:
+        self.events: SimpleQueue[Event | Exception] = SimpleQueue()
+        self._wake = wake
+        self._left = answers
+        super().__init__(self._put)
+
+    def _put(self, event: Event) -> None:
+        if not isinstance(event, Waits):
+            self.events.put(event)
+
+    def fail(self, error: Exception) -> None:
+        super().fail(error)  # what clients would be told is made, too
+        self.events.put(error)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self._wake()
+
+    def stop(self, answer: int, tokens: int) -> None:
+        self.stops[answer] = tokens
+        self._wake()
+
+    def __iter__(self) -> Iterator[Event]:
+        while self._left:
+            event = self.events.get()
+            if isinstance(event, Exception):
+                raise event
+            if isinstance(event, Fails):
+                continue
+            yield event
+            self._left -= isinstance(event, Ends)
+
+    def take(self) -> list[Event | Exception]:
+        events = []
+        while not self.events.empty():
+            event = self.events.get()
+            if not isinstance(event, Fails):
+                events.append(event)
+        return events
 
 
 @dataclass
 class Client:
-    """A request under test: its session, its stream, and how often the session was closed at each `on_close`."""
+    """A request under test: its work, and its stream."""
 
-    session: FakeSession
-    request: Request[FakeSession]
-    closes: list[int]
+    work: FakeWork
     stream: Stream | None = None
+
+    @property
+    def session(self) -> FakeSession:
+        return self.work.session
+
+    @property
+    def closes(self) -> list[int]:
+        return self.work.closes
 
 
 def make_client(
@@ -136,43 +204,47 @@ def make_client(
     *,
     session: FakeSession | None = None,
     start: Callable[[], FakeSession] | None = None,
-    sink: LetterSink | None = None,
+    stops: tuple[str, ...] = (),
     end_ids: frozenset[int] = frozenset(),
     deadline_ns: int | None = None,
     context: str = "",
     memory: int = 0,
-    sampling: SamplingParameters = SamplingParameters(),  # noqa: B008 - frozen
+    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
     cost: PromptCost | None = None,
     answers: int = 1,
     stop_ids: frozenset[int] = frozenset(),
     prompt_logprobs: bool = False,
+    keep: KeepOptions | None = None,
 ) -> Client:
     """A request for a fake session called `name`."""
     made = session or FakeSession(name)
-    closes: list[int] = []
-    request = Request(
-        start=start or (lambda: made),
+    order = Order(
+        sampling=sampling,
+        stops=stops,
+        stop_token_ids=stop_ids,
+        answers=answers,
+        prompt_logprobs=prompt_logprobs,
+        deadline_ns=deadline_ns,
+        keep=keep,
+    )
+    work = FakeWork(
+        order=order,
         prompt=list(prompt),
         max_tokens=max_tokens,
-        sampling=sampling,
-        sink=sink or LetterSink(),
         end_ids=end_ids,
-        deadline_ns=deadline_ns,
-        on_close=lambda: closes.append(made.closed),
         context=context,
         memory=memory,
         cost=cost or PromptCost(),
-        answers=answers,
-        stop_ids=stop_ids,
-        prompt_logprobs=prompt_logprobs,
+        begin=start or (lambda: made),
+        session=made,
     )
-    return Client(made, request, closes)
+    return Client(work)
 
 
 def submit(engine: FakeEngine, client: Client) -> Client:
-    client.stream = engine.submit(
-        engine.reserve(client.request.context, client.request.memory), client.request
-    )
+    work = client.work
+    client.stream = Stream(engine.wake, work.order.answers)
+    engine.submit(engine.reserve(work.context, work.memory), work, client.stream)
     return client
 
 
@@ -181,22 +253,22 @@ def run(engine: FakeEngine, steps: int) -> None:
         engine.step()
 
 
-def results(client: Client) -> tuple[list[int], Finished]:
+def results(client: Client) -> tuple[list[int], Ends]:
     """All token ids and the last event of a request that has ended well."""
     assert client.stream is not None
-    *tokens, last = client.stream
-    assert isinstance(last, Finished)
-    return [token.token_id for token in tokens if isinstance(token, Token)], last
+    *said, last = client.stream
+    assert isinstance(last, Ends)
+    return [token for each in said if isinstance(each, Says) for token in each.token_ids], last
 
 
 def failure(client: Client) -> tuple[list[int], Exception]:
     """The token ids before a failure, and the failure."""
     assert client.stream is not None
-    seen = []
+    seen: list[int] = []
     try:
         for event in client.stream:
-            assert isinstance(event, Token)
-            seen.append(event.token_id)
+            assert isinstance(event, Says)
+            seen += event.token_ids
     except Exception as error:
         return seen, error
     raise AssertionError("the stream ended without an error")

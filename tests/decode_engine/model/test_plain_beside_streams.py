@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,39 +11,51 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from decode_engine.engine.engine import Engine
-from decode_engine.engine.requests import Request, Stream, Token
-from decode_engine.engine.sampler import SamplingParameters
-from decode_engine.rpc.answers.text import TextStream
+from decode_engine.engine.requests import Work
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
+from decode_engine.orders.events import Says
+from decode_engine.orders.order import Order
 from index_store.memory.resident import ResidentContext
 from index_store.methods.presets import METHODS
 from index_store.models.loading import resolve_model
+from tests.decode_engine.engine.fake_runner import Stream
 from tests.support.models import write_model_folder
 
 CHUNK = 64
 STREAMS = 8
 
 
+@dataclass(kw_only=True, eq=False)
+class PlainWork(Work[Session]):
+    """A prompt on a context that is in memory."""
+
+    begin: Callable[[], Session]
+
+    def start(self) -> Session:
+        return self.begin()
+
+
 def submit(
     engine: Engine[Session], runner: ModelRunner, context: ResidentContext, prompt: list[int], most: int
 ) -> Stream:
     fitted = METHODS["full"].on(context.manifest)
-    request = Request(
-        start=lambda: runner.start(context, fitted),
+    work = PlainWork(
+        order=Order(),
+        begin=lambda: runner.start(context, fitted),
         prompt=prompt,
         max_tokens=most,
-        sampling=SamplingParameters(),
-        sink=TextStream(runner.tokenizer.decode, prompt, (), 0),
         context=context.manifest.id,
         cost=runner.prompt_cost(fitted),
     )
-    return engine.submit(engine.reserve(request.context), request)
+    stream = Stream(engine.wake)
+    engine.submit(engine.reserve(work.context), work, stream)
+    return stream
 
 
 def tokens(stream: Stream) -> list[int]:
-    return [event.token_id for event in stream.take() if isinstance(event, Token)]
+    return [token for event in stream.take() if isinstance(event, Says) for token in event.token_ids]
 
 
 def test_streams_get_a_token_after_every_chunk_of_it(tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ import torch
 from llguidance import LLMatcher
 
 from decode_engine.engine.sampling import trial
-from decode_engine.engine.sampling.matching import Constraint, Kind, allowed_bytes
+from decode_engine.engine.sampling.grammar import Grammar, Grammars
+from decode_engine.engine.sampling.matching import allowed_bytes
 from decode_engine.engine.sampling.trial import Trial, VocabularySource
 from decode_engine.engine.sampling.vocabulary import Vocabulary
+from decode_engine.orders.order import Constraint, ConstraintKind
 from index_store.errors import InvalidArgumentError
 from index_store.models.loading import Tokenizer, load_tokenizer, resolve_model
 
@@ -30,10 +32,27 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def vocabulary(tokenizer: Tokenizer) -> Iterator[Vocabulary]:
-    made = Vocabulary(lambda: VocabularySource(tokenizer.definition(), SIZE, tokenizer.eos_ids))
+def vocabulary(tokenizer: Tokenizer) -> Iterator[Tried]:
+    made = Tried(Vocabulary(lambda: VocabularySource(tokenizer.definition(), SIZE, tokenizer.eos_ids)))
     yield made
     made.close()
+
+
+class Tried:
+    """A vocabulary, and grammars over it of constraints that were tried, as a door and an engine have them."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self.grammars = Grammars(vocabulary)
+        self.token_bytes = vocabulary.token_bytes
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        self.vocabulary.check(constraint)
+        return self.grammars.compile(constraint)
+
+    def close(self) -> None:
+        self.grammars.close()
+        self.vocabulary.close()
 
 
 @pytest.fixture
@@ -43,7 +62,7 @@ def trials(tokenizer: Tokenizer) -> Iterator[Trial]:
     made.close()
 
 
-def answer(vocabulary: Vocabulary, constraint: Constraint, seed: int) -> tuple[bytes, bool]:
+def answer(vocabulary: Tried, constraint: Constraint, seed: int) -> tuple[bytes, bool]:
     """The answer of a model that says anything that it may, and whether it ended with an end token."""
     generator = torch.Generator().manual_seed(seed)
     obeyed = vocabulary.compile(constraint).start()
@@ -67,19 +86,19 @@ def answer(vocabulary: Vocabulary, constraint: Constraint, seed: int) -> tuple[b
     ],
 )
 def test_answers_are_those_that_are_allowed_and_end_by_themselves(
-    vocabulary: Vocabulary, kind: Kind, text: str, ends: set[bytes]
+    vocabulary: Tried, kind: ConstraintKind, text: str, ends: set[bytes]
 ) -> None:
     found = {answer(vocabulary, Constraint(kind, text), seed)[0] for seed in range(24)}
     assert found <= ends
     assert len(found) > 1
 
 
-def test_where_more_might_follow_an_end_token_is_allowed(vocabulary: Vocabulary) -> None:
+def test_where_more_might_follow_an_end_token_is_allowed(vocabulary: Tried) -> None:
     constraint = Constraint("regex", "a+")
     assert any(answer(vocabulary, constraint, seed)[1] for seed in range(8))
 
 
-def test_answers_to_one_grammar_go_on_apart_also_at_once(vocabulary: Vocabulary) -> None:
+def test_answers_to_one_grammar_go_on_apart_also_at_once(vocabulary: Tried) -> None:
     grammar = vocabulary.compile(Constraint("regex", "[0-9]{40}"))
     assert vocabulary.compile(Constraint("regex", "[0-9]{40}")) is grammar
     lengths: list[int] = []
@@ -96,7 +115,7 @@ def test_answers_to_one_grammar_go_on_apart_also_at_once(vocabulary: Vocabulary)
     assert lengths == [40] * 6
 
 
-def test_tokens_that_may_not_come_are_refused(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
+def test_tokens_that_may_not_come_are_refused(vocabulary: Tried, tokenizer: Tokenizer) -> None:
     obeyed = vocabulary.compile(Constraint("regex", "[0-9]{3}")).start()
     [letter] = tokenizer.encode("a")
     assert obeyed.apply(torch.zeros(SIZE))[letter] == -torch.inf
@@ -106,7 +125,7 @@ def test_tokens_that_may_not_come_are_refused(vocabulary: Vocabulary, tokenizer:
 
 
 def test_what_dies_in_its_trial_is_refused_and_the_next_one_is_tried(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+    vocabulary: Tried, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hostile = Constraint("json_schema", '{"type": "integer", "multipleOf": 99999989}')
     with monkeypatch.context() as patch:
@@ -160,6 +179,6 @@ def test_who_waits_for_a_core_is_not_too_complex(
     assert trial._try(source.make(), Constraint("regex", "[ab]")) == ""
 
 
-def test_bytes_of_tokens_are_those_of_the_text(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
+def test_bytes_of_tokens_are_those_of_the_text(vocabulary: Tried, tokenizer: Tokenizer) -> None:
     text = "Ein Hafen: „hören“, 灯, and the end.\n"
     assert b"".join(vocabulary.token_bytes[token] for token in tokenizer.encode(text)).decode() == text

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict
 
 import pytest
 
 from decode_engine.engine.engine import Engine
-from decode_engine.engine.requests import Finished, FinishReason, Token
-from decode_engine.engine.sampler import SamplingParameters
 from decode_engine.errors import (
     CancelledError,
     DeadlineExceededError,
     TooManyRequestsError,
 )
 from decode_engine.layers.figures import Figures
+from decode_engine.orders.events import Ends, Says
+from decode_engine.orders.order import Order, Sampling
 from index_store.errors import InvalidArgumentError
 from tests.decode_engine.engine.fake_runner import (
     FakeEngine,
     FakeRunner,
     FakeSession,
-    LetterSink,
+    Stream,
     failure,
     make_client,
     results,
@@ -60,34 +60,37 @@ def test_a_request_from_prompt_to_end(engine: FakeEngine, runner: FakeRunner) ->
     run(engine, 2)
     assert client.stream is not None
     *tokens, last = client.stream
-    assert tokens == [Token(10, "K"), Token(11, "L"), Token(12, "M")]
-    assert isinstance(last, Finished)
-    assert (last.reason, last.text, last.completion_tokens) == (FinishReason.LENGTH, ".", 3)
+    assert tokens == [Says(0, (10,)), Says(0, (11,)), Says(0, (12,))]
+    assert isinstance(last, Ends)
+    assert (last.reason, last.completion_tokens) == ("length", 3)
     assert last.times.decode_steps == 2
-    assert last.figures is client.session.figures
+    assert last.figures == asdict(client.session.figures)
     assert runner.calls == [(("a",), 2), (("a",), 1), (("a",), 1), (("a",), 1)]
     # the last token is not fed: nothing needs what comes after it
     assert client.session.fed == [7, 8, 9, 10, 11]
     assert client.closes == [1]
 
 
-def test_end_tokens_are_reported_but_not_read_as_text(engine: FakeEngine) -> None:
+def test_end_tokens_are_reported(engine: FakeEngine) -> None:
     client = submit(engine, make_client("a", prompt=[3], max_tokens=9, end_ids=frozenset({5, 60})))
     run(engine, 3)
     assert client.stream is not None
     first, second, last = client.stream
-    assert (first, second) == (Token(4, "E"), Token(5, ""))
-    assert isinstance(last, Finished)
-    assert (last.reason, last.completion_tokens) == (FinishReason.END_OF_SEQUENCE, 2)
+    assert (first, second) == (Says(0, (4,)), Says(0, (5,)))
+    assert isinstance(last, Ends)
+    assert (last.reason, last.completion_tokens) == ("end_of_sequence", 2)
 
 
 def test_a_stop_string_ends_the_work_at_once(engine: FakeEngine, runner: FakeRunner) -> None:
-    client = submit(engine, make_client("a", prompt=[3], max_tokens=50, sink=LetterSink(stop_at=6)))
-    run(engine, 10)
+    client = submit(engine, make_client("a", prompt=[3], max_tokens=50, stops=("G",)))
+    run(engine, 3)
+    assert client.stream is not None
+    client.stream.stop(0, 3)
+    run(engine, 5)
     tokens, last = results(client)
-    assert tokens == [4, 5, 6]
-    assert last.reason is FinishReason.STOP
-    assert len(runner.calls) == 3
+    assert tokens == [4, 5, 6, 7], "one was on its way"
+    assert (last.reason, last.completion_tokens) == ("stop", 3)
+    assert len(runner.calls) == 4
 
 
 def test_places_are_limited_and_come_back(engine: FakeEngine) -> None:
@@ -191,10 +194,10 @@ def test_bad_requests_are_refused_and_closed(
 
 def test_a_request_whose_sampler_cannot_be_made_is_closed(engine: FakeEngine) -> None:
     client = make_client("a")
-    half = SamplingParameters(temperature=1.0, seed=0.5)  # type: ignore[arg-type]
+    client.work.order = Order(sampling=Sampling(temperature=1.0, seed=0.5))  # type: ignore[arg-type]
     place = engine.reserve()
     with pytest.raises(RuntimeError, match="manual_seed"):
-        engine.submit(place, replace(client.request, sampling=half))
+        engine.submit(place, client.work, Stream(engine.wake))
     assert client.closes == [0]
     assert len([engine.reserve() for _ in range(6)]) == 6, "its place came back"
 
@@ -211,7 +214,7 @@ def test_what_sessions_moved_is_counted_when_they_end(engine: FakeEngine) -> Non
     ill = submit(engine, make_client("b", session=FakeSession("b", fails_at=0, figures=moved)))
     assert engine.stats().host_bytes_read == 0
     run(engine, 3)
-    assert results(well)[1].figures is moved
+    assert results(well)[1].figures == asdict(moved)
     failure(ill)
     stats = engine.stats()
     assert (stats.host_bytes_read, stats.rows_reused, stats.device_wait_for_host_ns) == (10, 6, 14)

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from decode_engine.engine.engine import Engine
-from decode_engine.engine.requests import Finished, FinishReason, PromptRead, Token
-from decode_engine.engine.sampler import SamplingParameters
+from decode_engine.engine.sampling.parameters import SamplingParameters, parameters_of
+from decode_engine.orders.events import Ends, PromptRead, Says
+from decode_engine.orders.order import Sampling
 from index_store.errors import InvalidArgumentError
 from tests.decode_engine.engine.fake_runner import (
     FakeEngine,
@@ -21,7 +22,7 @@ from tests.decode_engine.engine.fake_runner import (
     submit,
 )
 
-COLD = SamplingParameters(temperature=1e-3, seed=5)  # as good as greedy, but drawn
+COLD = Sampling(temperature=1e-3, seed=5)  # as good as greedy, but drawn
 
 
 def make(max_sessions: int = 4, session_memory: int | None = None) -> tuple[FakeEngine, FakeRunner]:
@@ -40,11 +41,11 @@ def test_the_prompt_is_read_once_and_every_answer_has_its_own_events() -> None:
     assert client.stream is not None
     events = list(client.stream)
     for answer in range(3):
-        tokens = [event for event in events if isinstance(event, Token) and event.answer == answer]
-        assert [token.token_id for token in tokens] == [4, 5, 6, 7]
-        [end] = [event for event in events if isinstance(event, Finished) and event.answer == answer]
-        assert (end.reason, end.completion_tokens) == (FinishReason.LENGTH, 4)
-        assert end.seed == COLD.for_answer(answer).seed
+        said = [event for event in events if isinstance(event, Says) and event.answer == answer]
+        assert [each.token_ids for each in said] == [(4,), (5,), (6,), (7,)]
+        [end] = [event for event in events if isinstance(event, Ends) and event.answer == answer]
+        assert (end.reason, end.completion_tokens) == ("length", 4)
+        assert end.seed == parameters_of(COLD).for_answer(answer).seed
     assert client.session.closed == 1
     assert client.closes == [1], "what all answers share is given back once, after the last of them"
     assert engine.places == 0
@@ -68,7 +69,7 @@ def test_answers_take_as_many_sessions_and_as_much_memory() -> None:
     run(engine, 8)
     for client in (several, one, small):
         assert client.stream is not None
-        assert isinstance(list(client.stream)[-1], Finished)
+        assert isinstance(list(client.stream)[-1], Ends)
     with pytest.raises(InvalidArgumentError, match="n is 5, expected 1 to 4"):
         submit(engine, make_client("d", answers=5, sampling=COLD))
     assert engine.stats().session_bytes == 0
@@ -106,35 +107,31 @@ def test_cancelling_ends_all_answers() -> None:
     assert (engine.stats().decoding, engine.places, client.closes) == (0, 0, [1])
 
 
-def test_tokens_that_stop_end_an_answer_without_their_text() -> None:
+def test_tokens_that_stop_end_an_answer() -> None:
     engine, _ = make()
     client = submit(engine, make_client("a", prompt=[1], max_tokens=9, stop_ids=frozenset({4})))
     run(engine, 5)
     assert client.stream is not None
-    *tokens, end = client.stream
-    assert [(token.token_id, token.text) for token in tokens if isinstance(token, Token)] == [
-        (2, "C"),
-        (3, "D"),
-        (4, ""),
-    ]
-    assert isinstance(end, Finished)
-    assert end.reason is FinishReason.STOP
+    *said, end = client.stream
+    assert said == [Says(0, (2,)), Says(0, (3,)), Says(0, (4,))]
+    assert isinstance(end, Ends)
+    assert end.reason == "stop"
 
 
 def test_log_probabilities_of_the_prompt_come_before_its_answer_whatever_its_pieces() -> None:
     told = []
     for chunk in (2, 6, 64):
         engine: FakeEngine = Engine(FakeRunner(), prompt_chunk=chunk)
-        sampling = SamplingParameters(top_logprobs=1)
+        sampling = Sampling(top_logprobs=1)
         prompt = [1, 2, 3, 9, 10]
         client = submit(engine, make_client("a", prompt=prompt, prompt_logprobs=True, sampling=sampling))
         run(engine, 12)
         assert client.stream is not None
-        first, token, *_ = client.stream
+        first, says, *_ = client.stream
         assert isinstance(first, PromptRead)
-        assert isinstance(token, Token)
-        assert token.logprob is not None
-        assert token.logprob.alternatives[0] == (token.token_id, token.logprob.logprob)
+        assert isinstance(says, Says)
+        [told_of] = says.logprobs
+        assert told_of.alternatives[0] == (says.token_ids[0], told_of.logprob)
         assert [each.token_id for each in first.logprobs] == prompt[1:]
         # the model says t + 1 after t
         assert [each.alternatives[0][0] for each in first.logprobs] == [2, 3, 4, 10]

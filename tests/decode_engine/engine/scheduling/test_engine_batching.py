@@ -9,8 +9,8 @@ import pytest
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.prompt_pieces import PromptCost, cut_prompt
 from decode_engine.engine.queues import MAX_PASSES
-from decode_engine.engine.sampler import SamplingParameters
 from decode_engine.errors import CancelledError, SessionMemoryError, TooManyRequestsError
+from decode_engine.orders.order import Sampling
 from index_store.errors import InvalidArgumentError
 from index_store.memory.patience import MAX_PASSED
 from tests.decode_engine.engine.fake_runner import (
@@ -18,6 +18,7 @@ from tests.decode_engine.engine.fake_runner import (
     FakeEngine,
     FakeRunner,
     FakeSession,
+    Stream,
     failure,
     make_client,
     results,
@@ -63,7 +64,7 @@ def test_long_prompts_are_chunked_between_decode_steps_of_others(
 def test_prompts_of_requests_with_seeds_are_cut_alike_whoever_is_there(
     engine: FakeEngine, runner: FakeRunner, others: int
 ) -> None:
-    seeded = SamplingParameters(temperature=0.1, seed=1)
+    seeded = Sampling(temperature=0.1, seed=1)
     submit(engine, make_client("seeded", prompt=range(7), sampling=seeded))
     for number in range(others):
         submit(engine, make_client(f"other {number}", prompt=range(3 + number)))
@@ -75,7 +76,7 @@ def test_prompts_of_requests_with_seeds_are_cut_alike_whoever_is_there(
 def test_prompts_are_read_together_as_far_as_the_chunk_goes(runner: FakeRunner) -> None:
     engine = Engine(runner, max_sessions=16, max_waiting=100, prompt_chunk=16)
     clients = [submit(engine, make_client(f"{n}", prompt=range(5), max_tokens=2)) for n in range(8)]
-    seeded = SamplingParameters(temperature=0.1, seed=1)
+    seeded = Sampling(temperature=0.1, seed=1)
     alone = submit(engine, make_client("alone", prompt=range(5), max_tokens=2, sampling=seeded))
     told = submit(engine, make_client("told", prompt=range(3), max_tokens=2, prompt_logprobs=True))
     run(engine, 5)
@@ -193,7 +194,7 @@ def test_no_stream_waits_longer_than_one_chunk(runner: FakeRunner, seed: int) ->
     """Beside a stream a turn reads prompts of the cost of a chunk at most, in at most MAX_PASSES passes."""
     engine = Engine(runner, max_sessions=8, max_waiting=100, prompt_chunk=20)
     generator = random.Random(seed)
-    seeded = SamplingParameters(temperature=0.1, seed=1)
+    seeded = Sampling(temperature=0.1, seed=1)
     costs: dict[str, float] = {}
     turns: list[tuple[float, int]] = []
 
@@ -208,7 +209,7 @@ def test_no_stream_waits_longer_than_one_chunk(runner: FakeRunner, seed: int) ->
     costs["stream"] = 1.0
     for number in range(60):
         length, token = generator.choice([1, 3, 9, 19, 20, 21, 150]), generator.choice([1.0, 1.0, 3.0])
-        most, sampling = generator.randint(1, 9), generator.choice([SamplingParameters(), seeded])
+        most, sampling = generator.randint(1, 9), generator.choice([Sampling(), seeded])
         costs[f"{number}"] = token
         cost = PromptCost(token)
         client = make_client(f"{number}", [0] * length, most, cost=cost, sampling=sampling)
@@ -220,7 +221,7 @@ def test_no_stream_waits_longer_than_one_chunk(runner: FakeRunner, seed: int) ->
     assert max(spent for spent, _ in turns) == 20, "a chunk is used where there is enough to read"
     assert max(passes for _, passes in turns) <= MAX_PASSES
     assert any(len(fed) > 1 for fed in runner.prompts)
-    assert all(len(results(client)[0]) == client.request.max_tokens for client in clients)
+    assert all(len(results(client)[0]) == client.work.max_tokens for client in clients)
 
 
 def _admitted(clients: list[Client]) -> list[str]:
@@ -265,7 +266,7 @@ def test_admitted_requests_never_need_more_than_the_memory(runner: FakeRunner) -
         assert stats.session_limit_bytes == 100
         assert stats.session_bytes <= 100
     assert most == 100
-    assert all(len(results(client)[0]) == client.request.max_tokens for client in clients)
+    assert all(len(results(client)[0]) == client.work.max_tokens for client in clients)
     assert engine.stats().session_bytes == 0
 
 
@@ -283,7 +284,7 @@ def test_a_request_that_can_never_fit_is_refused_at_once(runner: FakeRunner) -> 
 
 def submit_anyway(engine: FakeEngine, memory: int) -> None:
     """Submits a request of which `reserve` was not told how much it needs."""
-    engine.submit(engine.reserve(), make_client("a", memory=memory).request)
+    engine.submit(engine.reserve(), make_client("a", memory=memory).work, Stream(engine.wake))
 
 
 def test_a_large_request_is_passed_a_bounded_number_of_times(runner: FakeRunner) -> None:

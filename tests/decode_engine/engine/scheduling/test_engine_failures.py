@@ -11,12 +11,13 @@ import pytest
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.requests import Step
 from decode_engine.errors import EngineCrashedError
+from decode_engine.orders.events import Event, Says
 from index_store.errors import InvalidArgumentError
 from tests.decode_engine.engine.fake_runner import (
     FakeEngine,
     FakeRunner,
     FakeSession,
-    LetterSink,
+    Stream,
     failure,
     make_client,
     results,
@@ -84,13 +85,17 @@ def test_a_session_that_cannot_start_fails_alone(engine: FakeEngine) -> None:
     assert results(good)[0] == [1, 2]
 
 
-def test_a_failing_prompt_and_a_failing_sink_fail_alone(engine: FakeEngine) -> None:
-    class BrokenSink(LetterSink):
-        def push(self, token_id: int):  # type: ignore[no-untyped-def]
-            raise UnicodeError("no letter")
+def test_a_failing_prompt_and_a_failing_reply_fail_alone(engine: FakeEngine) -> None:
+    class BrokenReply(Stream):
+        def _put(self, event: Event) -> None:
+            if isinstance(event, Says):
+                raise UnicodeError("no letter")
+            super()._put(event)
 
     prompt = submit(engine, make_client("prompt", session=FakeSession("prompt", fails_at=0)))
-    sink = submit(engine, make_client("sink", sink=BrokenSink()))
+    sink = make_client("sink")
+    sink.stream = BrokenReply(engine.wake)
+    engine.submit(engine.reserve(), sink.work, sink.stream)
     good = submit(engine, make_client("good", max_tokens=2))
     run(engine, 5)
     assert isinstance(failure(prompt)[1], ValueError)
@@ -107,7 +112,7 @@ def test_a_failing_close_does_not_stop_the_others(engine: FakeEngine) -> None:
     def explode() -> None:
         raise OSError("unmapped twice")
 
-    object.__setattr__(bad.request, "on_close", explode)
+    bad.work.on_close = explode
     submit(engine, bad)
     submit(engine, client)
     run(engine, 3)
@@ -122,7 +127,8 @@ def test_ended_sessions_are_freed_while_their_events_wait(engine: FakeEngine) ->
         sessions.append(weakref.ref(session))
         return session
 
-    stream = engine.submit(engine.reserve(), make_client("a", max_tokens=1, start=start).request)
+    stream = Stream(engine.wake)
+    engine.submit(engine.reserve(), make_client("a", max_tokens=1, start=start).work, stream)
     engine.step()
     gc.collect()
     assert sessions[0]() is None

@@ -59,7 +59,7 @@ def cold(runner: LoadingRunner, name: str, **changes: object) -> Client:
     runner.loading.add(name)
     start = lambda: FakeSession(name)  # noqa: E731
     client = make_client(name, context=name, start=start, max_tokens=3, **changes)  # type: ignore[arg-type]
-    object.__setattr__(client.request, "loading", lambda: name in runner.loading)
+    client.work.is_loading = lambda: name in runner.loading
     return client
 
 

@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from decode_engine.engine.engine import Engine
-from decode_engine.engine.requests import Finished, Token
 from decode_engine.errors import (
     CancelledError,
     EngineCrashedError,
     ShuttingDownError,
 )
+from decode_engine.orders.events import Ends, Says
 from tests.decode_engine.engine.fake_runner import (
     FakeEngine,
     FakeRunner,
     FakeSession,
+    Stream,
     failure,
     make_client,
     results,
@@ -49,8 +50,8 @@ def test_the_thread_streams_while_it_works(running: FakeEngine, runner: FakeRunn
     events = iter(client.stream)
     for token in (1, 2, 3):
         runner.gate.release()
-        assert next(events) == Token(token, chr(ord("A") + token))
-    assert isinstance(next(events), Finished)
+        assert next(events) == Says(0, (token,))
+    assert isinstance(next(events), Ends)
     assert client.closes == [1]
 
 
@@ -91,7 +92,7 @@ def test_shutdown_without_grace_ends_requests(running: FakeEngine, runner: FakeR
     assert client.closes == [1]
     late = make_client("late")
     with pytest.raises(ShuttingDownError):
-        running.submit(place, late.request)
+        running.submit(place, late.work, Stream(running.wake))
     assert late.closes == [0]
 
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import replace
 
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.prompt_pieces import PromptCost, stored_cost
-from decode_engine.engine.requests import FinishReason, Keeping, StoredTokens
 from decode_engine.errors import ShuttingDownError, TooManyRequestsError
+from decode_engine.orders.events import Says
+from decode_engine.orders.order import KeepOptions
 from index_store.errors import StoreFullError
 from tests.decode_engine.engine.fake_runner import (
     Client,
     FakeRunner,
     FakeSession,
-    LetterSink,
     failure,
     make_client,
     results,
@@ -49,9 +50,10 @@ class Keeper:
         return work
 
 
-def kept(client: Client, keeper: Keeper, prompt_only: bool = False) -> Client:
-    keeping = Keeping(keeper.take, prompt_only)  # type: ignore[arg-type]
-    return replace(client, request=replace(client.request, keeping=keeping))
+def kept(client: Client, keeper: Keeper, **options: bool) -> Client:
+    client.work.keeps = keeper.take  # type: ignore[assignment]
+    client.work.order = replace(client.work.order, keep=KeepOptions(**options))  # type: ignore[arg-type]
+    return client
 
 
 def test_the_last_token_is_fed_and_the_stream_ends_when_it_is_kept() -> None:
@@ -68,7 +70,7 @@ def test_the_last_token_is_fed_and_the_stream_ends_when_it_is_kept() -> None:
     tokens, last = results(client)
     assert (tokens, last.reason, last.completion_tokens, last.kept) == (
         [4, 5],
-        FinishReason.LENGTH,
+        "length",
         2,
         "kept",
     )
@@ -79,14 +81,17 @@ def test_the_last_token_is_fed_and_the_stream_ends_when_it_is_kept() -> None:
 def test_a_stop_string_is_kept_and_the_end_of_a_sequence_is_not() -> None:
     engine, stopped, ended = Engine(FakeRunner()), Keeper(), Keeper()
     clients = [
-        submit(engine, kept(make_client("a", (3,), sink=LetterSink(stop_at=5)), stopped)),
+        submit(engine, kept(make_client("a", (3,), stops=("F",)), stopped)),
         submit(engine, kept(make_client("b", (3,), end_ids=frozenset({5})), ended)),
     ]
     for keeper in (stopped, ended):
         keeper.gate.set()
+    run(engine, 1)
+    assert clients[0].stream is not None
+    clients[0].stream.stop(0, 2)
     run(engine, 4)
     reasons = [results(client)[1].reason for client in clients]
-    assert reasons == [FinishReason.STOP, FinishReason.END_OF_SEQUENCE]
+    assert reasons == ["stop", "end_of_sequence"]
     assert (stopped.fed, stopped.answer) == ([3, 4, 5], [4, 5])
     assert (ended.fed, ended.answer) == ([3, 4], [4])
     engine.shutdown()
@@ -94,13 +99,11 @@ def test_a_stop_string_is_kept_and_the_end_of_a_sequence_is_not() -> None:
 
 def test_the_end_of_a_turn_is_kept_where_it_is_wanted() -> None:
     engine, keeper = Engine(FakeRunner()), Keeper()
-    client = make_client("a", (3,), end_ids=frozenset({5}))
-    keeping = Keeping(keeper.take, with_end=True)  # type: ignore[arg-type]
-    client = submit(engine, replace(client, request=replace(client.request, keeping=keeping)))
+    client = submit(engine, kept(make_client("a", (3,), end_ids=frozenset({5})), keeper, turns=True))
     keeper.gate.set()
     run(engine, 4)
     tokens, last = results(client)
-    assert (tokens, last.reason) == ([4, 5], FinishReason.END_OF_SEQUENCE)
+    assert (tokens, last.reason) == ([4, 5], "end_of_sequence")
     assert (keeper.fed, keeper.answer) == ([3, 4, 5], [4, 5])
     engine.shutdown()
 
@@ -170,7 +173,7 @@ def test_stored_tokens_come_before_the_prompt_piece_by_piece() -> None:
 
     cost = stored_cost(PromptCost(move=1.0, block=10))
     client = make_client("a", (1, 2, 3), max_tokens=1)
-    client.request = replace(client.request, stored=StoredTokens(45, restore, cost))
+    client.work.stored, client.work.stored_cost, client.work.restores = 45, cost, restore
     submit(engine, client)
     run(engine, 1)
     assert restored[0] == (0, 10)  # a move and ten copies; the next move does not fit into half a chunk
@@ -188,7 +191,41 @@ def test_stored_tokens_that_cannot_be_restored_end_the_request() -> None:
         raise ValueError("these rows are no rows")
 
     client = make_client("a")
-    client.request = replace(client.request, stored=StoredTokens(4, restore, PromptCost()))
+    client.work.stored, client.work.restores = 4, restore
     submit(engine, client)
     run(engine, 2)
     assert str(failure(client)[1]) == "these rows are no rows"
+
+
+def test_what_was_read_behind_a_stop_string_is_not_kept() -> None:
+    engine, keeper = Engine(FakeRunner()), Keeper()
+    client = submit(engine, kept(make_client("a", (3,), max_tokens=50, stops=("F",)), keeper))
+    keeper.gate.set()
+    run(engine, 4)
+    assert client.stream is not None
+    client.stream.stop(0, 2)
+    run(engine, 2)
+    tokens, last = results(client)
+    assert len(tokens) > 2
+    assert (last.reason, last.completion_tokens, keeper.answer) == ("stop", 2, [4, 5])
+    engine.shutdown()
+
+
+@pytest.mark.parametrize(("said", "answer"), [(3, [4, 5, 6]), (2, [4, 5])])
+def test_an_answer_that_is_kept_ends_when_its_door_has_looked_for_stop_strings(
+    said: int, answer: list[int]
+) -> None:
+    engine, keeper = Engine(FakeRunner()), Keeper()
+    client = submit(engine, kept(make_client("a", (3,), max_tokens=3, stops=("F",)), keeper))
+    keeper.gate.set()
+    run(engine, 8)
+    assert client.stream is not None
+    assert [event.last for event in client.stream.take() if isinstance(event, Says)] == [False, False, True]
+    assert (keeper.closed, engine.places) == (-1, 1)
+    client.stream.stop(0, said)
+    run(engine, 2)
+    _, last = results(client)
+    assert (last.reason, last.completion_tokens) == ("length" if said == 3 else "stop", said)
+    assert keeper.answer == answer
+    assert engine.places == 0
+    engine.shutdown()

@@ -14,9 +14,6 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from decode_engine.engine.requests import Request
-from decode_engine.engine.sampler import SamplingParameters
-from decode_engine.rpc.answers.text import TextStream
 from decode_engine.errors import (
     AddressError,
     EngineCrashedError,
@@ -25,6 +22,7 @@ from decode_engine.errors import (
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import SERVICES, DecodeServer
 from sparsekv.v1 import context_pb2, generation_pb2
+from tests.decode_engine.engine.fake_runner import Stream, make_client
 from tests.decode_engine.conftest import Library, Stubs
 from tests.support.serving.service import wait_until
 
@@ -68,8 +66,8 @@ def test_a_crashed_engine_is_not_serving(library: Library, lamp: str) -> None:
     with DecodeServer(library.config()) as server, Client(server.address) as client:
         server.load()
         engine = server.backend.engine
-        sink = TextStream(lambda ids: "")
-        engine.submit(engine.reserve(), Request(crash, [1], 1, SamplingParameters(), sink))
+        work = make_client("fatal", start=crash).work
+        engine.submit(engine.reserve(), work, Stream(engine.wake))  # type: ignore[arg-type]
         wait_until(lambda: not client.is_serving())
         assert health_of(server.address) == NOT_SERVING
         with pytest.raises(EngineCrashedError):
