@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
 import pytest
 
 from decode_engine.gateway.serving import Gateway
+from decode_engine.rpc.contexts.housekeeping import Housekeeping
 from decode_engine.rpc.server import DecodeServer
 from index_store.methods.presets import METHODS
 from index_store.models.resolve import resolve_model
@@ -20,6 +22,7 @@ from prefill_worker.config import WorkerConfig
 from prefill_worker.worker.queue_worker import QueueWorker
 from tests.decode_engine.conftest import CALLING, Library, make_library
 from tests.support.models import write_model_folder
+from tests.support.serving.service import wait_until
 
 ABSENT = "0" * 64
 READER_TEXT = (
@@ -69,10 +72,11 @@ def _toy(folder: Path) -> Iterator[Service]:
         "lamp": library.prefill("lamp", method=("csattention", "csattention-paper")),
         "shelf": library.prefill("shelf", method=tuple(METHODS)),
         "open": library.prefill("open", text=OPEN_TEXT, salt=""),
-        "late": library.prefill("late", ttl="1s"),
         "damaged": library.prefill("damaged"),
         "unreadable": library.prefill("unreadable"),
-        "foreign": library.prefill("foreign", model=write_model_folder(folder / "other", head_dim=32, seed=1)),
+        "foreign": library.prefill(
+            "foreign", model=write_model_folder(folder / "other", head_dim=32, seed=1)
+        ),
         "half": library.prefill("half", dtype="float16"),
     }
     chunk = library.chunk(names["damaged"])
@@ -81,6 +85,8 @@ def _toy(folder: Path) -> Iterator[Service]:
     chunk.write_bytes(content)
     (library.store / "contexts" / names["unreadable"] / "manifest.json").write_text("{")
     with _serve(library, names) as service:
+        late = service.names["late"] = library.prefill("late", ttl="1s")
+        wait_until(lambda: service.web.get(f"/v1/contexts/{late}").json()["state"] == "EXPIRED")
         yield service
 
 
@@ -96,11 +102,26 @@ def _plain(folder: Path) -> Iterator[Service]:
 def _reader(folder: Path) -> Iterator[Service]:
     """The trained model that the package brings."""
     library = Library(resolve_model("reader").path, folder / "store")
-    with _serve(library, {"book": library.prefill("book", text=READER_TEXT * 8, method=("refined",))}) as service:
+    with _serve(
+        library, {"book": library.prefill("book", text=READER_TEXT * 8, method=("refined",))}
+    ) as service:
         yield service
 
 
 SERVICES = {"toy": _toy, "plain": _plain, "reader": _reader}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _untidied() -> Iterator[None]:
+    """Servers leave alone what has expired: which requests still find it would depend on time."""
+    begun = Housekeeping.__init__
+
+    def begin(self: Housekeeping, *given: Any) -> None:
+        begun(self, *given, every_s=86_400.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Housekeeping, "__init__", begin)
+        yield
 
 
 @pytest.fixture(scope="module")

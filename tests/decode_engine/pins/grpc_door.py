@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2
 from grpc_status import rpc_status
 
 from sparsekv.v1 import context_pb2, generation_pb2
-from tests.decode_engine.pins.recording import Line, hide_seeds
+from tests.decode_engine.pins.recording import Line, hide_call_ids, hide_seeds
 
 _FILES = (generation_pb2, context_pb2, operations_pb2, health_pb2)
 _STREAMED = {"Generate", "BatchGenerate"}
@@ -42,9 +42,13 @@ def play_call(channel: grpc.Channel, call: str, request: Any) -> list[Line]:
     ways = {True: "stream", False: "unary"}
     way = f"{ways[method.client_streaming]}_{ways[method.server_streaming]}"
     stub = getattr(channel, way)(
-        f"/{service}/{call}", request_serializer=kind.SerializeToString, response_deserializer=reply_kind.FromString
+        f"/{service}/{call}",
+        request_serializer=kind.SerializeToString,
+        response_deserializer=reply_kind.FromString,
     )
-    sent: Any = [json_format.ParseDict(one, kind()) for one in (request if isinstance(request, list) else [request])]
+    sent: Any = [
+        json_format.ParseDict(one, kind()) for one in (request if isinstance(request, list) else [request])
+    ]
     lines: list[Line] = []
     try:
         replies = stub(iter(sent) if method.client_streaming else sent[0], timeout=_CALL_S)
@@ -61,6 +65,7 @@ def play_call(channel: grpc.Channel, call: str, request: Any) -> list[Line]:
         lines = [{name: _figure(name, told.get(name)) for name in method.output_type.fields_by_name}]
     lines = [{"message": line} for line in lines] + [end]
     hide_seeds({"request": request}, lines)
+    hide_call_ids(lines)
     return lines
 
 

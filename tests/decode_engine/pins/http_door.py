@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 
-from tests.decode_engine.pins.recording import Line, hide_seeds, walk
+from tests.decode_engine.pins.recording import Line, hide_call_ids, hide_seeds, walk
 
 _SEPARATORS = {"compact": (",", ":"), "spaced": (", ", ": ")}
 _UNTOLD_HEADERS = {"date", "content-length", "x-request-id", "retry-after-ms"}
 _TIMES = ("created", "created_at", "completed_at", "expires_at")
 _EVENT = re.compile(r"(?:event: (?P<event>[^\n]+)\n)?data: (?P<data>[^\n]*)\Z")
-_CALL_IDS = ("id", "call_id", "item_id")
-_CALL_ID = re.compile(r"[A-Za-z0-9]{9}\Z")
 
 
 def play_request(web: httpx.Client, head: Line) -> list[Line]:
@@ -32,7 +30,9 @@ def play_request(web: httpx.Client, head: Line) -> list[Line]:
     reply = web.request(method, path, content=content, headers=head.get("headers"))
     if "x-request-id" not in reply.headers:
         raise AssertionError(f"{head['case']}: no x-request-id among {dict(reply.headers)}")
-    headers = {name: _header(name, value) for name, value in reply.headers.items() if name not in _UNTOLD_HEADERS}
+    headers = {
+        name: _header(name, value) for name, value in reply.headers.items() if name not in _UNTOLD_HEADERS
+    }
     told: Line = {"status": reply.status_code, "headers": headers}
     if headers.get("content-type", "").startswith("text/event-stream"):
         events = list(_events(reply.text))
@@ -47,7 +47,7 @@ def play_request(web: httpx.Client, head: Line) -> list[Line]:
         lines = [{"text": reply.text}] if reply.text else []
     hide_seeds(head, lines)
     _hide_times(lines)
-    _hide_call_ids(lines)
+    hide_call_ids(lines)
     return [told, *lines]
 
 
@@ -83,7 +83,9 @@ def _line(name: str | None, raw: str) -> Line:
 
 def _check_numbers(lines: list[Line]) -> None:
     """Numbers of events count up from 0. They are left out, as events are joined."""
-    numbered = [line["data"] for line in lines if isinstance(line["data"], dict) and "sequence_number" in line["data"]]
+    numbered = [
+        line["data"] for line in lines if isinstance(line["data"], dict) and "sequence_number" in line["data"]
+    ]
     assert [data.pop("sequence_number") for data in numbered] == list(range(len(numbered)))
 
 
@@ -188,12 +190,3 @@ def _hide_times(lines: list[Line]) -> None:
             place[key] = "<ms>"
         elif key == "bytes_written":
             place[key] = "<bytes>"
-
-
-def _hide_call_ids(lines: list[Line]) -> None:
-    """Ids of calls, by the order in which they appear."""
-    seen: dict[str, str] = {}
-    told: Callable[[str], str] = lambda id_: seen.setdefault(id_, f"<call {len(seen) + 1}>")  # noqa: E731
-    for place, key in walk(lines):
-        if key in _CALL_IDS and isinstance(place[key], str) and _CALL_ID.match(place[key]):
-            place[key] = told(place[key])

@@ -18,7 +18,8 @@ from typing import Any
 _NAME = re.compile(r"<([a-z][a-z ]*)>")
 _ID = re.compile(r"(?<![0-9a-f])(?:[0-9a-f]{64}|[0-9a-f]{32})(?![0-9a-f])")
 _DIGITS = re.compile(r"(?<![0-9a-z])[0-9a-f]{6,31}(?![0-9a-z])")
-_TIME = re.compile(r"20[2-8]\d-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00)")
+_TIME = re.compile(r"20[2-8]\d-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00| UTC)")
+_CALL_ID = re.compile(r"[A-Za-z0-9]{9}")
 _TOLERANCE = 5e-3
 """Between floats of two machines, relative above 1."""
 
@@ -49,7 +50,9 @@ def read_cases(file: Path) -> list[Case]:
             cases[-1].reply.append(line)
     names = [case.name for case in cases]
     if len(set(names)) < len(names):
-        raise ValueError(f"{file.name} has a name twice: {sorted(one for one in names if names.count(one) > 1)}")
+        raise ValueError(
+            f"{file.name} has a name twice: {sorted(one for one in names if names.count(one) > 1)}"
+        )
     return cases
 
 
@@ -167,3 +170,12 @@ def hide_seeds(request: Line, reply: list[Line]) -> None:
         for place, key in walk(reply):
             if key == "seed" and place[key]:
                 place[key] = "<seed>"
+
+
+def hide_call_ids(reply: list[Line]) -> None:
+    """Ids of calls, which are drawn anew, are told by the order in which they appear."""
+    seen: dict[str, str] = {}
+    for place, key in walk(reply):
+        value = place[key]
+        if key in ("id", "call_id", "item_id") and isinstance(value, str) and _CALL_ID.fullmatch(value):
+            place[key] = seen.setdefault(value, f"<call {len(seen) + 1}>")
