@@ -56,6 +56,11 @@ settings.register_profile("tests", settings.get_profile("drawn-anew"), derandomi
 settings.load_profile("tests")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What tests/decode_engine/pins compares replies with is written anew instead."""
+    parser.addoption("--record", action="store_true", help="record the replies of both doors anew")
+
+
 def pytest_configure() -> None:
     """Undoes an inherited "ignore SIGINT", which shells give to background jobs.
 

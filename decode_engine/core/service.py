@@ -22,7 +22,7 @@ from decode_engine.engine.engine import Engine
 from decode_engine.engine.places import Place
 from decode_engine.engine.prompt_pieces import stored_cost
 from decode_engine.engine.reply import Outbox, Reply, Sink
-from decode_engine.engine.session_memory import session_bytes
+from decode_engine.engine.session_memory import fitting_tokens
 from decode_engine.errors import CancelledError, DeadlineExceededError
 from decode_engine.layers.session import Session
 from decode_engine.model.continuing import Ground, SessionKeeper, SessionWork
@@ -312,8 +312,10 @@ class EngineService:
         else:
             prompt = whole[min(named.token_count, len(whole) - 1) :]
         max_tokens = fit_max_tokens(order, named, identity, len(prompt))
-        memory = session_bytes(fitted, ground.own_tokens + len(prompt) + max_tokens) + ground.own_bytes
-        return Meaning(order, ground, fitted, prompt, max_tokens, memory, arrived_ns, reason)
+        limit, least = self.engine.session_memory, max(1, order.sampling.min_tokens)
+        room = None if limit is None else limit // order.answers - ground.own_bytes
+        max_tokens, own = fitting_tokens(fitted, ground.own_tokens + len(prompt), least, max_tokens, room)
+        return Meaning(order, ground, fitted, prompt, max_tokens, own + ground.own_bytes, arrived_ns, reason)
 
     def _beginning(self, order: Order) -> Ground:
         """What an order stands on that names no context. Raises InvalidArgumentError where nothing can be kept of it."""

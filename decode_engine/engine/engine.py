@@ -76,7 +76,7 @@ class Engine(Generic[SessionT]):
         self._send = send
         self.clock_ns = clock_ns
         self._changed = threading.Condition()
-        self.max_sessions = max_sessions
+        self.max_sessions, self.session_memory = max_sessions, session_memory
         self._queues: Queues[SessionT] = Queues(max_sessions, session_memory)
         self._places = Places(max_sessions + max_waiting, max_waiting // 4)
         self._scheduler = Scheduler(

@@ -7,11 +7,15 @@ and with a small append_block every few tokens are a search and an append of the
 Where, depends on the request and on the server's settings alone, never on measured time or on other requests: a model
 rounds otherwise with other numbers of tokens, and tokens of a piece may share a selection. The same request gives the
 same tokens in whatever company.
+
+A piece still takes longer than several steps of small batches. So streams take steps between the layers of a piece,
+which changes no bit of it, and here measured time decides (`Pace`).
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -174,3 +178,56 @@ def _kept(budget: Budget, keys: int) -> float:
 
 def _clusters(spec: IndexSpec) -> bool:
     return INDEX_KINDS[spec.kind].piece_type is ScoredClusters
+
+
+class Pace:
+    """When streams take a step between the layers of prompts: once these have taken about as long as a step does.
+
+    What a device does shows a step later: with a step in flight, layers are launched behind it, and it is the step
+    after that one which ends later. So a few layers are launched at first, and then as many as these have shown to fit.
+    How long a step takes by itself is known of batches of a power of two, each seen once without a prompt between its
+    steps.
+    """
+
+    _FIRST = 2  # layers of a pass of which nothing is known
+    _GROWTH = 4  # times as many layers at most as were seen to fit
+
+    def __init__(self, clock_ns: Callable[[], int]) -> None:
+        self._clock_ns = clock_ns
+        self._alone_ns: dict[int, float] = {}
+        self._sessions = 0
+        self._stepped_ns: int | None = None
+        self._layers = self._before = 0
+        self._most: float = self._FIRST
+
+    def begin_pass(self) -> None:
+        """From here on layers are those of another pass, which may take any time."""
+        self._most = self._FIRST
+
+    def note_layer(self) -> None:
+        """A layer of a prompt was read, or launched."""
+        self._layers += 1
+
+    @property
+    def due(self) -> bool:
+        """Whether streams are to take a step before the next layer."""
+        if self._stepped_ns is None or self._layers >= self._most:
+            return True
+        alone_ns = self._alone_ns.get(self._sessions.bit_length())
+        return alone_ns is None or self._clock_ns() - self._stepped_ns >= alone_ns
+
+    def note_step(self, sessions: int) -> bool:
+        """Streams took a step; 0 where there are none. Whether no prompt was read since the step before."""
+        now, before, layers = self._clock_ns(), self._stepped_ns, self._layers + self._before
+        size = sessions.bit_length()
+        if sessions and before is not None and size == self._sessions.bit_length():
+            gap = max(1.0, now - before)
+            alone = self._alone_ns.get(size)
+            if not layers:
+                self._alone_ns[size] = gap if alone is None else (gap + alone) / 2
+            elif alone is not None and self._before:
+                late = gap - alone
+                self._most = max(1.0, self._before * min(self._GROWTH, alone / max(1.0, late)))
+        self._sessions, self._stepped_ns = sessions, now if sessions else None
+        self._before, self._layers = self._layers, 0
+        return not layers

@@ -77,10 +77,12 @@ class Runner(Launcher[SessionT_contra], Protocol[SessionT_contra]):
         token_ids: Sequence[Sequence[int]],
         *,
         all_logits: bool = False,
+        between: Callable[[], None] = lambda: None,
     ) -> list[Tensor]:
         """Feeds each session a piece of its prompt, any number T of tokens: logits [1, V] after the last one of each.
 
-        all_logits: after all of them, [T, V].
+        all_logits: after all of them, [T, V]. between: called now and then while the model computes, after each layer:
+        other sessions may take decode steps there.
 
         When it raises, the same call may be made again with the same result: no session has advanced. Their figures
         may count what the failed attempt did.

@@ -1,8 +1,9 @@
 """The scheduler: what the engine's thread does with the model, turn by turn, and how requests end.
 
 Every turn drops ended requests, admits waiting ones, feeds at most one chunk of prompts and then takes one decode step
-with all decoding sessions in a batch. So a short request streams while a long prompt is still being read, and
-cancellation or a passed deadline ends a request's work within a step or two. Where the device chooses tokens itself, a
+with all decoding sessions in a batch; more of them between the layers of the prompts, where those take longer than a
+step (`Pace`). So a short request streams while a long prompt is still being read, and
+cancellation or a passed deadline ends a request's work within a turn or two. Where the device chooses tokens itself, a
 step may be in flight from one turn to the next (`Flight`), and nobody's session is closed before it is done. In which
 order requests are served, and how long a stream waits at most between two tokens, stands in `queues`.
 
@@ -27,9 +28,10 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from decode_engine.engine.job import Job, call_all
-from decode_engine.engine.prompt_pieces import Piece
+from decode_engine.engine.prompt_pieces import Pace, Piece
 from decode_engine.engine.queues import Pass, Queues
 from decode_engine.engine.requests import EngineStats, GiveWayError, Runner, SessionT
+from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.stepping import Flight, forward_each
 from decode_engine.errors import EngineCrashedError, ShuttingDownError
 from decode_engine.layers.figures import Figures
@@ -43,6 +45,20 @@ _KEEPERS = 2
 
 Keep = Callable[[], str]
 """Keeps a session, and returns the id of what was kept."""
+
+
+Batch = list[tuple[Job[SessionT], SessionT]]
+"""Jobs that decode together, and their sessions."""
+
+
+class CrashError(BaseException):
+    """The scheduler failed while a model computed, whose own faults are errors of requests."""
+
+
+def _fed(batch: Batch[SessionT]) -> tuple[list[SessionT], list[int], list[Sampler]]:
+    """What a step takes: sessions, their last tokens, and samplers."""
+    sessions = [session for _, session in batch]
+    return sessions, [job.last_token for job, _ in batch], [job.sampler for job, _ in batch]
 
 
 class Scheduler(Generic[SessionT]):
@@ -68,6 +84,7 @@ class Scheduler(Generic[SessionT]):
         self._clock_ns = clock_ns
         self._on_step = on_step
         self._send = send
+        self._pace = Pace(clock_ns)
         self._endings = Endings(queues, changed, self._flight, self._note_session, send)
         self.stats = EngineStats()
         """What was done so far; guarded by `changed`. It is counted before a request that it ends has ended."""
@@ -153,8 +170,9 @@ class Scheduler(Generic[SessionT]):
         ]  # the piece before ended others
         read = [(job, piece) for job, piece in here if not piece.stored]
         told = any(job.order.prompt_logprobs for job, _ in read)
+        self._pace.begin_pass()
         found = forward_each(
-            partial(self._runner.read, all_logits=told),
+            partial(self._runner.read, all_logits=told, between=self._between_layers),
             [job.running() for job, _ in read],
             [job.piece_ids(piece) for job, piece in read],
         )
@@ -169,6 +187,16 @@ class Scheduler(Generic[SessionT]):
                 self._put_back(job)
             except Exception as error:
                 self._endings.fail(job, error)
+
+    def _between_layers(self) -> None:
+        """Lets streams take steps while prompts are read."""
+        self._pace.note_layer()
+        try:
+            while self._queues.decoding and self._pace.due:
+                self._decode()
+                self._send()
+        except Exception as error:
+            raise CrashError from error
 
     def _take_piece(self, job: Job[SessionT], piece: Piece, result: Tensor | Exception | None) -> None:
         """Goes on behind a piece of a prompt. result: logits after it, or what went wrong; None of stored tokens."""
@@ -211,28 +239,18 @@ class Scheduler(Generic[SessionT]):
 
     def _decode(self) -> None:
         """Takes one step with all that decode, or all that are in the step in flight."""
-        with self._changed:
-            jobs = list(self._queues.decoding)
-        batch: list[tuple[Job[SessionT], SessionT]] = []
-        for job in jobs:
-            try:
-                batch.append((job, job.running()))
-            except EngineCrashedError as error:
-                self._endings.fail(job, error)
+        batch = self._batch()
         if not batch:
+            self._pace.note_step(0)
             self._note_batch(0)
             return
         before = self._clock_ns()
-        results = self._flight.step(
-            [session for _, session in batch],
-            [job.last_token for job, _ in batch],
-            [job.sampler for job, _ in batch],
-            follow=all(job.goes_on for job, _ in batch),
-        )
+        results = self._flight.step(*_fed(batch), follow=all(job.goes_on for job, _ in batch))
         spent = self._clock_ns() - before
         stepped = [(job, each) for (job, _), each in zip(batch, results, strict=True) if each is not None]
         self._note_batch(len(stepped))
-        self._on_step([session for _, session in batch], spent * 1e-9)
+        if self._pace.note_step(len(batch)):
+            self._on_step([session for _, session in batch], spent * 1e-9)
         for job, _ in stepped:
             job.decode_steps += 1
             job.decode_ns += spent
@@ -240,6 +258,19 @@ class Scheduler(Generic[SessionT]):
         for job, each in stepped:
             if isinstance(each, Exception):
                 self._endings.fail(job, each)
+        self._flight.launch_ahead(*_fed(self._batch()))
+
+    def _batch(self) -> Batch[SessionT]:
+        """All that decode."""
+        with self._changed:
+            jobs = list(self._queues.decoding)
+        batch: Batch[SessionT] = []
+        for job in jobs:
+            try:
+                batch.append((job, job.running()))
+            except EngineCrashedError as error:
+                self._endings.fail(job, error)
+        return batch
 
     def _take_tokens(self, taken: Iterable[tuple[Job[SessionT], int]]) -> None:
         """Emits tokens, and then ends the jobs for which it was the last one: that may wait for a step in flight."""

@@ -8,6 +8,8 @@ once is not in it.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import torch
 
 from decode_engine.layers.tail import Tail
@@ -35,6 +37,22 @@ def session_bytes(fitted: FittedMethod, tokens: int) -> int:
             appended = kind.appended_bytes(spec.parameters, model.head_dim, growth)
             total += len(fitted.searching) * model.kv_heads * appended
     return total
+
+
+def fitting_tokens(
+    fitted: FittedMethod, before: int, least: int, most: int, room: int | None
+) -> tuple[int, int]:
+    """How many tokens, `least` to `most`, a session may add after `before` within `room` bytes, and its bytes then.
+
+    `least` where fewer would fit. room: None has no bound.
+    """
+    needed = session_bytes(fitted, before + most)
+    if room is None or needed <= room or least >= most:
+        return most, needed
+    numbers = range(least, most)
+    fit = bisect_right(numbers, room, key=lambda tokens: session_bytes(fitted, before + tokens))
+    tokens = numbers[max(0, fit - 1)]
+    return tokens, session_bytes(fitted, before + tokens)
 
 
 def _growth(fitted: FittedMethod, tokens: int) -> Growth:

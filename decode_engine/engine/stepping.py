@@ -185,6 +185,7 @@ class Flight(Generic[SessionT]):
     def __init__(self, runner: Launcher[SessionT]) -> None:
         self._runner = runner
         self._step: Step | None = None
+        self._flew = False
         self._sessions: list[SessionT | None] = []
 
     def step(
@@ -208,6 +209,7 @@ class Flight(Generic[SessionT]):
             step = step or self._runner.launch(sessions, last_tokens, samplers)
             if follow and flown == [*sessions]:
                 self._step = step.follow()
+                self._flew = self._step is not None
             results = step.tokens()
         except Exception as error:
             logger.exception("a decode step failed for a batch of %d", len(flown))
@@ -216,6 +218,22 @@ class Flight(Generic[SessionT]):
             self._sessions = []
         found = {id(session): result for session, result in zip(flown, results, strict=True)}
         return [found.get(id(session)) for session in sessions]
+
+    def launch_ahead(
+        self, sessions: Sequence[SessionT], last_tokens: Sequence[int], samplers: Sequence[Sampler]
+    ) -> None:
+        """Launches the step that `step` is going to take, if none is in flight and the last ones flew.
+
+        So a device computes while the host reads prompts, also where somebody has joined or left. What goes wrong here
+        goes wrong again in `step`.
+        """
+        if not self._flew or self._step is not None or not sessions:
+            return
+        try:
+            self._step = self._runner.launch(sessions, last_tokens, samplers)
+            self._sessions = [*sessions]
+        except Exception as error:
+            logger.info("a step of %d sessions was not launched ahead: %s", len(sessions), error)
 
     @property
     def flies(self) -> bool:

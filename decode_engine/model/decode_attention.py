@@ -8,7 +8,7 @@ tensor and goes to an operator, which compilers and CUDA graphs can take.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +34,14 @@ class DecodeStep:
     """The sessions of one forward: their tokens are one sequence, one behind the other, or a row each (`packed`).
 
     counts: how many tokens each has. exact: every layer attends to everything, whatever the sessions' methods. shared:
-    the positions of a session share one selection in every layer.
+    the positions of a session share one selection in every layer. between: called after each layer's attention.
     """
 
     sessions: Sequence[Session]
     counts: Sequence[int]
     exact: bool = False
     shared: bool = False
+    between: Callable[[], None] = lambda: None
 
 
 def packed(
@@ -50,10 +51,11 @@ def packed(
     *,
     exact: bool = False,
     shared: bool = False,
+    between: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """What the model is called with to read new tokens of each session, any number of each, in one forward.
 
-    exact, shared: see `DecodeStep`. The caller advances the sessions' positions.
+    exact, shared, between: see `DecodeStep`. The caller advances the sessions' positions.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -67,7 +69,7 @@ def packed(
         "input_ids": both[0].view(shape),
         "position_ids": both[1].view(shape),
         "use_cache": False,
-        "decode_step": DecodeStep(sessions, [len(own) for own in token_ids], exact, shared),
+        "decode_step": DecodeStep(sessions, [len(own) for own in token_ids], exact, shared, between),
     }
 
 
@@ -156,6 +158,7 @@ def _attend_sessions(
         attended = attend_sparse_together([(attention, *call(row)) for row, attention in searching])
         outs |= zip((row for row, _ in searching), attended, strict=True)
     out_HTGD = torch.cat([outs[row] for row in range(len(outs))], dim=1)
+    step.between()
     return out_HTGD.transpose(0, 1).reshape(1, positions, query_heads, head_dim).to(query.dtype)
 
 

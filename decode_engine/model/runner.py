@@ -168,11 +168,18 @@ class ModelRunner:
         return prompt_cost(fitted, self.prompts, self.device, tail)
 
     def read(
-        self, sessions: Sequence[Session], token_ids: Sequence[Sequence[int]], *, all_logits: bool = False
+        self,
+        sessions: Sequence[Session],
+        token_ids: Sequence[Sequence[int]],
+        *,
+        all_logits: bool = False,
+        between: Callable[[], None] = lambda: None,
     ) -> list[Tensor]:
         """`forward` of prompts, which attend to the context as the runner has them (`Prompts`)."""
         exact, shared = self.prompts is Prompts.EXACT, self.prompts is Prompts.SPARSE
-        logits = self.forward(sessions, token_ids, all_logits=all_logits, exact=exact, shared=shared)
+        logits = self.forward(
+            sessions, token_ids, all_logits=all_logits, exact=exact, shared=shared, between=between
+        )
         if exact:
             for session in sessions:
                 self._catch_up(session)
@@ -199,10 +206,12 @@ class ModelRunner:
         all_logits: bool = False,
         exact: bool = False,
         shared: bool = False,
+        between: Callable[[], None] = lambda: None,
     ) -> list[Tensor]:
         """Feeds each session its new tokens, any number of each, in one pass over the model.
 
-        exact: they attend to everything. shared: a session's new tokens share one selection in every layer.
+        exact: they attend to everything. shared: a session's new tokens share one selection in every layer. between:
+        called in every layer; other sessions may decode there.
 
         What several sessions attend to of one context exactly is read once for all of them. Returns per session float32
         logits [1, vocab] after the last of its T >= 1 tokens, or [T, vocab] with `all_logits`, on the runner's device.
@@ -210,7 +219,7 @@ class ModelRunner:
         outside the vocabulary.
         """
         self._check_tokens(sessions, token_ids)
-        inputs = packed(sessions, token_ids, self.device, exact=exact, shared=shared)
+        inputs = packed(sessions, token_ids, self.device, exact=exact, shared=shared, between=between)
         counts = [len(ids) for ids in token_ids]
         ends = torch.tensor(counts, device="cpu").cumsum(0)
         steps = max(counts) == 1

@@ -48,12 +48,15 @@ FakeEngine = Engine[FakeSession]
 class FakeRunner:
     """calls: one (names of the sessions, tokens of the longest) per forward. gate: waited for before every forward.
 
-    prompts: of the forwards that read prompts the tokens of each session.
+    prompts: of the forwards that read prompts the tokens of each session. layers: after which these let others step;
+    read_layers: all of them until now.
     """
 
     calls: list[tuple[tuple[str, ...], int]] = field(default_factory=list)
     prompts: list[dict[str, int]] = field(default_factory=list)
     gate: threading.Semaphore | None = None
+    layers: int = 0
+    read_layers: int = 0
 
     def read(
         self,
@@ -61,8 +64,12 @@ class FakeRunner:
         token_ids: Sequence[Sequence[int]],
         *,
         all_logits: bool = False,
+        between: Callable[[], None] = lambda: None,
     ) -> list[Tensor]:
         self.prompts.append({s.name: len(ids) for s, ids in zip(sessions, token_ids, strict=True)})
+        for _ in range(self.layers):
+            self.read_layers += 1
+            between()
         return self.forward(sessions, token_ids, all_logits=all_logits)
 
     def forward(

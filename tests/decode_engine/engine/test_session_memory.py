@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode_engine.engine.session_memory import session_bytes
+from decode_engine.engine.session_memory import fitting_tokens, session_bytes
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
 from index_store.indexes.interface.layer_index import Growth
@@ -53,6 +53,18 @@ def test_sessions_hold_what_was_estimated(
         # Lists take up fewer keys where these score low; clusters that are not searched never list their members.
         least = 0.5 if name == "csattention-paper" else 0.95 if fitted.partition else 1.0
         assert held >= least * estimate
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_as_many_tokens_fit_as_there_is_room_for(context: ResidentContext, name: str) -> None:
+    fitted = get_method(name).on(context.manifest)
+    needed = [session_bytes(fitted, 40 + tokens) for tokens in range(301)]
+    assert fitting_tokens(fitted, 40, 1, 300, None) == (300, needed[300])
+    for room in (needed[300], needed[300] - 1, needed[77], needed[2], needed[1], needed[1] - 1):
+        tokens, held = fitting_tokens(fitted, 40, 1, 300, room)
+        assert held == needed[tokens] <= max(room, needed[1])
+        assert tokens == 300 or needed[tokens + 1] > room
+    assert fitting_tokens(fitted, 40, 90, 300, needed[10])[0] in range(90, 301)
 
 
 @pytest.mark.parametrize("moments", ["none", "diagonal", "full"])

@@ -70,9 +70,14 @@ def test_requests_wait_for_memory_and_those_that_never_fit_are_refused(
             running.cancel()
             next(iter(waiting))
             waiting.cancel()
+        ask = {"text": "Who?", "max_tokens": LONG, "method": "csattention"}
         with pytest.raises(SessionMemoryError, match="raise --session-memory") as caught:
-            client.generate(lamp, text="Who?", max_tokens=LONG, method="csattention").read()
+            client.generate(lamp, **{**ask, "min_tokens": LONG}).read()
         assert int(caught.value.metadata["needed"]) > int(caught.value.metadata["limit"]) == limit
+        with client.generate(lamp, **{**ask, "answers": 2, "max_tokens": LONG}) as cut:
+            next(iter(cut))
+            assert cut.begun.max_tokens < LONG
+            assert limit * 0.8 < client.server_status().session_bytes <= limit
         assert client.server_status().context_loads == 1
 
 

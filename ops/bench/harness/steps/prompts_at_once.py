@@ -58,9 +58,14 @@ class PromptRunner:
     passes: list[int] = field(default_factory=list)
 
     def read(
-        self, sessions: Sequence[Session], token_ids: Sequence[Sequence[int]], *, all_logits: bool = False
+        self,
+        sessions: Sequence[Session],
+        token_ids: Sequence[Sequence[int]],
+        *,
+        all_logits: bool = False,
+        between: Callable[[], None] = lambda: None,
     ) -> list[Tensor]:
-        """As `Runner.read`."""
+        """As `Runner.read`; nobody decodes between."""
         self.passes.append(sum(map(len, token_ids)))
         return read_prompts(self.model, sessions, token_ids, self.prompts)
 

@@ -37,6 +37,7 @@ class LoadingRunner(FakeRunner):
         token_ids: Sequence[Sequence[int]],
         *,
         all_logits: bool = False,
+        between: Callable[[], None] = lambda: None,
     ) -> list[Tensor]:
         assert self.engine is not None
         while self.loading & {session.name for session in sessions}:
@@ -44,7 +45,7 @@ class LoadingRunner(FakeRunner):
             assert self.waits < 50, "nobody ended the wait"
             self.meanwhile()
             self.engine.give_way()
-        return super().read(sessions, token_ids, all_logits=all_logits)
+        return super().read(sessions, token_ids, all_logits=all_logits, between=between)
 
 
 def make(max_sessions: int = 4) -> tuple[FakeEngine, LoadingRunner]:

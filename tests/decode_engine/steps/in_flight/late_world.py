@@ -112,9 +112,16 @@ class World:
         return other
 
     def read(
-        self, sessions: Sequence[Session], token_ids: Sequence[Sequence[int]], *, all_logits: bool = False
+        self,
+        sessions: Sequence[Session],
+        token_ids: Sequence[Sequence[int]],
+        *,
+        all_logits: bool = False,
+        between: Callable[[], None] = lambda: None,
     ) -> list[Tensor]:
-        """Reads prompts, at once."""
+        """Reads prompts, at once; others may step as if in the middle of that."""
+        for _ in range(IDENTITY.layers):
+            between()
         found = []
         for session, ids in zip(sessions, token_ids, strict=True):
             rows = torch.zeros(1, len(ids), 2, IDENTITY.head_dim)

@@ -1,0 +1,138 @@
+"""Services that recordings are played at, each with both doors, over a store of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from decode_engine.gateway.serving import Gateway
+from decode_engine.rpc.contexts.housekeeping import Housekeeping
+from decode_engine.rpc.server import DecodeServer
+from index_store.methods.presets import METHODS
+from index_store.models.resolve import resolve_model
+from prefill_worker.config import WorkerConfig
+from prefill_worker.worker.queue_worker import QueueWorker
+from tests.decode_engine.conftest import CALLING, Library, make_library
+from tests.support.models import write_model_folder
+from tests.support.serving.service import wait_until
+
+ABSENT = "0" * 64
+READER_TEXT = (
+    "The lighthouse of the grey harbour was built in 1848. The access code of the overhead dairy is 4821. "
+    "Its keeper counted ships and wrote their names down. "
+)
+
+OPEN_TEXT = "The open gate of the white harbour is watched by nobody. " * 6
+"""Of a context that is found where a prompt begins with it: all others have a salt."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """Both doors of a server. names: of contexts, by which recordings mean them. work: does what is queued."""
+
+    channel: grpc.Channel
+    web: httpx.Client
+    names: dict[str, str]
+    work: Callable[[], None]
+
+
+@contextmanager
+def _serve(library: Library, names: dict[str, str], **changes: object) -> Iterator[Service]:
+    worker = QueueWorker(WorkerConfig(store=library.store, model=str(library.model), chunk=100, device="cpu"))
+
+    def work() -> None:
+        while worker.work_once():
+            pass
+
+    with ExitStack() as stack:
+        server = stack.enter_context(DecodeServer(library.config(**changes)))
+        server.load()
+        gateway = stack.enter_context(Gateway("127.0.0.1:0", server.address))
+        channel = stack.enter_context(grpc.insecure_channel(server.address))
+        web = stack.enter_context(httpx.Client(base_url=gateway.url, timeout=120))
+        yield Service(channel, web, {"absent": ABSENT, **names}, work)
+
+
+@contextmanager
+def _toy(folder: Path) -> Iterator[Service]:
+    """A model whose template has tools, and contexts of every state."""
+    library = make_library(folder)
+    settings = json.loads((library.model / "tokenizer_config.json").read_text())
+    settings["chat_template"] = CALLING
+    (library.model / "tokenizer_config.json").write_text(json.dumps(settings))
+    names = {
+        "lamp": library.prefill("lamp", method=("csattention", "csattention-paper")),
+        "shelf": library.prefill("shelf", method=tuple(METHODS)),
+        "open": library.prefill("open", text=OPEN_TEXT, salt=""),
+        "damaged": library.prefill("damaged"),
+        "unreadable": library.prefill("unreadable"),
+        "foreign": library.prefill(
+            "foreign", model=write_model_folder(folder / "other", head_dim=32, seed=1)
+        ),
+        "half": library.prefill("half", dtype="float16"),
+    }
+    chunk = library.chunk(names["damaged"])
+    content = bytearray(chunk.read_bytes())
+    content[100] ^= 1
+    chunk.write_bytes(content)
+    (library.store / "contexts" / names["unreadable"] / "manifest.json").write_text("{")
+    with _serve(library, names) as service:
+        late = service.names["late"] = library.prefill("late", ttl="1s")
+        wait_until(lambda: service.web.get(f"/v1/contexts/{late}").json()["state"] == "EXPIRED")
+        yield service
+
+
+@contextmanager
+def _plain(folder: Path) -> Iterator[Service]:
+    """A model whose template knows no tools, one session at a time."""
+    library = make_library(folder)
+    with _serve(library, {"lamp": library.prefill("lamp")}, max_sessions=1, max_waiting=0) as service:
+        yield service
+
+
+@contextmanager
+def _reader(folder: Path) -> Iterator[Service]:
+    """The trained model that the package brings."""
+    library = Library(resolve_model("reader").path, folder / "store")
+    with _serve(
+        library, {"book": library.prefill("book", text=READER_TEXT * 8, method=("refined",))}
+    ) as service:
+        yield service
+
+
+SERVICES = {"toy": _toy, "plain": _plain, "reader": _reader}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _untidied() -> Iterator[None]:
+    """Servers leave alone what has expired: which requests still find it would depend on time."""
+    begun = Housekeeping.__init__
+
+    def begin(self: Housekeeping, *given: Any) -> None:
+        begun(self, *given, every_s=86_400.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Housekeeping, "__init__", begin)
+        yield
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Service]]:
+    """Services by their names, each started when it is first asked for."""
+    started: dict[str, Service] = {}
+    with ExitStack() as stack:
+
+        def service(name: str) -> Service:
+            if name not in started:
+                started[name] = stack.enter_context(SERVICES[name](tmp_path_factory.mktemp(name)))
+            return started[name]
+
+        yield service
