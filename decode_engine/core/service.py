@@ -32,7 +32,6 @@ from decode_engine.model.runner import ModelRunner
 from decode_engine.orders.core import Facts, Residency, Status, Warmed
 from decode_engine.orders.events import Begins, Waits
 from decode_engine.orders.order import Order
-from decode_engine.rpc.answers.prompting import check_room
 from decode_engine.rpc.contexts.defaults import remainder_name
 from decode_engine.rpc.creation.orders import Workshop
 from decode_engine.rpc.transport.work import BlockingWork
@@ -91,9 +90,7 @@ class Meaning:
     def cached(self) -> int:
         """Tokens that are not read, since their keys and values are stored."""
         return (
-            self.ground.named.token_count
-            if self.order.context
-            else len(self.order.prompt) - len(self.prompt)
+            self.ground.named.token_count if self.order.context else len(self.order.prompt) - len(self.prompt)
         )
 
     @property
@@ -308,7 +305,6 @@ class EngineService:
         fitted = method.on(base)
         if order.context:
             prompt = whole
-            check_room(len(prompt), named.token_count, identity)
         else:
             prompt = whole[min(named.token_count, len(whole) - 1) :]
         max_tokens = fit_max_tokens(order, named, identity, len(prompt))

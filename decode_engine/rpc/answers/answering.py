@@ -188,7 +188,7 @@ class Answering:
         identity, tokenizer = self.facts.identity, self.tokenizer
         check_named_tokens(order, identity)
         stored = None
-        if order.context and not order.prompt:
+        if order.context and not 0 < len(order.prompt) <= _SHORT:
             stored = StoredMessages(self.store, self.store.manifest(order.context))
             ids = prompt_tokens(order, tokenizer, identity, stored, check)
         elif order.context:

@@ -11,9 +11,9 @@ from torch import nn
 
 from decode_engine.model import packed_weights
 from decode_engine.model.continuing import Ground, SessionKeeper
-from decode_engine.orders.order import KeepOptions
 from decode_engine.model.packed_weights import PackedMatrix, RowEmbedding, RowLinear, pack_weights
 from decode_engine.model.runner import ModelRunner
+from decode_engine.orders.order import KeepOptions
 from decode_engine.settings.command_options import check_weights
 from index_store.errors import InvalidArgumentError
 from index_store.methods.presets import METHODS

@@ -59,7 +59,7 @@ class Got:
     stopped: set[int] = field(default_factory=set)
 
 
-_COUNTED = ("sparse_attended", "sparse_available", "searches")
+_COUNTED = ("attended", "available", "searches")
 
 
 def serve(
