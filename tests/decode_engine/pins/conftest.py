@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from decode_engine.gateway.serving import Gateway
-from decode_engine.rpc.contexts.housekeeping import Housekeeping
+from decode_engine.core.housekeeping import Housekeeping
 from decode_engine.rpc.server import DecodeServer
 from index_store.methods.presets import METHODS
 from index_store.models.resolve import resolve_model
