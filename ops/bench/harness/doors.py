@@ -24,8 +24,8 @@ _START_S = 0.3
 
 @dataclass(frozen=True)
 class Ask:
-    """What one client asks. address: HOST:PORT of the door. options: of AsyncClient.generate, beside the context's resource
-    name, or members of a body of /v1/completions."""
+    """What one client asks. address: HOST:PORT of the door. context: its resource name. options: of
+    AsyncClient.generate, or members of a body of /v1/completions."""
 
     door: Door
     address: str
@@ -35,8 +35,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Heard:
-    """One stream. arrivals: of messages with a part of the answer. step_s: the mean time of its decode steps by the server,
-    None by HTTP. error: why it failed."""
+    """One stream. arrivals: of messages with a part of the answer. step_s: the mean time of its decode steps by the
+    server, None by HTTP. error: why it failed."""
 
     asked: float
     arrivals: tuple[float, ...] = ()
@@ -52,9 +52,9 @@ class Asked:
     parts: list[Future[list[Heard]]] = field(default_factory=list)
 
     @classmethod
-    def at_once(cls, pool: Executor, processes: int, asks: Sequence[Ask]) -> Asked:
-        """Shares the questions out among so many processes of the pool, which all ask at the same time."""
-        begin = time.monotonic() + _START_S
+    def at_once(cls, pool: Executor, processes: int, asks: Sequence[Ask], after_s: float = 0.0) -> Asked:
+        """Shares the questions out among so many processes of the pool, which all ask at the same time, so much later."""
+        begin = time.monotonic() + _START_S + after_s
         shares = [asks[part::processes] for part in range(min(processes, len(asks)))]
         return cls([pool.submit(_ask_all, begin, share) for share in shares])
 

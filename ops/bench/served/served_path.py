@@ -5,19 +5,20 @@ usage: python ops/bench/served/served_path.py [--model reader] [--tokens 8192] [
            --streams 1,16,64,256 --phases step,plain,choices,beside
 
 Regime: one context; `decode-engine serve` as a process, with its defaults but for `--max-sessions` where there are more
-streams than 16 (`max_sessions` says); clients in `--processes` processes of their own, greedy, `--answer` tokens a stream.
-A round of 16 tokens that is not counted comes before each figure: it loads, compiles and captures. `8b` is a model of
-Llama-3.1-8B's shape with random weights (`first_minute.py`).
+streams than 16 (`max_sessions` says); clients in `--processes` processes of their own, greedy, `--answer` tokens a
+stream, `--method` in every request. A round of 16 tokens that is not counted comes before each figure: it loads,
+compiles and captures. `8b` is a model of Llama-3.1-8B's shape with random weights (`first_minute.py`).
 
-- `step`: whole steps in flight by `decode_gpu.py`, a process before the server starts; on a GPU alone. Everywhere
-  `server_step_s` is the mean time of a step by the server's own summaries.
-- `plain`: tokens/s over the time in which all streams run, first tokens (median, 95th percentile, last), the longest gap
-  between two messages of a stream; `of_server_step` and `of_step` are shares of what the steps alone would give.
-- `choices`: 16 streams over gRPC with a JSON schema, a tool, five log probabilities, a frequency penalty, a bias, or least
-  tokens, of all of them and of one of them; `to_plain` is the step's time beside that of plain ones.
+- `step`: whole steps in flight of that method by `decode_gpu.py`, a process before the server starts; on a GPU alone.
+  Everywhere `server_step_s` is the mean time of a step by the server's own summaries.
+- `plain`: tokens/s over the time in which all streams run, first tokens (median, 95th percentile, last), the longest
+  gap between two messages of a stream; `of_server_step` and `of_step` are shares of what the steps alone would give.
+- `choices`: 16 streams over gRPC with a JSON schema, a tool, five log probabilities, a frequency penalty, a bias, or
+  least tokens, of all of them and of one of them; `to_plain` is the step's time beside that of plain ones.
 - `beside`: a chat without a context while eight streams run: its first token, and their longest gap.
 
-Streams that fail are counted (`failed`, and `error` of the first), which ends the benchmark with 1. One JSON line per figure.
+Streams that fail are counted (`failed`, and `error` of the first), which ends the benchmark with 1. One JSON line per
+figure.
 """
 
 from __future__ import annotations
@@ -83,17 +84,17 @@ class Server:
     """A server as a process, and clients of it."""
 
     def __init__(
-        self, pool: Executor, processes: int, doors: Mapping[Door, str], model: str, answer: int
+        self, pool: Executor, processes: int, doors: Mapping[Door, str], model: str, answer: int, method: str
     ) -> None:
         self.pool, self.processes, self.doors = pool, processes, doors
-        self.model, self.answer = model, answer
+        self.model, self.answer, self.method = model, answer, method
         with Client(doors["grpc"]) as client:
             self.context = client.find_context(_NAME).name
 
     def ask(self, door: Door, number: int, tokens: int, **changes: Any) -> Ask:
         """A question of its own, which a stream of so many tokens answers. changes: None takes an option away."""
         prompt = f"\nChapter {number}. The"
-        usual: dict[str, Any] = {"temperature": 0, "max_tokens": tokens}
+        usual: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "method": self.method}
         usual |= {"text": prompt} if door == "grpc" else {"prompt": prompt, "model": self.model}
         options = {name: value for name, value in {**usual, **changes}.items() if value is not None}
         if "min_tokens" in changes:
@@ -175,14 +176,12 @@ def choices(report: Report, server: Server, told: Mapping[str, Any]) -> None:
 def beside(report: Report, server: Server, told: Mapping[str, Any]) -> None:
     """A chat without a context, while streams run; before that, the streams alone."""
     alone = server.run("grpc", [{}] * _BESIDE)
+    middle_s = statistics.median(one.arrivals[-1] - one.asked for one in alone) / 2
     asks = [server.ask("grpc", number, server.answer) for number in range(_BESIDE)]
+    said = {"messages": [Message(Role.USER, "Who are you?")], "max_tokens": 32, "temperature": 0}
+    chat = Ask("grpc", server.doors["grpc"], "", said)
     running = Asked.at_once(server.pool, server.processes - 1, asks)
-    with Client(server.doors["grpc"]) as client:
-        options: dict[str, Any] = {"messages": [Message(Role.USER, "Who are you?")], "max_tokens": 32}
-        chat = Ask("grpc", server.doors["grpc"], "", {**options, "temperature": 0})
-        while client.server_status().decoding < _BESIDE and not running.parts[0].done():
-            pass  # asked again at once: each look is a call of its own
-    told_chat = figures(Asked.at_once(server.pool, 1, [chat]).heard())
+    told_chat = figures(Asked.at_once(server.pool, 1, [chat], middle_s).heard())
     heard = running.heard()
     row = {"first_s": told_chat.get("first_last_s"), "alone_longest_gap_s": longest_gap(alone)}
     report.add({"figure": "beside", "streams": _BESIDE, **told, **figures(heard), **row})
@@ -234,7 +233,7 @@ def main(
     answer: Annotated[int, typer.Option(help="Tokens of a stream.")] = 256,
     phases: Annotated[str, typer.Option(help=f"Of {','.join(PHASES)}.")] = "plain,choices,beside",
     processes: Annotated[int, typer.Option(help="Of clients.", min=2)] = 4,
-    method: Annotated[str, typer.Option(help="That `step` measures; the one that requests get.")] = "refined",
+    method: Annotated[str, typer.Option(help="Of steps and requests.")] = "refined",
     folder: Annotated[
         Path | None,
         typer.Option(help="For model and store, used again if there; a temporary one if not given."),
@@ -266,7 +265,7 @@ def main(
         ):
             with Client(doors["grpc"]) as client:
                 name = client.server_status().model
-            server, told = Server(pool, processes, doors, name, answer), {"max_sessions": sessions}
+            server, told = Server(pool, processes, doors, name, answer, method), {"max_sessions": sessions}
             if "plain" in wanted:
                 plain(report, server, counts, steps, told)
             if "choices" in wanted:
