@@ -53,7 +53,7 @@ class Asked:
 
     @classmethod
     def at_once(cls, pool: Executor, processes: int, asks: Sequence[Ask], after_s: float = 0.0) -> Asked:
-        """Shares the questions out among so many processes of the pool, which all ask at the same time, so much later."""
+        """Shares the questions out among so many processes of the pool, which all ask at one time, so much later."""
         begin = time.monotonic() + _START_S + after_s
         shares = [asks[part::processes] for part in range(min(processes, len(asks)))]
         return cls([pool.submit(_ask_all, begin, share) for share in shares])
