@@ -222,8 +222,6 @@ def test_a_method_far_from_full_attention_is_warned_of() -> None:
 
 
 def test_indexes_that_do_not_fit_are_told_once_by_merged_runs(tmp_path: Path) -> None:
-    for number, told in enumerate((["index a: wide"], [])):
-        results = Results({**SETTING, "misfits": told}, some_scores()[number : number + 1], [])
-        (tmp_path / str(number)).mkdir()
-        write_results(tmp_path / str(number), results)
-    assert merge_results([tmp_path / "0", tmp_path / "1"]).setting["misfits"] == ["index a: wide"]
+    first, second = some_results(["oracle"]), some_results(["pq"])
+    told = replace(first, setting={**first.setting, "misfits": ["index a: wide"]})
+    assert merged(tmp_path, told, second).setting["misfits"] == ["index a: wide"]
