@@ -105,7 +105,7 @@ class Method:
         return tuple({spec.name: spec for spec in stored}.values())
 
     def misfit(self, head_dim: int) -> str:
-        """Why its index, as it is built unasked, finds too little on heads of so many dimensions; "" where it does not."""
+        """Why its index, as built unasked, finds too little on heads of so many dimensions; "" where it does not."""
         return (
             "" if self.index is None else INDEX_KINDS[self.index.kind].misfit(self.index.parameters, head_dim)
         )
