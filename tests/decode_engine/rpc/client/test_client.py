@@ -19,6 +19,7 @@ from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import Message, Role, Tool, ToolCall
 from tests.decode_engine.rpc.client.conftest import IDS, Scripted
 
+
 def test_pieces_and_summary(scripted: tuple[Scripted, Client]) -> None:
     with scripted[1].generate("contexts/x", text="a") as generation:
         pieces = [(piece.token_ids, piece.text) for piece in generation]
