@@ -58,7 +58,14 @@ class Reader(Running[ResponseT, ItemT]):
         self.cancel()
 
     def __iter__(self) -> Iterator[ItemT]:
-        while (item := finish(self._next())) is not None:
+        while True:
+            try:
+                item = finish(self._next())
+            except KeyboardInterrupt:
+                self.cancel()
+                raise
+            if item is None:
+                return
             yield item
 
 

@@ -167,9 +167,6 @@ class Stream(Generic[ResponseT]):
                 if not self._cancelled.is_set() or (task is not None and task.cancelling()):
                     raise
                 raise CancelledError("the call was cancelled") from None
-            except KeyboardInterrupt:
-                self.cancel()
-                raise
             if self._begun and isinstance(failed, ServerUnreachableError):
                 raise ServerUnreachableError(
                     "the server stopped before the answer was complete", **failed.metadata

@@ -64,7 +64,7 @@ class Scripted(
         self.calls.append("Generate")
         context.add_callback(self.ended.set)
         self.begun.set()
-        if request.text == "waits first":
+        if request.text in ("waits first", "stays silent"):
             yield generation_pb2.GenerateResponse(waiting=generation_pb2.Waiting(cause=2))
         if request.text == "stays silent":
             self.ended.wait(60)

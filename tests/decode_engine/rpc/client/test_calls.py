@@ -1,9 +1,9 @@
-"""A call of either client while it runs: cut short, cancelled, read by threads, inherited by processes."""
+"""A call of either client while it runs: cut short, cancelled, read by threads, made by processes that were forked."""
 
 from __future__ import annotations
 
-import _thread
 import asyncio
+import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from decode_engine.errors import CancelledError, DeadlineExceededError
-from decode_engine.rpc.client import AsyncClient, Client, Usage
+from decode_engine.rpc.client import AsyncClient, Client
 from tests.decode_engine.rpc.client.conftest import IDS, Scripted
 
 Server = tuple[Scripted, Client]
@@ -103,20 +103,28 @@ def test_a_task_that_is_cancelled_ends_its_answer(scripted: Server) -> None:
     asyncio.run(use())
 
 
+INTERRUPTED = """
+import sys
+from decode_engine.rpc.client import Client
+generation = Client(sys.argv[1]).generate("contexts/x", text="stays silent", on_wait=lambda _: print(flush=True))
+try:
+    generation.read()
+except KeyboardInterrupt:
+    sys.stdin.read()  # as long as the test looks
+"""
+
+
 def test_an_interrupt_from_the_keyboard_ends_the_answer(scripted: Server) -> None:
     servicer, client = scripted
-    generation = client.generate("contexts/x", text="stays silent")
-
-    def interrupt() -> None:
-        servicer.begun.wait(60)
-        _thread.interrupt_main()
-
-    hand = threading.Thread(target=interrupt)
-    hand.start()
-    with pytest.raises(KeyboardInterrupt):
-        generation.read()
-    hand.join()
-    assert servicer.ended.wait(60)
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, client._address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as reading:
+        assert reading.stdout is not None
+        reading.stdout.readline()
+        reading.send_signal(signal.SIGINT)
+        assert servicer.ended.wait(60)
+        assert reading.poll() is None
+    assert reading.returncode == 0
 
 
 def test_a_deadline_passes_in_the_middle(scripted: Server) -> None:
@@ -140,14 +148,6 @@ def test_who_waits_is_told_in_the_thread_that_reads_and_may_call(scripted: Serve
         False,
         True,
     ]
-
-
-def test_usage_counts_what_was_read(scripted: Server) -> None:
-    with scripted[1].generate("contexts/x", text="a") as generation:
-        for _ in generation:
-            break
-    assert generation._generated == 2
-    assert generation.usage is None or isinstance(generation.usage, Usage)
 
 
 def test_threads_share_a_client(scripted: Server) -> None:
@@ -174,11 +174,10 @@ FORKED = """
 import os, signal, sys
 from decode_engine.rpc.client import Client
 
-inherited = Client(sys.argv[1])
 child = os.fork()
 if not child:
     signal.alarm(60)
-for client in (inherited, Client(sys.argv[1])):
+with Client(sys.argv[1]) as client:
     assert client.generate("contexts/x", text="a").read() == "hello"
     assert len(list(client.list_contexts())) == 3
 if not child:
@@ -195,7 +194,7 @@ running = client.generate("contexts/x", text="stays silent")
 
 
 @pytest.mark.parametrize(("program", "printed"), [(FORKED, ""), (UNCLOSED, "contexts/ hel\n")])
-def test_processes_inherit_clients_and_end_without_closing_them(
+def test_forked_processes_have_clients_and_processes_end_without_closing_them(
     scripted: Server, program: str, printed: str
 ) -> None:
     done = subprocess.run(

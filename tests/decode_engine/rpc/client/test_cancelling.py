@@ -11,7 +11,7 @@ import pytest
 from decode_engine.errors import CancelledError, ServerUnreachableError
 from decode_engine.rpc.client.reading import finish
 from decode_engine.rpc.client.repeats import AsyncWire, BlockingWire, Repeats, Stream
-from index_store.errors import SparseKVError
+from index_store.errors import ContextBusyError, SparseKVError
 
 
 class Refused:
@@ -66,3 +66,17 @@ def test_a_stream_that_is_cancelled_while_it_begins_again_ends(blocking: bool, w
     with pytest.raises(CancelledError if while_made else ServerUnreachableError):
         finish(read()) if blocking else asyncio.run(read())
     assert [call.cancelled for call in calls.made] == [True] * (2 if while_made else 1)
+
+
+def test_where_nobody_listens_one_attempt_tells() -> None:
+    repeats = Repeats("127.0.0.1:1", None)
+    for nobody in (
+        ServerUnreachableError("no server answers (failed to connect to all addresses)"),
+        ContextBusyError("a job writes it"),
+    ):
+        with pytest.raises(type(nobody)):
+            repeats.wait_s(nobody)
+    stopped = ServerUnreachableError("no server answers (Socket closed)")
+    assert [0 <= repeats.wait_s(stopped) <= longest_s for longest_s in (0.1, 0.2, 0.4)] == [True] * 3
+    with pytest.raises(ServerUnreachableError):
+        repeats.wait_s(stopped)
