@@ -32,7 +32,6 @@ from decode_engine.model.runner import ModelRunner
 from decode_engine.orders.core import Facts, Residency, Status, Warmed
 from decode_engine.orders.events import Begins, Waits
 from decode_engine.orders.order import Order
-from decode_engine.rpc.answers.prompting import check_room
 from decode_engine.rpc.contexts.defaults import remainder_name
 from decode_engine.rpc.creation.orders import Workshop
 from decode_engine.rpc.transport.work import BlockingWork
@@ -91,9 +90,7 @@ class Meaning:
     def cached(self) -> int:
         """Tokens that are not read, since their keys and values are stored."""
         return (
-            self.ground.named.token_count
-            if self.order.context
-            else len(self.order.prompt) - len(self.prompt)
+            self.ground.named.token_count if self.order.context else len(self.order.prompt) - len(self.prompt)
         )
 
     @property
@@ -306,11 +303,7 @@ class EngineService:
         named, base = ground.named, ground.base
         method, reason = self._choose(order, base)
         fitted = method.on(base)
-        if order.context:
-            prompt = whole
-            check_room(len(prompt), named.token_count, identity)
-        else:
-            prompt = whole[min(named.token_count, len(whole) - 1) :]
+        prompt = whole if order.context else whole[min(named.token_count, len(whole) - 1) :]
         max_tokens = fit_max_tokens(order, named, identity, len(prompt))
         limit, least = self.engine.session_memory, max(1, order.sampling.min_tokens)
         room = None if limit is None else limit // order.answers - ground.own_bytes
@@ -318,7 +311,7 @@ class EngineService:
         return Meaning(order, ground, fitted, prompt, max_tokens, own + ground.own_bytes, arrived_ns, reason)
 
     def _beginning(self, order: Order) -> Ground:
-        """What an order stands on that names no context. Raises InvalidArgumentError where nothing can be kept of it."""
+        """What an order without a context stands on. Raises InvalidArgumentError where nothing can be kept of it."""
         if order.prompt_logprobs:  # all of the prompt has to be read
             return self.nothing
         if order.keep is None:
@@ -393,7 +386,7 @@ class EngineService:
             self.outboxes.flush()
 
     def _work(self, meaning: Meaning, reply: Reply) -> SessionWork:
-        """What the engine works with. Waits until the context is in memory, or is being loaded, and the method ready."""
+        """What the engine works with. Waits until the context is in memory, or being loaded, and the method ready."""
         order, ground, fitted = meaning.order, meaning.ground, meaning.fitted
         store, runner, base = self.store, self.runner, meaning.ground.base
         check = partial(self._check, order, reply)

@@ -57,8 +57,8 @@ class Engine(Generic[SessionT]):
         session_memory: most bytes that requests in progress may need in sum (`Work.memory`); None has no bound.
         on_start: called first on the scheduler's thread. on_crash: told when the scheduler fails. on_idle: called there
         when there was nothing to do for a second; returns the seconds until it is called again, None for not before
-        there was something. on_step: told which sessions decoded a token together, and in how many seconds. send: called
-        after every turn, and whenever else requests were told something, by any thread.
+        there was something. on_step: told which sessions decoded a token together, and in how many seconds.
+        send: called after every turn, and whenever else requests were told something, by any thread.
         Raises InvalidArgumentError for a limit out of range.
         """
         for name, value, least in (

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reply:
-    """What a request is told, and what was asked of it since. `tell` and `fail` are called by any thread and never wait.
+    """What a request is told, and what was asked of it since. Any thread calls `tell` and `fail`, which never wait.
 
     cancelled: nobody waits for it any more. stops: how many tokens answers have that a stop string ended, by answer.
     """

@@ -94,7 +94,7 @@ class Work(ABC, Generic[SessionT]):
     """An order on its context, in memory: what it means there, and what its sessions are made of.
 
     prompt: token ids that are read, at least one; before: those of the order that need not be: with the prompt they are
-    what penalties count. max_tokens: that may be generated. end_ids: tokens that end an answer; the order's own besides.
+    what penalties count. max_tokens: that may be generated. end_ids: tokens that end an answer, beside the order's own.
     context: requests that share one wait in one queue. memory: bytes that the session of each answer may come to hold.
     stored: tokens before the prompt whose keys and values are known: a child's own. cost, stored_cost: of the prompt's
     tokens and of those, by which they are cut into pieces. grammar: what answers must be. arrived_ns: when the order

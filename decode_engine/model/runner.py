@@ -158,8 +158,8 @@ class ModelRunner:
         """A new session.
 
         waiting: called now and then while it waits for a layer that is being loaded; what it raises ends the wait.
-        again: 1 where the prompt begins with the context's last token, which is read for what follows it. The context has
-        been checked (`check`). Raises what `Session` raises.
+        again: 1 where the prompt begins with the context's last token, which is read for what follows it. The context
+        has been checked (`check`). Raises what `Session` raises.
         """
         return Session(context, fitted, self.forms, check=waiting, again=again)
 

@@ -27,8 +27,8 @@ class Handle(Protocol):
 
 
 class Residency(Struct, frozen=True):
-    """What of the store is in memory. ids: of contexts there. placements: by id, of those that were asked for, where they
-    are or would be put: device, hybrid or host."""
+    """What of the store is in memory. ids: of contexts there. placements: by id, of those that were asked for, where
+    they are or would be put: device, hybrid or host."""
 
     ids: Sequence[str]
     placements: Mapping[str, str]
@@ -44,8 +44,8 @@ class Warmed(Struct, frozen=True):
 
 
 class Facts(Struct, frozen=True):
-    """Of the model as it is loaded. identity: as the manifest has it. kv_dtype: of what is stored. max_sessions: at once.
-    max_waiting: requests beside those. device: as logs say it."""
+    """Of the model as it is loaded. identity: as the manifest has it. kv_dtype: of what is stored. max_sessions: at
+    once. max_waiting: requests beside those. device: as logs say it."""
 
     identity: ModelIdentity
     kv_dtype: str

@@ -7,8 +7,8 @@
         async for said in answer:
             ...
 
-`call` is whoever asks (`Asker`): gRPC's `Call` is one. Closing the generator, or cancelling the task that reads it, ends
-the request. Errors are raised, as the classes that they are everywhere. Who reads slowly holds nobody up: what comes
+`call` is whoever asks (`Asker`): gRPC's `Call` is one. Closing the generator, or cancelling the task that reads it,
+ends the request. Errors are raised, as the classes that they are everywhere. Who reads slowly holds nobody up: what comes
 meanwhile waits here, and who never reads is ended by the gate.
 """
 
@@ -188,7 +188,7 @@ class Answering:
         identity, tokenizer = self.facts.identity, self.tokenizer
         check_named_tokens(order, identity)
         stored = None
-        if order.context and not order.prompt:
+        if order.context and not 0 < len(order.prompt) <= _SHORT:
             stored = StoredMessages(self.store, self.store.manifest(order.context))
             ids = prompt_tokens(order, tokenizer, identity, stored, check)
         elif order.context:

@@ -45,15 +45,7 @@ def prompt_tokens(
     text = "".join(turn.content for turn in order.turns) if order.text is None else order.text
     context = stored.manifest.token_count
     room = identity.max_positions - context
-    check_room(len(order.prompt) or tokenizer.at_least(text, room, check), context, identity)
-    if order.turns:
-        return turn_tokens(order.turns, order.tools, tokenizer, stored)
-    return list(order.prompt) if order.text is None else tokenizer.encode_behind(order.text)
-
-
-def check_room(least: int, context: int, identity: ModelIdentity) -> None:
-    """Raises PromptTooLongError where a prompt of at least so many tokens has no room behind a context of so many."""
-    room = identity.max_positions - context
+    least = len(order.prompt) or tokenizer.at_least(text, room, check)
     if least > room:
         raise PromptTooLongError(
             f"the prompt has at least {least} tokens, and after the context's {context} there is room for "
@@ -62,6 +54,9 @@ def check_room(least: int, context: int, identity: ModelIdentity) -> None:
             prompt_tokens=least,
             max_positions=identity.max_positions,
         )
+    if order.turns:
+        return turn_tokens(order.turns, order.tools, tokenizer, stored)
+    return list(order.prompt) if order.text is None else tokenizer.encode_behind(order.text)
 
 
 def check_document(least: int, identity: ModelIdentity) -> None:

@@ -11,7 +11,14 @@ from decode_engine.engine.places import Place
 from decode_engine.engine.queues import Job, Waiting
 from decode_engine.engine.reply import Outbox, Reply
 from decode_engine.orders.events import Ends, Event, Says, Waits
-from tests.decode_engine.engine.fake_runner import FakeEngine, FakeRunner, FakeSession, Stream, make_client, run
+from tests.decode_engine.engine.fake_runner import (
+    FakeEngine,
+    FakeRunner,
+    FakeSession,
+    Stream,
+    make_client,
+    run,
+)
 
 
 def job(context: str) -> Job[FakeSession]:

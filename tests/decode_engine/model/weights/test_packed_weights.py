@@ -11,9 +11,9 @@ from torch import nn
 
 from decode_engine.model import packed_weights
 from decode_engine.model.continuing import Ground, SessionKeeper
-from decode_engine.orders.order import KeepOptions
 from decode_engine.model.packed_weights import PackedMatrix, RowEmbedding, RowLinear, pack_weights
 from decode_engine.model.runner import ModelRunner
+from decode_engine.orders.order import KeepOptions
 from decode_engine.settings.command_options import check_weights
 from index_store.errors import InvalidArgumentError
 from index_store.methods.presets import METHODS
@@ -197,7 +197,8 @@ def test_what_is_kept_of_a_session_says_which_weights_made_it(
         ground = Ground(served.context.manifest, served.context.manifest)
         store, runner = served.store, served.runner
         keeper = SessionKeeper(store, runner, ground, fitted, served.context, None, tokens, KeepOptions())
-        made = keeper.keeping().take(session, [])()
+        keeper.check_name()
+        made = keeper.take(session, [])()
         assert store.manifest(made).prefill["attention"] == note
 
 

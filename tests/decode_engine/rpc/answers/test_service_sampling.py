@@ -156,7 +156,7 @@ def test_values_out_of_range_are_refused(
 def test_a_prompt_that_is_too_long_for_log_probabilities_is_refused(
     client: Client, lamp: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decode_engine.rpc.messages.validation.MAX_PROMPT_LOGPROBS", 100)
+    monkeypatch.setattr("decode_engine.rpc.answers.prompting.MAX_PROMPT_LOGPROBS", 100)
     assert list(client.generate(lamp, token_ids=[5] * 100, prompt_logprobs=True, max_tokens=1))
     with pytest.raises(InvalidArgumentError, match="at most 100"):
         list(client.generate(lamp, token_ids=[5] * 101, prompt_logprobs=True, max_tokens=1))

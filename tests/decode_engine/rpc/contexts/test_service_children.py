@@ -319,7 +319,7 @@ def test_what_follows_a_context_that_was_found_is_checked_like_any_prompt(
 ) -> None:
     text = "The tide went out, and the ship lay on the sand until the evening. " * 6
     shelf.library.prefill("sand", text=text, method=METHODS, salt="")
-    monkeypatch.setattr("decode_engine.rpc.messages.validation.MAX_PROMPT_LOGPROBS", 4)
+    monkeypatch.setattr("decode_engine.rpc.answers.prompting.MAX_PROMPT_LOGPROBS", 4)
     client.generate("", text="Once", prompt_logprobs=True, max_tokens=1).read()
     with pytest.raises(InvalidArgumentError, match="wanted of 406 tokens, expected a prompt of at most 4"):
         client.generate("", text=text + " She", prompt_logprobs=True, max_tokens=1).read()

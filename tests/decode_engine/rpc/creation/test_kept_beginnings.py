@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from decode_engine.rpc.client import Client, Keep, Summary
 from decode_engine.core import kept_beginnings
 from decode_engine.core.kept_beginnings import KeepingRules, KeptBeginnings, stored_bytes
+from decode_engine.rpc.client import Client, Keep, Summary
 from decode_engine.rpc.server import DecodeServer
 from index_store.jobs.job_queue import JobQueue
 from index_store.methods.default import DEFAULT_METHOD

@@ -64,7 +64,11 @@ def test_who_leaves_while_a_context_is_ordered_still_counts() -> None:
 
     async def run() -> None:
         slot: Any = SimpleNamespace(get=lambda: None)
-        service, request, call = ContextService(slot), context_pb2.CreateContextRequest(), cast(Call, Waits())
+        service, request, call = (
+            ContextService(slot, ""),
+            context_pb2.CreateContextRequest(),
+            cast(Call, Waits()),
+        )
         for _ in range(8):
             leaving = asyncio.ensure_future(service.CreateContext(request, call))
             await asyncio.sleep(0)

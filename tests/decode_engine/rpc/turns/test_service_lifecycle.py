@@ -22,8 +22,8 @@ from decode_engine.errors import (
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import SERVICES, DecodeServer
 from sparsekv.v1 import context_pb2, generation_pb2
-from tests.decode_engine.engine.fake_runner import Stream, make_client
 from tests.decode_engine.conftest import Library, Stubs
+from tests.decode_engine.engine.fake_runner import Stream, make_client
 from tests.support.serving.service import wait_until
 
 

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from decode_engine.errors import CancelledError, TooManyRequestsError
-from decode_engine.rpc.client import Client, Usage, Waiting
 from decode_engine.rpc.answers import notices
+from decode_engine.rpc.client import Client, Usage, Waiting
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.rpc.transport.appointments import Appointments, Clients
 from index_store.errors import ContextCorruptError

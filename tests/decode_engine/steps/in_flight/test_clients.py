@@ -8,17 +8,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from decode_engine.engine.engine import Engine
-from decode_engine.engine.requests import Finished, Keeping, Request, Stream, Token
-from decode_engine.engine.sampler import SamplingParameters
-from decode_engine.engine.sampling.logit_rules import LogitRules
+from decode_engine.engine.requests import Work
 from decode_engine.errors import CancelledError, DeadlineExceededError
 from decode_engine.layers.session import Session
+from decode_engine.orders.events import Ends, Says
+from decode_engine.orders.order import KeepOptions, Order, Sampling
 from decode_engine.steps.stepper import Stepper
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
-from tests.decode_engine.engine.fake_runner import LetterSink
+from tests.decode_engine.engine.fake_runner import Stream
 from tests.decode_engine.steps.in_flight.late_world import (
     BROKEN,
     VOCABULARY,
@@ -35,7 +36,7 @@ class Asked:
     context: int
     prompt: list[int]
     max_tokens: int
-    sampling: SamplingParameters
+    sampling: Sampling
     stop_at: int | None = None
     stop_ids: frozenset[int] = frozenset()
     end_ids: frozenset[int] = frozenset()
@@ -55,6 +56,10 @@ class Got:
     failed: Exception | None = None
     kept: list[Any] = field(default_factory=list)
     closes: int = 0
+    stopped: set[int] = field(default_factory=set)
+
+
+_COUNTED = ("attended", "available", "searches")
 
 
 def serve(
@@ -68,82 +73,107 @@ def serve(
     while len(streams) < len(asked) or engine.places:
         for number, each in enumerate(asked):
             if each.begins == turn:
-                request = make_request(world, contexts, each, got[number])
-                streams[number] = engine.submit(engine.reserve(), request)
+                streams[number] = Stream(engine.wake)
+                work = make_work(world, contexts, each, got[number])
+                engine.submit(engine.reserve(), work, streams[number])
             if each.cancels == turn and number in streams:
                 streams[number].cancel()
         engine.step()
         turn += 1
         assert turn < 2000
         for number, stream in streams.items():
-            take_events(stream, got[number])
+            take_events(stream, asked[number], got[number])
     engine.shutdown()
     for number, stream in streams.items():
-        take_events(stream, got[number])
+        take_events(stream, asked[number], got[number])
     return got
 
 
-def make_request(
-    world: World, contexts: list[tuple[ResidentContext, FittedMethod]], asked: Asked, got: Got
-) -> Request[Any]:
-    context, fitted = contexts[asked.context]
+@dataclass(kw_only=True, eq=False)
+class WatchedWork(Work[Any]):
+    """What one asks for, in the world."""
 
-    def start() -> WatchedSession:
-        session = world.start(context, fitted)
-        session.fork = lambda: world.fork(session)  # type: ignore[method-assign]
+    world: World
+    base: tuple[ResidentContext, FittedMethod]
+    got: Got
+
+    def start(self) -> WatchedSession:
+        session = self.world.start(*self.base)
+        session.fork = lambda: self.world.fork(session)  # type: ignore[method-assign]
         return session
 
-    def keep(session: Session, tokens: Sequence[int]) -> Callable[[], str]:
-        rows = [rows_HT2D[0, :, 0, 0].int().tolist() for rows_HT2D in session.tail_rows()]
-        got.kept.append((rows, list(tokens)))
+    def keep(self, session: Session, answer: Sequence[int]) -> Callable[[], str]:
+        read = [rows_HT2D[0, :, 0, 0].int().tolist() for rows_HT2D in session.tail_rows()]
+        rows = [each[: len(self.prompt) + len(answer)] for each in read]
+        self.got.kept.append((rows, list(answer)))
         return lambda: "child"
 
-    def closed() -> None:
-        got.closes += 1
+    def close(self) -> None:
+        self.got.closes += 1
 
-    return Request(
-        start,
-        asked.prompt,
-        asked.max_tokens,
-        asked.sampling,
-        LetterSink(asked.stop_at),
-        end_ids=asked.end_ids,
-        stop_ids=asked.stop_ids,
-        deadline_ns=asked.deadline,
-        on_close=closed,
-        context=str(asked.context),
+
+def make_work(
+    world: World, contexts: list[tuple[ResidentContext, FittedMethod]], asked: Asked, got: Got
+) -> WatchedWork:
+    order = Order(
+        sampling=asked.sampling,
+        stops=() if asked.stop_at is None else (str(asked.stop_at),),
+        stop_token_ids=asked.stop_ids,
         answers=asked.answers,
-        keeping=Keeping(keep) if asked.keep else None,
+        deadline_ns=asked.deadline,
+        keep=KeepOptions() if asked.keep else None,
+    )
+    return WatchedWork(
+        order=order,
+        prompt=asked.prompt,
+        max_tokens=asked.max_tokens,
+        end_ids=asked.end_ids,
+        context=str(asked.context),
+        world=world,
+        base=contexts[asked.context],
+        got=got,
     )
 
 
-def take_events(stream: Stream, got: Got) -> None:
+def take_events(stream: Stream, asked: Asked, got: Got) -> None:
+    """Reads events as a door does: it stops answers, and passes over what comes behind that."""
+    ending = asked.end_ids | asked.stop_ids
     for event in stream.take():
         assert got.failed is None, "nothing follows a failure"
         if isinstance(event, Exception):
             got.failed = event
-        elif isinstance(event, Finished):
-            figures = event.figures
-            counted = (event.reason, event.completion_tokens, event.text, event.kept, event.seed)
+        elif isinstance(event, Ends):
             assert event.answer not in got.ends
-            got.ends[event.answer] = (*counted, figures.attended, figures.available, figures.searches)
-        elif isinstance(event, Token):
+            stopped = event.answer in got.stopped
+            tokens = len(got.tokens[event.answer])
+            assert not stopped or event.completion_tokens >= tokens
+            figures = None if stopped else [event.figures[name] for name in _COUNTED]
+            reason = "stop" if stopped else event.reason
+            got.ends[event.answer] = (reason, tokens, event.kept, event.seed, figures)
+        elif isinstance(event, Says):
             assert event.answer not in got.ends, "nothing follows the end of an answer"
-            got.tokens[event.answer].append(event.token_id)
+            if event.answer in got.stopped:
+                continue
+            tokens = got.tokens[event.answer]
+            tokens += event.token_ids
+            if asked.stop_at == tokens[-1] and tokens[-1] not in ending:
+                got.stopped.add(event.answer)
+            if event.answer in got.stopped or event.last:
+                stream.stop(event.answer, len(tokens))
 
 
 def ask(generator: random.Random) -> Asked:
     """A request; some begin with so many tokens that their tails have to grow."""
     choose = generator.random
-    sampling = SamplingParameters()
+    sampling = Sampling()
     if choose() < 0.5:
         top_k, top_p = generator.choice([(0, 1.0), (5, 1.0), (0, 0.8)])
         seed = generator.randrange(100) if choose() < 0.8 else None
-        sampling = SamplingParameters(generator.choice([0.7, 2.0]), top_p, top_k, seed or 1)
+        sampling = Sampling(generator.choice([0.7, 2.0]), top_p, top_k, seed or 1)
     by_hand = choose() < 0.1
     if by_hand:
         bias = {generator.randrange(BROKEN): 6.0 for _ in range(8)}
-        sampling = replace(sampling, rules=LogitRules(frequency_penalty=2.0, logit_bias=bias))
+        sampling = structs.replace(sampling, frequency_penalty=2.0, logit_bias=bias)
     length = generator.randint(118, 127) if choose() < 0.2 else generator.randint(1, 9)
     begins = generator.randrange(40)
     return Asked(
@@ -196,7 +226,7 @@ def test_clients_get_what_they_get_alone_and_step_by_step(
 def test_no_step_is_launched_behind_one_that_is_known_to_be_the_last(
     contexts: list[tuple[ResidentContext, FittedMethod]], flying: list[int]
 ) -> None:
-    asked = Asked(0, [1, 2], 6, SamplingParameters())
+    asked = Asked(0, [1, 2], 6, Sampling())
     (got,) = serve(World(LateDevice(random.Random(0))), contexts, [asked])
     assert len(got.tokens[0]) == 6
     assert len(flying) == 4, "the first token is the prompt's, and the first step follows none"
