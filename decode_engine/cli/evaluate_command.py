@@ -53,7 +53,7 @@ def show_results(results: Results, out: Path, *, picture: bool, output: OutputFo
     from decode_engine.evaluation.comparison.results import FILES
     from decode_engine.evaluation.comparison.tables import costs_table, results_table, tasks_table, warnings
 
-    for warning in warnings(results.scores):
+    for warning in (*results.setting.get("misfits", ()), *warnings(results.scores)):
         sys.stderr.write(f"warning: {warning}\n")
     files = [*FILES, *(draw_pictures(out, results.scores, results.maps) if picture else ())]
     if output is OutputFormat.JSON:

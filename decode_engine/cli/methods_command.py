@@ -48,6 +48,8 @@ def methods(config: MethodsConfig, output: FormatOption = OutputFormat.TEXT) -> 
 
     Sizes are for the model that --model or --server name, otherwise for heads of 128 dimensions in bfloat16.
     """
+    from index_store.methods.presets import METHODS
+
     listed = _local_methods(config.model) if config.server is None else _server_methods(config)
     if output is OutputFormat.JSON:
         print_json(asdict(listed))
@@ -63,6 +65,9 @@ def methods(config: MethodsConfig, output: FormatOption = OutputFormat.TEXT) -> 
         typer.echo(f"  source: {method.source}")
         for line in _parameter_lines(method):
             typer.echo(f"  {line}")
+        known = METHODS.get(method.name)
+        if known is not None and (reason := known.misfit(listed.head_dim)):
+            typer.echo(f"  does not fit: {reason}")
 
 
 def _row(method: MethodInfo) -> list[str]:

@@ -134,7 +134,10 @@ def tune_command(
     manifest = store.manifest(store.resolve(config.context))
     from decode_engine.evaluation.tuning.candidates import find_sweeps
     from decode_engine.evaluation.tuning.trials import tune
+    from index_store.methods.method import misfits
 
+    for reason in misfits(manifest):
+        typer.echo(f"warning: {reason}", err=True)
     target, wanted = config.target
     device = say_device(config.device, quiet=quiet)
     sweeps = find_sweeps(manifest, config.methods)

@@ -104,6 +104,12 @@ class Method:
         stored = [spec for spec in specs if spec is not None and spec.stored]
         return tuple({spec.name: spec for spec in stored}.values())
 
+    def misfit(self, head_dim: int) -> str:
+        """Why its index, as built unasked, finds too little on heads of so many dimensions; "" where it does not."""
+        return (
+            "" if self.index is None else INDEX_KINDS[self.index.kind].misfit(self.index.parameters, head_dim)
+        )
+
     def without_remainder(self) -> Method:
         """The same method over a context that lacks the partition."""
         return replace(self, remainder=Dropped(), partition=None, partition_optional=False)
@@ -275,3 +281,10 @@ class FittedMethod:
     def partition(self) -> IndexSpec | None:
         """The index besides the searched one, whose pieces make the remainder; None where there is none."""
         return None if self.method.drops_remainder else self.method.partition
+
+
+def misfits(manifest: Manifest) -> list[str]:
+    """A sentence for every index of a context that finds too little on its model's heads, as it was built."""
+    dim = manifest.model.head_dim
+    told = ((entry.name, INDEX_KINDS[entry.kind].misfit(entry.parameters, dim)) for entry in manifest.indexes)
+    return [f"index {name}: {reason}" for name, reason in told if reason]

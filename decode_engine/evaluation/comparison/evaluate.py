@@ -42,6 +42,7 @@ from index_store.memory.context_loading import placed_bytes
 from index_store.memory.devices import context_device, describe_device, pick_device
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
+from index_store.methods.method import misfits
 from index_store.models.conversation.messages import Message, Role
 from index_store.models.loading import Tokenizer, resolve_model
 from index_store.store.catalog import Store
@@ -118,6 +119,7 @@ class _Evaluation:
         device = self.runner.device
         store, contexts = _prefill_all(config, documents, length, device, start_stage)
         variants, approximated = config.variants(), config.approximated()
+        self.setting["misfits"] = misfits(contexts[0])
         twins: list[Manifest] = []
         if approximated:
             _, twins = _prefill_all(

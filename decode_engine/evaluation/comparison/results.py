@@ -122,6 +122,7 @@ def merge_results(paths: Sequence[Path]) -> Results:
     merged = {
         **runs[0].setting,
         "settings": settings,
+        "misfits": sorted({reason for run in runs for reason in run.setting.get("misfits", [])}),
         "complete": all(run.setting.get("complete", False) for run in runs),
         "machines": [run.setting["machine"] for run in runs],
     }

@@ -1,19 +1,12 @@
-"""An answer as its client reads it: pieces, what was used, and another try where a busy server offers one."""
+"""An answer as its client reads it: pieces, and what was used."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Self
 
-import grpc
-
-from decode_engine.errors import ServerUnreachableError
-from decode_engine.rpc.client.attempts import Attempts
+from decode_engine.rpc.client.reading import AsyncReader, Reader, Running
+from decode_engine.rpc.client.repeats import Stream
 from decode_engine.rpc.client.replies import (
     Piece,
     Summary,
@@ -27,41 +20,22 @@ from decode_engine.rpc.client.replies import (
     read_summary,
     texts_of,
 )
-from index_store.errors import InvalidArgumentError, SparseKVError
+from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import ToolCall
-from sparsekv.v1 import generation_pb2
+from sparsekv.v1.generation_pb2 import GenerateResponse
 
 
 def ignore_waiting(waiting: Waiting) -> None:
     """For those who do not want to know what they wait for."""
 
 
-class Answer:
+class Answer(Running[GenerateResponse, Piece]):
     """What is known of a running generation, whichever way it is read."""
 
-    def __init__(
-        self,
-        start: Callable[..., Any],
-        translate: Callable[[grpc.RpcError], SparseKVError],
-        *,
-        timeout_s: float | None = None,
-        patience_s: float = 0.0,
-        on_wait: Callable[[Waiting], None] = ignore_waiting,
-    ) -> None:
-        """start: makes the call, with `timeout` in seconds; once more after every refusal while patience lasts, and a
-        few times where no server takes it.
-
-        The rest is as in `Client.generate`.
-        """
-        self._cancelled = threading.Event()
-        self._start = start
-        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._call = start(timeout=timeout_s)
-        self._translate = translate
+    def __init__(self, stream: Stream[GenerateResponse], on_wait: Callable[[Waiting], None]) -> None:
+        """on_wait: as in `AsyncClient.generate`."""
+        super().__init__(stream)
         self._on_wait = on_wait
-        self._patient_until = time.monotonic() + patience_s
-        self._begun = False
-        self._attempts = Attempts()
         self._usage: Usage | None = None
         self._generated = 0
         self._summaries: dict[int, Summary] = {}
@@ -91,14 +65,8 @@ class Answer:
         """Calls that the first answer has made, as far as it has been read."""
         return calls_of(self._called)
 
-    def cancel(self) -> None:
-        """Ends the work on the server. Harmless when it has ended."""
-        self._cancelled.set()
-        self._call.cancel()
-
-    def _take(self, response: generation_pb2.GenerateResponse) -> Piece | None:
+    def _take(self, response: GenerateResponse) -> Piece | None:
         """What a message brought; None where that is no part of the answer."""
-        self._begun = True
         if response.HasField("usage"):
             self._usage = read_reply(Usage, response.usage)
         if response.HasField("waiting"):
@@ -115,54 +83,12 @@ class Answer:
             self._called.append(piece)
         return piece
 
-    def _appointment_s(self, error: SparseKVError) -> float:
-        """Seconds until a refused request may be sent again. Raises the error where that is not to be."""
-        if self._begun and isinstance(error, ServerUnreachableError):
-            raise ServerUnreachableError(
-                "the server stopped before the answer was complete", **error.metadata
-            ) from None
-        if self._begun:
-            raise error from None
-        wait_s, delay = self._attempts.wait_s(error), error.retry_after_s
-        if wait_s is not None:
-            return wait_s
-        if delay is None or time.monotonic() + delay >= self._patient_until:
-            raise error from None
-        return delay
 
-    def _again(self) -> None:
-        left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
-        self._call = self._start(timeout=left)
-        if self._cancelled.is_set():  # meanwhile, which ended the call before only
-            self._call.cancel()
-
-
-class Generation(Answer):
+class Generation(Answer, Reader[GenerateResponse, Piece]):
     """A running generation: iterate for its pieces; `summary` is there after the last one.
 
     Leaving it as a context manager, or `cancel`, ends the work on the server.
     """
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-    def __iter__(self) -> Iterator[Piece]:
-        while True:
-            try:
-                for response in self._call:
-                    if (piece := self._take(response)) is not None:
-                        yield piece
-                return
-            except grpc.RpcError as error:
-                translated = self._translate(error)
-            if self._cancelled.wait(self._appointment_s(translated)):
-                raise translated from None
-            self._again()
 
     def read(self) -> str:
         """The rest of the text, all at once; of the first answer where there are several."""
@@ -173,31 +99,9 @@ class Generation(Answer):
         return texts_of(list(self))
 
 
-class AsyncGeneration(Answer):
+class AsyncGeneration(Answer, AsyncReader[GenerateResponse, Piece]):
     """The same for coroutines: `async with`, `async for`, and `await read()`. Cancelling the task that reads it ends
     the work on the server, too."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        while True:
-            try:
-                async for response in self._call:
-                    if (piece := self._take(response)) is not None:
-                        yield piece
-                return
-            except grpc.RpcError as error:
-                translated = self._translate(error)
-            await asyncio.sleep(self._appointment_s(translated))
-            if self._cancelled.is_set():
-                raise translated from None
-            self._again()
 
     async def read(self) -> str:
         """The rest of the text, all at once; of the first answer where there are several."""

@@ -1,24 +1,23 @@
-"""The client for coroutines: the verbs of `Client`, to be awaited."""
+"""The client: for coroutines, and what `Client` runs in the thread that calls it."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from copy import copy
-from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
-from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from decode_engine.rpc.client import create_verbs, verbs
 from decode_engine.rpc.client.answers import AsyncGeneration, ignore_waiting
 from decode_engine.rpc.client.batch_results import AsyncBatch
 from decode_engine.rpc.client.connection import (
-    CHANNEL_OPTIONS,
     HEALTH_TIMEOUT_S,
+    REPEATED,
     Metadata,
     ServerHealth,
     caller_metadata,
@@ -26,6 +25,7 @@ from decode_engine.rpc.client.connection import (
     translate,
 )
 from decode_engine.rpc.client.create_verbs import CreateOptions, OperationInfo, UploadInfo
+from decode_engine.rpc.client.repeats import AsyncWire, Repeats, Stream, Wire
 from decode_engine.rpc.client.replies import (
     ContextInfo,
     ContextPage,
@@ -37,10 +37,10 @@ from decode_engine.rpc.client.replies import (
 )
 from decode_engine.rpc.client.verbs import Call, ContextChanges, GenerateOptions
 from decode_engine.rpc.door.options import DEFAULT_LISTEN, Credentials
-from index_store.errors import SparseKVError
 from index_store.models.conversation.messages import Conversation
 from index_store.models.conversation.messages import Message as ChatMessage
 from sparsekv.v1 import context_pb2_grpc, generation_pb2_grpc
+from sparsekv.v1.generation_pb2 import BatchGenerateRequest, BatchGenerateResponse, GenerateResponse
 
 ReplyT = TypeVar("ReplyT")
 
@@ -54,17 +54,18 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
         credentials: Credentials = Credentials(),  # noqa: B008  frozen
+        wire: Callable[[str, grpc.ChannelCredentials | None], Wire] = AsyncWire,
     ) -> None:
-        """As `Client`."""
+        """timeout_s: deadline of every call that is not given one of its own; None waits as long as it takes.
+
+        credentials: the token and certificates to show, and whom to trust. Raises InvalidArgumentError for a file that
+        cannot be read.
+        """
         self._address = address
         self._timeout_s = timeout_s
         self._metadata = caller_metadata(credentials)
-        encryption = channel_credentials(credentials)
-        self._channel = (
-            aio.insecure_channel(address, CHANNEL_OPTIONS)
-            if encryption is None
-            else aio.secure_channel(address, encryption, CHANNEL_OPTIONS)
-        )
+        self._wire = wire(address, channel_credentials(credentials))
+        self._channel = self._wire.channel
         self._contexts = context_pb2_grpc.ContextServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._generations = generation_pb2_grpc.GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -79,7 +80,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Closes the connection; calls that go on are cancelled."""
-        await self._channel.close(grace=None)
+        await self._wire.close()
 
     def showing(self, metadata: Metadata) -> AsyncClient:
         """The same connection for another caller, whose calls show this and no more. Closing either closes both."""
@@ -93,14 +94,14 @@ class AsyncClient:
 
     async def health(self) -> ServerHealth:
         """Whether the server takes calls, and what it does while it starts."""
-        check = self._health.Check(
-            health_pb2.HealthCheckRequest(), timeout=self._timeout_s or HEALTH_TIMEOUT_S
-        )
+        wait_s = self._timeout_s or HEALTH_TIMEOUT_S
         try:
-            reply = await check
-            return ServerHealth.of(reply.status, await check.trailing_metadata())
+            reply, trailing = await self._wire.reply(
+                self._health.Check, health_pb2.HealthCheckRequest(), timeout=wait_s
+            )
         except grpc.RpcError:
             return ServerHealth(serving=False)
+        return ServerHealth.of(reply.status, trailing)
 
     async def list_contexts(
         self, page_size: int = 0, *, filter: str = "", order_by: str = ""
@@ -123,23 +124,33 @@ class AsyncClient:
         return await self._run(verbs.list_contexts(page_size, page_token, filter, order_by))
 
     async def get_context(self, name: str) -> ContextInfo:
-        """As `Client.get_context`."""
+        """One context by its resource name, `contexts/<id>`. Raises ContextNotFoundError."""
         return await self._run(verbs.get_context(name))
 
     async def find_context(self, reference: str) -> ContextInfo:
-        """As `Client.find_context`."""
+        """The context that a reference means: an id, its first 6 or more digits, a resource or display name.
+
+        Raises ContextNotFoundError, or ContextAmbiguousError when several contexts fit.
+        """
         return await self._run(verbs.find_context(reference))
 
     async def update_context(self, name: str, **changes: Unpack[ContextChanges]) -> ContextInfo:
-        """As `Client.update_context`."""
+        """Changes what a context is called, when it expires, single labels, and whether it is pinned.
+
+        Returns the context as it is then. Raises ContextNotFoundError, or ContextBusyError where a job writes it for
+        longer than two seconds; nothing is repeated then, `retry_after_s` says when to.
+        """
         return await self._run(verbs.update_context(name, changes))
 
     async def delete_context(self, name: str, *, allow_missing: bool = False, force: bool = False) -> None:
-        """As `Client.delete_context`."""
+        """Deletes a context. Raises ContextNotFoundError unless `allow_missing`.
+
+        force: and those that continue it; without it raises ContextHasChildrenError where there are some.
+        """
         await self._run(verbs.delete_context(name, allow_missing, force))
 
     async def warm_context(self, name: str) -> WarmResult:
-        """As `Client.warm_context`."""
+        """Loads a context into the server's memory and verifies it."""
         return await self._run(verbs.warm_context(name))
 
     async def create_context(
@@ -153,7 +164,11 @@ class AsyncClient:
         on_progress: Callable[[OperationInfo], None] | None = None,
         **options: Unpack[CreateOptions],
     ) -> OperationInfo:
-        """As `Client.create_context`."""
+        """Has a context made of exactly one of a text, tokens, messages and an uploaded text (`uploads/<id>`).
+
+        A text that is larger than a message is uploaded. wait: until the operation is done; on_progress is told how it
+        goes meanwhile, and errors of the operation are raised. Otherwise it goes on while nobody waits.
+        """
         if (document := create_verbs.large_document(text)) is not None:
             upload, text = (await self.upload_document(document)).name, None
         order = create_verbs.create_context(
@@ -166,13 +181,16 @@ class AsyncClient:
         return operation
 
     async def upload_document(self, document: bytes) -> UploadInfo:
-        """As `Client.upload_document`."""
+        """Sends a UTF-8 text ahead of the request that uses it."""
         try:
-            sent = await self._contexts.UploadDocument(
-                create_verbs.upload_parts(document), timeout=self._timeout_s, metadata=self._metadata
+            sent, _ = await self._wire.reply(
+                self._contexts.UploadDocument,
+                create_verbs.upload_parts(document),
+                timeout=self._timeout_s,
+                metadata=self._metadata,
             )
         except grpc.RpcError as error:
-            raise self._translate(error) from None
+            raise translate(error, self._address) from None
         return create_verbs.read_upload(sent)
 
     async def wait_operation(
@@ -181,7 +199,7 @@ class AsyncClient:
         wait_s: float | None = None,
         on_progress: Callable[[OperationInfo], None] | None = None,
     ) -> OperationInfo:
-        """As `Client.wait_operation`."""
+        """Waits until an operation is done, or for so many seconds, and returns what it is then."""
         end = None if wait_s is None else time.monotonic() + wait_s
         while True:
             most_s = create_verbs.LOOK_S if on_progress is None else create_verbs.PROGRESS_S
@@ -193,7 +211,7 @@ class AsyncClient:
                 return operation
 
     async def get_operation(self, name: str) -> OperationInfo:
-        """As `Client.get_operation`."""
+        """An operation, `operations/<id>`, as it is now. Raises JobNotFoundError."""
         return await self._run(create_verbs.get_operation(name))
 
     async def list_operations(self, page_size: int = 0) -> AsyncIterator[OperationInfo]:
@@ -206,19 +224,19 @@ class AsyncClient:
             token = page.next_page_token or None
 
     async def cancel_operation(self, name: str) -> None:
-        """As `Client.cancel_operation`."""
+        """Has an operation end as cancelled, unless it has ended already."""
         await self._run(create_verbs.cancel_operation(name))
 
     async def delete_operation(self, name: str) -> None:
-        """As `Client.delete_operation`."""
+        """Forgets an operation that has ended. Raises JobUnfinishedError."""
         await self._run(create_verbs.delete_operation(name))
 
     async def list_methods(self) -> MethodList:
-        """As `Client.list_methods`."""
+        """The server's methods, with their sizes for its model."""
         return await self._run(verbs.list_methods())
 
     async def server_status(self) -> ServerStatus:
-        """As `Client.server_status`."""
+        """What the server does now, and did since it started."""
         return await self._run(verbs.server_status())
 
     def generate(
@@ -230,47 +248,68 @@ class AsyncClient:
         on_wait: Callable[[Waiting], None] = ignore_waiting,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGeneration:
-        """As `Client.generate`; not awaited itself."""
-        request = verbs.generate_request(context, options)
-        return AsyncGeneration(
-            partial(self._generations.Generate, request, metadata=self._metadata),
-            self._translate,
-            timeout_s=timeout_s or self._timeout_s,
-            patience_s=patience_s,
-            on_wait=on_wait,
-        )
+        """Continues the context `contexts/<id>` by a question, a text, tokens or messages (exactly one of them).
+
+        context: "" where these are everything from the beginning. patience_s: how long a request
+        that a busy server refuses is repeated, each time when the server says. on_wait: told now and then what an
+        accepted request waits for. Errors are raised while the generation is read. Raises InvalidArgumentError here for
+        values that no message can carry.
+        """
+        return AsyncGeneration(self._generation(context, timeout_s, patience_s, options), on_wait)
 
     def batch_generate(
         self, context: str, requests: Sequence[GenerateOptions], *, timeout_s: float | None = None
     ) -> AsyncBatch:
-        """As `Client.batch_generate`; not awaited itself."""
-        request = verbs.batch_request(context, requests)
-        options = {"timeout": timeout_s or self._timeout_s, "metadata": self._metadata}
-        return AsyncBatch(
-            partial(self._generations.BatchGenerate, request, **options), request, self._translate
-        )
+        """Continues one context, or none, by many prompts, 1 to 1,000: as many at once as the server has sessions."""
+        return AsyncBatch(*self._batch(context, requests, timeout_s))
 
     async def tokenize(self, content: str | Sequence[ChatMessage] | Conversation) -> TokenizedText:
-        """As `Client.tokenize`."""
+        """A text, or a conversation from its beginning, as the model's tokens."""
         return await self._run(verbs.tokenize(content))
 
     async def detokenize(self, ids: Sequence[int]) -> str:
-        """As `Client.detokenize`."""
+        """The text of tokens."""
         return await self._run(verbs.detokenize(ids))
 
     async def count_tokens(self, content: str | Sequence[ChatMessage] | Conversation) -> int:
-        """As `Client.count_tokens`."""
+        """How many tokens these would be."""
         return await self._run(verbs.count_tokens(content))
 
+    def _generation(
+        self, context: str, timeout_s: float | None, patience_s: float, options: GenerateOptions
+    ) -> Stream[GenerateResponse]:
+        request = verbs.generate_request(context, options)
+        return self._stream(self._generations.Generate, request, timeout_s, patience_s)
+
+    def _batch(
+        self, context: str, requests: Sequence[GenerateOptions], timeout_s: float | None
+    ) -> tuple[Stream[BatchGenerateResponse], BatchGenerateRequest]:
+        request = verbs.batch_request(context, requests)
+        return self._stream(self._generations.BatchGenerate, request, timeout_s), request
+
+    def _stream(
+        self, send: Any, request: object, timeout_s: float | None, patience_s: float = 0.0
+    ) -> Stream[Any]:
+        repeats = Repeats(self._address, timeout_s or self._timeout_s, patience_s)
+        return Stream(
+            self._wire,
+            lambda left_s: send(request, timeout=left_s, metadata=self._metadata),
+            repeats,
+        )
+
     async def _run(self, call: Call[ReplyT]) -> ReplyT:
-        send: Any = self._channel.unary_unary(
+        send = self._channel.unary_unary(
             call.path, type(call.request).SerializeToString, call.response.FromString
         )
-        try:
-            response = await send(call.request, timeout=self._timeout_s, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise self._translate(error) from None
-        return call.read(response)
-
-    def _translate(self, error: grpc.RpcError) -> SparseKVError:
-        return translate(error, self._address)
+        repeats = Repeats(self._address, self._timeout_s)
+        while True:
+            try:
+                response, _ = await self._wire.reply(
+                    send, call.request, timeout=repeats.left_s, metadata=self._metadata
+                )
+                return call.read(response)
+            except grpc.RpcError as error:
+                failed = repeats.translate(error)
+            if call.path not in REPEATED:
+                raise failed
+            await self._wire.sleep(repeats.wait_s(failed), threading.Event())

@@ -1,8 +1,7 @@
-"""What a client's connection is made of: certificates, tokens, retries; and a failed call as one of our errors."""
+"""What a client's connection is made of: certificates, tokens; and a failed call as one of our errors."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self, cast
@@ -20,42 +19,19 @@ from index_store.errors import InvalidArgumentError, SparseKVError
 
 HEALTH_TIMEOUT_S = 5.0
 
-# Only what may be done twice is repeated, and only when no server took it: UNAVAILABLE, after waits that grow and are
-# drawn at random. Of streams `attempts` takes care.
-SERVICE_CONFIG = {
-    "methodConfig": [
-        {
-            "name": [
-                {"service": CONTEXTS, "method": "CreateContext"},  # which always has a request_id
-                {"service": CONTEXTS, "method": "GetContext"},
-                {"service": CONTEXTS, "method": "ListContexts"},
-                {"service": CONTEXTS, "method": "WarmContext"},
-                {"service": CONTEXTS, "method": "UpdateContext"},
-                {"service": GENERATIONS, "method": "ListMethods"},
-                {"service": GENERATIONS, "method": "GetServerStatus"},
-                {"service": GENERATIONS, "method": "Tokenize"},
-                {"service": GENERATIONS, "method": "Detokenize"},
-                {"service": GENERATIONS, "method": "CountTokens"},
-                {"service": OPERATIONS, "method": "ListOperations"},
-                {"service": OPERATIONS, "method": "GetOperation"},
-                {"service": OPERATIONS, "method": "WaitOperation"},
-                {"service": OPERATIONS, "method": "CancelOperation"},
-            ],
-            "retryPolicy": {
-                "maxAttempts": 4,
-                "initialBackoff": "0.1s",
-                "maxBackoff": "1s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ]
-}
+REPEATED = frozenset(
+    f"/{service}/{method}"
+    for service, methods in {
+        # CreateContext always has a request_id.
+        CONTEXTS: "CreateContext GetContext ListContexts WarmContext UpdateContext",
+        GENERATIONS: "ListMethods GetServerStatus Tokenize Detokenize CountTokens",
+        OPERATIONS: "ListOperations GetOperation WaitOperation CancelOperation",
+    }.items()
+    for method in methods.split()
+)
+"""Calls with one reply that may be made twice, and are where no server took them. Of streams all are."""
 
-CHANNEL_OPTIONS: list[tuple[str, str | int]] = [
-    ("grpc.service_config", json.dumps(SERVICE_CONFIG)),
-    ("grpc.max_receive_message_length", -1),
-]
+CHANNEL_OPTIONS: list[tuple[str, int]] = [("grpc.max_receive_message_length", -1)]
 
 Metadata = tuple[tuple[str, str], ...]
 

@@ -43,7 +43,7 @@ DOMAIN = "sparsekv"
 
 _RETRY_PUSHBACK = "grpc-retry-pushback-ms"
 _NEVER = "-1"
-_CALLERS_OWN = frozenset({"CONTEXT_BUSY"})
+CALLERS_OWN = frozenset({"CONTEXT_BUSY"})
 """Reasons that gRPC's own retries, which nobody sees, are not to wait for."""
 
 CODES = {
@@ -199,7 +199,7 @@ def to_trailers(error: SparseKVError) -> tuple[tuple[str, str | bytes], ...]:
     delay_s = retry_after(error)
     if delay_s is None:
         return trailers
-    pushback = _NEVER if error.reason in _CALLERS_OWN else str(_milliseconds(delay_s))
+    pushback = _NEVER if error.reason in CALLERS_OWN else str(_milliseconds(delay_s))
     return (*trailers, (_RETRY_PUSHBACK, pushback))
 
 

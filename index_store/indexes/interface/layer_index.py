@@ -220,6 +220,11 @@ class LayerIndex(ABC):
         cls.parse_search(search)
 
     @classmethod
+    def misfit(cls, parameters: Mapping[str, Scalar], head_dim: int) -> str:
+        """Why one with these parameters finds too little on heads of so many dimensions; "" where it does not."""
+        return ""
+
+    @classmethod
     def parse_search(cls, search: Mapping[str, Scalar]) -> Parameters | None:
         """The search options, None where there are none. Raises InvalidArgumentError for unknown or unfit ones."""
         if cls.search_type is not None:

@@ -140,6 +140,10 @@ class AppendedLists(AppendedKeys):
         return self.lists.inserted_ids_HSE.numel() * 6 + self.lists.kept_HS.numel() * 8
 
 
+WIDEST_SLICE = 8
+"""Channels of a subspace that tables of few directions were found to suffice for (docs/methods.md)."""
+
+
 class QueryTables(LayerIndex):
     """The tables of one layer in either layout."""
 
@@ -181,6 +185,18 @@ class QueryTables(LayerIndex):
         return (
             TableParameters.parse(parameters).scores == "dot"
             and TableSearch.parse(search).weights == "projection"
+        )
+
+    @classmethod
+    def misfit(cls, parameters: Mapping[str, Scalar], head_dim: int) -> str:
+        built = TableParameters.parse(parameters)
+        width = head_dim // built.subspaces
+        if width <= WIDEST_SLICE:
+            return ""
+        return (
+            f"{built.subspaces} subspaces cut heads of {head_dim} dimensions into slices of {width} channels, of which "
+            f"{built.centroids} directions hold too little of a query; take a method that searches the keys themselves "
+            f"(refined), or build the index with {head_dim // 4} subspaces"
         )
 
     @classmethod

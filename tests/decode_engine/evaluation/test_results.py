@@ -219,3 +219,9 @@ def test_a_method_far_from_full_attention_is_warned_of() -> None:
         f"{score.method} at {score.budget} after {score.context_length:,} tokens is 0.59 nats"
     )
     assert "captures 47% of the attention" in said
+
+
+def test_indexes_that_do_not_fit_are_told_once_by_merged_runs(tmp_path: Path) -> None:
+    first, second = some_results(["oracle"]), some_results(["pq"])
+    told = replace(first, setting={**first.setting, "misfits": ["index a: wide"]})
+    assert merged(tmp_path, told, second).setting["misfits"] == ["index a: wide"]

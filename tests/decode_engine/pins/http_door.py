@@ -1,7 +1,7 @@
 """Plays recorded requests at the HTTP door.
 
-Replies are compared byte for byte, but for ids, times, and how tokens share the events of a stream: what was sent has to be
-what JSON's writer makes of its values (`json` says with which separators), and these are compared.
+Replies are compared byte for byte, but for ids, times, and how tokens share the events of a stream: what was sent has
+to be what JSON's writer makes of its values (`json` says with which separators), and these are compared.
 """
 
 from __future__ import annotations

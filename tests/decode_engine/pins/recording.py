@@ -1,8 +1,8 @@
 """Recordings of what the doors were asked and replied: files of JSON lines, and what is the same in two replies.
 
-A case is one line of a request, `{"case": ..., ...}`, and the lines of its reply behind it. In a request `"<NAME>"` stands
-for an id that has that name, and `{"repeat": VALUE, "times": N}` for a long text or list. In a reply ids are written by
-their names, those without one as `<id 1>`, `<id 2>` in the order of the case.
+A case is one line of a request, `{"case": ..., ...}`, and the lines of its reply behind it. In a request `"<NAME>"`
+stands for an id that has that name, and `{"repeat": VALUE, "times": N}` for a long text or list. In a reply ids are
+written by their names, those without one as `<id 1>`, `<id 2>` in the order of the case.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """What both doors said when they were recorded, they say today.
 
-`recorded/SERVICE/*.jsonl` has requests and the replies to them, in an order in which they can be played (a context is made
-before it is asked about). A reply may change on purpose alone. Then
+`recorded/SERVICE/*.jsonl` has requests and the replies to them, in an order in which they can be played (a context is
+made before it is asked about). A reply may change on purpose alone. Then
 
     python -m pytest tests/decode_engine/pins --record
 
-writes all replies anew, and the change of the files shows what clients will see; `-k NAME` takes those files alone. A new
-case is a line `{"case": ...}` in a file, with `call` and `request` or with `http` and `body`, behind which that command
-writes the reply.
+writes all replies anew, and the change of the files shows what clients will see; `-k NAME` takes those files alone. A
+new case is a line `{"case": ...}` in a file, with `call` and `request` or with `http` and `body`, behind which that
+command writes the reply.
 
-Left out, since they depend on time: durations, ids (which have names), how tokens share messages, and seeds that nobody gave.
-Floats may differ a little. Tokens of the toy model are the same on every machine as long as its likeliest tokens are well
-apart, which that command checks where it can; where another machine has others nevertheless, its recordings tell
-apart what a change did once they are made there before it.
+Left out, since they depend on time: durations, ids (which have names), how tokens share messages, and seeds that nobody
+gave. Floats may differ a little. Tokens of the toy model are the same on every machine as long as its likeliest tokens
+are well apart, which that command checks where it can; where another machine has others nevertheless, its recordings
+tell apart what a change did once they are made there before it.
 """
 
 from __future__ import annotations

@@ -233,3 +233,12 @@ def test_index_spec_takes_overrides() -> None:
     assert spec.parameters["subspaces"] == 16
     with pytest.raises(InvalidArgumentError, match="no parameter"):
         spec.with_parameters(colour="red")
+
+
+@pytest.mark.parametrize(("head_dim", "told"), [(64, False), (128, False), (256, True)])
+def test_tables_of_wide_slices_are_told(head_dim: int, told: bool) -> None:
+    reason = METHODS["csattention"].misfit(head_dim)
+    assert ("64 subspaces" in reason and "slices of 16 channels" in reason) == told == bool(reason)
+    assert [METHODS[name].misfit(head_dim) for name in ("full", "pq", "refined")] == ["", "", ""]
+    wide = INDEX_SPECS["query_tables"].with_parameters(subspaces=64)
+    assert INDEX_KINDS[wide.kind].misfit(wide.parameters, head_dim) == ""

@@ -1,19 +1,17 @@
-"""Answers and batches that are cancelled while the client begins their call again."""
+"""Streams that are cancelled while the client begins their call again."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import grpc
 import pytest
 
 from decode_engine.errors import CancelledError, ServerUnreachableError
-from decode_engine.rpc.client.answers import AsyncGeneration, Generation
-from decode_engine.rpc.client.batch_results import AsyncBatch, Batch
-from index_store.errors import SparseKVError
-from sparsekv.v1 import generation_pb2
+from decode_engine.rpc.client.reading import finish
+from decode_engine.rpc.client.repeats import AsyncWire, BlockingWire, Repeats, Stream
+from index_store.errors import ContextBusyError, SparseKVError
 
 
 class Refused:
@@ -25,69 +23,60 @@ class Refused:
     def cancel(self) -> None:
         self.cancelled = True
 
-    def __iter__(self) -> Iterator[Any]:
+    def __next__(self) -> Any:
         raise grpc.RpcError
 
-    async def __aiter__(self) -> AsyncIterator[Any]:
+    async def read(self) -> Any:
         raise grpc.RpcError
-        yield
 
 
-class Calls:
+class Calls(Repeats):
     """Makes calls, and cancels what reads them: while the second one is made, or once the first one was refused."""
 
     def __init__(self, *, while_made: bool) -> None:
+        super().__init__("nowhere", None)
         self.while_made = while_made
         self.made: list[Refused] = []
-        self.reading: Any = None
+        self.stream: Any = None
 
-    def start(self, timeout: float | None = None) -> Refused:
+    def start(self, left_s: float | None) -> Refused:
         if self.made and self.while_made:
-            self.reading.cancel()
+            self.stream.cancel()
         self.made.append(Refused())
         return self.made[-1]
 
     def translate(self, error: grpc.RpcError) -> SparseKVError:
         if not self.while_made:
-            self.reading.cancel()
+            self.stream.cancel()
         if len(self.made) > 1 and self.made[-1].cancelled:
             return CancelledError("the client ended the call")
         return ServerUnreachableError("no server")
 
 
-REQUEST = generation_pb2.BatchGenerateRequest(requests=[generation_pb2.GenerateRequest(text="a")])
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda calls: Generation(calls.start, calls.translate),
-        lambda calls: Batch(calls.start, REQUEST, calls.translate),
-    ],
-)
-def test_a_call_that_is_made_while_it_is_cancelled_is_ended(make: Callable[[Calls], Any]) -> None:
-    calls = Calls(while_made=True)
-    calls.reading = make(calls)
-    with pytest.raises(CancelledError):
-        list(calls.reading)
-    assert [call.cancelled for call in calls.made] == [True, True]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda calls: AsyncGeneration(calls.start, calls.translate),
-        lambda calls: AsyncBatch(calls.start, REQUEST, calls.translate),
-    ],
-)
-def test_coroutines_that_cancel_between_two_calls_make_no_more(make: Callable[[Calls], Any]) -> None:
-    calls = Calls(while_made=False)
+@pytest.mark.parametrize("while_made", [True, False])
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_stream_that_is_cancelled_while_it_begins_again_ends(blocking: bool, while_made: bool) -> None:
+    calls = Calls(while_made=while_made)
 
     async def read() -> None:
-        calls.reading = make(calls)
-        async for _ in calls.reading:
-            pass
+        wire = (BlockingWire if blocking else AsyncWire)("127.0.0.1:1", None)
+        calls.stream = Stream(wire, calls.start, calls)
+        await calls.stream.read()
 
+    with pytest.raises(CancelledError if while_made else ServerUnreachableError):
+        finish(read()) if blocking else asyncio.run(read())
+    assert [call.cancelled for call in calls.made] == [True] * (2 if while_made else 1)
+
+
+def test_where_nobody_listens_one_attempt_tells() -> None:
+    repeats = Repeats("127.0.0.1:1", None)
+    for nobody in (
+        ServerUnreachableError("no server answers (failed to connect to all addresses)"),
+        ContextBusyError("a job writes it"),
+    ):
+        with pytest.raises(type(nobody)):
+            repeats.wait_s(nobody)
+    stopped = ServerUnreachableError("no server answers (Socket closed)")
+    assert [0 <= repeats.wait_s(stopped) <= longest_s for longest_s in (0.1, 0.2, 0.4)] == [True] * 3
     with pytest.raises(ServerUnreachableError):
-        asyncio.run(read())
-    assert len(calls.made) == 1
+        repeats.wait_s(stopped)

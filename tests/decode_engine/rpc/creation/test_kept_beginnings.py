@@ -265,9 +265,8 @@ class Running:
             "json",
         ]
         command = [*map(str, command), *options]
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+        with (shop.store.parent / "server.log").open("a") as log:
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         assert self._process.stdout is not None
         self.client = Client(json.loads(self._process.stdout.readline())["address"])
         wait_until(self.client.is_serving)
@@ -305,7 +304,7 @@ def converse_and_kill(
 ) -> tuple[Figures, list[int]]:
     """Conversations of ten turns, with the server killed in the middle of some; bytes of kept beginnings after each."""
     Store(shop.store, create=True)
-    server, figures, held = Running(shop, *options), Figures(), []
+    server, figures, held, queue = Running(shop, *options), Figures(), [], JobQueue(shop.store)
     deaths = random.Random(1).sample(range(conversations * 10), kills)
     for number in range(conversations):
         messages = [Message(Role.SYSTEM, document(7, 400))]
@@ -315,6 +314,7 @@ def converse_and_kill(
             if 10 * number + turn in deaths:
                 server.kill()
                 server = Running(shop, *options)
+            wait_until(lambda: not any(entry.open for entry in queue.entries()))  # who talks reads first
         kept = [each for each in Store(shop.store).list() if KEPT_BEGINNING in each.labels]
         held.append(sum(array.nbytes for each in kept for array in each.arrays))
     server.kill()

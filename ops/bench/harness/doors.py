@@ -1,0 +1,125 @@
+"""Clients of both doors, many at once, in processes of their own: what each hears when.
+
+HTTP is read from a socket without a client's library, so that what is timed is the server. Times are seconds of
+`time.monotonic`, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from decode_engine.rpc.client import AsyncClient
+
+Door = Literal["grpc", "http"]
+
+_START_S = 0.3
+"""From the decision that all ask until they do: processes have to hear of it before."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What one client asks. address: HOST:PORT of the door. context: its resource name. options: of
+    AsyncClient.generate, or members of a body of /v1/completions."""
+
+    door: Door
+    address: str
+    context: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Heard:
+    """One stream. arrivals: of messages with a part of the answer. step_s: the mean time of its decode steps by the
+    server, None by HTTP. error: why it failed."""
+
+    asked: float
+    arrivals: tuple[float, ...] = ()
+    tokens: int = 0
+    step_s: float | None = None
+    error: str = ""
+
+
+@dataclass
+class Asked:
+    """Questions that are all asked at one moment."""
+
+    parts: list[Future[list[Heard]]] = field(default_factory=list)
+
+    @classmethod
+    def at_once(cls, pool: Executor, processes: int, asks: Sequence[Ask], after_s: float = 0.0) -> Asked:
+        """Shares the questions out among so many processes of the pool, which all ask at one time, so much later."""
+        begin = time.monotonic() + _START_S + after_s
+        shares = [asks[part::processes] for part in range(min(processes, len(asks)))]
+        return cls([pool.submit(_ask_all, begin, share) for share in shares])
+
+    def heard(self) -> list[Heard]:
+        """Of all of them, in no order."""
+        return [one for part in self.parts for one in part.result()]
+
+
+def _ask_all(begin: float, asks: Sequence[Ask]) -> list[Heard]:
+    return asyncio.run(_gather(begin, asks))
+
+
+async def _gather(begin: float, asks: Sequence[Ask]) -> list[Heard]:
+    clients = {ask.address: AsyncClient(ask.address) for ask in asks if ask.door == "grpc"}
+    try:
+        return list(await asyncio.gather(*(_one(begin, ask, clients) for ask in asks)))
+    finally:
+        for client in clients.values():
+            await client.close()
+
+
+async def _one(begin: float, ask: Ask, clients: Mapping[str, AsyncClient]) -> Heard:
+    await asyncio.sleep(max(0.0, begin - time.monotonic()))
+    asked = time.monotonic()
+    try:
+        if ask.door == "grpc":
+            return await _by_grpc(asked, ask, clients[ask.address])
+        return await _by_http(asked, ask)
+    except Exception as error:
+        return Heard(asked, error=f"{type(error).__name__}: {error}"[:300])
+
+
+async def _by_grpc(asked: float, ask: Ask, client: AsyncClient) -> Heard:
+    arrivals, tokens = [], 0
+    async with client.generate(ask.context, **ask.options) as generation:
+        async for piece in generation:
+            if piece.token_ids:
+                arrivals.append(time.monotonic())
+                tokens += len(piece.token_ids)
+        times = generation.summaries[0].timings
+    step_s = times.decode_ns / times.decode_steps / 1e9 if times.decode_steps else None
+    return Heard(asked, tuple(arrivals), tokens, step_s)
+
+
+async def _by_http(asked: float, ask: Ask) -> Heard:
+    """One request on a connection of its own, whose events are read as they come."""
+    host, _, port = ask.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = {**ask.options, "context": ask.context.removeprefix("contexts/")}
+    data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {ask.address}\r\nContent-Length: {len(data)}\r\n"
+    writer.write(f"{head}Content-Type: application/json\r\nConnection: close\r\n\r\n".encode() + data)
+    arrivals, usage, status = [], b"", await reader.readline()
+    try:
+        if b" 200 " not in status:
+            raise RuntimeError((status + await reader.read())[-300:].decode("utf-8", "replace"))
+        async for line in reader:
+            if line.startswith(b"data: {"):
+                if b'"usage": null' in line or b'"usage":null' in line:
+                    arrivals.append(time.monotonic())
+                else:
+                    usage = line
+    finally:
+        writer.close()
+    if not usage:
+        raise RuntimeError("the stream ended without its usage")
+    tokens = json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"]
+    return Heard(asked, tuple(arrivals[:-1]), tokens)  # the last one tells why it ended
