@@ -172,6 +172,16 @@ def hide_seeds(request: Line, reply: list[Line]) -> None:
                 place[key] = "<seed>"
 
 
+def hide_steps_behind(request: Line, reply: list[Line]) -> None:
+    """How many steps were taken behind a stop string, before it was known, is not told, nor what they count."""
+    if not any(key == "stop" for _, key in walk(request)):
+        return
+    for place, key in list(walk(reply)):
+        if key == "finish_reason" and place[key] == "STOP":
+            place.get("timings", {}).pop("decode_steps", None)
+            place.pop("selection", None)
+
+
 def hide_call_ids(reply: list[Line]) -> None:
     """Ids of calls, which are drawn anew, are told by the order in which they appear."""
     seen: dict[str, str] = {}
