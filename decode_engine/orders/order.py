@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
 from decode_engine.orders.fields import BUDGETS, Sampling
@@ -23,6 +24,11 @@ class Constraint(Struct, frozen=True):
 
     kind: ConstraintKind
     text: str
+
+    @property
+    def said(self) -> str | list[str]:
+        """The text, or the texts to choose from."""
+        return msgspec.json.decode(self.text, type=list[str]) if self.kind == "choices" else self.text
 
 
 class KeepOptions(Struct, frozen=True, omit_defaults=True):
