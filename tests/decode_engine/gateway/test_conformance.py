@@ -127,7 +127,7 @@ def test_each_is_what_its_table_says(path: str, name: str) -> None:
 def of_message(role: str, **more: Any) -> Callable[[dict[str, Any]], Any]:
     before = [SAID, {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "look"}}]}]
     said = {"role": role, "content": "x", **more}
-    first = role in ("system", "developer")
+    first = role in ("system", "developer", "assistant")
     return lambda extra: chat_order(
         {"model": "m", "messages": [{**said, **extra}, SAID] if first else [*before, {**said, **extra}]}
     )
