@@ -41,7 +41,6 @@ from index_store.store.catalog import Store
 from index_store.store.description.manifest import Manifest
 from index_store.store.room import StoreRoom
 
-
 _PROMPT_CHUNKS = {"cpu": 256, "cuda": 512}
 """Prompt tokens per step, which other streams wait for; a GPU reads twice as many in less time."""
 

@@ -38,7 +38,7 @@ class Behind:
         return Behind(self.client.showing(tuple(metadata)), self._known)
 
     async def facts(self) -> ServerStatus:
-        """The model's name and what its template reads, as they were told first; they may be another server's by now."""
+        """The model's name and what its template reads, as they were told first; another server may be there by now."""
         if self._known.status is None:
             self._known.status = await self.client.server_status()
         return self._known.status

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from decode_engine.orders.fields import (
     CONSTRAINTS,
     FIELDS,
     MAX_METHOD_CHARACTERS,
-    Sampling,
     check_count,
+    check_drawn,
 )
 from decode_engine.orders.order import Constraint, ConstraintKind, KeepOptions, Order, ToolChoice
 from decode_engine.settings.request_bounds import (
-    MAX_BIASED_TOKENS,
     MAX_CHOICES,
     MAX_CONSTRAINT_BYTES,
-    MAX_LOGIT_BIAS,
     MAX_NAME_CHARACTERS,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
@@ -36,15 +33,14 @@ from index_store.models.conversation.messages import (
 
 
 def check_order(order: Order) -> None:
-    """Checks all that can be checked without the context and the model. Raises InvalidArgumentError, names the field."""
+    """Checks all that can be checked without context and model. Raises InvalidArgumentError and names the field."""
     check_count("method", order.method, MAX_METHOD_CHARACTERS, "characters")
     for field in FIELDS:
-        holder: Any = order.sampling if field.name in Sampling.__struct_fields__ else order
-        value = getattr(holder, field.member or field.name, None)
+        value = getattr(order, field.member or field.name, None)
         if value is not None:
             field.check(value)
+    check_drawn(order.sampling)
     _check_stops(order)
-    _check_biases(order.sampling)
     _check_answers(order)
     if order.turns:
         _check_turns(order)
@@ -93,16 +89,6 @@ def _check_stops(order: Order) -> None:
         if not 1 <= len(stop) <= MAX_STOP_LENGTH:
             raise InvalidArgumentError(
                 f"a stop string has {len(stop)} characters, expected 1 to {MAX_STOP_LENGTH}", field="stop"
-            )
-
-
-def _check_biases(sampling: Sampling) -> None:
-    check_count("logit_bias", [*sampling.logit_bias], MAX_BIASED_TOKENS, "tokens")
-    for token, bias in sampling.logit_bias.items():
-        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
-            raise InvalidArgumentError(
-                f"logit_bias of token {token} is {bias:g}, expected -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",
-                field="logit_bias",
             )
 
 

@@ -89,8 +89,8 @@ class SamplingOptions(TypedDict, total=False):
 class Field:
     """One field.
 
-    name: in protos, in errors, and for programs; member: of `Order`, where that is another. kind: what it has to be over
-    HTTP. range: of numbers. zero: 0 is as good as nothing. expected: what errors say in place of the range. http: its
+    name: in protos, in errors, and for programs; member: of `Order`, where that is another. kind: what it has to be
+    over HTTP. range: of numbers. zero: 0 is as good as nothing. expected: what errors say in place of the range. http: its
     names by endpoint; None: the same for all. flag: of command lines. metavar: what stands behind it.
     """
 
@@ -315,3 +315,23 @@ def check_count(name: str, values: Sequence[object], most: int, what: str) -> No
     """Raises InvalidArgumentError for more values of a field than there may be."""
     if len(values) > most:
         raise InvalidArgumentError(f"{name} has {len(values)} {what}, expected at most {most}", field=name)
+
+
+def check_drawn(drawn: object) -> None:
+    """Checks those fields of `Sampling` that an object has. Raises InvalidArgumentError."""
+    for name in Sampling.__struct_fields__:
+        value = getattr(drawn, name, None)
+        if name == "logit_bias" and value:
+            _check_biases(value)
+        elif value is not None:
+            BY_NAME[name].check(value)
+
+
+def _check_biases(biases: Mapping[int, float]) -> None:
+    check_count("logit_bias", [*biases], MAX_BIASED_TOKENS, "tokens")
+    for token, bias in biases.items():
+        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+            raise InvalidArgumentError(
+                f"logit_bias of token {token} is {bias:g}, expected -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",
+                field="logit_bias",
+            )

@@ -177,7 +177,10 @@ def _asked(
     places: Mapping[str, str] | None = None,
     schema: dict[str, Any] | None = None,
 ) -> Asked:
-    """What a body asks for. said: the prompt, by members of an order. schema: the format. Raises InvalidArgumentError."""
+    """What a body asks for. said: the prompt, by members of an order. schema: the format.
+
+    Raises InvalidArgumentError.
+    """
     values = {field.name: given[name] for field in FIELDS for name in field.names(endpoint) if name in given}
     values |= {"temperature": 1.0, **values}
     try:

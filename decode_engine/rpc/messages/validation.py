@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
-
-from google.protobuf.descriptor import FieldDescriptor
+from typing import Any, cast
 
 from decode_engine.orders.checking import check_order, constraint_of
 from decode_engine.orders.fields import FIELDS, split
-from decode_engine.orders.order import Constraint, KeepOptions, Order, ToolChoice
+from decode_engine.orders.order import CallMode, Constraint, KeepOptions, Order, ToolChoice
 from decode_engine.rpc.contexts.names import parse_name
 from decode_engine.rpc.prompts.turn_tokens import conversation_tokens
 from decode_engine.rpc.prompts.wire_messages import parse_messages
@@ -45,7 +43,7 @@ def parse_order(request: generation_pb2.GenerateRequest) -> Order:
     return order
 
 
-def _value(request: generation_pb2.GenerateRequest, zero: bool, descriptor: FieldDescriptor) -> Any:
+def _value(request: generation_pb2.GenerateRequest, zero: bool, descriptor: Any) -> Any:
     """A field's value as an order has it; None where it says nothing."""
     name = descriptor.name
     if descriptor.has_presence:
@@ -70,7 +68,7 @@ def _prompt(request: generation_pb2.GenerateRequest) -> dict[str, Any]:
             raise refused("messages", f"{count} messages", f"1 to {MAX_MESSAGES}")
         turns, tools = parse_messages(request.messages)
         return {"turns": turns, "tools": tools}
-    content = request.token_ids.ids if given == "token_ids" else getattr(request, given)
+    content: Any = request.token_ids.ids if given == "token_ids" else getattr(request, given)
     if not content:
         raise InvalidArgumentError(f"{given} is empty, expected at least one token", field=given)
     if given == "question":
@@ -99,7 +97,7 @@ def _tool_choice(request: generation_pb2.GenerateRequest) -> ToolChoice:
         mode = "auto" if request.messages.tools else "none"
     else:
         mode = modes.Name(choice.mode).lower()
-    return ToolChoice(cast(Literal["none", "auto", "required"], mode), choice.name, choice.single)
+    return ToolChoice(cast(CallMode, mode), choice.name, choice.single)
 
 
 def _keep(request: generation_pb2.GenerateRequest) -> KeepOptions:

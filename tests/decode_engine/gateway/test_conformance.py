@@ -134,7 +134,7 @@ def of_message(role: str, **more: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 def of_items(item: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
-    return lambda extra: response_order({"model": "m", "input": [SAID, {**item, **extra}]})
+    return lambda extra: response_order({"model": "m", "input": [SAID, {**item, **extra}, SAID]})
 
 
 def of_chat(name: str, **more: Any) -> Callable[[Any], Any]:
