@@ -90,8 +90,9 @@ class Field:
     """One field.
 
     name: in protos, in errors, and for programs; member: of `Order`, where that is another. kind: what it has to be
-    over HTTP. range: of numbers. zero: 0 is as good as nothing. expected: what errors say in place of the range. http: its
-    names by endpoint; None: the same for all. flag: of command lines. metavar: what stands behind it.
+    over HTTP. range: of numbers. zero: 0 is as good as nothing. expected: what errors say in place of the range. http:
+    its names by endpoint; None: the same for all. flag: of command lines. metavar: what stands behind it. each: what
+    one of several values is, where there may be several.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Field:
     http: Mapping[Endpoint, tuple[str, ...]] | None = None
     flag: str = ""
     metavar: str | None = None
+    each: type[str] | type[int] | None = None
     member: str = ""
 
     def names(self, endpoint: Endpoint) -> tuple[str, ...]:
@@ -225,6 +227,7 @@ FIELDS = (
         "appears.",
         http=_of_choices("stop"),
         flag="--stop",
+        each=str,
     ),
     _number(
         "n",
@@ -259,6 +262,7 @@ FIELDS = (
         says=f"Added to tokens' scores, by their ids: -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}.",
         http=_of_choices("logit_bias"),
         flag="--logit-bias",
+        each=str,
         metavar="TOKEN=BIAS",
     ),
     _number("min_tokens", _integers(0, MAX_INT32), "Tokens before which the answer does not end."),
@@ -267,6 +271,7 @@ FIELDS = (
         kind=TOKENS,
         says=f"Up to {MAX_STOP_TOKENS} tokens that end the answer.",
         flag="--stop-token",
+        each=int,
     ),
     _number(
         "top_logprobs",
@@ -294,6 +299,7 @@ FIELDS = (
         kind=_TEXTS_ONLY,
         says=f"The answer is one of these texts, at most {MAX_CHOICES:,}.",
         flag="--choice",
+        each=str,
     ),
 )
 """All of them; `json_schema` is spelled in its own way everywhere."""
