@@ -15,10 +15,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decode_engine.errors import CancelledError, TooManyRequestsError
 from decode_engine.gateway import answering, counting, creating, library
+from decode_engine.gateway.behind import Behind
 from decode_engine.gateway.bounds import Bounds
 from decode_engine.gateway.exchange import HeldBodies
 from decode_engine.gateway.failures import HttpError, refusal, unexpected
-from decode_engine.rpc.client import AsyncClient
 from decode_engine.rpc.door.rules import Door
 from decode_engine.rpc.transport.calls import fact_text
 from index_store.errors import InvalidArgumentError, SparseKVError
@@ -51,9 +51,9 @@ ROUTES = (
 )
 
 
-def make_app(client: AsyncClient, door: Door, bounds: Bounds, cors_origins: Sequence[str] = ()) -> ASGIApp:
-    """The application. client: of the server behind it. cors_origins: whose pages may ask from browsers."""
-    front = Front(Router(ROUTES, redirect_slashes=False), client, door, bounds)
+def make_app(behind: Behind, door: Door, bounds: Bounds, cors_origins: Sequence[str] = ()) -> ASGIApp:
+    """The application. behind: what answers. cors_origins: whose pages may ask from browsers."""
+    front = Front(Router(ROUTES, redirect_slashes=False), behind, door, bounds)
     if not cors_origins:
         return front
     return CORSMiddleware(
@@ -67,9 +67,9 @@ def make_app(client: AsyncClient, door: Door, bounds: Bounds, cors_origins: Sequ
 class Front:
     """Lets requests in, tells the server who asks, and turns errors into responses."""
 
-    def __init__(self, router: Router, client: AsyncClient, door: Door, bounds: Bounds) -> None:
+    def __init__(self, router: Router, behind: Behind, door: Door, bounds: Bounds) -> None:
         self._router = router
-        self._client = client
+        self._behind = behind
         self._door = door
         self._bounds = bounds
         self._open = 0
@@ -108,9 +108,8 @@ class Front:
             self._bodies.add(nbytes)
             exchange.body_bytes += nbytes
 
-        client = self._client.showing(exchange.metadata())
         scope["state"] = {
-            "client": client,
+            "behind": self._behind.showing(exchange.metadata()),
             "hold": hold,
             "note": exchange.facts.update,
             "told": exchange.told,

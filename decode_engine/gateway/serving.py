@@ -17,6 +17,7 @@ import uvicorn
 
 from decode_engine.errors import AddressError
 from decode_engine.gateway.app import make_app
+from decode_engine.gateway.behind import Behind
 from decode_engine.gateway.bounds import HEAD_BYTES, BoundedConnection, Bounds
 from decode_engine.rpc.client import AsyncClient, Credentials
 from decode_engine.rpc.door.certificates import Certificates
@@ -97,7 +98,7 @@ class Gateway:
 
     async def _serve(self) -> None:
         async with AsyncClient(self._server_address, credentials=self._credentials) as client:
-            app = make_app(client, self._door, self._bounds, self._cors_origins)
+            app = make_app(Behind(client), self._door, self._bounds, self._cors_origins)
             server = uvicorn.Server(self._uvicorn_config(app))
             self._begun.set_result(server)
             await server.serve(sockets=[self._socket])
