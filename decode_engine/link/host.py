@@ -93,7 +93,10 @@ class EngineHost:
     """
 
     def __init__(
-        self, path: Path, on_silent: Callable[[int], None] = lambda pid: None, patience: Patience | None = None
+        self,
+        path: Path,
+        on_silent: Callable[[int], None] = lambda pid: None,
+        patience: Patience | None = None,
     ) -> None:
         """path: of the socket, in a folder that nobody else may enter. on_silent: gets the process of a door that does
         not live any more, as far as can be heard."""
@@ -280,7 +283,8 @@ class EngineHost:
             case Warms(_, context, deadline_ns):
                 return await self._core.warm(context, deadline_ns)
             case Changed(_, context):
-                return await self._core.changed(context)
+                await self._core.changed(context)
+                return None
 
     def _send(self, peer: _Peer, message: FromEngine) -> None:
         """Sends at once, or gives the door up."""
@@ -310,6 +314,7 @@ class EngineHost:
         logger.warning("door %d is given up with %d requests: %s", peer.hello.pid, len(peer.requests), why)
         peer.lost = why
         self._end_all(peer)
+        self._tell(address, Unknown(why))
 
     def _forget(self, peer: _Peer) -> None:
         if self._peers.get(peer.address) is peer:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 64
 """Messages that are read before others on the loop have their turn."""
-_WORD_BYTES = 2**26
+_MESSAGE_BYTES = 2**26
 
 
 class LoopSocket:
@@ -40,7 +40,7 @@ class LoopSocket:
         self._context = zmq.Context()
         self._socket = self._context.socket(kind)
         self._socket.setsockopt(zmq.SNDHWM, waiting)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _WORD_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
         if kind == zmq.ROUTER:
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # who is gone, or reads nothing, is told of
@@ -49,6 +49,7 @@ class LoopSocket:
         self._on_event = on_event
         self._loop.add_reader(self._socket.FD, self.read)
         self._loop.add_reader(self._monitor.FD, self._read_monitor)
+        self._loop.call_soon(self._read_monitor)  # a descriptor tells nothing before it was read in vain
 
     def bind(self, path: Path) -> None:
         """Listens there. Raises AddressError."""
@@ -56,18 +57,22 @@ class LoopSocket:
             self._socket.bind(f"ipc://{path}")
         except zmq.ZMQError as error:
             self.close(0.0)
-            raise AddressError(f"no socket can be made at {path}: {error}; set TMPDIR to another folder") from error
+            raise AddressError(
+                f"no socket can be made at {path}: {error}; set TMPDIR to another folder"
+            ) from error
+        self._loop.call_soon(self.read)
 
     def connect(self, path: Path) -> None:
         """Speaks to who listens there, and to who does later."""
         self._socket.connect(f"ipc://{path}")
+        self._loop.call_soon(self.read)
 
     def send(self, *frames: bytes) -> None:
         """Sends or raises zmq.ZMQError: Again where too many wait, EHOSTUNREACH where nobody has that address."""
         for frame in frames[:-1]:
             self._socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE)
         self._socket.send(frames[-1], zmq.NOBLOCK)
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self.read)
 
     def read(self, at_once: int = _AT_ONCE) -> None:

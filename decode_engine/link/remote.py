@@ -202,8 +202,12 @@ class RemoteCore:
             case Closing(error):
                 self._lose(error, error)
             case Unknown(why):
-                if self._facts is not None:  # else a hello is on its way, that says more than what this answers
-                    crashed = f"the engine gave up this door ({why}), and the request with it; it may be sent again"
+                if (
+                    self._facts is not None
+                ):  # else a hello is on its way, that says more than what this answers
+                    crashed = (
+                        f"the engine gave up this door ({why}), and the request with it; it may be sent again"
+                    )
                     self._lose(_crashed(crashed), self._not_ready())
                     self._say_hello()
 

@@ -149,6 +149,14 @@ async def there(core: FakeCore, condition: Callable[[], bool]) -> None:
     await asyncio.to_thread(core.wait_for, condition)
 
 
+async def take_turns(core: FakeCore, count: int, heard: Sequence[Heard]) -> None:
+    """Turns, of which each is heard of before the next one; those that came together would make one message."""
+    for turn in range(1, count + 1):
+        core.turn()
+        for each in heard:
+            await each.wait_for(lambda: len(each.calls) == turn)  # noqa: B023
+
+
 async def raises(kind: type[Exception], work: Awaitable[object]) -> Any:
     with pytest.raises(kind) as caught:
         await work
@@ -216,12 +224,12 @@ async def test_a_request_gets_its_events_in_order_one_call_a_turn(path: Path) ->
             remote.submit(ORDER, each)
         await there(core, lambda: len(core.orders) == 64)
         assert core.orders[0] == ORDER
-        for _ in range(3):
-            core.turn()
+        await take_turns(core, 3, heard)
         for each in heard:
-            await each.end()
             begins = [Waits("session", 1), Begins(ORDER.context, "full", 1, 3, 9)]
-            assert each.calls == [[*begins, Says(0, [0])], [Says(0, [1])], [Says(0, [2]), END]]
+            assert frames.encode(each.calls) == frames.encode(
+                [[*begins, Says(0, [0])], [Says(0, [1])], [Says(0, [2]), END]]
+            )
 
 
 @in_loop
@@ -242,10 +250,7 @@ async def test_a_turn_is_one_message_for_each_door(path: Path) -> None:
         for index, each in enumerate(heard):
             (one if index < 5 else two).submit(Order(max_tokens=4), each)
         await there(core, lambda: len(core.orders) == 8)
-        for _ in range(4):
-            core.turn()
-        for each in heard:
-            await each.end()
+        await take_turns(core, 4, heard)
         assert turns == {0: [15, 5, 5, 10], 1: [9, 3, 3, 6]}
 
 

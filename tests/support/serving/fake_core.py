@@ -48,7 +48,8 @@ class FakeHandle:
             events.append(Ends(answer, "stop", tokens, 7, TIMES, {"keys": 3}))
         if self.said == self.order.max_tokens and not self.stopped:
             events += [
-                Ends(answer, "length", self.said, 7, TIMES, {"keys": 3}) for answer in range(self.order.answers)
+                Ends(answer, "length", self.said, 7, TIMES, {"keys": 3})
+                for answer in range(self.order.answers)
             ]
         return events
 
@@ -96,7 +97,7 @@ class FakeCore:
         return Status({"turns": self.turns, "limit": None}, {}, {"bytes": 2**40}, [])
 
     async def residency(self, bases: Sequence[str] = ()) -> Residency:
-        return Residency(["a"], {base: "device" for base in bases})
+        return Residency(["a"], dict.fromkeys(bases, "device"))
 
     async def warm(self, context: str, deadline_ns: int | None) -> Warmed:
         if context == "busy":
