@@ -91,9 +91,7 @@ class Meaning:
     def cached(self) -> int:
         """Tokens that are not read, since their keys and values are stored."""
         return (
-            self.ground.named.token_count
-            if self.order.context
-            else len(self.order.prompt) - len(self.prompt)
+            self.ground.named.token_count if self.order.context else len(self.order.prompt) - len(self.prompt)
         )
 
     @property

@@ -110,9 +110,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 limit=_MAX_BATCHES,
             )
         self._batches += 1
-        sources = [
-            partial(self._answer_in_turn, request.context, each, call) for each in request.requests
-        ]
+        sources = [partial(self._answer_in_turn, request.context, each, call) for each in request.requests]
         failed = generated = 0
         try:
             async with aclosing(merged(sources, self._answering.facts.max_sessions)) as items:

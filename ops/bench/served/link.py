@@ -1,7 +1,8 @@
 """What the link between engine and doors costs: turns of many streams, from a process to another one.
 
-An engine without a model says a token of every stream each turn; the next turn comes when the door has had the last one, so
-both sides' work is in the time of a turn. `asyncio` is the same with pyzmq's own asyncio sockets, which only send and read.
+An engine without a model says a token of every stream each turn; the next turn comes when the door has had the last
+one, so both sides' work is in the time of a turn. `asyncio` is the same with pyzmq's own asyncio sockets in one process,
+which only send and read.
 
     python ops/bench/served/link.py --streams 64 256 --turns 3000
 """
@@ -22,9 +23,9 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from decode_engine.link.frames import Turn, decode_from_engine, encode
-from decode_engine.link.host import EngineHost
-from decode_engine.link.remote import RemoteCore
+from decode_engine.processes.link.frames import Turn, decode_from_engine, encode
+from decode_engine.processes.link.host import EngineHost
+from decode_engine.processes.link.remote import RemoteCore
 from decode_engine.orders.core import Facts, Residency, Status, Warmed
 from decode_engine.orders.events import Event, Says
 from decode_engine.orders.order import Order
@@ -41,7 +42,7 @@ class Talker:
 
     async def facts(self) -> Facts:
         identity = ModelIdentity("none", "none", "0", "0", 1, 1, 1, 8, 8, 8)
-        return Facts(identity=identity, kv_dtype="float16", max_sessions=1, device="none")
+        return Facts(identity=identity, kv_dtype="float16", max_sessions=1, max_waiting=0, device="none")
 
     def submit(self, order: Order, on_events: OnEvents) -> Talker:
         self._listeners.append(on_events)

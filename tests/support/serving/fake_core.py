@@ -14,7 +14,7 @@ from index_store.errors import ContextNotFoundError
 from index_store.store.description.context_id import ModelIdentity
 
 IDENTITY = ModelIdentity("fake", "llama", "f" * 64, "t" * 64, 2, 4, 2, 64, 16, 4096)
-FACTS = Facts(IDENTITY, "bfloat16", 16, "cpu")
+FACTS = Facts(IDENTITY, "bfloat16", 16, 64, "cpu")
 TIMES = Times(1, 2, 3, 4, 5, 6, 7)
 
 OnEvents = Callable[[Sequence[Event]], None]

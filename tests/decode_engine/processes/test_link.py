@@ -21,9 +21,6 @@ from decode_engine.errors import (
     ShuttingDownError,
     TooManyRequestsError,
 )
-from decode_engine.link import frames
-from decode_engine.link.host import EngineHost, Patience
-from decode_engine.link.remote import RETRY_S, RemoteCore
 from decode_engine.orders.core import Warmed
 from decode_engine.orders.events import (
     Begins,
@@ -38,6 +35,9 @@ from decode_engine.orders.events import (
     event_of_error,
 )
 from decode_engine.orders.order import Constraint, KeepOptions, Order, Sampling, ToolChoice
+from decode_engine.processes.link import frames
+from decode_engine.processes.link.host import EngineHost, Patience
+from decode_engine.processes.link.remote import RETRY_S, RemoteCore
 from index_store.errors import ContextNotFoundError
 from index_store.models.conversation.messages import Message, Role, Tool, ToolCall
 from tests.support.serving.fake_core import FACTS, IDENTITY, TIMES, FakeCore

@@ -1,7 +1,7 @@
 """The engine's side of the link: doors come and go, each with its requests, and none of them can hold up the engine.
 
-All is done on one event loop, on a thread of its own, which the core uses, too. What a core says of a turn's requests it says
-in one go on that loop, so the events of a door are gathered until the loop comes by again, and make one message.
+All is done on one event loop, on a thread of its own, which the core uses, too. What a core says of a turn's requests
+it says in one go on that loop, so events of a door are gathered until the loop comes by again, and make one message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import zmq
 from msgspec import Raw
 
 from decode_engine.errors import InternalError
-from decode_engine.link.frames import (
+from decode_engine.orders.core import Core, Facts, Handle
+from decode_engine.orders.events import Ends, Event, Fails, event_of_error
+from decode_engine.processes.link.frames import (
     LIFE_S,
     VERSION,
     Alive,
@@ -46,9 +48,7 @@ from decode_engine.link.frames import (
     decode_from_door,
     encode,
 )
-from decode_engine.link.loop_socket import LoopSocket
-from decode_engine.orders.core import Core, Facts, Handle
-from decode_engine.orders.events import Ends, Event, Fails, event_of_error
+from decode_engine.processes.link.loop_socket import LoopSocket
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +74,8 @@ class _Request:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A door. heard: when, on `time.monotonic`. events: of the turn that is gathered. lost: why it was given up, of which
-    it is told when it says something again."""
+    """A door. heard: when, on `time.monotonic`. events: of the turn that is gathered. lost: why it was given up, of
+    which it is told when it says something again."""
 
     address: bytes
     hello: Hello
@@ -197,7 +197,8 @@ class EngineHost:
         if (before := self._peers.get(address)) is not None:
             self._forget(before)
         if hello.version != VERSION:
-            text = f"a door speaks version {hello.version} of the link, this engine {VERSION}: both have to be started anew"
+            spoken = f"a door speaks version {hello.version} of the link, this engine {VERSION}"
+            text = f"{spoken}: both have to be started anew"
             self._tell(address, Closing(event_of_error(InternalError(text))))
             return
         peer = self._peers[address] = _Peer(address, hello, time.monotonic())

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from decode_engine.link.host import Patience
 from decode_engine.orders.events import Ends, Fails, Says
 from decode_engine.orders.order import Order
-from tests.decode_engine.link.test_link import Heard, door, engine, in_loop, path, there
+from decode_engine.processes.link.host import Patience
+from tests.decode_engine.processes.test_link import Heard, door, engine, in_loop, path, there
 
 __all__ = ["path"]
 

@@ -15,7 +15,10 @@ import zmq
 from msgspec import Raw
 
 from decode_engine.errors import EngineCrashedError, NotReadyError
-from decode_engine.link.frames import (
+from decode_engine.orders.core import Facts, Residency, Status, Warmed
+from decode_engine.orders.events import Ends, Event, Fails, error_of_event, event_of_error
+from decode_engine.orders.order import Order
+from decode_engine.processes.link.frames import (
     LIFE_S,
     VERSION,
     Alive,
@@ -41,10 +44,7 @@ from decode_engine.link.frames import (
     decode_result,
     encode,
 )
-from decode_engine.link.loop_socket import LoopSocket
-from decode_engine.orders.core import Facts, Residency, Status, Warmed
-from decode_engine.orders.events import Ends, Event, Fails, error_of_event, event_of_error
-from decode_engine.orders.order import Order
+from decode_engine.processes.link.loop_socket import LoopSocket
 from index_store.errors import SparseKVError
 
 ResultT = TypeVar("ResultT")
@@ -99,12 +99,17 @@ class RemoteCore:
     """
 
     def __init__(
-        self, path: Path, on_ready: Callable[[bool], None] = lambda ready: None, silent_s: float = 60.0
+        self,
+        path: Path,
+        on_ready: Callable[[bool], None] = lambda ready: None,
+        on_phase: Callable[[str], None] = lambda phase: None,
+        silent_s: float = 60.0,
     ) -> None:
-        """on_ready: called with whether requests are taken, when that changes. silent_s: after which an engine that says
-        nothing counts as dead."""
+        """on_ready: called with whether requests are taken, when that changes. on_phase: with what an engine does
+        that starts. silent_s: after which an engine that says nothing counts as dead."""
         self.phase = "begin"
         self._on_ready = on_ready
+        self._on_phase = on_phase
         self._silent_s = silent_s
         self._loop = asyncio.get_running_loop()
         self._numbers = count(1)
@@ -199,6 +204,7 @@ class RemoteCore:
             case Starting(phase):
                 self.phase = phase
                 self._away = self._not_ready()
+                self._on_phase(phase)
             case Closing(error):
                 self._lose(error, error)
             case Unknown(why):
@@ -226,7 +232,9 @@ class RemoteCore:
         else:
             self._socket.read(2**20)  # the last that it has said
             self.phase = "start the engine again"
-            crashed = "the engine ended while it worked on this request; it is being started again: send the request again"
+            crashed = (
+                "the engine ended while it worked on this request; another one is started: send it again"
+            )
             self._lose(_crashed(crashed), self._not_ready())
 
     def _say_hello(self) -> None:

@@ -1,7 +1,7 @@
 """What crosses the link: messages of a door to the engine and back, in msgpack.
 
-A door says `Hello`, until it is answered by `Welcome`; from then on it submits. It numbers its requests and questions from
-one count, and never uses a number again. `life` counts its hellos: who says hello again has given up all of before.
+A door says `Hello`, until it is answered by `Welcome`; from then on it submits. It numbers its requests and questions
+from one count, and never uses a number again. `life` counts its hellos: who says hello again has given up all before.
 """
 
 from __future__ import annotations

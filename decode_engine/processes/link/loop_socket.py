@@ -1,7 +1,7 @@
 """A ZeroMQ socket on an event loop.
 
-Its descriptor tells of changes, once for several messages, so it is read until nothing is there; sending may take such a
-word away. It is no part of a socket's own events that the other side has gone: its monitor tells that.
+Its descriptor tells of changes, once for several messages, so it is read until nothing is there; sending may take
+such a word away. It is no part of a socket's own events that the other side has gone: its monitor tells that.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LoopSocket:
         on_message: Callable[[list[bytes]], None],
         on_event: Callable[[int], None],
     ) -> None:
-        """waiting: messages to one other side that may wait to be sent, 0 for any number. on_message: gets the frames of
-        each. on_event: gets those of the monitor that are wanted."""
+        """waiting: messages to one other side that may wait to be sent, 0 for any number. on_message: gets the frames
+        of each. on_event: gets those of the monitor that are wanted."""
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._socket = self._context.socket(kind)
