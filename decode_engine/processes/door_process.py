@@ -1,6 +1,6 @@
 """The process of a door: gRPC, and HTTP where it is wanted, in front of an engine of another process.
 
-`python -m` this module starts it. Its ports answer before it knows an engine.
+Its ports answer before it knows an engine.
 """
 
 from __future__ import annotations
@@ -139,7 +139,3 @@ def main() -> None:
         except Exception:
             logger.exception("the door's process failed")
         end_process(code)
-
-
-if __name__ == "__main__":
-    main()

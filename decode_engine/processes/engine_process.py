@@ -1,4 +1,4 @@
-"""The process of the engine: loads the model, and serves doors over the link. `python -m` this module starts it."""
+"""The process of the engine: loads the model, and serves doors over the link."""
 
 from __future__ import annotations
 
@@ -65,7 +65,3 @@ def main() -> None:
         except Exception:
             logger.exception("the engine's process failed")
         end_process(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -35,8 +35,8 @@ from index_store.errors import SparseKVError
 
 logger = logging.getLogger(__name__)
 
-ENGINE = (sys.executable, "-m", "decode_engine.processes.engine_process")
-DOOR = (sys.executable, "-m", "decode_engine.processes.door_process")
+ENGINE = (sys.executable, "-c", "from decode_engine.processes.engine_process import main; main()")
+DOOR = (sys.executable, "-c", "from decode_engine.processes.door_process import main; main()")
 _LEAST_S, _MOST_S = (
     1.0,
     60.0,

@@ -54,8 +54,8 @@ class GrpcDoor:
     """A port for gRPC, and its services once there is an engine.
 
     It answers from the start: health checks with NOT_SERVING, and all else with NOT_READY and the phase, until `open`
-    is called. Raises StoreError or ModelUnsupportedError when store or model are not there, AddressError when the port is
-    taken.
+    is called. Raises StoreError or ModelUnsupportedError when store or model are not there, AddressError when the port
+    is taken.
     """
 
     def __init__(

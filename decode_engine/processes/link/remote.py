@@ -94,8 +94,8 @@ class RemoteHandle:
 class RemoteCore:
     """An engine over its socket. To be made and used on a door's event loop; see `Core`.
 
-    While there is no engine, or it starts, requests and questions end with NOT_READY and its phase. Where it dies, those
-    that it has not ended end with ENGINE_CRASHED.
+    While there is no engine, or it starts, requests and questions end with NOT_READY and its phase. Where it dies,
+    those that it has not ended end with ENGINE_CRASHED.
     """
 
     def __init__(

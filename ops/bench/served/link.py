@@ -1,8 +1,8 @@
 """What the link between engine and doors costs: turns of many streams, from a process to another one.
 
 An engine without a model says a token of every stream each turn; the next turn comes when the door has had the last
-one, so both sides' work is in the time of a turn. `asyncio` is the same with pyzmq's own asyncio sockets in one process,
-which only send and read.
+one, so both sides' work is in the time of a turn. `asyncio` is the same with pyzmq's own asyncio sockets in one
+process, which only send and read.
 
     python ops/bench/served/link.py --streams 64 256 --turns 3000
 """
@@ -23,12 +23,12 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from decode_engine.processes.link.frames import Turn, decode_from_engine, encode
-from decode_engine.processes.link.host import EngineHost
-from decode_engine.processes.link.remote import RemoteCore
 from decode_engine.orders.core import Facts, Residency, Status, Warmed
 from decode_engine.orders.events import Event, Says
 from decode_engine.orders.order import Order
+from decode_engine.processes.link.frames import Turn, decode_from_engine, encode
+from decode_engine.processes.link.host import EngineHost
+from decode_engine.processes.link.remote import RemoteCore
 from index_store.store.description.context_id import ModelIdentity
 
 OnEvents = Callable[[Sequence[Event]], None]

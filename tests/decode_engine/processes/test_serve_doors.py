@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import threading
@@ -36,8 +37,6 @@ def ended(pid: int) -> threading.Event:
     handle, event = os.pidfd_open(pid), threading.Event()
 
     def wait() -> None:
-        import select
-
         select.select([handle], [], [])
         os.close(handle)
         event.set()
@@ -54,7 +53,9 @@ def started(library: Library, lamp: str) -> Iterator[tuple[Server, dict[str, str
 
 def answer(address: str, context: str) -> str:
     with Client(address) as client:
-        return client.generate(context, text="Who?", max_tokens=4, method="full").result().text
+        return "".join(
+            part.text for part in client.generate(context, text="Who?", max_tokens=4, method="full")
+        )
 
 
 def until_answered(ask: Callable[[], str]) -> str:

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from decode_engine.processes.link.host import EngineHost
-from decode_engine.processes.link.remote import RemoteCore
 from decode_engine.orders.events import Event, Says
 from decode_engine.orders.order import Order
+from decode_engine.processes.link.host import EngineHost
+from decode_engine.processes.link.remote import RemoteCore
 from tests.support.serving.fake_core import FakeCore
 
 
