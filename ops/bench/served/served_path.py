@@ -44,8 +44,8 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import typer
 from harness.checks import CheckFailedError
-from harness.doors import Ask, Asked, Door, Heard
 from harness.report import Report, reporting
+from served.doors import Ask, Asked, Door, Heard
 from served.first_minute import prefill, write_model, write_text
 
 from decode_engine.rpc.client import Client
