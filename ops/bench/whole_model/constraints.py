@@ -32,11 +32,11 @@ from harness.made_up.random_schemas import random_schema
 from harness.report import reporting
 
 from decode_engine.engine.sampler import Sampler
-from decode_engine.engine.sampling.grammar import Grammar
 from decode_engine.engine.sampling.parameters import SamplingParameters
+from decode_engine.engine.sampling.grammar import Grammar
+from decode_engine.orders.order import Constraint
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.orders.order import Constraint
 from index_store.memory.resident import ResidentContext
 from index_store.methods.presets import get_method
 from index_store.models.resolve import resolve_model

@@ -16,9 +16,9 @@ from decode_engine.engine.prompt_pieces import prompt_cost
 from decode_engine.engine.requests import Finished, Request, Step
 from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.sampling.parameters import SamplingParameters
+from decode_engine.rpc.answers.text import TextStream
 from decode_engine.layers.session import Session
 from decode_engine.model.decode_attention import packed
-from decode_engine.rpc.answers.text import TextStream
 from decode_engine.settings.command_options import Prompts
 from harness.checks import CheckFailedError
 from index_store.memory.resident import ResidentContext
