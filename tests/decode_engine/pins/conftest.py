@@ -13,8 +13,8 @@ import grpc
 import httpx
 import pytest
 
-from decode_engine.gateway.serving import Gateway
 from decode_engine.core.housekeeping import Housekeeping
+from decode_engine.gateway.serving import Gateway
 from decode_engine.rpc.server import DecodeServer
 from index_store.methods.presets import METHODS
 from index_store.models.resolve import resolve_model

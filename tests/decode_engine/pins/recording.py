@@ -179,3 +179,11 @@ def hide_call_ids(reply: list[Line]) -> None:
         value = place[key]
         if key in ("id", "call_id", "item_id") and isinstance(value, str) and _CALL_ID.fullmatch(value):
             place[key] = seen.setdefault(value, f"<call {len(seen) + 1}>")
+
+
+def hide_work_beyond_stops(request: Line, reply: list[Line]) -> None:
+    """Where a stop string ends an answer, how far the engine had gone beyond it depends on time."""
+    if any(key == "stop" and place[key] for place, key in walk(request)):
+        for place, key in walk(reply):
+            if key in ("timings", "selection", "fraction_of_keys"):
+                place[key] = "<as far as it came>"
