@@ -1,6 +1,7 @@
 """What the engine says of a request: `Waits` now and then, `Begins`, `Says` for its answers, `Ends` for each of them.
 
-`Fails` ends the whole request. Structs are arrays on the wire: a step sends one message with the events of all requests.
+`Fails` ends the whole request. Structs are arrays on the wire: a step sends one message with the events of all
+requests.
 """
 
 from __future__ import annotations

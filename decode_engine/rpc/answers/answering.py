@@ -8,8 +8,8 @@
             ...
 
 `call` is whoever asks (`Asker`): gRPC's `Call` is one. Closing the generator, or cancelling the task that reads it,
-ends the request. Errors are raised, as the classes that they are everywhere. Who reads slowly holds nobody up: what comes
-meanwhile waits here, and who never reads is ended by the gate.
+ends the request. Errors are raised, as the classes that they are everywhere. Who reads slowly holds nobody up: what
+comes meanwhile waits here, and who never reads is ended by the gate.
 """
 
 from __future__ import annotations
