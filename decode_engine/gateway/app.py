@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,6 +21,8 @@ from decode_engine.gateway.behind import Behind
 from decode_engine.gateway.bounds import Bounds
 from decode_engine.gateway.exchange import HeldBodies
 from decode_engine.gateway.failures import HttpError, refusal, unexpected
+from decode_engine.gateway.openapi import document
+from decode_engine.gateway.wire.events import JsonReply
 from decode_engine.rpc.door.rules import Door
 from decode_engine.rpc.transport.calls import fact_text
 from index_store.errors import InvalidArgumentError, SparseKVError
@@ -51,9 +55,22 @@ ROUTES = (
 )
 
 
+_DOCUMENT = JsonReply(document(ROUTES)).body
+
+
+async def openapi(_: Request) -> Response:
+    """GET /openapi.json: all paths, as OpenAPI describes them."""
+    return Response(_DOCUMENT, media_type="application/json")
+
+
 def make_app(behind: Behind, door: Door, bounds: Bounds, cors_origins: Sequence[str] = ()) -> ASGIApp:
     """The application. behind: what answers. cors_origins: whose pages may ask from browsers."""
-    front = Front(Router(ROUTES, redirect_slashes=False), behind, door, bounds)
+    front = Front(
+        Router((*ROUTES, Route("/openapi.json", openapi, methods=["GET"])), redirect_slashes=False),
+        behind,
+        door,
+        bounds,
+    )
     if not cors_origins:
         return front
     return CORSMiddleware(
