@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Self
 
 from index_store.errors import SparseKVError
@@ -92,3 +93,23 @@ class AddressError(SparseKVError):
             f"with {flag} (port 0 picks a free one)",
             address=address,
         )
+
+
+def error_by_reason(
+    reason: str, message: str, metadata: Mapping[str, str], retry_after_s: float | None = None
+) -> SparseKVError:
+    """The error of a reason that came over a wire, as its class; InternalError where no class here has the reason."""
+    error = _classes_by_reason().get(reason, InternalError)(message)
+    error.metadata = dict(metadata)
+    error.retry_after_s = retry_after_s
+    return error
+
+
+def _classes_by_reason() -> dict[str, type[SparseKVError]]:
+    classes: dict[str, type[SparseKVError]] = {}
+    pending = [SparseKVError]
+    while pending:
+        for subclass in pending.pop().__subclasses__():
+            classes.setdefault(subclass.reason, subclass)
+            pending.append(subclass)
+    return classes

@@ -124,12 +124,12 @@ def ask(
             **config.generate_options(text, raw=config.raw),
         ) as generation:
             try:
-                stream = output is OutputFormat.TEXT and config.n == 1
+                stream = output is OutputFormat.TEXT and config.answers == 1
                 pieces = list(_stream_text(generation) if stream else generation)
             except KeyboardInterrupt:
                 generation.cancel()
                 raise typer.Exit(INTERRUPTED) from None
-    answers = [_answer(pieces, index) for index in range(config.n)]
+    answers = [_answer(pieces, index) for index in range(config.answers)]
     if output is OutputFormat.JSON:
         _print_json(generation, answers)
     else:

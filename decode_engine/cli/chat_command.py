@@ -11,16 +11,11 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
+from decode_engine.cli.asking.answer_options import asking
 from decode_engine.rpc.client import Client, ContextInfo, Keep, Summary, Usage
 from decode_engine.rpc.door.options import ServerConfig
-from decode_engine.settings.request_bounds import (
-    MAX_INT32,
-    MAX_NAME_CHARACTERS,
-    MAX_SEED,
-    MAX_STOP_LENGTH,
-    MAX_TEMPERATURE,
-)
-from index_store.cli.checks import AtLeast, Characters, Filled, MoreThan
+from decode_engine.settings.request_bounds import MAX_NAME_CHARACTERS
+from index_store.cli.checks import Characters, Filled
 from index_store.cli.console import print_json
 from index_store.cli.options import FormatOption, OutputFormat, check_bounds, configured
 from index_store.errors import InvalidArgumentError, SparseKVError
@@ -36,7 +31,11 @@ several lines. Ctrl-C stops an answer, Ctrl-D ends the conversation.
   /quit   end the conversation"""
 
 
+_FIELDS = ("method", "keep_ratio", "max_tokens", "temperature", "top_p", "seed", "stop")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
+@asking(*_FIELDS)
 class ChatConfig(ServerConfig):
     """`decode-engine chat`. What is None is left to the server."""
 
@@ -48,32 +47,11 @@ class ChatConfig(ServerConfig):
         ),
         Filled(),
     ] = None
-    method: Annotated[
-        str | None,
-        Option("--method", metavar="METHOD", help="Method, as for `ask`."),
-        Filled(),
-    ] = None
-    keep: Annotated[
-        float | None, Option("--keep", help="Fraction of the keys to keep, for example 0.02."), MoreThan(0, 1)
-    ] = None
     keep_as: Annotated[
         str | None,
         Option("--keep-as", metavar="NAME", help="Keep the conversation as a context of this name."),
         Characters(1, MAX_NAME_CHARACTERS),
     ] = None
-    max_tokens: Annotated[
-        int | None, Option(help="Most tokens of an answer; 256 by default."), AtLeast(1, MAX_INT32)
-    ] = None
-    temperature: Annotated[
-        float, Option(help="0 takes the likeliest token."), AtLeast(0, MAX_TEMPERATURE)
-    ] = 0.0
-    top_p: Annotated[float | None, Option(help="Sample from this much probability."), MoreThan(0, 1)] = None
-    seed: Annotated[int | None, Option(help="Same seed, same conversation."), AtLeast(0, MAX_SEED)] = None
-    stop: Annotated[
-        tuple[str, ...],
-        Option("--stop", help="End an answer where this text would appear; repeatable."),
-        Characters(1, MAX_STOP_LENGTH),
-    ] = ()
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -140,13 +118,7 @@ class _Conversation:
         with self.client.generate(
             self.name,
             messages=asked,
-            max_tokens=config.max_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            seed=config.seed,
-            stop=config.stop,
-            method=config.method,
-            keep_ratio=config.keep,
+            **{name: getattr(config, name) for name in _FIELDS},
             keep=None if config.keep_as is None else Keep(config.keep_as, move_name=bool(self.kept)),
         ) as generation:
             try:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from decode_engine.orders.events import Event, Fails
+from decode_engine.orders.events import Event, event_of_error
 from index_store.errors import SparseKVError
 
 logger = logging.getLogger(__name__)
@@ -26,15 +26,9 @@ class Reply:
 
     def fail(self, error: Exception) -> None:
         """The request has ended by an error; nothing follows."""
-        self.tell(fails_of(error))
-
-
-def fails_of(error: Exception) -> Fails:
-    """An error as an event. One that is not ours is logged here, and told as INTERNAL."""
-    if isinstance(error, SparseKVError):
-        return Fails(error.reason, error.message, error.metadata, error.retry_after_s)
-    logger.error("a request failed", exc_info=error)
-    return Fails("INTERNAL", f"{type(error).__name__}: {error}", {})
+        if not isinstance(error, SparseKVError):
+            logger.error("a request failed", exc_info=error)
+        self.tell(event_of_error(error))
 
 
 class Sink(Protocol):

@@ -10,15 +10,19 @@ from collections.abc import Sequence
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decode_engine.errors import CancelledError, TooManyRequestsError
 from decode_engine.gateway import answering, counting, creating, library
+from decode_engine.gateway.behind import Behind
 from decode_engine.gateway.bounds import Bounds
 from decode_engine.gateway.exchange import HeldBodies
 from decode_engine.gateway.failures import HttpError, refusal, unexpected
-from decode_engine.rpc.client import AsyncClient
+from decode_engine.gateway.openapi import document
+from decode_engine.gateway.wire.events import JsonReply
 from decode_engine.rpc.door.rules import Door
 from decode_engine.rpc.transport.calls import fact_text
 from index_store.errors import InvalidArgumentError, SparseKVError
@@ -51,9 +55,22 @@ ROUTES = (
 )
 
 
-def make_app(client: AsyncClient, door: Door, bounds: Bounds, cors_origins: Sequence[str] = ()) -> ASGIApp:
-    """The application. client: of the server behind it. cors_origins: whose pages may ask from browsers."""
-    front = Front(Router(ROUTES, redirect_slashes=False), client, door, bounds)
+_DOCUMENT = JsonReply(document(ROUTES)).body
+
+
+async def openapi(_: Request) -> Response:
+    """GET /openapi.json: all paths, as OpenAPI describes them."""
+    return Response(_DOCUMENT, media_type="application/json")
+
+
+def make_app(behind: Behind, door: Door, bounds: Bounds, cors_origins: Sequence[str] = ()) -> ASGIApp:
+    """The application. behind: what answers. cors_origins: whose pages may ask from browsers."""
+    front = Front(
+        Router((*ROUTES, Route("/openapi.json", openapi, methods=["GET"])), redirect_slashes=False),
+        behind,
+        door,
+        bounds,
+    )
     if not cors_origins:
         return front
     return CORSMiddleware(
@@ -67,9 +84,9 @@ def make_app(client: AsyncClient, door: Door, bounds: Bounds, cors_origins: Sequ
 class Front:
     """Lets requests in, tells the server who asks, and turns errors into responses."""
 
-    def __init__(self, router: Router, client: AsyncClient, door: Door, bounds: Bounds) -> None:
+    def __init__(self, router: Router, behind: Behind, door: Door, bounds: Bounds) -> None:
         self._router = router
-        self._client = client
+        self._behind = behind
         self._door = door
         self._bounds = bounds
         self._open = 0
@@ -108,9 +125,8 @@ class Front:
             self._bodies.add(nbytes)
             exchange.body_bytes += nbytes
 
-        client = self._client.showing(exchange.metadata())
         scope["state"] = {
-            "client": client,
+            "behind": self._behind.showing(exchange.metadata()),
             "hold": hold,
             "note": exchange.facts.update,
             "told": exchange.told,

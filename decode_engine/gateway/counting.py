@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from decode_engine.gateway.exchange import read_json, tell
 from decode_engine.gateway.wire.bodies import rename_parts, response_turns
 from decode_engine.gateway.wire.endpoints import RESPONSES, TEMPLATE
+from decode_engine.gateway.wire.events import JsonReply
 from decode_engine.gateway.wire.messages_shape import MESSAGE, turns_of
 from decode_engine.gateway.wire.parameters import (
-    FLAG,
     MESSAGES,
-    TEXT,
-    TOKENS,
     TOOLS,
     Endpoint,
     Parameter,
@@ -24,6 +22,7 @@ from decode_engine.gateway.wire.parameters import (
     taken,
 )
 from decode_engine.gateway.wire.tool_shapes import TOOL, tools_of
+from decode_engine.orders.kinds import FLAG, TEXT, TOKENS
 from decode_engine.rpc.client import AsyncClient
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import Conversation
@@ -75,10 +74,10 @@ async def tokenize(request: Request) -> Response:
     said: str | Conversation = given.get("prompt", "")
     if "messages" in given:
         said = Conversation(turns_of(given["messages"]), tools_of(given.get("tools", [])))
-    client: AsyncClient = request.state.client
+    client: AsyncClient = request.state.behind.client
     found, status = await client.tokenize(said), await client.server_status()
     texts = [text.decode("utf-8", "replace") for text in found.texts]
-    return JSONResponse(
+    return JsonReply(
         {
             "count": len(found.ids),
             "max_model_len": status.max_positions,
@@ -91,21 +90,21 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """POST /detokenize: the text of tokens."""
     given = await _read(request, DETOKENIZE)
-    client: AsyncClient = request.state.client
-    return JSONResponse({"prompt": await client.detokenize(given["tokens"])})
+    client: AsyncClient = request.state.behind.client
+    return JsonReply({"prompt": await client.detokenize(given["tokens"])})
 
 
 async def count_input(request: Request) -> Response:
     """POST /v1/responses/input_tokens: how many tokens a response would begin with, without a context."""
     given = await _read(request, INPUT_TOKENS)
     turns, places = response_turns(given)
-    client: AsyncClient = request.state.client
+    client: AsyncClient = request.state.behind.client
     try:
         counted = await client.count_tokens(Conversation(turns, tools_of(given.get("tools", []))))
     except InvalidArgumentError as error:
         rename_parts(error, places)
         raise
-    return JSONResponse({"object": "response.input_tokens", "input_tokens": counted})
+    return JsonReply({"object": "response.input_tokens", "input_tokens": counted})
 
 
 async def _read(request: Request, endpoint: Endpoint) -> dict[str, Any]:

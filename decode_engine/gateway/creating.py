@@ -11,30 +11,27 @@ from typing import Any, cast
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from decode_engine.errors import TooManyRequestsError
 from decode_engine.gateway.exchange import EventStream, bounded_receive, read_json, tell
 from decode_engine.gateway.failures import HttpError, failure
 from decode_engine.gateway.library import EXPIRY, context_object, expiry_of, known_query
-from decode_engine.gateway.wire.events import event
+from decode_engine.gateway.wire.events import JsonReply, event
 from decode_engine.gateway.wire.messages_shape import MESSAGE, turns_of
 from decode_engine.gateway.wire.parameters import (
-    FLAG,
     LABELS_ONLY,
     MESSAGES,
-    TEXT,
-    TEXTS_ONLY,
-    TOKENS,
     TOOLS,
     Endpoint,
     Parameter,
     Reading,
-    integer,
     pick,
 )
 from decode_engine.gateway.wire.shapes import DONE
 from decode_engine.gateway.wire.tool_shapes import TOOL, tools_of
+from decode_engine.orders.fields import BY_NAME
+from decode_engine.orders.kinds import FLAG, TEXT, TOKENS, Range
 from decode_engine.rpc.client import NEVER, AsyncClient, OperationInfo
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.jobs.uploads import MOST_DOCUMENT_BYTES
@@ -68,12 +65,16 @@ CREATE = Endpoint(
         ),
         Parameter("move_name", FLAG, "Take `display_name` from the context that has it, which keeps its id."),
         *EXPIRY,
-        Parameter("methods", TEXTS_ONLY, f"Methods whose indexes to build; `{DEFAULT_METHOD}` by default."),
+        Parameter(
+            "methods",
+            BY_NAME["choices"].kind,
+            f"Methods whose indexes to build; `{DEFAULT_METHOD}` by default.",
+        ),
         Parameter("rows", TEXT, "`int8`: exact keys and values in 8 bits; `dtype` by default, as they are."),
         Parameter(
             "request_id", TEXT, "Makes a repeat of the request harmless: it returns the same operation."
         ),
-        Parameter("priority", integer(-100, 100), "Higher ones are made first."),
+        Parameter("priority", Range(-100, 100, whole=True).kind, "Higher ones are made first."),
         Parameter("stream", FLAG, "Send the progress as server-sent events, the context at the end."),
     ),
 )
@@ -92,7 +93,7 @@ async def create_context(request: Request) -> Response:
     tell(request, "taken", tuple(reading.taken))
     if len(pick(given, _SOURCES)) != 1:
         raise InvalidArgumentError(f"give exactly one of {', '.join(_SOURCES)}")
-    client: AsyncClient = request.state.client
+    client: AsyncClient = request.state.behind.client
     parent = given.get("parent")
     operation = await client.create_context(
         given.get("text"),
@@ -112,7 +113,7 @@ async def create_context(request: Request) -> Response:
     )
     if given.get("stream"):
         return EventStream(_progress(client, operation), release=lambda: None)
-    return JSONResponse(operation_object(operation), status_code=202)
+    return JsonReply(operation_object(operation), status_code=202)
 
 
 def _lives_s(given: dict[str, Any]) -> float | None:
@@ -136,23 +137,23 @@ def _messages_of(given: dict[str, Any]) -> Sequence[Message] | Conversation | No
 async def list_operations(request: Request) -> Response:
     """GET /v1/operations: the newest ones."""
     known_query(request)
-    client: AsyncClient = request.state.client
+    client: AsyncClient = request.state.behind.client
     found = [operation_object(operation) async for operation in client.list_operations()]
-    return JSONResponse({"object": "list", "data": found, "has_more": False})
+    return JsonReply({"object": "list", "data": found, "has_more": False})
 
 
 async def get_operation(request: Request) -> Response:
     """GET /v1/operations/{operation}."""
-    client: AsyncClient = request.state.client
-    return JSONResponse(operation_object(await client.get_operation(_operation_name(request))))
+    client: AsyncClient = request.state.behind.client
+    return JsonReply(operation_object(await client.get_operation(_operation_name(request))))
 
 
 async def cancel_operation(request: Request) -> Response:
     """POST /v1/operations/{operation}/cancel."""
-    client: AsyncClient = request.state.client
+    client: AsyncClient = request.state.behind.client
     name = _operation_name(request)
     await client.cancel_operation(name)
-    return JSONResponse(operation_object(await client.get_operation(name)))
+    return JsonReply(operation_object(await client.get_operation(name)))
 
 
 async def create_file(request: Request) -> Response:
@@ -185,9 +186,9 @@ async def _take_file(request: Request) -> Response:
             filename = file.filename or ""
     except HTTPException as error:
         raise InvalidArgumentError(f"the body is no form: {error.detail}", field="file") from error
-    client: AsyncClient = request.state.client
+    client: AsyncClient = request.state.behind.client
     upload = await client.upload_document(document)
-    return JSONResponse(
+    return JsonReply(
         {
             "id": _FILE_PREFIX + upload.name.removeprefix("uploads/"),
             "object": "file",
@@ -201,7 +202,7 @@ async def _take_file(request: Request) -> Response:
     )
 
 
-async def _progress(client: AsyncClient, operation: OperationInfo) -> AsyncGenerator[str, None]:
+async def _progress(client: AsyncClient, operation: OperationInfo) -> AsyncGenerator[bytes, None]:
     """Events `progress` at every change, then `context` or `error`."""
     last: OperationInfo | None = None
     try:
@@ -228,7 +229,7 @@ def operation_object(operation: OperationInfo) -> dict[str, Any]:
         **fields,
         "create_time": None if created is None else created.isoformat(),
         "context": None if operation.context is None else context_object(operation.context),
-        "error": None if operation.error is None else failure(operation.error)[1]["error"],
+        "error": None if operation.error is None else failure(operation.error)[1].error,
     }
 
 

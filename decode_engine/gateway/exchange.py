@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
-import re
 import time
 import zlib
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from decode_engine.errors import CancelledError, TooManyRequestsError
 from decode_engine.gateway.failures import HttpError
+from decode_engine.rpc.transport.stalled import forget_error
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError
 
@@ -29,8 +29,6 @@ _FILE_S = 600.0
 """The same of a file."""
 _MOST_TOLD = 40
 """Names in a header."""
-_MAYBE_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
-"""The escape of half a character, which may stand beside its other half."""
 _SILENCE_S = 15.0
 """After which a stream without news gets a comment, so that nobody in between gives up."""
 _LAST_WORDS_S = 0.5
@@ -50,11 +48,8 @@ def parse_json(data: bytes) -> Any:
     collecting = gc.isenabled()
     gc.disable()  # many small lists would have it go through all of them again and again, seconds for a few MiB
     try:
-        value = json.loads(data.decode(), parse_constant=_no_constant)
-        if _MAYBE_HALF.search(data):
-            json.dumps(value, ensure_ascii=False).encode()
-        return value
-    except (ValueError, RecursionError) as error:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgumentError(f"the body is no JSON: {error}") from error
     finally:
         if collecting:
@@ -166,10 +161,6 @@ def bounded_receive(receive: Receive, most_bytes: int) -> Receive:
     return bounded
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
-
-
 async def while_connected(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT | None:
     """The work's result; None where the client went before, which cancels the work. The body has been read."""
     task = asyncio.ensure_future(work)
@@ -182,7 +173,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, ResultT]) 
 
 
 class EventStream(Response):
-    """Server-sent events from a generator of their texts, until it ends or the client is gone.
+    """Server-sent events from a generator of them, until it ends or the client is gone.
 
     While it has nothing to say, comments are sent. release: called at the end, whether or not anything was sent.
     last_words: the events that end it where this process is told to stop before.
@@ -192,14 +183,15 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncGenerator[str, None],
+        events: AsyncGenerator[bytes, None],
         release: Callable[[], object],
-        last_words: Callable[[], Iterable[str]] = tuple,
+        last_words: Callable[[], bytes] = bytes,
     ) -> None:
         self._events = events
         self._release = release
         self._last_words = last_words
         self._begun = self._ended = False
+        self._said_s = 0.0
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
@@ -224,33 +216,39 @@ class EventStream(Response):
             await _end(task, gone)
 
     async def _say_last(self, send: Send) -> None:
-        for text in self._last_words():
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        if words := self._last_words():
+            await send({"type": "http.response.body", "body": words, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
         async with aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            self._begun = True
-            async for text in with_comments(events):
-                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+            self._begun, self._said_s = True, loop.time()
+            comments = asyncio.ensure_future(self._comment(send))
+            comments.add_done_callback(
+                forget_error
+            )  # of a connection that is gone, which the next event meets, too
+            try:
+                async for data in events:
+                    self._said_s = loop.time()
+                    if data:
+                        await send({"type": "http.response.body", "body": data, "more_body": True})
+            finally:
+                comments.cancel()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             self._ended = True
 
-
-async def with_comments(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """The same events, and comments where there is none for a while."""
-    while True:
-        task = asyncio.ensure_future(anext(events, None))
-        try:
-            while not (await asyncio.wait({task}, timeout=_SILENCE_S))[0]:
-                yield ": waiting\n\n"
-            text = task.result()
-        finally:
-            await _end(task)
-        if text is None:
-            return
-        yield text
+    async def _comment(self, send: Send) -> None:
+        """Sends a comment wherever nothing else was sent for a while. Every sending is of whole events."""
+        loop = asyncio.get_running_loop()
+        while True:
+            left_s = self._said_s + _SILENCE_S - loop.time()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+            else:
+                self._said_s = loop.time()
+                await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
-
-from starlette.responses import JSONResponse
 
 from decode_engine.errors import InternalError, PromptTooLongError, ServerUnreachableError
+from decode_engine.gateway.wire.events import JsonReply
+from decode_engine.gateway.wire.replies import ErrorDetails, ErrorReply
 from decode_engine.rpc.door.refusals import UnauthenticatedError
 from decode_engine.rpc.transport.status import CODES, reason_of, retry_after
 from index_store.errors import ContextNotFoundError, SparseKVError
@@ -54,7 +53,7 @@ def status_of_reason(reason: str) -> int:
     return _PARTICULAR.get(reason) or (500 if code is None else _STATUSES[code.name])
 
 
-def failure(error: SparseKVError | HttpError) -> tuple[int, dict[str, Any]]:
+def failure(error: SparseKVError | HttpError) -> tuple[int, ErrorReply]:
     """The HTTP status of an error, and its body."""
     if isinstance(error, HttpError):
         return error.status, _body(error.status, error.message, None, error.code)
@@ -72,7 +71,7 @@ def failure(error: SparseKVError | HttpError) -> tuple[int, dict[str, Any]]:
     return status, _body(status, message, param, code)
 
 
-def refusal(error: SparseKVError | HttpError) -> JSONResponse:
+def refusal(error: SparseKVError | HttpError) -> JsonReply:
     """The response that tells of an error."""
     status, body = failure(error)
     headers = {"x-should-retry": "false"}
@@ -87,7 +86,7 @@ def refusal(error: SparseKVError | HttpError) -> JSONResponse:
         headers |= error.headers
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(body, status_code=status, headers=headers)
+    return JsonReply(body, status_code=status, headers=headers)
 
 
 def unexpected(request_id: str) -> InternalError:
@@ -98,6 +97,6 @@ def unexpected(request_id: str) -> InternalError:
     )
 
 
-def _body(status: int, message: str, param: str | None, code: str) -> dict[str, Mapping[str, Any]]:
+def _body(status: int, message: str, param: str | None, code: str) -> ErrorReply:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return ErrorReply(ErrorDetails(message, kind, param, code))

@@ -8,11 +8,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from decode_engine.gateway.behind import Behind
 from decode_engine.gateway.exchange import read_json, tell
 from decode_engine.gateway.failures import HttpError
-from decode_engine.gateway.wire.parameters import FLAG, LABELS, TEXT, TTL, Endpoint, Parameter, Reading
+from decode_engine.gateway.wire.events import JsonReply
+from decode_engine.gateway.wire.parameters import LABELS, TTL, Endpoint, Parameter, Reading
+from decode_engine.orders.kinds import FLAG, TEXT
 from decode_engine.rpc.client import NEVER, AsyncClient, ContextChanges, ContextInfo, Never
 from index_store.errors import InvalidArgumentError
 
@@ -37,30 +40,31 @@ UPDATE = Endpoint(
 
 async def health(request: Request) -> Response:
     """GET /health: whether the server takes requests, and what it does while it starts. Needs no token."""
-    client: AsyncClient = request.state.client
+    client: AsyncClient = request.state.behind.client
     found = await client.health()
     if found.serving:
-        return JSONResponse({"status": "ok"})
+        return JsonReply({"status": "ok"})
     starting = {"status": "starting", "phase": found.phase}
-    return JSONResponse(starting if found.phase else {"status": "unavailable"}, status_code=503)
+    return JsonReply(starting if found.phase else {"status": "unavailable"}, status_code=503)
 
 
 async def list_models(request: Request) -> Response:
     """GET /v1/models."""
-    return JSONResponse({"object": "list", "data": [await _model(request.state.client)]})
+    return JsonReply({"object": "list", "data": [await _model(request)]})
 
 
 async def get_model(request: Request) -> Response:
     """GET /v1/models/{model}."""
-    model = await _model(request.state.client)
+    model = await _model(request)
     name = request.path_params["model"]
     if name != model["id"]:
         raise HttpError(404, f"model is {name[:100]!r}, but {model['id']!r} is served", "model_not_found")
-    return JSONResponse(model)
+    return JsonReply(model)
 
 
-async def _model(client: AsyncClient) -> dict[str, Any]:
-    status = await client.server_status()
+async def _model(request: Request) -> dict[str, Any]:
+    behind: Behind = request.state.behind
+    status = await behind.facts_anew()
     named = {"id": status.model, "object": "model", "created": 0, "owned_by": "sparsekv"}
     # As vLLM calls it, and as OpenRouter does.
     return {**named, "max_model_len": status.max_positions, "context_length": status.max_positions}
@@ -74,7 +78,7 @@ async def list_contexts(request: Request) -> Response:
         raise InvalidArgumentError(
             f"page_size is {size[:100]!r}, expected an integer of 0 to {_MOST_ON_A_PAGE}", field="page_size"
         )
-    client: AsyncClient = request.state.client
+    client: AsyncClient = request.state.behind.client
     given = request.query_params
     page = await client.list_page(
         int(size),
@@ -82,7 +86,7 @@ async def list_contexts(request: Request) -> Response:
         filter=given.get("filter", ""),
         order_by=given.get("order_by", ""),
     )
-    return JSONResponse(
+    return JsonReply(
         {
             "object": "list",
             "data": [context_object(context) for context in page.contexts],
@@ -95,7 +99,7 @@ async def list_contexts(request: Request) -> Response:
 async def get_context(request: Request) -> Response:
     """GET /v1/contexts/{context}: by display name, id, or the id's first digits."""
     known_query(request)
-    return JSONResponse(context_object(await _find(request)))
+    return JsonReply(context_object(await _find(request)))
 
 
 async def update_context(request: Request) -> Response:
@@ -110,8 +114,8 @@ async def update_context(request: Request) -> Response:
     others = {name: value for name, value in given.items() if name not in ("expire_time", "ttl_seconds")}
     changes = cast(ContextChanges, {**others, "expire_time": expiry_of(given)})
     context = await _find(request)
-    client: AsyncClient = request.state.client
-    return JSONResponse(context_object(await client.update_context(context.name, **changes)))
+    client: AsyncClient = request.state.behind.client
+    return JsonReply(context_object(await client.update_context(context.name, **changes)))
 
 
 def expiry_of(given: Mapping[str, Any]) -> datetime | Never | None:
@@ -147,12 +151,12 @@ async def delete_context(request: Request) -> Response:
     if force not in ("true", "false"):
         raise InvalidArgumentError(f"force is {force[:100]!r}, expected true or false", field="force")
     context = await _find(request)
-    await request.state.client.delete_context(context.name, force=force == "true")
-    return JSONResponse({"id": _id(context), "object": "context", "deleted": True})
+    await request.state.behind.client.delete_context(context.name, force=force == "true")
+    return JsonReply({"id": _id(context), "object": "context", "deleted": True})
 
 
 async def _find(request: Request) -> ContextInfo:
-    client: AsyncClient = request.state.client
+    client: AsyncClient = request.state.behind.client
     return await client.find_context(request.path_params["context"])
 
 

@@ -17,6 +17,7 @@ import uvicorn
 
 from decode_engine.errors import AddressError
 from decode_engine.gateway.app import make_app
+from decode_engine.gateway.behind import Behind
 from decode_engine.gateway.bounds import HEAD_BYTES, BoundedConnection, Bounds
 from decode_engine.rpc.client import AsyncClient, Credentials
 from decode_engine.rpc.door.certificates import Certificates
@@ -45,16 +46,17 @@ class Gateway:
         certificates: Certificates | None = None,
         cors_origins: Sequence[str] = (),
         bounds: Bounds = Bounds(),  # noqa: B008  frozen
+        shared: bool = False,
     ) -> None:
         """server: HOST:PORT or a socket's path as `unix:PATH`. credentials: what encrypts the way to it; who asks shows
-        a token of their own. Raises AddressError, InvalidArgumentError."""
+        a token of their own. shared: other processes listen there, too. Raises AddressError, InvalidArgumentError."""
         self._server_address = server
         self._credentials = credentials
         self._door = door or Door()
         self._certificates = certificates
         self._cors_origins = cors_origins
         self._bounds = bounds
-        self._socket = _bind(listen)
+        self._socket = _bind(listen, shared)
         host = listen.rpartition(":")[0]
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         self._begun: Future[uvicorn.Server] = Future()
@@ -97,7 +99,7 @@ class Gateway:
 
     async def _serve(self) -> None:
         async with AsyncClient(self._server_address, credentials=self._credentials) as client:
-            app = make_app(client, self._door, self._bounds, self._cors_origins)
+            app = make_app(Behind(client), self._door, self._bounds, self._cors_origins)
             server = uvicorn.Server(self._uvicorn_config(app))
             self._begun.set_result(server)
             await server.serve(sockets=[self._socket])
@@ -129,7 +131,7 @@ def _encryption(certificates: Certificates | None) -> dict[str, Any]:
     return chosen
 
 
-def _bind(listen: str) -> socket.socket:
+def _bind(listen: str, shared: bool) -> socket.socket:
     """A socket that listens there. Raises AddressError."""
     host, _, port = listen.rpartition(":")
     try:
@@ -140,7 +142,7 @@ def _bind(listen: str) -> socket.socket:
     except OSError as error:
         raise AddressError.of(listen) from error
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if shared else socket.SO_REUSEADDR, 1)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)  # of every connection, too
         bound.bind(place)
         bound.listen(_BACKLOG)

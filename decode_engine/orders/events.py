@@ -11,6 +11,9 @@ from typing import Literal
 
 from msgspec import Struct
 
+from decode_engine.errors import InternalError, error_by_reason
+from index_store.errors import SparseKVError
+
 Cause = Literal["", "context", "method", "session"]
 FinishReason = Literal["stop", "length", "end_of_sequence"]
 
@@ -110,3 +113,15 @@ class Fails(Struct, frozen=True, array_like=True, tag="f"):
 
 
 Event = Waits | Begins | PromptRead | Says | Ends | Fails
+
+
+def event_of_error(error: Exception) -> Fails:
+    """An error as an event; one that is not ours as INTERNAL, whose message doors log and show no client."""
+    if not isinstance(error, SparseKVError):
+        error = InternalError(f"{type(error).__name__}: {error}")
+    return Fails(error.reason, error.message, error.metadata, error.retry_after_s)
+
+
+def error_of_event(event: Fails) -> SparseKVError:
+    """The error by which a request ended at the engine, as the class of its reason."""
+    return error_by_reason(event.reason, event.message, event.metadata, event.retry_after_s)

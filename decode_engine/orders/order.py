@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
+from decode_engine.orders.fields import BUDGETS, Sampling
 from index_store.models.conversation.messages import Message, Tool
 
 CallMode = Literal["none", "auto", "required"]
@@ -23,24 +25,10 @@ class Constraint(Struct, frozen=True):
     kind: ConstraintKind
     text: str
 
-
-class Sampling(Struct, frozen=True, omit_defaults=True):
-    """How tokens are drawn; bounds stand in the table of fields, by which it was checked.
-
-    temperature: 0 takes the likeliest token. top_k: 0 keeps all tokens. seed: None draws a fresh one. top_logprobs: how
-    many likeliest tokens are told beside each; None tells no log probabilities. The others: see `LogitRules`.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = {}
-    min_tokens: int = 0
-    top_logprobs: int | None = None
+    @property
+    def said(self) -> str | list[str]:
+        """The text, or the texts to choose from."""
+        return msgspec.json.decode(self.text, type=list[str]) if self.kind == "choices" else self.text
 
 
 class KeepOptions(Struct, frozen=True, omit_defaults=True):
@@ -101,4 +89,9 @@ class Order(Struct, frozen=True, omit_defaults=True, kw_only=True):
     @property
     def has_budget(self) -> bool:
         """Whether the request says how much is kept."""
-        return any(size is not None for size in (self.keep_ratio, self.target_mass, self.token_budget))
+        return any(getattr(self, name) is not None for name in BUDGETS)
+
+    @property
+    def tells_logprobs(self) -> bool:
+        """Whether log probabilities are wanted of any tokens."""
+        return self.prompt_logprobs or self.sampling.top_logprobs is not None

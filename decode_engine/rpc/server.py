@@ -1,4 +1,4 @@
-"""The server process: binds the port, loads the model, serves until told to stop.
+"""The gRPC door, and a server of one process: binds the port, loads the model, serves until told to stop.
 
 What takes seconds to import is imported when it loads: the port answers before.
 """
@@ -23,12 +23,17 @@ from decode_engine.rpc.transport.listener import Listener
 from decode_engine.rpc.transport.starting import Phase, Services
 from decode_engine.rpc.transport.status import Paths
 from decode_engine.settings.config import ServeConfig
+from index_store.jobs.job_queue import JobQueue
 from index_store.models.resolve import resolve_model
 from index_store.store.catalog import Store
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
     from decode_engine.core.service import EngineService
+    from decode_engine.engine.sampling.vocabulary import Vocabulary
+    from decode_engine.orders.core import Core, Facts
+    from decode_engine.rpc.creation.orders import Workshop
+    from index_store.models.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +50,90 @@ _STEP_S = (
 _OTHER_HANDLES = 1024  # files that are open beside the connections, mostly of contexts that are being loaded
 
 
-class DecodeServer:
-    """A gRPC server over one store and one model.
+class GrpcDoor:
+    """A port for gRPC, and its services once there is an engine.
 
-    It answers from the start: health checks with NOT_SERVING, and all else with NOT_READY and the phase, until `load`
-    has returned. Use as a context manager, or call `stop`. Raises StoreError or ModelUnsupportedError when store or
-    model are not there, AddressError when the port is taken.
+    It answers from the start: health checks with NOT_SERVING, and all else with NOT_READY and the phase, until `open`
+    is called. Raises StoreError or ModelUnsupportedError when store or model are not there, AddressError when the port
+    is taken.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        phase: Phase,
+        *,
+        door: Door | None = None,
+        inside: Path | None = None,
+        shared: bool = False,
+    ) -> None:
+        """door: who may call; by the configuration's tokens if not given. inside: a socket beside the port, for this
+        process's own gateway. shared: other processes listen at the port, too."""
+        self._config = config
+        self.store = Store(config.store, create=config.prefill)
+        if config.prefill:
+            self.store.folders.check_writable()
+        self.folder = resolve_model(config.model)
+        self._services = Services(SERVICES, phase.refusal)
+        self._paths = Paths((config.store, self.folder.path))
+        _provide_handles(config.max_connections)
+        limits = Limits(
+            connections=config.max_connections,
+            streams=config.max_streams,
+            idle_s=config.idle_timeout,
+            unread_s=config.unread_timeout,
+        )
+        self._door = door or Door(config.tokens)
+        try:
+            self.listener = Listener(
+                config.listen,
+                SERVICES,
+                lambda server: server.add_generic_rpc_handlers((self._services,)),
+                limits,
+                self._paths,
+                self._door,
+                certificates_of(config),
+                inside,
+                phase=lambda: phase.text,
+                shared=shared,
+            )
+        except BaseException:
+            self._door.close()
+            raise
+
+    def open(
+        self, core: Core, facts: Facts, tokenizer: Tokenizer, vocabulary: Vocabulary, workshop: Workshop
+    ) -> None:
+        """From here on calls are served."""
+        from decode_engine.rpc.answers.answering import Answering
+        from decode_engine.rpc.context_service import ContextService, OperationsService
+        from decode_engine.rpc.generation_service import GenerationService
+        from decode_engine.rpc.library import Library
+
+        library = Library(self.store, workshop, core, self.listener.loop, self._paths)
+        answering = Answering(
+            core, facts, self.store, tokenizer, vocabulary, self._config.max_client_requests
+        )
+        contexts = ContextService(library, facts.identity.fingerprint)
+        services = self._services
+        context_pb2_grpc.add_ContextServiceServicer_to_server(contexts, services)  # type: ignore[no-untyped-call]
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(  # type: ignore[no-untyped-call]
+            GenerationService(answering, self._paths), services
+        )
+        operations_pb2_grpc.add_OperationsServicer_to_server(OperationsService(library), services)
+        services.open()
+        self.listener.set_serving(True)
+
+    def close(self) -> None:
+        """Ends the port, after `listener.begin_stop`. Idempotent."""
+        self.listener.close()
+        self._door.close()
+
+
+class DecodeServer:
+    """A gRPC server over one store and one model, with its engine in the same process.
+
+    Use as a context manager, or call `stop`. Raises what `GrpcDoor` raises, which answers from the start.
     """
 
     def __init__(
@@ -61,45 +144,16 @@ class DecodeServer:
         inside: Path | None = None,
         log_json: bool = False,
     ) -> None:
-        """door: who may call; by the configuration's tokens if not given. inside: a socket beside the port, for this
-        process's own gateway. log_json: how a worker of the server's own logs."""
+        """door, inside: see `GrpcDoor`. log_json: how a worker of the server's own logs."""
         self._config = config
         self._log_json = log_json
         self._worker: OwnWorker | None = None
-        self._store = Store(config.store, create=config.prefill)
-        if config.prefill:
-            self._store.folders.check_writable()
-        self._folder = resolve_model(config.model)
         self.phase = Phase()
-        self._services = Services(SERVICES, self.phase.refusal)
         self._backend: EngineService | None = None
         self._stopped = False
         self._compiling: list[Future[None]] = []
-        self._paths = Paths((config.store, self._folder.path))
-        _provide_handles(config.max_connections)
-        limits = Limits(
-            connections=config.max_connections,
-            streams=config.max_streams,
-            idle_s=config.idle_timeout,
-            unread_s=config.unread_timeout,
-        )
-        certificates = certificates_of(config)
-        self._door = door or Door(config.tokens)
-        try:
-            self._listener = Listener(
-                config.listen,
-                SERVICES,
-                lambda server: server.add_generic_rpc_handlers((self._services,)),
-                limits,
-                self._paths,
-                self._door,
-                certificates,
-                inside,
-                phase=lambda: self.phase.text,
-            )
-        except BaseException:
-            self._door.close()
-            raise
+        self._grpc = GrpcDoor(config, self.phase, door=door, inside=inside)
+        self._listener = self._grpc.listener
         self.address = self._listener.address
         warn_of_exposure(config, config.listen)
 
@@ -123,58 +177,29 @@ class DecodeServer:
         self.phase.say("import libraries")
         from decode_engine.core.loading import load_service
         from decode_engine.core.local import LocalCore
-        from decode_engine.rpc.answers.answering import Answering
-        from decode_engine.rpc.context_service import ContextService, OperationsService
-        from decode_engine.rpc.generation_service import GenerationService
-        from decode_engine.rpc.library import Library
 
-        config = self._config
         backend = load_service(
-            config,
-            self._store,
-            self._folder,
+            self._config,
+            self._grpc.store,
+            self._grpc.folder,
             self.phase,
             on_crash=lambda error: self._listener.set_serving(False),
             on_compiling=self._note_compiling,
         )
         self._backend = backend
         backend.start()
-        if config.prefill:
-            self._worker = self._start_worker(backend)
-        core, runner, facts = LocalCore(backend), backend.runner, backend.facts()
-        library = Library(self._store, backend.workshop, core, self._listener.loop, self._paths)
-        answering = Answering(
-            core, facts, self._store, runner.tokenizer, runner.vocabulary, config.max_client_requests
+        if self._config.prefill:
+            queue, fingerprint = backend.workshop.queue, backend.runner.identity.fingerprint
+            self._worker = start_worker(self._config, self._log_json, queue, fingerprint)
+        runner = backend.runner
+        self._grpc.open(
+            LocalCore(backend), backend.facts(), runner.tokenizer, runner.vocabulary, backend.workshop
         )
-        contexts = ContextService(library, facts.identity.fingerprint)
-        services = self._services
-        context_pb2_grpc.add_ContextServiceServicer_to_server(contexts, services)  # type: ignore[no-untyped-call]
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(  # type: ignore[no-untyped-call]
-            GenerationService(answering, self._paths), services
-        )
-        operations_pb2_grpc.add_OperationsServicer_to_server(OperationsService(library), services)
-        services.open()
-        self._listener.set_serving(True)
 
     def _note_compiling(self, compiling: Future[None]) -> None:
         self._compiling = [each for each in self._compiling if not each.done()] + [compiling]
         if self._stopped:
             compiling.cancel()
-
-    def _start_worker(self, backend: EngineService) -> OwnWorker:
-        level = logging.getLevelName(logger.getEffectiveLevel()).lower()
-        command = worker_command(
-            str(self._config.store),
-            self._config.model,
-            grown_share=self._config.grown_share,
-            store_bytes=self._config.store_bytes,
-            as_json=self._log_json,
-            log_level=level,
-        )
-        attended = partial(backend.workshop.queue.attending, backend.runner.identity.fingerprint)
-        worker = OwnWorker(command, max(1, self._config.threads // 2), attended)
-        worker.start()
-        return worker
 
     def stop(self, grace_s: float) -> None:
         """Accepts no more calls, lets running ones finish for `grace_s` seconds, ends the rest. Idempotent.
@@ -202,10 +227,24 @@ class DecodeServer:
         if self._worker is not None:
             self._worker.stop()
         wait([stopped], 2 * LAST_WORDS_S)
-        self._listener.close()
-        self._door.close()
+        self._grpc.close()
         if backend is not None and ended:
             backend.release()
+
+
+def start_worker(config: ServeConfig, log_json: bool, queue: JobQueue, fingerprint: str) -> OwnWorker:
+    """Begins to make contexts that are ordered for the model of that fingerprint, in a process beside this one."""
+    command = worker_command(
+        str(config.store),
+        config.model,
+        grown_share=config.grown_share,
+        store_bytes=config.store_bytes,
+        as_json=log_json,
+        log_level=logging.getLevelName(logger.getEffectiveLevel()).lower(),
+    )
+    worker = OwnWorker(command, max(1, config.threads // 2), partial(queue.attending, fingerprint))
+    worker.start()
+    return worker
 
 
 def _provide_handles(connections: int) -> None:

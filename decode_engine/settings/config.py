@@ -41,6 +41,7 @@ from index_store.memory.memory_sizes import parse_size
 from index_store.store.description.dtypes import KV_DTYPES
 from index_store.store.files.reading import available_cores
 
+MAX_DOORS = 64
 MAX_LANES = 4
 MAX_SLOT_SHARE = 64
 
@@ -69,6 +70,14 @@ class ServeConfig:
         ),
         AtLeast(0, 65_535),
     ] = None
+    doors: Annotated[
+        int,
+        Option(
+            help="Processes that talk to clients, beside one of the engine. Those that end are started again, and no "
+            "client's door is another one's. 0: the engine's process does it."
+        ),
+        AtLeast(0, MAX_DOORS),
+    ] = 0
     tls_cert: TlsCertOption = None
     tls_key: TlsKeyOption = None
     tls_client_ca: TlsClientCaOption = None

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from decode_engine.cli.serving.stopping import stop_signals
+from decode_engine.processes.stopping import stop_signals
 from decode_engine.rpc.door.options import (
     DEFAULT_LISTEN,
     AllowRemoteOption,

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import typer
 
-from decode_engine.cli.serving.stopping import end_process, stop_signals
 from decode_engine.errors import AddressError
-from decode_engine.rpc.door.options import certificates_of
+from decode_engine.processes.stopping import end_process, stop_signals
+from decode_engine.rpc.door.options import certificates_of, warn_of_exposure
 from decode_engine.settings.config import ServeConfig
 from index_store.cli.logs import LogLevel, LogLevelOption, logging_to_stderr
 from index_store.cli.options import FormatOption, OutputFormat, configured
@@ -27,6 +28,7 @@ from index_store.store.catalog import Store
 
 if TYPE_CHECKING:
     from decode_engine.gateway.serving import Gateway
+    from decode_engine.rpc.creation.own_worker import OwnWorker
     from decode_engine.rpc.door.rules import Door
     from decode_engine.rpc.server import DecodeServer
     from decode_engine.rpc.transport.starting import Phase
@@ -51,7 +53,11 @@ def serve(
     as_json = output is OutputFormat.JSON
     with logging_to_stderr(log_level, as_json):
         try:
-            _serve(config, as_json)
+            _check_served(config)
+            if config.doors:
+                _supervise(config, log_level, as_json)
+            else:
+                _serve(config, as_json)
         except SparseKVError as error:
             if not as_json:
                 raise
@@ -61,7 +67,6 @@ def serve(
 
 def _serve(config: ServeConfig, as_json: bool) -> None:
     """Binds the ports, loads, tells the address, and serves until a signal comes."""
-    _check_served(config)
     from decode_engine.rpc.door.rules import Door
     from decode_engine.rpc.server import DecodeServer
 
@@ -82,6 +87,40 @@ def _serve(config: ServeConfig, as_json: bool) -> None:
         if gateway is not None:
             gateway.begin_stop(config.grace + _ANSWERED_S)  # its streams are told by the server why they end
         server.stop(config.grace if served else 0.0)
+    end_process(0)
+
+
+def _supervise(config: ServeConfig, log_level: LogLevel, as_json: bool) -> None:
+    """The same, by an engine and doors in processes of their own."""
+    from decode_engine.processes.attached import Setup
+    from decode_engine.processes.supervisor import Supervisor, kept_addresses
+    from decode_engine.rpc.server import start_worker
+    from decode_engine.rpc.transport.starting import Phase
+    from index_store.jobs.job_queue import JobQueue
+
+    warn_of_exposure(config, config.listen)
+    setup = Setup(config, Path(), log_level, as_json)
+    with stop_signals(config.grace) as stopping, kept_addresses(setup) as kept, ExitStack() as until_served:
+        address, port = kept.config.listen, kept.config.http_port
+        scheme = "http" if config.tls_cert is None else "https"
+        url = None if port is None else f"{scheme}://{address.rpartition(':')[0]}:{port}"
+        phase = Phase()
+        until_served.enter_context(_told(phase, address if url is None else f"{address} and {url}", as_json))
+        workers: list[OwnWorker] = []
+
+        def note_serving(fingerprint: str) -> None:
+            until_served.close()
+            if config.prefill:
+                workers.append(start_worker(config, as_json, JobQueue(config.store), fingerprint))
+            _say_serving(config, address, url, as_json)
+
+        def note_phase(text: str) -> None:
+            what, _, how_far = text.partition(": ")
+            phase.say(what, how_far)
+
+        asyncio.run(Supervisor(kept, note_phase, note_serving).run(stopping, config.grace))
+        for worker in workers:
+            worker.stop()
     end_process(0)
 
 

@@ -6,19 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from decode_engine.orders.order import Sampling
-from decode_engine.settings.request_bounds import (
-    MAX_BIASED_TOKENS,
-    MAX_INT32,
-    MAX_LOGIT_BIAS,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
-    MAX_SEED,
-    MAX_TEMPERATURE,
-    MAX_TOP_LOGPROBS,
-    MIN_REPETITION_PENALTY,
-)
-from index_store.errors import InvalidArgumentError
+from decode_engine.orders.fields import Sampling, check_drawn
+from decode_engine.settings.request_bounds import MAX_SEED
 
 if TYPE_CHECKING:
     from decode_engine.engine.sampling.grammar import Grammar  # brings torch
@@ -44,33 +33,7 @@ class LogitRules:
     min_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            if not -MAX_PENALTY <= value <= MAX_PENALTY:
-                raise InvalidArgumentError(
-                    f"{name} is {value:g}, expected -{MAX_PENALTY:g} to {MAX_PENALTY:g}", field=name
-                )
-        if not MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY:
-            raise InvalidArgumentError(
-                f"repetition_penalty is {self.repetition_penalty:g}, expected {MIN_REPETITION_PENALTY:g} to "
-                f"{MAX_REPETITION_PENALTY:g} (1 changes nothing)",
-                field="repetition_penalty",
-            )
-        if len(self.logit_bias) > MAX_BIASED_TOKENS:
-            raise InvalidArgumentError(
-                f"logit_bias has {len(self.logit_bias)} tokens, expected at most {MAX_BIASED_TOKENS}",
-                field="logit_bias",
-            )
-        for token, bias in self.logit_bias.items():
-            if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
-                raise InvalidArgumentError(
-                    f"logit_bias of token {token} is {bias:g}, expected -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",
-                    field="logit_bias",
-                )
-        if not 0 <= self.min_tokens <= MAX_INT32:
-            raise InvalidArgumentError(
-                f"min_tokens is {self.min_tokens}, expected 0 to {MAX_INT32}", field="min_tokens"
-            )
+        check_drawn(self)
 
     @property
     def neutral(self) -> bool:
@@ -100,25 +63,7 @@ class SamplingParameters:
     top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature <= MAX_TEMPERATURE:
-            raise InvalidArgumentError(
-                f"temperature is {self.temperature:g}, expected 0 (greedy) to {MAX_TEMPERATURE:g}",
-                field="temperature",
-            )
-        if not 0.0 < self.top_p <= 1.0:
-            raise InvalidArgumentError(
-                f"top_p is {self.top_p:g}, expected a number above 0 and at most 1", field="top_p"
-            )
-        if self.top_k < 0:
-            raise InvalidArgumentError(
-                f"top_k is {self.top_k}, expected 0 (all tokens) or more", field="top_k"
-            )
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise InvalidArgumentError(f"seed is {self.seed}, expected 0 to 2^64 - 1", field="seed")
-        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
-            raise InvalidArgumentError(
-                f"top_logprobs is {self.top_logprobs}, expected 0 to {MAX_TOP_LOGPROBS}", field="top_logprobs"
-            )
+        check_drawn(self)
 
     def for_answer(self, index: int) -> SamplingParameters:
         """How the answer of that number draws, of several to one prompt: the first one by the seed itself."""

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import Any
 
 from decode_engine.gateway.wire.endpoints import CHAT, COMPLETIONS, RESPONSES
 from decode_engine.gateway.wire.messages_shape import turns_of
-from decode_engine.gateway.wire.parameters import Reading, pick
+from decode_engine.gateway.wire.parameters import Reading
 from decode_engine.gateway.wire.response_items import messages_of
-from decode_engine.gateway.wire.tool_shapes import call_options
-from decode_engine.rpc.client import GenerateOptions, Keep
+from decode_engine.gateway.wire.tool_shapes import choice_of, tools_of
+from decode_engine.orders.checking import check_order, constraint_of, the_one
+from decode_engine.orders.fields import BUDGETS, BY_NAME, CONSTRAINTS, FIELDS, Endpoint, split
+from decode_engine.orders.order import Constraint, KeepOptions, Order
 from decode_engine.settings.request_bounds import MAX_INT32
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError, SparseKVError
 from index_store.models.conversation.messages import Message, Role
-
-_SAME_NAMES = (
-    *("method", "keep_ratio", "target_mass", "token_budget", "search_period"),
-    *("top_k", "top_p", "seed", "n", "frequency_penalty", "presence_penalty", "repetition_penalty"),
-    *("min_tokens", "stop_token_ids", "regex", "choices"),
-)
 
 _PROMPTS = frozenset({"prompt", "text", "token_ids", "messages"})
 _MADE_OF = {
@@ -37,38 +33,26 @@ _MESSAGE_PART = re.compile(r"(messages\[\d+\](?:\.tool_calls\[\d+\])?)((?:\.\w+)
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What a request asks for.
+class Asked:
+    """What a body asks for.
 
-    context: "" where it names none. options: of the generation. given: all that was sent and counts. prompt: the
+    order: its `context` as the client names it, "" for none. given: all that was sent and counts. prompt: the
     parameter that continues the context. reading: what of it does nothing. places: what the client calls parts of
     messages, where that is something else.
     """
 
     model: str
-    context: str
-    options: GenerateOptions
+    order: Order
     stream: bool
     include_usage: bool
     given: dict[str, Any]
     prompt: str
     reading: Reading
-    places: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, str]
 
     def name_parts(self, error: SparseKVError) -> None:
         """Has an error of the server's name what this request has where the server says something of its own field."""
-        rename_parts(error, self.places)
-        named = error.metadata.get("field", "")
-        if not named and isinstance(error, MethodUnsupportedError):
-            named = "method"
-        part = named.partition("[")[0]
-        if part in _PROMPTS and part != self.prompt:
-            named = self.prompt
-        for name in _MADE_OF.get(part, ()):
-            if name in self.given:
-                named = name
-        if named:
-            error.metadata["field"] = named
+        name_parts(error, self.given, self.prompt, self.places)
 
     def check_hints(self, template_reads: Collection[str]) -> tuple[str, ...]:
         """What does nothing. Raises InvalidArgumentError for what the model's template would read."""
@@ -83,40 +67,37 @@ class Order:
                     field=where,
                 )
         noted = dict(self.reading.taken) | dict.fromkeys(hints.values())
-        said = self.options.get("messages") or ()
-        if "name" not in template_reads and any(turn.name and turn.role is not Role.TOOL for turn in said):
+        if "name" not in template_reads and any(
+            turn.name and turn.role is not Role.TOOL for turn in self.order.turns
+        ):
             noted[f"{self.prompt}.name"] = None
         return tuple(noted)
 
 
-def chat_order(body: Any) -> Order:
+def chat_order(body: Any) -> Asked:
     """A body of chat completions. Raises InvalidArgumentError."""
     reading = Reading()
     given = CHAT.read(body, reading)
-    options: GenerateOptions = {
-        "messages": turns_of(given["messages"]),
-        "max_tokens": _most(given, "max_tokens", "max_completion_tokens"),
-        "json_schema": schema_of(given.get("response_format")),
-        **call_options(given),
-    }
+    said = {"turns": turns_of(given["messages"]), "tools": tools_of(given.get("tools", []))}
     if given.get("logprobs"):
-        options["top_logprobs"] = given.get("top_logprobs", 0)
+        given.setdefault("top_logprobs", 0)
     elif given.get("top_logprobs"):
         raise InvalidArgumentError("top_logprobs is given, but logprobs is not true", field="top_logprobs")
-    return _order(given, options, "messages", reading)
+    else:
+        given.pop("top_logprobs", None)
+    return _asked("chat", given, said, "messages", reading, schema=given.get("response_format"))
 
 
-def completion_order(body: Any) -> Order:
+def completion_order(body: Any) -> Asked:
     """A body of completions. Raises InvalidArgumentError."""
     reading = Reading()
     given = COMPLETIONS.read(body, reading)
     prompt = given["prompt"]
     if isinstance(prompt[0], str | list) and isinstance(prompt, list):
         (prompt,) = prompt
-    options: GenerateOptions = {"text": prompt} if isinstance(prompt, str) else {"token_ids": prompt}
-    options["max_tokens"] = _most(given, "max_tokens") or 16
-    options["top_logprobs"] = given.get("logprobs")
-    return _order(given, options, "prompt", reading)
+    said = {"text" if isinstance(prompt, str) else "prompt": prompt}
+    given.setdefault("max_tokens", 16)
+    return _asked("completions", given, said, "prompt", reading)
 
 
 def response_turns(given: Mapping[str, Any]) -> tuple[tuple[Message, ...], dict[str, str]]:
@@ -136,18 +117,32 @@ def response_turns(given: Mapping[str, Any]) -> tuple[tuple[Message, ...], dict[
         raise
 
 
-def response_order(body: Any) -> Order:
+def response_order(body: Any) -> Asked:
     """A body of responses. Raises InvalidArgumentError."""
     reading = Reading()
     given = RESPONSES.read(body, reading)
     turns, places = response_turns(given)
-    options: GenerateOptions = {
-        "messages": turns,
-        "max_tokens": _most(given, "max_output_tokens"),
-        "json_schema": schema_of(given.get("text", {}).get("format")),
-        **call_options(given),
-    }
-    return _order(given, options, "input", reading, places)
+    said = {"turns": turns, "tools": tools_of(given.get("tools", []))}
+    schema = given.get("text", {}).get("format")
+    return _asked("responses", given, said, "input", reading, places, schema)
+
+
+def name_parts(
+    error: SparseKVError, given: Mapping[str, Any], prompt: str, places: Mapping[str, str]
+) -> None:
+    """Has an error name what a request has where it speaks of a field of the server's own."""
+    rename_parts(error, places)
+    named = error.metadata.get("field", "")
+    if not named and isinstance(error, MethodUnsupportedError):
+        named = "method"
+    part = named.partition("[")[0]
+    if part in _PROMPTS and part != prompt:
+        named = prompt
+    for name in _MADE_OF.get(part, ()):
+        if name in given:
+            named = name
+    if named:
+        error.metadata["field"] = named
 
 
 def rename_parts(error: SparseKVError, places: Mapping[str, str]) -> None:
@@ -167,30 +162,44 @@ def _later(name: str) -> str:
     return f"messages[{int(number) + 1}]{rest}"
 
 
-def _most(given: dict[str, Any], *names: str) -> int | None:
+def _most(given: Mapping[str, Any], names: Collection[str]) -> int | None:
     """The lowest of the caps that are given; what no message can carry is as many as fit."""
     caps = [min(given[name], MAX_INT32) if given[name] > 0 else MAX_INT32 for name in names if name in given]
     return min(caps, default=None)
 
 
-def _order(
+def _asked(
+    endpoint: Endpoint,
     given: dict[str, Any],
-    options: GenerateOptions,
+    said: Mapping[str, Any],
     prompt: str,
     reading: Reading,
     places: Mapping[str, str] | None = None,
-) -> Order:
-    stop = given.get("stop", [])
-    options["stop"] = [stop] if isinstance(stop, str) else stop
-    options["temperature"] = float(given.get("temperature", 1.0))
-    options.update(pick(given, _SAME_NAMES))  # type: ignore[typeddict-item]
-    options["logit_bias"] = _biases(given.get("logit_bias"))
-    options["keep"] = _keep(given.get("keep"))
+    schema: dict[str, Any] | None = None,
+) -> Asked:
+    """What a body asks for. said: the prompt, by members of an order. schema: the format.
+
+    Raises InvalidArgumentError.
+    """
+    values = {field.name: given[name] for field in FIELDS for name in field.names(endpoint) if name in given}
+    values |= {"temperature": 1.0, **values}
+    try:
+        order = Order(
+            context=given.get("context", ""),
+            **said,
+            constraint=_constraint(values, schema_of(schema)),
+            **split(_plain(values, _most(given, BY_NAME["max_tokens"].names(endpoint)))),
+            choice=choice_of(given),
+            keep=_keep(given.get("keep"), turns="turns" in said),
+        )
+        check_order(order)
+    except InvalidArgumentError as error:
+        name_parts(error, given, prompt, places or {})
+        raise
     stream = bool(given.get("stream", False))
-    return Order(
+    return Asked(
         model=given["model"],
-        context=given.get("context", ""),
-        options=options,
+        order=order,
         stream=stream,
         include_usage=stream and given.get("stream_options", {}).get("include_usage", False),
         given=given,
@@ -200,17 +209,37 @@ def _order(
     )
 
 
-def _keep(given: dict[str, Any] | None) -> Keep | None:
+def _plain(values: dict[str, Any], most: int | None) -> dict[str, Any]:
+    """Values as orders have them. Raises InvalidArgumentError."""
+    the_one([*values], BUDGETS, "budget")
+    plain = {name: value for name, value in values.items() if name not in CONSTRAINTS}
+    stop = plain.get("stop", ())
+    plain["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    plain["stop_token_ids"] = frozenset(plain.get("stop_token_ids", ()))
+    plain["logit_bias"] = _biases(plain.get("logit_bias", {}))
+    return {**plain, "max_tokens": most}
+
+
+def _constraint(values: Mapping[str, Any], schema: dict[str, Any] | None) -> Constraint | None:
+    """What the answer has to be. Raises InvalidArgumentError."""
+    given = {name: values[name] for name in CONSTRAINTS if name in values}
+    if schema is not None:
+        given["json_schema"] = json.dumps(schema)
+    kind = the_one([*given])
+    return None if kind is None else constraint_of(kind, given[kind])  # type: ignore[arg-type]
+
+
+def _keep(given: dict[str, Any] | None, *, turns: bool) -> KeepOptions | None:
     if given is None:
         return None
     seconds = given.get("ttl_seconds")
-    return Keep(given.get("display_name", ""), None if seconds is None else timedelta(seconds=seconds))
+    return KeepOptions(
+        name=given.get("display_name", ""), ttl_s=None if seconds is None else int(seconds), turns=turns
+    )
 
 
-def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
     """Biases by token. Raises InvalidArgumentError for a name that is none."""
-    if given is None:
-        return None
     for name in given:
         if not (name.isascii() and name.isdigit() and len(name) < 10):
             raise InvalidArgumentError(

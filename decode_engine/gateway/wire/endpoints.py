@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from decode_engine.gateway.wire.messages_shape import MESSAGE
 from decode_engine.gateway.wire.parameters import (
-    BIAS,
-    FLAG,
     INPUT,
     MESSAGES,
-    MOST_TOKENS,
-    OBJECT,
     PROMPT,
-    TEXT,
-    TEXTS,
-    TEXTS_ONLY,
-    TOKENS,
     TOOLS,
     TTL,
     Endpoint,
     Fate,
-    Kind,
     Members,
     Parameter,
     Variants,
-    integer,
-    list_of,
-    number,
     refused,
     taken,
 )
 from decode_engine.gateway.wire.response_items import ITEM
 from decode_engine.gateway.wire.tool_shapes import CHOICE, TOOL, TOOL_CHOICE
-from decode_engine.settings.request_bounds import (
-    MAX_ANSWERS,
-    MAX_CHOICES,
-    MAX_INT32,
-    MAX_LOGIT_BIAS,
-    MAX_SEARCH_PERIOD,
-    MAX_SEED,
-    MAX_STOP_TOKENS,
-    MAX_TEMPERATURE,
-    MAX_TOP_LOGPROBS,
-)
+from decode_engine.orders import fields
+from decode_engine.orders.kinds import FLAG, OBJECT, TEXT, Kind, list_of
 
 _KEEPS_NOTHING = "nothing about requests is kept here"
 _NO_BEST = "all answers are sent; `n` says how many"
@@ -115,42 +96,24 @@ _OWN = (
         ),
         empty_counts=True,
     ),
-    Parameter(
-        "method", TEXT, "How keys are found; `auto`, and by default what the server has it, chooses by time."
-    ),
-    Parameter("keep_ratio", number(0, 1, above=True), "Fraction of the keys to keep."),
-    Parameter(
-        "target_mass", number(0, 1, above=True), "Share of the attention weight that the kept keys hold."
-    ),
-    Parameter("token_budget", integer(1, MAX_INT32), "Number of keys to keep."),
-    Parameter("search_period", integer(1, MAX_SEARCH_PERIOD), "Decode steps that one search serves."),
-    Parameter("top_k", integer(0, MAX_INT32), "Sample from this many likeliest tokens; 0 means all."),
-    Parameter(
-        "repetition_penalty",
-        number(0.01, 100),
-        "Divides positive scores of tokens that prompt or answer contain, multiplies negative ones.",
-    ),
-    Parameter("min_tokens", integer(0, MAX_INT32), "Tokens before which the answer does not end."),
-    Parameter("stop_token_ids", TOKENS, f"Up to {MAX_STOP_TOKENS} tokens that end the answer."),
-    Parameter("regex", TEXT, "The answer matches this regular expression as a whole (Rust's syntax)."),
-    Parameter("choices", TEXTS_ONLY, f"The answer is one of these texts, at most {MAX_CHOICES:,}."),
 )
-_SAMPLING = (
-    Parameter(
-        "temperature",
-        number(0, MAX_TEMPERATURE),
-        "Divides the scores before sampling; 0 takes the likeliest token. 1 by default.",
-    ),
-    Parameter(
-        "top_p",
-        number(0, 1, above=True),
-        "Sample from the smallest set of tokens that reaches this probability.",
-    ),
-)
-_SEED = Parameter("seed", integer(0, MAX_SEED), "The same seed gives the same tokens.")
-_STOP = Parameter(
-    "stop", TEXTS, "Up to 16 texts of at most 256 characters; the answer ends before one appears."
-)
+
+
+def _fields(endpoint: fields.Endpoint) -> tuple[Parameter, ...]:
+    """What the table of fields has for an endpoint."""
+    return tuple(
+        Parameter(name, field.kind, _SAID.get((endpoint, name), field.says))
+        for field in fields.FIELDS
+        for name in field.names(endpoint)
+    )
+
+
+_SAID: Mapping[tuple[fields.Endpoint, str], str] = {
+    ("chat", "max_tokens"): "The older name of `max_completion_tokens`; of both the lower one counts.",
+    ("completions", "max_tokens"): fields.BY_NAME["max_tokens"].says.replace("256", "16"),
+    ("chat", "top_logprobs"): "With `logprobs`: and those of this many likeliest tokens.",
+}
+"""Where a sentence of the table says too little of one endpoint."""
 _STREAM = Parameter("stream", FLAG, "Send the answer in pieces, as server-sent events.")
 _STREAM_OPTIONS = Parameter(
     "stream_options",
@@ -165,20 +128,6 @@ _STREAM_OPTIONS = Parameter(
     ),
 )
 _MODEL = Parameter("model", TEXT, "The served model's name, as /v1/models lists it.", required=True)
-_PENALTIES = (
-    Parameter("n", integer(1, MAX_ANSWERS), "Answers to give, each sampled by a seed of its own."),
-    Parameter(
-        "frequency_penalty",
-        number(-2, 2),
-        "Taken from tokens' scores for every time that the answer has them.",
-    ),
-    Parameter("presence_penalty", number(-2, 2), "Taken from the scores of tokens that the answer has."),
-    Parameter(
-        "logit_bias",
-        BIAS,
-        f"Added to tokens' scores, by their ids: -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}.",
-    ),
-)
 _CALLING = (
     Parameter(
         "tools",
@@ -209,11 +158,6 @@ def _format(schema: Members) -> Variants:
     return Variants("type", {"text": nothing, "json_object": nothing, "json_schema": schema})
 
 
-_MOST_TOKENS = (
-    "Most tokens to generate, or as many as the model has positions for, which the header `x-sparsekv-max-tokens` says "
-    "then. 256 by default."
-)
-
 CHAT = Endpoint(
     "/v1/chat/completions",
     (
@@ -226,25 +170,11 @@ CHAT = Endpoint(
         ),
         _MODEL,
         *_OWN,
-        Parameter("max_completion_tokens", MOST_TOKENS, _MOST_TOKENS),
-        Parameter(
-            "max_tokens",
-            MOST_TOKENS,
-            "The older name of `max_completion_tokens`; of both the lower one counts.",
-        ),
-        *_SAMPLING,
-        _SEED,
-        _STOP,
+        *_fields("chat"),
         _STREAM,
         _STREAM_OPTIONS,
-        *_PENALTIES,
         Parameter(
             "logprobs", FLAG, "Send the logarithm of each token's probability, by the model's exact output."
-        ),
-        Parameter(
-            "top_logprobs",
-            integer(0, MAX_TOP_LOGPROBS),
-            "With `logprobs`: and those of this many likeliest tokens.",
         ),
         Parameter(
             "response_format",
@@ -294,20 +224,11 @@ COMPLETIONS = Endpoint(
         ),
         _MODEL,
         *_OWN,
-        Parameter("max_tokens", MOST_TOKENS, _MOST_TOKENS.replace("256", "16")),
-        *_SAMPLING,
-        _SEED,
-        _STOP,
+        *_fields("completions"),
         _STREAM,
         _STREAM_OPTIONS,
         refused("best_of", _NO_BEST, 1),
         refused("suffix", "answers do not know what follows them"),
-        Parameter(
-            "logprobs",
-            integer(0, MAX_TOP_LOGPROBS),
-            "Send log probabilities of the answer's tokens, and of this many likeliest ones in each place.",
-        ),
-        *_PENALTIES,
         *_NOTES,
         *_NEIGHBOURS,
     ),
@@ -332,8 +253,7 @@ RESPONSES = Endpoint(
         Parameter("instructions", TEXT, "A message of a system before all others."),
         _MODEL,
         *_OWN,
-        Parameter("max_output_tokens", MOST_TOKENS, _MOST_TOKENS),
-        *_SAMPLING,
+        *_fields("responses"),
         _STREAM,
         *taken("stream_options", "events are sent as they are"),
         Parameter(

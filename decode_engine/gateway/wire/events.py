@@ -1,12 +1,26 @@
-"""Server-sent events as text."""
+"""What is sent: JSON of Structs, whole or as server-sent events."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+import msgspec
+from starlette.responses import Response
 
-def event(data: Any, name: str | None = None) -> str:
+ENCODER = msgspec.json.Encoder()
+
+
+class JsonReply(Response):
+    """A value or a Struct as the body of a response."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return ENCODER.encode(content)
+
+
+def event(data: Any, name: str | None = None) -> bytes:
     """One event: its data as JSON, or a text as it is."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, allow_nan=False)
-    return f"data: {text}\n\n" if name is None else f"event: {name}\ndata: {text}\n\n"
+    text = data.encode() if isinstance(data, str) else ENCODER.encode(data)
+    return b"data: %b\n\n" % text if name is None else b"event: %b\ndata: %b\n\n" % (name.encode(), text)

@@ -10,14 +10,13 @@ from typing import Any
 from decode_engine.gateway.wire.parameters import (
     CONTENT,
     JSON_TEXT,
-    OBJECT,
     OBJECTS,
-    TEXT,
     Members,
     Parameter,
     Variants,
     taken,
 )
+from decode_engine.orders.kinds import OBJECT, TEXT
 from index_store.models.conversation.messages import Message, read_turns
 
 _ONLY_TEXT = "models here read and write text"

@@ -8,81 +8,58 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
 from typing import Any
 
-from decode_engine.settings.request_bounds import MAX_BIASED_TOKENS, MAX_CHOICES, MAX_STOP_STRINGS
+from decode_engine.orders.kinds import (
+    ANY,
+    OBJECT,
+    TEXT,
+    Kind,
+    Range,
+    is_integer,
+    is_object,
+    list_of,
+    listed,
+    shown,
+)
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import MAX_MESSAGES, MAX_TOOLS
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What a value has to be. shown: in words. fits: whether one is."""
-
-    shown: str
-    fits: Callable[[Any], bool]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_object(value: Any, most: int) -> bool:
-    return isinstance(value, dict) and len(value) <= most
-
 
 _MOST_LABELS = 1000
 """That are looked at; how many a context may have is the server's to say."""
 _MOST_PARTS = 4096
 
-ANY = Kind("anything", lambda value: True)
-TEXT = Kind("a text", lambda value: isinstance(value, str))
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-OBJECT = Kind("an object", lambda value: isinstance(value, dict))
-
-
-def list_of(one: Kind, most: int) -> Callable[[Any], bool]:
-    """Whether a value is a list of at most so many. Looked at first: the rest takes time for each."""
-    return lambda value: isinstance(value, list) and len(value) <= most and all(map(one.fits, value))
-
-
-MESSAGES = Kind(f"a list of messages, at most {MAX_MESSAGES:,}", list_of(OBJECT, MAX_MESSAGES))
-TOOLS = Kind(f"a list of tools, at most {MAX_TOOLS}", list_of(OBJECT, MAX_TOOLS))
-OBJECTS = Kind("a list of objects", list_of(OBJECT, MAX_MESSAGES))
-TEXTS = Kind(
-    f"a text, or a list of at most {MAX_STOP_STRINGS} texts",
-    lambda value: isinstance(value, str) or list_of(TEXT, MAX_STOP_STRINGS)(value),
+MESSAGES = Kind(
+    f"a list of messages, at most {MAX_MESSAGES:,}",
+    list_of(OBJECT, MAX_MESSAGES),
+    listed(OBJECT, MAX_MESSAGES),
 )
-TEXTS_ONLY = Kind(f"a list of at most {MAX_CHOICES:,} texts", list_of(TEXT, MAX_CHOICES))
-_PART = Kind("a part", lambda value: value is None or isinstance(value, str | dict))
+TOOLS = Kind(f"a list of tools, at most {MAX_TOOLS}", list_of(OBJECT, MAX_TOOLS), listed(OBJECT, MAX_TOOLS))
+OBJECTS = Kind("a list of objects", list_of(OBJECT, MAX_MESSAGES), listed(OBJECT, MAX_MESSAGES))
+_PART = Kind(
+    "a part",
+    lambda value: value is None or isinstance(value, str | dict),
+    {"type": ["null", "string", "object"]},
+)
 CONTENT = Kind(
     f"a text, or a list of at most {_MOST_PARTS:,} parts",
     lambda value: isinstance(value, str) or list_of(_PART, _MOST_PARTS)(value),
-)
-TOKENS = Kind(
-    "a list of token ids",
-    lambda value: isinstance(value, list) and all(_is_integer(id_) and id_ >= 0 for id_ in value),
+    {"anyOf": [TEXT.schema, listed(_PART, _MOST_PARTS)]},
 )
 LABELS = Kind(
     "texts or null by name",
     lambda value: (
-        _is_object(value, _MOST_LABELS) and all(label is None or TEXT.fits(label) for label in value.values())
+        is_object(value, _MOST_LABELS) and all(label is None or TEXT.fits(label) for label in value.values())
     ),
+    {"type": "object", "additionalProperties": {"type": ["string", "null"]}, "maxProperties": _MOST_LABELS},
 )
 LABELS_ONLY = Kind(
-    "texts by name", lambda value: _is_object(value, _MOST_LABELS) and all(map(TEXT.fits, value.values()))
-)
-BIAS = Kind(
-    f"numbers by token id, at most {MAX_BIASED_TOKENS}",
-    lambda value: _is_object(value, MAX_BIASED_TOKENS) and all(map(_is_number, value.values())),
+    "texts by name",
+    lambda value: is_object(value, _MOST_LABELS) and all(map(TEXT.fits, value.values())),
+    {"type": "object", "additionalProperties": TEXT.schema, "maxProperties": _MOST_LABELS},
 )
 
 
@@ -91,40 +68,26 @@ def _is_prompt(value: Any) -> bool:
         return not (isinstance(value[0], list) and value[0] and isinstance(value[0][0], list)) and _is_prompt(
             value[0]
         )
-    return isinstance(value, str) or (isinstance(value, list) and all(map(_is_integer, value)))
+    return isinstance(value, str) or (isinstance(value, list) and all(map(is_integer, value)))
 
 
-PROMPT = Kind("a text, a list of token ids, or a list of one of these", _is_prompt)
+_ONE_PROMPT = [TEXT.schema, {"type": "array", "items": {"type": "integer"}}]
+PROMPT = Kind(
+    "a text, a list of token ids, or a list of one of these",
+    _is_prompt,
+    {"anyOf": [*_ONE_PROMPT, {"type": "array", "items": {"anyOf": _ONE_PROMPT}, "maxItems": 1}]},
+)
 INPUT = Kind(
     f"a text, or a list of items, at most {MAX_MESSAGES:,}",
     lambda value: isinstance(value, str) or MESSAGES.fits(value),
+    {"anyOf": [TEXT.schema, MESSAGES.schema]},
 )
-JSON_TEXT = Kind("an object, or JSON as text", lambda value: not isinstance(value, bool | int | float))
-MOST_TOKENS = Kind(
-    "an integer of 1 or more; -1 for as many as fit",
-    lambda value: _is_integer(value) and (value >= 1 or value == -1),
+JSON_TEXT = Kind(
+    "an object, or JSON as text",
+    lambda value: not isinstance(value, bool | int | float),
+    {"type": ["object", "string"]},
 )
-
-
-def number(least: float, most: float, *, above: bool = False) -> Kind:
-    """A number of least to most; with `above`, not least itself."""
-    shown = (
-        f"a number above {least:g}, at most {most:g}" if above else f"a number of {least:g} to {most:.12g}"
-    )
-    return Kind(
-        shown,
-        lambda value: _is_number(value) and (least < value if above else least <= value) and value <= most,
-    )
-
-
-def integer(least: int, most: int) -> Kind:
-    """An integer of least to most."""
-    return Kind(
-        f"an integer of {least} to {most}", lambda value: _is_integer(value) and least <= value <= most
-    )
-
-
-TTL = number(1, 36_500 * 86_400)
+TTL = Range(1, 36_500 * 86_400).kind
 
 
 class Fate(Enum):
@@ -370,27 +333,3 @@ def describe_inside(endpoints: Sequence[Endpoint]) -> str:
 def pick(given: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Those of the values that have these names."""
     return {name: given[name] for name in names if name in given}
-
-
-_MOST_SHOWN = 40
-
-
-def shown(value: object) -> str:
-    """A value as a sentence quotes it, cut where it is long."""
-    if isinstance(value, list | dict) and len(value) > _MOST_SHOWN:
-        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
-    text = json.dumps(_cut(value, 4))
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _cut(value: object, depth: int) -> object:
-    """The beginning of a value: to write all of a large one only to quote it would take others' time."""
-    if isinstance(value, str):
-        return value[:80]
-    if depth == 0 and isinstance(value, list | dict):
-        return "..."
-    if isinstance(value, list):
-        return [_cut(item, depth - 1) for item in value[:_MOST_SHOWN]]
-    if isinstance(value, dict):
-        return {str(name)[:80]: _cut(item, depth - 1) for name, item in islice(value.items(), _MOST_SHOWN)}
-    return value

@@ -7,14 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from decode_engine.gateway.wire.messages_shape import MESSAGE, PART, called
-from decode_engine.gateway.wire.parameters import (
-    CONTENT,
-    JSON_TEXT,
-    TEXT,
-    Members,
-    Parameter,
-    Variants,
-)
+from decode_engine.gateway.wire.parameters import CONTENT, JSON_TEXT, Members, Parameter, Variants
+from decode_engine.orders.kinds import TEXT
 from index_store.models.conversation.messages import Tool
 
 _CALL_ID = Parameter("call_id", TEXT, "By which what it gave names it.", required=True)

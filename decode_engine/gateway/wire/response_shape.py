@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from decode_engine.gateway.wire.bodies import Order
+from decode_engine.gateway.wire.bodies import Asked
 from decode_engine.gateway.wire.events import event
 from decode_engine.gateway.wire.parameters import pick
+from decode_engine.gateway.wire.replies import ErrorReply, TextDelta
 from decode_engine.gateway.wire.response_items import tool_objects
 from decode_engine.gateway.wire.shapes import Answered, Shape, figures_of
 from decode_engine.rpc.client import Piece, Summary, ToolCallPart
@@ -20,15 +21,14 @@ _MESSAGE = "message"
 class ResponseShape(Shape):
     """Responses. An answer is one message, calls of functions, or a message and then calls; the last item is open."""
 
-    def __init__(self, order: Order) -> None:
-        super().__init__(order)
+    prefix = "resp_"
+
+    def __init__(self, asked: Asked) -> None:
+        super().__init__(asked)
         self._number = 0
         self._items: list[dict[str, Any]] = []
         self._parts: list[str] = []
         """Text or arguments of the open item."""
-
-    def _prefix(self) -> str:
-        return "resp_"
 
     def whole(self, answers: Sequence[Answered]) -> dict[str, Any]:
         (answer,) = answers
@@ -40,66 +40,67 @@ class ResponseShape(Shape):
             item["status"] = "completed" if item is not self._items[-1] else status
         return self._ended(answer.summary)
 
-    def begin(self) -> Iterator[str]:
+    def begin(self) -> bytes:
         begun = self._response("in_progress")
-        yield self._event("response.created", response=begun)
-        yield self._event("response.in_progress", response=begun)
+        created = self._event("response.created", response=begun)
+        return created + self._event("response.in_progress", response=begun)
 
-    def piece(self, piece: Piece) -> Iterator[str]:
+    def piece(self, piece: Piece) -> bytes:
+        events = b""
         if piece.text:
             if not (self._items and self._items[-1]["type"] == _MESSAGE):
-                yield from self._open(_message(None))
+                events += self._open(_message(None))
             self._parts.append(piece.text)
-            yield self._event("response.output_text.delta", **self._place(), delta=piece.text, logprobs=[])
-        for part in piece.tool_calls:
-            yield from self._call_part(part)
+            kind, place = "response.output_text.delta", len(self._items) - 1
+            delta = TextDelta(kind, self._next(), self._items[-1]["id"], place, 0, piece.text)
+            events += event(delta, kind)
+        return events + b"".join(map(self._call_part, piece.tool_calls))
 
-    def _call_part(self, part: ToolCallPart) -> Iterator[str]:
-        if part.id:
-            yield from self._open(_call(part.id, part.name, ""))
+    def _call_part(self, part: ToolCallPart) -> bytes:
+        events = self._open(_call(part.id, part.name, "")) if part.id else b""
         if part.arguments_json:
             self._parts.append(part.arguments_json)
-            yield self._event(
+            events += self._event(
                 "response.function_call_arguments.delta", **self._item_place(), delta=part.arguments_json
             )
+        return events
 
-    def end(self, summaries: Sequence[Summary]) -> Iterator[str]:
-        if not self._items:
-            yield from self._open(_message(None))
+    def end(self, summaries: Sequence[Summary]) -> bytes:
+        opened = b"" if self._items else self._open(_message(None))
         status = _status(summaries[0])
-        yield from self._close(status)
-        yield self._event(f"response.{status}", response=self._ended(summaries[0]))
+        closed = self._close(status)
+        return opened + closed + self._event(f"response.{status}", response=self._ended(summaries[0]))
 
-    def fail(self, error: dict[str, Any]) -> Iterator[str]:
-        told = error["error"]
-        yield self._event("error", code=told["code"], message=told["message"], param=told["param"])
+    def fail(self, error: ErrorReply) -> bytes:
+        told = error.error
+        return self._event("error", code=told.code, message=told.message, param=told.param)
 
-    def _open(self, item: dict[str, Any]) -> Iterator[str]:
+    def _open(self, item: dict[str, Any]) -> bytes:
         """Begins an item, and ends the one before."""
-        if self._items:
-            yield from self._close("completed")
+        events = self._close("completed") if self._items else b""
         self._items.append(item)
-        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
+        events += self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
         if item["type"] == _MESSAGE:
-            yield self._event("response.content_part.added", **self._place(), part=_part(""))
+            events += self._event("response.content_part.added", **self._place(), part=_part(""))
+        return events
 
-    def _close(self, status: str) -> Iterator[str]:
+    def _close(self, status: str) -> bytes:
         item, text = self._items[-1], "".join(self._parts)
         self._parts.clear()
         item["status"] = status
         if item["type"] == _MESSAGE:
             item["content"] = [_part(text)]
-            yield self._event("response.output_text.done", **self._place(), text=text, logprobs=[])
-            yield self._event("response.content_part.done", **self._place(), part=_part(text))
+            events = self._event("response.output_text.done", **self._place(), text=text, logprobs=[])
+            events += self._event("response.content_part.done", **self._place(), part=_part(text))
         else:
             item["arguments"] = text
-            yield self._event(
+            events = self._event(
                 "response.function_call_arguments.done",
                 **self._item_place(),
                 name=item["name"],
                 arguments=text,
             )
-        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+        return events + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _item_place(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
@@ -107,9 +108,13 @@ class ResponseShape(Shape):
     def _place(self) -> dict[str, Any]:
         return {**self._item_place(), "content_index": 0}
 
-    def _event(self, kind: str, **fields: Any) -> str:
+    def _next(self) -> int:
+        """The number of the next event."""
         number, self._number = self._number, self._number + 1
-        return event({"type": kind, "sequence_number": number, **fields}, kind)
+        return number
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        return event({"type": kind, "sequence_number": self._next(), **fields}, kind)
 
     def _ended(self, summary: Summary) -> dict[str, Any]:
         status = _status(summary)
@@ -123,8 +128,8 @@ class ResponseShape(Shape):
         }
 
     def _response(self, status: str) -> dict[str, Any]:
-        given = self.order.given
-        tools = tool_objects(self.order.options.get("tools") or ())
+        given = self.asked.given
+        tools = tool_objects(self.asked.order.tools)
         return {
             "id": self.id,
             "object": "response",
@@ -133,7 +138,7 @@ class ResponseShape(Shape):
             "error": None,
             "incomplete_details": None,
             "instructions": given.get("instructions"),
-            "model": self.order.model,
+            "model": self.asked.model,
             "output": self._items,
             "tools": tools,
             "tool_choice": "auto" if tools else "none",

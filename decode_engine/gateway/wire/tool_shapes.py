@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from decode_engine.gateway.wire.parameters import (
-    FLAG,
-    JSON_TEXT,
-    OBJECT,
-    TEXT,
-    Kind,
-    Members,
-    Parameter,
-    Variants,
-    refused,
-)
-from decode_engine.rpc.client import GenerateOptions, ToolCallPart
+from decode_engine.gateway.wire.parameters import JSON_TEXT, Members, Parameter, Variants, refused
+from decode_engine.orders.kinds import FLAG, OBJECT, TEXT, Kind
+from decode_engine.orders.order import ToolChoice
 from index_store.errors import InvalidArgumentError
-from index_store.models.conversation.messages import Tool, ToolCall, check_tools, read_tools
+from index_store.models.conversation.messages import Tool, check_tools, read_tools
 
 _WORDS = ("none", "auto", "required")
 _FUNCTION = (
@@ -51,6 +41,7 @@ TOOL = Variants(
 TOOL_CHOICE = Kind(
     "`none`, `auto`, `required`, or a function by its name",
     lambda value: value in _WORDS if isinstance(value, str) else isinstance(value, dict),
+    {"anyOf": [{"enum": list(_WORDS)}, OBJECT.schema]},
 )
 _CHOSEN = Parameter("name", TEXT, "The function's name.")
 CHOICE = Variants(
@@ -70,25 +61,20 @@ CHOICE = Variants(
 )
 
 
-def call_options(given: dict[str, Any]) -> GenerateOptions:
-    """What a request says of tools. Raises InvalidArgumentError."""
-    options: GenerateOptions = {}
-    if given.get("tools"):
-        options["tools"] = tools_of(given["tools"])
-    choice = given.get("tool_choice")
+def choice_of(given: dict[str, Any]) -> ToolChoice:
+    """Whether tools are called. Raises InvalidArgumentError."""
+    choice, name = given.get("tool_choice"), ""
+    mode: Any = "auto" if given.get("tools") else "none"
     if isinstance(choice, str):
-        options["tool_choice"] = choice  # type: ignore[typeddict-item]
+        mode = choice
     elif choice is not None:
         name = choice.get("function", choice).get("name")
         if name is None:
             raise InvalidArgumentError(
                 f"tool_choice names no function, expected {TOOL_CHOICE.shown}", field="tool_choice"
             )
-        options["tool_name"] = name
-    if given.get("parallel_tool_calls") is False and (options or choice):
-        options["single_call"] = True
-        options.setdefault("tool_choice", "auto" if "tool_name" not in options else "required")
-    return options
+        mode = "required"
+    return ToolChoice(mode, name, mode != "none" and given.get("parallel_tool_calls") is False)
 
 
 def tools_of(tools: list[dict[str, Any]]) -> tuple[Tool, ...]:
@@ -98,27 +84,3 @@ def tools_of(tools: list[dict[str, Any]]) -> tuple[Tool, ...]:
     )
     check_tools(read)
     return read
-
-
-def whole_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    """The calls of a message."""
-    return [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call in calls
-    ]
-
-
-def call_deltas(parts: Sequence[ToolCallPart]) -> list[dict[str, Any]]:
-    """Parts of calls, as they stream."""
-    deltas = []
-    for part in parts:
-        delta: dict[str, Any] = {"index": part.index, "function": {"arguments": part.arguments_json}}
-        if part.id:
-            delta |= {"id": part.id, "type": "function"}
-            delta["function"]["name"] = part.name
-        deltas.append(delta)
-    return deltas

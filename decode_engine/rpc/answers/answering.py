@@ -26,7 +26,17 @@ from msgspec.structs import replace
 from decode_engine.engine.sampling.vocabulary import Vocabulary
 from decode_engine.errors import TooManyRequestsError
 from decode_engine.orders.core import Core, Facts, Handle
-from decode_engine.orders.events import Begins, Ends, Event, Fails, PromptRead, Says, TokenLogprob, Waits
+from decode_engine.orders.events import (
+    Begins,
+    Ends,
+    Event,
+    Fails,
+    PromptRead,
+    Says,
+    TokenLogprob,
+    Waits,
+    error_of_event,
+)
 from decode_engine.orders.order import Order
 from decode_engine.rpc.answers.notices import Notices
 from decode_engine.rpc.answers.prompting import check_named_tokens, check_prompt, prompt_tokens, whole_tokens
@@ -35,7 +45,6 @@ from decode_engine.rpc.prompts.stored_messages import StoredMessages
 from decode_engine.rpc.prompts.tool_fields import CallPlan, plan_calls
 from decode_engine.rpc.transport.appointments import Appointments, Clients
 from decode_engine.rpc.transport.bound import Bound
-from decode_engine.rpc.transport.status import error_of_event
 from index_store.models.conversation.call_syntax import CallPart
 from index_store.models.tokenizer import Tokenizer
 from index_store.store.catalog import Store

@@ -9,12 +9,18 @@ from typing import Self, cast
 import grpc
 from grpc_health.v1 import health_pb2
 
-from decode_engine.errors import CancelledError, DeadlineExceededError, InternalError, ServerUnreachableError
+from decode_engine.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    InternalError,
+    ServerUnreachableError,
+    error_by_reason,
+)
 from decode_engine.rpc.client.create_verbs import OPERATIONS
 from decode_engine.rpc.client.verbs import CONTEXTS, GENERATIONS
 from decode_engine.rpc.door.options import Credentials
 from decode_engine.rpc.transport.starting import PHASE_KEY
-from decode_engine.rpc.transport.status import classes_by_reason, error_info, retry_info
+from decode_engine.rpc.transport.status import error_info, retry_info
 from index_store.errors import InvalidArgumentError, SparseKVError
 
 HEALTH_TIMEOUT_S = 5.0
@@ -59,10 +65,7 @@ def translate(error: grpc.RpcError, address: str) -> SparseKVError:
     call = cast(grpc.Call, error)
     code, details = call.code(), call.details() or ""
     if info is not None:
-        translated = classes_by_reason().get(info.reason, InternalError)(details)
-        translated.metadata = dict(info.metadata)
-        translated.retry_after_s = retry_info(error)
-        return translated
+        return error_by_reason(info.reason, details, info.metadata, retry_info(error))
     if code == grpc.StatusCode.UNAVAILABLE:
         return ServerUnreachableError(
             f"no server answers at {address}; start one with `decode-engine serve`, or name another with "

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decode_engine.engine.sampling.call_grammar import call_constraint
-from decode_engine.orders.order import CallMode, Constraint, ToolChoice
+from decode_engine.orders.order import Constraint, ToolChoice
 from decode_engine.settings.request_bounds import MAX_CONSTRAINT_BYTES
 from index_store.models.conversation.call_syntax import CallReader, CallSyntax
-from index_store.models.conversation.messages import MAX_NAME, Tool, refused
+from index_store.models.conversation.messages import Tool, refused
 from index_store.models.tokenizer import Tokenizer
-from sparsekv.v1 import conversation_pb2, generation_pb2
 
 _FIELD = "tool_choice"
-_MODES: dict[str, CallMode] = {"NONE": "none", "AUTO": "auto", "REQUIRED": "required"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,33 +27,6 @@ class CallPlan:
     def reader(self) -> CallReader:
         """For one answer."""
         return CallReader(self.syntax, forced=self.forced)
-
-
-def parse_tool_choice(request: generation_pb2.GenerateRequest) -> ToolChoice:
-    """The checked field `tool_choice`. Raises InvalidArgumentError and names the field."""
-    choice, modes = request.tool_choice, conversation_pb2.ToolChoice.Mode
-    if choice.mode not in modes.values():
-        raise refused(f"{_FIELD}.mode", str(choice.mode), "one of NONE, AUTO, REQUIRED")
-    if choice.mode == conversation_pb2.ToolChoice.MODE_UNSPECIFIED:
-        mode = _MODES["AUTO" if request.messages.tools else "NONE"]
-    else:
-        mode = _MODES[modes.Name(choice.mode)]
-    if len(choice.name) > MAX_NAME or (choice.name and mode != "required"):
-        raise refused(f"{_FIELD}.name", ascii(choice.name[:60]), "the name of a tool, and the mode REQUIRED")
-    if mode == "none":
-        return ToolChoice(mode)
-    for field, given in (
-        ("constraint", request.HasField("constraint")),
-        ("min_tokens", bool(request.min_tokens)),
-        ("keep", request.HasField("keep")),
-    ):
-        if given:
-            raise refused(
-                field,
-                f"it beside the tool choice {mode.upper()}",
-                "one of them; NONE has the model say text alone",
-            )
-    return ToolChoice(mode, choice.name, choice.single)
 
 
 def check_told(choice: ToolChoice, tokenizer: Tokenizer, name: str) -> CallSyntax:

@@ -55,11 +55,14 @@ class Listener:
         certificates: Certificates | None = None,
         inside: Path | None = None,
         phase: Callable[[], str] = lambda: "",
+        shared: bool = False,
     ) -> None:
         """register: adds the services, of these names, to the server. inside: a socket for this process alone.
 
-        phase: what goes on while it is not healthy yet. Raises AddressError.
+        phase: what goes on while it is not healthy yet. shared: other doors listen at the address, too. Raises
+        AddressError.
         """
+        self._shared = shared
         self._phase = phase
         self._door = door or Door()
         self._certificates = certificates
@@ -94,7 +97,7 @@ class Listener:
     ) -> str:
         self._gate = Gate(self._limits, self._paths, self._door)
         self._health = Health(services, self._phase)
-        self._server = aio.server(interceptors=[self._gate], options=_options(self._limits))
+        self._server = aio.server(interceptors=[self._gate], options=_options(self._limits, self._shared))
         register(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection = ReflectionServicer((*services, HEALTH_SERVICE, *REFLECTION_SERVICES))
@@ -154,9 +157,9 @@ async def _cancel_others() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-def _options(limits: Limits) -> list[tuple[str, int]]:
+def _options(limits: Limits, shared: bool) -> list[tuple[str, int]]:
     return [
-        ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not a replica
+        ("grpc.so_reuseport", int(shared)),  # else a second server on the port is a mistake, not a replica
         ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
         ("grpc.max_allowed_incoming_connections", limits.connections),
         ("grpc.max_concurrent_streams", limits.streams),

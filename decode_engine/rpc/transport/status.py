@@ -35,8 +35,7 @@ from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
-from decode_engine.errors import InternalError
-from decode_engine.orders.events import Fails
+from decode_engine.errors import InternalError, error_by_reason
 from index_store.errors import ContextCorruptError, SparseKVError
 
 DOMAIN = "sparsekv"
@@ -169,28 +168,7 @@ def error_of(status: Status) -> SparseKVError:
     info = status_info(status)
     if info is None:
         return InternalError(f"the server answered with code {status.code}: {status.message}")
-    error = classes_by_reason().get(info.reason, InternalError)(status.message)
-    error.metadata = dict(info.metadata)
-    return error
-
-
-def error_of_event(event: Fails) -> SparseKVError:
-    """The error by which a request ended at the engine, as the class of its reason."""
-    error = classes_by_reason().get(event.reason, InternalError)(event.message)
-    error.metadata = dict(event.metadata)
-    error.retry_after_s = event.retry_after_s
-    return error
-
-
-def classes_by_reason() -> dict[str, type[SparseKVError]]:
-    """All errors that are known here, by their reasons."""
-    classes: dict[str, type[SparseKVError]] = {}
-    pending = [SparseKVError]
-    while pending:
-        for subclass in pending.pop().__subclasses__():
-            classes.setdefault(subclass.reason, subclass)
-            pending.append(subclass)
-    return classes
+    return error_by_reason(info.reason, status.message, info.metadata)
 
 
 def to_trailers(error: SparseKVError) -> tuple[tuple[str, str | bytes], ...]:

@@ -18,7 +18,7 @@ from openai.types.responses import ResponseCreateParams
 from openai.types.responses.response_input_item_param import FunctionCallOutput
 from openai.types.shared_params.response_format_json_schema import JSONSchema
 
-from decode_engine.gateway.wire.bodies import Order, chat_order, completion_order, response_order
+from decode_engine.gateway.wire.bodies import Asked, chat_order, completion_order, response_order
 from decode_engine.gateway.wire.endpoints import CHAT, COMPLETIONS, RESPONSES
 from decode_engine.gateway.wire.parameters import Endpoint, Fate
 from index_store.errors import InvalidArgumentError
@@ -30,7 +30,7 @@ CHAT_TOOL: Any = {"type": "function", "function": FUNCTION}
 FLAT_TOOL: Any = {"type": "function", **FUNCTION}
 JUNK: Any = {"what": "ever"}
 
-READ: dict[str, tuple[Endpoint, Callable[[Any], Order], Any]] = {
+READ: dict[str, tuple[Endpoint, Callable[[Any], Asked], Any]] = {
     CHAT.path: (CHAT, chat_order, {"model": "m", "messages": [SAID]}),
     COMPLETIONS.path: (COMPLETIONS, completion_order, {"model": "m", "prompt": "x"}),
     RESPONSES.path: (RESPONSES, response_order, {"model": "m", "input": "x"}),
@@ -66,9 +66,9 @@ ONE_FOR_EACH: dict[tuple[str, str], Any] = {
 }
 
 
-def meant(order: Order) -> Any:
-    """What an order makes of its body: all but the body itself."""
-    return (order.model, order.context, order.stream, order.include_usage, order.options)
+def meant(order: Asked) -> Any:
+    """What is made of a body: all but the body itself."""
+    return (order.model, order.stream, order.include_usage, order.order)
 
 
 @pytest.mark.parametrize(
@@ -127,14 +127,14 @@ def test_each_is_what_its_table_says(path: str, name: str) -> None:
 def of_message(role: str, **more: Any) -> Callable[[dict[str, Any]], Any]:
     before = [SAID, {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "look"}}]}]
     said = {"role": role, "content": "x", **more}
-    first = role in ("system", "developer")
+    first = role in ("system", "developer", "assistant")
     return lambda extra: chat_order(
         {"model": "m", "messages": [{**said, **extra}, SAID] if first else [*before, {**said, **extra}]}
     )
 
 
 def of_items(item: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
-    return lambda extra: response_order({"model": "m", "input": [SAID, {**item, **extra}]})
+    return lambda extra: response_order({"model": "m", "input": [SAID, {**item, **extra}, SAID]})
 
 
 def of_chat(name: str, **more: Any) -> Callable[[Any], Any]:

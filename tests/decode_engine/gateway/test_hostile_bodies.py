@@ -16,7 +16,7 @@ from decode_engine.gateway.bounds import Bounds
 from decode_engine.gateway.serving import Gateway
 from decode_engine.gateway.wire import messages_shape
 from decode_engine.gateway.wire.bodies import chat_order, completion_order, response_order
-from decode_engine.gateway.wire.parameters import shown
+from decode_engine.orders.kinds import shown
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError

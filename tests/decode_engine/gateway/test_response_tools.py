@@ -178,9 +178,8 @@ def test_text_and_calls_are_items_of_their_own() -> None:
         Piece((), "", tool_calls=(ToolCallPart(1, "b", "wait", "{}"),)),
         Piece((), "Done"),
     ]
-    texts = [*shape.begin(), *(text for piece in pieces for text in shape.piece(piece))]
-    texts += shape.end([summary("length")])
-    events = [json.loads(text.partition("data: ")[2]) for text in texts]
+    stream = shape.begin() + b"".join(map(shape.piece, pieces)) + shape.end([summary("length")])
+    events = [json.loads(text.partition("data: ")[2]) for text in stream.decode().split("\n\n") if text]
     for number, event in enumerate(events):
         assert TypeAdapter(ResponseStreamEvent).validate_python(event).sequence_number == number
     done = [event for event in events if event["type"] == "response.output_item.done"]

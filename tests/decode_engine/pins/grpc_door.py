@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2
 from grpc_status import rpc_status
 
 from sparsekv.v1 import context_pb2, generation_pb2
-from tests.decode_engine.pins.recording import Line, hide_call_ids, hide_seeds, hide_steps_behind
+from tests.decode_engine.pins.recording import Line, hide_call_ids, hide_seeds, hide_work_beyond_stops
 
 _FILES = (generation_pb2, context_pb2, operations_pb2, health_pb2)
 _STREAMED = {"Generate", "BatchGenerate"}
@@ -65,8 +65,8 @@ def play_call(channel: grpc.Channel, call: str, request: Any) -> list[Line]:
         lines = [{name: _figure(name, told.get(name)) for name in method.output_type.fields_by_name}]
     lines = [{"message": line} for line in lines] + [end]
     hide_seeds({"request": request}, lines)
-    hide_steps_behind({"request": request}, lines)
     hide_call_ids(lines)
+    hide_work_beyond_stops({"request": request}, lines)
     return lines
 
 

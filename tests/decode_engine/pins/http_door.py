@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tests.decode_engine.pins.recording import Line, hide_call_ids, hide_seeds, walk
+from tests.decode_engine.pins.recording import Line, hide_call_ids, hide_seeds, hide_work_beyond_stops, walk
 
 _SEPARATORS = {"compact": (",", ":"), "spaced": (", ", ": ")}
 _UNTOLD_HEADERS = {"date", "content-length", "x-request-id", "retry-after-ms"}
@@ -46,6 +46,7 @@ def play_request(web: httpx.Client, head: Line) -> list[Line]:
     else:
         lines = [{"text": reply.text}] if reply.text else []
     hide_seeds(head, lines)
+    hide_work_beyond_stops(head, lines)
     _hide_times(lines)
     hide_call_ids(lines)
     return [told, *lines]

@@ -172,16 +172,6 @@ def hide_seeds(request: Line, reply: list[Line]) -> None:
                 place[key] = "<seed>"
 
 
-def hide_steps_behind(request: Line, reply: list[Line]) -> None:
-    """How many steps were taken behind a stop string, before it was known, is not told, nor what they count."""
-    if not any(key == "stop" for _, key in walk(request)):
-        return
-    for place, key in list(walk(reply)):
-        if key == "finish_reason" and place[key] == "STOP":
-            place.get("timings", {}).pop("decode_steps", None)
-            place.pop("selection", None)
-
-
 def hide_call_ids(reply: list[Line]) -> None:
     """Ids of calls, which are drawn anew, are told by the order in which they appear."""
     seen: dict[str, str] = {}
@@ -189,3 +179,11 @@ def hide_call_ids(reply: list[Line]) -> None:
         value = place[key]
         if key in ("id", "call_id", "item_id") and isinstance(value, str) and _CALL_ID.fullmatch(value):
             place[key] = seen.setdefault(value, f"<call {len(seen) + 1}>")
+
+
+def hide_work_beyond_stops(request: Line, reply: list[Line]) -> None:
+    """Where a stop string ends an answer, how far the engine had gone beyond it depends on time."""
+    if any(key == "stop" and place[key] for place, key in walk(request)):
+        for place, key in walk(reply):
+            if key in ("timings", "selection", "fraction_of_keys"):
+                place[key] = "<as far as it came>"

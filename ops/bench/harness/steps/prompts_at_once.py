@@ -13,12 +13,14 @@ from torch import Tensor
 
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.prompt_pieces import prompt_cost
-from decode_engine.engine.requests import Finished, Request, Step
+from decode_engine.engine.reply import Reply
+from decode_engine.engine.requests import Step, Work
 from decode_engine.engine.sampler import Sampler
-from decode_engine.engine.sampling.parameters import SamplingParameters
 from decode_engine.layers.session import Session
 from decode_engine.model.decode_attention import packed
-from decode_engine.rpc.answers.text import TextStream
+from decode_engine.orders.events import Ends, Event, Fails
+from decode_engine.orders.fields import Sampling
+from decode_engine.orders.order import Order
 from decode_engine.settings.command_options import Prompts
 from harness.checks import CheckFailedError
 from index_store.memory.resident import ResidentContext
@@ -76,6 +78,17 @@ class PromptRunner:
         raise CheckFailedError(f"{len(sessions)} requests of one token were decoded")
 
 
+@dataclass(kw_only=True, eq=False)
+class _Prompt(Work[Session]):
+    """A prompt on a context that is in memory."""
+
+    resident: ResidentContext
+    fitted: FittedMethod
+
+    def start(self) -> Session:
+        return Session(self.resident, self.fitted)
+
+
 def first_tokens(
     runner: PromptRunner,
     context: ResidentContext,
@@ -86,24 +99,25 @@ def first_tokens(
 ) -> Together:
     """Reads them by the engine's turns. apart: each prompt is read by itself, as those with seeds are."""
     engine: Engine[Session] = Engine(runner, max_sessions=len(token_ids), prompt_chunk=chunk)
-    sampling = SamplingParameters(temperature=1.0, seed=0) if apart else SamplingParameters()
+    sampling = Sampling(temperature=1.0, seed=0) if apart else Sampling()
     cost = prompt_cost(fitted, runner.prompts, context.device)
     begin, taken = time.perf_counter(), list[float]()
-    streams = [
+
+    def note(event: Event) -> None:
+        if isinstance(event, Fails):
+            raise CheckFailedError(event.message)
+        if isinstance(event, Ends):
+            taken.append(time.perf_counter() - begin)
+
+    for ids in token_ids:
+        order = Order(prompt=ids, sampling=sampling)
         engine.submit(
             engine.reserve(),
-            Request(lambda: Session(context, fitted), ids, 1, sampling, TextStream(str, ids, ()), cost=cost),
+            _Prompt(order=order, prompt=ids, max_tokens=1, cost=cost, resident=context, fitted=fitted),
+            Reply(note),
         )
-        for ids in token_ids
-    ]
-    while len(taken) < len(streams):
+    while len(taken) < len(token_ids):
         engine.step()
-        now = time.perf_counter() - begin
-        for event in (event for stream in streams for event in stream.take()):
-            if isinstance(event, Exception):
-                raise event
-            if isinstance(event, Finished):
-                taken.append(now)
     return taken, runner.passes
 
 

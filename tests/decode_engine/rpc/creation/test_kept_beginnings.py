@@ -306,18 +306,20 @@ def converse_and_kill(
     Store(shop.store, create=True)
     server, figures, held, queue = Running(shop, *options), Figures(), [], JobQueue(shop.store)
     deaths = random.Random(1).sample(range(conversations * 10), kills)
-    for number in range(conversations):
-        messages = [Message(Role.SYSTEM, document(7, 400))]
-        for turn in range(10):
-            messages += [Message(Role.USER, f"{document(1000 * number + turn, 120)}?")]
-            messages += [Message(Role.ASSISTANT, figures.turn(server.client, messages))]
-            if 10 * number + turn in deaths:
-                server.kill()
-                server = Running(shop, *options)
-            wait_until(lambda: not any(entry.open for entry in queue.entries()))  # who talks reads first
-        kept = [each for each in Store(shop.store).list() if KEPT_BEGINNING in each.labels]
-        held.append(sum(array.nbytes for each in kept for array in each.arrays))
-    server.kill()
+    try:
+        for number in range(conversations):
+            messages = [Message(Role.SYSTEM, document(7, 400))]
+            for turn in range(10):
+                messages += [Message(Role.USER, f"{document(1000 * number + turn, 120)}?")]
+                messages += [Message(Role.ASSISTANT, figures.turn(server.client, messages))]
+                if 10 * number + turn in deaths:
+                    server.kill()
+                    server = Running(shop, *options)
+                wait_until(lambda: not any(entry.open for entry in queue.entries()))  # who talks reads first
+            kept = [each for each in Store(shop.store).list() if KEPT_BEGINNING in each.labels]
+            held.append(sum(array.nbytes for each in kept for array in each.arrays))
+    finally:
+        server.kill()
     assert "Traceback" not in (shop.store.parent / "server.log").read_text()
     assert all(not Store(shop.store).verify(each.id) for each in Store(shop.store).list())
     return figures, held

@@ -1,0 +1,196 @@
+"""The OpenAPI document of all paths, made of their tables of parameters and of the Structs that they reply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.routing import Route
+
+from decode_engine.gateway.counting import DETOKENIZE, INPUT_TOKENS, TOKENIZE
+from decode_engine.gateway.creating import CREATE
+from decode_engine.gateway.library import UPDATE
+from decode_engine.gateway.wire.endpoints import CHAT, COMPLETIONS, RESPONSES
+from decode_engine.gateway.wire.parameters import Endpoint, Fate, Members, Parameter, Variants
+from decode_engine.gateway.wire.replies import (
+    ChatChunk,
+    ChatReply,
+    CompletionChunk,
+    CompletionReply,
+    ErrorReply,
+)
+
+_REF = "#/components/schemas/{name}"
+_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """What a handler takes and gives. reads: its body. replies: None for an object that is not described. status: when
+    all is well. streams: whether the answer may be events; chunk: of which each is one. query: parameters by name."""
+
+    reads: Endpoint | None = None
+    replies: type[msgspec.Struct] | None = None
+    status: int = 200
+    streams: bool = False
+    chunk: type[msgspec.Struct] | None = None
+    query: Mapping[str, Mapping[str, Any]] | None = None
+
+
+_TEXT: Mapping[str, Any] = {"type": "string"}
+_OPERATIONS: Mapping[str, _Operation] = {
+    "chat": _Operation(CHAT, ChatReply, streams=True, chunk=ChatChunk),
+    "completions": _Operation(COMPLETIONS, CompletionReply, streams=True, chunk=CompletionChunk),
+    "responses": _Operation(RESPONSES, streams=True),
+    "count_input": _Operation(INPUT_TOKENS),
+    "tokenize": _Operation(TOKENIZE),
+    "detokenize": _Operation(DETOKENIZE),
+    "create_context": _Operation(CREATE, status=202, streams=True),
+    "update_context": _Operation(UPDATE),
+    "list_contexts": _Operation(
+        query={
+            "page_size": {"type": "integer", "minimum": 0, "maximum": 1000},
+            **dict.fromkeys(("page_token", "filter", "order_by"), _TEXT),
+        }
+    ),
+    "delete_context": _Operation(query={"force": {"enum": ["true", "false"]}}),
+}
+"""By the names of handlers; what is missing takes nothing and replies an object."""
+_REPLIES = (ErrorReply, ChatReply, ChatChunk, CompletionReply, CompletionChunk)
+_FORM = {
+    "type": "object",
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "user_data"}},
+    "required": ["file", "purpose"],
+    "additionalProperties": False,
+}
+
+
+def document(routes: Sequence[Route]) -> dict[str, Any]:
+    """The document, in OpenAPI 3.1."""
+    _, schemas = msgspec.json.schema_components(_REPLIES, ref_template=_REF)
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        for method in sorted((route.methods or set()) - {"HEAD"}):
+            described = _described(route)
+            paths.setdefault(route.path_format, {})[method.lower()] = described
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "sparsekv",
+            "version": "1",
+            "description": "Generation against stored contexts, as OpenAI's clients ask for it.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"token": []}],
+    }
+
+
+def _described(route: Route) -> dict[str, Any]:
+    """One operation."""
+    name: str = route.endpoint.__name__
+    operation = _OPERATIONS.get(name, _Operation())
+    whole = _OBJECT if operation.replies is None else _ref(operation.replies)
+    content: dict[str, Any] = {"application/json": {"schema": whole}}
+    streams: dict[str, Any] = {"text/event-stream": {"schema": _TEXT}}
+    if operation.chunk is not None:
+        streams["text/event-stream"]["x-event"] = _ref(operation.chunk)
+    answers = {str(operation.status): {"description": "As asked.", "content": content}}
+    if operation.streams:
+        answers.setdefault("200", {"description": "With `stream`.", "content": {}})["content"].update(streams)
+    refusal = {"schema": _ref(ErrorReply)} if name != "health" else {"schema": _OBJECT}
+    given = [
+        {"name": each, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for each in route.param_convertors
+    ]
+    asked = [
+        {"name": each, "in": "query", "required": False, "schema": schema}
+        for each, schema in (operation.query or {}).items()
+    ]
+    made: dict[str, Any] = {
+        "operationId": name,
+        "summary": (route.endpoint.__doc__ or name).partition("\n")[0],
+        "parameters": given + asked,
+        "responses": {
+            **answers,
+            "default": {"description": "Refused.", "content": {"application/json": refusal}},
+        },
+    }
+    if operation.reads is not None:
+        read = _members(operation.reads.parameters)
+        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": read}}}
+    if name == "create_file":
+        made["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}
+    return made
+
+
+def _ref(reply: type[msgspec.Struct]) -> dict[str, str]:
+    return {"$ref": _REF.format(name=reply.__name__)}
+
+
+def _members(
+    parameters: Sequence[Parameter],
+    others: bool = False,
+    by: str = "",
+    kinds: Sequence[str] = (),
+    usual: str = "",
+) -> dict[str, Any]:
+    """An object. others: whether it may have members that are not listed. by: the member that says of which kind it is,
+    kinds: of these; usual: where it is missing."""
+    properties = {one.name: _value(one) for one in parameters if one.fate is not Fate.REFUSED}
+    required = [one.name for one in parameters if one.required]
+    if by:
+        properties[by] = {"enum": [*kinds]}
+        required += [] if usual in kinds else [by]
+    made: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": others}
+    return {**made, "required": required} if required else made
+
+
+def _value(parameter: Parameter) -> dict[str, Any]:
+    """The value of a member; null says nothing, but where it has to be there."""
+    if parameter.fate is Fate.TAKEN:
+        return {"description": f"Does nothing: {parameter.says}"}
+    schema: Mapping[str, Any] = parameter.kind.schema
+    if parameter.inside is not None:
+        schema = _filled(schema, _inside(parameter.inside))
+    if not parameter.required:
+        schema = {"anyOf": [schema, {"type": "null"}]}
+    return {**schema, "description": parameter.says}
+
+
+def _filled(schema: Mapping[str, Any], inside: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema with what its objects contain."""
+    if schema.get("type") == "object":
+        return inside
+    if schema.get("type") == "array":
+        return {**schema, "items": _filled(schema["items"], inside)}
+    if "anyOf" in schema:
+        return {"anyOf": [_filled(one, inside) for one in schema["anyOf"]]}
+    if isinstance(schema.get("type"), list):
+        others = [kind for kind in schema["type"] if kind != "object"]
+        return {"anyOf": [{"type": others}, inside]}
+    return schema
+
+
+def _inside(inside: Members | Variants) -> dict[str, Any]:
+    if isinstance(inside, Members):
+        return _members(inside.parameters, inside.others_taken)
+    return {"anyOf": [*_variants(inside)]}
+
+
+def _variants(inside: Variants) -> Iterator[dict[str, Any]]:
+    """Every kind of object that is not refused; names of the same kind together."""
+    names: dict[int, list[str]] = {}
+    for name, one in inside.kinds.items():
+        names.setdefault(id(one), []).append(name)
+    for same in names.values():
+        one = inside.kinds[same[0]]
+        if isinstance(one, Variants):
+            yield from _variants(one)
+        elif isinstance(one, Members):
+            yield _members(one.parameters, one.others_taken, inside.by, same, inside.usual)

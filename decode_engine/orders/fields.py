@@ -1,0 +1,343 @@
+"""The fields of a request that say how it is answered: one table for gRPC, HTTP, command lines and reference pages.
+
+A new one is a row of `FIELDS`, and where it says how tokens are drawn a member of `Sampling` and `SamplingOptions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+from msgspec import Struct
+
+from decode_engine.orders.kinds import (
+    FLAG,
+    TEXT,
+    TOKENS,
+    Kind,
+    Range,
+    is_integer,
+    is_number,
+    is_object,
+    list_of,
+    listed,
+)
+from decode_engine.settings.request_bounds import (
+    MAX_ANSWERS,
+    MAX_BIASED_TOKENS,
+    MAX_CHOICES,
+    MAX_INT32,
+    MAX_LOGIT_BIAS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_SEARCH_PERIOD,
+    MAX_SEED,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    MAX_TEMPERATURE,
+    MAX_TOP_LOGPROBS,
+    MIN_REPETITION_PENALTY,
+)
+from index_store.errors import InvalidArgumentError
+
+Endpoint = Literal["chat", "completions", "responses"]
+MAX_METHOD_CHARACTERS = 128
+
+
+class Sampling(Struct, frozen=True, omit_defaults=True):
+    """How tokens are drawn.
+
+    temperature: 0 takes the likeliest token. top_k: 0 keeps all tokens. seed: None draws a fresh one. top_logprobs: how
+    many likeliest tokens are told beside each; None tells no log probabilities. The others: see `LogitRules`.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = {}
+    min_tokens: int = 0
+    top_logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing is drawn: the likeliest token is always taken."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The same as programs say it to a client; what is missing or None is left to the server."""
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    seed: int | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    min_tokens: int | None
+    top_logprobs: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """One field.
+
+    name: in protos, in errors, and for programs; member: of `Order`, where that is another. kind: what it has to be
+    over HTTP. range: of numbers. zero: 0 is as good as nothing. expected: what errors say in place of the range. http:
+    its names by endpoint; None: the same for all. flag: of command lines. metavar: what stands behind it. each: what
+    one of several values is, where there may be several.
+    """
+
+    name: str
+    says: str
+    kind: Kind
+    range: Range | None = None
+    zero: bool = False
+    expected: str = ""
+    http: Mapping[Endpoint, tuple[str, ...]] | None = None
+    flag: str = ""
+    metavar: str | None = None
+    each: type[str] | type[int] | None = None
+    member: str = ""
+
+    def names(self, endpoint: Endpoint) -> tuple[str, ...]:
+        """What an endpoint calls it; none where it is not there."""
+        return (self.name,) if self.http is None else self.http.get(endpoint, ())
+
+    def check(self, value: float) -> None:
+        """Raises InvalidArgumentError for a number that is out of range."""
+        if self.range is not None and not self.range.holds(value):
+            found = f"{value:g}" if isinstance(value, float) else value
+            expected = self.expected or self.range.words + (", or 0 for the default" if self.zero else "")
+            raise InvalidArgumentError(f"{self.name} is {found}, expected {expected}", field=self.name)
+
+
+def _number(name: str, range_: Range, says: str, **more: Any) -> Field:
+    more.setdefault("flag", "--" + name.replace("_", "-"))
+    return Field(name=name, says=says, kind=more.pop("kind", range_.kind), range=range_, **more)
+
+
+def _integers(least: int, most: int) -> Range:
+    return Range(least, most, whole=True)
+
+
+_SHARE = Range(0, 1, above=True)
+_PENALTY = Range(-MAX_PENALTY, MAX_PENALTY)
+
+
+def _of_choices(name: str, chat: str = "") -> Mapping[Endpoint, tuple[str, ...]]:
+    """What responses do not have."""
+    return {"chat": (chat or name,), "completions": (name,)}
+
+
+_TEXTS = Kind(
+    f"a text, or a list of at most {MAX_STOP_STRINGS} texts",
+    lambda value: isinstance(value, str) or list_of(TEXT, MAX_STOP_STRINGS)(value),
+    {"anyOf": [TEXT.schema, listed(TEXT, MAX_STOP_STRINGS)]},
+)
+_TEXTS_ONLY = Kind(
+    f"a list of at most {MAX_CHOICES:,} texts", list_of(TEXT, MAX_CHOICES), listed(TEXT, MAX_CHOICES)
+)
+_BIAS = Kind(
+    f"numbers by token id, at most {MAX_BIASED_TOKENS}",
+    lambda value: is_object(value, MAX_BIASED_TOKENS) and all(map(is_number, value.values())),
+    {"type": "object", "additionalProperties": {"type": "number"}, "maxProperties": MAX_BIASED_TOKENS},
+)
+_MOST_TOKENS = Kind(
+    "an integer of 1 or more; -1 for as many as fit",
+    lambda value: is_integer(value) and (value >= 1 or value == -1),
+    {"anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}]},
+)
+
+FIELDS = (
+    Field(
+        name="method",
+        kind=TEXT,
+        says="How keys are found, as PRESET[+REMAINDER][@OPTION], for example `pq` or `oracle+centred`; `auto`: full "
+        "attention or the context's own, whichever takes less time; by default what the server is set to.",
+        flag="--method",
+        metavar="METHOD",
+    ),
+    _number("keep_ratio", _SHARE, "Fraction of the keys to keep, for example 0.02.", flag="--keep"),
+    _number(
+        "target_mass",
+        _SHARE,
+        "Share of the attention weight that the kept keys hold, for example 0.99.",
+        flag="--mass",
+    ),
+    _number(
+        "token_budget",
+        _integers(1, MAX_INT32),
+        "Number of keys to keep, whatever the context's length.",
+        expected="at least 1",
+        flag="--tokens-kept",
+    ),
+    _number(
+        "search_period",
+        _integers(1, MAX_SEARCH_PERIOD),
+        "Decode steps that one search serves; by default what the method says, else 1.",
+        zero=True,
+        flag="--period",
+    ),
+    _number(
+        "max_tokens",
+        _integers(1, MAX_INT32),
+        "Most tokens to generate, or as many as the model has positions for; 256 by default.",
+        kind=_MOST_TOKENS,
+        zero=True,
+        expected="1 or more, or 0 for the default",
+        http={
+            "chat": ("max_completion_tokens", "max_tokens"),
+            "completions": ("max_tokens",),
+            "responses": ("max_output_tokens",),
+        },
+    ),
+    _number(
+        "temperature",
+        Range(0, MAX_TEMPERATURE),
+        "Divides the scores before sampling; 0 takes the likeliest token. By default 1 over HTTP, else 0.",
+        expected=f"0 (greedy) to {MAX_TEMPERATURE:g}",
+    ),
+    _number("top_p", _SHARE, "Sample from the smallest set of tokens that reaches this probability."),
+    _number(
+        "top_k",
+        _integers(0, MAX_INT32),
+        "Sample from this many likeliest tokens; 0 means all.",
+        expected="0 (all tokens) or more",
+    ),
+    _number(
+        "seed",
+        _integers(0, MAX_SEED),
+        "The same seed gives the same tokens.",
+        expected="0 to 2^64 - 1",
+        http=_of_choices("seed"),
+    ),
+    Field(
+        name="stop",
+        member="stops",
+        kind=_TEXTS,
+        says=f"Up to {MAX_STOP_STRINGS} texts of at most {MAX_STOP_LENGTH} characters; the answer ends before one "
+        "appears.",
+        http=_of_choices("stop"),
+        flag="--stop",
+        each=str,
+    ),
+    _number(
+        "n",
+        _integers(1, MAX_ANSWERS),
+        "Answers to give, each sampled by a seed of its own.",
+        zero=True,
+        http=_of_choices("n"),
+        member="answers",
+    ),
+    _number(
+        "frequency_penalty",
+        _PENALTY,
+        "Taken from tokens' scores for every time that the answer has them.",
+        http=_of_choices("frequency_penalty"),
+    ),
+    _number(
+        "presence_penalty",
+        _PENALTY,
+        "Taken from the scores of tokens that the answer has.",
+        http=_of_choices("presence_penalty"),
+    ),
+    _number(
+        "repetition_penalty",
+        Range(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+        "Divides positive scores of tokens that prompt or answer contain, multiplies negative ones; 1 changes nothing.",
+        zero=True,
+        expected=f"{MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g} (1 changes nothing)",
+    ),
+    Field(
+        name="logit_bias",
+        kind=_BIAS,
+        says=f"Added to tokens' scores, by their ids: -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}.",
+        http=_of_choices("logit_bias"),
+        flag="--logit-bias",
+        each=str,
+        metavar="TOKEN=BIAS",
+    ),
+    _number("min_tokens", _integers(0, MAX_INT32), "Tokens before which the answer does not end."),
+    Field(
+        name="stop_token_ids",
+        kind=TOKENS,
+        says=f"Up to {MAX_STOP_TOKENS} tokens that end the answer.",
+        flag="--stop-token",
+        each=int,
+    ),
+    _number(
+        "top_logprobs",
+        _integers(0, MAX_TOP_LOGPROBS),
+        "Tell log probabilities of the answer's tokens, and of this many likeliest ones in each place.",
+        http=_of_choices("logprobs", "top_logprobs"),
+        flag="--logprobs",
+    ),
+    Field(
+        name="prompt_logprobs",
+        kind=FLAG,
+        says="Tell them of the prompt's tokens, too.",
+        http={},
+        flag="--prompt-logprobs",
+    ),
+    Field(
+        name="regex",
+        kind=TEXT,
+        says="The answer matches this regular expression as a whole (Rust's syntax).",
+        flag="--regex",
+        metavar="REGEX",
+    ),
+    Field(
+        name="choices",
+        kind=_TEXTS_ONLY,
+        says=f"The answer is one of these texts, at most {MAX_CHOICES:,}.",
+        flag="--choice",
+        each=str,
+    ),
+)
+"""All of them; `json_schema` is spelled in its own way everywhere."""
+
+BY_NAME: Mapping[str, Field] = {field.name: field for field in FIELDS}
+CONSTRAINTS = ("json_schema", "regex", "choices")
+BUDGETS = ("keep_ratio", "target_mass", "token_budget")
+
+
+def split(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by the names of fields as those of `Order`: members, with `sampling` among them."""
+    drawn = {name: value for name, value in values.items() if name in Sampling.__struct_fields__}
+    others = {name: value for name, value in values.items() if name not in drawn}
+    members = {BY_NAME[name].member or name: value for name, value in others.items()}
+    return {**members, "sampling": Sampling(**drawn)}
+
+
+def check_count(name: str, values: Sequence[object], most: int, what: str) -> None:
+    """Raises InvalidArgumentError for more values of a field than there may be."""
+    if len(values) > most:
+        raise InvalidArgumentError(f"{name} has {len(values)} {what}, expected at most {most}", field=name)
+
+
+def check_drawn(drawn: object) -> None:
+    """Checks those fields of `Sampling` that an object has. Raises InvalidArgumentError."""
+    for name in Sampling.__struct_fields__:
+        value = getattr(drawn, name, None)
+        if name == "logit_bias" and value:
+            _check_biases(value)
+        elif value is not None:
+            BY_NAME[name].check(value)
+
+
+def _check_biases(biases: Mapping[int, float]) -> None:
+    check_count("logit_bias", [*biases], MAX_BIASED_TOKENS, "tokens")
+    for token, bias in biases.items():
+        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+            raise InvalidArgumentError(
+                f"logit_bias of token {token} is {bias:g}, expected -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",
+                field="logit_bias",
+            )

@@ -1,0 +1,141 @@
+"""The process of a door: gRPC, and HTTP where it is wanted, in front of an engine of another process.
+
+Its ports answer before it knows an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from concurrent.futures import wait
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from tempfile import TemporaryDirectory
+from threading import Thread
+
+from decode_engine.gateway.serving import Gateway
+from decode_engine.orders.core import Facts
+from decode_engine.processes.attached import Parent, Serving, Setup
+from decode_engine.processes.link.remote import RemoteCore
+from decode_engine.processes.stopping import end_process
+from decode_engine.rpc.door.options import certificates_of
+from decode_engine.rpc.door.rules import Door
+from decode_engine.rpc.server import LAST_WORDS_S, GrpcDoor
+from decode_engine.rpc.transport.starting import Phase
+from index_store.cli.logs import logging_to_stderr
+from index_store.errors import SparseKVError
+
+_ANSWERED_S = 3.0
+"""After the grace, for the gateway to hand on why a stream ends."""
+
+logger = logging.getLogger(__name__)
+
+
+class DoorProcess:
+    """A gRPC door and its gateway, with an engine that comes and goes."""
+
+    def __init__(self, parent: Parent, grpc: GrpcDoor, phase: Phase) -> None:
+        self._parent = parent
+        self._grpc = grpc
+        self._facts: Facts | None = None
+        self._changes: SimpleQueue[bool] = SimpleQueue()
+        self._core = asyncio.run_coroutine_threadsafe(self._connect(phase), grpc.listener.loop).result()
+        Thread(target=self._follow, name="readiness", daemon=True).start()
+
+    async def _connect(self, phase: Phase) -> RemoteCore:
+        return RemoteCore(self._parent.setup.link, self._changes.put, on_phase=phase.say)
+
+    def _follow(self) -> None:
+        """Opens once there is an engine, which takes a moment; after that health follows the engine."""
+        try:
+            while True:
+                ready = self._changes.get()
+                if ready:
+                    facts = asyncio.run_coroutine_threadsafe(self._core.facts(), self._grpc.listener.loop)
+                    self._take_in(facts.result())
+                self._grpc.listener.set_serving(ready)
+        except SparseKVError as error:
+            self._parent.fail(error)
+        except Exception:
+            logger.exception("the door cannot be opened")
+        self._parent.end()
+
+    def _take_in(self, facts: Facts) -> None:
+        if self._facts is None:
+            _open(self._grpc, self._core, facts, self._parent.setup)
+        elif self._facts != facts:
+            raise RuntimeError("the engine serves another model than before, which takes another door")
+        self._facts = facts
+        self._parent.say(Serving(facts.identity.fingerprint))
+
+    def stop(self, gateway: Gateway | None, grace_s: float) -> None:
+        """Takes no more calls; those that run have the grace, and are told by the engine why they end."""
+        if gateway is not None:
+            gateway.begin_stop(grace_s + _ANSWERED_S)
+        stopped = self._grpc.listener.begin_stop(grace_s + 2 * LAST_WORDS_S)
+        wait([stopped], grace_s + 3 * LAST_WORDS_S)
+        if gateway is not None:
+            gateway.stop(_ANSWERED_S)
+        self._grpc.listener.loop.call_soon_threadsafe(self._core.close)
+        self._grpc.close()
+
+
+def _open(grpc: GrpcDoor, core: RemoteCore, facts: Facts, setup: Setup) -> None:
+    from decode_engine.engine.sampling.trial import VocabularySource
+    from decode_engine.engine.sampling.vocabulary import Vocabulary
+    from decode_engine.rpc.creation.orders import Workshop
+    from index_store.jobs.job_queue import JobQueue
+    from index_store.jobs.uploads import Uploads
+    from index_store.models.tokenizer import load_tokenizer
+    from index_store.store.room import StoreRoom
+
+    identity, config = facts.identity, setup.config
+    tokenizer = load_tokenizer(grpc.folder, identity.tokenizer_fingerprint)
+    size, ends = identity.vocab_size, tokenizer.eos_ids
+    vocabulary = Vocabulary(lambda: VocabularySource(tokenizer.definition(), size, ends))
+    queue, uploads = JobQueue(config.store), Uploads(config.store)
+    room = StoreRoom(grpc.store, config.store_bytes)
+    workshop = Workshop(grpc.store, queue, uploads, identity, tokenizer, facts.kv_dtype, room)
+    grpc.open(core, facts, tokenizer, vocabulary, workshop)
+
+
+@contextmanager
+def _gateway(setup: Setup, inside: Path, door: Door) -> Iterator[Gateway | None]:
+    config = setup.config
+    if config.http_port is None:
+        yield None
+        return
+    listen = f"{config.listen.rpartition(':')[0]}:{config.http_port}"
+    with Gateway(
+        listen, f"unix:{inside}", door=door, certificates=certificates_of(config), shared=True
+    ) as gateway:
+        yield gateway
+
+
+def serve_door(parent: Parent) -> int:
+    """Serves until told to stop. Returns the exit code."""
+    setup, phase = parent.setup, Phase()
+    with TemporaryDirectory(prefix="sparsekv-") as folder, Door(setup.config.tokens) as door:
+        inside = Path(folder, "inside")
+        grpc = GrpcDoor(setup.config, phase, door=door, inside=inside, shared=True)
+        with _gateway(setup, inside, door) as gateway:
+            process = DoorProcess(parent, grpc, phase)
+            grace_s = parent.wait()
+            process.stop(gateway, grace_s or 0.0)
+    return 1 if grace_s is None else 0
+
+
+def main() -> None:
+    """Ends the process, whatever its threads do."""
+    parent = Parent()
+    with logging_to_stderr(parent.setup.log_level, parent.setup.log_json):
+        code = 1
+        try:
+            code = serve_door(parent)
+        except SparseKVError as error:
+            parent.fail(error)
+        except Exception:
+            logger.exception("the door's process failed")
+        end_process(code)

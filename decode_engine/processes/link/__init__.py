@@ -1,0 +1,1 @@
+"""The link: how doors speak to an engine in another process, over a socket."""

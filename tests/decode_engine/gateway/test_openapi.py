@@ -1,0 +1,112 @@
+"""The OpenAPI document: valid by its own tool, complete, and true of a running server by made-up requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import jsonschema
+import msgspec
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from openapi_spec_validator import OpenAPIV31SpecValidator
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from decode_engine.gateway.app import ROUTES
+from decode_engine.gateway.serving import Gateway
+from decode_engine.gateway.wire.replies import ChatChunk
+from decode_engine.orders.fields import FIELDS
+from tests.decode_engine.gateway.test_replies import ASK
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+
+
+def test_it_is_valid_and_has_every_path(web: httpx.Client) -> None:
+    found = web.get("/openapi.json").json()
+    OpenAPIV31SpecValidator(found).validate()
+    told = {(method, path) for path, operations in found["paths"].items() for method in operations}
+    assert told == {
+        (method.lower(), route.path_format)
+        for route in ROUTES
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "path"),
+    [
+        ("chat", "/v1/chat/completions"),
+        ("completions", "/v1/completions"),
+        ("responses", "/v1/responses"),
+    ],
+)
+def test_every_field_of_the_table_is_described(web: httpx.Client, endpoint: Any, path: str) -> None:
+    body = web.get("/openapi.json").json()["paths"][path]["post"]["requestBody"]
+    properties = body["content"]["application/json"]["schema"]["properties"]
+    for field in FIELDS:
+        for name in field.names(endpoint):
+            wanted = properties[name]["anyOf"][0]
+            assert wanted == msgspec.json.decode(msgspec.json.encode(field.kind.schema))
+
+
+def test_replies_and_chunks_are_what_it_says(web: httpx.Client, lamp: str) -> None:
+    found = web.get("/openapi.json").json()
+    body = {name: value for name, value in ASK.items() if name != "extra_body"} | {"context": "lamp"}
+    reply = web.post("/v1/chat/completions", json=body)
+    validator = jsonschema.Draft202012Validator({"$ref": "#/components/schemas/ChatReply", **found})
+    validator.validate(reply.json())
+    with pytest.raises(jsonschema.ValidationError):
+        validator.validate({**reply.json(), "usage": {}})
+    streamed = web.post("/v1/chat/completions", json={**body, "stream": True}).text.split("\n\n")
+    chunks = [text.removeprefix("data: ") for text in streamed if text.startswith("data: {")]
+    assert len(chunks) > 2
+    for chunk in chunks:
+        msgspec.json.decode(chunk, type=ChatChunk, strict=True)
+
+
+@pytest.fixture
+def described(gateway: Gateway, lamp: str) -> Any:
+    return schemathesis.openapi.from_url(f"{gateway.url}/openapi.json")
+
+
+SCHEMA = schemathesis.pytest.from_fixture("described")
+
+
+def tried(case: schemathesis.Case) -> None:
+    """Sends a made-up request, to the model that is served and for few tokens."""
+    if isinstance(case.body, dict) and "model" in case.body:
+        case.body["model"] = "model"
+        case.body.pop("max_completion_tokens", None)
+        case.body["max_output_tokens" if "input" in case.body else "max_tokens"] = 2
+    case.call_and_validate(checks=CHECKS, timeout=60)
+
+
+CALM = {
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": [*HealthCheck],
+}
+
+
+@SCHEMA.parametrize()
+@settings(max_examples=3, derandomize=True, **CALM)
+def test_made_up_requests_are_answered_as_it_says(case: schemathesis.Case) -> None:
+    tried(case)
+
+
+@pytest.mark.nightly
+@SCHEMA.parametrize()
+@settings(max_examples=200, **CALM)
+def test_many_made_up_requests_are_answered_as_it_says(case: schemathesis.Case) -> None:
+    tried(case)
