@@ -7,7 +7,6 @@ own, of which places bound the number.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -282,8 +281,11 @@ class EngineService:
             return
         reply.tell(Waits("context"))
         self.outboxes.flush()
-        bring = partial(self._bring, meaning, place, reply)
-        threading.Thread(target=bring, name="core-wait", daemon=True).start()
+        try:
+            self.threads.submit_alone(partial(self._bring, meaning, place, reply))
+        except RuntimeError as error:
+            place.release()
+            self._fail(reply, error)
 
     def _fail(self, reply: Reply, error: Exception) -> None:
         reply.fail(error)

@@ -54,10 +54,14 @@ class BlockingWork:
 
     async def run_alone(self, function: Callable[[], ResultT]) -> ResultT:
         """The function's result, from a thread of its own; for what may wait long. The caller bounds how many."""
+        return await asyncio.wrap_future(self.submit_alone(function))
+
+    def submit_alone(self, function: Callable[[], ResultT]) -> Future[ResultT]:
+        """The same for who does not wait. Raises RuntimeError where the system lets no thread begin."""
         future: Future[ResultT] = Future()
         thread = threading.Thread(target=_do, args=(future, function), name=f"{self._name}-wait", daemon=True)
         thread.start()
-        return await asyncio.wrap_future(future)
+        return future
 
     def close(self) -> None:
         """Takes no more work; what is waiting is still done."""

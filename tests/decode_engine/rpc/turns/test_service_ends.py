@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from decode_engine.core.service import EngineService
 from decode_engine.errors import InternalError, TooManyRequestsError
 from decode_engine.model.runner import ModelRunner
-from decode_engine.rpc import generation as generation_module
+from decode_engine.rpc import generation_service
 from decode_engine.rpc.client import Client, GenerateOptions
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.rpc.transport.appointments import Appointments
-from decode_engine.rpc.transport.work import Work
+from decode_engine.rpc.transport.work import BlockingWork
 from tests.decode_engine.conftest import Library
 from tests.support.serving.service import LONG, leases, wait_until
 
@@ -36,10 +37,11 @@ def asking(single: DecodeServer) -> Iterator[Client]:
 def test_a_request_whose_thread_cannot_begin_leaves_its_place(
     asking: Client, lamp: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def refuse(work: Work, function: Callable[[], object]) -> None:
+    def refuse(work: BlockingWork, function: Callable[[], object]) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(Work, "run_alone", refuse)
+    monkeypatch.setattr(EngineService, "_is_ready", lambda service, meaning: False)
+    monkeypatch.setattr(BlockingWork, "submit_alone", refuse)
     with pytest.raises(InternalError):
         asking.generate(lamp, text="Who?", max_tokens=2).read()
 
@@ -61,7 +63,7 @@ def test_a_request_that_fails_in_a_batch_does_not_run_on(
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(generation_module, "logprob_messages", fail)
+    monkeypatch.setattr(generation_service, "said_message", fail)
     before = single.backend.engine.stats().decode_tokens
     failing, short = asking.batch_generate(
         lamp,
@@ -78,15 +80,15 @@ def test_a_request_that_fails_in_a_batch_does_not_run_on(
 def test_a_request_that_has_begun_is_not_refused(
     asking: Client, lamp: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, checked = Work.run, []
+    run, checked = BlockingWork.run, []
 
-    async def once(work: Work, function: Callable[[], Any]) -> Any:
+    async def once(work: BlockingWork, function: Callable[[], Any]) -> Any:
         if checked:
             raise TooManyRequestsError("64 other calls wait for the store", limit=64)
         checked.append(function)
         return await run(work, function)
 
-    monkeypatch.setattr(Work, "run", once)
+    monkeypatch.setattr(BlockingWork, "run", once)
     generation = asking.generate(lamp, text="Who?", max_tokens=2, prompt_logprobs=True)
     generation.read()
     assert len(generation.prompt_logprobs) == 3
