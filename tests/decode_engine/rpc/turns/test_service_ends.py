@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from decode_engine.core.service import EngineService
 from decode_engine.errors import InternalError, TooManyRequestsError
 from decode_engine.model.runner import ModelRunner
 from decode_engine.rpc import generation_service
+from decode_engine.rpc.answers.answering import Said
 from decode_engine.rpc.client import Client, GenerateOptions
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.rpc.transport.appointments import Appointments
@@ -60,8 +61,12 @@ def test_a_request_that_cannot_be_made_leaves_its_place_and_its_context(
 def test_a_request_that_fails_in_a_batch_does_not_run_on(
     single: DecodeServer, asking: Client, lamp: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(5, "Input/output error")
+    made = generation_service.said_message
+
+    def fail(said: Said, bytes_of: Sequence[bytes]) -> Any:
+        if said.prompt_logprobs:
+            raise OSError(5, "Input/output error")
+        return made(said, bytes_of)
 
     monkeypatch.setattr(generation_service, "said_message", fail)
     before = single.backend.engine.stats().decode_tokens
