@@ -22,7 +22,7 @@ from decode_engine.gateway.bounds import Bounds
 from decode_engine.gateway.exchange import HeldBodies
 from decode_engine.gateway.failures import HttpError, refusal, unexpected
 from decode_engine.gateway.openapi import document
-from decode_engine.gateway.wire.events import JsonReply
+from decode_engine.gateway.wire.sent_events import JsonReply
 from decode_engine.rpc.door.rules import Door
 from decode_engine.rpc.transport.calls import fact_text
 from index_store.errors import InvalidArgumentError, SparseKVError

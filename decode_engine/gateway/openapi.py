@@ -11,10 +11,10 @@ from starlette.routing import Route
 
 from decode_engine.gateway.counting import DETOKENIZE, INPUT_TOKENS, TOKENIZE
 from decode_engine.gateway.creating import CREATE
-from decode_engine.gateway.library import UPDATE
+from decode_engine.gateway.listing import UPDATE
 from decode_engine.gateway.wire.endpoints import CHAT, COMPLETIONS, RESPONSES
 from decode_engine.gateway.wire.parameters import Endpoint, Fate, Members, Parameter, Variants
-from decode_engine.gateway.wire.replies import (
+from decode_engine.gateway.wire.reply_structs import (
     ChatChunk,
     ChatReply,
     CompletionChunk,

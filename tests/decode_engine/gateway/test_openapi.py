@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 
 from decode_engine.gateway.app import ROUTES
 from decode_engine.gateway.serving import Gateway
-from decode_engine.gateway.wire.replies import ChatChunk
+from decode_engine.gateway.wire.reply_structs import ChatChunk
 from decode_engine.orders.fields import FIELDS
 from tests.decode_engine.gateway.test_replies import ASK
 
