@@ -100,7 +100,9 @@ def _described(route: Route) -> dict[str, Any]:
     streams: dict[str, Any] = {"text/event-stream": {"schema": _TEXT}}
     if operation.chunk is not None:
         streams["text/event-stream"]["x-event"] = _ref(operation.chunk)
-    answers = {str(operation.status): {"description": "As asked.", "content": content}}
+    answers: dict[str, dict[str, Any]] = {
+        str(operation.status): {"description": "As asked.", "content": content}
+    }
     if operation.streams:
         answers.setdefault("200", {"description": "With `stream`.", "content": {}})["content"].update(streams)
     refusal = {"schema": _ref(ErrorReply)} if name != "health" else {"schema": _OBJECT}
