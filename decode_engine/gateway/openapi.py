@@ -40,6 +40,7 @@ class _Operation:
 
 
 _TEXT: Mapping[str, Any] = {"type": "string"}
+_EVENT = {"type": "object", "properties": {"event": _TEXT, "data": _TEXT}, "required": ["data"]}
 _OPERATIONS: Mapping[str, _Operation] = {
     "chat": _Operation(CHAT, ChatReply, streams=True, chunk=ChatChunk),
     "completions": _Operation(COMPLETIONS, CompletionReply, streams=True, chunk=CompletionChunk),
@@ -97,7 +98,7 @@ def _described(route: Route) -> dict[str, Any]:
     operation = _OPERATIONS.get(name, _Operation())
     whole = _OBJECT if operation.replies is None else _ref(operation.replies)
     content: dict[str, Any] = {"application/json": {"schema": whole}}
-    streams: dict[str, Any] = {"text/event-stream": {"schema": _TEXT}}
+    streams: dict[str, Any] = {"text/event-stream": {"schema": _EVENT}}
     if operation.chunk is not None:
         streams["text/event-stream"]["x-event"] = _ref(operation.chunk)
     answers: dict[str, dict[str, Any]] = {
