@@ -67,9 +67,12 @@ def make_matcher(vocabulary: LLTokenizer, constraint: Constraint) -> LLMatcher:
     return matcher
 
 
-def allowed_bytes(matcher: LLMatcher) -> bytes:
-    """A byte for each token of the vocabulary, 0 where it may not come next. Raises UnfitConstraintError."""
-    allowed: bytes = matcher.compute_logit_bias()
+def allowed_bits(matcher: LLMatcher) -> bytes:
+    """A bit for each token of the vocabulary, the lowest of a byte first, set where it may come next.
+
+    Whole words of 32. Raises UnfitConstraintError; runs without the interpreter's lock.
+    """
+    allowed: bytes = matcher.compute_bitmask()
     if matcher.is_error():
         reason = _reason(matcher.get_error())
         if reason.startswith("NoExtension"):

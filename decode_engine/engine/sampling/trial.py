@@ -24,7 +24,7 @@ from decode_engine.engine.sampling.matching import (
     Constraint,
     DeadEndError,
     UnfitConstraintError,
-    allowed_bytes,
+    allowed_bits,
     make_matcher,
 )
 
@@ -121,10 +121,16 @@ def _try(vocabulary: LLTokenizer, constraint: Constraint) -> str:
         matcher = make_matcher(vocabulary, constraint)
         for _ in range(_WALK):
             before = time.process_time()  # not the clock's: others may have the cores meanwhile
-            allowed = allowed_bytes(matcher)
+            allowed = allowed_bits(matcher)
             if time.process_time() - before > _SLOWEST_MASK_S:
                 return "it is too complex (tokens take too long to be checked)"
-            tokens = [token for token, may in enumerate(allowed) if may]
+            tokens = [
+                8 * byte + bit
+                for byte, bits in enumerate(allowed)
+                if bits
+                for bit in range(8)
+                if bits >> bit & 1
+            ]
             if not tokens:
                 raise DeadEndError("an answer may begin in a way that no token of this model can follow")
             matcher.consume_token(draw.choice(tokens))
