@@ -98,7 +98,7 @@ def _penalised(logits_KV: Tensor, marks_KV: Tensor, edits: Sequence[Edits]) -> T
         )
         changed_KV = torch.where(logits_KV > 0, logits_KV / repetition_K1, logits_KV * repetition_K1)
         came_KV = ((marks_KV & SAID) != 0) | (count_KV > 0)
-        logits_KV = torch.where(came_KV & (repetition_K1 != 1.0), changed_KV, logits_KV)
+        logits_KV = torch.where(came_KV, changed_KV, logits_KV)
     if any(each.frequency or each.presence for each in edits):
         both = [(each.frequency, each.presence) for each in edits]
         frequency_K1, presence_K1 = torch.tensor(both, dtype=torch.float64, device=device)[:, :, None].unbind(

@@ -41,7 +41,7 @@ _MARKS, _BIAS, _BANNED, _MASKED = (tl.constexpr(each) for each in (MARKS, BIAS, 
 _TOLD, _PRESENCE, _FREQUENCY = (tl.constexpr(each) for each in (TOLD, PRESENCE, FREQUENCY))
 _REPETITION, _COLUMNS, _RESULTS = (tl.constexpr(each) for each in (REPETITION, TABLE_COLUMNS, RESULT_COLUMNS))
 _FIRST_LOGPROB, _MOST_TOLD = tl.constexpr(FIRST_LOGPROB), tl.constexpr(MAX_TOP_LOGPROBS)
-_LOW_BITS, _SIGNLESS = tl.constexpr(2**32 - 1), tl.constexpr(2**31 - 1)
+_HIGH, _SIGNLESS = tl.constexpr(2**32), tl.constexpr(2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def edit_kernel(
         divided = tl.div_rn(edited, tl.zeros([SEGMENT], tl.float32) + repetition)
         came = ((mark & _SAID) != 0) | (count > 0)
         changed = tl.where(edited > 0, divided, edited * repetition)
-        edited = tl.where(came & (repetition != 1.0), changed, edited)
+        edited = tl.where(came, changed, edited)
         frequency = tl.load(row_ptr + _FREQUENCY).to(tl.float64, bitcast=True)
         presence = tl.load(row_ptr + _PRESENCE).to(tl.float64, bitcast=True)
         penalty = (count.to(tl.float64) * frequency + presence).to(tl.float32)
@@ -128,7 +128,7 @@ def edit_kernel(
         tl.store(sums_ptr + place * 2 + 1, tl.sum(weights, 0))
         bits = tl.where(given == 0.0, 0.0, given).to(tl.int32, bitcast=True)
         ordered = bits ^ ((bits >> 31) & _SIGNLESS)
-        keys = ordered.to(tl.int64) * (_LOW_BITS + 1) + (_SIGNLESS - ids)
+        keys = ordered.to(tl.int64) * _HIGH + (_SIGNLESS - ids)
         keys = tl.where(there, keys, _LOWEST)
         for number in range(0, told - 1):
             best = tl.max(keys, 0)
@@ -174,9 +174,9 @@ def tell_kernel(
             keys = tl.where(keys == best, _LOWEST, keys)
             ordered = (best >> 32).to(tl.int32)
             value = (ordered ^ ((ordered >> 31) & _SIGNLESS)).to(tl.float32, bitcast=True) - most - scale
-            token_id = _SIGNLESS - (best & _LOW_BITS)
-            bits = value.to(tl.int32, bitcast=True).to(tl.int64) & _LOW_BITS
-            tl.store(result_ptr + _FIRST_LOGPROB + 1 + number, token_id * (_LOW_BITS + 1) + bits)
+            token_id = _SIGNLESS - (best - ordered.to(tl.int64) * _HIGH)
+            bits = value.to(tl.int32, bitcast=True).to(tl.int64)
+            tl.store(result_ptr + _FIRST_LOGPROB + 1 + number, token_id * _HIGH + bits)
 
 
 def edit_logits(logits_BV: Tensor, buffers: EditBuffers) -> Tensor:
@@ -225,6 +225,6 @@ def tell_tokens(logits_BV: Tensor, buffers: EditBuffers, result_BX: Tensor) -> N
 def read_logprob(result_X: NDArray[np.int64], told: int) -> TokenLogprob:
     """What `tell_tokens` wrote into a row of results. told: how many likeliest tokens, no more than there are."""
     written = result_X[FIRST_LOGPROB : FIRST_LOGPROB + 1 + told]
-    values = (written & (2**32 - 1)).astype(np.uint32).view(np.float32).tolist()
-    ids = (written[1:] >> 32).tolist()
+    bits = written.astype(np.int32)  # the low half
+    values, ids = bits.view(np.float32).tolist(), ((written[1:] - bits[1:]) >> 32).tolist()
     return TokenLogprob(int(result_X[TOKEN]), values[0], tuple(zip(ids, values[1:], strict=True)))

@@ -83,6 +83,17 @@ def allowed_bits(matcher: LLMatcher) -> bytes:
     return allowed
 
 
+def allowed_tokens(matcher: LLMatcher) -> Sequence[int]:
+    """The same as ids, in their order."""
+    return [
+        8 * byte + bit
+        for byte, bits in enumerate(allowed_bits(matcher))
+        if bits
+        for bit in range(8)
+        if bits >> bit & 1
+    ]
+
+
 _SENTENCES = {
     "Unimplemented keys: ": "these keywords are not supported: ",
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": "oneOf is "

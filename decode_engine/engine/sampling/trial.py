@@ -24,7 +24,7 @@ from decode_engine.engine.sampling.matching import (
     Constraint,
     DeadEndError,
     UnfitConstraintError,
-    allowed_bits,
+    allowed_tokens,
     make_matcher,
 )
 
@@ -121,16 +121,9 @@ def _try(vocabulary: LLTokenizer, constraint: Constraint) -> str:
         matcher = make_matcher(vocabulary, constraint)
         for _ in range(_WALK):
             before = time.process_time()  # not the clock's: others may have the cores meanwhile
-            allowed = allowed_bits(matcher)
+            tokens = allowed_tokens(matcher)
             if time.process_time() - before > _SLOWEST_MASK_S:
                 return "it is too complex (tokens take too long to be checked)"
-            tokens = [
-                8 * byte + bit
-                for byte, bits in enumerate(allowed)
-                if bits
-                for bit in range(8)
-                if bits >> bit & 1
-            ]
             if not tokens:
                 raise DeadEndError("an answer may begin in a way that no token of this model can follow")
             matcher.consume_token(draw.choice(tokens))

@@ -106,7 +106,7 @@ def test_a_session_whose_counts_no_record_holds_fails_alone(runner: ModelRunner)
         session.position -= 1  # as before the last step
         counts = step_counts(session)
         row = graph._inputs[graph.batch.sessions.index(session)]
-        assert row[3:].tolist() == [counts[field] for field in range(*records.STEP_FIELDS)]
+        assert row[2:].tolist() == [counts[field] for field in range(*records.STEP_FIELDS)]
 
 
 def test_models_that_kernels_are_not_made_for_take_the_general_path(

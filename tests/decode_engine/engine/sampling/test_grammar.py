@@ -8,7 +8,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 
 from decode_engine.engine.sampling import trial
 from decode_engine.engine.sampling.edits import Edits, edit_logits_reference
-from decode_engine.engine.sampling.matching import Constraint, Kind, allowed_bits
+from decode_engine.engine.sampling.matching import Constraint, Kind, allowed_tokens
 from decode_engine.engine.sampling.trial import Trial, VocabularySource
 from decode_engine.engine.sampling.vocabulary import Vocabulary
 from index_store.errors import InvalidArgumentError
@@ -154,11 +154,11 @@ def test_who_waits_for_a_core_is_not_too_complex(
 ) -> None:
     """Time in which nothing is computed says nothing about a constraint."""
 
-    def wait_first(matcher: LLMatcher) -> bytes:
+    def wait_first(matcher: LLMatcher) -> Sequence[int]:
         time.sleep(1.5 * trial._SLOWEST_MASK_S)
-        return allowed_bits(matcher)
+        return allowed_tokens(matcher)
 
-    monkeypatch.setattr(trial, "allowed_bits", wait_first)
+    monkeypatch.setattr(trial, "allowed_tokens", wait_first)
     source = VocabularySource(tokenizer.definition(), SIZE, tokenizer.eos_ids)
     assert trial._try(source.make(), Constraint("regex", "[ab]")) == ""
 
