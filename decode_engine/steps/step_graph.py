@@ -172,7 +172,8 @@ class StepGraph:
         # The layers are None among ways to choose.
         self._graphs: dict[Choice | None, torch.cuda.CUDAGraph] = {}
         self._captures_left: dict[Choice | None, int] = {}
-        self._choice = Choice()
+        self.choice = Choice()
+        """Of the last step."""
         # Rows of the last step, and the counts in their inputs.
         self._seating: tuple[int, tuple[int, ...]] = (-1, ())
         self._counts: dict[int, NDArray[np.int64]] = {}
@@ -180,7 +181,7 @@ class StepGraph:
     @property
     def captured(self) -> bool:
         """Whether steps of the last way to choose replay graphs."""
-        return None in self._graphs and self._choice in self._graphs
+        return None in self._graphs and self.choice in self._graphs
 
     @property
     def logits_BV(self) -> Tensor:
@@ -195,7 +196,7 @@ class StepGraph:
         Where that fails the reason is logged, steps run without a graph, and the next two calls try again. Raises
         torch.OutOfMemoryError where there is no memory for it.
         """
-        self._choice = choice
+        self.choice = choice
         if self.captures is None:
             return
         for part, work in ((None, self.compute), (choice, partial(self.choose_eagerly, choice))):
@@ -240,7 +241,7 @@ class StepGraph:
         choice, queue = Choice.of(replay.samplers), self.batch.plan.queue
         with self._ending_what_fails():
             masked = self._fill_table(replay, ahead, left) if choice != Choice() else []
-            if choice != self._choice:
+            if choice != self.choice:
                 self.prepare(choice)
             if choice != Choice():
                 queue.send(torch.from_numpy(self._table), self._edits.table_BX)
@@ -288,7 +289,7 @@ class StepGraph:
     def run(self) -> None:
         """The whole step, over whatever was copied to the device last."""
         self.run_layers()
-        self.run_choice(self._choice)
+        self.run_choice(self.choice)
 
     def run_layers(self) -> None:
         """The layers, from tokens to logits."""
@@ -345,7 +346,7 @@ class StepGraph:
             if edits is not None:
                 write_edits(edits, self._table[row])
                 if edits.allowed_W is not None:
-                    self._masks[row] = edits.allowed_W
+                    self._masks[row] = edits.allowed_W[: self._masks.shape[1]]
                     masked.append(row)
         return sorted(masked)
 

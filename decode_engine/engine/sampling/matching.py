@@ -70,7 +70,7 @@ def make_matcher(vocabulary: LLTokenizer, constraint: Constraint) -> LLMatcher:
 def allowed_bits(matcher: LLMatcher) -> bytes:
     """A bit for each token of the vocabulary, the lowest of a byte first, set where it may come next.
 
-    Whole words of 32. Raises UnfitConstraintError; runs without the interpreter's lock.
+    Whole words of 32, perhaps one more than the vocabulary takes. Raises UnfitConstraintError; runs without the interpreter's lock.
     """
     allowed: bytes = matcher.compute_bitmask()
     if matcher.is_error():

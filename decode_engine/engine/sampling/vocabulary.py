@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from decode_engine.engine.sampling.trial import Trial, VocabularySource
 from index_store.errors import InvalidArgumentError
 
 _KEPT = 64  # grammars
-_THREADS = 2
+_THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))
 
 
 class Vocabulary:

@@ -149,8 +149,9 @@ def test_equal_tokens_are_told_by_id_also_at_the_border_and_across_segments() ->
     (told,) = tell_tokens_reference(logits_BV, [Edits(told=4)], [7])
     assert told is not None
     assert [each for each, _ in told.alternatives] == [4999, 0, 1, 2]
-    buffers, result_BX = filled([Edits(told=4)], 5000), torch.zeros(
-        1, RESULT_COLUMNS, dtype=torch.int64, device=DEVICE
+    buffers, result_BX = (
+        filled([Edits(told=4)], 5000),
+        torch.zeros(1, RESULT_COLUMNS, dtype=torch.int64, device=DEVICE),
     )
     result_BX[0, TOKEN] = 7
     edit_logits(logits_BV, buffers)
