@@ -63,9 +63,9 @@ FLOORS = (
     "decode_engine/kernels/tables",
     "decode_engine/kernels/attention",
     "decode_engine/kernels",
-    "decode_engine/settings",
     "decode_engine/processes/link",
     "decode_engine/orders",
+    "decode_engine/settings",
     "decode_engine",
     "decode_engine/rpc/door",
     "prefill_worker/cli",
@@ -106,8 +106,8 @@ FLOORS = (
     "sparsekv",
 )
 
-MOST_ENTRIES = 12
-MOST_LINES = 480
+MOST_ENTRIES = 15
+MOST_LINES = 500
 
 # Names that several folders of one package use for the same part of different things.
 ROLES = {

@@ -17,13 +17,13 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from decode_engine.engine.sampling.edits import Edits, edit_logits_reference, tell_tokens_reference
 from decode_engine.engine.sampling.logit_rules import RuledLogits
-from decode_engine.engine.sampling.logprobs import token_logprobs
 from decode_engine.engine.sampling.parameters import SamplingParameters
 from decode_engine.orders.events import TokenLogprob
 from index_store.errors import SparseKVError
@@ -158,8 +158,8 @@ class Sampler:
 
     Uniform numbers are drawn on the CPU from the session's own generator, one for each token, so that neither the
     device nor what other sessions sample changes the result. repeatable: a seed was given to draw by, so that logits
-    must have the same bits whatever other sessions do, too. by_hand: tokens cannot be chosen from logits alone, or
-    more than the choice is wanted of them: `sample`, or `edit` before and `take` after the choice, must see them.
+    must have the same bits whatever other sessions do, too. edited: logits are changed before the choice, or more than
+    it is wanted of them (`edits`). waits: how they are changed depends on the token before, which must have been taken.
     logprob: of the last token, where that is wanted.
     """
 
@@ -171,8 +171,8 @@ class Sampler:
         self.logprob: TokenLogprob | None = None
         self._ruled = None if parameters.rules.neutral else RuledLogits(parameters.rules, prompt, end_ids)
         self._obeyed = None if parameters.grammar is None else parameters.grammar.start()
-        told = parameters.top_logprobs is not None
-        self.by_hand = told or self._ruled is not None or self._obeyed is not None
+        self.waits = self._obeyed is not None
+        self.edited = self.waits or self._ruled is not None or parameters.top_logprobs is not None
         self.greedy = parameters.greedy
         self.repeatable = parameters.seed is not None and not parameters.greedy
         if self.greedy:
@@ -200,14 +200,20 @@ class Sampler:
         """Whether the answer is whole by its grammar, which allows nothing more."""
         return self._obeyed is not None and self._obeyed.ended
 
-    def edit(self, logits_V: Tensor) -> Tensor:
-        """The logits to choose from: after rules and grammar. Raises SparseKVError where the grammar fails."""
-        if self._ruled is not None:
-            logits_V = self._ruled.apply(logits_V)
-        return logits_V if self._obeyed is None else self._obeyed.apply(logits_V)
+    def edits(self, device: torch.device, vocabulary: int, ahead: int = 0) -> Edits | None:
+        """What a choice does to logits of so many tokens on that device; it counts the token that it chooses.
 
-    def take(self, token: int, logits_V: Tensor | None = None) -> None:
-        """Goes on to the next number: this token was chosen. logits_V: the model's; needed of a sampler `by_hand`.
+        ahead: tokens before that one which are not taken; none where the sampler waits. Raises SparseKVError where the
+        grammar fails.
+        """
+        if not self.edited:
+            return None
+        edits = Edits() if self._ruled is None else self._ruled.edits(device, vocabulary, ahead)
+        allowed_W = None if self._obeyed is None or self._obeyed.ended else self._obeyed.allowed()
+        return replace(edits, allowed_W=allowed_W, told=self.parameters.top_logprobs)
+
+    def take(self, token: int, logprob: TokenLogprob | None = None) -> None:
+        """Goes on to the next number: this token was chosen. logprob: of it, where that is wanted.
 
         Raises SparseKVError where the grammar fails.
         """
@@ -218,8 +224,7 @@ class Sampler:
             self._ruled.take(token)
         if self._obeyed is not None:
             self._obeyed.take(token)
-        if self.parameters.top_logprobs is not None and logits_V is not None:
-            [self.logprob] = token_logprobs(logits_V[None], [token], self.parameters.top_logprobs)
+        self.logprob = logprob
 
     def sample(self, logits_V: Tensor) -> int:
         """Chooses a token from float logits [V] on any device, and advances.
@@ -227,10 +232,13 @@ class Sampler:
         Raises SparseKVError when they are not finite.
         """
         logits_V = logits_V.detach()
-        token = self._choose(self.edit(logits_V))
+        edits = self.edits(logits_V.device, len(logits_V))
+        edited_V = logits_V if edits is None else edit_logits_reference(logits_V[None], [edits])[0]
+        token = self._choose(edited_V)
         if token < 0:
             raise not_finite()
-        self.take(token, logits_V)
+        [logprob] = tell_tokens_reference(logits_V[None], [edits], [token])
+        self.take(token, logprob)
         return token
 
     def _choose(self, logits_V: Tensor) -> int:

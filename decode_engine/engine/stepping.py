@@ -17,6 +17,8 @@ from torch import Tensor
 
 from decode_engine.engine.requests import Launcher, SessionT, Step
 from decode_engine.engine.sampler import Draws, Sampler, any_filters, choose_greedy, choose_tokens, not_finite
+from decode_engine.engine.sampling.edits import Edits, edit_logits_reference, tell_tokens_reference
+from decode_engine.orders.events import TokenLogprob
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +93,7 @@ def choose_each(logits: Sequence[Tensor], samplers: Sequence[Sampler]) -> list[i
     if len(logits) > 1 and logits[0].device.type != "cpu":
         return _choose_stacked(logits, samplers)
     at_once = max(1, _CACHED // logits[0].numel()) if logits else 1
-    plain = [
-        row
-        for row, sampler in enumerate(samplers)
-        if at_once > 1 and not sampler.by_hand and not any_filters([sampler])
-    ]
+    plain = [row for row, sampler in enumerate(samplers) if at_once > 1 and not any_filters([sampler])]
     chosen: dict[int, int | Exception] = {}
     for first in range(0, len(plain), at_once):
         some = plain[first : first + at_once]
@@ -120,43 +118,42 @@ def _choose_stacked(logits: Sequence[Tensor], samplers: Sequence[Sampler]) -> li
 
 def choose_together(logits_BV: Tensor, samplers: Sequence[Sampler]) -> list[int | Exception]:
     """What `choose_each` does, for rows that lie in one tensor, on its device."""
-    edited_BV, failed = _edit(logits_BV, samplers)
+    edits, failed = _edits(logits_BV, samplers)
+    edited_BV = edit_logits_reference(logits_BV, edits) if any(edits) else logits_BV
     if all(sampler.greedy for sampler in samplers):
         chosen_B = choose_greedy(edited_BV)
     else:
         draws = Draws.of(samplers, logits_BV.device)
         chosen_B = choose_tokens(edited_BV, draws, filtered=any_filters(samplers))
     tokens = chosen_B.tolist()
+    logprobs = tell_tokens_reference(logits_BV, edits, tokens)
     return [
-        failed[row] if row in failed else take(sampler, tokens[row], logits_BV[row])
+        failed[row] if row in failed else take(sampler, tokens[row], logprobs[row])
         for row, sampler in enumerate(samplers)
     ]
 
 
-def _edit(logits_BV: Tensor, samplers: Sequence[Sampler]) -> tuple[Tensor, dict[int, Exception]]:
-    """The rows to choose from, and what went wrong with some."""
-    by_hand = [row for row, sampler in enumerate(samplers) if sampler.by_hand]
+def _edits(logits_BV: Tensor, samplers: Sequence[Sampler]) -> tuple[list[Edits | None], dict[int, Exception]]:
+    """What is done to each row, and what went wrong with some."""
+    edits: list[Edits | None] = [None] * len(samplers)
     failed: dict[int, Exception] = {}
-    if not by_hand:
-        return logits_BV, failed
-    edited_BV = logits_BV.float().clone()
-    for row in by_hand:
+    for row, sampler in enumerate(samplers):
         try:
-            edited_BV[row] = samplers[row].edit(logits_BV[row])
+            edits[row] = sampler.edits(logits_BV.device, logits_BV.shape[1])
         except Exception as error:
             failed[row] = error
-    return edited_BV, failed
+    return edits, failed
 
 
-def take(sampler: Sampler, token: int, logits_V: Tensor | None = None) -> int | Exception:
+def take(sampler: Sampler, token: int, logprob: TokenLogprob | None = None) -> int | Exception:
     """What a row's choice means: the token, with its sampler advanced; or, for -1, the error.
 
-    logits_V: what it was chosen from, before edits; needed of a sampler `by_hand`.
+    logprob: of the token, where that is wanted.
     """
     if token < 0:
         return not_finite()
     try:
-        sampler.take(token, logits_V)
+        sampler.take(token, logprob)
     except Exception as error:
         return error
     return token

@@ -16,13 +16,13 @@ from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decode_engine.errors import CancelledError, TooManyRequestsError
-from decode_engine.gateway import answering, counting, creating, library
+from decode_engine.gateway import counting, creating, generating, listing
 from decode_engine.gateway.behind import Behind
 from decode_engine.gateway.bounds import Bounds
 from decode_engine.gateway.exchange import HeldBodies
 from decode_engine.gateway.failures import HttpError, refusal, unexpected
 from decode_engine.gateway.openapi import document
-from decode_engine.gateway.wire.events import JsonReply
+from decode_engine.gateway.wire.sent_events import JsonReply
 from decode_engine.rpc.door.rules import Door
 from decode_engine.rpc.transport.calls import fact_text
 from index_store.errors import InvalidArgumentError, SparseKVError
@@ -34,24 +34,24 @@ _NOT_ALLOWED = 405
 _METHODS = ("GET", "POST", "PATCH", "DELETE")
 
 ROUTES = (
-    Route("/v1/chat/completions", answering.chat, methods=["POST"]),
-    Route("/v1/completions", answering.completions, methods=["POST"]),
-    Route("/v1/responses", answering.responses, methods=["POST"]),
+    Route("/v1/chat/completions", generating.chat, methods=["POST"]),
+    Route("/v1/completions", generating.completions, methods=["POST"]),
+    Route("/v1/responses", generating.responses, methods=["POST"]),
     Route("/v1/responses/input_tokens", counting.count_input, methods=["POST"]),
     Route("/tokenize", counting.tokenize, methods=["POST"]),
     Route("/detokenize", counting.detokenize, methods=["POST"]),
-    Route("/v1/models", library.list_models, methods=["GET"]),
-    Route("/v1/models/{model:path}", library.get_model, methods=["GET"]),
-    Route("/v1/contexts", library.list_contexts, methods=["GET"]),
+    Route("/v1/models", listing.list_models, methods=["GET"]),
+    Route("/v1/models/{model:path}", listing.get_model, methods=["GET"]),
+    Route("/v1/contexts", listing.list_contexts, methods=["GET"]),
     Route("/v1/contexts", creating.create_context, methods=["POST"]),
     Route("/v1/operations", creating.list_operations, methods=["GET"]),
     Route("/v1/operations/{operation}", creating.get_operation, methods=["GET"]),
     Route("/v1/operations/{operation}/cancel", creating.cancel_operation, methods=["POST"]),
     Route("/v1/files", creating.create_file, methods=["POST"]),
-    Route("/v1/contexts/{context:path}", library.get_context, methods=["GET"]),
-    Route("/v1/contexts/{context:path}", library.update_context, methods=["PATCH"]),
-    Route("/v1/contexts/{context:path}", library.delete_context, methods=["DELETE"]),
-    Route("/health", library.health, methods=["GET"]),
+    Route("/v1/contexts/{context:path}", listing.get_context, methods=["GET"]),
+    Route("/v1/contexts/{context:path}", listing.update_context, methods=["PATCH"]),
+    Route("/v1/contexts/{context:path}", listing.delete_context, methods=["DELETE"]),
+    Route("/health", listing.health, methods=["GET"]),
 )
 
 

@@ -10,7 +10,6 @@ from starlette.responses import Response
 from decode_engine.gateway.exchange import read_json, tell
 from decode_engine.gateway.wire.bodies import rename_parts, response_turns
 from decode_engine.gateway.wire.endpoints import RESPONSES, TEMPLATE
-from decode_engine.gateway.wire.events import JsonReply
 from decode_engine.gateway.wire.messages_shape import MESSAGE, turns_of
 from decode_engine.gateway.wire.parameters import (
     MESSAGES,
@@ -21,6 +20,7 @@ from decode_engine.gateway.wire.parameters import (
     refused,
     taken,
 )
+from decode_engine.gateway.wire.sent_events import JsonReply
 from decode_engine.gateway.wire.tool_shapes import TOOL, tools_of
 from decode_engine.orders.kinds import FLAG, TEXT, TOKENS
 from decode_engine.rpc.client import AsyncClient

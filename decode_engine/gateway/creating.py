@@ -16,8 +16,7 @@ from starlette.responses import Response
 from decode_engine.errors import TooManyRequestsError
 from decode_engine.gateway.exchange import EventStream, bounded_receive, read_json, tell
 from decode_engine.gateway.failures import HttpError, failure
-from decode_engine.gateway.library import EXPIRY, context_object, expiry_of, known_query
-from decode_engine.gateway.wire.events import JsonReply, event
+from decode_engine.gateway.listing import EXPIRY, context_object, expiry_of, known_query
 from decode_engine.gateway.wire.messages_shape import MESSAGE, turns_of
 from decode_engine.gateway.wire.parameters import (
     LABELS_ONLY,
@@ -28,6 +27,7 @@ from decode_engine.gateway.wire.parameters import (
     Reading,
     pick,
 )
+from decode_engine.gateway.wire.sent_events import JsonReply, event
 from decode_engine.gateway.wire.shapes import DONE
 from decode_engine.gateway.wire.tool_shapes import TOOL, tools_of
 from decode_engine.orders.fields import BY_NAME

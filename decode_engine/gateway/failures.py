@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 
 from decode_engine.errors import InternalError, PromptTooLongError, ServerUnreachableError
-from decode_engine.gateway.wire.events import JsonReply
-from decode_engine.gateway.wire.replies import ErrorDetails, ErrorReply
+from decode_engine.gateway.wire.reply_structs import ErrorDetails, ErrorReply
+from decode_engine.gateway.wire.sent_events import JsonReply
 from decode_engine.rpc.door.refusals import UnauthenticatedError
 from decode_engine.rpc.transport.status import CODES, reason_of, retry_after
 from index_store.errors import ContextNotFoundError, SparseKVError

@@ -11,10 +11,10 @@ from starlette.routing import Route
 
 from decode_engine.gateway.counting import DETOKENIZE, INPUT_TOKENS, TOKENIZE
 from decode_engine.gateway.creating import CREATE
-from decode_engine.gateway.library import UPDATE
+from decode_engine.gateway.listing import UPDATE
 from decode_engine.gateway.wire.endpoints import CHAT, COMPLETIONS, RESPONSES
 from decode_engine.gateway.wire.parameters import Endpoint, Fate, Members, Parameter, Variants
-from decode_engine.gateway.wire.replies import (
+from decode_engine.gateway.wire.reply_structs import (
     ChatChunk,
     ChatReply,
     CompletionChunk,
@@ -40,6 +40,7 @@ class _Operation:
 
 
 _TEXT: Mapping[str, Any] = {"type": "string"}
+_EVENT = {"type": "object", "properties": {"event": _TEXT, "data": _TEXT}, "required": ["data"]}
 _OPERATIONS: Mapping[str, _Operation] = {
     "chat": _Operation(CHAT, ChatReply, streams=True, chunk=ChatChunk),
     "completions": _Operation(COMPLETIONS, CompletionReply, streams=True, chunk=CompletionChunk),
@@ -97,10 +98,12 @@ def _described(route: Route) -> dict[str, Any]:
     operation = _OPERATIONS.get(name, _Operation())
     whole = _OBJECT if operation.replies is None else _ref(operation.replies)
     content: dict[str, Any] = {"application/json": {"schema": whole}}
-    streams: dict[str, Any] = {"text/event-stream": {"schema": _TEXT}}
+    streams: dict[str, Any] = {"text/event-stream": {"schema": _EVENT}}
     if operation.chunk is not None:
         streams["text/event-stream"]["x-event"] = _ref(operation.chunk)
-    answers = {str(operation.status): {"description": "As asked.", "content": content}}
+    answers: dict[str, dict[str, Any]] = {
+        str(operation.status): {"description": "As asked.", "content": content}
+    }
     if operation.streams:
         answers.setdefault("200", {"description": "With `stream`.", "content": {}})["content"].update(streams)
     refusal = {"schema": _ref(ErrorReply)} if name != "health" else {"schema": _OBJECT}

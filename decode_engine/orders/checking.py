@@ -70,6 +70,12 @@ def constraint_of(kind: ConstraintKind, said: str | Sequence[str]) -> Constraint
     return Constraint(kind, text)
 
 
+def stop_tokens(ids: Sequence[int]) -> frozenset[int]:
+    """Tokens that end an answer. Raises InvalidArgumentError for too many, those that are there twice counted twice."""
+    check_count("stop_token_ids", ids, MAX_STOP_TOKENS, "tokens")
+    return frozenset(ids)
+
+
 def the_one(
     given: Sequence[str], names: Sequence[str] = CONSTRAINTS, field: str = "constraint"
 ) -> str | None:
@@ -100,7 +106,6 @@ def _check_answers(order: Order) -> None:
             "temperature above 0 and a top_k other than 1",
             field="n",
         )
-    check_count("stop_token_ids", [*order.stop_token_ids], MAX_STOP_TOKENS, "tokens")
     least = order.sampling.min_tokens
     if order.max_tokens and least > order.max_tokens:
         raise InvalidArgumentError(

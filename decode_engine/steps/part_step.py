@@ -7,10 +7,8 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from decode_engine.engine.sampler import Sampler
-from decode_engine.engine.stepping import choose_together, take
+from decode_engine.engine.stepping import take
 from decode_engine.steps.batches import Part, count_touched
 from decode_engine.steps.step_graph import Replay, StepGraph
 
@@ -42,12 +40,27 @@ class PartStep:
                 results[number] = error
 
     def launch(self, tokens: Sequence[int] | None) -> None:
-        """Starts a replay. tokens: of all who step together; None for those that the step before chooses."""
+        """Starts a replay. tokens: of all who step together; None for those that the step before chooses.
+
+        What is chosen from stays open where that needs the tokens before (`choose`).
+        """
         if self.graph is None or not self.rows:
             return
         own = None if tokens is None else [tokens[self.of.numbers[place]] for place in self.rows]
         samplers = [self.samplers[place] for place in self.rows]
-        self.replay = self.graph.launch(list(self.rows.values()), own, samplers)
+        replay = self.graph.launch(list(self.rows.values()), own, samplers)
+        if not any(sampler.waits for sampler in samplers):
+            self.graph.choose(replay, 1 if tokens is None else 0)
+        self.replay = replay
+
+    def choose(self, left: Collection[int]) -> None:
+        """Starts the choice where it is open. The tokens of the step before were taken, but for who has left."""
+        if self.graph is None or self.replay is None or self.replay.result_BX is not None:
+            return
+        replay, self.replay = self.replay, None
+        gone = [row for place, row in self.rows.items() if self.of.numbers[place] in left]
+        self.graph.choose(replay, left=gone)
+        self.replay = replay
 
     def following(self) -> PartStep | None:
         """The next step of the same sessions, to be launched behind this one; None where it has to be made ready.
@@ -69,29 +82,19 @@ class PartStep:
 
     def collect(self, results: list[int | Exception], left: Collection[int]) -> None:
         """Waits for the replay, and advances the sessions but for those of these numbers, which have left."""
+        self.choose(left)
         if self.graph is None or self.replay is None:
             return
         found = self.graph.collect(self.replay)
-        by_hand = self._choose_by_hand(self.graph)
         for place, stepped in zip(self.rows, found, strict=True):
             session, number = self.of.sessions[place], self.of.numbers[place]
             if number in left:
                 continue
-            chosen = by_hand.get(place)
-            result = take(self.samplers[place], stepped.token) if chosen is None else chosen
+            result = stepped.failed or take(self.samplers[place], stepped.token, stepped.logprob)
             results[number] = result
             if not isinstance(result, Exception):
                 count_touched(session, self.of.kind, stepped)
                 session.advance()
-
-    def _choose_by_hand(self, graph: StepGraph) -> dict[int, int | Exception]:
-        """By place, tokens that the captured step cannot choose: from its logits, after it."""
-        places = [place for place in self.rows if self.samplers[place].by_hand]
-        if not places:
-            return {}
-        rows = torch.tensor([self.rows[place] for place in places], device=graph.batch.plan.device)
-        chosen = choose_together(graph.logits_BV[rows], [self.samplers[place] for place in places])
-        return dict(zip(places, chosen, strict=True))
 
 
 class LaunchedStep:
@@ -106,6 +109,9 @@ class LaunchedStep:
 
     def follow(self) -> LaunchedStep | None:
         """See `Step.follow`."""
+        for part in self._parts:
+            with part.guarded(self._results):
+                part.choose(self._left)
         following = [part.following() for part in self._parts] if self._flies else []
         parts = [part for part in following if part is not None]
         if not parts or len(parts) < len(self._parts):

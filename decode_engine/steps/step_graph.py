@@ -1,19 +1,22 @@
-"""One decode step of a batch as CUDA graphs: all layers and the choice of the next tokens, captured once.
+"""One decode step of a batch as two CUDA graphs: all layers, and behind them the choice of the next tokens.
 
-A step takes one copy to the device (tokens, positions, counts), one replay, and one copy back (the chosen tokens and
-how many keys were kept). Nothing inside waits for the host. A step may be launched while the one before it is in
-flight: the tokens that this one chooses are on the device already.
+A step takes one copy to the device (tokens, positions, counts), two replays, and one copy back (the chosen tokens, what
+is told of them, and how many keys were kept); choices that are not greedy take small copies of their own. Nothing
+inside waits for the host. A step may be launched while the one before it is in flight: the tokens that this one chooses
+are on the device already. Where the choice needs what the host makes of the token before (`Sampler.waits`), it is
+launched once that is there: the device computes the layers meanwhile.
 
-Shape legend: B rows, V vocabulary, C counts of a record, X columns of the inputs.
+Shape legend: B rows, V vocabulary, C counts of a record, X columns of the inputs, of the table or of the results.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +25,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from decode_engine.engine.sampler import Draws, Sampler, any_filters, choose_greedy, choose_tokens
+from decode_engine.engine.sampling.edits_triton import (
+    RESULT_COLUMNS,
+    TABLE_COLUMNS,
+    TOKEN,
+    TOP_K,
+    EditBuffers,
+    edit_logits,
+    read_logprob,
+    tell_tokens,
+    write_edits,
+)
 from decode_engine.kernels import records
+from decode_engine.orders.events import TokenLogprob
 from decode_engine.steps.attention.step_batch import STEP_COUNTS, StepBatch
 from decode_engine.steps.operator import register_batch
 from index_store.errors import SparseKVError
@@ -32,7 +47,7 @@ logger = logging.getLogger(__name__)
 StepModel = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Tokens [B, 1], positions [B, 1] and the number of a live batch -> logits [B, V]."""
 
-_TOKEN, _POSITION, _TOP_K, _COUNTS = 0, 1, 2, 3
+_FED, _POSITION, _COUNTS = 0, 1, 2
 _FIRST, _END, _TAIL_KEYS, _STEP = (
     _COUNTS + field - records.STEP_FIELDS[0]
     for field in (records.FIRST, records.END, records.TAIL_KEYS, records.STEP)
@@ -42,27 +57,35 @@ _WARM_UPS = 2
 _CAPTURES = 3  # tries: what other threads do with the device may spoil one
 
 
-class Choice(Enum):
+class Way(Enum):
     """How the rows of a step choose tokens: the cheapest way that serves all of them."""
 
     GREEDY = "greedy"
     DRAWN = "drawn"
     FILTERED = "filtered"
 
+
+class Choice(NamedTuple):
+    """The choice of a step's tokens. edited: logits of some rows are changed before, or told of."""
+
+    way: Way = Way.GREEDY
+    edited: bool = False
+
     @classmethod
     def of(cls, samplers: Sequence[Sampler]) -> Choice:
-        """What these samplers need. Those that choose by hand do so after the step, from its logits."""
-        samplers = [sampler for sampler in samplers if not sampler.by_hand]
-        if any_filters(samplers):
-            return cls.FILTERED
-        return cls.GREEDY if all(sampler.greedy for sampler in samplers) else cls.DRAWN
+        """What these samplers need."""
+        drawn = Way.GREEDY if all(sampler.greedy for sampler in samplers) else Way.DRAWN
+        return cls(
+            Way.FILTERED if any_filters(samplers) else drawn, any(sampler.edited for sampler in samplers)
+        )
 
 
 class Stepped(NamedTuple):
     """What a step yields for one session. token: -1 where the logits were not finite. kept: see `StepBatch.kept_B`.
 
     host_rows, rows_reused: see `StepBatch.fetched_B2`. waited_ns: how long the device waited for the host, with all
-    sessions of the step. searched: keys of the context that the selection was made from.
+    sessions of the step. searched: keys of the context that the selection was made from. logprob: where it is wanted.
+    failed: why no token could be chosen.
     """
 
     token: int
@@ -71,16 +94,24 @@ class Stepped(NamedTuple):
     rows_reused: int
     waited_ns: int
     searched: int
+    logprob: TokenLogprob | None
+    failed: Exception | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Replay:
-    """A step that was launched. searched: keys of each context that are searched. result_BX: there after `wait`."""
+    """A step that was launched, with or without its choice.
+
+    searched: keys of each context that are searched. wait: until the device has done all that was launched. result_BX:
+    of the choice, there after `wait`. failed: rows for which nothing can be chosen.
+    """
 
     rows: Sequence[int]
+    samplers: Sequence[Sampler]
     searched: Sequence[int]
-    result_BX: Tensor
     wait: Callable[[], None]
+    result_BX: Tensor | None = None
+    failed: dict[int, Exception] = field(default_factory=dict)
 
 
 class Captures:
@@ -121,38 +152,43 @@ class StepGraph:
     def __init__(
         self, model: StepModel, batch: StepBatch, captures: Captures | None, nbytes: int = 0
     ) -> None:
-        """captures: None where there is no device that captures. nbytes: what the batch holds of device memory."""
-        plan = batch.plan
-        self.nbytes = nbytes
-        """Bytes of device memory: of the batch, and by which captures made their lane's memory grow."""
-        self.batch = batch
+        """captures: None runs every step without a graph, as on a CPU. nbytes: of the batch."""
         self._model = model
+        self.batch = batch
         self.captures = captures
-        """What further captures go into; the one of the thread that steps."""
+        plan, self.nbytes = batch.plan, nbytes
+        """Bytes of device memory that the batch and its graphs hold."""
         self._number = register_batch(batch)
         columns = _COUNTS + STEP_COUNTS
         self._inputs = np.zeros((plan.size, columns), dtype=np.int64)
         self._inputs_BX = torch.zeros(plan.size, columns, dtype=torch.int64, device=plan.device)
         self._draws = np.zeros((plan.size, 3), dtype=np.float32)
         self._draws_BX = torch.zeros(plan.size, 3, device=plan.device)
-        self._result_BX = torch.zeros(plan.size, 4, dtype=torch.int64, device=plan.device)
-        self._logits_BV: dict[Choice, Tensor] = {}
-        self._graphs: dict[Choice, torch.cuda.CUDAGraph] = {}
-        self._captures_left = dict.fromkeys(Choice, 0 if captures is None else _CAPTURES)
-        self._choice = Choice.GREEDY
+        self._edits = EditBuffers.allocate(plan.size, plan.model.vocab_size, plan.device)
+        self._table = np.zeros((plan.size, TABLE_COLUMNS), dtype=np.int64)
+        self._masks = np.zeros(tuple(self._edits.mask_BW.shape), dtype=np.int32)
+        self._result_BX = torch.zeros(plan.size, RESULT_COLUMNS, dtype=torch.int64, device=plan.device)
+        self._logits_BV: Tensor | None = None
+        # The layers are None among ways to choose.
+        self._graphs: dict[Choice | None, torch.cuda.CUDAGraph] = {}
+        self._captures_left: dict[Choice | None, int] = {}
+        self.choice = Choice()
+        """Of the last step."""
         # Rows of the last step, and the counts in their inputs.
         self._seating: tuple[int, tuple[int, ...]] = (-1, ())
         self._counts: dict[int, NDArray[np.int64]] = {}
 
     @property
     def captured(self) -> bool:
-        """Whether steps of the last way to choose replay a graph."""
-        return self._choice in self._graphs
+        """Whether steps of the last way to choose replay graphs."""
+        return None in self._graphs and self.choice in self._graphs
 
     @property
     def logits_BV(self) -> Tensor:
-        """Of the last step, until the next one of any graph."""
-        return self._logits_BV[self._choice]
+        """Of the last step. Raises RuntimeError before the first one."""
+        if self._logits_BV is None:
+            raise RuntimeError("there are no logits before the first step")
+        return self._logits_BV
 
     def prepare(self, choice: Choice) -> None:
         """Captures the step with that way to choose tokens, and takes it from now on.
@@ -160,88 +196,114 @@ class StepGraph:
         Where that fails the reason is logged, steps run without a graph, and the next two calls try again. Raises
         torch.OutOfMemoryError where there is no memory for it.
         """
-        self._choice = choice
-        if choice not in self._graphs and self._captures_left[choice]:
-            self._captures_left[choice] -= 1
-            self._capture()
+        self.choice = choice
+        if self.captures is None:
+            return
+        for part, work in ((None, self.compute), (choice, partial(self.choose_eagerly, choice))):
+            left = self._captures_left.setdefault(part, _CAPTURES)
+            if part not in self._graphs and left:
+                self._captures_left[part] = left - 1
+                self._capture(part, work, self.captures)
 
     def step(self, rows: Sequence[int], tokens: Sequence[int], samplers: Sequence[Sampler]) -> list[Stepped]:
         """Feeds the sessions in `rows` a token each and returns what came out. Positions do not advance here."""
-        return self.collect(self.launch(rows, tokens, samplers))
+        replay = self.launch(rows, tokens, samplers)
+        self.choose(replay)
+        return self.collect(replay)
 
     def launch(
         self, rows: Sequence[int], tokens: Sequence[int] | None, samplers: Sequence[Sampler]
     ) -> Replay:
-        """Starts a step on the current stream; `collect` must follow unless this raises.
+        """Starts the layers of a step on the current stream; `choose` and `collect` must follow unless one raises.
 
         tokens: None for those that the last step chooses, which was of the same rows and may be in flight; its
         sessions have not advanced then. Where that one finds no token the row is fed some other one.
         """
-        ahead = 1 if tokens is None else 0
+        ahead, queue = 1 if tokens is None else 0, self.batch.plan.queue
         number = self.batch.begin(rows, any(sampler.repeatable for sampler in samplers), ahead)
-        try:
-            return self._launch(rows, tokens, samplers, number, ahead)
-        except Exception:
-            self._end_failed()
-            raise
+        with self._ending_what_fails():
+            self._fill(rows, tokens or [0] * len(rows), number, ahead)
+            self.batch.follow_tails()
+            self.batch.send()
+            queue.send(torch.from_numpy(self._inputs), self._inputs_BX)
+            if tokens is None:
+                queue.do(self._feed_chosen)
+            queue.do(self.run_layers)
+            searched = (self._inputs[rows, _END] - self._inputs[rows, _FIRST]).tolist()
+            return Replay(rows, samplers, searched, queue.mark(self.batch.plan.device))
+
+    def choose(self, replay: Replay, ahead: int = 0, left: Collection[int] = ()) -> None:
+        """Starts the choice of a step's tokens behind its layers.
+
+        ahead: tokens before those that the samplers have not taken. left: rows whose sessions have left meanwhile.
+        Waits for grammars.
+        """
+        choice, queue = Choice.of(replay.samplers), self.batch.plan.queue
+        with self._ending_what_fails():
+            masked = self._fill_table(replay, ahead, left) if choice != Choice() else []
+            if choice != self.choice:
+                self.prepare(choice)
+            if choice != Choice():
+                queue.send(torch.from_numpy(self._table), self._edits.table_BX)
+                queue.send(torch.from_numpy(self._draws), self._draws_BX)
+                if masked:
+                    some = slice(masked[0], masked[-1] + 1)
+                    queue.send(torch.from_numpy(self._masks[some]), self._edits.mask_BW[some])
+            queue.do(partial(self.run_choice, choice))
+            replay.result_BX = queue.fetch(self._result_BX)
+            replay.wait = queue.mark(self.batch.plan.device)
 
     def collect(self, replay: Replay) -> list[Stepped]:
-        """Waits for a step that `launch` started, and returns what came out."""
-        try:
+        """Waits for a step that `choose` started, and returns what came out."""
+        with self._ending_what_fails():
             replay.wait()
-        except Exception:
-            self._end_failed()
-            raise
+            if replay.result_BX is None:
+                raise RuntimeError("a step without a choice was collected")
         waited_ns = self.batch.end()
-        results = replay.result_BX.tolist()
+        result_BX, vocabulary = replay.result_BX.numpy(), self.logits_BV.shape[1]
         stepped = []
-        for row, searched in zip(replay.rows, replay.searched, strict=True):
-            token, kept, host_rows, rows_reused = results[row]
-            stepped.append(Stepped(token, kept, host_rows, rows_reused, waited_ns, searched))
+        for row, sampler, searched in zip(replay.rows, replay.samplers, replay.searched, strict=True):
+            token, kept, host_rows, rows_reused = result_BX[row, :4].tolist()
+            told, failed = sampler.parameters.top_logprobs, replay.failed.get(row)
+            wanted = told is not None and token >= 0 and failed is None
+            logprob = read_logprob(result_BX[row], min(told or 0, vocabulary)) if wanted else None
+            stepped.append(Stepped(token, kept, host_rows, rows_reused, waited_ns, searched, logprob, failed))
         return stepped
 
-    def _end_failed(self) -> None:
-        """Ends a step whose error is on its way already."""
+    @contextmanager
+    def _ending_what_fails(self) -> Iterator[None]:
+        """Ends the step whose error is on its way."""
         try:
-            self.batch.end()
-        except SparseKVError as error:
-            logger.info("a step that failed has ended: %s", error)
-
-    def _launch(
-        self,
-        rows: Sequence[int],
-        tokens: Sequence[int] | None,
-        samplers: Sequence[Sampler],
-        number: int,
-        ahead: int,
-    ) -> Replay:
-        choice, queue = Choice.of(samplers), self.batch.plan.queue
-        self._fill(rows, tokens or [0] * len(rows), number, ahead)
-        if choice is not Choice.GREEDY:
-            self._fill_draws(rows, samplers, ahead)
-        self.batch.follow_tails()
-        self.batch.send()
-        if choice is not self._choice:
-            self.prepare(choice)
-        queue.send(torch.from_numpy(self._inputs), self._inputs_BX)
-        if tokens is None:
-            queue.do(self._feed_chosen)
-        if self._choice is not Choice.GREEDY:
-            queue.send(torch.from_numpy(self._draws), self._draws_BX)
-        queue.do(self.run)
-        result_BX = queue.fetch(self._result_BX)
-        searched = (self._inputs[rows, _END] - self._inputs[rows, _FIRST]).tolist()
-        return Replay(rows, searched, result_BX, queue.mark(self.batch.plan.device))
+            yield
+        except Exception:
+            try:
+                self.batch.end()
+            except SparseKVError as error:
+                logger.info("a step that failed has ended: %s", error)
+            raise
 
     def _feed_chosen(self) -> None:
         """Makes the tokens that the last step has chosen those of the next; on the device. -1 is no token."""
-        self._inputs_BX[:, _TOKEN].copy_(self._result_BX[:, 0].clamp(min=0))
+        self._inputs_BX[:, _FED].copy_(self._result_BX[:, TOKEN].clamp(min=0))
 
     def run(self) -> None:
-        """The step itself, over whatever was copied to the device last."""
-        graph = self._graphs.get(self._choice)
+        """The whole step, over whatever was copied to the device last."""
+        self.run_layers()
+        self.run_choice(self.choice)
+
+    def run_layers(self) -> None:
+        """The layers, from tokens to logits."""
+        graph = self._graphs.get(None)
         if graph is None:
             self.compute()
+        else:
+            graph.replay()
+
+    def run_choice(self, choice: Choice) -> None:
+        """The choice, from logits to results."""
+        graph = self._graphs.get(choice)
+        if graph is None:
+            self.choose_eagerly(choice)
         else:
             graph.replay()
 
@@ -260,60 +322,86 @@ class StepGraph:
                 raise RuntimeError(f"row {row} of a batch holds no session")
             if self._counts.get(row) is not counts:
                 inputs[row, _COUNTS:] = self._counts[row] = counts
-            inputs[row, _TOKEN] = token
+            inputs[row, _FED] = token
             inputs[row, _POSITION] = session.position + ahead
             inputs[row, _TAIL_KEYS] = session.tail_keys + ahead + 1
             inputs[row, _STEP] = number
 
-    def _fill_draws(self, rows: Sequence[int], samplers: Sequence[Sampler], ahead: int) -> None:
-        for row, sampler in zip(rows, samplers, strict=True):
-            if sampler.by_hand:
+    def _fill_table(self, replay: Replay, ahead: int, left: Collection[int]) -> list[int]:
+        """What rows are drawn by, and how their logits are changed; returns rows that have masks, in their order."""
+        device, vocabulary = self.batch.plan.device, self.batch.plan.model.vocab_size
+        self._table[:] = 0
+        masked = []
+        for row, sampler in zip(replay.rows, replay.samplers, strict=True):
+            if row in left:
                 continue
             given = sampler.parameters
-            self._inputs[row, _TOP_K] = given.top_k
+            self._table[row, TOP_K] = given.top_k
             self._draws[row] = given.temperature, given.top_p, sampler.draw(ahead)
+            try:
+                edits = sampler.edits(device, vocabulary, ahead)
+            except Exception as error:
+                replay.failed[row] = error
+                continue
+            if edits is not None:
+                write_edits(edits, self._table[row])
+                if edits.allowed_W is not None:
+                    self._masks[row] = edits.allowed_W[: self._masks.shape[1]]
+                    masked.append(row)
+        return sorted(masked)
 
     @torch.inference_mode()
     def compute(self) -> None:
-        """What a replay does, launched from here."""
+        """What the layers do, launched from here."""
         with self.batch.plan.lane.in_turn():
             self._compute()
 
     def _compute(self) -> None:
         self.batch.refresh(self._inputs_BX[:, _COUNTS:])
         logits_BV = self._model(
-            self._inputs_BX[:, _TOKEN, None], self._inputs_BX[:, _POSITION, None], self._number
+            self._inputs_BX[:, _FED, None], self._inputs_BX[:, _POSITION, None], self._number
         )
-        if self._choice is Choice.GREEDY:
-            self._result_BX[:, 0] = choose_greedy(logits_BV)
+        if self._logits_BV is None:
+            # Not in the memory that graphs share: another one may run before the choice.
+            self._logits_BV = torch.empty_like(logits_BV, memory_format=torch.contiguous_format)
+            self.nbytes += self._logits_BV.nbytes
+        self._logits_BV.copy_(logits_BV)
+        self._result_BX[:, 1] = self.batch.kept_B()
+        fetched_B2 = self.batch.fetched_B2()
+        if fetched_B2 is not None:
+            self._result_BX[:, 2:4] = fetched_B2
+
+    @torch.inference_mode()
+    def choose_eagerly(self, choice: Choice) -> None:
+        """What the choice does, launched from here."""
+        way, edited = choice
+        logits_BV = self.logits_BV
+        edited_BV = edit_logits(logits_BV, self._edits) if edited else logits_BV
+        if way is Way.GREEDY:
+            self._result_BX[:, TOKEN] = choose_greedy(edited_BV)
         else:
             draws = Draws(
                 temperature_B=self._draws_BX[:, _TEMPERATURE],
                 top_p_B=self._draws_BX[:, _TOP_P],
-                top_k_B=self._inputs_BX[:, _TOP_K],
+                top_k_B=self._edits.table_BX[:, TOP_K],
                 uniform_B=self._draws_BX[:, _UNIFORM],
             )
-            filtered = self._choice is Choice.FILTERED
-            self._result_BX[:, 0] = choose_tokens(logits_BV, draws, filtered=filtered)
-        self._result_BX[:, 1] = self.batch.kept_B()
-        fetched_B2 = self.batch.fetched_B2()
-        if fetched_B2 is not None:
-            self._result_BX[:, 2:] = fetched_B2
-        self._logits_BV[self._choice] = logits_BV
+            self._result_BX[:, TOKEN] = choose_tokens(edited_BV, draws, filtered=way is Way.FILTERED)
+        if edited:
+            tell_tokens(logits_BV, self._edits, self._result_BX)
 
-    def _capture(self) -> None:
-        """Runs the batch, all rows idle, until everything is compiled and allocated, then captures it."""
-        if self.captures is None:
-            return
+    def _capture(self, part: Choice | None, work: Callable[[], None], captures: Captures) -> None:
+        """Runs a part of the step, all rows idle, until everything is compiled and allocated, then captures it."""
         self._inputs_BX.zero_()
-        here, side = torch.cuda.current_stream(), self.captures.stream
+        self._edits.table_BX.zero_()
+        here, side = torch.cuda.current_stream(), captures.stream
         side.wait_stream(here)
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
-                self.compute()
+                work()
         here.wait_stream(side)
         torch.cuda.synchronize()
-        graph, before = torch.cuda.CUDAGraph(), self.captures.nbytes
+        graph, before = torch.cuda.CUDAGraph(), captures.nbytes
         try:
             # Other threads load contexts meanwhile: what they allocate must not spoil the capture. The outer context
             # brings this thread back to its stream, which a capture that fails does not.
@@ -321,22 +409,22 @@ class StepGraph:
                 torch.cuda.stream(here),
                 torch.cuda.graph(
                     graph,
-                    pool=self.captures.pool,
-                    stream=self.captures.capturing,
+                    pool=captures.pool,
+                    stream=captures.capturing,
                     capture_error_mode="thread_local",
                 ),
             ):
-                self.compute()
+                work()
         except torch.OutOfMemoryError:
-            self._captures_left[self._choice] += 1  # whoever can make room tries again
+            self._captures_left[part] += 1  # whoever can make room tries again
             raise
         except RuntimeError as error:
             logger.warning(
                 "steps of %d rows run without a graph (%d more tries): %s",
                 self.batch.plan.size,
-                self._captures_left[self._choice],
+                self._captures_left[part],
                 error,
             )
         else:
-            self._graphs[self._choice] = graph
-            self.nbytes += self.captures.nbytes - before
+            self._graphs[part] = graph
+            self.nbytes += captures.nbytes - before

@@ -46,8 +46,8 @@ _Stepping = tuple[list[Session], list[bool]]
 class Stepper:
     """Runs decode steps through captured graphs. One thread uses it.
 
-    Where `flies`, a step may be launched before the tokens of the one before were read (`LaunchedStep.follow`), if the
-    host has no part in either: no session's tokens are chosen by hand, and no threads search or lanes take turns.
+    Where `flies`, a step may be launched before the tokens of the one before were read (`LaunchedStep.follow`), if no
+    threads search and no lanes take turns. Of a step whose choice needs those tokens, the layers are.
 
     A batch's size is rounded up to a power of two, and its graph captured when a batch of that kind and size first
     comes; the graphs used longest ago are dropped where memory for graphs, or of the device, is short.
@@ -98,7 +98,6 @@ class Stepper:
         # Of the sessions that came last: most steps are of the same ones as the step before.
         self._divided: tuple[_Stepping, list[list[Part]]] = (([], []), [])
         self._sorted: WeakKeyDictionary[Session, BatchKind | str] = WeakKeyDictionary()
-        self._told_by_hand = False
         self._queue = queue or DeviceQueue()
 
     def prepare(self, fitted: FittedMethod, sessions: int, placement: Placement = Placement.DEVICE) -> None:
@@ -183,17 +182,9 @@ class Stepper:
         return LaunchedStep([step for steps in batches for step in steps] if flies else [], results, flies)
 
     def _can_fly(self, batches: Sequence[Sequence[PartStep]]) -> bool:
-        by_hand = any(sampler.by_hand for steps in batches for step in steps for sampler in step.samplers)
-        if by_hand and not self._told_by_hand:
-            self._told_by_hand = True
-            logger.info(
-                "tokens with penalties, biases, grammars or log probabilities are chosen after the captured step"
-            )
         kinds = [step.of.kind for steps in batches for step in steps]
-        return (
-            self.flies
-            and not by_hand
-            and all(self._lanes(kind) == 1 and all(layer.flies for layer in kind.layers) for kind in kinds)
+        return self.flies and all(
+            self._lanes(kind) == 1 and all(layer.flies for layer in kind.layers) for kind in kinds
         )
 
     def _launch(
@@ -328,7 +319,8 @@ class Stepper:
         with AllocationMeter(self._device) as meter:
             batch = StepBatch(plan, kind.layers)
         graph = StepGraph(self._model, batch, captures, meter.nbytes)
-        graph.prepare(Choice.GREEDY)
+        for choice in (Choice(edited=True), Choice()):
+            graph.prepare(choice)
         return graph
 
 

@@ -15,7 +15,7 @@ from proto_pages import messages_page
 from decode_engine.gateway.counting import TOKENIZE
 from decode_engine.gateway.creating import CREATE
 from decode_engine.gateway.failures import status_of_reason
-from decode_engine.gateway.library import UPDATE
+from decode_engine.gateway.listing import UPDATE
 from decode_engine.gateway.wire.endpoints import CHAT, COMPLETIONS, RESPONSES
 from decode_engine.gateway.wire.parameters import describe, describe_inside
 from decode_engine.rpc.transport.status import CODES

@@ -1,26 +1,24 @@
-"""Constraints as the sampler obeys them: which tokens may come next.
-
-Shape legend: V vocabulary.
-"""
+"""Constraints as the sampler obeys them: which tokens may come next."""
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 
-import torch
+import numpy as np
 from llguidance import LLMatcher
-from torch import Tensor
+from numpy.typing import NDArray
 
-from decode_engine.engine.sampling.matching import UnfitConstraintError, allowed_bytes, make_matcher
+from decode_engine.engine.sampling.matching import UnfitConstraintError, allowed_bits, make_matcher
 from decode_engine.engine.sampling.vocabulary import Vocabulary, unfit
 from decode_engine.orders.order import Constraint
 from index_store.errors import InvalidArgumentError
 
 _MASK_S = 1.0
 _KEPT = 64  # grammars
-_THREADS = 2
+_THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))
 
 
 class Grammars:
@@ -76,25 +74,28 @@ class ObeyedGrammar:
         self.ended = False
         """Whether nothing more may come."""
         # Until it is done the matcher is that thread's.
-        self._next: Future[bytes] = threads.submit(allowed_bytes, matcher)
+        self._next: Future[bytes] = threads.submit(allowed_bits, matcher)
 
-    def apply(self, logits_V: Tensor) -> Tensor:
-        """Logits [V] with -inf for tokens that may not come next. Raises InvalidArgumentError."""
+    def allowed(self) -> NDArray[np.int32]:
+        """Words of bits (see `allowed_bits`): tokens that may come next. Raises InvalidArgumentError."""
         try:
             if self._next.cancel():  # the threads are busy
                 self._next = Future()
-                self._next.set_result(allowed_bytes(self._matcher))
-            allowed = self._next.result(timeout=_MASK_S)
+                self._next.set_result(allowed_bits(self._matcher))
+            return np.frombuffer(self._next.result(timeout=_MASK_S), dtype=np.int32)
         except (UnfitConstraintError, TimeoutError) as error:
             reason = str(error) or f"it took more than {_MASK_S:g} s to find the next token"
             raise InvalidArgumentError(
                 f"the constraint cannot be obeyed any more: {reason}; simplify it", field="constraint"
             ) from error
-        allowed_V = torch.frombuffer(bytearray(allowed), dtype=torch.uint8).to(logits_V.device)
-        return logits_V.masked_fill(allowed_V[: len(logits_V)] == 0, -torch.inf)
 
     def take(self, token: int) -> None:
-        """The answer goes on with this token. Raises InvalidArgumentError where it may not."""
+        """The answer goes on with this token. Raises InvalidArgumentError where it may not.
+
+        Nothing is said of tokens behind one that has ended it.
+        """
+        if self.ended:
+            return
         if not self._matcher.consume_token(token):
             raise InvalidArgumentError(
                 f"the constraint cannot be obeyed any more: {self._matcher.stop_reason()}; simplify it",
@@ -102,4 +103,4 @@ class ObeyedGrammar:
             )
         self.ended = bool(self._matcher.is_stopped())
         if not self.ended:
-            self._next = self._threads.submit(allowed_bytes, self._matcher)
+            self._next = self._threads.submit(allowed_bits, self._matcher)

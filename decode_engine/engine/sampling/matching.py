@@ -52,9 +52,13 @@ def make_matcher(vocabulary: LLTokenizer, constraint: Constraint) -> LLMatcher:
     return matcher
 
 
-def allowed_bytes(matcher: LLMatcher) -> bytes:
-    """A byte for each token of the vocabulary, 0 where it may not come next. Raises UnfitConstraintError."""
-    allowed: bytes = matcher.compute_logit_bias()
+def allowed_bits(matcher: LLMatcher) -> bytes:
+    """A bit for each token of the vocabulary, the lowest of a byte first, set where it may come next.
+
+    Whole words of 32, perhaps one more than the vocabulary takes. Raises UnfitConstraintError; runs without the
+    interpreter's lock.
+    """
+    allowed: bytes = matcher.compute_bitmask()
     if matcher.is_error():
         reason = _reason(matcher.get_error())
         if reason.startswith("NoExtension"):
@@ -63,6 +67,17 @@ def allowed_bytes(matcher: LLMatcher) -> bytes:
             )
         raise UnfitConstraintError(f"it is too complex ({reason})")
     return allowed
+
+
+def allowed_tokens(matcher: LLMatcher) -> Sequence[int]:
+    """The same as ids, in their order."""
+    return [
+        8 * byte + bit
+        for byte, bits in enumerate(allowed_bits(matcher))
+        if bits
+        for bit in range(8)
+        if bits >> bit & 1
+    ]
 
 
 _SENTENCES = {

@@ -24,7 +24,7 @@ from msgspec.structs import asdict as struct_asdict
 from decode_engine.engine.sampling.matching import (
     DeadEndError,
     UnfitConstraintError,
-    allowed_bytes,
+    allowed_tokens,
     make_matcher,
 )
 from decode_engine.orders.order import Constraint
@@ -122,10 +122,9 @@ def _try(vocabulary: LLTokenizer, constraint: Constraint) -> str:
         matcher = make_matcher(vocabulary, constraint)
         for _ in range(_WALK):
             before = time.process_time()  # not the clock's: others may have the cores meanwhile
-            allowed = allowed_bytes(matcher)
+            tokens = allowed_tokens(matcher)
             if time.process_time() - before > _SLOWEST_MASK_S:
                 return "it is too complex (tokens take too long to be checked)"
-            tokens = [token for token, may in enumerate(allowed) if may]
             if not tokens:
                 raise DeadEndError("an answer may begin in a way that no token of this model can follow")
             matcher.consume_token(draw.choice(tokens))

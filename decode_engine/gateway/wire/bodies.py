@@ -13,7 +13,7 @@ from decode_engine.gateway.wire.messages_shape import turns_of
 from decode_engine.gateway.wire.parameters import Reading
 from decode_engine.gateway.wire.response_items import messages_of
 from decode_engine.gateway.wire.tool_shapes import choice_of, tools_of
-from decode_engine.orders.checking import check_order, constraint_of, the_one
+from decode_engine.orders.checking import check_order, constraint_of, stop_tokens, the_one
 from decode_engine.orders.fields import BUDGETS, BY_NAME, CONSTRAINTS, FIELDS, Endpoint, split
 from decode_engine.orders.order import Constraint, KeepOptions, Order
 from decode_engine.settings.request_bounds import MAX_INT32
@@ -215,7 +215,7 @@ def _plain(values: dict[str, Any], most: int | None) -> dict[str, Any]:
     plain = {name: value for name, value in values.items() if name not in CONSTRAINTS}
     stop = plain.get("stop", ())
     plain["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    plain["stop_token_ids"] = frozenset(plain.get("stop_token_ids", ()))
+    plain["stop_token_ids"] = stop_tokens(plain.get("stop_token_ids", ()))
     plain["logit_bias"] = _biases(plain.get("logit_bias", {}))
     return {**plain, "max_tokens": most}
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from decode_engine.gateway.wire.bodies import Asked
-from decode_engine.gateway.wire.events import event
 from decode_engine.gateway.wire.parameters import pick
-from decode_engine.gateway.wire.replies import ErrorReply, TextDelta
+from decode_engine.gateway.wire.reply_structs import ErrorReply, TextDelta
 from decode_engine.gateway.wire.response_items import tool_objects
+from decode_engine.gateway.wire.sent_events import event
 from decode_engine.gateway.wire.shapes import Answered, Shape, figures_of
 from decode_engine.rpc.client import Piece, Summary, ToolCallPart
 

@@ -12,8 +12,7 @@ from typing import Any
 from msgspec import UNSET, Struct
 
 from decode_engine.gateway.wire.bodies import Asked
-from decode_engine.gateway.wire.events import event
-from decode_engine.gateway.wire.replies import (
+from decode_engine.gateway.wire.reply_structs import (
     Call,
     CallDelta,
     CalledFunction,
@@ -37,6 +36,7 @@ from decode_engine.gateway.wire.replies import (
     Usage,
     WholeFunction,
 )
+from decode_engine.gateway.wire.sent_events import event
 from decode_engine.rpc.client import Piece, Summary, TokenLogprob, ToolCallPart
 from index_store.models.conversation.messages import ToolCall
 

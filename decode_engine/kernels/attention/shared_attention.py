@@ -28,8 +28,8 @@ from decode_engine.kernels.attention.row_groups import (
     task_count,
 )
 from decode_engine.kernels.attention.row_planes import attend_plane_run, plane_pointers
-from decode_engine.kernels.fields import KEYS, KV, TAIL, TAIL_KEYS, field, head_rows
 from decode_engine.kernels.launches import chained, wait_for_launch
+from decode_engine.kernels.record_fields import KEYS, KV, TAIL, TAIL_KEYS, field, head_rows
 from index_store.attention.attention_state import AttentionState
 
 _FEW_ROWS = tl.constexpr(FEW_ROWS)

@@ -50,8 +50,8 @@ from decode_engine.kernels.attention.online_softmax import (
 )
 from decode_engine.kernels.attention.partials import Partials, store_partial
 from decode_engine.kernels.attention.row_planes import load_keys, load_values, plane_pointers
-from decode_engine.kernels.fields import ASSIGNMENT, KEYS, KV, SLOTS, TAIL, TAIL_KEYS, field, head_rows
 from decode_engine.kernels.launches import chained, wait_for_launch
+from decode_engine.kernels.record_fields import ASSIGNMENT, KEYS, KV, SLOTS, TAIL, TAIL_KEYS, field, head_rows
 from index_store.errors import InvalidArgumentError
 
 NOTHING, MONOPOLE, SUMS = 0, 1, 2

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.fields import TAIL, TAIL_KEYS, field, head_rows
 from decode_engine.kernels.launches import chained, wait_for_launch
+from decode_engine.kernels.record_fields import TAIL, TAIL_KEYS, field, head_rows
 
 
 @triton.jit

@@ -20,8 +20,8 @@ from decode_engine.kernels.attention.online_softmax import (
     tile_options,
 )
 from decode_engine.kernels.attention.partials import Partials, store_partial
-from decode_engine.kernels.fields import KEYS, KV, TAIL, TAIL_KEYS, WINDOW, field, head_rows
 from decode_engine.kernels.launches import chained, wait_for_launch
+from decode_engine.kernels.record_fields import KEYS, KV, TAIL, TAIL_KEYS, WINDOW, field, head_rows
 
 
 @triton.jit

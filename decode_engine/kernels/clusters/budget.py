@@ -12,7 +12,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from decode_engine.kernels.fields import ASSIGNMENT, END, FIRST, KEYS, UNCLUSTERED, field, searched_keys
+from decode_engine.kernels.record_fields import (
+    ASSIGNMENT,
+    END,
+    FIRST,
+    KEYS,
+    UNCLUSTERED,
+    field,
+    searched_keys,
+)
 
 
 @triton.jit

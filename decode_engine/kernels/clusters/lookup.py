@@ -27,7 +27,8 @@ from decode_engine.kernels.attention.online_softmax import (
 from decode_engine.kernels.attention.partials import Partials, store_partial
 from decode_engine.kernels.attention.sparse_attention import ClusterScores
 from decode_engine.kernels.clusters.sizes import refuse_sizes
-from decode_engine.kernels.fields import (
+from decode_engine.kernels.launches import chained, wait_for_launch
+from decode_engine.kernels.record_fields import (
     CLUSTERS,
     MEANS,
     SIZES,
@@ -36,7 +37,6 @@ from decode_engine.kernels.fields import (
     aligned_pointer,
     field,
 )
-from decode_engine.kernels.launches import chained, wait_for_launch
 from index_store.errors import InvalidArgumentError
 
 _TILE = 64

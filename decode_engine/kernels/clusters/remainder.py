@@ -41,8 +41,8 @@ from decode_engine.kernels.attention.sparse_attention import (
     taken_sums,
 )
 from decode_engine.kernels.clusters.lookup import cluster_pointers
-from decode_engine.kernels.fields import ASSIGNMENT, KEYS, KV, SLOTS, field, head_rows
 from decode_engine.kernels.launches import chained, let_next_begin, wait_alone
+from decode_engine.kernels.record_fields import ASSIGNMENT, KEYS, KV, SLOTS, field, head_rows
 
 
 def correct_clusters(

@@ -27,8 +27,17 @@ from decode_engine.kernels.attention.partials import Partials
 from decode_engine.kernels.attention.sparse_attention import ClusterScores
 from decode_engine.kernels.clusters.budget import any_outside, count_searched
 from decode_engine.kernels.clusters.cut import DRAW_TURNS, RANGE, TURNS, UNUSED, cut, keys_from, passing
-from decode_engine.kernels.fields import CLUSTERS, KEEP, KEYS, MEMBERS, OFFSETS, SIZES, field, searched_keys
 from decode_engine.kernels.launches import chained, wait_for_launch
+from decode_engine.kernels.record_fields import (
+    CLUSTERS,
+    KEEP,
+    KEYS,
+    MEMBERS,
+    OFFSETS,
+    SIZES,
+    field,
+    searched_keys,
+)
 
 _WEIGHED_AT_ONCE = 8192
 """Clusters that a program weighs at once; more take more registers than it has."""

@@ -36,8 +36,8 @@ from decode_engine.kernels.coarse.tiles_by_coding import (
 )
 from decode_engine.kernels.coarse.warp.warp_pass import pass_kernel as pass_alone
 from decode_engine.kernels.coarse.warp.warp_values import values_kernel as values_alone
-from decode_engine.kernels.fields import KEYS, field, searched_keys
 from decode_engine.kernels.launches import chained, wait_for_launch
+from decode_engine.kernels.record_fields import KEYS, field, searched_keys
 from index_store.indexes.coarse_rows.scalars import scalar_rows
 
 BLOCK = tl.constexpr(scalar_rows.BLOCK)

@@ -23,8 +23,8 @@ from decode_engine.kernels.coarse.sizes import CHUNKS, CoarseSizes, CoarseWork
 from decode_engine.kernels.coarse.tiles_by_coding import key_logits, key_places, load_queries
 from decode_engine.kernels.coarse.warp.warp_cut import cut_kernel as cut_in_registers
 from decode_engine.kernels.coarse.warp.warp_sample import sample_kernel as sample_alone
-from decode_engine.kernels.fields import KEEP, field, searched_keys
 from decode_engine.kernels.launches import chained, wait_for_launch
+from decode_engine.kernels.record_fields import KEEP, field, searched_keys
 from index_store.indexes.coarse_rows.scalars import scalar_rows
 
 BLOCK = tl.constexpr(scalar_rows.BLOCK)

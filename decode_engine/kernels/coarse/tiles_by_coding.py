@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from decode_engine.kernels.coarse import coded_tiles, product_tiles
-from decode_engine.kernels.fields import (
+from decode_engine.kernels.record_fields import (
     KEY_CODES,
     KEY_SCALES,
     VALUE_CODES,

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from decode_engine.kernels.attention.online_softmax import LOG2E
 from decode_engine.kernels.codes.sizes import MAX_CODEWORDS, WORD_HEADS, CodeSizes, CodeWork
-from decode_engine.kernels.fields import CODEBOOKS, aligned_pointer, searched_keys
 from decode_engine.kernels.launches import chained, wait_for_launch
+from decode_engine.kernels.record_fields import CODEBOOKS, aligned_pointer, searched_keys
 
 _LEVELS = 127
 _FEW = 16  # codewords of each subspace that tell how wide its entries spread

@@ -23,8 +23,8 @@ from decode_engine.kernels.border import load_cut, moved, passes, store_cut, str
 from decode_engine.kernels.codes import sizes as code_sizes
 from decode_engine.kernels.codes.lookup_tables import make_tables
 from decode_engine.kernels.codes.sizes import CodeSizes, CodeWork
-from decode_engine.kernels.fields import CODES, END, KEEP, KEYS, aligned_pointer, field, searched_keys
 from decode_engine.kernels.launches import arrives_last, chained, wait_for_launch
+from decode_engine.kernels.record_fields import CODES, END, KEEP, KEYS, aligned_pointer, field, searched_keys
 from decode_engine.kernels.weight_bytes import of_half, to_half
 
 BLOCK = tl.constexpr(code_sizes.BLOCK)

@@ -15,8 +15,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from decode_engine.kernels.fields import SETS, SLOTS, STAMPS, TAGS, TALLIES, aligned_pointer, field, row_of
 from decode_engine.kernels.launches import wait_for_launch
+from decode_engine.kernels.record_fields import (
+    SETS,
+    SLOTS,
+    STAMPS,
+    TAGS,
+    TALLIES,
+    aligned_pointer,
+    field,
+    row_of,
+)
 from decode_engine.kernels.slots import gather_rows
 from decode_engine.kernels.slots.gather_rows import row_words
 from decode_engine.kernels.slots.slot_cache import BYPASSED, CROWDED, CURRENT, DONE, TALLY_COUNT, WAYS

@@ -22,7 +22,8 @@ from decode_engine.kernels.attention.key_lists import (
     share_of,
     with_always,
 )
-from decode_engine.kernels.fields import (
+from decode_engine.kernels.launches import wait_for_launch
+from decode_engine.kernels.record_fields import (
     KEYS,
     KV,
     MISSED,
@@ -34,7 +35,6 @@ from decode_engine.kernels.fields import (
     field,
     row_of,
 )
-from decode_engine.kernels.launches import wait_for_launch
 from decode_engine.kernels.slots.slot_cache import (
     BYPASSED,
     CROWDED,

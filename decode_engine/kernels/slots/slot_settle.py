@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from decode_engine.kernels.attention.key_lists import context_entries, listed_keys, share_of
-from decode_engine.kernels.fields import SETS, TAGS, TALLIES, aligned_pointer, field, row_of
 from decode_engine.kernels.launches import wait_for_launch
+from decode_engine.kernels.record_fields import SETS, TAGS, TALLIES, aligned_pointer, field, row_of
 from decode_engine.kernels.slots.slot_cache import BYPASSED, REUSED, TALLY_COUNT, WAYS
 from decode_engine.kernels.slots.slot_lookup import LEFT, slots_of
 

@@ -14,7 +14,8 @@ import triton.language as tl
 
 from decode_engine.kernels.attention import online_softmax
 from decode_engine.kernels.border import moved, stretch_of
-from decode_engine.kernels.fields import (
+from decode_engine.kernels.launches import wait_alone
+from decode_engine.kernels.record_fields import (
     CENTROIDS,
     KEEP,
     KEYS,
@@ -25,7 +26,6 @@ from decode_engine.kernels.fields import (
     field,
     searched_keys,
 )
-from decode_engine.kernels.launches import wait_alone
 from decode_engine.kernels.tables import sizes as table_sizes
 
 LOG2E = tl.constexpr(online_softmax.LOG2E)

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.fields import searched_keys
 from decode_engine.kernels.launches import arrives_last, chained, let_next_begin, wait_alone
+from decode_engine.kernels.record_fields import searched_keys
 from decode_engine.kernels.tables.device_functions import (
     LOG2E,
     MINI_WORDS,

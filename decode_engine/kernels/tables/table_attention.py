@@ -20,8 +20,8 @@ from decode_engine.kernels.attention.online_softmax import (
     no_keys_yet,
 )
 from decode_engine.kernels.attention.partials import merge_partials, store_partial
-from decode_engine.kernels.fields import KEYS, KV, TAIL, TAIL_KEYS, field, head_rows, searched_keys
 from decode_engine.kernels.launches import chained, let_next_begin, wait_alone
+from decode_engine.kernels.record_fields import KEYS, KV, TAIL, TAIL_KEYS, field, head_rows, searched_keys
 from decode_engine.kernels.tables.device_functions import load_sequence
 from decode_engine.kernels.tables.search import search
 from decode_engine.kernels.tables.selection import found, keep_keys, selection_sizes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from decode_engine.orders.checking import check_order, constraint_of
+from decode_engine.orders.checking import check_order, constraint_of, stop_tokens
 from decode_engine.orders.fields import FIELDS, split
 from decode_engine.orders.order import CallMode, Constraint, KeepOptions, Order, ToolChoice
 from decode_engine.rpc.contexts.names import parse_name
@@ -52,7 +52,7 @@ def _value(request: generation_pb2.GenerateRequest, zero: bool, descriptor: Any)
     if descriptor.message_type is not None:  # a map
         return dict(value) or None
     if descriptor.is_repeated:
-        return (tuple if descriptor.type == descriptor.TYPE_STRING else frozenset)(value) or None
+        return (tuple if descriptor.type == descriptor.TYPE_STRING else stop_tokens)(value) or None
     return None if zero and not value else value
 
 

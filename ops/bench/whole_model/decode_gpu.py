@@ -72,7 +72,7 @@ from decode_engine.host_search.workers import SearchThreads
 from decode_engine.settings.command_options import Compilation, search_cores
 from decode_engine.steps import batch_kinds
 from decode_engine.steps.attention.step_attention import StepAttention
-from decode_engine.steps.step_graph import StepGraph
+from decode_engine.steps.step_graph import Choice, StepGraph
 from decode_engine.steps.step_model import step_model
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.placement import Placement
@@ -185,6 +185,7 @@ def eager_ms(graph: StepGraph) -> float:
         torch.cuda.synchronize()
         begin = time.perf_counter()
         graph.compute()
+        graph.choose_eagerly(Choice())
         torch.cuda.synchronize()
         times.append((time.perf_counter() - begin) * 1e3)
     return statistics.median(times[3:])

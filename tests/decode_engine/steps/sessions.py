@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.layers.session import Session
@@ -71,9 +73,8 @@ class OnlyEven:
     def start(self) -> OnlyEven:
         return self
 
-    def apply(self, logits_V: torch.Tensor) -> torch.Tensor:
-        odd_V = torch.arange(len(logits_V)) % 2 == 1
-        return logits_V.masked_fill(odd_V, -torch.inf)
+    def allowed(self) -> NDArray[np.int32]:
+        return np.full(9, 0x55555555, dtype=np.int32)  # 288 tokens
 
     def take(self, token: int) -> None:
         self.taken.append(token)

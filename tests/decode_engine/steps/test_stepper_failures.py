@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.kernels import records
@@ -29,7 +31,7 @@ from tests.support.models import write_model_folder
 
 def test_a_grammar_that_fails_ends_its_own_session(runner: ModelRunner, stepper: Stepper) -> None:
     class Failing(OnlyEven):
-        def apply(self, logits_V: torch.Tensor) -> torch.Tensor:
+        def allowed(self) -> NDArray[np.int32]:
             raise InvalidArgumentError("the constraint cannot be obeyed any more")
 
     grammar = Failing()
@@ -104,7 +106,7 @@ def test_a_session_whose_counts_no_record_holds_fails_alone(runner: ModelRunner)
         session.position -= 1  # as before the last step
         counts = step_counts(session)
         row = graph._inputs[graph.batch.sessions.index(session)]
-        assert row[3:].tolist() == [counts[field] for field in range(*records.STEP_FIELDS)]
+        assert row[2:].tolist() == [counts[field] for field in range(*records.STEP_FIELDS)]
 
 
 def test_models_that_kernels_are_not_made_for_take_the_general_path(

@@ -12,7 +12,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from decode_engine.engine.sampling.call_grammar import call_constraint
-from decode_engine.engine.sampling.matching import allowed_bytes, make_matcher
+from decode_engine.engine.sampling.matching import allowed_tokens, make_matcher
 from decode_engine.engine.sampling.trial import VocabularySource
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.call_syntax import CallReader
@@ -61,7 +61,7 @@ class Model:
         for id_ in begun:
             assert matcher.consume_token(id_)
         while len(ids) < most and not matcher.is_stopped():
-            ids.append(choice.choice([id_ for id_, may in enumerate(allowed_bytes(matcher)) if may]))
+            ids.append(choice.choice(allowed_tokens(matcher)))
             assert matcher.consume_token(ids[-1])
         return self.tokenizer.decode(ids, self.tokenizer.hidden.values()), matcher.is_stopped()
 

@@ -8,15 +8,16 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from llguidance import LLMatcher
 
 from decode_engine.engine.sampling import trial
+from decode_engine.engine.sampling.edits import Edits, edit_logits_reference
 from decode_engine.engine.sampling.grammar import Grammar, Grammars
-from decode_engine.engine.sampling.matching import allowed_bytes
+from decode_engine.engine.sampling.matching import allowed_tokens
 from decode_engine.engine.sampling.trial import Trial, VocabularySource
 from decode_engine.engine.sampling.vocabulary import Vocabulary
 from decode_engine.orders.order import Constraint, ConstraintKind
@@ -68,7 +69,8 @@ def answer(vocabulary: Tried, constraint: Constraint, seed: int) -> tuple[bytes,
     obeyed = vocabulary.compile(constraint).start()
     said = b""
     while not obeyed.ended:
-        logits = obeyed.apply(torch.randn(SIZE, generator=generator))
+        edits = [Edits(allowed_W=obeyed.allowed())]
+        logits = edit_logits_reference(torch.randn(1, SIZE, generator=generator), edits)
         token = int(logits.argmax())
         obeyed.take(token)
         if token == 0:
@@ -118,8 +120,9 @@ def test_answers_to_one_grammar_go_on_apart_also_at_once(vocabulary: Tried) -> N
 def test_tokens_that_may_not_come_are_refused(vocabulary: Tried, tokenizer: Tokenizer) -> None:
     obeyed = vocabulary.compile(Constraint("regex", "[0-9]{3}")).start()
     [letter] = tokenizer.encode("a")
-    assert obeyed.apply(torch.zeros(SIZE))[letter] == -torch.inf
-    assert obeyed.apply(torch.zeros(SIZE))[0] == -torch.inf, "no end before it is whole"
+    [logits_V] = edit_logits_reference(torch.zeros(1, SIZE), [Edits(allowed_W=obeyed.allowed())])
+    assert logits_V[letter] == -torch.inf
+    assert logits_V[0] == -torch.inf, "no end before it is whole"
     with pytest.raises(InvalidArgumentError, match="cannot be obeyed any more"):
         obeyed.take(letter)
 
@@ -170,11 +173,11 @@ def test_who_waits_for_a_core_is_not_too_complex(
 ) -> None:
     """Time in which nothing is computed says nothing about a constraint."""
 
-    def wait_first(matcher: LLMatcher) -> bytes:
+    def wait_first(matcher: LLMatcher) -> Sequence[int]:
         time.sleep(1.5 * trial._SLOWEST_MASK_S)
-        return allowed_bytes(matcher)
+        return allowed_tokens(matcher)
 
-    monkeypatch.setattr(trial, "allowed_bytes", wait_first)
+    monkeypatch.setattr(trial, "allowed_tokens", wait_first)
     source = VocabularySource(tokenizer.definition(), SIZE, tokenizer.eos_ids)
     assert trial._try(source.make(), Constraint("regex", "[ab]")) == ""
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from decode_engine.engine.sampling.edits import edit_logits_reference
 from decode_engine.engine.sampling.logit_rules import LogitRules, RuledLogits
 from index_store.errors import InvalidArgumentError
 
@@ -17,7 +18,8 @@ def ruled(answer: list[int], prompt: tuple[int, ...] = (), **options: Any) -> li
     rules = RuledLogits(LogitRules(**options), prompt, end_ids=[5])
     for token in answer:
         rules.take(token)
-    return rules.apply(LOGITS).tolist()  # type: ignore[no-any-return]
+    edits = rules.edits(LOGITS.device, len(LOGITS), 0)
+    return edit_logits_reference(LOGITS[None], [edits])[0].tolist()
 
 
 def test_presence_counts_once_and_frequency_every_time() -> None:

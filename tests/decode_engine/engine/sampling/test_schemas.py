@@ -16,7 +16,7 @@ from pydantic import AnyUrl, BaseModel, EmailStr, Field, FilePath, SecretStr, Ty
 from decode_engine.engine.sampling.matching import (
     Constraint,
     UnfitConstraintError,
-    allowed_bytes,
+    allowed_tokens,
     make_matcher,
 )
 from decode_engine.engine.sampling.schemas import FORMATS, obeyed_schema
@@ -74,7 +74,7 @@ def answers(schema: dict[str, Any], count: int = 20) -> list[Any]:
         matcher = make_matcher(BYTES, Constraint("json_schema", json.dumps(schema)))
         draw, text = random.Random(seed), bytearray()
         while not matcher.is_stopped() and len(text) < 4000:
-            closing = [byte for byte, may in enumerate(allowed_bytes(matcher)) if may]
+            closing = allowed_tokens(matcher)
             likely = [byte for byte in closing if chr(byte) in '"}]0123456789'] or closing
             chosen = draw.choice(likely if draw.random() < 0.9 else closing)
             assert matcher.consume_token(chosen)

@@ -32,7 +32,7 @@ from decode_engine.kernels.attention.sparse_attention import (
 from decode_engine.kernels.clusters.lookup import look_up, lookup_slots
 from decode_engine.kernels.clusters.reference import attend_lists_reference, remainder_reference
 from decode_engine.kernels.clusters.remainder import correct_clusters
-from decode_engine.kernels.fields import KV, head_rows
+from decode_engine.kernels.record_fields import KV, head_rows
 from tests.decode_engine.kernels.problems.cluster_problems import (
     Problem,
     make_problem,

@@ -175,6 +175,21 @@ def copy_some() -> None:
     copy_rows(RowCopies(addresses, addresses, torch.zeros(1, dtype=torch.int32)), 512)
 
 
+def edit_some() -> None:
+    from decode_engine.engine.sampling.edits_triton import (
+        RESULT_COLUMNS,
+        EditBuffers,
+        edit_logits,
+        tell_tokens,
+    )
+
+    buffers = EditBuffers.allocate(SIZE, 128256, GPU)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        logits_BV = torch.zeros(SIZE, 128256, dtype=dtype)
+        edit_logits(logits_BV, buffers)
+        tell_tokens(logits_BV, buffers, torch.zeros(SIZE, RESULT_COLUMNS, dtype=torch.int64))
+
+
 def attend_window_of(group: int, head_dim: int) -> None:
     from decode_engine.kernels.attention.partials import Partials
     from decode_engine.kernels.attention.window_attention import attend_window
@@ -234,6 +249,7 @@ def main() -> None:
             take_steps(*shape, WIDE_METHODS[1:], "hybrid", planes=True)
             attend_window_of(*shape)
         copy_some()
+        edit_some()
         attend_window_of(4, 128)
         go_over_coarse_rows()
     json.dump({"compiled": compiled, "failed": failed}, sys.stdout)

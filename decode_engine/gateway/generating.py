@@ -15,8 +15,8 @@ from decode_engine.gateway.behind import Behind
 from decode_engine.gateway.exchange import CLIENT_GONE, EventStream, read_json, tell, while_connected
 from decode_engine.gateway.failures import HttpError, failure
 from decode_engine.gateway.wire.bodies import Asked, chat_order, completion_order, response_order
-from decode_engine.gateway.wire.events import JsonReply
 from decode_engine.gateway.wire.response_shape import ResponseShape
+from decode_engine.gateway.wire.sent_events import JsonReply
 from decode_engine.gateway.wire.shapes import Answered, ChatShape, CompletionShape, Shape
 from decode_engine.rpc.client import AsyncGeneration, Piece, Summary, calls_of
 from decode_engine.rpc.transport.stalled import forget_error

@@ -13,8 +13,8 @@ from starlette.responses import Response
 from decode_engine.gateway.behind import Behind
 from decode_engine.gateway.exchange import read_json, tell
 from decode_engine.gateway.failures import HttpError
-from decode_engine.gateway.wire.events import JsonReply
 from decode_engine.gateway.wire.parameters import LABELS, TTL, Endpoint, Parameter, Reading
+from decode_engine.gateway.wire.sent_events import JsonReply
 from decode_engine.orders.kinds import FLAG, TEXT
 from decode_engine.rpc.client import NEVER, AsyncClient, ContextChanges, ContextInfo, Never
 from index_store.errors import InvalidArgumentError

@@ -1,0 +1,55 @@
+"""The benchmark of edits of logits: its whole path on a CPU, and that what is wrong is not timed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from decode_engine.engine.sampling.edits_triton import read_logprob
+from decode_engine.settings.command_options import Compilation
+from decode_engine.steps import step_graph
+from decode_engine.steps.stepper import Stepper
+from tests.ops.bench.conftest import Run, load_bench
+from tests.support.tiny_model import IDENTITY, make_model
+
+
+@pytest.fixture
+def bench(without_gpu: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    made = load_bench("whole_model/edits_gpu")
+    wide = replace(IDENTITY, layers=1, query_heads=2, kv_heads=1, head_dim=64, vocab_size=480)
+    monkeypatch.setattr(made, "make_model", lambda layers: (make_model(wide), wide))
+    monkeypatch.setattr(made, "WARM_UP", 1)
+    monkeypatch.setattr(Stepper, "flies", True)
+    return made
+
+
+def rows(bench: ModuleType, run: Run) -> tuple[Sequence[dict[str, Any]], int]:
+    found, code, _ = run(bench, shape="40x2@1", turns=5, layers=1, compilation=Compilation.OFF, alike=1.0)
+    return found, code
+
+
+@pytest.mark.slow
+def test_every_kind_says_what_the_reference_says(bench: ModuleType, run: Run) -> None:
+    found, code = rows(bench, run)
+    assert code == 0
+    assert len(found) == 16
+    assert {line["alike"] for line in found} == {1.0}
+    assert all(line["ratio"] > 0 for line in found)
+
+
+@pytest.mark.slow
+def test_wrong_log_probabilities_are_not_timed(
+    bench: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(result_X: Any, told: int) -> Any:
+        found = read_logprob(result_X, told)
+        return replace(found, logprob=found.logprob - 0.01)
+
+    monkeypatch.setattr(step_graph, "read_logprob", wrong)
+    found, code = rows(bench, run)
+    assert code == 1
+    assert {line["kind"] for line in found} == {"penalties", "bias", "min_tokens"}
