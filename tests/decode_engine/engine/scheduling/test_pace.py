@@ -13,6 +13,7 @@ from decode_engine.engine.engine import Engine
 from decode_engine.engine.requests import Step
 from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.scheduler import CrashError
+from decode_engine.orders.events import Event, Waits
 from tests.decode_engine.engine.fake_runner import (
     Client,
     FakeEngine,
@@ -135,8 +136,16 @@ def watch(engine: FakeEngine, runner: FlyingRunner, name: str) -> Watched:
     """A long stream. What the device waits for until its first steps is not counted."""
     client = make_client(name, max_tokens=900)
     found = Watched(client, runner.device)
-    object.__setattr__(client.request, "on_event", lambda: found.times.append(runner.device.now))
     submit(engine, client)
+    assert client.stream is not None
+    tell = client.stream.tell
+
+    def note(event: Event) -> None:
+        if not isinstance(event, Waits):
+            found.times.append(runner.device.now)
+        tell(event)
+
+    client.stream.tell = note
     for _ in range(6):
         engine.step()
     runner.device.dry.clear()
@@ -159,7 +168,7 @@ def test_a_stream_waits_for_three_steps_at_most_while_others_join(
     assert all(len(results(other)[0]) == 120 for other in others)
     assert max(runner.steps) == joining + 1
     assert stream.gap <= 3 * STEP
-    assert stream.client.request.max_tokens > len(stream.times) > 20
+    assert stream.client.work.max_tokens > len(stream.times) > 20
 
 
 def test_the_device_is_dry_for_no_longer_than_launches_take(engine: FakeEngine, runner: FlyingRunner) -> None:
