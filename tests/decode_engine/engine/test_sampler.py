@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from decode_engine.engine.sampler import (
-    MAX_SEED,
     Draws,
     Sampler,
     SamplingParameters,
     choose_greedy,
     choose_tokens,
 )
+from decode_engine.settings.request_bounds import MAX_SEED
 from index_store.errors import InvalidArgumentError, SparseKVError
 
 LOGITS = torch.tensor([0.5, 3.0, 2.0, -1.0, 2.9])
