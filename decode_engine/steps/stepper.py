@@ -25,7 +25,7 @@ from decode_engine.steps.attention.registry import unreadable
 from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.step_batch import StepBatch
 from decode_engine.steps.batch_kinds import BatchKind, BatchKinds
-from decode_engine.steps.batches import MAX_ROWS, Part, batch_size, divide
+from decode_engine.steps.batches import FIXED_ROWS, MAX_ROWS, Part, batch_size, divide
 from decode_engine.steps.graph_cache import AllocationMeter, GraphCache
 from decode_engine.steps.part_step import LaunchedStep, PartStep
 from decode_engine.steps.step_graph import Captures, Choice, StepGraph, StepModel
@@ -227,15 +227,18 @@ class Stepper:
             raise result
         return self.graph([session]).logits_BV[:1].float().clone()
 
-    def graph(self, sessions: Sequence[Session], part: int = 0, lane: int = 0) -> StepGraph:
-        """What steps of these sessions, which agree in kind and draw without seeds, run in.
+    def graph(
+        self, sessions: Sequence[Session], part: int = 0, lane: int = 0, *, repeatable: bool = False
+    ) -> StepGraph:
+        """What steps of these sessions, which agree in kind, run in.
 
         part: of the sessions of a kind, where they are too many for one batch. Every part has its own, so that its
-        sessions keep their rows. lane: that runs the step.
+        sessions keep their rows. lane: that runs the step. repeatable: some of them draw by seeds.
         """
         kind = self._required(sessions[0])
         max_keys = max(self._required(session).max_keys for session in sessions)
-        return self._graph(kind, sessions[0].method, batch_size(len(sessions)), max_keys, part, lane)
+        rows = FIXED_ROWS if repeatable else batch_size(len(sessions))
+        return self._graph(kind, sessions[0].method, rows, max_keys, part, lane)
 
     def _required(self, session: Session) -> BatchKind:
         """The kind of batch that the session goes into. Raises SparseKVError when it cannot run in any."""

@@ -10,7 +10,9 @@ alone (`one`). Grammars are over a made-up vocabulary of as many words as the mo
 Times are medians of steps, `ratio` of the kind's and of plain steps right before it, bar 1.1. Before that the same
 sessions take their first steps again, one after the other, without edits and with the tokens that were said, and the
 eager reference chooses from the logits on the device: `alike` is the share of sessions of which all tokens, and all log
-probabilities to 1e-3, are the same. Fewer than --alike are an error: logits that are almost equal may change places.
+probabilities to 1e-3, are the same. Those with a seed have it there too: their steps round otherwise than others, and
+tokens drawn from flat random logits have intervals as short as that. Fewer than --alike are an error: logits that are
+almost equal may change places.
 `choose_ms` is the choice alone, replayed.
 
 One JSON line per kind; the exit code is 1 when a check fails, or when --bars is given and a ratio misses its bar.
@@ -23,7 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,6 +55,8 @@ from decode_engine.layers.session import Session
 from decode_engine.orders.events import TokenLogprob
 from decode_engine.orders.order import Constraint
 from decode_engine.settings.command_options import Compilation
+from decode_engine.steps.batches import FIXED_ROWS
+from decode_engine.steps.step_graph import StepGraph
 from decode_engine.steps.step_model import step_model
 from index_store.memory.placement import Placement
 from index_store.methods.method import Method
@@ -116,15 +120,25 @@ def fly(lanes: Lanes, method: Method, samplers: Sequence[Sampler], turns: int) -
     return flown
 
 
+def graph_of(lanes: Lanes, samplers: Sequence[Sampler]) -> StepGraph:
+    """What steps of the sessions with these samplers run in."""
+    return lanes.stepper.graph(lanes.sessions, repeatable=any(sampler.repeatable for sampler in samplers))
+
+
+def without_edits(parameters: SamplingParameters) -> SamplingParameters:
+    """For steps of the same bits: as repeatable as these, but nothing is done to logits."""
+    return replace(parameters, rules=LogitRules(), grammar=None, top_logprobs=None)
+
+
 def share_alike(lanes: Lanes, method: Method, samplers: Sequence[Sampler], flown: Flown) -> float:
     """The share of sessions of which the eager reference chooses and tells what was chosen and told in flight."""
     lanes.start(method)
-    plain = lanes.samplers
+    bare = [Sampler(without_edits(sampler.parameters)) for sampler in samplers]
     alike = [True] * len(samplers)
     fed = first_tokens(lanes.contexts)
     for tokens, logprobs in zip(flown.tokens[:CHECKED], flown.logprobs, strict=False):
-        lanes.stepper.step(lanes.sessions, fed, plain)
-        graph = lanes.graphs[0]
+        lanes.stepper.step(lanes.sessions, fed, bare)
+        graph = graph_of(lanes, bare)
         rows = [graph.batch.sessions.index(session) for session in lanes.sessions]
         expected = choose_together(graph.logits_BV[rows], samplers)
         for number, sampler in enumerate(samplers):
@@ -152,7 +166,7 @@ def measure(
     fly(lanes, method, make_samplers(parameters, count, edited), 2)  # captures
     plain = fly(lanes, method, make_samplers(None, count, 0), WARM_UP + turns)
     flown = fly(lanes, method, make_samplers(parameters, count, edited), WARM_UP + turns)
-    graph = lanes.graphs[0]
+    graph = graph_of(lanes, make_samplers(parameters, count, edited))
     choose_ms = (
         statistics.median(event_ms(partial(graph.run_choice, graph.choice)) for _ in range(REPLAYS))
         if torch.cuda.is_available()
@@ -186,6 +200,10 @@ def main(
     """Times steps with edits against plain ones, and checks what they say."""
     [(length, batch, count)] = parse_shared_shapes(shape)
     taken = parse_method(method)
+    if batch > FIXED_ROWS:
+        raise typer.BadParameter(
+            f"{batch} sessions, expected at most {FIXED_ROWS}: the rows of steps with seeds"
+        )
     with reporting("edits_gpu", bars) as report:
         model, identity = make_model(layers)
         placed = PlacedContexts(identity, [taken], length, count, model.device, [])
