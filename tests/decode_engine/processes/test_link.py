@@ -299,7 +299,6 @@ async def test_refusals_stops_and_cancels_cross(path: Path) -> None:
         core.turn()
         assert await stopped.end() == Ends(0, "stop", 1, 7, TIMES, {"keys": 3})
         assert len(cancelled.calls) == said
-        handle.stop(0, 1)
         handle.cancel()
 
 
