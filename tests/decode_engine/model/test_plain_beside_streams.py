@@ -74,7 +74,7 @@ def test_streams_get_a_token_after_every_chunk_of_it(tmp_path: Path) -> None:
             before = engine.stats().prompt_tokens
             engine.step()
             assert engine.stats().prompt_tokens - before <= CHUNK
-            assert [len(tokens(stream)) for stream in streams] == [1] * STREAMS
+            assert all(tokens(stream) for stream in streams)  # some more between layers of the prompt
             found += tokens(plain)
         for stream in streams:
             stream.cancel()

@@ -10,7 +10,7 @@ import pytest
 
 from decode_engine.core.housekeeping import Housekeeping
 from decode_engine.rpc.client import Client
-from decode_engine.rpc.contexts import housekeeping
+from decode_engine.core import housekeeping
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import StoreBoundError, StoreError
 from index_store.store.catalog import Store, utc_now
