@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from decode_engine.errors import AddressError, error_by_reason
+from decode_engine.errors import AddressError, InternalError, error_by_reason
 from decode_engine.processes.attached import (
     Failed,
     Phase,
@@ -78,14 +78,21 @@ class Child:
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], setup: Setup, on_word: Callable[[Child, Word], None]
+        self,
+        name: str,
+        command: Sequence[str],
+        setup: Setup,
+        on_word: Callable[[Child, Word], None],
+        on_end: Callable[[Child, int], None],
     ) -> None:
+        """on_end: told the code by which a process ended that was not told to."""
         self.name = name
         self.serving = False
         self.fingerprint = ""
         self._command = command
         self._setup = setup_line(setup)
         self._on_word = on_word
+        self._on_end = on_end
         self._process: Process | None = None
         self._stopping = asyncio.Event()
         self._pause_s = 0.0
@@ -98,7 +105,9 @@ class Child:
     async def keep(self) -> None:
         """Runs processes, one after the other, until told to stop and the last one has ended."""
         while not self._stopping.is_set():
-            served = await self._run()
+            served, code = await self._run()
+            if not self._stopping.is_set():
+                self._on_end(self, code)
             if self._stopping.is_set():
                 return
             # One that served is started again at once: its clients are there.
@@ -122,8 +131,8 @@ class Child:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGKILL)
 
-    async def _run(self) -> bool:
-        """One process, from start to end. Whether it came to serve."""
+    async def _run(self) -> tuple[bool, int]:
+        """One process, from start to end. Whether it came to serve, and its code."""
         # In a session of its own, so that a Ctrl-C ends this process, which then ends it.
         self._process = process = await asyncio.create_subprocess_exec(
             *self._command, stdin=PIPE, stdout=PIPE, start_new_session=True
@@ -141,10 +150,10 @@ class Child:
                     served = self.serving = True
                     self.fingerprint = word.fingerprint
                 self._on_word(self, word)
-            await process.wait()
+            code = await process.wait()
         finally:
             self.serving, self._process = False, None
-        return served
+        return served, code
 
 
 class Supervisor:
@@ -165,9 +174,10 @@ class Supervisor:
         self._served = False
         self._failed: SparseKVError | None = None
         self._changed = asyncio.Event()
-        self.engine = Child("the engine", engine, setup, self._hear)
+        self.engine = Child("the engine", engine, setup, self._hear, self._note_end)
         self.doors = [
-            Child(f"door {number + 1}", door, setup, self._hear) for number in range(setup.config.doors)
+            Child(f"door {number + 1}", door, setup, self._hear, self._note_end)
+            for number in range(setup.config.doors)
         ]
 
     async def run(self, stopping: threading.Event, grace_s: float) -> None:
@@ -233,8 +243,20 @@ class Supervisor:
                 if self._served:
                     logger.error("%s cannot start: %s", child.name, message, extra={"reason": reason})
                 else:
-                    self._failed = error_by_reason(reason, message, {})
-                    self._changed.set()
+                    self._fail(error_by_reason(reason, message, {}))
+
+    def _note_end(self, child: Child, code: int) -> None:
+        """Before anything is served a process that ends says that it never will be; afterwards it may come again."""
+        if not self._served:
+            self._fail(
+                InternalError(f"{child.name} ended with {code} while it started; the log has the reason")
+            )
+
+    def _fail(self, error: SparseKVError) -> None:
+        self._failed = self._failed or error
+        self._changed.set()
+        for each in (self.engine, *self.doors):
+            each.stop(0.0)
 
 
 @contextmanager

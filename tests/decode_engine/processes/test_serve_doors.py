@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from decode_engine.errors import AddressError, EngineCrashedError, ShuttingDownError
-from decode_engine.processes.supervisor import kept_port
+from decode_engine.errors import AddressError, EngineCrashedError, InternalError, ShuttingDownError
+from decode_engine.processes.attached import Setup
+from decode_engine.processes.supervisor import Supervisor, kept_port
 from decode_engine.rpc.client import Client
+from decode_engine.settings.config import ServeConfig
+from index_store.cli.logs import LogLevel
 from index_store.errors import SparseKVError
 from tests.decode_engine.conftest import Library
 from tests.decode_engine.rpc.turns.test_stopping import Server, Streams, serving
@@ -81,6 +87,35 @@ def test_a_kept_port_is_nobody_elses() -> None:
             door.listen()
             with socket.create_connection(place):
                 pass
+
+
+FAILS = """
+import sys
+sys.stdin.readline()
+print('{"type": "failed", "reason": "ADDRESS_UNUSABLE", "message": "the port is taken"}', flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "message"),
+    [
+        ("raise SystemExit(3)", InternalError, "the engine ended with 3 while it started"),
+        (FAILS, AddressError, "the port is taken"),
+    ],
+)
+def test_a_process_that_cannot_start_ends_the_start(
+    tmp_path: Path, program: str, kind: type[SparseKVError], message: str
+) -> None:
+    setup = Setup(ServeConfig(store=tmp_path, model="m", doors=2), tmp_path, LogLevel.INFO, True)
+    waits = (sys.executable, "-c", "import sys; sys.stdin.readline(); sys.stdin.readline()")
+    supervisor_of = partial(Supervisor, setup, print, print, (sys.executable, "-c", program), waits)
+
+    async def run() -> None:
+        await supervisor_of().run(threading.Event(), 0.0)
+
+    with pytest.raises(kind, match=message):
+        asyncio.run(run())
 
 
 @pytest.mark.slow
