@@ -8,9 +8,9 @@ from datetime import timedelta
 
 import pytest
 
+from decode_engine.core import housekeeping
 from decode_engine.core.housekeeping import Housekeeping
 from decode_engine.rpc.client import Client
-from decode_engine.core import housekeeping
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import StoreBoundError, StoreError
 from index_store.store.catalog import Store, utc_now
