@@ -93,7 +93,7 @@ FAILS = """
 import sys
 sys.stdin.readline()
 print('{"type": "failed", "reason": "ADDRESS_UNUSABLE", "message": "the port is taken"}', flush=True)
-sys.stdin.read()
+sys.stdin.readline()
 """
 
 
