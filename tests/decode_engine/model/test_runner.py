@@ -204,10 +204,10 @@ def test_a_context_that_does_not_fit_is_refused(llama: Served, tmp_path: Path) -
         resolve_model(str(write_model_folder(tmp_path / "other", "llama", layers=3, head_dim=32, seed=9)))
     )
     with pytest.raises(ModelMismatchError):
-        other.start(llama.context, METHODS["full"].on(llama.context.manifest))
+        other.check(llama.context.manifest)
     half = ModelRunner(resolve_model(str(llama.folder)), dtype="bfloat16")
     with pytest.raises(DtypeMismatchError):
-        half.start(llama.context, METHODS["full"].on(llama.context.manifest))
+        half.check(llama.context.manifest)
     without = next(serve(tmp_path, "llama", methods=("full",)))
     with pytest.raises(MethodUnsupportedError, match="--method csattention"):
         without.start(METHODS["csattention"])

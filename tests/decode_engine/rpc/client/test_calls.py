@@ -193,7 +193,10 @@ running = client.generate("contexts/x", text="stays silent")
 """
 
 
-@pytest.mark.parametrize(("program", "printed"), [(FORKED, ""), (UNCLOSED, "contexts/ hel\n")])
+@pytest.mark.parametrize(
+    ("program", "printed"),
+    [(FORKED, ""), pytest.param(UNCLOSED, "contexts/ hel\n", marks=pytest.mark.nightly)],
+)
 def test_forked_processes_have_clients_and_processes_end_without_closing_them(
     scripted: Server, program: str, printed: str
 ) -> None:
