@@ -44,7 +44,7 @@ def test_counts_and_tails_are_right_at_every_step(runner: ModelRunner) -> None:
         for session, (counts, position) in zip(batch, expected, strict=True):
             row = graph.batch.sessions.index(session)
             fields = [counts[field] for field in range(*records.STEP_FIELDS)]
-            assert graph._inputs[row].tolist() == [step % 50, position, 0, *fields]
+            assert graph._inputs[row].tolist() == [step % 50, position, *fields]
             seen.add(counts[records.END])
             assert session.position == position + 1
         assert not graph._inputs[[row for row, each in enumerate(graph.batch.sessions) if each is None]].any()

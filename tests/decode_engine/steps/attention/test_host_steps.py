@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,14 +196,15 @@ def test_lanes_follow_what_was_there_before_any_of_them(
 
     monkeypatch.setattr(StepBatch, "seat", say("seat", [0]))
     monkeypatch.setattr(Stepper, "_mark", say("mark"))
-    monkeypatch.setattr(StepGraph, "launch", say("launch", object()))
-    monkeypatch.setattr(StepGraph, "collect", say("collect", [Stepped(4, 0, 0, 0, 0, 0)]))
+    monkeypatch.setattr(StepGraph, "launch", say("launch", SimpleNamespace(result_BX=())))
+    monkeypatch.setattr(StepGraph, "choose", say("choose"))
+    monkeypatch.setattr(StepGraph, "collect", say("collect", [Stepped(4, 0, 0, 0, 0, 0, None, None)]))
     sessions = start(runner, small("csattention+dropped"), Placement.HOST)[:2]
     results = make_stepper(runner, threads).step(
         sessions, [3, 3], [Sampler(SamplingParameters()) for _ in sessions]
     )
     assert results == [4, 4]
-    assert said == ["seat", "seat", "mark", "launch", "launch", "collect", "collect"]
+    assert said == ["seat", "seat", "mark", *["launch", "choose"] * 2, "collect", "collect"]
 
 
 def test_a_context_that_is_released_stays_until_its_step_has_ended(
