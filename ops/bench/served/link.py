@@ -1,32 +1,36 @@
 """What the link between engine and doors costs: turns of many streams, from a process to another one.
 
-An engine without a model says a token of every stream each turn; the next turn comes when the door has had the last
-one, so both sides' work is in the time of a turn. `asyncio` is the same with pyzmq's own asyncio sockets in one
-process, which only send and read.
+usage: python ops/bench/served/link.py [--streams 64,256] [--turns 3000]
 
-    python ops/bench/served/link.py --streams 64 256 --turns 3000
+Regime: an engine without a model, in a process of its own, says a token of every stream each turn; the next turn comes
+when the door has had the last one, so both sides' work is in the time of a turn. `door_us_per_token` and
+`engine_us_per_token` are processor time of the two processes; every turn also has a question and its answer in it.
+
+One JSON line for each number of streams; a turn that does not bring a token of every stream never ends.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated
 
-import zmq
-import zmq.asyncio
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import harness  # noqa: F401 - before torch: sets up OpenMP
+
+# isort: split
+import typer
+from harness.parsing import parse_counts
+from harness.report import reporting
 
 from decode_engine.orders.core import Facts, Residency, Status, Warmed
 from decode_engine.orders.events import Event, Says
 from decode_engine.orders.order import Order
-from decode_engine.processes.link.frames import Turn, decode_from_engine, encode
 from decode_engine.processes.link.host import EngineHost
 from decode_engine.processes.link.remote import RemoteCore
 from index_store.store.description.context_id import ModelIdentity
@@ -107,58 +111,31 @@ async def over_link(path: Path, streams: int, turns: int) -> dict[str, float]:
     }
 
 
-async def over_asyncio(folder: Path, streams: int, turns: int) -> dict[str, float]:
-    """Both sides in this process: a word there, a turn back."""
-    context = zmq.asyncio.Context()
-    router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
-    router.bind(f"ipc://{folder / 'asyncio'}")
-    dealer.connect(f"ipc://{folder / 'asyncio'}")
-    turn: list[tuple[int, Event]] = [(number, Says(0, [100_000 + number])) for number in range(streams)]
-
-    async def engine() -> None:
-        for _ in range(turns):
-            address, _ = await router.recv_multipart()
-            await router.send_multipart([address, encode(Turn(turn))])
-
-    talking = asyncio.ensure_future(engine())
-    begin = time.perf_counter()
-    for _ in range(turns):
-        await dealer.send(b"")
-        decode_from_engine((await dealer.recv_multipart())[0])
-    await talking
-    seconds = time.perf_counter() - begin
-    context.destroy(linger=0)
-    return {"turns_per_s": turns / seconds, "us_per_turn": seconds / turns * 1e6}
-
-
 def run_engine(path: Path) -> None:
     host = EngineHost(path)
     host.open(Talker())
     sys.stdin.read()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--streams", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--turns", type=int, default=3000)
-    parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.engine:
-        run_engine(options.engine)
+def main(
+    streams: Annotated[str, typer.Option(help="Comma-separated.")] = "64,256",
+    turns: Annotated[int, typer.Option(help="That are timed.")] = 3000,
+    engine: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """What the link between engine and doors costs; one JSON line for each number of streams."""
+    if engine is not None:
+        run_engine(engine)
         return
-    for streams in options.streams:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "engine")
-            command = [sys.executable, __file__, "--engine", str(path)]
-            with subprocess.Popen(command, stdin=subprocess.PIPE) as engine:
-                link = asyncio.run(over_link(path, streams, options.turns))
-                engine.kill()
-            plain = asyncio.run(over_asyncio(Path(folder), streams, options.turns))
-        result = {"streams": streams, "cores": os.cpu_count(), "link": link, "asyncio": plain}
-        print(json.dumps(result, default=float))  # noqa: T201
+    with reporting("link", gpu=False) as report:
+        for count in parse_counts(streams):
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, "engine")
+                command = [sys.executable, __file__, "--engine", str(path)]
+                with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+                    found = asyncio.run(over_link(path, count, turns))
+                    process.kill()
+            report.add({"streams": count, **found})
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

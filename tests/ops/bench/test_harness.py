@@ -24,15 +24,9 @@ from index_store.methods.presets import METHODS
 from tests.ops.bench.conftest import FOLDER, Run, load_bench
 from tests.support.tiny_model import IDENTITY, make_model
 
-BENCHES = [
-    path
-    for path in sorted(FOLDER.rglob("*.py"))
-    if not {"harness", "kills", "doors.py", "link.py"} & set(path.parts)
-]
+BENCHES = [path for path in sorted(FOLDER.rglob("*.py")) if not {"harness", "kills"} & set(path.parts)]
 NEED_GPU = [
-    path
-    for path in BENCHES
-    if path.stem != "served_path" and not re.search(r"gpu=(False|device)", path.read_text())
+    path for path in BENCHES if not re.search(r"gpu=(False|device|\"step\" in wanted)", path.read_text())
 ]
 
 
