@@ -100,10 +100,13 @@ async def _by_grpc(asked: float, ask: Ask, client: AsyncClient) -> Heard:
 
 
 async def _by_http(asked: float, ask: Ask) -> Heard:
-    """One request on a connection of its own, whose events are read as they come."""
+    """One request on a connection of its own, whose events are read as they come.
+
+    It asks for log probabilities: a token without text has no event otherwise, and a random model says many of those.
+    """
     host, _, port = ask.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    body = {**ask.options, "context": ask.context.removeprefix("contexts/")}
+    body = {"logprobs": 0, **ask.options, "context": ask.context.removeprefix("contexts/")}
     data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {ask.address}\r\nContent-Length: {len(data)}\r\n"
     writer.write(f"{head}Content-Type: application/json\r\nConnection: close\r\n\r\n".encode() + data)
