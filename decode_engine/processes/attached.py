@@ -7,19 +7,24 @@ too. Standard output has what the process says. Whatever else is printed there g
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 
 import msgspec
 from msgspec import Struct
 
+from decode_engine.processes.stopping import end_process
 from decode_engine.settings.config import ServeConfig
-from index_store.cli.logs import LogLevel
+from index_store.cli.logs import LogLevel, logging_to_stderr
 from index_store.errors import SparseKVError
+
+logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 
@@ -121,3 +126,17 @@ class Parent:
                 os._exit(0)
             self._ends.put(msgspec.json.decode(line, type=Stop).grace_s)
         os._exit(1)
+
+
+def run_attached(serve: Callable[[Parent], int]) -> None:
+    """Serves in a process that another one started, and ends it, whatever its threads do. serve: gives the code."""
+    parent = Parent()
+    with logging_to_stderr(parent.setup.log_level, parent.setup.log_json):
+        code = 1
+        try:
+            code = serve(parent)
+        except SparseKVError as error:
+            parent.fail(error)
+        except Exception:
+            logger.exception("the process failed")
+        end_process(code)

@@ -17,14 +17,12 @@ from threading import Thread
 
 from decode_engine.gateway.serving import Gateway
 from decode_engine.orders.core import Facts
-from decode_engine.processes.attached import Parent, Serving, Setup
+from decode_engine.processes.attached import Parent, Serving, Setup, run_attached
 from decode_engine.processes.link.remote import RemoteCore
-from decode_engine.processes.stopping import end_process
 from decode_engine.rpc.door.options import certificates_of
 from decode_engine.rpc.door.rules import Door
 from decode_engine.rpc.server import LAST_WORDS_S, GrpcDoor
 from decode_engine.rpc.transport.starting import Phase
-from index_store.cli.logs import logging_to_stderr
 from index_store.errors import SparseKVError
 
 _ANSWERED_S = 3.0
@@ -129,13 +127,4 @@ def serve_door(parent: Parent) -> int:
 
 def main() -> None:
     """Ends the process, whatever its threads do."""
-    parent = Parent()
-    with logging_to_stderr(parent.setup.log_level, parent.setup.log_json):
-        code = 1
-        try:
-            code = serve_door(parent)
-        except SparseKVError as error:
-            parent.fail(error)
-        except Exception:
-            logger.exception("the door's process failed")
-        end_process(code)
+    run_attached(serve_door)

@@ -7,13 +7,10 @@ from concurrent.futures import Future
 
 from decode_engine.errors import EngineCrashedError, ShuttingDownError
 from decode_engine.orders.events import event_of_error
-from decode_engine.processes.attached import Parent, Serving, Silent
+from decode_engine.processes.attached import Parent, Serving, Silent, run_attached
 from decode_engine.processes.attached import Phase as PhaseWord
 from decode_engine.processes.link.host import EngineHost
-from decode_engine.processes.stopping import end_process
 from decode_engine.rpc.transport.starting import Phase
-from index_store.cli.logs import logging_to_stderr
-from index_store.errors import SparseKVError
 from index_store.models.resolve import resolve_model
 from index_store.store.catalog import Store
 
@@ -55,13 +52,4 @@ def serve_engine(parent: Parent) -> int:
 
 def main() -> None:
     """Ends the process, whatever its threads do."""
-    parent = Parent()
-    with logging_to_stderr(parent.setup.log_level, parent.setup.log_json):
-        code = 1
-        try:
-            code = serve_engine(parent)
-        except SparseKVError as error:
-            parent.fail(error)
-        except Exception:
-            logger.exception("the engine's process failed")
-        end_process(code)
+    run_attached(serve_engine)
