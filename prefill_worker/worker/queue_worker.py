@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from dataclasses import replace
 
 from index_store.cli.documents import STANDARD_INPUT
@@ -48,6 +49,7 @@ _PAUSE_S = 5.0  # while the store is full or does not answer
 _PASSING = (StoreFullError, StoreUnavailableError)
 _TIDY_EVERY = 1200  # looks
 _GROWN_EVERY = 20  # looks
+_GRACE_S = 10.0  # for clean-ups, once whoever started an attached worker is gone
 
 logger = logging.getLogger(__name__)
 
@@ -237,12 +239,14 @@ def serve_queue(config: WorkerConfig) -> None:
     """Runs a worker until the process is interrupted or terminated, or, attached, until standard input ends."""
     worker = QueueWorker(config)
     if config.attached:
-        threading.Thread(target=_end_with_input, name="attached", daemon=True).start()
+        threading.Thread(target=_end_with_input, args=(_GRACE_S,), name="attached", daemon=True).start()
     logger.info("taking jobs from %s with model %s", config.store, config.model)
     worker.run(threading.Event())
 
 
-def _end_with_input() -> None:
+def _end_with_input(grace_s: float) -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(grace_s)
+    os._exit(1)  # nobody is left who would end a process whose clean-ups hang; its jobs survive this as a kill

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -367,3 +369,15 @@ def test_two_workers_share_a_queue(shop: Shop, processes: ForkServerContext) -> 
     for job in jobs:
         shop.made(job)
         assert shop.queue.get(job.id).attempts <= 1
+
+
+def test_an_attached_worker_whose_clean_ups_hang_ends_with_its_input() -> None:
+    hanging = (
+        "import signal, threading\n"
+        "from prefill_worker.worker.queue_worker import _end_with_input\n"
+        "signal.signal(signal.SIGTERM, lambda *_: None)\n"
+        "threading.Thread(target=_end_with_input, args=(0.1,), daemon=True).start()\n"
+        "threading.Event().wait()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", hanging], input=b"", timeout=300, check=False)
+    assert ended.returncode == 1
