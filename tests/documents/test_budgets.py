@@ -13,6 +13,7 @@ MOST_WORDS = {
     "docs/benchmarks.md": 2_500,
     "docs/evaluation.md": 2_500,
     "docs/gpu.md": 2_500,
+    "docs/methods.md": 2_500,
 }
 
 
