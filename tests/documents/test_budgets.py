@@ -15,6 +15,7 @@ MOST_WORDS = {
     "docs/gpu.md": 2_500,
     "docs/methods.md": 2_500,
     "docs/prefill.md": 2_000,
+    "docs/start.md": 2_000,
 }
 
 
