@@ -38,7 +38,7 @@ def usual_waves(rows: int) -> int:
     """In how many parts lists of a batch are waited for where nothing else is said.
 
     A wave costs three launches a layer, about 7 us, and hides fetches behind searches, which take longer for more rows:
-    two were fastest for one, four for more (docs/offload.md).
+    two were fastest for one, four for more (docs/gpu.md).
     """
     return 2 if rows == 1 else 4
 

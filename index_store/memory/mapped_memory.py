@@ -2,7 +2,7 @@
 
 A kernel that reads rows here and there in page-locked memory needs an entry of the GPU's page tables for nearly every
 row, since such memory is mapped in small pages, whatever the host's own pages are. The entries come from the GPU's
-memory as soon as anything else has filled its second-level cache, and then limit the gathers (docs/offload.md). CUDA
+memory as soon as anything else has filled its second-level cache, and then limit the gathers (docs/log.md). CUDA
 hands out managed memory in pieces of 2 MiB where the system has them, and maps it so. It is told to stay on the host
 and to be read there by the GPU, so that it never moves, and it cannot be swapped out.
 

@@ -32,7 +32,7 @@ ROOM_FOR_ANSWERS = 1_000  # positions of the model that the text leaves to quest
 LONG_TOKEN_BYTES = 16  # no ordinary text has so many bytes a token
 READER_ABILITIES = (
     'The packaged reader answers only questions worded as "What is the price of the lantern?" about facts worded as '
-    '"The price of the lantern is 4821." (docs/reader.md); to anything else it makes up an answer.'
+    '"The price of the lantern is 4821." (docs/models.md); to anything else it makes up an answer.'
 )
 
 # What facts in a text do not ask for. Only a model that chats can answer; nobody counts what is right.

@@ -1,4 +1,4 @@
-"""The tables of docs/models.md, from the lines that `check_architectures.py` prints."""
+"""The lists of docs/models.md, from the lines that `check_architectures.py` prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BEGIN, END = "<!-- tables -->", "<!-- end of the tables -->"
 
 
 def write_tables(lines: Path, new_tokens: int) -> None:
-    """Puts the tables into the page, in place of those between the marks. new_tokens: all that were compared."""
+    """Puts the lists into the page, in place of those between the marks. new_tokens: all that were compared."""
     results = [json.loads(line) for line in lines.read_text().splitlines()]
     served = [each for each in results if "attention" in each]
     wrong = [
@@ -29,12 +29,10 @@ def write_tables(lines: Path, new_tokens: int) -> None:
     for each in results:
         if "refused" in each:
             refused[_pattern(each["refused"])].append(each["kind"])
-    unturned = [each["kind"] for each in served if each["without"]]
-    rows = [f"**Served** ({len(served)} of {len(results)}):", "", "| attention | `model_type` |", "|---|---|"]
-    rows += [f"| {what} | {', '.join(sorted(names))} |" for what, names in sorted(kinds.items())]
-    rows += ["", f"Without `multipole-windowed`: {', '.join(sorted(unturned))}.", ""]
-    rows += [f"**Refused** ({len(results) - len(served)}):", "", "| why | `model_type` |", "|---|---|"]
-    rows += [f"| {why} | {', '.join(sorted(names))} |" for why, names in sorted(refused.items())]
+    rows = [f"**Served** ({len(served)} of {len(results)}):", ""]
+    rows += [f"- *{what}*: {', '.join(sorted(names))}" for what, names in sorted(kinds.items())]
+    rows += ["", f"**Refused** ({len(results) - len(served)}):", ""]
+    rows += [f"- *{why}*: {', '.join(sorted(names))}" for why, names in sorted(refused.items())]
     page = PAGE.read_text()
     before, rest = page.split(BEGIN)
     after = rest.split(END)[1]
@@ -46,4 +44,4 @@ def _pattern(sentence: str) -> str:
     sentence = re.sub(r"\((?:\w+Error|AssertionError): .*\)$", "(the error of transformers)", sentence)
     sentence = re.sub(r"^\S+ is an encoder", "it is an encoder", sentence)
     sentence = re.sub(r"^its text part \(\w+\)", "its text part", sentence)
-    return re.sub(r"\d+", "N", sentence).replace("|", "\\|")
+    return re.sub(r"\d+", "N", sentence)

@@ -59,8 +59,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
 
 @pytest.mark.slow
 def test_the_examples_run(desk: Desk) -> None:
-    """Those of gRPC; the others do in test_two_terminals."""
-    page = (EXAMPLES.parent / "two_terminals.md").read_text()
+    """Those of gRPC; the others do in test_start."""
+    page = (EXAMPLES.parent / "start.md").read_text()
     shown = {path.name for path in EXAMPLES.glob("*.py") if f"docs/examples/{path.name}" in page}
     assert {path.name for path in EXAMPLES.glob("*.py")} - shown == {
         "three_documents.py",

@@ -21,7 +21,7 @@ from index_store.indexes.kmeans.kmeans import assign_clusters
 _SEEDS = 2**31
 
 _STARTED = 4
-"""Of how many iterations k-means takes one where it starts from clusters: docs/muse.md has the measurement."""
+"""Of how many iterations k-means takes one where it starts from clusters: docs/prefill.md has the measurement."""
 
 _ORDER = (
     "counts",

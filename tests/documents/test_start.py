@@ -1,4 +1,4 @@
-"""The page of two terminals works as it stands."""
+"""The page that starts with two terminals works as it stands."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.documents.test_readme import examples, run_blocks
 
 
 @pytest.mark.slow
-def test_the_page_of_two_terminals_runs(tmp_path: Path) -> None:
+def test_the_start_runs(tmp_path: Path) -> None:
     """LangChain's client among it where it is installed, as with the extra `dev`."""
-    blocks = examples("docs/two_terminals.md")
+    blocks = examples("docs/start.md")
     assert [block.how for block in blocks] == ["serve", *["run"] * 3, "langchain", *["run"] * 5]
     installed = find_spec("langchain_openai") is not None
     run_blocks([block for block in blocks if block.how != "langchain" or installed], tmp_path)
