@@ -1,7 +1,7 @@
 """JSON schemas as people's libraries write them, in the words that llguidance obeys.
 
-What is obeyed means the same or less: every answer satisfies the schema as it was sent. Annotations do not constrain; a
-format that llguidance has no grammar for is one. What cannot be said is left as it is, for llguidance to refuse.
+What is obeyed means the same or less: every answer satisfies the schema as it was sent. Annotations do not constrain;
+`format` is one, as draft 2020-12 has it. What cannot be said is left as it is, for llguidance to refuse.
 """
 
 from __future__ import annotations
@@ -10,11 +10,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-FORMATS = frozenset(
-    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"},
-)
-"""That llguidance has grammars for; others do not constrain."""
 
 _ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
@@ -42,8 +37,7 @@ def _obeyed(schema: Any, document: Mapping[str, Any]) -> Any:
     for name in _NAMED:
         if isinstance(made.get(name), Mapping):
             made[name] = {key: _obeyed(one, document) for key, one in made[name].items()}
-    if isinstance(made.get("format"), str) and made["format"] not in FORMATS:
-        del made["format"]
+    made.pop("format", None)
     few = made.get("maxItems")
     if made.get("uniqueItems") is False or (isinstance(few, int) and few <= 1):
         made.pop("uniqueItems", None)
