@@ -15,6 +15,7 @@ _ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else"
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LITERALS = re.compile(r"\^\(?(?:\?:)?([\w|-]+)\)?\$")
+_DRAFTS = re.compile(r"https?://json-schema\.org/draft[-/].*")
 _LOOKS_AROUND = re.compile(r"\(\?<?[=!]")
 
 
@@ -38,6 +39,8 @@ def _obeyed(schema: Any, document: Mapping[str, Any]) -> Any:
         if isinstance(made.get(name), Mapping):
             made[name] = {key: _obeyed(one, document) for key, one in made[name].items()}
     made.pop("format", None)
+    if not _DRAFTS.match(str(made.get("$schema", ""))):
+        made.pop("$schema", None)
     few = made.get("maxItems")
     if made.get("uniqueItems") is False or (isinstance(few, int) and few <= 1):
         made.pop("uniqueItems", None)
