@@ -414,8 +414,18 @@ class EngineService:
             keeper = None
             if order.keep is not None:
                 options = replace(order.keep, owner=order.caller)
-                keeper = SessionKeeper(store, runner, ground, fitted, resident, own, meaning.prompt, options)
-                keeper.check_name()
+                keeper = SessionKeeper(
+                    store,
+                    runner,
+                    ground,
+                    fitted,
+                    resident,
+                    own,
+                    meaning.prompt,
+                    options,
+                    self.workshop.room,
+                )
+                keeper.check()
             cost = runner.prompt_cost(fitted, ground.own_tokens)
             grammar = None if order.constraint is None else runner.grammars.compile(order.constraint)
             return SessionWork(

@@ -162,7 +162,8 @@ def _value(parameter: Parameter) -> dict[str, Any]:
     if parameter.inside is not None:
         schema = _filled(schema, _inside(parameter.inside))
     if not parameter.required:
-        schema = {"anyOf": [schema, {"type": "null"}]}
+        unset = [{"enum": [*parameter.neutral]}] if parameter.neutral else []
+        schema = {"anyOf": [schema, *unset, {"type": "null"}]}
     return {**schema, "description": parameter.says}
 
 

@@ -33,7 +33,7 @@ from index_store.methods.method import FittedMethod
 from index_store.store.catalog import Store, utc_now
 from index_store.store.description.manifest import Manifest
 from index_store.store.names import free_name, require_free, take_name, told_apart
-from index_store.store.room import note_use
+from index_store.store.room import StoreRoom, note_use
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,8 @@ class SessionWork(Work[Session]):
 
 @dataclass(frozen=True, slots=True)
 class SessionKeeper:
-    """Makes children of sessions. resident: the base; own, prompt: the tokens that the session begins with."""
+    """Makes children of sessions. resident: the base; own, prompt: the tokens that the session begins with. room: what
+    the store has for them."""
 
     store: Store
     runner: ModelRunner
@@ -120,10 +121,14 @@ class SessionKeeper:
     own: OwnRows | None
     prompt: Sequence[int]
     options: KeepOptions
+    room: StoreRoom
 
-    def check_name(self) -> None:
-        """Raises NameTakenError, before anything is computed, for a name that another context has."""
+    def check(self) -> None:
+        """Raises before anything is computed: NameTakenError for a name that another context has, StoreBoundError where
+        not even what there is so far has room."""
         options, named = self.options, self.ground.named
+        begun = self.ground.own_tokens + len(self.prompt)
+        self.room.require(self.room.needed("", named.model, named.dtype, begun, ()))
         if options.name and not options.moves:
             require_free(self.store, options.name, named.model.fingerprint, self._may_become)
 
@@ -159,6 +164,8 @@ class SessionKeeper:
             owner=options.owner,
         )
         id_ = made.id()
+        note_use(self.store, self.ground.base.id)  # which does not go for its own child
+        self.room.make(self.room.needed(id_, named.model, named.dtype, len(token_ids), ()))
         if options.moves:  # from one that it may continue: to be found by it until this one is there
             made = replace(made, name=told_apart(made.name, id_))
             publish_child(self.store, made)

@@ -143,7 +143,7 @@ def _check_choice(order: Order) -> None:
     if choice.mode == "none":
         return
     for field, given in (
-        ("constraint", order.constraint is not None),
+        ("constraint", order.constraint is not None and order.constraint.kind != "json_schema"),
         ("min_tokens", bool(order.sampling.min_tokens)),
         ("keep", order.keep is not None),
     ):

@@ -48,15 +48,16 @@ class StoreRoom:
         return sum(map(_size, self._store.list()))
 
     def needed(self, id_: str, model: ModelIdentity, dtype: str, tokens: int, methods: Sequence[str]) -> int:
-        """Bytes that a context will take about; 0 of one that is there.
+        """Bytes that a context will take about; 0 of one that is there. id_: "" where it is not known yet.
 
         methods: whose indexes it gets, none of a child's. They are taken to be as those of a context for the same
         methods, and without one as large as keys and values.
         """
-        if self._store.folders.context(id_).is_dir():
+        if id_ and self._store.folders.context(id_).is_dir():
             return 0
-        window = window_entry(model, tokens, dtype)
-        rows = kv_entry(model, tokens, dtype).nbytes + (0 if window is None else window.nbytes)
+        whole = bool(methods)
+        window = window_entry(model, tokens, dtype, whole=whole)
+        rows = kv_entry(model, tokens, dtype, whole=whole).nbytes + (0 if window is None else window.nbytes)
         if not methods:
             return rows
         like = next(

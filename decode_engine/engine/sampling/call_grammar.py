@@ -28,14 +28,17 @@ def call_constraint(
     several: bool,
     hidden: Mapping[str, int],
     ends: Collection[int] = (),
+    answer: Constraint | None = None,
 ) -> Constraint:
     """An answer of calls.
 
     forced: it is nothing else; otherwise text may stand before them, or there is only text, and arguments of tools that
     are not strict are any objects. several: whether there may be more calls than one. hidden: special tokens by their
-    texts, which may stand in text, too, but for those that end an answer (ends).
+    texts, which may stand in text, too, but for those that end an answer (ends). answer: a JSON schema of text without
+    calls; there is none before calls then.
 
-    Raises InvalidArgumentError for a schema of something else than an object.
+    Raises InvalidArgumentError for a schema of something else than an object, and for calls that begin as JSON does
+    beside an answer.
     """
     words = _Words(hidden)
     one = " | ".join(
@@ -49,6 +52,13 @@ def call_constraint(
     lines = ["%llguidance {}", f"call: {one}"]
     if forced:
         lines.append(f"start: {words.of(syntax.open)} {calls}")
+    elif answer is not None:
+        if syntax.open.lstrip()[:1] in ("", *'{["'):
+            raise refused(
+                "constraint", "it beside tools", "one of them: this model's calls begin as JSON does"
+            )
+        schema = {**obeyed_schema(parse_object("constraint", answer.text)), "x-guidance": BETWEEN}
+        lines += [f"start: {words.of(syntax.open)} {calls} | %json {json.dumps(schema)}"]
     else:
         token = next((text for text in hidden if syntax.open.startswith(text)), "")
         trigger = token or trigger_of(syntax)

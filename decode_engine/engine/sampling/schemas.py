@@ -1,7 +1,7 @@
 """JSON schemas as people's libraries write them, in the words that llguidance obeys.
 
-What is obeyed means the same or less: every answer satisfies the schema as it was sent. Annotations do not constrain; a
-format that llguidance has no grammar for is one. What cannot be said is left as it is, for llguidance to refuse.
+What is obeyed means the same or less: every answer satisfies the schema as it was sent. Annotations do not constrain;
+`format` is one, as draft 2020-12 has it. What cannot be said is left as it is, for llguidance to refuse.
 """
 
 from __future__ import annotations
@@ -11,15 +11,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-FORMATS = frozenset(
-    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"},
-)
-"""That llguidance has grammars for; others do not constrain."""
-
 _ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LITERALS = re.compile(r"\^\(?(?:\?:)?([\w|-]+)\)?\$")
+_DRAFTS = re.compile(r"https?://json-schema\.org/draft[-/].*")
 _LOOKS_AROUND = re.compile(r"\(\?<?[=!]")
 
 
@@ -42,8 +38,9 @@ def _obeyed(schema: Any, document: Mapping[str, Any]) -> Any:
     for name in _NAMED:
         if isinstance(made.get(name), Mapping):
             made[name] = {key: _obeyed(one, document) for key, one in made[name].items()}
-    if isinstance(made.get("format"), str) and made["format"] not in FORMATS:
-        del made["format"]
+    made.pop("format", None)
+    if not _DRAFTS.match(str(made.get("$schema", ""))):
+        made.pop("$schema", None)
     few = made.get("maxItems")
     if made.get("uniqueItems") is False or (isinstance(few, int) and few <= 1):
         made.pop("uniqueItems", None)

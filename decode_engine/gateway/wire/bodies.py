@@ -91,6 +91,8 @@ def chat_order(body: Any) -> Asked:
 def completion_order(body: Any) -> Asked:
     """A body of completions. Raises InvalidArgumentError."""
     reading = Reading()
+    if isinstance(body, dict) and body.get("best_of") == body.get("n"):  # all of them are sent
+        body = {**body, "best_of": None}
     given = COMPLETIONS.read(body, reading)
     prompt = given["prompt"]
     if isinstance(prompt[0], str | list) and isinstance(prompt, list):
@@ -214,7 +216,7 @@ def _plain(values: dict[str, Any], most: int | None) -> dict[str, Any]:
     the_one([*values], BUDGETS, "budget")
     plain = {name: value for name, value in values.items() if name not in CONSTRAINTS}
     stop = plain.get("stop", ())
-    plain["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    plain["stop"] = (stop,) if isinstance(stop, str) else tuple(filter(None, stop))
     plain["stop_token_ids"] = stop_tokens(plain.get("stop_token_ids", ()))
     plain["logit_bias"] = _biases(plain.get("logit_bias", {}))
     return {**plain, "max_tokens": most}
@@ -249,10 +251,13 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
 
 
 def schema_of(format_: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The JSON schema that a response format means, None for free text."""
+    """The JSON schema that a response format means, None for free text. Raises InvalidArgumentError without one."""
     if format_ is None or format_["type"] == "text":
         return None
-    schema: dict[str, Any] = {"type": "object"}
-    if format_["type"] == "json_schema":
-        schema = format_.get("json_schema", format_)["schema"]
+    found = [one["schema"] for one in (format_, format_.get("json_schema", {})) if "schema" in one]
+    if len(found) != 1 and (found or format_["type"] == "json_schema"):
+        raise InvalidArgumentError(
+            f"the format has {len(found)} schemas, expected one, in json_schema", field="constraint"
+        )
+    schema: dict[str, Any] = found[0] if found else {"type": "object"}
     return schema

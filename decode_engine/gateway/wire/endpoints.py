@@ -25,7 +25,8 @@ from decode_engine.orders import fields
 from decode_engine.orders.kinds import FLAG, OBJECT, TEXT, Kind, list_of
 
 _KEEPS_NOTHING = "nothing about requests is kept here"
-_NO_BEST = "all answers are sent; `n` says how many"
+_CUT = "`top_p` and `top_k` cut the choice here"
+_SAMPLED = "answers are sampled"
 _ONLY_TEXT = "models here read and write text"
 _OLD_TOOLS = "`tools` and `tool_choice` take its place"
 _UNTOLD = "the model's template does not read it; refused on a model whose template does"
@@ -44,13 +45,22 @@ _NOTES = (
 _THOUGHT = (
     *taken("reasoning_effort", _UNTOLD, "reasoning_effort", "enable_thinking", "thinking"),
     *taken("thinking enable_thinking think", _UNTOLD, "enable_thinking", "thinking", "reasoning_effort"),
-    *taken("include_reasoning", "models here tell all that they say"),
+    *taken("thinking_budget", _UNTOLD, "thinking_budget", "enable_thinking", "thinking"),
+    *taken("include_reasoning reasoning_format", "models here tell all that they say"),
 )
 _NEIGHBOURS = (
-    refused("min_p", "`top_p` and `top_k` cut the choice here", 0, 0.0),
-    refused("typical_p", "`top_p` and `top_k` cut the choice here", 1, 1.0),
-    refused("use_beam_search", "answers are sampled"),
-    refused("length_penalty", "answers are sampled", 1, 1.0),
+    *(refused(name, _CUT, 0, 0.0) for name in ("min_p", "top_a", "mirostat")),
+    *(refused(name, _CUT, 1, 1.0) for name in ("typical_p", "tfs", "tfs_z")),
+    *(refused(name, _SAMPLED) for name in ("use_beam_search", "early_stopping")),
+    *(refused(name, _SAMPLED, 1, 1.0) for name in ("length_penalty", "num_beams")),
+    refused("do_sample", "`temperature` 0 takes the likeliest token", True),
+    refused("repeat_penalty", "`repetition_penalty` takes its place", 1, 1.0),
+    refused("best_of", "all answers are sent; `n` says how many", 1),
+    refused("detokenize", "answers are text", True),
+    refused("return_token_ids", "answers are text"),
+    *(refused(name, "nothing is searched but the context") for name in ("search", "enable_search")),
+    refused("safe_prompt", "nothing is said but what was sent"),
+    *taken("num_ctx", "a prompt that is too long is refused in any case"),
     refused("ignore_eos", "`min_tokens` is how an answer goes on"),
     refused("skip_special_tokens", _FREE, True),
     refused("spaces_between_special_tokens", _FREE, True),
@@ -64,6 +74,7 @@ _NEIGHBOURS = (
 )
 """What other servers have."""
 TEMPLATE = (
+    refused("add_special_tokens", "the model's template adds them", True, False),
     refused("add_generation_prompt", "an answer always follows", True),
     refused("continue_final_message", "the last message is of a user, a tool or a system"),
     refused("chat_template", "the model's own is used"),
@@ -102,7 +113,7 @@ _OWN = (
 def _fields(endpoint: fields.Endpoint) -> tuple[Parameter, ...]:
     """What the table of fields has for an endpoint."""
     return tuple(
-        Parameter(name, field.kind, _SAID.get((endpoint, name), field.says))
+        Parameter(name, field.kind, _SAID.get((endpoint, name), field.says), neutral=_UNSET.get(name, ()))
         for field in fields.FIELDS
         for name in field.names(endpoint)
     )
@@ -114,6 +125,8 @@ _SAID: Mapping[tuple[fields.Endpoint, str], str] = {
     ("chat", "top_logprobs"): "With `logprobs`: and those of this many likeliest tokens.",
 }
 """Where a sentence of the table says too little of one endpoint."""
+_UNSET: Mapping[str, tuple[int, ...]] = {"top_k": (-1,), "seed": (-1,)}
+"""How other servers say that one is left to them."""
 _STREAM = Parameter("stream", FLAG, "Send the answer in pieces, as server-sent events.")
 _STREAM_OPTIONS = Parameter(
     "stream_options",
@@ -145,17 +158,28 @@ _CALLING = (
     Parameter("parallel_tool_calls", FLAG, "Whether it may make several calls at once; true by default."),
 )
 _SCHEMA = (
-    Parameter("schema", OBJECT, "The JSON schema.", required=True, empty_counts=True),
+    Parameter("schema", OBJECT, "The JSON schema.", empty_counts=True),
     Parameter("name", TEXT, "Its name, for people."),
     Parameter("strict", FLAG, "Either way the answer keeps to it."),
     *taken("description", "the model is not told of it"),
 )
 
 
-def _format(schema: Members) -> Variants:
-    """What the answer has to be. schema: where the JSON schema stands."""
-    nothing = Members("a format without a schema", ())
-    return Variants("type", {"text": nothing, "json_object": nothing, "json_schema": schema})
+_JSON = Members(
+    "a format",
+    (
+        Parameter(
+            "json_schema",
+            OBJECT,
+            "The schema; or its members stand here.",
+            inside=Members("a schema", _SCHEMA),
+        ),
+        *_SCHEMA,
+    ),
+)
+_FORMAT = Variants(
+    "type", {"text": Members("a format without a schema", ()), "json_object": _JSON, "json_schema": _JSON}
+)
 
 
 CHAT = Endpoint(
@@ -180,21 +204,8 @@ CHAT = Endpoint(
             "response_format",
             OBJECT,
             "`json_schema`: the answer is JSON that the schema describes, `strict` or not, without the model being "
-            "told; `json_object`: any object; `text`: anything.",
-            inside=_format(
-                Members(
-                    "a format",
-                    (
-                        Parameter(
-                            "json_schema",
-                            OBJECT,
-                            "The schema.",
-                            required=True,
-                            inside=Members("a schema", _SCHEMA),
-                        ),
-                    ),
-                )
-            ),
+            "told; `json_object`: any object, or one of a schema; `text`: anything.",
+            inside=_FORMAT,
         ),
         *_CALLING,
         refused("functions", _OLD_TOOLS),
@@ -227,7 +238,7 @@ COMPLETIONS = Endpoint(
         *_fields("completions"),
         _STREAM,
         _STREAM_OPTIONS,
-        refused("best_of", _NO_BEST, 1),
+        refused("add_special_tokens", "a text from its beginning has them, one behind a context none", True),
         refused("suffix", "answers do not know what follows them"),
         *_NOTES,
         *_NEIGHBOURS,
@@ -267,7 +278,7 @@ RESPONSES = Endpoint(
                         "format",
                         OBJECT,
                         "`json_schema`, `json_object` or `text`, as `response_format` of chat completions.",
-                        inside=_format(Members("a format of a response", _SCHEMA)),
+                        inside=_FORMAT,
                     ),
                     *taken("verbosity", _UNTOLD, "verbosity"),
                 ),

@@ -14,6 +14,7 @@ from decode_engine.gateway.wire.parameters import (
     Members,
     Parameter,
     Variants,
+    refused,
     taken,
 )
 from decode_engine.orders.kinds import OBJECT, TEXT
@@ -21,15 +22,30 @@ from index_store.models.conversation.messages import Message, read_turns
 
 _ONLY_TEXT = "models here read and write text"
 _THOUGHTS = "what was thought before an earlier answer is not repeated"
-_NOTED = "it is said by nobody"
+_MEDIA = (
+    *(
+        "image",
+        "images",
+        "image_url",
+        "audio",
+        "input_audio",
+        "video",
+        "videos",
+        "file",
+        "files",
+        "documents",
+    ),
+    *("attachments", "experimental_attachments", "parts"),
+)
+"""Members that carry what is said elsewhere than in the content."""
 
 TEXT_PART = Members(
     "a part of text",
     (
         Parameter("text", TEXT, "The text; parts follow each other without anything between them."),
-        *taken("annotations logprobs", _NOTED),
-        *taken("id index status", _NOTED),
+        *(refused(name, _ONLY_TEXT) for name in _MEDIA),
     ),
+    others_taken=True,
 )
 _REFUSAL_PART = Members(
     "a part that refuses", (Parameter("refusal", TEXT, "What was said."),), others_taken=True
@@ -75,8 +91,17 @@ CALL = Members(
 )
 _CONTENT = Parameter("content", CONTENT, "What is said.", inside=PART)
 _NAME = Parameter("name", TEXT, "Of the speaker; taken where the model's template does not say it.")
-_NOTES = (*taken("type id index status agent model phase annotations parsed", _NOTED),)
-_SAID = Members("a message of a system, a developer or a user", (_CONTENT, _NAME, *_NOTES))
+_SAID = Members(
+    "a message of a system, a developer or a user",
+    (
+        _CONTENT,
+        _NAME,
+        *(refused(name, _ONLY_TEXT) for name in _MEDIA),
+        refused("tool_calls", "a message of an assistant has it"),
+        refused("tool_call_id", "a message of a tool has it"),
+    ),
+    others_taken=True,
+)
 _ANSWERED = Members(
     "a message of an assistant",
     (

@@ -102,10 +102,10 @@ class Fate(Enum):
 class Parameter:
     """One parameter, or one member of an object.
 
-    kind: of one that is honoured. says: what it does, or why it is refused or does nothing. neutral: values of one that
-    is refused which ask for nothing, beside null and what is empty. inside: what the object has, or each of the
-    list. empty_counts: whether "", [] and {} say something. read_by: of one that is taken, what templates call it;
-    where the model's template reads that, it is refused.
+    kind: of one that is honoured. says: what it does, or why it is refused or does nothing. neutral: values that ask
+    for nothing, beside null and what is empty. inside: what the object has, or each of the list. empty_counts: whether
+    "", [] and {} say something. read_by: of one that is taken, what templates call it; where the model's template reads
+    that, it is refused.
     """
 
     name: str
@@ -120,8 +120,10 @@ class Parameter:
 
     @property
     def asks_nothing(self) -> tuple[object, ...]:
-        """Values of one that is refused which ask for nothing; false does where true is not what is done anyway."""
-        return self.neutral if any(one is True for one in self.neutral) else (*self.neutral, False)
+        """Values which ask for nothing; of one that is refused false does, too, where true is not done anyway."""
+        if self.fate is not Fate.REFUSED or any(one is True for one in self.neutral):
+            return self.neutral
+        return (*self.neutral, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +161,13 @@ FAMILIES: Mapping[str, str] = {
     "labels": r"(meta_?data|.*_metadata|labels?|tags?|title|description|opts|notes?)",
     "who asks": r"(user|end_user|customer|client|organi[sz]ation|org|project|tenant|account|device|app|application)"
     r"(_?(id|name|info|version))?",
-    "which request it is": r"(id|uuid|(session|chat|conversation|request|message|run|event|parent|turn|correlation)"
-    r"_?(id|uuid|key|name|number)|created(_?(at|time))?|updated(_?(at|time))?|time_?stamp)",
+    "which request it is": r"(id|uuid|(parent_|client_)?(session|chat|conversation|request|message|run|event|parent"
+    r"|turn|correlation)_?(id|uuid|key|name|number)|created(_?(at|time))?|updated(_?(at|time))?|time_?stamp)",
     "tracing": r"(.*(trace|tracing|span|telemetry|langfuse|langsmith|observab|litellm).*|_.*|x[-_].*)",
     "caching": r".*cache.*",
     "storage": r"(store|storage|retention|keep_alive|.*_retention)",
+    "what clients do themselves": r"((request_)?timeout|(max|num)_retries|api_(key|base|version|type)|base_url|"
+    r"extra_(headers|query)|custom_llm_provider|drop_params)",
     "tiers": r"((service_)?tier|priority|provider(_?options)?|route|routing|models|fallbacks?|usage)",
 }
 """Names that change no answer, wherever they stand: what they are about, and how they are recognised."""
@@ -234,10 +238,10 @@ class Reading:
                     f"{where} is {found}, expected {parameter.kind.shown}", field=where
                 )
             return None
-        if parameter.fate is Fate.REFUSED:
-            if not any(type(value) is type(one) and value == one for one in parameter.asks_nothing):
-                raise InvalidArgumentError(f"{where} is not supported: {parameter.says}", field=where)
+        if any(type(value) is type(one) and value == one for one in parameter.asks_nothing):
             return None
+        if parameter.fate is Fate.REFUSED:
+            raise InvalidArgumentError(f"{where} is not supported: {parameter.says}", field=where)
         if not parameter.kind.fits(value):
             raise InvalidArgumentError(
                 f"{where} is {shown(value)}, expected {parameter.kind.shown}", field=where
@@ -287,7 +291,8 @@ def describe(inside: Endpoint | Members) -> str:
     for parameter in inside.parameters:
         kind = parameter.kind.shown if parameter.fate is Fate.HONOURED else ""
         if parameter.neutral:
-            kind = f"but {', '.join(f'`{json.dumps(value)}`' for value in parameter.neutral)}"
+            neutral = ", ".join(f"`{json.dumps(value)}`" for value in parameter.neutral)
+            kind += f"{', nothing by' if kind else 'but'} {neutral}"
         if parameter.required:
             kind += ", required"
         rows.append(f"| `{parameter.name}` | {parameter.fate.value} | {kind} | {parameter.says} |")

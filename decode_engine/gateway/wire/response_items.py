@@ -8,7 +8,7 @@ from typing import Any
 
 from decode_engine.gateway.wire.messages_shape import MESSAGE, PART, called
 from decode_engine.gateway.wire.parameters import CONTENT, JSON_TEXT, Members, Parameter, Variants
-from decode_engine.orders.kinds import TEXT
+from decode_engine.orders.kinds import ANY, OBJECT, TEXT
 from index_store.models.conversation.messages import Tool
 
 _CALL_ID = Parameter("call_id", TEXT, "By which what it gave names it.", required=True)
@@ -29,6 +29,23 @@ _OUTPUT = Members(
     (_CALL_ID, Parameter("output", CONTENT, "What it gave.", inside=PART)),
     others_taken=True,
 )
+_OTHERS_CALL = Members(
+    "an item that calls a tool of another service",
+    (
+        _CALL_ID,
+        Parameter("action", OBJECT, "What was to be done."),
+        Parameter("operation", OBJECT, "The same of a patch."),
+    ),
+    others_taken=True,
+)
+_OTHERS_OUTPUT = Members(
+    "an item that such a call gave",
+    (_CALL_ID, Parameter("output", ANY, "What it gave, said as JSON where it is no text.")),
+    others_taken=True,
+)
+_OTHERS_CALLS = ("local_shell_call", "shell_call", "apply_patch_call")
+_OTHERS_OUTPUTS = tuple(f"{call}_output" for call in _OTHERS_CALLS)
+_ENCRYPTED = "what it stands for cannot be read here; send the items themselves"
 _LEFT_OUT = "taken: what was thought or found before an earlier answer is not repeated"
 ITEM = Variants(
     "type",
@@ -36,8 +53,21 @@ ITEM = Variants(
         "message": MESSAGE,
         **dict.fromkeys(("function_call", "custom_tool_call"), _CALL),
         **dict.fromkeys(("function_call_output", "custom_tool_call_output"), _OUTPUT),
+        **dict.fromkeys(_OTHERS_CALLS, _OTHERS_CALL),
+        **dict.fromkeys(_OTHERS_OUTPUTS, _OTHERS_OUTPUT),
+        **dict.fromkeys(("compaction", "compaction_summary"), _ENCRYPTED),
         **dict.fromkeys(
-            ("reasoning", "web_search_call", "file_search_call", "code_interpreter_call", "mcp_list_tools"),
+            (
+                *(
+                    "reasoning",
+                    "web_search_call",
+                    "file_search_call",
+                    "code_interpreter_call",
+                    "mcp_list_tools",
+                ),
+                *("mcp_approval_request", "mcp_approval_response", "tool_search_call", "tool_search_output"),
+                "ghost_snapshot",
+            ),
             _LEFT_OUT,
         ),
         "item_reference": "nothing about requests is kept here; send the item itself",
@@ -63,12 +93,19 @@ def messages_of(items: list[dict[str, Any] | None]) -> tuple[list[dict[str, Any]
                 places[here] = where
             calls = messages[-1].setdefault("tool_calls", [])
             places[f"messages[{len(messages) - 1}].tool_calls[{len(calls)}]"] = where
-            calls.append({**called(item), "id": item["call_id"]})
+            call = called(item)
+            if item["type"] in _OTHERS_CALLS:
+                done = item.get("action", item.get("operation", {}))
+                call = {"name": item["type"].removesuffix("_call"), "arguments": done}
+            calls.append({**call, "id": item["call_id"]})
             continue
         places[here] = where
         if item["type"].endswith("_output"):
             places |= {f"{here}.content": f"{where}.output", f"{here}.tool_call_id": f"{where}.call_id"}
-            said = {"role": "tool", "tool_call_id": item["call_id"], "content": item.get("output", "")}
+            gave = item.get("output", "")
+            if item["type"] in _OTHERS_OUTPUTS and not isinstance(gave, str):
+                gave = json.dumps(gave, ensure_ascii=False)
+            said = {"role": "tool", "tool_call_id": item["call_id"], "content": gave}
         else:
             said = item
         messages.append(said)

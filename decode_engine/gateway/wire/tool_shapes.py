@@ -20,6 +20,7 @@ _FUNCTION = (
     Parameter(
         "strict", FLAG, "Whether arguments satisfy the schema also where the model is free to call or not."
     ),
+    refused("input_schema", "`parameters` takes its place"),
     refused("defer_loading", "the model is told of all tools at the beginning"),
 )
 FUNCTION = Members("a function", _FUNCTION)
@@ -55,7 +56,8 @@ CHOICE = Variants(
                 ),
                 _CHOSEN,
             ),
-        )
+        ),
+        **dict.fromkeys(_WORDS, Members("a choice by a word", ())),
     },
     usual="function",
 )
@@ -65,6 +67,8 @@ def choice_of(given: dict[str, Any]) -> ToolChoice:
     """Whether tools are called. Raises InvalidArgumentError."""
     choice, name = given.get("tool_choice"), ""
     mode: Any = "auto" if given.get("tools") else "none"
+    if isinstance(choice, dict) and choice["type"] in _WORDS:
+        choice = choice["type"]
     if isinstance(choice, str):
         mode = choice
     elif choice is not None:

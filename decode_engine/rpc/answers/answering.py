@@ -210,7 +210,7 @@ class Answering:
             stored = stored or StoredMessages(self.store, self.store.manifest(order.context))
             before = stored.conversation()
             tools = () if before is None else before.conversation.tools
-        calls = plan_calls(order.choice, tools, tokenizer, identity.name)
+        calls = plan_calls(order.choice, tools, tokenizer, identity.name, order.constraint)
         constraint = order.constraint if calls is None else calls.constraint
         if constraint is not None:
             self.vocabulary.check(constraint)

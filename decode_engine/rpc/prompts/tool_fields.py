@@ -52,8 +52,11 @@ def check_told(choice: ToolChoice, tokenizer: Tokenizer, name: str) -> CallSynta
     return syntax
 
 
-def plan_calls(choice: ToolChoice, tools: Sequence[Tool], tokenizer: Tokenizer, name: str) -> CallPlan | None:
-    """How the calls that a request wants are made; None where it wants none. tools: that there are.
+def plan_calls(
+    choice: ToolChoice, tools: Sequence[Tool], tokenizer: Tokenizer, name: str, answer: Constraint | None
+) -> CallPlan | None:
+    """How the calls that a request wants are made; None where it wants none. tools: that there are. answer: what a text
+    without calls has to be.
 
     Raises InvalidArgumentError as `check_told` does, and for tools that cannot be called.
     """
@@ -72,6 +75,7 @@ def plan_calls(choice: ToolChoice, tools: Sequence[Tool], tokenizer: Tokenizer, 
         several=not (choice.single or choice.name),
         hidden=tokenizer.hidden,
         ends=tokenizer.eos_ids,
+        answer=answer,
     )
     if len(constraint.text.encode()) > MAX_CONSTRAINT_BYTES:
         raise refused(

@@ -18,7 +18,9 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
 MAX_NAME = 200
-"""Characters of a name or an id."""
+"""Characters of a name."""
+MAX_ID = 65_536
+"""Characters of an id by which a call is answered: some services put signatures there."""
 MAX_JSON_DEPTH = 64
 """Objects and lists inside each other, in a tool's arguments and their schema."""
 
@@ -183,12 +185,12 @@ def _message_object(message: Message) -> dict[str, Any]:
 def _check_message(where: str, message: Message) -> None:
     _check_text(f"{where}.content", message.content)
     _check_name(f"{where}.name", message.name)
-    _check_name(f"{where}.tool_call_id", message.tool_call_id)
+    _check_name(f"{where}.tool_call_id", message.tool_call_id, most=MAX_ID)
     if len(message.tool_calls) > MAX_TOOL_CALLS:
         raise refused(f"{where}.tool_calls", f"{len(message.tool_calls)} calls", f"at most {MAX_TOOL_CALLS}")
     for number, call in enumerate(message.tool_calls):
         _check_name(f"{where}.tool_calls[{number}].name", call.name, least=1)
-        _check_name(f"{where}.tool_calls[{number}].id", call.id)
+        _check_name(f"{where}.tool_calls[{number}].id", call.id, most=MAX_ID)
         _check_text(f"{where}.tool_calls[{number}].arguments", call.arguments)
     if message.tool_calls and message.role is not Role.ASSISTANT:
         raise refused(f"{where}.tool_calls", f"a message of role {message.role}", "one of role assistant")
@@ -196,9 +198,9 @@ def _check_message(where: str, message: Message) -> None:
         raise refused(f"{where}.tool_call_id", f"a message of role {message.role}", "one of role tool")
 
 
-def _check_name(field: str, text: str, least: int = 0) -> None:
-    if not least <= len(text) <= MAX_NAME or not text.isprintable():
-        raise refused(field, ascii(text[:60]), f"{least} to {MAX_NAME} printable characters")
+def _check_name(field: str, text: str, least: int = 0, most: int = MAX_NAME) -> None:
+    if not least <= len(text) <= most or not text.isprintable():
+        raise refused(field, ascii(text[:60]), f"{least} to {most} printable characters")
 
 
 def _check_text(field: str, text: str) -> None:

@@ -174,6 +174,14 @@ def test_unknown_paths_and_methods(web: httpx.Client) -> None:
     assert web.get("/v1/contexts", params={"page_size": "x"}).status_code == 400
 
 
+def test_an_order_that_nobody_takes_says_so(web: httpx.Client) -> None:
+    operation = web.post("/v1/contexts", json={"text": "Nobody reads this one. " * 9}).json()
+    assert "prefill-worker serve" in operation["waiting_reason"]
+    path = f"/v1/operations/{operation['id']}"
+    assert web.get(path).json()["waiting_reason"] == operation["waiting_reason"]
+    assert web.post(f"{path}/cancel").json()["waiting_reason"] == ""
+
+
 def test_contexts_come_in_pages(web: httpx.Client, lamp: str, shelf: str) -> None:
     first = web.get("/v1/contexts", params={"page_size": 1}).json()
     assert (len(first["data"]), first["has_more"]) == (1, True)

@@ -70,7 +70,7 @@ def _text(draw: random.Random) -> dict[str, Any]:
             {"type": "string", "maxLength": draw.randint(1, 20)},
             {"type": "string", "minLength": 2, "maxLength": 12},
             {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3,5}$"},
-            {"type": "string", "format": "date"},
+            {"type": "string", "format": "date", "maxLength": 10},
         ]
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from decode_engine.engine.sampling.call_grammar import call_constraint
 from decode_engine.engine.sampling.matching import allowed_tokens, make_matcher
 from decode_engine.engine.sampling.trial import VocabularySource
+from decode_engine.orders.order import Constraint
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.call_syntax import CallReader
 from index_store.models.conversation.messages import Tool
@@ -42,7 +44,14 @@ class Model:
         source = VocabularySource(self.tokenizer.definition(), size, list(self.tokenizer.eos_ids))
         self.vocabulary: LLTokenizer = source.make()
 
-    def matcher(self, tools: tuple[Tool, ...] = TOOLS, *, forced: bool, several: bool = True) -> LLMatcher:
+    def matcher(
+        self,
+        tools: tuple[Tool, ...] = TOOLS,
+        *,
+        forced: bool,
+        several: bool = True,
+        answer: Constraint | None = None,
+    ) -> LLMatcher:
         syntax = self.tokenizer.call_syntax
         assert syntax is not None
         constraint = call_constraint(
@@ -52,6 +61,7 @@ class Model:
             several=several,
             hidden=self.tokenizer.hidden,
             ends=self.tokenizer.eos_ids,
+            answer=answer,
         )
         return make_matcher(self.vocabulary, constraint)
 
@@ -126,6 +136,27 @@ def test_there_may_be_text_alone(model: Model) -> None:
     for id_ in [*ids, model.tokenizer.hidden["<file_sep>"], *ids, model.tokenizer.eos_ids[0]]:
         assert matcher.consume_token(id_)
     assert matcher.is_stopped()
+
+
+def test_an_answer_is_calls_or_what_its_schema_says(model: Model) -> None:
+    answer, syntax, encode = (
+        Constraint("json_schema", json.dumps(SCHEMA)),
+        model.tokenizer.call_syntax,
+        model.tokenizer.encode,
+    )
+    assert syntax is not None
+    rest = syntax.open.removeprefix("<repo_name>")
+    mark = [model.tokenizer.hidden["<repo_name>"]] if rest != syntax.open else []
+    called = [*mark, *encode(rest + "look" + syntax.middle + '{"other": 1}')]
+    for ids in (encode('{"count": 5, "kind": "lamp"}'), called):
+        matcher = model.matcher(forced=False, answer=answer)
+        assert all(matcher.consume_token(id_) for id_ in ids)
+    matcher = model.matcher(forced=False, answer=answer)
+    assert not all(matcher.consume_token(id_) for id_ in encode("Well then"))
+    with pytest.raises(InvalidArgumentError, match="begin as JSON does"):
+        call_constraint(
+            replace(syntax, open='{"name": "'), TOOLS, forced=False, several=False, hidden={}, answer=answer
+        )
 
 
 def test_arguments_have_the_properties_that_are_listed_alone(model: Model) -> None:

@@ -18,6 +18,7 @@ from decode_engine.settings.command_options import check_weights
 from index_store.errors import InvalidArgumentError
 from index_store.methods.presets import METHODS
 from index_store.models.loading import load_model, resolve_model
+from index_store.store.room import StoreRoom
 from tests.support.models import LAYER_KINDS, write_model_folder
 from tests.support.serving.served import serve
 
@@ -196,8 +197,9 @@ def test_what_is_kept_of_a_session_says_which_weights_made_it(
         fitted = METHODS["full"].on(served.context.manifest)
         ground = Ground(served.context.manifest, served.context.manifest)
         store, runner = served.store, served.runner
-        keeper = SessionKeeper(store, runner, ground, fitted, served.context, None, tokens, KeepOptions())
-        keeper.check_name()
+        options, room = KeepOptions(), StoreRoom(store)
+        keeper = SessionKeeper(store, runner, ground, fitted, served.context, None, tokens, options, room)
+        keeper.check()
         made = keeper.take(session, [])()
         assert store.manifest(made).prefill["attention"] == note
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
 from decode_engine.core import housekeeping
 from decode_engine.core.housekeeping import Housekeeping
-from decode_engine.rpc.client import Client
+from decode_engine.rpc.client import Client, Keep
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import StoreBoundError, StoreError
 from index_store.store.catalog import Store, utc_now
@@ -69,6 +71,27 @@ def test_an_expired_context_goes_and_one_in_use_stays(library: Library) -> None:
         keeping.stop()
     assert kept in {manifest.id for manifest in store.list()}
     store.delete(kept)
+
+
+def test_what_is_kept_of_sessions_counts_to_the_bound(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """It makes room like a context that is ordered, and is refused where there is none, before anything is read."""
+    library = make_library(tmp_path_factory.mktemp("kept"))
+    named, old = library.prefill("named"), library.prefill("old", text="It snowed. " * 20)
+    store = Store(library.store)
+    store.update(old, lambda manifest: replace(manifest, expires_at=utc_now() + timedelta(days=1)))
+    os.utime(store.folders.context(old), (0, 0))
+    bound = StoreRoom(store).used()
+    with DecodeServer(library.config(store_bytes=bound)) as server, Client(server.address) as client:
+        server.load()
+        ask: Any = {"context": f"contexts/{named}", "max_tokens": 3}
+        client.generate(**ask, text="More.", keep=Keep("child")).read()
+        assert {manifest.name for manifest in store.list()} == {"named", "child"}
+        assert StoreRoom(store).used() <= bound
+        with pytest.raises(StoreBoundError, match="--store-bytes is"):
+            client.generate(**ask, text="It snowed for days. " * 40, keep=Keep("longer")).read()
+        assert client.server_status().decode_tokens <= 3
+        client.generate(**ask, text="More.", keep=Keep("renamed")).read()  # which is there
+    assert {manifest.name for manifest in store.list()} == {"named", "renamed"}
 
 
 def test_an_order_beyond_the_bound_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -23,6 +23,7 @@ from index_store.jobs.job_queue import JobQueue
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.models.conversation.messages import Message, Role
 from index_store.store.catalog import Store
+from index_store.store.description.manifest import Manifest
 from index_store.store.room import KEPT_BEGINNING
 from prefill_worker.config import WorkerConfig
 from prefill_worker.worker.queue_worker import QueueWorker
@@ -280,10 +281,12 @@ class Running:
 
 @dataclass
 class Figures:
-    """Of conversations: tokens of prompts that were read and that were stored, seconds to each first token."""
+    """Of conversations: tokens of prompts that were read and that were stored, seconds to each first token, and kept
+    beginnings that were removed in the end."""
 
     read: int = 0
     cached: int = 0
+    removed: int = 0
     first: list[float] = field(default_factory=list)
 
     def turn(self, client: Client, messages: list[Message]) -> str:
@@ -305,7 +308,9 @@ def converse_and_kill(
     """Conversations of ten turns, with the server killed in the middle of some; bytes of kept beginnings after each."""
     Store(shop.store, create=True)
     server, figures, held, queue = Running(shop, *options), Figures(), [], JobQueue(shop.store)
+    kept: list[Manifest] = []
     deaths = random.Random(1).sample(range(conversations * 10), kills)
+    seen: set[str] = set()
     try:
         for number in range(conversations):
             messages = [Message(Role.SYSTEM, document(7, 400))]
@@ -318,6 +323,8 @@ def converse_and_kill(
                 wait_until(lambda: not any(entry.open for entry in queue.entries()))  # who talks reads first
             kept = [each for each in Store(shop.store).list() if KEPT_BEGINNING in each.labels]
             held.append(sum(array.nbytes for each in kept for array in each.arrays))
+            seen |= {each.id for each in kept}
+        figures.removed = len(seen - {each.id for each in kept})
     finally:
         server.kill()
     assert "Traceback" not in (shop.store.parent / "server.log").read_text()
@@ -334,10 +341,12 @@ def test_a_hundred_conversations_within_a_bound(tmp_path: Path) -> None:
     on, held = converse_and_kill(make_library(tmp_path / "on"), 100, 8, *keeping)
     for name, figures in (("off", off), ("on", on)):
         found |= {f"{name}_read": figures.read, f"{name}_stored": figures.cached}
+        found[f"{name}_removed"] = figures.removed
         found |= {f"{name}_first_token_ms": round(1000 * statistics.median(figures.first), 1)}
     sys.stdout.write(f"{json.dumps({**found, 'most_held': max(held), 'bound': most})}\n")
     assert (off.cached, on.read < 0.7 * off.read) == (0, True)
     assert most / 2 < max(held) <= most
+    assert on.removed > 0
 
 
 @pytest.mark.slow
