@@ -1,0 +1,193 @@
+"""Records of every kind of sealed file, as objects; `recorded` has the bytes that each was written as."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import torch
+
+from decode_engine.rpc.door.tokens import Token
+from index_store.attention.layer_shape import WindowLayers
+from index_store.jobs.job_record import JobFailure, JobOrder, JobPhase, JobProgress, JobRecord, JobState
+from index_store.methods.index_specs import INDEX_SPECS
+from index_store.store.catalog import Store
+from index_store.store.description.array_shapes import (
+    conversation_entry,
+    index_array_entry,
+    kv_entry,
+    queries_entry,
+    tokens_entry,
+    window_entry,
+)
+from index_store.store.description.context_id import Parent
+from index_store.store.description.manifest import IndexEntry, Manifest
+from index_store.store.files.additions import WHOLE
+from index_store.store.tuned_defaults import TunedDefault
+from prefill_worker.build.dense_layers import Selectivity
+from prefill_worker.build.layer_records import KeptArray, KeptChunk, LayerRecord
+from tests.support.store import CREATED, MODEL, THRESHOLDS, in_planes, other_model, synthetic_context
+
+RECORDED = Path(__file__).parent / "recorded"
+CONTEXT = "5" * 64
+
+_EVERY_KIND = tuple(
+    IndexEntry(
+        spec.name,
+        spec.kind,
+        spec.parameters,
+        (1, 2),
+        (index_array_entry(spec.name, "rows", 2, (MODEL.kv_heads, 3), "uint8"),),
+        THRESHOLDS if spec.name == "pages" else (),
+    )
+    for spec in INDEX_SPECS.values()
+    if spec.stored
+)
+
+
+def _sealed(manifest: Manifest) -> Manifest:
+    """With checksums of no contents in particular."""
+    return manifest.with_checksums(
+        {
+            entry.path: "".join(f"{at:08x}" for at, _ in enumerate(entry.chunk_indices()))
+            for entry in manifest.arrays
+        }
+    )
+
+
+def _manifests() -> dict[str, Manifest]:
+    plain = synthetic_context(tokens=300, ttl=timedelta(days=3)).draft
+    every_kind = replace(
+        plain,
+        indexes=_EVERY_KIND,
+        name="Größe „2“",
+        labels={"team": "law", "b.c": ""},
+        pinned=True,
+        owner="alice",
+        prefix_digests="0f" * 32,
+        conversation=conversation_entry(9),
+        prefill={"chunk": 2048, "calibration": False, "share": 1e-7, "note": "é", "big": 2**53 + 1},
+        seconds={"forward": 1.5, "index": 2},
+    )
+    windows = other_model(window=WindowLayers((0, 2), 8, 4, 2, 8))
+    windowed = replace(
+        synthetic_context(tokens=20).draft,
+        model=windows,
+        indexes=(),
+        kv=kv_entry(windows, 20, "bfloat16"),
+        window=window_entry(windows, 20, "bfloat16"),
+        queries=queries_entry(windows, 3),
+        dense_layers=(),
+    )
+    all_windows = other_model(window=WindowLayers((0, 1, 2), 8, 4, 2, 8))
+    short = replace(
+        windowed,
+        model=all_windows,
+        kv=kv_entry(all_windows, 20, "bfloat16"),
+        window=None,
+        queries=None,
+        query_positions=(),
+    )
+    child = replace(
+        plain,
+        id="c" * 64,
+        expires_at=None,
+        parent=Parent(plain.id, 290),
+        tokens=tokens_entry(10),
+        kv=kv_entry(MODEL, 10, "bfloat16", whole=False),
+        indexes=(),
+        queries=None,
+        query_positions=(),
+        selection_errors=(),
+    )
+    whole = replace(
+        child,
+        parent=None,
+        tokens=tokens_entry(300).below(WHOLE),
+        kv=kv_entry(MODEL, 300, "bfloat16").below(WHOLE),
+    )
+    named = {
+        "every_kind": every_kind,
+        "in_8_bits": in_planes(plain),
+        "windowed": windowed,
+        "all_windows": short,
+        "child": child,
+        "whole": whole,
+    }
+    return {name: _sealed(manifest) for name, manifest in named.items()}
+
+
+def _jobs() -> dict[str, JobRecord]:
+    order = JobOrder("7" * 64, "f" * 64, "toy", "", "title", ("csattention",), "float32", None, 3)
+    opened = JobRecord("0" * 31 + "1", order, CREATED)
+    everything = replace(
+        order,
+        name="n",
+        methods=("csattention", "quest"),
+        ttl=60,
+        conversation="d" * 64,
+        parent="e" * 64,
+        owner="bob",
+        labels={"team": "law"},
+        whole=True,
+        rows="int8",
+        moves=True,
+    )
+    held = replace(
+        opened,
+        order=everything,
+        request="r-1",
+        digest="9" * 64,
+        priority=-3,
+        progress=JobProgress(JobPhase.INDEXING, 3, 1, 3, 4096, 1.5),
+        attempts=2,
+        notes=("went on",),
+        furthest=(3, 1),
+    )
+    ended = {"created_at": CREATED, "ended_at": CREATED + timedelta(seconds=61)}
+    failure = JobFailure("CONTEXT_CORRUPT", "„x“: damaged", {"path": "p", "cause": "CHECKSUM_MISMATCH"})
+    return {
+        "open": opened,
+        "held": held,
+        "done": replace(opened, state=JobState.DONE, **ended),
+        "failed": replace(opened, state=JobState.FAILED, failure=failure, **ended),
+        "cancelled": replace(opened, state=JobState.CANCELLED, **ended),
+    }
+
+
+MANIFESTS: Mapping[str, Manifest] = _manifests()
+JOBS: Mapping[str, JobRecord] = _jobs()
+DEFAULTS: Mapping[str, TunedDefault] = {
+    "keep": TunedDefault(
+        CONTEXT, "csattention@period=2", 0.0125, None, None, "mass", 0.99, {"mass": 0.991, "keys": 1}, CREATED
+    ),
+    "tokens": TunedDefault(CONTEXT, "quest", None, None, 512, "kl", 1, {}, CREATED),
+}
+TOKENS = tuple(
+    Token(name, bytes(range(at, at + 32)), datetime(2026, 5, 6, 7, 8, at, tzinfo=UTC))
+    for at, name in enumerate(("alice", "b.c_d-9"))
+)
+LAYER = LayerRecord(
+    (KeptChunk("kv", (1, 0), 4294967295), KeptChunk("index/pages/rows", (0, 1), 7)),
+    {"pages": (KeptArray("rows", (2, 3), "uint8"),), "codes": ()},
+    {"pages": (torch.tensor([3]), 12), "codes": (torch.zeros(1), 0)},
+    Selectivity(0.5, 0.25),
+)
+
+
+def write_context(path: Path) -> None:
+    """Publishes a context of known contents in a store."""
+    context = synthetic_context(tokens=5, index_dtypes=("uint8", "bfloat16"))
+    for tensor in (context.kv, context.queries, *context.arrays.values()):
+        tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) % 64)
+    context.tokens.copy_(torch.arange(5))
+    context.write(Store(path))
+
+
+def json_files(path: Path) -> dict[str, str]:
+    """Contents of all JSON files of a store's contexts, by their names."""
+    return {
+        file.relative_to(path).as_posix(): file.read_text() for file in (path / "contexts").rglob("*.json")
+    }
