@@ -15,7 +15,7 @@ from decode_engine.kernels.attention.sparse_attention import ClusterScores
 from decode_engine.kernels.clusters.device_clusters import DeviceClusters, most_clusters
 from decode_engine.kernels.clusters.lookup import look_up, lookup_slots
 from decode_engine.kernels.clusters.selection import SelectionBuffers, select_clusters
-from decode_engine.kernels.clusters.sizes import refuse_sizes
+from decode_engine.kernels.families import KEY_CLUSTERS
 from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.key_clusters.parameters import ClusterParameters
@@ -86,4 +86,4 @@ def cluster_refusal(spec: IndexSpec, manifest: Manifest) -> str | None:
     if spec.parameters.get("window", 0):
         return "its clusters are of keys moved by windowed RoPE"
     model = manifest.model
-    return refuse_sizes(model.query_heads // model.kv_heads, model.head_dim)
+    return KEY_CLUSTERS.refusal(model.query_heads // model.kv_heads, model.head_dim)

@@ -16,7 +16,8 @@ from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials
 from decode_engine.kernels.coarse.coarse_pass import attend_all, attend_others, list_keys, weigh_keys
 from decode_engine.kernels.coarse.search import find_cuts
-from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork, coarse_shape, refuse_sizes
+from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork, coarse_shape
+from decode_engine.kernels.families import coarse_refusal as sizes_refusal
 from decode_engine.steps.attention.step_attention import KeySelection, StepPlan, StepRemainder, Turn
 from index_store.errors import MethodUnsupportedError
 from index_store.indexes.coarse_rows.index import CoarseRows
@@ -102,12 +103,13 @@ class CoarseSelection(KeySelection):
         if manifest.rows == INT8 and method.index.name != HIGH_PLANE:
             return f"it searches {method.index.name}, and a record has room for one coarse copy, here that of the rows"
         parameters, model = _parameters(method), manifest.model
-        return refuse_sizes(
+        return sizes_refusal(
             model.query_heads // model.kv_heads,
             model.head_dim,
-            parameters.value_bits,
+            (parameters.key_bits, parameters.value_bits),
             _value_groups(parameters, model.head_dim),
             manifest.token_count,
+            parameters.coding == "product",
         )
 
     @classmethod

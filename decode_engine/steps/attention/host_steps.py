@@ -25,6 +25,7 @@ from decode_engine.host_search.mailbox import Mailbox, MailboxSizes, SearchedRow
 from decode_engine.host_search.mailbox_triton import await_lists, post_queries
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.families import HOST_TABLES
 from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.session import Session
 from decode_engine.steps.attention.hybrid_steps import HybridSteps
@@ -38,7 +39,6 @@ from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.store.description.manifest import Manifest
 
-_HEAD_DIMS, _MAX_GROUP = (64, 128), 8
 _LIMIT_NS = 2_000_000_000
 """How long the device waits for a list before it gives the step up."""
 
@@ -88,11 +88,9 @@ class HostTableSelection(KeySelection):
         if refusal is not None:
             return refusal
         group, head_dim = manifest.model.query_heads // manifest.model.kv_heads, manifest.model.head_dim
-        if group > _MAX_GROUP or head_dim not in _HEAD_DIMS:
-            return (
-                f"group {group}, head dimension {head_dim}; threads on the host search for groups of 1 to {_MAX_GROUP} "
-                f"and dimensions {' and '.join(map(str, _HEAD_DIMS))}"
-            )
+        refusal = HOST_TABLES.refusal(group, head_dim)
+        if refusal is not None:
+            return refusal
         keys, room = manifest.token_count, list_width(manifest.token_count)
         if method.budget is not None and min(kept_count(method, keys), keys) > room:
             return f"it keeps {method.budget.label} of {keys}; lists of the host have room for {room} keys"

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.families import QUERY_TABLES
 from decode_engine.kernels.tables.selection import select
 from decode_engine.kernels.tables.sizes import (
     TableSizes,
     TableWork,
-    refuse_sizes,
     table_shape,
 )
 from decode_engine.kernels.tables.table_attention import table_attention
@@ -73,12 +73,11 @@ def table_refusal(method: Method, manifest: Manifest) -> str | None:
     if refusal is not None:
         return refusal
     model = manifest.model
-    return refuse_sizes(
+    return QUERY_TABLES.refusal(
         model.query_heads // model.kv_heads,
         model.head_dim,
         manifest.token_count,
-        tables.parameters.subspaces,
-        tables.parameters.centroids,
+        (tables.parameters.subspaces, tables.parameters.centroids),
     )
 
 
@@ -132,7 +131,7 @@ class TableSteps(StepAttention):
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
         if not method.drops_remainder:
             return f"its remainder is {method.remainder.name!r}; this attention drops it"
-        if manifest.rows == INT8:
+        if manifest.rows == INT8 and not QUERY_TABLES.planes:
             return "the context has rows in 8 bits; this attention reads them in one piece"
         return table_refusal(method, manifest)
 

@@ -184,9 +184,13 @@ def test_clusters_are_selected_as_on_a_cpu() -> None:
         ("refined", Placement.HYBRID, "HybridSteps"),
         ("refined", Placement.HOST, "HybridSteps"),
         ("csattention", Placement.DEVICE, "the kernels over key clusters take groups of 1 to 8"),
-        ("csattention+dropped", Placement.DEVICE, "the kernels take groups of 1 to 8"),
-        ("csattention+dropped@group=pooled", Placement.DEVICE, "the kernels take groups of 1 to 8"),
-        ("csattention+dropped", Placement.HYBRID, "the kernels take groups of 1 to 8"),
+        ("csattention+dropped", Placement.DEVICE, "the kernels over query tables take groups of 1 to 8"),
+        (
+            "csattention+dropped@group=pooled",
+            Placement.DEVICE,
+            "the kernels over query tables take groups of 1 to 8",
+        ),
+        ("csattention+dropped", Placement.HYBRID, "the kernels over query tables take groups of 1 to 8"),
         ("csattention+dropped", Placement.HOST, "threads on the host search for groups of 1 to 8"),
         ("multipole", Placement.DEVICE, "the kernels over key clusters take groups of 1 to 8"),
         ("multipole+dropped", Placement.HYBRID, "the kernels over key clusters take groups of 1 to 8"),
@@ -217,7 +221,9 @@ def test_a_remainder_over_clusters_has_their_limits(clustered: str) -> None:
 @pytest.mark.parametrize(("group", "head_dim"), [(17, 128), (4, 96), (4, 512)])
 def test_other_shapes_have_no_kernels(group: int, head_dim: int) -> None:
     manifest = unstored_manifest(replace(IDENTITY, query_heads=group * H, head_dim=head_dim), "float32", 4000)
-    expected = f"and groups of up to 16, the model has {head_dim} and {group}"
+    expected = (
+        f"group {group}, head dimension {head_dim}; kernels that attend take groups of 1 to 16 and dimen"
+    )
     assert expected in str(DenseSteps.refusal(get_method("full"), manifest))
     assert expected in str(step_attention_for(get_method("refined"), manifest))
 
