@@ -14,7 +14,8 @@ from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.codes.search import search_codes
 from decode_engine.kernels.codes.sizes import CodeSizes, CodeWork, code_shape
 from decode_engine.kernels.families import PRODUCT_CODES
-from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
+from decode_engine.steps.attention.step_attention import StepPlan
+from decode_engine.steps.attention.step_parts import KeySelection
 from index_store.errors import MethodUnsupportedError
 from index_store.indexes.product_codes.index import CodeParameters, ProductCodes
 from index_store.memory.resident import ResidentContext

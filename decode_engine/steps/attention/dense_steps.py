@@ -59,7 +59,7 @@ class DenseSteps(StepAttention):
         return ATTENTION.refusal(shape.group, shape.head_dim)
 
     @classmethod
-    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+    def fields(cls, context: ResidentContext, method: Method, layer: int, lane: int = 0) -> Mapping[int, int]:
         return {}
 
     def arrange(self, seats: Sequence[Seat], steady: bool) -> None:
@@ -103,7 +103,7 @@ class WindowSteps(StepAttention):
         return None if window is None else ATTENTION.refusal(window.shape.group, window.shape.head_dim)
 
     @classmethod
-    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+    def fields(cls, context: ResidentContext, method: Method, layer: int, lane: int = 0) -> Mapping[int, int]:
         kv_HW2D, window = context.kv(layer), context.manifest.model.shape(layer).window or 0
         absent = context.manifest.token_count - kv_HW2D.shape[1]
         row = kv_HW2D.stride(1) * kv_HW2D.element_size()

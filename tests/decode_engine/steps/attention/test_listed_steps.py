@@ -24,8 +24,9 @@ from decode_engine.steps.attention.cluster_selection import ClusterSelection
 from decode_engine.steps.attention.dense_steps import DenseSteps
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.registry import step_attention_for
-from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
+from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
 from decode_engine.steps.attention.step_batch import STEP_COUNTS, StepBatch, step_counts
+from decode_engine.steps.attention.step_parts import KeySelection
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import INDEX_SPECS
@@ -243,7 +244,7 @@ def refusal(method: Method) -> str:
         (get_method("multipole-windowed"), "windowed RoPE"),
         (get_method("squeezed"), "budget"),
         (get_method("csattention"), "ListedSteps"),
-        (get_method("csattention+dropped"), "TableSteps"),
+        (get_method("csattention+dropped"), "ListedSteps"),
         (get_method("csattention+monopole"), "ListedSteps"),
         (get_method("csattention+dipole"), "dipole"),
         (get_method("csattention-paper"), "lists"),
