@@ -40,6 +40,11 @@ class BatchKind:
     planes: bool
     max_keys: int
 
+    @property
+    def flies(self) -> bool:
+        """Whether all layers do (`StepAttention.flies`)."""
+        return all(layer.flies for layer in self.layers)
+
 
 class BatchKinds:
     """Sorts sessions by the kind of batch that they can step in. Thread-safe."""

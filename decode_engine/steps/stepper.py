@@ -15,15 +15,14 @@ from torch import Tensor
 
 from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.sampling.parameters import SamplingParameters
-from decode_engine.host_search.turns_triton import Lane
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.kernels.device_queue import DeviceQueue
 from decode_engine.layers.session import Session
-from decode_engine.steps.attention.host_steps import HostSteps
-from decode_engine.steps.attention.hybrid_steps import HybridSteps
+from decode_engine.steps.attention.host_steps import HostPlan
 from decode_engine.steps.attention.registry import unreadable
 from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.step_batch import StepBatch
+from decode_engine.steps.attention.turns_triton import Lane
 from decode_engine.steps.batch_kinds import BatchKind, BatchKinds
 from decode_engine.steps.batches import FIXED_ROWS, MAX_ROWS, Part, batch_size, divide
 from decode_engine.steps.graph_cache import AllocationMeter, GraphCache
@@ -122,7 +121,7 @@ class Stepper:
         Raises torch.OutOfMemoryError where there is no room: nothing is dropped for it.
         """
         kind = self._kinds.sort(fitted, placement)
-        if not isinstance(kind, BatchKind) or HostSteps in kind.layers or self._lanes(kind) > 1:
+        if not isinstance(kind, BatchKind) or not kind.flies or self._lanes(kind) > 1:
             return
         for size in _sizes(sessions):
             key = (kind.key, size, kind.max_keys, 0, 0)
@@ -183,9 +182,7 @@ class Stepper:
 
     def _can_fly(self, batches: Sequence[Sequence[PartStep]]) -> bool:
         kinds = [step.of.kind for steps in batches for step in steps]
-        return self.flies and all(
-            self._lanes(kind) == 1 and all(layer.flies for layer in kind.layers) for kind in kinds
-        )
+        return self.flies and all(self._lanes(kind) == 1 and kind.flies for kind in kinds)
 
     def _launch(
         self,
@@ -208,7 +205,7 @@ class Stepper:
 
     def _lanes(self, kind: BatchKind) -> int:
         """That a batch of such sessions is split into."""
-        return self._searching.lanes if any(issubclass(each, HybridSteps) for each in kind.layers) else 1
+        return self._searching.lanes if any(each.laned for each in kind.layers) else 1
 
     def _mark(self) -> torch.cuda.Event | None:
         """What the current stream has been given until now."""
@@ -303,18 +300,18 @@ class Stepper:
         return graph
 
     def _plan(self, kind: BatchKind, method: Method, size: int, max_keys: int, lane: int = 0) -> StepPlan:
-        return StepPlan(
+        return HostPlan(
             self._identity,
             method,
             size,
             max_keys,
             self._dtype,
             self._device,
-            self._searching if HostSteps in kind.layers else None,
             Lane(lane, self._turn_1 if self._lanes(kind) > 1 else None),
             self._forms,
             self._queue,
             kind.planes,
+            self._searching,
         )
 
     def _make_graph(self, plan: StepPlan, kind: BatchKind, captures: Captures | None) -> StepGraph:

@@ -16,12 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.attention.online_softmax import HEAD_TILE
 from decode_engine.kernels.record_fields import KEYS, field, searched_keys
 from index_store.errors import InvalidArgumentError
-
-HEAD_DIMS, MAX_GROUP = (64, 128, 256), HEAD_TILE.value
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)

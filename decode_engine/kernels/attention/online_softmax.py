@@ -17,8 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
+from decode_engine.kernels.families import LARGEST_GROUP
+
 LOG2E = 1.0 / math.log(2.0)
-HEAD_TILE = tl.constexpr(16)  # the tensor cores' smallest tile, and the heads of the largest group
+HEAD_TILE = tl.constexpr(LARGEST_GROUP)
 
 
 def tile_options(dtype: torch.dtype, tile: int, stages: int) -> dict[str, Any]:

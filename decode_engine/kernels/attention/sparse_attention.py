@@ -23,9 +23,6 @@ import triton.language as tl
 from torch import Tensor
 
 from decode_engine.kernels.attention.key_lists import (
-    DTYPES,
-    HEAD_DIMS,
-    MAX_GROUP,
     KeyLists,
     context_entries,
     distance,
@@ -50,6 +47,7 @@ from decode_engine.kernels.attention.online_softmax import (
 )
 from decode_engine.kernels.attention.partials import Partials, store_partial
 from decode_engine.kernels.attention.row_planes import load_keys, load_values, plane_pointers
+from decode_engine.kernels.families import ATTENTION
 from decode_engine.kernels.launches import chained, wait_for_launch
 from decode_engine.kernels.record_fields import ASSIGNMENT, KEYS, KV, SLOTS, TAIL, TAIL_KEYS, field, head_rows
 from index_store.errors import InvalidArgumentError
@@ -180,14 +178,15 @@ def attend_lists(
 def check_queries(q_RGD: Tensor, sequences: int) -> None:
     """Raises InvalidArgumentError unless the queries [R, G, d] are supported, contiguous, and R a multiple of B."""
     rows, group, head_dim = q_RGD.shape
-    if not sequences or rows % sequences or not 1 <= group <= MAX_GROUP or head_dim not in HEAD_DIMS:
+    ATTENTION.check(group, head_dim)
+    if not sequences or rows % sequences:
         raise InvalidArgumentError(
             f"queries have shape {tuple(q_RGD.shape)} for {sequences} sequences, expected [KV heads of all sequences, "
-            f"1..{MAX_GROUP}, one of {HEAD_DIMS}]"
+            "heads of a group, channels]"
         )
-    if q_RGD.dtype not in DTYPES or not q_RGD.is_contiguous():
+    if q_RGD.dtype not in ATTENTION.dtypes or not q_RGD.is_contiguous():
         raise InvalidArgumentError(
-            f"queries are {q_RGD.dtype}, expected one of {', '.join(map(str, DTYPES))} in one contiguous piece"
+            f"queries are {q_RGD.dtype}, expected one of {', '.join(map(str, ATTENTION.dtypes))}, in one piece"
         )
 
 

@@ -26,7 +26,7 @@ from decode_engine.kernels.attention.online_softmax import (
 )
 from decode_engine.kernels.attention.partials import Partials, store_partial
 from decode_engine.kernels.attention.sparse_attention import ClusterScores
-from decode_engine.kernels.clusters.sizes import refuse_sizes
+from decode_engine.kernels.families import KEY_CLUSTERS
 from decode_engine.kernels.launches import chained, wait_for_launch
 from decode_engine.kernels.record_fields import (
     CLUSTERS,
@@ -37,7 +37,6 @@ from decode_engine.kernels.record_fields import (
     aligned_pointer,
     field,
 )
-from index_store.errors import InvalidArgumentError
 
 _TILE = 64
 
@@ -58,9 +57,7 @@ def look_up(
     Raises InvalidArgumentError for sizes that kernels do not take.
     """
     rows, group, head_dim = q_RGD.shape
-    refusal = refuse_sizes(group, head_dim)
-    if refusal is not None:
-        raise InvalidArgumentError(refusal)
+    KEY_CLUSTERS.check(group, head_dim)
     width = scores.logits_RCG.shape[1]
     piece = piece_size(rows, width)
     splits = lookup_slots(rows, width)

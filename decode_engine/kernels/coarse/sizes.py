@@ -7,26 +7,23 @@ programs that go over a row's copy (splits).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decode_engine.kernels.attention.online_softmax import HEAD_TILE
+from decode_engine.kernels.families import (
+    COARSE_IN_REGISTERS,
+    GROUPS_IN_REGISTERS,
+    LARGEST_GROUP,
+    coarse_refusal,
+)
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK
 
 RUN = 16
 """Consecutive keys of a sample, which share scales and offsets. Keys near each other are alike."""
 
-HEAD_DIMS, MAX_GROUP, MAX_KEYS = (64, 128, 256), HEAD_TILE.value, 2**21
-MIN_KEYS = 32
-"""That a context has at least."""
-BITS_IN_REGISTERS = MappingProxyType({64: {4}, 128: {2, 3, 4}, 256: {2, 3, 4}})
-"""Bits of codes that kernels in registers take, by head dimension."""
-VALUE_GROUPS_IN_REGISTERS = (1, 2)
-"""Groups of channels of a value that these take."""
 MAX_SPLITS = 256
 """That merge at once what they found."""
 CHUNKS, LANES = 16, 32
@@ -45,8 +42,6 @@ _LEAST_CHANNELS, _LEAST_INT8 = 16, 32
 """That a product takes at least, and one of 8-bit integers."""
 _MOST_AHEAD = 32
 """Tiles of values whose places a program has at hand (`warp_values`)."""
-_PRODUCT_BITS = frozenset({2, 4})
-"""Of product codes, for each channel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +117,14 @@ class CoarseSizes:
     product: bool = False
 
     def __post_init__(self) -> None:
-        refusal = refuse_sizes(self.group, self.head_dim, self.value_bits, self.value_groups, self.max_keys)
-        if self.product and not {self.key_bits, self.value_bits} <= _PRODUCT_BITS:
-            refusal = (
-                f"product codes of {self.key_bits} bits a channel of keys and {self.value_bits} of values; the kernels "
-                "over coarse rows take 2 and 4"
-            )
+        refusal = coarse_refusal(
+            self.group,
+            self.head_dim,
+            (self.key_bits, self.value_bits),
+            self.value_groups,
+            self.max_keys,
+            self.product,
+        )
         if refusal is not None:
             raise InvalidArgumentError(refusal)
 
@@ -139,8 +136,8 @@ class CoarseSizes:
     @property
     def in_registers(self) -> bool:
         """Whether the kernels of `coarse.warp` go over the copies and the sample."""
-        taken = BITS_IN_REGISTERS.get(self.head_dim, set())
-        coded = {self.key_bits, self.value_bits} <= taken and self.value_groups in VALUE_GROUPS_IN_REGISTERS
+        taken = COARSE_IN_REGISTERS[self.head_dim]
+        coded = {self.key_bits, self.value_bits} <= {*taken} and self.value_groups in GROUPS_IN_REGISTERS
         enough = self.shape.sampled % (LANES * CHUNKS) == 0
         if self.product or not self.shape.registers:
             return False
@@ -214,7 +211,7 @@ class CoarseSizes:
         return {
             "HEADS": self.kv_heads,
             "GROUP": self.group,
-            "ROWS": MAX_GROUP,
+            "ROWS": LARGEST_GROUP,
             "DIM": self.head_dim,
             "KEY_BITS": self.key_bits,
             "KEY_BYTES": 1 if int8 else _word_bytes(self.head_dim, self.key_bits, _LEAST_CHANNELS),
@@ -260,26 +257,6 @@ def _low_bytes(head_dim: int, bits: int) -> int:
 def _held_bytes(head_dim: int, bits: int) -> int:
     """Of a row of codes as programs in registers hold them: third bits are there twice."""
     return head_dim * (2 if bits == 2 else 4) // 8
-
-
-def _per_byte(bits: int) -> int:
-    """Codes, whose channels lie far apart: those of a group are in some of them."""
-    return 2 if bits == 4 else 4
-
-
-def refuse_sizes(group: int, head_dim: int, value_bits: int, value_groups: int, max_keys: int) -> str | None:
-    """Why kernels cannot do such sizes; None when they can."""
-    if not 1 <= group <= MAX_GROUP or head_dim not in HEAD_DIMS or not MIN_KEYS <= max_keys <= MAX_KEYS:
-        return (
-            f"group {group}, head dimension {head_dim}, {max_keys} keys; the kernels over coarse rows take groups of "
-            f"1 to {MAX_GROUP}, dimensions {', '.join(map(str, HEAD_DIMS))} and {MIN_KEYS} to {MAX_KEYS} keys"
-        )
-    if _per_byte(value_bits) % value_groups:
-        return (
-            f"{value_groups} groups of channels in a value of {value_bits} bits; the kernels over coarse rows take 1 "
-            f"to {_per_byte(value_bits)}, a power of two"
-        )
-    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from decode_engine.kernels.attention.online_softmax import LOG2E
-from decode_engine.kernels.codes.sizes import MAX_CODEWORDS, WORD_HEADS, CodeSizes, CodeWork
+from decode_engine.kernels.codes.sizes import WORD_HEADS, CodeSizes, CodeWork
+from decode_engine.kernels.families import PRODUCT_CODES
 from decode_engine.kernels.launches import chained, wait_for_launch
 from decode_engine.kernels.record_fields import CODEBOOKS, aligned_pointer, searched_keys
 
@@ -118,7 +119,7 @@ def make_tables(q_BHGD: Tensor, records_BF: Tensor, sizes: CodeSizes, work: Code
         WORD_HEADS=sizes.word_heads,
         FEW=min(_FEW, sizes.codewords),
         STRIDED=sizes.strided,
-        num_warps=8 if sizes.codewords == MAX_CODEWORDS else 4,
+        num_warps=8 if sizes.codewords == PRODUCT_CODES.parts["codewords"][1] else 4,
         **chained(q_BHGD.device),
     )
 

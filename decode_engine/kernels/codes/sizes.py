@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from decode_engine.kernels.families import PRODUCT_CODES
 from index_store.errors import InvalidArgumentError
 
 BLOCK = 256
@@ -23,8 +24,6 @@ RUN = 16
 
 WORD_HEADS = 4
 """Query heads whose table entries share a 32-bit word."""
-
-MAX_SUBSPACES, MAX_CODEWORDS, MAX_KEYS = 32, 256, 2**21
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +85,7 @@ class CodeSizes:
     shape: CodeShape = CodeShape()
 
     def __post_init__(self) -> None:
-        refusal = refuse_sizes(self.group, self.head_dim, self.subspaces, self.codewords, self.max_keys)
-        if refusal is not None:
-            raise InvalidArgumentError(refusal)
+        PRODUCT_CODES.check(self.group, self.head_dim, self.max_keys, (self.subspaces, self.codewords))
         tile = self.shape.tile_keys
         if tile % BLOCK or tile & (tile - 1):
             raise InvalidArgumentError(f"tile of {tile} keys, expected a power of two from {BLOCK} keys on")
@@ -112,21 +109,6 @@ class CodeSizes:
     def tiles(self) -> int:
         """P: tiles of the longest context."""
         return -(-self.max_keys // self.shape.tile_keys)
-
-
-def refuse_sizes(group: int, head_dim: int, subspaces: int, codewords: int, max_keys: int) -> str | None:
-    """Why kernels cannot do such sizes; None when they can."""
-    if not 1 <= group <= 8 or head_dim not in (64, 128) or not 1 <= max_keys <= MAX_KEYS:
-        return (
-            f"group {group}, head dimension {head_dim}, {max_keys} keys; the kernels over product codes take groups "
-            f"of 1 to 8, dimensions 64 and 128 and up to {MAX_KEYS} keys"
-        )
-    if not 4 <= subspaces <= MAX_SUBSPACES or head_dim % subspaces or not 2 <= codewords <= MAX_CODEWORDS:
-        return (
-            f"{subspaces} subspaces of {codewords} codewords for head dimension {head_dim}; the kernels over product "
-            f"codes take 4 to {MAX_SUBSPACES} subspaces of 2 to {MAX_CODEWORDS} codewords"
-        )
-    return None
 
 
 @dataclass(frozen=True, slots=True)

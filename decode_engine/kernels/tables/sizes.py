@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from decode_engine.kernels.attention.partials import Partials
+from decode_engine.kernels.families import MAX_KEYS, QUERY_TABLES
 from index_store.errors import InvalidArgumentError
 
 MINI_KEYS = 256
@@ -41,8 +42,6 @@ SAMPLE_RUN_KEYS = 32
 _SHORT = 2**17
 """The search per head samples MINI_KEYS of every tile; of shorter contexts as many keys as if they had so many, and of
 very long ones as many as MAX_SAMPLERS programs do."""
-
-MAX_KEYS = 2**21
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +122,7 @@ class TableSizes:
     shape: TableShape = TableShape()
 
     def __post_init__(self) -> None:
-        reason = refuse_sizes(self.group, self.head_dim, self.max_keys, self.subspaces, self.centroids)
-        if reason is not None:
-            raise InvalidArgumentError(reason)
+        QUERY_TABLES.check(self.group, self.head_dim, self.max_keys, (self.subspaces, self.centroids))
         for label, size, least, most in (
             ("tile_keys", self.shape.tile_keys, MINI_KEYS, MAX_KEYS),
             ("sample_programs", self.shape.sample_programs, 1, MAX_SAMPLERS),
@@ -168,21 +165,6 @@ class TableSizes:
     def programs(self) -> int:
         """Programs of the attention kernel per KV head."""
         return self.tiles + self.shape.exact_programs
-
-
-def refuse_sizes(group: int, head_dim: int, keys: int, subspaces: int, centroids: int) -> str | None:
-    """Why kernels cannot do tables of these sizes, None when they can."""
-    if not 1 <= group <= 8 or head_dim not in (64, 128) or not 1 <= keys <= MAX_KEYS:
-        return (
-            f"group {group}, head dimension {head_dim}, {keys} keys; the kernels take groups of 1 to 8, dimensions "
-            "64 and 128 and up to 2^21 keys"
-        )
-    if not 2 <= subspaces <= 32 or head_dim % subspaces or not 1 <= centroids <= 256:
-        return (
-            f"{subspaces} subspaces of {centroids} centroids for head dimension {head_dim}; the kernels take 2 to 32 "
-            "subspaces that divide it, of up to 256 centroids"
-        )
-    return None
 
 
 @dataclass(frozen=True, slots=True)

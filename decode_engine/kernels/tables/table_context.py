@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
+from decode_engine.kernels.families import QUERY_TABLES
 from decode_engine.kernels.tables.sizes import MINI_KEYS
 from index_store.errors import InvalidArgumentError
 
@@ -47,10 +48,10 @@ class TableContext:
                     f"{name} of a table context are {tuple(tensor.shape)} {tensor.dtype}"
                     f"{'' if contiguous else ' not contiguous'}, expected {shape} {dtype} contiguous"
                 )
-        if two != 2 or head_dim not in (64, 128) or not has_padded_rows(self.tables_HMCN):
+        if two != 2 or head_dim not in QUERY_TABLES.head_dims or not has_padded_rows(self.tables_HMCN):
             raise InvalidArgumentError(
                 f"a table context has keys of dimension {head_dim} and table strides {self.tables_HMCN.stride()}; "
-                f"expected a dimension of 64 or 128, and rows a multiple of {MINI_KEYS} bytes apart"
+                f"expected one of {QUERY_TABLES.head_dims}, and rows a multiple of {MINI_KEYS} bytes apart"
             )
 
     @property

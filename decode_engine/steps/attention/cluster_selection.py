@@ -1,4 +1,4 @@
-"""Key clusters on a GPU: a search that lists the keys of the heaviest, and where the clusters of a context lie.
+"""Key clusters on a GPU: a search that lists the keys of the heaviest, and a remainder over all of them.
 
 Shape legend: B rows of a batch, H KV heads, G query heads per KV head, d head dim, F fields of a record.
 """
@@ -11,17 +11,26 @@ from torch import Tensor
 
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials
-from decode_engine.kernels.attention.sparse_attention import ClusterScores
+from decode_engine.kernels.attention.sparse_attention import (
+    MONOPOLE,
+    SUMS,
+    ClusterScores,
+    TakeOut,
+    list_programs,
+)
 from decode_engine.kernels.clusters.device_clusters import DeviceClusters, most_clusters
 from decode_engine.kernels.clusters.lookup import look_up, lookup_slots
+from decode_engine.kernels.clusters.remainder import correct_clusters
 from decode_engine.kernels.clusters.selection import SelectionBuffers, select_clusters
-from decode_engine.kernels.clusters.sizes import refuse_sizes
-from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
+from decode_engine.kernels.families import KEY_CLUSTERS
+from decode_engine.steps.attention.step_attention import StepPlan
+from decode_engine.steps.attention.step_parts import KeySelection, StepRemainder, Turn
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.key_clusters.parameters import ClusterParameters
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import Method
+from index_store.selection.remainders import Centred, Monopole
 from index_store.store.description.manifest import Manifest
 
 
@@ -62,6 +71,82 @@ class ClusterSelection(KeySelection):
         return self.lists
 
 
+class ClusterMeans(StepRemainder):
+    """All clusters of the partition as their means, whatever is selected; listed keys are taken out of them.
+
+    Where the search compares queries with these very means (Multipole Attention, sections 3.1-3.2), one launch does
+    both, unless the remainder's hides behind a fetch. Else its own runs beside the search.
+    """
+
+    def __init__(self, plan: StepPlan, selection: KeySelection, in_place: bool) -> None:
+        method = plan.method
+        centred = isinstance(method.remainder, Centred)
+        width = cluster_width(plan, _partition(method))
+        same = method.partition is None and in_place and isinstance(method.remainder, Monopole)
+        self._shared = selection if same and isinstance(selection, ClusterSelection) else None
+        self.turn = Turn.BESIDE_SEARCH if self._shared is None else Turn.IN_SEARCH
+        self._scores = (
+            ClusterScores.allocate(plan.rows, width, plan.group, centred, plan.device)
+            if self._shared is None
+            else self._shared.scores
+        )
+        self.take_out = TakeOut(self._scores, SUMS if centred else MONOPOLE)
+        self.splits = lookup_slots(plan.rows, width)
+        self._corrects, self._planes = centred, plan.planes
+
+    @classmethod
+    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
+        partition, searched = _partition(method), method.index
+        if partition is None or partition.kind != KeyClusters.kind:
+            return "its remainder is over a tree of clusters"
+        if searched is not None and partition.kind == searched.kind and partition.name != searched.name:
+            return "it searches other clusters than its remainder is over"
+        return cluster_refusal(partition, manifest)
+
+    @classmethod
+    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+        partition = _partition(method)
+        return {} if partition is None else device_clusters(context, partition, layer).fields()
+
+    def slots(self, programs: int) -> int:
+        return self.splits + (programs if self._corrects else 0)
+
+    def join(self, partials: Partials) -> None:
+        if self._shared is not None:
+            self._shared.attend_too(partials)
+
+    def attend(self, q_BHGD: Tensor, records_BF: Tensor, partials: Partials) -> None:
+        look_up(q_BHGD.flatten(0, 1), records_BF, self._scores, partials, q_BHGD.shape[3] ** -0.5)
+
+    def correct(
+        self,
+        q_BHGD: Tensor,
+        records_BF: Tensor,
+        lists: KeyLists,
+        joined_RN: Tensor,
+        partials: Partials,
+        locations_RN: Tensor | None,
+    ) -> None:
+        if self._corrects:
+            q_RGD = q_BHGD.flatten(0, 1)
+            first_slot = self.splits + list_programs(len(q_RGD), lists)
+            correct_clusters(
+                q_RGD,
+                records_BF,
+                lists,
+                joined_RN,
+                self._scores,
+                partials,
+                first_slot,
+                locations_RN,
+                self._planes,
+            )
+
+
+def _partition(method: Method) -> IndexSpec | None:
+    return method.index if method.partition is None else method.partition
+
+
 def cluster_width(plan: StepPlan, spec: IndexSpec | None) -> int:
     """The most clusters per head of any context that the plan allows."""
     if spec is None:
@@ -86,4 +171,4 @@ def cluster_refusal(spec: IndexSpec, manifest: Manifest) -> str | None:
     if spec.parameters.get("window", 0):
         return "its clusters are of keys moved by windowed RoPE"
     model = manifest.model
-    return refuse_sizes(model.query_heads // model.kv_heads, model.head_dim)
+    return KEY_CLUSTERS.refusal(model.query_heads // model.kv_heads, model.head_dim)

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.attention.partials import Partials
+from decode_engine.kernels.attention.partials import Partials, merge_partials
 from decode_engine.kernels.coarse.coarse_pass import attend_all, attend_others, list_keys, weigh_keys
 from decode_engine.kernels.coarse.search import find_cuts
-from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork, coarse_shape, refuse_sizes
-from decode_engine.steps.attention.step_attention import KeySelection, StepPlan, StepRemainder, Turn
+from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork, coarse_shape
+from decode_engine.kernels.families import coarse_refusal
+from decode_engine.steps.attention.step_attention import StepPlan
+from decode_engine.steps.attention.step_parts import KeySelection, StepRemainder, Turn
 from index_store.errors import MethodUnsupportedError
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.coarse_rows.parameters import CoarseParameters
@@ -68,20 +70,23 @@ class CoarseSelection(KeySelection):
 
     @property
     def attends_alone(self) -> bool:
-        """Whether `attend_all` can do a step's whole attention where keys and values are in device memory."""
-        return self.sizes.in_registers and self.plan.dtype == torch.bfloat16
+        method = self.plan.method
+        over_others = method.partition is None and not method.drops_remainder
+        return over_others and self.sizes.in_registers and self.plan.dtype == torch.bfloat16
 
     @property
     def slots(self) -> int:
-        """That `attend_all` fills."""
-        rows = len(self.lists.counts_RP)
-        return self.sizes.slots(rows)
+        return self.sizes.slots(len(self.lists.counts_RP))
 
-    def attend_all(self, q_BHGD: Tensor, records_BF: Tensor, counts_RP: Tensor, partials: Partials) -> None:
-        """Searches, and attends to everything that a row attends to; counts_RP gets how many keys each list has."""
-        self.lists = replace(self.lists, counts_RP=counts_RP)
+    def attend_all(
+        self, q_BHGD: Tensor, records_BF: Tensor, kept_RX: Tensor, sink_HG: Tensor | None
+    ) -> Tensor:
+        if self._partials is None:
+            raise RuntimeError("a search attends to nothing before `attend_too`")
+        self.lists = replace(self.lists, counts_RP=kept_RX)
         find_cuts(q_BHGD, records_BF, self.sizes, self.work)
-        attend_all(q_BHGD, records_BF, self.sizes, self.work, self.lists, partials)
+        attend_all(q_BHGD, records_BF, self.sizes, self.work, self.lists, self._partials)
+        return merge_partials(self._partials, q_BHGD.dtype, sink_HG)[0].view_as(q_BHGD)
 
     def attend_too(self, partials: Partials) -> None:
         """From now on all keys that are not listed are attended to as well, into the first slots.
@@ -102,12 +107,13 @@ class CoarseSelection(KeySelection):
         if manifest.rows == INT8 and method.index.name != HIGH_PLANE:
             return f"it searches {method.index.name}, and a record has room for one coarse copy, here that of the rows"
         parameters, model = _parameters(method), manifest.model
-        return refuse_sizes(
+        return coarse_refusal(
             model.query_heads // model.kv_heads,
             model.head_dim,
-            parameters.value_bits,
+            (parameters.key_bits, parameters.value_bits),
             _value_groups(parameters, model.head_dim),
             manifest.token_count,
+            parameters.coding == "product",
         )
 
     @classmethod
@@ -126,16 +132,28 @@ class CoarseSelection(KeySelection):
         return self.lists
 
 
-class CoarseRemainder(StepRemainder):
+class CoarseOthers(StepRemainder):
     """Attention to the coarse copies of all keys that a search over the same copy has not listed: by that search.
 
     Where its launches leave weights for another one, that one runs beside a fetch of the listed rows.
     """
 
-    def __init__(self, search: CoarseSelection) -> None:
-        self.splits = search.sizes.value_programs(len(search.lists.counts_RP))
-        self.turn = Turn.AFTER_SEARCH if search.sizes.in_registers else Turn.IN_SEARCH
-        self._search = search
+    def __init__(self, plan: StepPlan, selection: KeySelection, in_place: bool) -> None:
+        """Raises TypeError for a search over anything else."""
+        if not isinstance(selection, CoarseSelection):
+            raise TypeError(f"{type(selection).__name__} scores no coarse rows")
+        self._search = selection
+        self.splits = selection.sizes.value_programs(plan.rows)
+        self.turn = Turn.AFTER_SEARCH if selection.sizes.in_registers else Turn.IN_SEARCH
+
+    @classmethod
+    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
+        if method.partition is not None:
+            return f"its remainder, {method.remainder.name}, is over rows that its search does not score"
+        return CoarseSelection.refusal(method, manifest)
+
+    def join(self, partials: Partials) -> None:
+        self._search.attend_too(partials)
 
     def attend(self, q_BHGD: Tensor, records_BF: Tensor, partials: Partials) -> None:
         self._search.attend_others(q_BHGD, records_BF, partials)
@@ -146,13 +164,6 @@ def coarse_fields(context: ResidentContext, index: str, layer: int) -> Mapping[i
     arrays = context.index(index, layer).arrays()
     addresses = _PRODUCT_ADDRESSES if "key_codebooks" in arrays else _SCALAR_ADDRESSES
     return {field: arrays[name].data_ptr() for field, name in addresses.items()}
-
-
-def coarse_refusal(method: Method, manifest: Manifest) -> str | None:
-    """Why a method's remainder `coarse` cannot run this way, as a clause; None when it can."""
-    if method.partition is not None:
-        return f"its remainder, {method.remainder.name}, is over rows that its search does not score"
-    return CoarseSelection.refusal(method, manifest)
 
 
 def _parameters(method: Method) -> CoarseParameters:

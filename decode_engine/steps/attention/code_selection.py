@@ -12,8 +12,10 @@ from torch import Tensor
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.codes.search import search_codes
-from decode_engine.kernels.codes.sizes import CodeSizes, CodeWork, code_shape, refuse_sizes
-from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
+from decode_engine.kernels.codes.sizes import CodeSizes, CodeWork, code_shape
+from decode_engine.kernels.families import PRODUCT_CODES
+from decode_engine.steps.attention.step_attention import StepPlan
+from decode_engine.steps.attention.step_parts import KeySelection
 from index_store.errors import MethodUnsupportedError
 from index_store.indexes.product_codes.index import CodeParameters, ProductCodes
 from index_store.memory.resident import ResidentContext
@@ -45,12 +47,11 @@ class CodeSelection(KeySelection):
         if method.index is None or method.index.kind != ProductCodes.kind:
             return "it searches no product codes"
         parameters, model = _parameters(method), manifest.model
-        return refuse_sizes(
+        return PRODUCT_CODES.refusal(
             model.query_heads // model.kv_heads,
             model.head_dim,
-            parameters.subspaces,
-            2**parameters.bits,
             manifest.token_count,
+            (parameters.subspaces, 2**parameters.bits),
         )
 
     @classmethod

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.key_lists import HEAD_DIMS, MAX_GROUP
 from decode_engine.kernels.attention.partials import Partials, merge_partials
 from decode_engine.kernels.attention.row_groups import RowGroups, Seat
 from decode_engine.kernels.attention.shared_attention import (
@@ -22,8 +21,8 @@ from decode_engine.kernels.attention.shared_attention import (
     shared_shape,
 )
 from decode_engine.kernels.attention.window_attention import attend_window
+from decode_engine.kernels.families import ATTENTION
 from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
-from index_store.attention.layer_shape import LayerShape
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.store.description.manifest import Manifest
@@ -54,10 +53,13 @@ class DenseSteps(StepAttention):
     @classmethod
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
         model = manifest.model
-        return shape_refusal(model.shape(model.full_layers[0])) if model.full_layers else None
+        if not model.full_layers:
+            return None
+        shape = model.shape(model.full_layers[0])
+        return ATTENTION.refusal(shape.group, shape.head_dim)
 
     @classmethod
-    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+    def fields(cls, context: ResidentContext, method: Method, layer: int, lane: int = 0) -> Mapping[int, int]:
         return {}
 
     def arrange(self, seats: Sequence[Seat], steady: bool) -> None:
@@ -98,10 +100,10 @@ class WindowSteps(StepAttention):
     @classmethod
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
         window = manifest.model.window
-        return None if window is None else shape_refusal(window.shape)
+        return None if window is None else ATTENTION.refusal(window.shape.group, window.shape.head_dim)
 
     @classmethod
-    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+    def fields(cls, context: ResidentContext, method: Method, layer: int, lane: int = 0) -> Mapping[int, int]:
         kv_HW2D, window = context.kv(layer), context.manifest.model.shape(layer).window or 0
         absent = context.manifest.token_count - kv_HW2D.shape[1]
         row = kv_HW2D.stride(1) * kv_HW2D.element_size()
@@ -113,16 +115,6 @@ class WindowSteps(StepAttention):
 
     def kept_B(self) -> Tensor:
         return self._kept_B
-
-
-def shape_refusal(shape: LayerShape) -> str | None:
-    """Why kernels do not take layers of that shape, as a clause; None when they do."""
-    if shape.head_dim in HEAD_DIMS and shape.group <= MAX_GROUP:
-        return None
-    return (
-        f"kernels exist for head dimensions {HEAD_DIMS} and groups of up to {MAX_GROUP}, the model has "
-        f"{shape.head_dim} and {shape.group}"
-    )
 
 
 def splits(device: torch.device) -> int:

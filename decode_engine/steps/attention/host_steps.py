@@ -23,13 +23,16 @@ from torch import Tensor
 
 from decode_engine.host_search.mailbox import Mailbox, MailboxSizes, SearchedRow, list_width, usual_waves
 from decode_engine.host_search.mailbox_triton import await_lists, post_queries
+from decode_engine.host_search.workers import SearchThreads
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.families import HOST_TABLES
 from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.session import Session
 from decode_engine.steps.attention.hybrid_steps import HybridSteps
-from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
+from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.step_batch import kept_count, step_counts
+from decode_engine.steps.attention.step_parts import KeySelection
 from decode_engine.steps.attention.table_steps import TableOptions
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError, SparseKVError
 from index_store.indexes.interface.layer_index import LayerIndex
@@ -38,9 +41,15 @@ from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.store.description.manifest import Manifest
 
-_HEAD_DIMS, _MAX_GROUP = (64, 128), 8
 _LIMIT_NS = 2_000_000_000
 """How long the device waits for a list before it gives the step up."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan(StepPlan):
+    """A plan for batches that may be searched by threads of the host."""
+
+    searching: SearchThreads | None = None
 
 
 class HostTableSelection(KeySelection):
@@ -52,7 +61,7 @@ class HostTableSelection(KeySelection):
     def __init__(self, plan: StepPlan) -> None:
         """Raises InvalidArgumentError for a plan without threads."""
         super().__init__(plan)
-        if plan.searching is None:
+        if not isinstance(plan, HostPlan) or plan.searching is None:
             raise InvalidArgumentError("a search on the host needs threads, the plan has none")
         tables = TableOptions.required(plan.method)
         parameters, search = tables.parameters, tables.search
@@ -73,6 +82,7 @@ class HostTableSelection(KeySelection):
             ),
             page_locked=plan.device.type == "cuda",
         )
+        self.waves = self.mailbox.sizes.wave_heads
         self.lists = KeyLists.allocate(plan.rows, 1, self.mailbox.sizes.width, plan.device)
         self._gave_up_1 = torch.zeros(1, dtype=torch.int32, device=plan.device)
         self._places: WeakKeyDictionary[Session, _Places] = WeakKeyDictionary()
@@ -88,11 +98,9 @@ class HostTableSelection(KeySelection):
         if refusal is not None:
             return refusal
         group, head_dim = manifest.model.query_heads // manifest.model.kv_heads, manifest.model.head_dim
-        if group > _MAX_GROUP or head_dim not in _HEAD_DIMS:
-            return (
-                f"group {group}, head dimension {head_dim}; threads on the host search for groups of 1 to {_MAX_GROUP} "
-                f"and dimensions {' and '.join(map(str, _HEAD_DIMS))}"
-            )
+        refusal = HOST_TABLES.refusal(group, head_dim)
+        if refusal is not None:
+            return refusal
         keys, room = manifest.token_count, list_width(manifest.token_count)
         if method.budget is not None and min(kept_count(method, keys), keys) > room:
             return f"it keeps {method.budget.label} of {keys}; lists of the host have room for {room} keys"
@@ -147,16 +155,15 @@ class HostTableSelection(KeySelection):
 
     def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
         self.ask(layer, q_BHGD, records_BF)
-        for heads in self.mailbox.sizes.wave_heads:
+        for heads in self.waves:
             self.await_heads(layer, records_BF, heads)
         return self.lists
 
-    def ask(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> None:
-        """Leaves the threads the queries; `await_heads` must follow for every wave, in their order."""
+    def ask(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
         post_queries(q_BHGD.flatten(1), records_BF, self.mailbox.shared, layer)
+        return self.lists
 
-    def await_heads(self, layer: int, records_BF: Tensor, heads: range) -> None:
-        """Waits for the lists of a wave's KV heads, after those of the waves before; then they are in `lists`."""
+    def await_heads(self, layer: int, records_BF: Tensor, heads: range | None) -> None:
         await_lists(records_BF, self.mailbox.shared, self.lists, self._gave_up_1, layer, _LIMIT_NS, heads)
 
 
@@ -167,33 +174,6 @@ class HostSteps(HybridSteps):
     selection_types: ClassVar[Mapping[str, type[KeySelection]]] = MappingProxyType(
         {QueryTables.kind: HostTableSelection}
     )
-
-    def find(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> tuple[KeyLists, Tensor | None]:
-        """Wave by wave: rows of one come from host memory while threads search for the next."""
-        search, locations_RN = self._search, None
-        search.ask(layer, q_BHGD, records_BF)
-        with self.plan.lane.out_of_turn():
-            for heads in self.mailbox.sizes.wave_heads:
-                search.await_heads(layer, records_BF, heads)
-                locations_RN = self.rows.fetch(layer, records_BF, search.lists, self.joined_RN, heads)
-        return search.lists, locations_RN
-
-    @property
-    def mailbox(self) -> Mailbox:
-        """What threads and device share."""
-        return self._search.mailbox
-
-    def begin(self, sessions: Mapping[int, Session]) -> int:
-        return self._search.begin(sessions)
-
-    def end(self) -> int:
-        return self._search.end()
-
-    @property
-    def _search(self) -> HostTableSelection:
-        if not isinstance(self.selection, HostTableSelection):
-            raise TypeError(f"{type(self.selection).__name__} does not search on the host")
-        return self.selection
 
 
 @dataclass(frozen=True, slots=True)

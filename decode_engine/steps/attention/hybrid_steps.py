@@ -3,8 +3,8 @@
 Indexes, clusters and tails are in the device's memory. Between search and attention, the rows that the step attends to
 in the context are brought into a slot cache (`slot_fetch`).
 
-Shape legend: B rows of a batch, H KV heads, R = B * H, N keys of the longest context, G query heads per KV head, d head
-dim, F fields of a record.
+Shape legend: L layers, B rows (sessions) of a batch, H KV heads, R = B * H, N keys of the longest context, F fields of
+a record, X programs that look keys up.
 """
 
 from __future__ import annotations
@@ -12,59 +12,82 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.slots.gather_rows import CopyShape
 from decode_engine.kernels.slots.slot_cache import SlotCache
+from decode_engine.kernels.slots.slot_fetch import FetchBuffers, fetch_rows, find_programs
 from decode_engine.steps.attention.listed_steps import ListedSteps
-from decode_engine.steps.attention.row_fetch import RowFetch
 from decode_engine.steps.attention.step_attention import StepPlan
+from decode_engine.steps.attention.step_parts import KeySelection, RowsInPlace
 from index_store.errors import InvalidArgumentError
 from index_store.memory.host_memory import is_readable
 from index_store.memory.placement import slots_per_head
 from index_store.memory.resident import ResidentContext
-from index_store.methods.method import Method
 
 
-class HybridSteps(ListedSteps):
-    """`ListedSteps` over contexts in host memory: the same results, bit for bit.
+class RowsInSlots(RowsInPlace):
+    """Rows of the layers in host memory, which are brought into slots on the device, one layer at a time.
 
     The sessions of a context share a slot cache per layer and lane, which lives as long as the context: what one has
     fetched the others find, also sessions of other methods, whose steps run in other graphs. Its size is the context's
     (`index_store.memory.placement`): steps that attend to more read the rest from host memory.
     """
 
-    joins_lookups: ClassVar[bool] = False  # the remainder's hides behind the fetch
-    rows_in_place: ClassVar[bool] = False
+    in_place = False
+    copy_shape: CopyShape | None = None
+    """Of the launch that reads host memory; None for the usual one."""
 
     def __init__(self, plan: StepPlan) -> None:
-        super().__init__(plan)
-        self.rows = RowFetch(plan)
+        self._plan = plan
+        self._buffers = FetchBuffers.allocate(plan.rows, plan.max_keys, plan.device)
+        found = (plan.model.layers, plan.rows, find_programs(plan.rows, plan.max_keys), 2)
+        self._found_LRX2 = torch.zeros(found, dtype=torch.int32, device=plan.device)
 
     @classmethod
-    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
-        """As in general. Raises InvalidArgumentError for keys and values that the device cannot read in place."""
+    def fields(cls, context: ResidentContext, layer: int, lane: int) -> Mapping[int, int]:
+        """Slots of the lane's own. Raises InvalidArgumentError for rows that the device cannot read in place."""
         rows = context.stored_rows(layer)
         if context.device.type == "cuda" and rows.device.type == "cpu" and not is_readable(rows):
             raise InvalidArgumentError(
                 f"keys and values of layer {layer} of context {context.manifest.id[:12]} are in host memory that is "
                 "not page-locked, which the device cannot read"
             )
-        return {**super().fields(context, method, layer), **slot_cache(context, layer).fields(layer)}
+        return slot_cache(context, layer, lane).fields(layer)
 
-    def own_fields(self, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
-        """Slots of a lane's own, since steps of several lanes run at once; the first lane has the usual ones."""
-        lane = self.plan.lane.number
-        return slot_cache(context, layer, lane).fields(layer) if lane else {}
+    def locate(
+        self, layer: int, records_BF: Tensor, selection: KeySelection, lists: KeyLists, joined_RN: Tensor
+    ) -> Tensor | None:
+        """Wave by wave: rows of one come from host memory while lists of the next are searched for."""
+        locations_RN = None
+        with self._plan.lane.out_of_turn():
+            for heads in selection.waves:
+                selection.await_heads(layer, records_BF, heads)
+                locations_RN = fetch_rows(
+                    records_BF,
+                    lists,
+                    joined_RN,
+                    self._buffers,
+                    self._plan.row_bytes,
+                    self.copy_shape,
+                    found_RX2=self._found_LRX2[layer],
+                    heads=heads,
+                )
+        return locations_RN
 
-    def find(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> tuple[KeyLists, Tensor | None]:
-        lists = self.search(layer, q_BHGD, records_BF)
-        with self.plan.lane.out_of_turn():
-            locations_RN = self.rows.fetch(layer, records_BF, lists, self.joined_RN)
-        return lists, locations_RN
+    def found_B2(self) -> Tensor:
+        """Keys that were in no slot, and in one: sums over layers, KV heads and programs."""
+        layers, _, programs, two = self._found_LRX2.shape
+        return self._found_LRX2.view(layers, self._plan.size, -1, programs, two).sum((0, 2, 3))
 
-    def fetched_B2(self) -> Tensor:
-        return self.rows.found_B2()
+
+class HybridSteps(ListedSteps):
+    """`ListedSteps` over contexts in host memory: the same results, bit for bit."""
+
+    laned: ClassVar[bool] = True
+    rows_type: ClassVar[type[RowsInPlace]] = RowsInSlots
 
 
 def slot_cache(context: ResidentContext, layer: int, lane: int = 0) -> SlotCache:

@@ -12,7 +12,6 @@ from decode_engine.steps.attention.host_steps import HostSteps
 from decode_engine.steps.attention.hybrid_steps import HybridSteps
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_attention import StepAttention
-from decode_engine.steps.attention.table_steps import TableSteps
 from index_store.memory.host_memory import is_readable
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
@@ -20,19 +19,10 @@ from index_store.methods.method import Method
 from index_store.selection.budgets import Ratio, TokenCount
 from index_store.store.description.manifest import Manifest
 
-_CLASSES: Mapping[tuple[bool, bool], tuple[type[StepAttention], ...]] = MappingProxyType(
-    {
-        (False, False): (TableSteps, ListedSteps),
-        (True, False): (HybridSteps,),
-        (True, True): (HostSteps,),
-    }
+_CLASSES: Mapping[tuple[bool, bool], type[StepAttention]] = MappingProxyType(
+    {(False, False): ListedSteps, (True, False): HybridSteps, (True, True): HostSteps}
 )
-"""What runs searching layers, by whether keys and values are in host memory, and whether the index is.
-
-Of several the one with fewer launches first; the last one knows most methods, and why not others. `TableSteps` takes
-query tables whose remainder is dropped. The others attend to lists: which search makes them says `selection_types`,
-by the kind of the index, and the remainder is `dropped`, or `monopole` or `centred` over a partition.
-"""
+"""What runs searching layers, by whether keys and values are in host memory, and whether the index is."""
 
 
 def step_attention_for(
@@ -49,11 +39,8 @@ def step_attention_for(
     if reason is not None:
         return reason
     index_on_host = method.index is not None and placement.index_on_host(method.index.kind)
-    for attention in _CLASSES[placement.kv_on_host, index_on_host]:
-        reason = attention.refusal(method, manifest)
-        if reason is None:
-            return attention
-    return str(reason)
+    attention = _CLASSES[placement.kv_on_host, index_on_host]
+    return attention.refusal(method, manifest) or attention
 
 
 def unreadable(context: ResidentContext, device: torch.device) -> str | None:

@@ -116,13 +116,9 @@ class StepBatch:
         try:
             for layer, attention in enumerate(self._layers):
                 values = self._host_LBF[layer, row]
-                of_index = (attention.fields, attention.own_fields)
-                for fields in (
-                    row_fields(context, layer),
-                    *(each(context, method, layer) for each in of_index),
-                ):
-                    for field, value in fields.items():
-                        values[field] = value
+                own = attention.fields(context, method, layer, self.plan.lane.number)
+                for field, value in {**row_fields(context, layer), **own}.items():
+                    values[field] = value
         except Exception:
             self.clear(row)
             raise

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_attention import StepPlan
-from decode_engine.steps.attention.table_steps import TableSteps
 from harness.checks import CheckFailedError
 from harness.timing import eager_us, fastest, graph_us, kernel_us
 from index_store.methods.method import Method
@@ -69,7 +68,7 @@ class Memory:
 class Steps(ABC):
     """Decode steps over all layers of a memory: records, attention, and how it is checked."""
 
-    attention: TableSteps | ListedSteps
+    attention: ListedSteps
     records: list[Tensor]
 
     def __init__(self, memory: Memory, share: float) -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness  # noqa: F401 - before torch: sets up OpenMP
@@ -58,9 +59,10 @@ from decode_engine.kernels.tables.reference import (
     kept_mask,
     table_attention_reference,
 )
-from decode_engine.kernels.tables.sizes import TableShape, TableSizes, TableWork
+from decode_engine.kernels.tables.sizes import TableShape, TableSizes, TableWork, table_shape
 from decode_engine.kernels.tables.table_context import TableContext
-from decode_engine.steps.attention.table_steps import TableSteps
+from decode_engine.steps.attention.listed_steps import ListedSteps
+from decode_engine.steps.attention.table_steps import TableSelection
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
@@ -134,26 +136,30 @@ class TableMemory(Memory):
 class Bench(Steps):
     """The steps of a figure."""
 
-    attention: TableSteps
+    attention: ListedSteps
 
     def __init__(
         self, memory: TableMemory, figure: Figure, share: float, shape: TableShape | None = None
     ) -> None:
         super().__init__(memory, share)
         plan = step_plan(figure.method(), memory.layers, figure.batch, figure.length)
-        self.attention = TableSteps(plan)
-        if shape is not None:
-            buffers = self.attention.buffers
-            buffers.plan = replace(buffers.plan, shape=shape)
-            buffers.work = TableWork.make(buffers.plan, plan.size, DEVICE)
-            self.attention.counts_LBHP = buffers.work.counts().repeat(memory.layers, 1, 1, 1)
+        chosen = shape or table_shape(plan.max_keys, plan.rows)
+        with patch(f"{TableSelection.__module__}.table_shape", lambda max_keys, rows: chosen):
+            self.attention = ListedSteps(plan)
         layers = range(memory.layers)
         self.sequences = [memory.sequences(figure.subspaces, layer, self.keep) for layer in layers]
         self.records = [records_of(of_layer, DEVICE) for of_layer in self.sequences]
 
     @property
+    def selection(self) -> TableSelection:
+        found = self.attention.selection
+        if not isinstance(found, TableSelection):
+            raise CheckFailedError(f"steps search by {type(found).__name__}")
+        return found
+
+    @property
     def plan(self) -> TableSizes:
-        return self.attention.buffers.plan
+        return self.selection.sizes
 
     @property
     def shape(self) -> TableShape:
@@ -177,10 +183,11 @@ class Bench(Steps):
 
     def check(self, layer: int = 0) -> None:
         """Of the first sequences."""
-        plan, work = self.plan, self.attention.buffers.work
+        plan, work = self.plan, self.selection.work
         few, q = self.sequences[layer][:2], self.memory.q[layer]
         reference = TableWork.make(plan, len(few), q.device)
-        counts, expected_counts = self.attention.counts_LBHP[layer].fill_(-1), reference.counts()
+        counts = self.attention.kept_LRX[layer].fill_(-1).view(work.ids.shape[:3])
+        expected_counts = reference.counts()
         out = self.attend(layer)
         table_attention_reference(q[: len(few)], few, plan, reference, expected_counts)
         for b, sequence in enumerate(few):

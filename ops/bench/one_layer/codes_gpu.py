@@ -66,7 +66,7 @@ from decode_engine.kernels.codes.reference import CodeSequence, kept_keys
 from decode_engine.kernels.codes.sizes import CodeShape, CodeWork
 from decode_engine.steps.attention.code_selection import CodeSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
-from decode_engine.steps.attention.step_attention import KeySelection
+from decode_engine.steps.attention.step_parts import KeySelection
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.methods.index_specs import INDEX_SPECS

@@ -58,7 +58,8 @@ from decode_engine.kernels.slots.slot_cache import RowCounts, SlotCache
 from decode_engine.steps.attention.code_selection import CodeSelection
 from decode_engine.steps.attention.hybrid_steps import HybridSteps
 from decode_engine.steps.attention.listed_steps import ListedSteps
-from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
+from decode_engine.steps.attention.step_attention import StepPlan
+from decode_engine.steps.attention.step_parts import KeySelection
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.memory.host_memory import HostBlock, copy_source, default_page_locker
 from index_store.memory.mapped_memory import is_mapped

@@ -57,7 +57,8 @@ from harness.report import reporting
 from harness.timing import copy_bandwidth, full_attention_us, graph_us
 
 from decode_engine.kernels.coarse.reference import attend_others_reference
-from decode_engine.kernels.coarse.sizes import MAX_GROUP, CoarseShape, coarse_shape
+from decode_engine.kernels.coarse.sizes import CoarseShape, coarse_shape
+from decode_engine.kernels.families import COARSE_ROWS
 from decode_engine.steps.attention.coarse_steps import CoarseSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from index_store.attention.attention_state import AttentionState
@@ -67,8 +68,6 @@ from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
 from index_store.selection.budgets import Ratio
-
-HEAD_DIMS = (64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +208,9 @@ def main(
 ) -> None:
     """Times one layer's decode attention of `refined` on a GPU; one JSON line per figure."""
     prefixes = tuple(figures.split(",")) if figures else ("",)
-    if head_dim not in HEAD_DIMS:
-        raise typer.BadParameter(f"--head-dim {head_dim}; expected one of {', '.join(map(str, HEAD_DIMS))}")
-    if not 1 <= group <= MAX_GROUP:
-        raise typer.BadParameter(f"--group {group}; expected 1 to {MAX_GROUP}")
+    refusal = COARSE_ROWS.refusal(group, head_dim)
+    if refusal is not None:
+        raise typer.BadParameter(refusal)
     chosen = [figure for figure in FIGURES if figure.name.startswith(prefixes)]
     if (head_dim, group) != (HEAD_DIM, GROUP):
         chosen = [figure.without_bars() for figure in chosen]

@@ -54,9 +54,9 @@ from harness.timing import copy_bandwidth, fastest, graph_us, packed_attention_u
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.key_lists import HEAD_DIMS, MAX_GROUP
 from decode_engine.kernels.attention.row_groups import Seat
 from decode_engine.kernels.attention.shared_attention import SharedShape, shared_shape
+from decode_engine.kernels.families import ATTENTION
 from decode_engine.steps.attention.dense_steps import DenseSteps
 from index_store.methods.presets import METHODS
 
@@ -275,11 +275,9 @@ def main(
 ) -> None:
     """Times one layer's exact decode attention of many sessions on one context; one JSON line per figure."""
     prefixes = tuple(figures.split(",")) if figures else ("",)
-    if head_dim not in HEAD_DIMS or not 1 <= group <= MAX_GROUP:
-        raise typer.BadParameter(
-            f"--head-dim {head_dim} --group {group}; expected one of {', '.join(map(str, HEAD_DIMS))}, and 1 to "
-            f"{MAX_GROUP}"
-        )
+    refusal = ATTENTION.refusal(group, head_dim)
+    if refusal is not None:
+        raise typer.BadParameter(refusal)
     if flashinfer:
         load_flashinfer()  # refused before any work where it is missing
     chosen = [figure for figure in FIGURES if figure.name.startswith(prefixes)]

@@ -104,7 +104,7 @@ class NothingSteps(StepAttention):
         return None
 
     @classmethod
-    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+    def fields(cls, context: ResidentContext, method: Method, layer: int, lane: int = 0) -> Mapping[int, int]:
         return {}
 
     def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:

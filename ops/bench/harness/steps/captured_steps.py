@@ -25,7 +25,8 @@ from decode_engine.host_search.shared_search_numba import COUNT_BITS
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.kernels import records
 from decode_engine.layers.session import Session
-from decode_engine.steps.attention.host_steps import HostSteps
+from decode_engine.steps.attention.host_steps import HostTableSelection
+from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_batch import step_counts
 from decode_engine.steps.step_graph import StepGraph, StepModel
 from decode_engine.steps.stepper import Stepper
@@ -98,10 +99,9 @@ class Lanes:
     @property
     def mailboxes(self) -> list[Mailbox]:
         """One for each lane that is searched for on the host."""
-        steps = [
-            each for graph in self.graphs for each in graph.batch.attentions if isinstance(each, HostSteps)
-        ]
-        return [each.mailbox for each in steps]
+        steps = [each for graph in self.graphs for each in graph.batch.attentions]
+        searches = [each.selection for each in steps if isinstance(each, ListedSteps)]
+        return [search.mailbox for search in searches if isinstance(search, HostTableSelection)]
 
     def moved(self) -> tuple[int, int]:
         """Bytes read from host memory and rows found on the device by all sessions until now."""

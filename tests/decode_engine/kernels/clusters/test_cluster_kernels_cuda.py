@@ -18,7 +18,8 @@ from decode_engine.kernels.clusters.reference import (
 )
 from decode_engine.kernels.records import records_of
 from decode_engine.steps.attention.listed_steps import ListedSteps
-from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
+from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
+from decode_engine.steps.attention.step_parts import KeySelection
 from index_store.indexes.key_clusters.build import divide_keys
 from index_store.indexes.key_clusters.build_triton import build_device_clusters
 from index_store.memory.resident import ResidentContext

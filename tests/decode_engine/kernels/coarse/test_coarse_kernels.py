@@ -15,7 +15,8 @@ from torch import Tensor
 
 from decode_engine.kernels.coarse.coded_tiles import TO_BFLOAT16
 from decode_engine.kernels.coarse.reference import CoarseSequence, attend_others_reference
-from decode_engine.kernels.coarse.sizes import CoarseShape, CoarseSizes, refuse_sizes
+from decode_engine.kernels.coarse.sizes import CoarseShape, CoarseSizes
+from decode_engine.kernels.families import coarse_refusal
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.product_rows import ProductRows
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
@@ -163,14 +164,14 @@ def test_how_work_is_cut_changes_no_list() -> None:
 
 
 def test_sizes_that_kernels_cannot_do_are_refused() -> None:
-    assert refuse_sizes(4, 128, 4, 2, 1000) is None
+    assert coarse_refusal(4, 128, (4, 4), 2, 1000) is None
     for arguments, words in (
-        ((17, 128, 4, 1, 1000), "group 17"),
-        ((4, 80, 4, 1, 1000), "head dimension 80"),
-        ((4, 128, 4, 1, 2**22), "4194304 keys"),
-        ((4, 128, 4, 4, 1000), "4 groups of channels in a value of 4 bits"),
+        ((17, 128, (4, 4), 1, 1000), "group 17"),
+        ((4, 80, (4, 4), 1, 1000), "head dimension 80"),
+        ((4, 128, (4, 4), 1, 2**22), "4194304 keys"),
+        ((4, 128, (4, 4), 4, 1000), "4 groups of channels in a value of 4 bits"),
     ):
-        assert words in str(refuse_sizes(*arguments))
+        assert words in str(coarse_refusal(*arguments))
     with pytest.raises(InvalidArgumentError, match="group 17"):
         CoarseSizes(2, 17, 128, 4, 4, 1, 1000)
     with pytest.raises(

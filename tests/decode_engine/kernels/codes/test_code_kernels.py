@@ -21,7 +21,8 @@ from decode_engine.kernels.records import records_of
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.code_selection import CodeSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
-from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
+from decode_engine.steps.attention.step_attention import StepPlan
+from decode_engine.steps.attention.step_parts import KeySelection
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS

@@ -133,13 +133,13 @@ def take_steps(
 
     planes: with rows in 8 bits. lanes: there are others, which take turns.
     """
-    from decode_engine.host_search.turns_triton import Lane
     from decode_engine.host_search.workers import SearchThreads
     from decode_engine.kernels import records
     from decode_engine.kernels.attention.tail_write import write_tails
     from decode_engine.model.unstored import unstored_manifest
+    from decode_engine.steps.attention.host_steps import HostPlan
     from decode_engine.steps.attention.registry import step_attention_for
-    from decode_engine.steps.attention.step_attention import StepPlan
+    from decode_engine.steps.attention.turns_triton import Lane
     from index_store.attention.logit_form import LogitForm
     from index_store.memory.placement import Placement
     from index_store.methods.presets import get_method
@@ -161,7 +161,9 @@ def take_steps(
         if isinstance(kind, str):
             raise ValueError(f"method {name} has no kernels: {kind}")
         lane = Lane(0, torch.zeros(1, dtype=torch.int32) if lanes else None)
-        plan = StepPlan(model, method, SIZE, KEYS, torch.bfloat16, GPU, threads, lane, forms, planes=planes)
+        plan = HostPlan(
+            model, method, SIZE, KEYS, torch.bfloat16, GPU, lane, forms, planes=planes, searching=threads
+        )
         with plan.lane.in_turn():
             write_tails(new, new, records_BF)
             kind(plan).attend(1, queries, records_BF)

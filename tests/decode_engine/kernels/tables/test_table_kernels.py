@@ -215,7 +215,7 @@ def test_launch_shapes_are_valid(count: int, pooled: bool) -> None:
     [
         ({"group": 9}, "groups of 1 to 8"),
         ({"head_dim": 96}, "dimensions 64 and 128"),
-        ({"max_keys": 2**21 + 1}, "up to 2\\^21 keys"),
+        ({"max_keys": 2**21 + 1}, "up to 2097152 keys"),
         ({"subspaces": 3}, "3 subspaces"),
         ({"subspaces": 64}, "64 subspaces"),
         ({"centroids": 257}, "257 centroids"),

@@ -18,17 +18,16 @@ import pytest
 import torch
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
-from decode_engine.host_search.turns_triton import Lane
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.settings.command_options import Compilation
-from decode_engine.steps.attention.host_steps import HostSteps, HostTableSelection
+from decode_engine.steps.attention.host_steps import HostPlan, HostSteps, HostTableSelection
 from decode_engine.steps.attention.hybrid_steps import HybridSteps, slot_cache
 from decode_engine.steps.attention.registry import step_attention_for
-from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.step_batch import StepBatch
+from decode_engine.steps.attention.turns_triton import Lane
 from decode_engine.steps.step_graph import StepGraph, Stepped
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
@@ -65,6 +64,11 @@ def make_stepper(runner: ModelRunner, searching: SearchThreads) -> Stepper:
     model = step_model(runner.model, Compilation.OFF)
     weights = next(runner.model.parameters())
     return Stepper(model, runner.identity, weights.dtype, weights.device, searching=searching)
+
+
+def host_plan(runner: ModelRunner, method: Method, size: int, threads: SearchThreads) -> HostPlan:
+    cpu = torch.device("cpu")
+    return HostPlan(runner.identity, method, size, 256, torch.float32, cpu, searching=threads)
 
 
 def small(expression: str) -> Method:
@@ -213,7 +217,7 @@ def test_a_context_that_is_released_stays_until_its_step_has_ended(
     method = small("csattention+dropped@group=pooled")
     (session, *_), layers = start(runner, method, Placement.HOST), range(runner.identity.layers)
     context = session.context
-    plan = StepPlan(runner.identity, method, 1, 256, torch.float32, torch.device("cpu"), threads)
+    plan = host_plan(runner, method, 1, threads)
     selection = HostTableSelection(plan)
     q_LBX = torch.randn(len(layers), 1, runner.identity.query_heads * runner.identity.head_dim)
     lists = []
@@ -239,7 +243,7 @@ def test_tables_of_a_session_that_has_ended_do_not_stay_in_memory(
     """Rows of a batch remember a session until another one takes its row."""
     method = small("csattention+dropped@group=pooled")
     session = start(runner, method, Placement.HOST)[0]
-    plan = StepPlan(runner.identity, method, 1, 256, torch.float32, torch.device("cpu"), threads)
+    plan = host_plan(runner, method, 1, threads)
     selection = HostTableSelection(plan)
     selection.begin({0: session})
     with pytest.raises(SparseKVError, match="cancelled"):
@@ -257,7 +261,7 @@ def test_lists_come_in_as_many_waves_as_pay(runner: ModelRunner) -> None:
     method, plans = small("csattention+dropped@group=pooled"), []
     for waves, size in ((0, 1), (0, 2), (3, 2)):
         threads = SearchThreads(1, 1, waves)
-        plan = StepPlan(runner.identity, method, size, 256, torch.float32, torch.device("cpu"), threads)
+        plan = host_plan(runner, method, size, threads)
         plans.append(HostTableSelection(plan).mailbox.sizes.waves)
         threads.close()
     assert plans == [2, 4, 3]
@@ -266,7 +270,7 @@ def test_lists_come_in_as_many_waves_as_pay(runner: ModelRunner) -> None:
 def test_a_step_that_the_device_gave_up_is_an_error(runner: ModelRunner, threads: SearchThreads) -> None:
     method = small("csattention+dropped@group=pooled")
     session = start(runner, method, Placement.HOST)[0]
-    plan = StepPlan(runner.identity, method, 1, 256, torch.float32, torch.device("cpu"), threads)
+    plan = host_plan(runner, method, 1, threads)
     selection = HostTableSelection(plan)
     selection.begin({0: session})
     selection.mailbox.shared.trouble_X[0] = 1
@@ -305,7 +309,7 @@ def test_nothing_is_changed_that_threads_of_a_failed_step_may_use(
     monkeypatch.setattr("decode_engine.host_search.workers.take_part", die)
     threads, method = SearchThreads(1), small("csattention+dropped@group=pooled")
     session = start(runner, method, Placement.HOST)[0]
-    plan = StepPlan(runner.identity, method, 1, 256, torch.float32, torch.device("cpu"), threads)
+    plan = host_plan(runner, method, 1, threads)
     selection = HostTableSelection(plan)
     selection.begin({0: session})
     tables = weakref.ref(session.context.index("query_tables", 0))

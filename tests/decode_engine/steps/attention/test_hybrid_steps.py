@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -22,7 +21,8 @@ from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.hybrid_steps import HybridSteps, slot_cache
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.registry import step_attention_for
-from decode_engine.steps.attention.step_attention import KeySelection, SideStream, StepAttention, StepPlan
+from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
+from decode_engine.steps.attention.step_parts import KeySelection
 from index_store.memory.placement import Placement, SlotRoom, slot_bytes
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
@@ -230,12 +230,3 @@ def test_sessions_of_a_context_share_its_cache() -> None:
     assert one == again
     assert one[records.SLOTS] != other[records.SLOTS]
     assert one.keys() >= ListedSteps.fields(context, method, 1).keys()
-
-
-def test_a_side_stream_may_be_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few streams that are handed out in turn; launches do not run beside each other then."""
-    handles = iter((7, 8))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=next(handles)))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
-    same, other = SideStream(torch.device("cuda")), SideStream(torch.device("cuda"))
-    assert [same.beside, other.beside, SideStream(torch.device("cpu")).beside] == [False, True, False]

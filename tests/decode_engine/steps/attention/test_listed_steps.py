@@ -24,8 +24,9 @@ from decode_engine.steps.attention.cluster_selection import ClusterSelection
 from decode_engine.steps.attention.dense_steps import DenseSteps
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.registry import step_attention_for
-from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
+from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
 from decode_engine.steps.attention.step_batch import STEP_COUNTS, StepBatch, step_counts
+from decode_engine.steps.attention.step_parts import KeySelection
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import INDEX_SPECS
@@ -184,9 +185,13 @@ def test_clusters_are_selected_as_on_a_cpu() -> None:
         ("refined", Placement.HYBRID, "HybridSteps"),
         ("refined", Placement.HOST, "HybridSteps"),
         ("csattention", Placement.DEVICE, "the kernels over key clusters take groups of 1 to 8"),
-        ("csattention+dropped", Placement.DEVICE, "the kernels take groups of 1 to 8"),
-        ("csattention+dropped@group=pooled", Placement.DEVICE, "the kernels take groups of 1 to 8"),
-        ("csattention+dropped", Placement.HYBRID, "the kernels take groups of 1 to 8"),
+        ("csattention+dropped", Placement.DEVICE, "the kernels over query tables take groups of 1 to 8"),
+        (
+            "csattention+dropped@group=pooled",
+            Placement.DEVICE,
+            "the kernels over query tables take groups of 1 to 8",
+        ),
+        ("csattention+dropped", Placement.HYBRID, "the kernels over query tables take groups of 1 to 8"),
         ("csattention+dropped", Placement.HOST, "threads on the host search for groups of 1 to 8"),
         ("multipole", Placement.DEVICE, "the kernels over key clusters take groups of 1 to 8"),
         ("multipole+dropped", Placement.HYBRID, "the kernels over key clusters take groups of 1 to 8"),
@@ -217,7 +222,9 @@ def test_a_remainder_over_clusters_has_their_limits(clustered: str) -> None:
 @pytest.mark.parametrize(("group", "head_dim"), [(17, 128), (4, 96), (4, 512)])
 def test_other_shapes_have_no_kernels(group: int, head_dim: int) -> None:
     manifest = unstored_manifest(replace(IDENTITY, query_heads=group * H, head_dim=head_dim), "float32", 4000)
-    expected = f"and groups of up to 16, the model has {head_dim} and {group}"
+    expected = (
+        f"group {group}, head dimension {head_dim}; kernels that attend take groups of 1 to 16 and dimen"
+    )
     assert expected in str(DenseSteps.refusal(get_method("full"), manifest))
     assert expected in str(step_attention_for(get_method("refined"), manifest))
 
@@ -237,7 +244,7 @@ def refusal(method: Method) -> str:
         (get_method("multipole-windowed"), "windowed RoPE"),
         (get_method("squeezed"), "budget"),
         (get_method("csattention"), "ListedSteps"),
-        (get_method("csattention+dropped"), "TableSteps"),
+        (get_method("csattention+dropped"), "ListedSteps"),
         (get_method("csattention+monopole"), "ListedSteps"),
         (get_method("csattention+dipole"), "dipole"),
         (get_method("csattention-paper"), "lists"),

@@ -16,8 +16,9 @@ from decode_engine.kernels.records import records_of
 from decode_engine.kernels.tables.reference import TableSequence, attend_exactly, kept_mask
 from decode_engine.kernels.tables.table_context import TableContext, padded_rows
 from decode_engine.model.warm_up import made_up_context
+from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_attention import StepPlan
-from decode_engine.steps.attention.table_steps import TableSelection, TableSteps
+from decode_engine.steps.attention.table_steps import TableSelection
 from index_store.errors import MethodUnsupportedError
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import INDEX_SPECS
@@ -61,7 +62,7 @@ class Batch:
         self.sequences.append(None)
         self.records = records_of(self.sequences, DEVICE)
         for row, context in enumerate(self.contexts):
-            fields = TableSteps.fields(context, method, layer)
+            fields = ListedSteps.fields(context, method, layer)
             assert set(fields) == set(TABLE_FIELDS)
             for field, value in fields.items():
                 self.records[row, field] = value
@@ -84,7 +85,9 @@ def test_steps_attend_to_what_the_search_of_the_cpu_finds(group: str, subspaces:
     method = method_of(group, subspaces, split)
     batch = Batch(method, 1)
     lists = TableSelection(plan_of(method, 3)).select(1, batch.q, batch.records)
-    steps = TableSteps(plan_of(method, 3))
+    steps = ListedSteps(plan_of(method, 3))
+    assert steps.selection.attends_alone
+    assert not ListedSteps(replace(plan_of(method, 3), planes=True)).attends_alone
     out = steps.attend(1, batch.q, batch.records)
     assert not out[2].any()
     counts_B = lists.counts_RP.view(3, -1).sum(1)
@@ -108,7 +111,7 @@ def test_kept_keys_are_counted_over_layers() -> None:
     torch.manual_seed(0)
     method = method_of("pooled")
     batch = Batch(method, 0)
-    steps = TableSteps(plan_of(method, 3))
+    steps = ListedSteps(plan_of(method, 3))
     assert steps.kept_B().tolist() == [0, 0, 0]
     steps.attend(0, batch.q, batch.records)
     once = steps.kept_B()
@@ -141,7 +144,7 @@ def test_what_kernels_cannot_search_is_refused() -> None:
     method = method_of("per_head")
     context = made_up_context(IDENTITY, "float16", method, 300)
     assert clause(method, context) is None
-    assert TableSteps.refusal(method, context.manifest) is None
+    assert ListedSteps.refusal(method, context.manifest) is None
     assert method.index is not None
     for other, message in (
         (METHODS["multipole"], "no query tables"),
@@ -152,8 +155,6 @@ def test_what_kernels_cannot_search_is_refused() -> None:
         (replace(method, index=method.index.with_parameters(centroids=300)), "300 centroids"),
     ):
         assert message in str(clause(other, context))
-        assert message in str(TableSteps.refusal(other.without_remainder(), context.manifest))
-    assert "centred" in str(TableSteps.refusal(METHODS["csattention"], context.manifest))
     assert clause(METHODS["csattention"], context) is None
     wide = replace(context.manifest.model, query_heads=18)
     assert "groups of 1 to 8" in str(clause(method, made_up_context(wide, "float16", method, 300)))
@@ -161,7 +162,7 @@ def test_what_kernels_cannot_search_is_refused() -> None:
 
 def test_a_method_without_tables_has_no_plan() -> None:
     with pytest.raises(MethodUnsupportedError, match="no query tables"):
-        TableSteps(plan_of(METHODS["full"], 1))
+        TableSelection(plan_of(METHODS["full"], 1))
     context = made_up_context(IDENTITY, "float16", METHODS["full"], 300)
     with pytest.raises(MethodUnsupportedError, match="searches nothing"):
-        TableSteps.fields(context, METHODS["full"], 0)
+        TableSelection.fields(context, METHODS["full"], 0)

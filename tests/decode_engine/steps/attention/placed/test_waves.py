@@ -115,7 +115,7 @@ def step_logits(runner: ModelRunner, waves: int) -> tuple[Tensor, list[tuple[int
         assert all(isinstance(result, int) for result in results), results
         graph = stepper.graph(sessions)
         steps = [each for each in graph.batch.attentions if isinstance(each, HostSteps)]
-        assert [len(each.mailbox.sizes.wave_heads) for each in steps] == [waves]
+        assert [len(each.selection.waves) for each in steps] == [waves]
         fetched = [tuple(pair) for each in steps for pair in each.fetched_B2()[: len(sessions)].tolist()]
         return graph.logits_BV[: len(sessions)].float().cpu().clone(), fetched
     finally:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_engine.host_search.turns_triton import Lane
+from decode_engine.steps.attention.turns_triton import Lane
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
