@@ -107,6 +107,7 @@ def test_writer_killed_at_any_step(store: Store, processes: Processes) -> None:
     assert store.verify(context.id) == []
 
 
+@pytest.mark.nightly
 def test_writer_killed_at_random_moments(store: Store, processes: Processes) -> None:
     chooser = random.Random(0)
     expected = set()
