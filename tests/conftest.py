@@ -10,6 +10,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import index_store  # noqa: F401 - before torch: it says that idle OpenMP threads sleep, and tests import torch first
+from index_store.compiled.places import make, own_place
 from tests.support.interpreter.products import round_sums_once
 from tests.support.interpreter.speed import patch_once
 from tests.support.interpreter.types import remember_types
@@ -45,9 +47,15 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 
 
-# What is remembered about models goes into a folder of this run, also that of processes which are started.
+# What is remembered about models goes into a folder of this run, also that of processes which are started. Compiled
+# loops do not: each is named by all that it is compiled from, and to compile those of all methods takes a minute.
+_LOOPS = own_place().resolve()
 _CACHE = tempfile.TemporaryDirectory(prefix="sparsekv-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
+with suppress(OSError):  # then this run compiles them for itself
+    make(_LOOPS)
+    own_place().parent.mkdir(exist_ok=True)
+    own_place().symlink_to(_LOOPS)
 
 # A busy machine is no failure, and the same numbers are drawn in every run, so that none fails by chance.
 # `--hypothesis-profile=drawn-anew` looks for examples that nobody has seen.

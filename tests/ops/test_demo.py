@@ -145,7 +145,7 @@ def test_a_small_demonstration_answers_and_cleans_up(tmp_path: Path) -> None:
     assert processes_naming(str(tmp_path)) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_own_text_and_questions(tmp_path: Path, own: list[str]) -> None:
     running = start(tmp_path, *own, "--format", "json")
     out, errors = running.communicate(timeout=2400)
@@ -155,7 +155,7 @@ def test_own_text_and_questions(tmp_path: Path, own: list[str]) -> None:
     assert "answers only questions worded as" in errors
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("number", "during"),
     [(signal.SIGTERM, "make-document"), (signal.SIGHUP, "prefill_worker"), (signal.SIGINT, "serve")],
@@ -173,7 +173,7 @@ def test_an_interrupt_leaves_nothing_running(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_kill_leaves_nothing_running(tmp_path: Path, own: list[str]) -> None:
     running = start(tmp_path, *own)
     wait_for_command(running, tmp_path, "serve")
@@ -213,7 +213,7 @@ print(json.dumps({"document": document.read_text(), "questions": questions}))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_short_text_is_used_as_it_is_long(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("It was a quiet morning in the village. " * 150)
@@ -233,7 +233,7 @@ def test_a_short_text_is_used_as_it_is_long(tmp_path: Path) -> None:
     assert str(question["answer"]) in made["document"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_failure_is_one_sentence(tmp_path: Path) -> None:
     running = start(tmp_path, "--model", "no-such-model", *SMALL)
     _, errors = running.communicate(timeout=240)

@@ -40,7 +40,7 @@ def write_books(folder: Path, count: int = 4, words: int = 6000) -> None:
         (folder / f"{number}.txt").write_text("\r\n".join(lines) + ".\n\nThe end.\n")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_corpus_and_training_make_a_model_that_can_be_served(tmp_path: Path) -> None:
     write_books(tmp_path / "books")
     data, out = tmp_path / "data", tmp_path / "checkpoint"

@@ -39,7 +39,8 @@ from index_store.store.description.array_shapes import kv_entry, window_entry
 from index_store.store.description.context_id import Parent, continued_digests, first_digest
 from index_store.store.description.manifest import Manifest
 from index_store.store.description.manifest_json import parse_manifest, render_manifest
-from tests.index_store.store.writing.test_killed_writers import Processes
+from tests.index_store.store.writing.writer_processes import add_all, continue_it
+from tests.support.forking import killed_at_each_step
 from tests.support.store import CREATED, SyntheticContext, continuation, other_model, synthetic_context
 
 NOW = CREATED + timedelta(days=1)
@@ -260,22 +261,14 @@ def test_commands_tell_and_keep_the_rules(shelf: Shelf) -> None:
 
 
 def test_a_keeper_killed_at_any_step_leaves_a_whole_child_or_none(shelf: Shelf) -> None:
-    processes, made, steps = Processes(), shelf.made(), 0
-    try:
-        while True:
-            request = {"continues": shelf.root.id, "die_at": steps}
-            status = processes.wait(processes.start(shelf.store, **request))
-            if status == 0:
-                break
-            assert status == -9
-            for child in shelf.store.children(shelf.root.id):  # killed after the rename
-                assert (child.id, shelf.store.verify(child.id)) == (made.id(), [])
-                shelf.store.delete(child.id)
-            clean_up(shelf.store)
-            assert [entry.id for entry in shelf.store.entries()] == [shelf.root.id]
-            steps += 1
-    finally:
-        processes.close()
+    made, steps = shelf.made(), 0
+    for _ in killed_at_each_step(continue_it, shelf.store.path, shelf.root.id):
+        steps += 1
+        for child in shelf.store.children(shelf.root.id):  # killed after the rename
+            assert (child.id, shelf.store.verify(child.id)) == (made.id(), [])
+            shelf.store.delete(child.id)
+        clean_up(shelf.store)
+        assert [entry.id for entry in shelf.store.entries()] == [shelf.root.id]
     assert steps == 2 + 1 + 6 + 2  # arrays, chunks, two syncs
     assert shelf.store.verify(made.id()) == []
     with pytest.raises(ContextHasChildrenError):
@@ -283,39 +276,37 @@ def test_a_keeper_killed_at_any_step_leaves_a_whole_child_or_none(shelf: Shelf) 
 
 
 def test_who_makes_a_child_whole_and_is_killed_leaves_the_child_or_all_of_it(shelf: Shelf) -> None:
-    processes, child = Processes(), shelf.child()
+    child = shelf.child()
     chunks = 1 + 2 * child.model.layers * child.model.kv_heads  # of tokens, keys and values, and an index
-    steps, replaced = chunks - 1, {"tokens", "kv"}
-    try:
-        while True:
-            status = processes.wait(processes.start(shelf.store, make_whole=child.id, die_at=steps))
-            found = shelf.store.manifest(child.id)
-            problems = shelf.store.verify(child.id)
-            if found.parent is not None:
-                assert found == child
-                assert read_own_rows(shelf.store, child)
-                # What lies there besides is told, and used by nobody.
-                assert all(isinstance(problem, UnexpectedFileError) for problem in problems)
-            else:
-                assert (found.own_tokens, found.stored_indexes, problems) == (305, {"more"}, [])
-                assert shelf.store.children(shelf.root.id) == []
-            if status == 0:
-                break
-            assert status == -9
-            if found.parent is None:  # killed behind the last step: the child anew
-                shelf.store.delete(child.id)
-                child = shelf.child()
-            elif steps % 2:
-                clean_up(shelf.store)
-                assert shelf.store.verify(child.id) == []
-            steps += 1
-    finally:
-        processes.close()
-    assert steps - chunks >= 7  # syncs, renames, the manifest, and what is removed at the end
+    killed = 0
+
+    def is_whole() -> bool:
+        found = shelf.store.manifest(child.id)
+        problems = shelf.store.verify(child.id)
+        if found.parent is not None:
+            assert found == child
+            assert read_own_rows(shelf.store, child)
+            # What lies there besides is told, and used by nobody.
+            assert all(isinstance(problem, UnexpectedFileError) for problem in problems)
+            return False
+        assert (found.own_tokens, found.stored_indexes, problems) == (305, {"more"}, [])
+        assert shelf.store.children(shelf.root.id) == []
+        return True
+
+    for step in killed_at_each_step(add_all, shelf.store.path, child.id, first=chunks - 1):
+        killed += 1
+        if is_whole():  # killed behind the last step: the child anew
+            shelf.store.delete(child.id)
+            child = shelf.child()
+        elif step % 2:
+            clean_up(shelf.store)
+            assert shelf.store.verify(child.id) == []
+    assert is_whole()
+    assert killed - 1 >= 7  # syncs, renames, the manifest, and what is removed at the end
     assert read_own_rows(shelf.store, child)  # by who has begun to before
     with shelf.store.open(child.id) as whole:
         assert len(whole.tokens()) == 305
-    assert {left.path.name for left in clean_up(shelf.store) if left.kind == "array"} == replaced
+    assert {left.path.name for left in clean_up(shelf.store) if left.kind == "array"} == {"tokens", "kv"}
     assert shelf.store.verify(child.id) == []
     made = shelf.made()
     shelf.store.delete(shelf.root.id)

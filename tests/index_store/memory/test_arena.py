@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -22,16 +21,17 @@ from index_store.errors import (
     StoreError,
 )
 from index_store.memory.arena import Arena
+from index_store.memory.books import Books, Slot
 from index_store.store.catalog import Store
 from index_store.store.zarr_io import chunk_path
 from tests.support.memory import resident_bytes
-from tests.support.serving.service import wait_until
 from tests.support.store import (
     CREATED,
     RecordingLocker,
     SyntheticContext,
     synthetic_context,
 )
+from tests.support.waiting import wait_until
 
 SIZE = resident_bytes(synthetic_context().manifest)
 
@@ -160,8 +160,8 @@ def test_a_budget_is_positive(budget: int) -> None:
 def test_many_threads_load_once(many: tuple[Store, list[SyntheticContext]]) -> None:
     store, contexts = many
     locker = RecordingLocker()
-    locker.before = lambda: time.sleep(0.1)  # hold the load until every thread has asked
     arena = Arena(SIZE, locker)
+    locker.before = lambda: wait_until(lambda: arena.stats().leases == 16)
     begin, together = threading.Barrier(16), threading.Barrier(16)
 
     def use() -> int:
@@ -343,8 +343,17 @@ class SlowToUnlock(RecordingLocker):
         super().unlock(tensor)
 
 
-def test_memory_on_its_way_out_is_counted(store: Store) -> None:
+def test_memory_on_its_way_out_is_counted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """What leaves makes room for two; the second must not come in before it has left."""
+    refused: list[str] = []
+    can_hold = Books.can_hold
+
+    def noted(books: Books, slot: Slot) -> bool:
+        found = can_hold(books, slot)
+        refused.extend([] if found else [slot.id])
+        return found
+
+    monkeypatch.setattr(Books, "can_hold", noted)
     large, first, second = (synthetic_context(tokens=tokens, seed=tokens) for tokens in (400, 20, 30))
     for context in (large, first, second):
         context.write(store)
@@ -356,8 +365,7 @@ def test_memory_on_its_way_out_is_counted(store: Store) -> None:
         makes_room = pool.submit(touch, arena, store, first)
         assert locker.leaving.wait(60)
         finds_room = pool.submit(touch, arena, store, second)
-        wait_until(lambda: arena.stats().leases == 2)  # both are at it
-        time.sleep(0.1)
+        wait_until(lambda: len(refused) > 1)  # the second, while the first waits for the pages
         assert not makes_room.done()
         assert not finds_room.done()
         assert len(locker.locked) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -36,6 +35,11 @@ class Interest:
         if self.lost.is_set():
             raise GoneError
 
+    def still_waits(self) -> None:
+        """Returns when it was asked again."""
+        self.asked.clear()
+        assert self.asked.wait(SOON)
+
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
@@ -61,11 +65,11 @@ def test_memory_is_waited_for(pool: ThreadPoolExecutor, many: tuple[Store, list[
     store, (a, b, *_) = many
     arena = Arena(SIZE)
     with arena.acquire(store, a.id):
-        waiting = [start_waiting(pool, arena, store, b)[1] for _ in range(3)]
-        time.sleep(0.1)
-        assert not any(future.done() for future in waiting)
+        waiting = [start_waiting(pool, arena, store, b) for _ in range(3)]
+        for interest, _ in waiting:
+            interest.still_waits()
         assert arena.ids() == [a.id]
-    assert [future.result(SOON) for future in waiting] == [b.id] * 3
+    assert [future.result(SOON) for _, future in waiting] == [b.id] * 3
     stats = arena.stats()
     assert (stats.loads, stats.hits, stats.evictions, stats.leases) == (2, 2, 1, 0)
 
@@ -165,9 +169,8 @@ def test_leases_that_overlap_do_not_keep_others_out_for_ever(
         following.__enter__()
         held.__exit__(None, None, None)
         held = following
-    late = start_waiting(pool, arena, store, a)[1]
-    time.sleep(0.1)
-    assert not late.done()
+    interest, late = start_waiting(pool, arena, store, a)
+    interest.still_waits()
     assert not waiting.done()
     held.__exit__(None, None, None)
     assert waiting.result(SOON) == b.id

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 from dataclasses import replace
@@ -22,18 +21,10 @@ from index_store.memory.resident import ResidentContext
 from index_store.methods.presets import get_method
 from index_store.store.catalog import Store
 from index_store.store.description.dtypes import STORED_DTYPES
+from tests.index_store.memory.hybrid_arenas import CPU, DEVICES, check_contents, no_collector
 from tests.support.layers import build_index, small_spec
 from tests.support.memory import copy_padded, load_context, resident_bytes
-from tests.support.store import KINDS, RecordedIndex, SyntheticContext, indexed_context, synthetic_context
-
-CPU = torch.device("cpu")
-DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
-
-
-def same(found: Tensor, expected: Tensor) -> bool:
-    """Bit for bit: random floats may be NaN."""
-    left, right = (tensor.cpu().contiguous().view(torch.uint8) for tensor in (found, expected))
-    return torch.equal(left, right)
+from tests.support.store import KINDS, SyntheticContext, indexed_context, synthetic_context
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -51,24 +42,9 @@ def test_contents(
         assert arena.stats().used_bytes == needed
         assert arena.stats().page_locked_bytes == 0
         assert resident.device.type == device.type
-        assert resident.tokens().tolist() == context.tokens.tolist()
-        for layer in range(3):
-            assert resident.kv(layer).is_contiguous()
-            assert resident.kv(layer).device.type == device.type
-            assert same(resident.kv(layer), context.kv[layer])
-        for row, layer in enumerate((1, 2)):
-            index = resident.index("tables", layer)
-            assert isinstance(index, RecordedIndex)
-            for entry, data in context.entries():
-                stored = index.stored[entry.path.rpartition("/")[2]]
-                assert same(stored, data[row])
-                assert stored.stride(2) == 1
-                assert (stored.data_ptr() - resident.kv(0).data_ptr()) % 256 == 0
-                if stored.dtype == torch.int8:
-                    assert stored.stride(1) == -(-tokens // 256) * 256
-                    assert stored.stride(0) == stored.shape[1] * stored.stride(1)
-                else:
-                    assert stored.is_contiguous()
+        check_contents(resident, context, device, device)
+        stored = resident.index("tables", 1).stored.values()  # type: ignore[attr-defined]
+        assert all((each.data_ptr() - resident.kv(0).data_ptr()) % 256 == 0 for each in stored)
 
 
 def test_padding_counts() -> None:
@@ -137,8 +113,7 @@ def test_a_context_too_large_for_the_budget_is_refused(stored: Store, context: S
 def test_memory_is_freed(many: tuple[Store, list[SyntheticContext]]) -> None:
     store, contexts = many
     arena = Arena(resident_bytes(contexts[0].manifest, CPU), device=CPU)
-    gc.disable()
-    try:
+    with no_collector():
         with arena.acquire(store, contexts[0].id) as resident:
             storage = weakref.ref(resident.kv(0).untyped_storage())
             kept = resident.derived("twice", partial(torch.mul, resident.kv(0), 2))
@@ -147,8 +122,6 @@ def test_memory_is_freed(many: tuple[Store, list[SyntheticContext]]) -> None:
         with arena.acquire(store, contexts[1].id):
             assert storage() is None
             assert derived() is None
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import time
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 from torch import Tensor
@@ -22,8 +18,9 @@ from index_store.memory.placement import (
 from index_store.store.catalog import Store
 from index_store.store.stored_context import Context
 from index_store.store.zarr_io import chunk_path
-from tests.index_store.memory.hybrid_arenas import NEEDED, hybrid_arena, same
+from tests.index_store.memory.hybrid_arenas import NEEDED, hybrid_arena, no_collector, same
 from tests.support.store import KINDS, RecordedIndex, RecordingLocker, SyntheticContext, synthetic_context
+from tests.support.waiting import wait_until
 
 SOON = 60.0
 
@@ -130,15 +127,6 @@ def test_a_reader_that_dies(
     assert arena.stats().used == MemoryBytes()
 
 
-@contextmanager
-def no_collector() -> Iterator[None]:
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 @no_collector()
 def test_loading_ends_with_the_last_lease(
     stored: Store, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch
@@ -164,9 +152,4 @@ def test_loading_ends_with_the_last_lease(
     assert arena.stats().used == MemoryBytes()
     assert arena.stats().loads == 0
     del resident, lease, waiting, ending
-    until = time.monotonic() + SOON
-    while (
-        storage() is not None and time.monotonic() < until
-    ):  # a thread that has just ended may still let go of it
-        time.sleep(0.001)
-    assert storage() is None
+    wait_until(lambda: storage() is None)  # a thread that has just ended may still let go of it

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from decode_engine.layers.session import Session
 from index_store.errors import (
@@ -32,12 +28,12 @@ from index_store.methods.presets import get_method
 from index_store.store.catalog import Store
 from index_store.store.description.dtypes import STORED_DTYPES
 from index_store.store.description.manifest import IndexEntry
+from tests.index_store.memory.hybrid_arenas import CPU, check_contents, no_collector, same
 from tests.support.layers import build_index, small_spec
 from tests.support.memory import resident_bytes
 from tests.support.store import (
     KINDS,
     PARAMETERS,
-    RecordedIndex,
     RecordingLocker,
     SyntheticContext,
     indexed_context,
@@ -53,35 +49,16 @@ def touch(arena: Arena, store: Store, context: SyntheticContext) -> None:
         pass
 
 
-def bits(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_contents(store: Store, dtype: str) -> None:
     context = synthetic_context(dtype=dtype, index_dtypes=tuple(STORED_DTYPES))
     context.write(store)
     arena = Arena(1 << 20, kinds=KINDS)
     with arena.acquire(store, context.id) as resident:
-        assert resident.manifest == context.manifest
-        assert torch.equal(resident.tokens(), context.tokens)
-        for layer in range(3):
-            kv = resident.kv(layer)
-            assert kv.is_contiguous()
-            assert kv.dtype == STORED_DTYPES[dtype].torch_dtype
-            assert bits(kv) == bits(context.kv[layer])
-            assert bits(resident.keys(layer)) == bits(context.kv[layer, :, :, 0])
-            assert bits(resident.values(layer)) == bits(context.kv[layer, :, :, 1])
-            assert resident.keys(layer).data_ptr() == kv.data_ptr()
-        for row, layer in enumerate((1, 2)):
-            index = resident.index("tables", layer)
-            assert isinstance(index, RecordedIndex)
-            assert index.parameters == PARAMETERS
-            assert index.keys_HND.data_ptr() == resident.kv(layer).data_ptr()
-            for entry, data in context.entries():
-                stored = index.stored[entry.path.rpartition("/")[2]]
-                assert stored.is_contiguous()
-                assert bits(stored) == bits(data[row])
+        check_contents(resident, context, CPU, CPU, padded=False)
+        assert same(resident.keys(2), context.kv[2, :, :, 0])
+        assert same(resident.values(2), context.kv[2, :, :, 1])
+        assert resident.index("tables", 1).parameters == PARAMETERS  # type: ignore[attr-defined]
         arrays = sum(
             entry.nbytes for entry in context.manifest.arrays if entry.path not in ("tokens", "queries")
         )
@@ -101,16 +78,6 @@ def test_one_block_holds_a_context(many: tuple[Store, list[SyntheticContext]]) -
 def test_the_machine_refuses_memory() -> None:
     with pytest.raises(MemoryBudgetError, match="refused"):
         HostBlock(1 << 60)
-
-
-@contextmanager
-def no_collector() -> Iterator[None]:
-    """Memory comes back by reference counts alone: what is part of a cycle stays."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @no_collector()
@@ -269,7 +236,7 @@ def test_failing_page_lock_falls_back_and_says_why(
     store, contexts = many
     arena = Arena(SIZE, RecordingLocker(error="no more locked memory"))
     with caplog.at_level(logging.WARNING), arena.acquire(store, contexts[0].id) as resident:
-        assert bits(resident.kv(0)) == bits(contexts[0].kv[0])
+        assert same(resident.kv(0), contexts[0].kv[0])
     assert "stay pageable" in caplog.text
     assert "no more locked memory" in caplog.text
     assert arena.stats().page_locked_bytes == 0

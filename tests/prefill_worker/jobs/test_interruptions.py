@@ -45,7 +45,7 @@ def leftovers(store: Path) -> list[str]:
     return [name for name in os.listdir(store / "contexts") if name.startswith(".")]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kill_at_any_moment_leaves_a_usable_store(
     processes: ForkServerContext, make_config: MakeConfig
 ) -> None:
@@ -145,7 +145,12 @@ def command(config: PrefillConfig, *more: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+    ("sent", "code"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_signal_ends_the_job_cleanly(make_config: MakeConfig, tmp_path: Path, sent: int, code: int) -> None:
     config = make_config()

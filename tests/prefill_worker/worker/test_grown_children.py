@@ -148,7 +148,7 @@ def test_a_child_that_is_deleted_meanwhile_stays_so(shop: Shop, monkeypatch: pyt
     assert find_leftovers(shop.contexts) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_workers_lose_no_child_and_show_nothing_half(shop: Shop, processes: ForkServerContext) -> None:
     """Killed at moments spread over the whole of it, of children each of which is made whole in the end."""
     children = [child_of(shop, seed=seed) for seed in range(2, 8)]

@@ -330,7 +330,7 @@ def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_workers_lose_nothing_and_show_nothing_half(
     shop: Shop, expected: Manifest, processes: ForkServerContext
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import grpc
@@ -11,18 +10,14 @@ from google.rpc.error_details_pb2 import ErrorInfo
 
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.rpc.transport.status import error_info
+from tests.support.waiting import wait_until
+
+__all__ = ["ABSENT", "LONG", "fails", "leases", "wait_until"]
 
 ABSENT = "contexts/" + "0" * 64
 
 
 LONG = 3000  # tokens: seconds of work
-
-
-def wait_until(condition: Any, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def leases(server: DecodeServer) -> int:

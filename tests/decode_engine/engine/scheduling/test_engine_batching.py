@@ -27,17 +27,6 @@ from tests.decode_engine.engine.fake_runner import (
 )
 
 
-@pytest.fixture
-def runner() -> FakeRunner:
-    return FakeRunner()
-
-
-@pytest.fixture
-def engine(runner: FakeRunner) -> FakeEngine:
-    """An engine without its thread: tests call `step`."""
-    return Engine(runner, max_sessions=4, max_waiting=2, prompt_chunk=4)
-
-
 def test_long_prompts_are_chunked_between_decode_steps_of_others(
     engine: FakeEngine, runner: FakeRunner
 ) -> None:

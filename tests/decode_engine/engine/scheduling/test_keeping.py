@@ -25,7 +25,7 @@ from tests.decode_engine.engine.fake_runner import (
     run,
     submit,
 )
-from tests.support.serving.service import wait_until
+from tests.support.waiting import wait_until
 
 
 @dataclass

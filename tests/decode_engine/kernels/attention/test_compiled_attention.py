@@ -19,7 +19,7 @@ SPILLED = 96
 """Bytes a thread, outside of loops, where 128 query heads of 256 channels have one program's registers."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_programs_have_room_and_need_no_local_memory() -> None:
     """In a process of its own: this one may have told Triton to interpret."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

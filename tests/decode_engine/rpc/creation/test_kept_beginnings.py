@@ -349,7 +349,7 @@ def test_a_hundred_conversations_within_a_bound(tmp_path: Path) -> None:
     assert on.removed > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("moment", ["ordered", "begun", "made"])
 def test_a_server_that_is_killed_leaves_nothing_half(shop: Library, moment: str) -> None:
     """Its order is there and is worked on by the next one, or its context is."""

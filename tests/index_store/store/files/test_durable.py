@@ -1,18 +1,23 @@
-"""Writing: what is published survives a power cut, and nobody else may read it unless the owner lets them."""
+"""Files that are durable, their checksums, and locks that die with their process."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+import google_crc32c
+import numpy as np
 import pytest
 
 from index_store.errors import StoreError
 from index_store.store.catalog import Store
-from index_store.store.files import durable
+from index_store.store.clean_up import clean_up, find_leftovers
+from index_store.store.files import checksums, durable, locks
 from index_store.store.files.durable import make_folder
+from index_store.store.files.locks import clear_free_lock, is_locked, locked_file
 from tests.index_store.store.test_tuned_defaults import record
 from tests.support.store import synthetic_context
 
@@ -94,3 +99,64 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
         make_folder(tmp_path / "file" / "inside")
     with pytest.raises(StoreError, match="creating the store failed"):
         Store(tmp_path / "file", create=True)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 63, 500, 4096, 100_001])
+def test_checksums_equal_those_of_the_package(size: int) -> None:
+    raw = np.random.default_rng(size).integers(0, 256, size + 3, dtype=np.uint8)
+    for start in (0, 3):
+        part = raw[start : start + size]
+        for before in (0, 12345, 2**32 - 1):
+            assert checksums.extend_crc32c(before, part) == google_crc32c.extend(before, part.tobytes())
+
+
+def test_the_library_is_called_directly_here() -> None:
+    """Otherwise threads that write or load take turns: see which function google_crc32c's library has now."""
+    assert checksums._extend is not google_crc32c.extend
+
+
+def test_a_lock_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert not is_locked(path)
+    with locked_file(path) as held:
+        assert held
+        assert is_locked(path)
+        assert not clear_free_lock(path)
+        with locked_file(path, wait=False) as again:
+            assert not again
+    assert not path.exists()
+    path.touch()
+    assert not is_locked(path)
+    assert clear_free_lock(path)
+    assert not path.exists()
+
+
+def test_what_cannot_be_opened_counts_as_locked(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    assert is_locked(tmp_path / "loop")
+
+
+def test_network_file_systems_get_locks_that_they_take(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS locks byte ranges: exclusively only files open for writing, shared ones only files open for reading."""
+    asked: set[tuple[str, int]] = set()
+    original = fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        kind = operation & (fcntl.LOCK_EX | fcntl.LOCK_SH)
+        access = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+        assert os.path.isfile(f"/proc/self/fd/{descriptor}")
+        assert (access == os.O_RDWR) if kind == fcntl.LOCK_EX else (access in (os.O_RDONLY, os.O_RDWR))
+        asked.add((os.readlink(f"/proc/self/fd/{descriptor}"), kind))
+        original(descriptor, operation)
+
+    monkeypatch.setattr(locks.fcntl, "flock", flock)
+    (store.path / "contexts" / f".tmp-{'0' * 64}-01").mkdir()
+    (store.path / "locks" / ("1" * 64)).touch()
+    context = synthetic_context()
+    with store.lock(context.id):
+        context.write(store)
+        find_leftovers(store)
+    # The temporary folder went when the next job came.
+    assert [item.kind for item in clean_up(store)] == ["lock"]
+    assert any(f".tmp-{context.id}" in path for path, _ in asked)
+    assert os.listdir(store.path / "locks") == []

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ import pytest
 from index_store.errors import StoreUnavailableError
 from index_store.store.files import reading
 from index_store.store.files.reading import Readers, WrongFileError, may_block, read_bounded, read_file
+from tests.support.waiting import wait_until
 
 SOON = 60.0
 
@@ -85,18 +85,27 @@ def test_work_may_take_as_long_as_it_likes_between_steps(
     """By a clock of its own: on a busy machine any step may take longer than a limit that a test can wait for."""
     now = 0.0
     monkeypatch.setattr(reading, "time", SimpleNamespace(monotonic=lambda: now))
+    readers, looks = Readers(1, "test", 0.09), threading.Semaphore(0)
+
+    def is_looked_at() -> None:
+        while looks.acquire(blocking=False):
+            pass
+        for _ in range(2):  # the first may be of before
+            assert looks.acquire(timeout=SOON)
 
     def slow() -> str:
         nonlocal now
         for _ in range(5):
             with may_block(tmp_path):
                 now += 0.08
-                time.sleep(0.02)
+                is_looked_at()
             now += 0.1
-            time.sleep(0.1)
+            is_looked_at()
         return "done"
 
-    assert read_bounded(slow, limit_s=0.09) == "done"
+    assert readers.result(readers.submit(slow), looks.release) == "done"
+    readers.stop()
+    assert readers.join(SOON)
 
 
 def test_threads_that_hang_are_not_added_to_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,9 +130,7 @@ def test_threads_that_hang_are_not_added_to_for_ever(tmp_path: Path, monkeypatch
             read_bounded(hang, limit_s=0.02)
     assert hanging() == 2
     back.set()
-    deadline = time.monotonic() + SOON
-    while hanging() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not hanging())
     assert read_bounded(lambda: 1) == 1
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,15 +20,9 @@ from index_store.store.clean_up import clean_up, find_leftovers
 from index_store.store.description.manifest import FORMAT_VERSION
 from index_store.store.description.manifest_json import render_document, render_manifest
 from index_store.store.writer import ContextWriter
-from tests.index_store.store.writing.test_killed_writers import Processes
+from tests.index_store.store.writing.writer_processes import add
+from tests.support.forking import killed_at_each_step
 from tests.support.store import CREATED, SyntheticContext, add_index, synthetic_context
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    started = Processes()
-    yield started
-    started.close()
 
 
 def names(store: Store) -> list[str]:
@@ -138,24 +131,17 @@ def test_a_context_that_is_deleted_meanwhile(
     assert names(stored) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("indexes", [("int8",), ()])
-def test_killed_at_any_step(tmp_path: Path, processes: Processes, indexes: tuple[str, ...]) -> None:
+def test_killed_at_any_step(tmp_path: Path, indexes: tuple[str, ...]) -> None:
     context = synthetic_context(tokens=20, index_dtypes=indexes)
     context.write(Store(tmp_path / "pristine", create=True))
-    whole = tmp_path / "whole"
-    shutil.copytree(tmp_path / "pristine", whole)
+    whole, path = tmp_path / "whole", tmp_path / "killed"
+    for copy in (whole, path):
+        shutil.copytree(tmp_path / "pristine", copy)
     added, _ = add_index(Store(whole), context.manifest)
     states = {"old": 0, "stray": 0, "new": 0}
-    step = 0
-    while True:
-        path = tmp_path / f"killed {step}"
-        shutil.copytree(tmp_path / "pristine", path)
+    for step in killed_at_each_step(add, path, context.id):
         store = Store(path)
-        status = processes.wait(processes.start(store, add_to=context.id, die_at=step))
-        if status == 0:
-            break
-        assert status == -9
         found = store.manifest(context.id)
         assert found in (context.manifest, added)
         problems = store.verify(context.id)
@@ -172,10 +158,9 @@ def test_killed_at_any_step(tmp_path: Path, processes: Processes, indexes: tuple
             assert add_index(store, found)[0] == added
             assert store.verify(context.id) == []
         shutil.rmtree(path)
-        step += 1
-    # 12 chunks, the sync, the index's rename and its sync, the manifest's rename and its sync, the removal
-    assert step == 12 + 1 + 2 + 2 + 1
-    assert states == {"old": 14, "stray": 2, "new": 2}
+        shutil.copytree(tmp_path / "pristine", path)
+    # 12 chunks, the sync and the index's rename; its sync and the manifest's rename; its sync, and the removal
+    assert states == {"old": 12 + 2, "stray": 2, "new": 2}
 
 
 def test_an_addition_replaces_what_a_killed_one_left(stored: Store, context: SyntheticContext) -> None:

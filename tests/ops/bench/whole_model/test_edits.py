@@ -32,7 +32,7 @@ def rows(bench: ModuleType, run: Run) -> tuple[Sequence[dict[str, Any]], int]:
     return found, code
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_kind_says_what_the_reference_says(bench: ModuleType, run: Run) -> None:
     found, code = rows(bench, run)
     assert code == 0
@@ -41,7 +41,7 @@ def test_every_kind_says_what_the_reference_says(bench: ModuleType, run: Run) ->
     assert all(line["ratio"] > 0 for line in found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_wrong_log_probabilities_are_not_timed(
     bench: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,9 +1,10 @@
-"""Attention to listed keys equals its reference, session by session whatever else is attended in the same call."""
+"""Compiled loops of attention equal plain attention: listed keys, tails, and weights pooled over a group."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.listed_keys_numba import (
@@ -12,7 +13,9 @@ from index_store.attention.listed_keys_numba import (
     attend_listed_reference,
     attend_row_lists,
     attend_row_lists_reference,
+    attend_tails,
 )
+from index_store.attention.pooled_weights_numba import pooled_weights, pooled_weights_reference
 
 H, G = 3, 2
 
@@ -104,3 +107,78 @@ def test_far_apart_logits_are_attended_to_without_overflow() -> None:
     state = attend_row_lists(torch.ones(1, 1, 1, 16), kv, kv[:, :0], ids, torch.tensor([[200]]))
     assert state.out[0, 0, 0, 3] == pytest.approx(199.0, abs=1e-3)
     assert state.lse.item() == pytest.approx(1000.0)
+
+
+HEADS, GROUP, COUNT = 2, 3, 40
+TAILS = (1, 7, 70, 16)
+TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
+
+
+def textbook(q_HSGD: Tensor, kvs: list[Tensor]) -> AttentionState:
+    """Attention of each session to its keys and values [H, n, 2, d]; 0 and -inf where there are none."""
+    states = []
+    for session, kv in enumerate(kvs):
+        logits = torch.einsum("hgd,hnd->hgn", q_HSGD[:, session].double(), kv[:, :, 0].double())
+        out = torch.einsum("hgn,hnd->hgd", logits.softmax(-1), kv[:, :, 1].double())
+        states.append((out.float(), logits.logsumexp(-1).float()))
+    return AttentionState(
+        torch.stack([out for out, _ in states], 1), torch.stack([lse for _, lse in states], 1)
+    )
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("count", [COUNT, 0])
+def test_tails_are_added_to_what_the_context_gave(head_dim: int, dtype: torch.dtype, count: int) -> None:
+    generator = torch.Generator().manual_seed(head_dim + count)
+    rows = torch.randn(HEADS, 100, 2, head_dim, generator=generator).to(dtype)
+    context = rows[:, :count]
+    kept = torch.randn(len(TAILS), HEADS, 90, 2, head_dim, generator=generator).to(dtype)
+    tails = [each[:, :length] for each, length in zip(kept, TAILS, strict=True)]
+    q = torch.randn(HEADS, len(TAILS), GROUP, head_dim, generator=generator) * head_dim**-0.5
+    given = textbook(q, [context] * len(TAILS))
+    before = given.out.clone(), given.lse.clone()
+    found = attend_tails(q, context, tails, given)
+    assert found is not None
+    expected = textbook(q, [torch.cat([context, tail], dim=1) for tail in tails])
+    torch.testing.assert_close(found.out, expected.out, **TOLERANCE)
+    torch.testing.assert_close(found.lse, expected.lse, **TOLERANCE)
+    assert torch.equal(given.out, before[0])
+    assert torch.equal(given.lse, before[1])
+    for session, tail in enumerate(tails):
+        own = AttentionState(given.out[:, session : session + 1], given.lse[:, session : session + 1])
+        alone = attend_tails(q[:, session : session + 1], context, [tail], own)
+        assert alone is not None
+        assert torch.equal(alone.out[:, 0], found.out[:, session])
+        assert torch.equal(alone.lse[:, 0], found.lse[:, session])
+
+
+def test_rows_that_the_loop_cannot_read_are_left_to_others() -> None:
+    context, q = torch.zeros(HEADS, 5, 2, 64), torch.zeros(HEADS, 1, GROUP, 64)
+    good, given = torch.zeros(HEADS, 3, 2, 64), AttentionState.empty((HEADS, 1, GROUP), 64)
+    assert attend_tails(q, context, [good], given) is not None
+    for kv, tails in (
+        (context, [good, good.bfloat16()]),
+        (context, [good.transpose(0, 1).contiguous().transpose(0, 1)]),
+        (context.double(), [good.double()]),
+    ):
+        assert attend_tails(q, kv, tails, given) is None
+
+
+@pytest.mark.parametrize("count", [1, 63, 1024, 20_000])
+@pytest.mark.parametrize(("positions", "group"), [(1, 2), (3, 4)])
+def test_it_equals_the_reference(count: int, positions: int, group: int) -> None:
+    """Also of logits that are missing, of heads without any, and of weights too small for a float."""
+    generator = torch.Generator().manual_seed(count)
+    logits = 30 * torch.randn(2, positions, group, count, generator=generator)
+    logits[:, :, 0, ::3] = -torch.inf
+    logits[:, :, :, ::6] = -torch.inf
+    logits[1, 0, 1] = -torch.inf
+    logits[:, :, :, 1::6] -= 500
+    found, expected = pooled_weights(logits), pooled_weights_reference(logits)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-30)
+    assert torch.equal(found.isneginf(), torch.isneginf(logits).all(2))
+
+
+def test_no_keys_have_no_weights() -> None:
+    assert pooled_weights(torch.empty(2, 1, 3, 0)).shape == (2, 1, 0)
