@@ -2,29 +2,79 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import asdict
+from time import sleep
+from typing import Annotated, NoReturn
 
 import typer
 
+from decode_engine.errors import ServerUnreachableError
 from decode_engine.rpc.client import Client, ServerStatus
 from decode_engine.rpc.door.options import ServerConfig
-from index_store.cli.console import print_json
+from index_store.cli.console import on_terminal, print_json
 from index_store.cli.options import FormatOption, OutputFormat, configured
+
+_EVERY_S = 1.0
 
 
 @configured(ServerConfig)
-def status(config: ServerConfig, output: FormatOption = OutputFormat.TEXT) -> None:
+def status(
+    config: ServerConfig,
+    output: FormatOption = OutputFormat.TEXT,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch", help="Tell it again every second, until interrupted; the server may restart."
+        ),
+    ] = False,
+) -> None:
     """Tell what a server does now and did so far.
 
     Requests that wait and run, batches, memory, and counts since it started.
     """
     with Client(config.server, credentials=config.credentials()) as client:
+        if watch:
+            _watch(client, output)
         found = client.server_status()
     if output is OutputFormat.JSON:
-        print_json({**asdict(found), "mean_batch": found.mean_batch})
+        print_json(_figures(found))
         return
     for line in status_lines(found):
         typer.echo(line)
+
+
+def _figures(found: ServerStatus) -> dict[str, object]:
+    return {**asdict(found), "mean_batch": found.mean_batch}
+
+
+def _watch(client: Client, output: OutputFormat) -> NoReturn:
+    """Tells the status every second: JSON on a line each, text in place of the one before on a terminal."""
+    before: ServerStatus | None = None
+    while True:
+        try:
+            found = client.server_status()
+        except ServerUnreachableError as error:
+            typer.echo(error.message, err=True)
+            before = None
+        else:
+            if output is OutputFormat.JSON:
+                typer.echo(json.dumps(_figures(found)))
+            else:
+                lines = [*rate_lines(found, before), *status_lines(found)]
+                typer.echo(("\x1b[H\x1b[J" if on_terminal() else "") + "\n".join(lines))
+            sys.stdout.flush()
+            before = found
+        sleep(_EVERY_S)
+
+
+def rate_lines(found: ServerStatus, before: ServerStatus | None) -> list[str]:
+    """What was done since the status before, which was a second ago."""
+    if before is None or found.steps < before.steps:  # it was started again
+        return []
+    decoded, read = found.decode_tokens - before.decode_tokens, found.prompt_tokens - before.prompt_tokens
+    return [f"in the last second: {decoded} tokens decoded, {read} of prompts read"]
 
 
 def status_lines(found: ServerStatus) -> list[str]:

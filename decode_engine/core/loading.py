@@ -13,6 +13,7 @@ import torch
 
 from decode_engine.core.housekeeping import Housekeeping
 from decode_engine.core.kept_beginnings import KeepingRules, KeptBeginnings
+from decode_engine.core.metrics import Exporter
 from decode_engine.core.service import EngineService, Outboxes
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.session_memory import SHARE
@@ -163,6 +164,7 @@ def load_service(
         config.max_waiting,
         costs,
         auto,
+        None if config.metrics is None else Exporter(config.metrics, config.metrics_alias),
     )
 
 

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from decode_engine.core.housekeeping import Housekeeping
 from decode_engine.core.kept_beginnings import KeptBeginnings
 from decode_engine.core.meaning import choose_method, fit_max_tokens
+from decode_engine.core.metrics import Exporter, Present
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.places import Place
 from decode_engine.engine.prompt_pieces import stored_cost
@@ -29,7 +30,7 @@ from decode_engine.model.method_choice import AUTO, StepCosts
 from decode_engine.model.preparing import Preparation
 from decode_engine.model.runner import ModelRunner
 from decode_engine.orders.core import Facts, Residency, Status, Warmed
-from decode_engine.orders.events import Begins, Waits
+from decode_engine.orders.events import Begins, Lookup, Waits
 from decode_engine.orders.order import Order
 from decode_engine.rpc.contexts.defaults import remainder_name
 from decode_engine.rpc.creation.orders import Workshop
@@ -84,6 +85,7 @@ class Meaning:
     memory: int
     arrived_ns: int
     reason: str
+    lookup: Lookup
 
     @property
     def cached(self) -> int:
@@ -109,6 +111,7 @@ class Meaning:
             "" if method.budget is None else method.budget.label,
             remainder_name(method),
             self.reason,
+            self.lookup,
         )
 
 
@@ -118,8 +121,8 @@ class EngineService:
 
     workshop: where kept beginnings are ordered. housekeeping: of what has expired. preparation: of methods, before
     requests run by them. costs: of decode steps, by which a method is chosen where requests leave that to the server;
-    auto: whether those do that name none. max_waiting: requests beside those in progress. outboxes: by which doors get
-    events, one batch for each turn of the engine.
+    auto: whether those do that name none. exporter: of metrics, None where none are wanted. max_waiting: requests
+    beside those in progress. outboxes: by which doors get events, one batch for each turn of the engine.
     """
 
     store: Store
@@ -134,10 +137,13 @@ class EngineService:
     max_waiting: int
     costs: StepCosts = field(default_factory=StepCosts)
     auto: bool = True
+    exporter: Exporter | None = None
     threads: BlockingWork = field(default_factory=partial(BlockingWork, name="core"))
 
     def start(self) -> None:
-        """Begins to take orders."""
+        """Begins to take orders. Raises AddressError where metrics cannot be told at their address."""
+        if self.exporter is not None:
+            self.exporter.start(self._present)
         self.engine.start()
         self.housekeeping.start()
 
@@ -147,6 +153,8 @@ class EngineService:
         patience_s: for the step that the engine takes; None waits as long as it does. Returns whether all has ended:
         otherwise nothing may be let go of but by ending the process.
         """
+        if self.exporter is not None:
+            self.exporter.close()
         self.preparation.close()
         self.beginnings.close()
         self.housekeeping.stop()
@@ -154,6 +162,9 @@ class EngineService:
         ended = self.engine.shutdown(patience_s=patience_s)
         self.threads.close()
         return ended
+
+    def _present(self) -> Present:
+        return Present(self.facts(), self.engine.stats(), self.arena.stats(), self.beginnings.stats())
 
     def release(self) -> None:
         """Gives memory back, after `close`."""
@@ -174,6 +185,8 @@ class EngineService:
     def submit(self, order: Order, reply: Reply) -> None:
         """Begins an order; its reply is told all else. Never waits."""
         arrived_ns = self.engine.clock_ns()
+        if self.exporter is not None:
+            self.exporter.metrics.watch(reply, arrived_ns)
         try:
             self.threads.submit(partial(self._begin, order, reply, arrived_ns))
         except SparseKVError as error:
@@ -249,15 +262,25 @@ class EngineService:
         manifest = self.runner.no_context.manifest
         return Ground(manifest, manifest)
 
-    def beginning(self, token_ids: Sequence[int]) -> Ground:
+    def beginning(self, token_ids: Sequence[int]) -> tuple[Ground, Lookup]:
         """The longest stored context, made without a salt, that tokens begin with, or are; `nothing` without one.
 
-        Contexts that do not fit into memory are passed over.
+        Contexts that do not fit into memory are passed over. And what became of the search.
         """
         first = first_digest(self.runner.identity, self.runner.kv_dtype, "")
         digests = continued_digests(first, token_ids)
-        found = longest_prefix(self.store, digests, token_ids, self._may_hold)
-        return self.nothing if found is None else Ground.of(self.store, found)
+        passed_over = False
+
+        def may_hold(manifest: Manifest) -> bool:
+            nonlocal passed_over
+            fits = self._may_hold(manifest)
+            passed_over = passed_over or not fits
+            return fits
+
+        found = longest_prefix(self.store, digests, token_ids, may_hold)
+        if found is None:
+            return self.nothing, "too_large" if passed_over else "not_stored"
+        return Ground.of(self.store, found), "found"
 
     def _may_hold(self, manifest: Manifest) -> bool:
         try:
@@ -301,7 +324,7 @@ class EngineService:
     def _mean(self, order: Order, arrived_ns: int) -> Meaning:
         self.engine.check_answers(order.answers)
         identity, whole = self.runner.identity, order.prompt
-        ground = self.ground(order.context) if order.context else self._beginning(order)
+        ground, lookup = self._named(order) if order.context else self._beginning(order)
         named, base = ground.named, ground.base
         method, reason = self._choose(order, base)
         fitted = method.on(base)
@@ -310,22 +333,30 @@ class EngineService:
         limit, least = self.engine.session_memory, max(1, order.sampling.min_tokens)
         room = None if limit is None else limit // order.answers - ground.own_bytes
         max_tokens, own = fitting_tokens(fitted, ground.own_tokens + len(prompt), least, max_tokens, room)
-        return Meaning(order, ground, fitted, prompt, max_tokens, own + ground.own_bytes, arrived_ns, reason)
+        return Meaning(
+            order, ground, fitted, prompt, max_tokens, own + ground.own_bytes, arrived_ns, reason, lookup
+        )
 
-    def _beginning(self, order: Order) -> Ground:
-        """What an order without a context stands on. Raises InvalidArgumentError where nothing can be kept of it."""
+    def _named(self, order: Order) -> tuple[Ground, Lookup]:
+        return self.ground(order.context), "named"
+
+    def _beginning(self, order: Order) -> tuple[Ground, Lookup]:
+        """What an order without a context stands on, and how that was found.
+
+        Raises InvalidArgumentError where nothing can be kept of it.
+        """
         if order.prompt_logprobs:  # all of the prompt has to be read
-            return self.nothing
+            return self.nothing, "not_looked_for"
         if order.keep is None:
             return self.beginning(order.prompt)
-        ground = self.beginning(order.prompt[:-1])
+        ground, lookup = self.beginning(order.prompt[:-1])
         if not ground.named.token_count:
             raise InvalidArgumentError(
                 "keep continues a stored context, and this prompt begins with none; name one, or have the prompt made "
                 "into a context first (CreateContext)",
                 field="keep",
             )
-        return ground
+        return ground, lookup
 
     def _choose(self, order: Order, base: Manifest) -> tuple[Method, str]:
         """The method of an order, and why where the server chose it; "" where the client or the context did."""

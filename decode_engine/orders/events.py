@@ -15,6 +15,7 @@ from decode_engine.errors import InternalError, error_by_reason
 from index_store.errors import SparseKVError
 
 Cause = Literal["", "context", "method", "session"]
+Lookup = Literal["named", "found", "not_stored", "too_large", "not_looked_for"]
 FinishReason = Literal["stop", "length", "end_of_sequence"]
 
 
@@ -40,7 +41,8 @@ class Begins(Struct, frozen=True, array_like=True, tag="b"):
 
     context: id of what was continued, "" where nothing was. cached: tokens that are not read. prompt: those that are.
     max_tokens: that may be generated. budget, remainder: the method's, "" where it has none. reason: why it is this
-    method, where the server chose it.
+    method, where the server chose it. lookup: how the context was found, or why none was: none is stored, those that
+    are do not fit into memory, or all of the prompt has to be read.
     """
 
     context: str
@@ -51,6 +53,7 @@ class Begins(Struct, frozen=True, array_like=True, tag="b"):
     budget: str = ""
     remainder: str = ""
     reason: str = ""
+    lookup: Lookup = "named"
 
 
 class PromptRead(Struct, frozen=True, array_like=True, tag="p"):

@@ -16,6 +16,7 @@ from decode_engine.rpc.door.options import (
     TlsKeyOption,
     TokensOption,
     check_door,
+    is_loopback,
 )
 from decode_engine.settings.command_options import (
     Compilation,
@@ -78,6 +79,20 @@ class ServeConfig:
         ),
         AtLeast(0, MAX_DOORS),
     ] = 0
+    metrics: Annotated[
+        str | None,
+        Option(
+            metavar="HOST:PORT",
+            help="Answer Prometheus there; port 0 picks a free one. Without it nothing is counted.",
+        ),
+        Address(),
+    ] = None
+    metrics_alias: Annotated[
+        bool,
+        Option(
+            "--metrics-alias", help="With --metrics: under vLLM's names, too, for boards that have those."
+        ),
+    ] = False
     tls_cert: TlsCertOption = None
     tls_key: TlsKeyOption = None
     tls_client_ca: TlsClientCaOption = None
@@ -264,6 +279,12 @@ class ServeConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         check_door(self, {"--listen": self.listen})
+        if self.metrics is not None and not (self.allow_remote or is_loopback(self.metrics)):
+            raise InvalidArgumentError(
+                f"--metrics is {self.metrics}, which other machines can reach, and there is neither encryption nor any "
+                "token; answer at 127.0.0.1, or add --allow-remote where a network or a proxy keeps others out",
+                field="metrics",
+            )
         check_device(self.device)
         check_placement(self.placement, self.device, self.device_memory)
         check_compilation(self.compilation, self.device)

@@ -89,7 +89,7 @@ class Arena:
         self._slots = slots
         self._waiting: deque[_Waiter] = deque()  # first come first
         self._changed = threading.Condition()
-        self._loads = self._hits = self._evictions = 0
+        self._loads = self._loaded_bytes = self._hits = self._evictions = 0
 
     @contextmanager
     def acquire(
@@ -206,7 +206,7 @@ class Arena:
     def stats(self) -> ArenaStats:
         """The present state, consistent in itself."""
         with self._changed:
-            return self._books.stats(self._loads, self._hits, self._evictions)
+            return self._books.stats(self._loads, self._loaded_bytes, self._hits, self._evictions)
 
     def _current_manifest(self, store: Store, id_: str, expired: bool) -> Manifest:
         """The manifest as stored now: what was deleted or has expired is not served from memory either."""
@@ -313,6 +313,7 @@ class Arena:
             if error is None:
                 slot.complete = True
                 self._loads += 1
+                self._loaded_bytes += slot.needed.total
             self._changed.notify_all()
 
     def _await(self, slot: Slot, check: Callable[[], None], early: bool) -> None:

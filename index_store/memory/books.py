@@ -59,7 +59,7 @@ class ArenaStats:
     """What the arena holds now, and what it did so far.
 
     used includes contexts that are being loaded or freed; leased is the part that cannot be evicted now. contexts:
-    those that are wholly there.
+    those that are wholly there. loaded_bytes: of all loads.
     """
 
     budget: MemoryBytes
@@ -69,6 +69,7 @@ class ArenaStats:
     contexts: int
     leases: int
     loads: int
+    loaded_bytes: int
     hits: int
     evictions: int
 
@@ -192,7 +193,7 @@ class Books:
         """Whether all promised memory will be free, once what is being freed is."""
         return (_sum(self) + self._stuck()).fits(self.budget)
 
-    def stats(self, loads: int, hits: int, evictions: int) -> ArenaStats:
+    def stats(self, loads: int, loaded_bytes: int, hits: int, evictions: int) -> ArenaStats:
         """The present state, beside what the arena has counted."""
         return ArenaStats(
             budget=self.budget,
@@ -202,6 +203,7 @@ class Books:
             contexts=sum(slot.complete for slot in self),
             leases=sum(slot.leases for slot in self),
             loads=loads,
+            loaded_bytes=loaded_bytes,
             hits=hits,
             evictions=evictions,
         )

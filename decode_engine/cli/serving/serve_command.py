@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -53,7 +54,7 @@ def serve(
     as_json = output is OutputFormat.JSON
     with logging_to_stderr(log_level, as_json):
         try:
-            _check_served(config)
+            config = _check_served(config)
             if config.doors:
                 _supervise(config, log_level, as_json)
             else:
@@ -155,31 +156,45 @@ def _gateway(config: ServeConfig, inside: Path | None, door: Door) -> Iterator[G
 def _say_serving(config: ServeConfig, address: str, url: str | None, as_json: bool) -> None:
     if as_json:
         ready = {"address": address, "store": str(config.store), "model": config.model}
-        typer.echo(json.dumps({"event": "serving", **ready, **({} if url is None else {"url": url})}))
+        places = {
+            "url": url,
+            "metrics": None if config.metrics is None else f"http://{config.metrics}/metrics",
+        }
+        ready |= {name: place for name, place in places.items() if place is not None}
+        typer.echo(json.dumps({"event": "serving", **ready}))
     else:
-        places = address if url is None else f"{address} and {url}"
-        typer.echo(f"Serving {config.store} with {config.model} at {places} (Ctrl-C stops)")
+        told = address if url is None else f"{address} and {url}"
+        typer.echo(f"Serving {config.store} with {config.model} at {told} (Ctrl-C stops)")
     sys.stdout.flush()
 
 
-def _check_served(config: ServeConfig) -> None:
-    """Looks whether store, model and address can be used, before what takes seconds to import is imported.
+def _check_served(config: ServeConfig) -> ServeConfig:
+    """Looks whether store, model and addresses can be used, before what takes seconds to import is imported.
 
-    Raises StoreError, ModelUnsupportedError or AddressError, as the server itself does later.
+    Returns the configuration with a port for metrics where one was to be found. Raises StoreError,
+    ModelUnsupportedError or AddressError, as the server itself does later.
     """
     store = Store(config.store, create=config.prefill)
     if config.prefill:
         store.folders.check_writable()
     resolve_model(config.model)
-    host, _, port = config.listen.rpartition(":")
+    _probe(config.listen, "--listen")
+    return config if config.metrics is None else replace(config, metrics=_probe(config.metrics, "--metrics"))
+
+
+def _probe(address: str, flag: str) -> str:
+    """The address, with a free port in place of 0. Raises AddressError where nobody can listen there."""
+    host, _, port = address.rpartition(":")
     try:
-        places = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        for family, kind, protocol, _, place in places[:1]:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(place)
+        (family, kind, protocol, _, place), *_ = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM
+        )
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+            return f"{host}:{probe.getsockname()[1]}"
     except OSError as error:
-        raise AddressError.of(config.listen) from error
+        raise AddressError.of(address, flag) from error
 
 
 def _load(server: DecodeServer, stopping: threading.Event) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from decode_engine.cli.command_line import app
-from decode_engine.cli.status_command import status_lines
+from decode_engine.cli.status_command import rate_lines, status_lines
 from decode_engine.engine.session_memory import session_bytes
 from decode_engine.errors import SessionMemoryError
 from decode_engine.rpc.client import Client
@@ -103,3 +103,32 @@ def test_what_was_moved_is_told_where_something_was(client: Client) -> None:
     status = replace(client.server_status(), host_bytes_read=3 * 2**20, rows_reused=17)
     assert "3 MiB read by the device, 17 rows found on it; requests waited 0 ms" in status_lines(status)[-1]
     assert not any("read by the device" in line for line in status_lines(client.server_status()))
+
+
+def test_a_status_is_watched_until_interrupted(
+    server: DecodeServer, client: Client, lamp: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(seconds: float) -> None:
+        """In place of the pause between two looks."""
+        if looks:
+            raise KeyboardInterrupt
+        looks.append(seconds)
+        client.generate(lamp, text="Who?", max_tokens=3, method="full").read()
+        wait_until(lambda: client.server_status().requests == 0)
+
+    for output in ("text", "json"):
+        looks: list[float] = []
+        monkeypatch.setattr("decode_engine.cli.status_command.sleep", ask)
+        told = CliRunner().invoke(app, ["status", "--watch", "--server", server.address, "--format", output])
+        monkeypatch.undo()
+        if output == "text":
+            assert told.stdout.count("requests: 0 decoding") == 2
+            assert told.stdout.count("in the last second: 2 tokens decoded, 4 of prompts read") == 1
+        else:
+            first, second = map(json.loads, told.stdout.splitlines())
+            assert second["decode_tokens"] - first["decode_tokens"] == 2
+
+
+def test_what_came_since_is_not_told_of_a_server_that_was_started_again(client: Client) -> None:
+    status = client.server_status()
+    assert rate_lines(status, replace(status, steps=status.steps + 1)) == rate_lines(status, None) == []

@@ -1,0 +1,176 @@
+"""What Prometheus reads from a server: official parsers take it, it says what happened, and boards ask for no more."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families as parse
+
+from decode_engine.core.metrics import Histogram
+from decode_engine.errors import AddressError
+from decode_engine.rpc.client import Client
+from decode_engine.rpc.server import DecodeServer
+from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from tests.decode_engine.conftest import Library
+from tests.support.serving.service import LONG, wait_until
+
+MONITORING = Path(__file__).parents[3] / "ops/monitoring"
+PROMETHEUS = "application/openmetrics-text;version=1.0.0;q=0.9,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+
+# What boards and routers of vLLM ask for; see the names in its documentation of production metrics.
+OF_THE_FIELD = {
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "cache_config_info",
+    "time_to_first_token_seconds_bucket",
+    "inter_token_latency_seconds_bucket",
+    "request_time_per_output_token_seconds_bucket",
+    "e2e_request_latency_seconds_bucket",
+    "request_queue_time_seconds_bucket",
+    "request_prefill_time_seconds_bucket",
+    "request_decode_time_seconds_bucket",
+    "request_prompt_tokens_bucket",
+    "request_generation_tokens_bucket",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "request_success_total",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "prompt_tokens_by_source_total",
+    "kv_offload_load_bytes_total",
+}
+
+
+class Scraped:
+    """A server whose metrics are read."""
+
+    def __init__(self, server: DecodeServer, address: str) -> None:
+        self.client = Client(server.address)
+        self.address = address
+
+    def text(self) -> str:
+        request = urllib.request.Request(f"http://{self.address}/metrics", headers={"Accept": PROMETHEUS})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    def value(self, name: str, **labels: str) -> float:
+        wanted = {"model_name": "model", **labels}
+        return sum(
+            sample.value
+            for family in parse(self.text())
+            for sample in family.samples
+            if sample.name == f"sparsekv:{name}" and wanted.items() <= sample.labels.items()
+        )
+
+
+@pytest.fixture(scope="module")
+def scraped(library: Library, lamp: str) -> Iterator[Scraped]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with DecodeServer(library.config(metrics=address, metrics_alias=True)) as server:
+        server.load()
+        watched = Scraped(server, address)
+        ask = watched.client.generate
+        ask(lamp, text="Who?", max_tokens=5, method="csattention").read()
+        ask(text="A prompt on its own", max_tokens=3, n=2, temperature=1).read()
+        with ask(lamp, text="Who?", max_tokens=LONG) as left:
+            next(iter(left))
+            left.cancel()
+        wait_until(lambda: watched.value("request_success_total", finished_reason="abort") == 1)
+        yield watched
+        watched.client.close()
+
+
+def test_what_happened_is_told(scraped: Scraped) -> None:
+    value = scraped.value
+    assert value("request_success_total", finished_reason="length") == 3
+    assert value("beginning_lookups_total", result="named") == 2
+    assert value("beginning_lookups_total", result="not_stored") == 1
+    assert value("time_to_first_token_seconds_count") == value("request_prompt_tokens_count") == 3
+    assert value("e2e_request_latency_seconds_count") == value("request_generation_tokens_count") == 3
+    assert value("request_generation_tokens_sum") == 11
+    assert value("generation_tokens_total") >= 12
+    assert value("inter_token_latency_seconds_count") >= 8
+    assert value("prompt_tokens_by_source_total", source="computed") == 4 + 4 + 19
+    stored = value("prompt_tokens_by_source_total", source="context")
+    assert stored == value("prefix_cache_hits_total") > 1000
+    assert value("prompt_tokens_total") == value("prefix_cache_queries_total") == stored + 27
+    assert value("requests_by_method_total", method="csattention") >= 1
+    assert (
+        0
+        < value("keys_read_total", method="csattention")
+        < value("keys_available_total", method="csattention")
+    )
+    assert (value("context_loads_total"), value("contexts_in_memory")) == (1, 1)
+    assert value("kv_offload_load_bytes_total") == value("context_memory_bytes") > 0
+    wait_until(lambda: value("num_requests_running") == value("num_requests_waiting") == 0)
+    assert value("kv_cache_usage_perc") == 0 < value("context_memory_usage_perc") < 1
+
+
+def test_a_refusal_is_counted_by_its_reason(scraped: Scraped) -> None:
+    with pytest.raises(MethodUnsupportedError) as refused:
+        scraped.client.generate(text="No context", max_tokens=3, method="csattention").read()
+    wait_until(lambda: scraped.value("request_failures_total", reason=refused.value.reason) == 1)
+
+
+def test_names_of_the_field_are_there_as_the_official_parser_reads_them(scraped: Scraped) -> None:
+    names = {sample.name for family in parse(scraped.text()) for sample in family.samples}
+    for prefix in ("sparsekv", "vllm"):
+        assert {f"{prefix}:{name}" for name in OF_THE_FIELD} <= names
+
+
+def test_no_label_grows_with_contexts_requests_or_users(scraped: Scraped) -> None:
+    labels = {
+        label for family in parse(scraped.text()) for sample in family.samples for label in sample.labels
+    }
+    told = {
+        "kv_dtype",
+        "device",
+        "max_sessions",
+        "max_waiting",
+        "session_memory_bytes",
+        "context_memory_bytes",
+    }
+    assert labels == {"model_name", "le", "finished_reason", "source", "result", "method", "reason"} | told
+
+
+@pytest.mark.parametrize("file", ["board.json", "alerts.yml"])
+def test_boards_and_alerts_ask_for_what_is_there(scraped: Scraped, file: str) -> None:
+    text = (MONITORING / file).read_text()
+    if file.endswith("json"):
+        panels = json.loads(text)["panels"]
+        text = " ".join(target["expr"] for panel in panels for target in panel["targets"])
+        assert len(panels) > 10
+    asked = set(re.findall(r"sparsekv:\w+", text))
+    assert len(asked) > 2
+    emitted = {sample.name for family in parse(scraped.text()) for sample in family.samples}
+    counted_later = {"sparsekv:request_failures_total"}  # of a kind of failure that there has not been
+    assert asked - counted_later <= emitted
+
+
+def test_a_port_that_is_taken_or_that_others_reach_is_refused(scraped: Scraped, library: Library) -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=r"--metrics is 0\.0\.0\.0:9090, which other machines can reach"
+    ):
+        library.config(metrics="0.0.0.0:9090")
+    taken = scraped.address
+    with (
+        DecodeServer(library.config(metrics=taken)) as server,
+        pytest.raises(AddressError, match="--metrics"),
+    ):
+        server.load()
+
+
+def test_values_fall_below_the_least_bound_that_is_not_below_them() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 7.0):
+        histogram.note(value)
+    assert histogram.told() == ([("1", 2.0), ("2", 3.0), ("+Inf", 4.0)], 10.0)
