@@ -71,10 +71,6 @@ def test_the_tree_is_the_repository() -> None:
     assert {path for path, _ in lines} == {f"{folder}/" for folder in folders if not folder.startswith(".")}
 
 
-def test_the_readme_is_read_to_its_end() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) < 220
-
-
 def test_the_architecture_lists_the_floors() -> None:
     """Packages and their folders from top to bottom, each with the sentence that it says of itself."""
     text = (ROOT / "docs/architecture.md").read_text()
@@ -140,9 +136,8 @@ def test_commands_in_the_documents_exist(document: Path) -> None:
         assert shown <= subcommands
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/methods.md"])
-def test_the_tables_of_methods_list_all_of_them(document: str) -> None:
-    table = (ROOT / document).read_text().split("\n| method | ", 1)[1].split("\n\n")[0]
+def test_the_table_of_methods_lists_all_of_them() -> None:
+    table = (ROOT / "docs/methods.md").read_text().split("\n| method | ", 1)[1].split("\n\n")[0]
     names = [
         name for row in table.splitlines()[2:] for name in re.findall(r"`([a-z0-9-]+)`", row.split("|")[1])
     ]
