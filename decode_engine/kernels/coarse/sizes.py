@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decode_engine.kernels.attention.online_softmax import HEAD_TILE
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK
+from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
 
 RUN = 16
 """Consecutive keys of a sample, which share scales and offsets. Keys near each other are alike."""

@@ -15,7 +15,8 @@ from decode_engine.kernels.codes.search import search_codes
 from decode_engine.kernels.codes.sizes import CodeSizes, CodeWork, code_shape, refuse_sizes
 from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
 from index_store.errors import MethodUnsupportedError
-from index_store.indexes.product_codes.index import CodeParameters, ProductCodes
+from index_store.indexes.product_codes.index import ProductCodes
+from index_store.indexes.product_codes.parameters import CodeParameters
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.store.description.manifest import Manifest

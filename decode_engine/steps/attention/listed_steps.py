@@ -16,7 +16,9 @@ from torch import Tensor
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials, merge_partials
 from decode_engine.kernels.attention.sparse_attention import (
-    MONOPOLE,
+    MONOPOLE as WITHOUT_SUMS,
+)
+from decode_engine.kernels.attention.sparse_attention import (
     SUMS,
     ClusterScores,
     TakeOut,
@@ -49,7 +51,7 @@ from index_store.indexes.query_tables.index import QueryTables
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import Method
-from index_store.selection.remainders import Centred, Coarse, Dipole, Monopole
+from index_store.selection.remainders import CENTRED, COARSE, MONOPOLE
 from index_store.store.description.manifest import Manifest
 
 
@@ -107,9 +109,9 @@ class ListedSteps(StepAttention):
             return "there are no kernels that search its index for lists of keys"
         if not method.drops_remainder:
             partition = _partition(method)
-            if isinstance(method.remainder, Coarse):
+            if method.remainder is COARSE:
                 return coarse_refusal(method, manifest)
-            if not isinstance(method.remainder, Monopole | Centred) or isinstance(method.remainder, Dipole):
+            if method.remainder not in (MONOPOLE, CENTRED):
                 return (
                     f"its remainder, {method.remainder.name}, reads d x d numbers per cluster, which is more than the "
                     "keys"
@@ -193,7 +195,7 @@ class ListedSteps(StepAttention):
         if method.partition is not None:
             return None
         if isinstance(search, ClusterSelection):
-            return search if self.joins_lookups and isinstance(method.remainder, Monopole) else None
+            return search if self.joins_lookups and method.remainder is MONOPOLE else None
         return search if isinstance(search, CoarseSelection) and not method.drops_remainder else None
 
     def _make_remainder(self, shared: bool) -> StepRemainder:
@@ -209,11 +211,11 @@ class _Clusters(StepRemainder):
 
     def __init__(self, plan: StepPlan, searched: ClusterScores | None) -> None:
         """searched: what the search's own lookup fills, which is then the remainder's, too."""
-        centred = isinstance(plan.method.remainder, Centred)
+        centred = plan.method.remainder is CENTRED
         width = cluster_width(plan, _partition(plan.method))
         self.turn = Turn.BESIDE_SEARCH if searched is None else Turn.IN_SEARCH
         self._scores = searched or ClusterScores.allocate(plan.rows, width, plan.group, centred, plan.device)
-        self.take_out = TakeOut(self._scores, SUMS if centred else MONOPOLE)
+        self.take_out = TakeOut(self._scores, SUMS if centred else WITHOUT_SUMS)
         self.splits = lookup_slots(plan.rows, width)
         self._corrects, self._planes = centred, plan.planes
 
