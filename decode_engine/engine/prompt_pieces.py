@@ -25,9 +25,8 @@ from decode_engine.settings.command_options import Prompts
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import FittedMethod
-from index_store.selection.budgets import Budget, Ratio, Threshold, TokenCount
-from index_store.selection.clustered_keys import ScoredClusters
-from index_store.selection.mass import Mass
+from index_store.selection.budgets import Budget, Mass, Ratio, Threshold, TokenCount
+from index_store.selection.remainders import CLUSTERS
 
 _KEPT_WORK = 60
 """Of a kept key, in keys attended to by all tokens together: its row is gathered and converted for one token alone."""
@@ -177,7 +176,7 @@ def _kept(budget: Budget, keys: int) -> float:
 
 
 def _clusters(spec: IndexSpec) -> bool:
-    return INDEX_KINDS[spec.kind].piece_type is ScoredClusters
+    return INDEX_KINDS[spec.kind].divides_into is CLUSTERS
 
 
 class Pace:

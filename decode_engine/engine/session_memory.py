@@ -13,7 +13,7 @@ from bisect import bisect_right
 import torch
 
 from decode_engine.layers.tail import Tail
-from index_store.indexes.interface.layer_index import Growth
+from index_store.indexes.interface.index_kind import Growth
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.method import FittedMethod
 from index_store.store.description.dtypes import stored_dtype

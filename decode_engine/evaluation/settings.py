@@ -192,7 +192,7 @@ class EvaluationConfig:
         Raises MethodUnsupportedError or InvalidArgumentError for what is no method or budget.
         """
         from index_store.methods.presets import get_method
-        from index_store.selection.mass import Mass
+        from index_store.selection.budgets import Mass
 
         found: list[Variant] = []
         for name in dict.fromkeys(("full", *self.methods)):

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from decode_engine.kernels import records
 from index_store.indexes.coarse_rows import product_rows
-from index_store.indexes.coarse_rows.scalars import scalar_rows
+from index_store.indexes.coarse_rows.scalars import row_sizes
 
 KV = tl.constexpr(records.KV)
 TAIL = tl.constexpr(records.TAIL)
@@ -49,7 +49,7 @@ KEY_OFFSETS = tl.constexpr(records.KEY_OFFSETS)
 VALUE_SCALES = tl.constexpr(records.VALUE_SCALES)
 VALUE_OFFSETS = tl.constexpr(records.VALUE_OFFSETS)
 _FIELDS = tl.constexpr(records.RECORD_FIELDS)
-_BLOCK = tl.constexpr(scalar_rows.BLOCK)
+_BLOCK = tl.constexpr(row_sizes.BLOCK)
 _CODEWORDS = tl.constexpr(product_rows.CODEWORDS)
 
 

@@ -21,7 +21,7 @@ from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
 from index_store.selection.clustered_keys import ScoredClusters
 from index_store.selection.pieces import Piece
-from index_store.selection.remainders import ExactKeys
+from index_store.selection.remainder_states import ExactKeys
 
 
 class ExactPart:

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from decode_engine.layers.selected_attention import KeyRows
 from index_store.attention.logit_form import PLAIN, LogitForm
-from index_store.selection.budgets import Budget, Selection, Step
+from index_store.selection.budgets import Budget
+from index_store.selection.cutting import cut
 from index_store.selection.ranking import Items, Ranking
+from index_store.selection.selected import Selection, Step
 
 _LOGIT_BYTES = 32 * 2**20  # logits held at a time when a budget measures keys
 
@@ -83,7 +85,7 @@ class PromptWeights:
             lambda ids_H1GK: _average_logits(q_HTGD, totals_HTG, rows, ids_H1GK, form),
             average,
         )
-        return budget.cut(self.ranking(), step)
+        return cut(budget, self.ranking(), step)
 
     def ranking(self) -> Ranking:
         """The average as a ranking of one position. Raises ValueError when nothing was added."""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from decode_engine.layers.figures import Figures
 from index_store.methods.schedules import Schedule
-from index_store.selection.budgets import Selection
 from index_store.selection.pieces import Piece
+from index_store.selection.selected import Selection
 
 
 @dataclass(frozen=True, slots=True)

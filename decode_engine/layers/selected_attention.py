@@ -25,9 +25,11 @@ from index_store.indexes.best_keys import find_best
 from index_store.indexes.interface.layer_index import Asked, Best, LayerIndex
 from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
 from index_store.methods.method import Method
-from index_store.selection.budgets import Budget, Selection, Step
+from index_store.selection.budgets import Budget
 from index_store.selection.pieces import Piece
-from index_store.selection.remainders import COARSE, ExactKeys, Remainder
+from index_store.selection.remainder_states import ExactKeys, remainder_state
+from index_store.selection.remainders import COARSE, Remainder
+from index_store.selection.selected import Selection, Step
 
 GATHER_BYTES = 16 * 2**20
 """Gathered rows in float32 at a time; larger blocks gain nothing and cost page faults."""
@@ -345,7 +347,7 @@ def _attend_block(
     if left.elsewhere is not None:
         taken_out.append(block.of_keys(left.elsewhere))
     pieces = [piece.part(block.heads, block.positions) for piece in left.pieces]
-    approximate = left.remainder.state(pieces, taken_out, left.form)
+    approximate = remainder_state(left.remainder, pieces, taken_out, left.form)
     if approximate is not None:
         state = state.merge(approximate)
     figures.attend_ns += perf_counter_ns() - begin

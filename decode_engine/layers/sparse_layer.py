@@ -45,10 +45,11 @@ from index_store.errors import MethodUnsupportedError
 from index_store.indexes.interface.layer_index import AppendedKeys, Asked, Best, LayerIndex
 from index_store.indexes.row_planes.two_planes import ContextRows
 from index_store.methods.method import Method
-from index_store.selection.budgets import Selection, Step
+from index_store.selection.cutting import cut
 from index_store.selection.pieces import Piece
 from index_store.selection.ranking import Ranking
-from index_store.selection.remainders import ExactKeys
+from index_store.selection.remainder_states import ExactKeys
+from index_store.selection.selected import Selection, Step
 
 _SCORE_BYTES = 16 * 2**20  # scores of one search; a longer prompt is searched in several passes
 _DEVICE_SCORE_BYTES = 128 * 2**20
@@ -243,8 +244,8 @@ class SparseLayer:
         selection = self._select_together(q_HTGD, position, search_end, exact.lse, rows)
         held = rows.hold(selection)
         # Without pieces there is nothing to score but the rows themselves.
-        made_of = self._method.remainder.piece_type
-        scored = 0 if made_of is None else (search_end - self._sinks) // made_of.keys_each
+        kind = self._method.remainder.pieces
+        scored = 0 if kind is None else (search_end - self._sinks) // kind.keys_each
         outs: list[Tensor] = []
         for part in passes(q_HTGD, scored, self._prompt_score_bytes):
             queries, first = q_HTGD[:, part], position + part.start
@@ -348,7 +349,7 @@ class SparseLayer:
     def _search(self, position: int, exact_lse_HTG: Tensor, q_HTGD: Tensor, search_end: int) -> MadeSelection:
         begin = perf_counter_ns()
         ranking = self._rank(q_HTGD, position, search_end)
-        selection = self.budget.cut(ranking, self._step(q_HTGD, search_end, exact_lse_HTG))
+        selection = cut(self.budget, ranking, self._step(q_HTGD, search_end, exact_lse_HTG))
         self._vectors_read += ranking.vectors_read
         self._bytes_read += ranking.bytes_read
         self._figures.searches += q_HTGD.shape[1]

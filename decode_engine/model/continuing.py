@@ -19,7 +19,6 @@ from decode_engine.model.runner import ModelRunner
 from decode_engine.orders.order import KeepOptions
 from decode_engine.settings.command_options import Prompts
 from index_store.family.children import (
-    EXACT,
     Continuation,
     OwnRows,
     attention_of,
@@ -27,7 +26,7 @@ from index_store.family.children import (
     publish_child,
     read_own_rows,
 )
-from index_store.family.parents import parent_of
+from index_store.family.parents import EXACT, parent_of
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
 from index_store.store.catalog import Store, utc_now
@@ -139,8 +138,8 @@ class SessionKeeper:
         own = [] if self.own is None else self.own.token_ids.tolist()
         before = [] if other.parent is not None else self.resident.tokens().tolist()
         begun = [*before, *own, *self.prompt]
-        with self.store.arrays(other) as context:
-            ids = context.tokens().tolist()
+        with self.store.files(other) as context:
+            ids: list[int] = context.token_ids().tolist()
         return ids == begun if self.options.prompt_only else ids[: len(begun)] == begun
 
     def take(self, session: Session, answer: Sequence[int]) -> Callable[[], str]:

@@ -33,10 +33,9 @@ from index_store.errors import InvalidArgumentError
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
-from index_store.models.identity import require_dtype, require_model
 from index_store.models.loading import ModelFolder, load_model, load_tokenizer
 from index_store.store.description.dtypes import stored_dtype
-from index_store.store.description.manifest import Manifest
+from index_store.store.description.manifest import Manifest, require_dtype, require_model
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from decode_engine.engine.stepping import decode_by_forward
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.unstored import unstored_manifest
 from index_store.errors import InvalidArgumentError
+from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.interface.layer_index import LayerIndex, LayerSource
-from index_store.indexes.registry import INDEX_KINDS
 from index_store.indexes.row_planes.two_planes import find_low_plane
 from index_store.memory.placement import HOST_SEARCHED, Placement
 from index_store.memory.resident import ResidentContext
@@ -116,7 +116,9 @@ def made_up_context(
     stored: dict[int, torch.Tensor] = {}
     built: dict[tuple[str, int], LayerIndex] = {}
     calibrators = {
-        spec.name: ThresholdCalibrator() for spec in specs if INDEX_KINDS[spec.kind].piece_type is not None
+        spec.name: ThresholdCalibrator()
+        for spec in specs
+        if INDEX_CLASSES[spec.kind].divides_into is not None
     }
     for place, layer in enumerate(layers[:distinct]):
         made = _random_rows(identity, layer, tokens, dtype, generator)
@@ -127,7 +129,7 @@ def made_up_context(
         frequencies = torch.ones(head_dim // 2, device=device)
         source = LayerSource(stored[layer], QuerySample(queries_HPGD, positions), frequencies)
         for spec in specs:
-            index = built[spec.name, layer] = INDEX_KINDS[spec.kind].build(spec.parameters, source, seed)
+            index = built[spec.name, layer] = INDEX_CLASSES[spec.kind].build(spec.parameters, source, seed)
             if calibrated_for is not None and spec.name in calibrators:
                 late_HTGD = queries_HPGD[:, -_CALIBRATED:] * (calibrated_for * head_dim**-0.5)
                 sinks = min(int(spec.parameters.get("sinks", 0)), tokens)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
@@ -127,4 +129,9 @@ def serve_door(parent: Parent) -> int:
 
 def main() -> None:
     """Ends the process, whatever its threads do."""
+    # A door computes nothing: from here on whoever imports these fails. transformers, which reads tokenizers, would
+    # otherwise import torch because it is there, which takes seconds and most of a door's memory.
+    for name in ("torch", "triton", "numba"):
+        sys.modules[name] = None  # type: ignore[assignment]
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     run_attached(serve_door)

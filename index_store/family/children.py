@@ -26,17 +26,13 @@ from index_store.errors import (
     FormatVersionError,
     InvalidArgumentError,
 )
+from index_store.family.parents import ATTENTION, EXACT, child_id
 from index_store.store.catalog import Store, utc_now
 from index_store.store.description.array_shapes import kv_entry, tokens_entry, window_entry
-from index_store.store.description.context_id import Parent, context_id, continued_digests
+from index_store.store.description.context_id import Parent, continued_digests
 from index_store.store.description.dtypes import stored_dtype
 from index_store.store.description.manifest import Manifest
 from index_store.store.files.reading import read_bounded
-
-ATTENTION = "attention"
-"""Note of a manifest: how the tokens attended to what was before them when their keys and values were computed."""
-
-EXACT = "exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +77,6 @@ class Continuation:
     def id(self) -> str:
         """The child's."""
         return child_id(self.parent, self.attention, self.token_ids, messages=self.conversation is not None)
-
-
-def child_id(
-    parent: Manifest, attention: str, token_ids: Tensor | Sequence[int], *, messages: bool = False
-) -> str:
-    """Id of a child. token_ids: all of them, the parent's first. messages: whether it is known which they are."""
-    reading: dict[str, object] = {"parent": parent.id, ATTENTION: attention}
-    if messages:
-        reading["messages"] = True
-    return context_id(parent.model, parent.dtype, reading, "", token_ids)
 
 
 def joined(before: str, added: str) -> str:

@@ -1,10 +1,22 @@
-"""Whom a child continues, and how much it adds. Imports nothing slow: who only looks at manifests asks here."""
+"""Whom a child continues, how much it adds, and its id. Imports nothing slow: who only looks at manifests asks here."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from index_store.errors import ContextNotFoundError, ParentMissingError
 from index_store.store.catalog import Store
+from index_store.store.description.context_id import context_id
 from index_store.store.description.manifest import Manifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ATTENTION = "attention"
+"""Note of a manifest: how the tokens attended to what was before them when their keys and values were computed."""
+
+EXACT = "exact"
 
 
 def parent_of(store: Store, child: Manifest) -> Manifest | None:
@@ -38,3 +50,13 @@ def outgrown(child: Manifest, share: float = GROWN_SHARE) -> bool:
         return False
     added = child.token_count - child.parent.token_count
     return added >= max(GROWN_TOKENS, share * child.parent.token_count)
+
+
+def child_id(
+    parent: Manifest, attention: str, token_ids: Tensor | Sequence[int], *, messages: bool = False
+) -> str:
+    """Id of a child. token_ids: all of them, the parent's first. messages: whether it is known which they are."""
+    reading: dict[str, object] = {"parent": parent.id, ATTENTION: attention}
+    if messages:
+        reading["messages"] = True
+    return context_id(parent.model, parent.dtype, reading, "", token_ids)

@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 
 from index_store.attention.attention_state import AttentionState
 from index_store.indexes.interface.layer_index import Asked, Best, LayerIndex
-from index_store.selection.budgets import Budget, Step
+from index_store.selection.budgets import Budget
+from index_store.selection.cutting import cut
+from index_store.selection.remainder_states import coarse_states
 from index_store.selection.remainders import COARSE
+from index_store.selection.selected import Step
 
 
 def find_best(
@@ -53,9 +56,9 @@ def _cut_rankings(
     """The same by rankings, which any budget can cut."""
     rankings = index.rank_together(asked)
     selections = [
-        budget.cut(ranking, step) for budget, ranking, step in zip(budgets, rankings, steps, strict=True)
+        cut(budget, ranking, step) for budget, ranking, step in zip(budgets, rankings, steps, strict=True)
     ]
-    states = COARSE.states(
+    states = coarse_states(
         [(ranking.pieces, selection) for ranking, selection in zip(rankings, selections, strict=True)]
     )
     found = []

@@ -8,14 +8,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.layer_index import (
     AppendedKeys,
-    Growth,
     LayerIndex,
     LayerSource,
     check_keys,
 )
+from index_store.indexes.plain_kinds import ExactKind
 from index_store.indexes.row_planes.two_planes import TwoPlanes
 from index_store.selection.ranking import Items, Ranking
 from index_store.store.description.json_fields import Scalar
@@ -37,34 +36,13 @@ class AppendedExact(AppendedKeys):
         return self.keys_HTD.numel() * self.keys_HTD.element_size()
 
 
-class ExactIndex(LayerIndex):
+class ExactIndex(ExactKind, LayerIndex):
     """Ranks by the true attention weight. Keys in another memory than the queries are copied for every search."""
-
-    kind = "exact"
 
     def __init__(self, keys: Tensor | TwoPlanes) -> None:
         """keys: [H, N, d], or rows in 8 bits."""
         super().__init__({}, keys.shape[1])
         self._rows = keys
-
-    @classmethod
-    def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
-        if parameters or search:
-            raise InvalidArgumentError(
-                f"the exact index takes no parameters, got {sorted({**parameters, **search})}"
-            )
-
-    @classmethod
-    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
-        return True
-
-    @classmethod
-    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
-        return 0.0
-
-    @classmethod
-    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
-        return 4 * head_dim * growth.appended
 
     @classmethod
     def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:

@@ -9,38 +9,24 @@ Shape legend: H KV heads, T positions, G group heads, N keys, P pages, d head di
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from index_store.indexes.interface.growing import GrowingRows, grown
+from index_store.indexes.interface.growing import GrowingRows
 from index_store.indexes.interface.layer_index import (
     AppendedKeys,
-    Growth,
     LayerIndex,
     LayerSource,
     check_keys,
 )
-from index_store.indexes.interface.parameters import Parameters
+from index_store.indexes.plain_kinds import PageKind, PageParameters
 from index_store.selection.ranking import Items, Members, Ranking
 from index_store.store.description.json_fields import Scalar
 
 # Of the range of float32, in half its bytes, whatever the keys' own type; rounding goes away from the keys.
 _BOUND_DTYPE = torch.bfloat16
-
-
-@dataclass(frozen=True)
-class PageParameters(Parameters):
-    """Build parameters. size: keys per page."""
-
-    size: int
-
-    label: ClassVar[str] = "pages"
-
-    def __post_init__(self) -> None:
-        self._require_at_least(1, "size")
 
 
 class AppendedPages(AppendedKeys):
@@ -70,28 +56,12 @@ class AppendedPages(AppendedKeys):
         return self.minima.nbytes + self.maxima.nbytes
 
 
-class Pages(LayerIndex):
+class Pages(PageKind, LayerIndex):
     """The pages of one layer's keys; the last one may be shorter than the others."""
-
-    kind = "pages"
-    parameters_type = PageParameters
 
     def __init__(self, parameters: PageParameters, arrays: Mapping[str, Tensor], key_count: int) -> None:
         super().__init__(arrays, key_count)
         self._size = parameters.size
-
-    @classmethod
-    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
-        return False
-
-    @classmethod
-    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
-        return 2 * head_dim * _BOUND_DTYPE.itemsize / PageParameters.parse(parameters).size
-
-    @classmethod
-    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
-        pages = grown(-(-growth.appended // PageParameters.parse(parameters).size))
-        return 2 * head_dim * _BOUND_DTYPE.itemsize * pages
 
     @classmethod
     def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:

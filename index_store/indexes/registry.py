@@ -1,22 +1,20 @@
-"""The one list of index kinds. A stored index names its kind; this maps the name to its class."""
+"""All kinds of indexes, by the names that stored ones go by. No torch here: `classes` has what they do."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from index_store.indexes.coarse_rows.index import CoarseRows
-from index_store.indexes.exact_index import ExactIndex
-from index_store.indexes.interface.layer_index import LayerIndex
-from index_store.indexes.key_clusters.cluster_tree import ClusterTree
-from index_store.indexes.key_clusters.index import KeyClusters
-from index_store.indexes.key_pages import Pages
-from index_store.indexes.product_codes.index import ProductCodes
-from index_store.indexes.query_tables.index import QueryTables
+from index_store.indexes.coarse_rows.parameters import CoarseKind
+from index_store.indexes.interface.index_kind import IndexKind
+from index_store.indexes.key_clusters.parameters import ClusterKind, TreeKind
+from index_store.indexes.plain_kinds import ExactKind, PageKind
+from index_store.indexes.product_codes.parameters import CodeKind
+from index_store.indexes.query_tables.parameters import TableKind
 
-INDEX_KINDS: Mapping[str, type[LayerIndex]] = MappingProxyType(
+INDEX_KINDS: Mapping[str, type[IndexKind]] = MappingProxyType(
     {
-        index.kind: index
-        for index in (QueryTables, ExactIndex, KeyClusters, ClusterTree, Pages, ProductCodes, CoarseRows)
+        each.kind: each
+        for each in (TableKind, ExactKind, ClusterKind, TreeKind, PageKind, CodeKind, CoarseKind)
     }
 )

@@ -18,9 +18,9 @@ from index_store.errors import (
     InvalidArgumentError,
     MethodUnsupportedError,
 )
+from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.interface.layer_index import LayerIndex
-from index_store.indexes.registry import INDEX_KINDS
 from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
 from index_store.memory.placement import USUAL_ROOM, Placement, SlotRoom
 from index_store.store.description.dtypes import INT8, stored_dtype
@@ -284,7 +284,7 @@ class ResidentContext:
                 layer=layer,
             )
         self._check_layer(layer)
-        kinds = self._kinds if self._kinds is not None else INDEX_KINDS
+        kinds = self._kinds if self._kinds is not None else INDEX_CLASSES
         if entry.kind not in kinds:
             raise MethodUnsupportedError(
                 f"index {name!r} is of kind {entry.kind!r}, this program reads {', '.join(sorted(kinds))}; "

@@ -15,8 +15,7 @@ from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.schedules import Schedule
 from index_store.selection.budgets import Budget, Threshold
-from index_store.selection.pieces import ScoredRows
-from index_store.selection.remainders import MOMENTS, Dropped, Monopole, Remainder
+from index_store.selection.remainders import COARSE_ROWS, DROPPED, MOMENTS, MONOPOLE, Remainder
 from index_store.selection.threshold_curve import ThresholdCurve
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.json_fields import Scalar
@@ -46,7 +45,7 @@ class Method:
     source: str
     index: IndexSpec | None
     budget: Budget | None
-    remainder: Remainder = field(default_factory=Dropped)
+    remainder: Remainder = DROPPED
     partition: IndexSpec | None = None
     partition_optional: bool = False
     search: Mapping[str, Scalar] = field(default_factory=_nothing)
@@ -82,7 +81,7 @@ class Method:
     @property
     def drops_remainder(self) -> bool:
         """Whether keys that were not selected have no influence."""
-        return isinstance(self.remainder, Dropped)
+        return self.remainder is DROPPED
 
     @property
     def one_pass(self) -> bool:
@@ -112,7 +111,7 @@ class Method:
 
     def without_remainder(self) -> Method:
         """The same method over a context that lacks the partition."""
-        return replace(self, remainder=Dropped(), partition=None, partition_optional=False)
+        return replace(self, remainder=DROPPED, partition=None, partition_optional=False)
 
     def on(self, manifest: Manifest) -> FittedMethod:
         """The method as it runs over the context.
@@ -231,9 +230,9 @@ class Method:
                 f"{named}: full attention leaves no key out, so there is no remainder", method=self.name
             )
         spec = self.index if self.partition is None else self.partition
-        needed, found = self.remainder.piece_type, INDEX_KINDS[spec.kind].piece_type
+        needed, found = self.remainder.pieces, INDEX_KINDS[spec.kind].divides_into
         if needed is not None and found is not needed:
-            such = "coarse_rows" if needed is ScoredRows else "remainder_clusters"
+            such = "coarse_rows" if needed is COARSE_ROWS else "remainder_clusters"
             raise MethodUnsupportedError(
                 f"{named}: index {spec.name!r} has no {needed.made_of}; give the remainder a partition such as {such}",
                 method=self.name,
@@ -245,7 +244,7 @@ class Method:
                 f"{held!r}",
                 method=self.name,
             )
-        if not isinstance(self.remainder, Monopole) and spec.parameters.get("window", 0):
+        if self.remainder is not MONOPOLE and spec.parameters.get("window", 0):
             raise MethodUnsupportedError(
                 f"{named}: exact logits cannot be taken out of clusters of keys moved by windowed RoPE; use a "
                 "partition with window 0, or the monopole",

@@ -12,9 +12,8 @@ from index_store.methods.expressions import EXPRESSION_HELP, read_expression
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import Method
 from index_store.methods.schedules import Schedule
-from index_store.selection.budgets import Budget, Ratio, Threshold, TokenCount
-from index_store.selection.mass import Mass
-from index_store.selection.remainders import REMAINDERS, Dropped
+from index_store.selection.budgets import Budget, Mass, Ratio, Threshold, TokenCount
+from index_store.selection.remainders import DROPPED, REMAINDERS
 
 _REFINED = Method(
     "refined",
@@ -245,8 +244,8 @@ def _with_remainder(method: Method, name: str) -> Method:
         )
     if name == method.remainder.name:
         return replace(method, partition_optional=False)
-    if isinstance(remainder, Dropped):
+    if remainder is DROPPED:
         return method.without_remainder()
-    own = method.index is not None and INDEX_KINDS[method.index.kind].piece_type is remainder.piece_type
+    own = method.index is not None and INDEX_KINDS[method.index.kind].divides_into is remainder.pieces
     partition = None if own and remainder.moments == "none" else INDEX_SPECS[_PARTITIONS[name]]
     return replace(method, remainder=remainder, partition=partition, partition_optional=False)

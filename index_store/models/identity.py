@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from index_store.attention.layer_shape import LayerShape, WindowLayers
-from index_store.errors import DtypeMismatchError, InvalidArgumentError, ModelMismatchError
+from index_store.errors import InvalidArgumentError
 from index_store.models.attention_reading import LayerReading, read_attention
 from index_store.models.configuration import max_positions, read_config
 from index_store.models.files.digests import Progress, Stamp, hash_files
@@ -26,7 +26,6 @@ from index_store.models.files.weights import weight_files
 from index_store.models.tokenizer import tokenizer_fingerprint
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.dtypes import KV_DTYPES
-from index_store.store.description.manifest import Manifest
 
 _UNKNOWN = "unknown"  # in place of a fingerprint that is still being computed
 
@@ -144,34 +143,6 @@ def check_positions(identity: ModelIdentity, count: int) -> None:
             "shorten the text",
             tokens=count,
             max_positions=identity.max_positions,
-        )
-
-
-def require_model(manifest: Manifest, identity: ModelIdentity) -> None:
-    """Raises ModelMismatchError unless the context was prefilled by exactly this model and tokenizer."""
-    for what, found, expected in (
-        ("model", manifest.model.fingerprint, identity.fingerprint),
-        ("tokenizer", manifest.model.tokenizer_fingerprint, identity.tokenizer_fingerprint),
-    ):
-        if found != expected:
-            raise ModelMismatchError(
-                f"context {manifest.id[:12]} was prefilled by {manifest.model.name} ({what} fingerprint {found}), "
-                f"expected {identity.name} ({expected}); serve that model for it, or prefill its document again with "
-                "this one: both may lie in one store, under one name",
-                found=found,
-                expected=expected,
-                part=what,
-            )
-
-
-def require_dtype(manifest: Manifest, dtype: str) -> None:
-    """Raises DtypeMismatchError unless keys and values are stored in that dtype."""
-    if manifest.dtype != dtype:
-        raise DtypeMismatchError(
-            f"context {manifest.id[:12]} stores keys and values as {manifest.dtype}, expected {dtype}; "
-            f"prefill the document again with --dtype {dtype} or serve with --dtype {manifest.dtype}",
-            found=manifest.dtype,
-            expected=dtype,
         )
 
 

@@ -9,8 +9,6 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.call_syntax import CallSyntax
 from index_store.models.conversation.chat_template import ChatTemplate
@@ -210,6 +208,8 @@ def load_tokenizer(folder: ModelFolder, fingerprint: str | None = None) -> Token
     """
     if not any((folder.path / name).is_file() for name in _VOCABULARY_FILES):
         raise folder.refuse(f"it has no tokenizer (none of {', '.join(_VOCABULARY_FILES)})")
+    from transformers import AutoTokenizer  # takes seconds, which those who only name a tokenizer do without
+
     try:
         backend = AutoTokenizer.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers package raises bare Exception for a file it cannot parse

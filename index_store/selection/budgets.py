@@ -1,56 +1,20 @@
-"""What every budget is, and what several of them share: the rule that cuts a ranking into a selection.
-
-Shape legend: H KV heads, T query positions, G group heads, M ranked items, K kept keys, d head dim.
-"""
+"""Budgets: the rules that cut a ranking into a selection. No torch here: `cutting` does it."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
+from index_store.errors import InvalidArgumentError
 
-from index_store.errors import InvalidArgumentError, MethodUnsupportedError
-from index_store.selection.collect_numba import collect
-from index_store.selection.ranking import GROUP_RULES, Ranking
-from index_store.selection.top_k_numba import top_k
+GROUP_RULES = ("average", "max", "union")
+"""How a KV head's selection follows from those of its query heads: by the average or the largest of their estimated
+attention weights, or as the union of a selection for each head."""
 
-_MOST_KEYS = 2**31 - 1
-"""Keys that any context may have; more of them are as many."""
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Keys kept for every (KV head, query position) of one layer.
-
-    ids_HTK: [H, T, K] int32 key ids, ascending and unique within the first `counts` entries of a row; entries
-        beyond are undefined but valid ids.
-    counts_HT: [H, T] int32, how many entries of a row count.
-    """
-
-    ids_HTK: Tensor
-    counts_HT: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What a budget may know besides the ranking.
-
-    length: tokens of sinks, searched keys and recent window together. thresholds: for a wanted fraction of the keys,
-        the threshold that was calibrated offline for this context and index; None without a calibration.
-    read_logits: exact q.k for key ids [H, T, G, K] of the searched range -> [H, T, G, K] float32.
-    exact_lse_HTG: [H, T, G] float32, log-sum-exp of the logits of all keys outside the searched range (sinks, recent
-        window, tail).
-    """
-
-    length: int
-    thresholds: Callable[[float], float] | None
-    read_logits: Callable[[Tensor], Tensor]
-    exact_lse_HTG: Tensor
+EXACT_KEYS = 512
+"""Up to so many keys all of them are measured: a curve would save next to nothing."""
 
 
 class Budget(ABC):
@@ -66,10 +30,6 @@ class Budget(ABC):
     per_prompt: ClassVar[bool] = False
     """Whether all positions of a prompt share one selection, so that decoding token by token differs."""
 
-    @abstractmethod
-    def cut(self, ranking: Ranking, step: Step) -> Selection:
-        """The selection of every KV head and position."""
-
     def best(self, length: int) -> int | None:
         """How many of the keys with the best average are kept, where that is all there is to it; otherwise None.
 
@@ -81,31 +41,6 @@ class Budget(ABC):
     @abstractmethod
     def label(self) -> str:
         """A short text for tables: what is kept."""
-
-
-def best_keys(ranking: Ranking, keep: int, group: str) -> Selection:
-    """The `keep` best keys of every row, whole items first; with `union` each head's keep / G best ones."""
-    keep = min(keep, _MOST_KEYS)
-    items = ranking.items
-    if group == "union":
-        log_weights = ranking.log_weights_HTGM()
-        share = math.ceil(keep / log_weights.shape[2])
-        limits = torch.full(log_weights.shape[:3], share, device=log_weights.device)
-        return take_in_order(ranking, log_weights, limits)
-    scores = ranking.scores(group)
-    if not items.groups:
-        ids, counts = top_k(scores, min(scores.shape[-1], keep))
-        return Selection(ids.add_(items.first_key), counts)
-    limits = torch.full((*scores.shape[:2], 1), keep, device=scores.device)
-    return take_in_order(ranking, scores[:, :, None], limits)
-
-
-def take_in_order(ranking: Ranking, scores_HTGM: Tensor, limits_HTG: Tensor) -> Selection:
-    """Walks every head's items from the highest score on until its limit of keys; -inf is never taken."""
-    order = scores_HTGM.sort(dim=-1, descending=True, stable=True)
-    retrieved = (~torch.isneginf(order.values)).sum(-1)
-    ids, counts = collect(order.indices, retrieved, limits_HTG, ranking.items)
-    return Selection(ids, counts)
 
 
 def check_fraction(label: str, value: float, **details: object) -> None:
@@ -142,10 +77,6 @@ class Ratio(Budget):
     def label(self) -> str:
         return f"{self.keep:.2%}"
 
-    def cut(self, ranking: Ranking, step: Step) -> Selection:
-        """Cuts to the budget for a sequence of `step.length` tokens."""
-        return best_keys(ranking, self.count(step.length), self.group)
-
     def best(self, length: int) -> int | None:
         return self.count(length) if self.group == "average" else None
 
@@ -174,10 +105,6 @@ class TokenCount(Budget):
     @property
     def label(self) -> str:
         return f"{self.tokens} keys"
-
-    def cut(self, ranking: Ranking, step: Step) -> Selection:
-        """Cuts to the number of tokens."""
-        return best_keys(ranking, self.tokens, self.group)
 
     def best(self, length: int) -> int | None:
         return self.tokens if self.group == "average" else None
@@ -221,37 +148,42 @@ class Threshold(Budget):
     def label(self) -> str:
         return f"S > {self.threshold:.3g}" if self.threshold is not None else f"{self.keep:.2%} by threshold"
 
-    def cut(self, ranking: Ranking, step: Step) -> Selection:
-        """Cuts at the threshold, which may leave nothing.
 
-        Raises MethodUnsupportedError when a keep ratio is wanted of a context without calibration, and
-        InvalidArgumentError when the ratio is outside of what was calibrated.
-        """
-        threshold = self._find_threshold(step)
-        weights_H1GM = self._weights(ranking).mean(1, keepdim=True)
-        above_H1GM = weights_H1GM > threshold
-        groups = ranking.items.groups
-        kept_H1GM: Tensor = above_H1GM
-        if groups:
-            kept_H1GM = above_H1GM * torch.cat([group.sizes_HM for group in groups], dim=1)[:, None, None]
-        scores_H1GM = weights_H1GM.masked_fill(~above_H1GM, -torch.inf)
-        shared = take_in_order(ranking, scores_H1GM, kept_H1GM.sum(-1))
-        positions = ranking.logits_HTGM.shape[1]
-        return Selection(shared.ids_HTK.expand(-1, positions, -1), shared.counts_HT.expand(-1, positions))
+@dataclass(frozen=True, slots=True)
+class Mass(Budget):
+    """Keep the fewest keys of each query head that hold the share `mass` of its attention weight (Tactic section 4).
 
-    def _find_threshold(self, step: Step) -> float:
-        if self.threshold is not None:
-            return self.threshold
-        if step.thresholds is None or self.keep is None:
-            raise MethodUnsupportedError(
-                f"a keep ratio of {self.keep} was asked of a threshold budget, but this context's index has no "
-                "calibrated thresholds; prefill the document again, or give the threshold itself",
-                keep_ratio=self.keep,
+    Items in the order of the head's own scores list the keys by rank x = 1, 2, ... The weights of the first ranks are
+    measured exactly; beyond them they follow y = a / x + b, fitted to the average weights of two windows of ranks.
+    Sinks, recent window and tail are always attended, so their weight counts as reached from the start. A KV head keeps
+    the union of what its query heads need (section 4.5), and no head keeps less than one key.
+
+    mass: P, above 0 and at most 1; 1 keeps every key that the index retrieved. group: `union`, nothing else: each head
+    has a target of its own. head: fraction of the ranks that is measured. window: keys in each of the windows around
+    10 % and 60 % of the ranks. Raises InvalidArgumentError for anything else.
+    """
+
+    mass: float
+    group: str = "union"
+    head: float = 0.02
+    window: int = 64
+
+    needs_exact: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_fraction("attention mass", self.mass, mass=self.mass)
+        check_fraction("measured head of the curve", self.head, head=self.head)
+        if self.group != "union":
+            raise InvalidArgumentError(
+                f"group rule is {self.group!r}, expected union: every query head keeps the keys that hold its own "
+                "share of the attention weight",
+                group=self.group,
             )
-        return step.thresholds(self.keep)
+        if not 1 <= self.window <= EXACT_KEYS // 8:
+            raise InvalidArgumentError(
+                f"window is {self.window} keys, expected 1 to {EXACT_KEYS // 8}", window=self.window
+            )
 
-    def _weights(self, ranking: Ranking) -> Tensor:
-        """[H, T, 1, M], with `union` [H, T, G, M]."""
-        if self.group == "union":
-            return ranking.log_weights_HTGM().exp_()
-        return ranking.weights(self.group)[:, :, None]
+    @property
+    def label(self) -> str:
+        return f"{self.mass:.4g} of the mass"

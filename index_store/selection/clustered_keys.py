@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from index_store.selection.pieces import Piece
+from index_store.selection.remainders import CLUSTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +77,7 @@ class ScoredClusters(Piece):
     logits_HTGC: Tensor
     queries_HTGD: Tensor
 
-    made_of = "clusters"
-    keys_each = 16
+    kind = CLUSTERS
 
     def part(self, heads: slice, positions: slice) -> ScoredClusters:
         every = heads.start == 0 and heads.stop >= len(self.clusters.counts_HC)

@@ -1,4 +1,4 @@
-"""The budget of Tactic: as many keys as hold a wanted share of the attention weight, by a curve fitted to a few.
+"""Tactic's budget at work: as many keys as hold a wanted share of the attention weight, by a curve fitted to a few.
 
 Shape legend: H KV heads, T query positions, G group heads, M ranked items, R sampled ranks, K kept keys.
 """
@@ -6,101 +6,60 @@ Shape legend: H KV heads, T query positions, G group heads, M ranked items, R sa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from index_store.errors import InvalidArgumentError
-from index_store.selection.budgets import Budget, Selection, Step, check_fraction
+from index_store.selection.budgets import EXACT_KEYS, Mass
 from index_store.selection.collect_numba import collect
 from index_store.selection.ranking import Members, Ranking
 from index_store.selection.searchable_numba import searchable_members
+from index_store.selection.selected import Selection, Step
 
 _WINDOW_CENTRES = (0.1, 0.6)
 """Where the curve is measured, as fractions of all ranks (Tactic section 4.4)."""
 
-_EXACT_KEYS = 512
-"""Up to so many keys all of them are measured: a curve would save next to nothing."""
+
+def cut_by_mass(budget: Mass, ranking: Ranking, step: Step) -> Selection:
+    """Cuts every head where its estimated cumulative weight reaches the target."""
+    ranked = _sort(ranking, step.exact_lse_HTG.shape[2])
+    limits_HTG = ranked.counts
+    if budget.mass < 1.0 and bool(limits_HTG.any()):
+        limits_HTG = _measure(budget, ranked, step).first_rank_reaching(budget.mass)
+    ids, counts = collect(ranked.order_HTGM, ranked.retrieved_HTG, limits_HTG, ranking.items)
+    return Selection(ids, counts)
 
 
-@dataclass(frozen=True, slots=True)
-class Mass(Budget):
-    """Keep the fewest keys of each query head that hold the share `mass` of its attention weight (Tactic section 4).
-
-    Items in the order of the head's own scores list the keys by rank x = 1, 2, ... The weights of the first ranks are
-    measured exactly; beyond them they follow y = a / x + b, fitted to the average weights of two windows of ranks.
-    Sinks, recent window and tail are always attended, so their weight counts as reached from the start. A KV head keeps
-    the union of what its query heads need (section 4.5), and no head keeps less than one key.
-
-    mass: P, above 0 and at most 1; 1 keeps every key that the index retrieved. group: `union`, nothing else: each head
-    has a target of its own. head: fraction of the ranks that is measured. window: keys in each of the windows around
-    10 % and 60 % of the ranks. Raises InvalidArgumentError for anything else.
-    """
-
-    mass: float
-    group: str = "union"
-    head: float = 0.02
-    window: int = 64
-
-    needs_exact: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_fraction("attention mass", self.mass, mass=self.mass)
-        check_fraction("measured head of the curve", self.head, head=self.head)
-        if self.group != "union":
-            raise InvalidArgumentError(
-                f"group rule is {self.group!r}, expected union: every query head keeps the keys that hold its own "
-                "share of the attention weight",
-                group=self.group,
-            )
-        if not 1 <= self.window <= _EXACT_KEYS // 8:
-            raise InvalidArgumentError(
-                f"window is {self.window} keys, expected 1 to {_EXACT_KEYS // 8}", window=self.window
-            )
-
-    @property
-    def label(self) -> str:
-        return f"{self.mass:.4g} of the mass"
-
-    def cut(self, ranking: Ranking, step: Step) -> Selection:
-        """Cuts every head where its estimated cumulative weight reaches the target."""
-        ranked = _sort(ranking, step.exact_lse_HTG.shape[2])
-        limits_HTG = ranked.counts
-        if self.mass < 1.0 and bool(limits_HTG.any()):
-            limits_HTG = self._measure(ranked, step).first_rank_reaching(self.mass)
-        ids, counts = collect(ranked.order_HTGM, ranked.retrieved_HTG, limits_HTG, ranking.items)
-        return Selection(ids, counts)
-
-    def _measure(self, ranked: _RankedKeys, step: Step) -> _WeightCurve:
-        """Measures the head of every curve and fits the rest, all with one read of keys."""
-        count_HTG = ranked.counts
-        short_HTG = count_HTG <= _EXACT_KEYS
-        head_HTG = torch.where(short_HTG, count_HTG, (self.head * count_HTG).ceil().long())
-        longest = int(head_HTG.max())
-        device = count_HTG.device
-        ranks = [torch.arange(longest, device=device).expand(*count_HTG.shape, -1)]
-        if not bool(short_HTG.all()):
-            for centre in _WINDOW_CENTRES:
-                first_HTG = ((centre * count_HTG).long() - self.window // 2).clamp_(min=0)
-                ranks.append(first_HTG[..., None] + torch.arange(self.window, device=device))
-        ranks_HTGR = torch.cat(ranks, dim=-1)
-        logits_HTGR = step.read_logits(ranked.keys_at(ranks_HTGR)).double()
-        logits_HTGR[..., :longest].masked_fill_(ranks[0] >= head_HTG[..., None], -torch.inf)
-        exact_lse_HTG = step.exact_lse_HTG.double()
-        top_HTG = torch.maximum(logits_HTGR.amax(-1), exact_lse_HTG)
-        # Where nothing is attended at all there is nothing to weigh either.
-        top_HTG = top_HTG.masked_fill(torch.isneginf(top_HTG), 0.0)
-        weights_HTGR = (logits_HTGR - top_HTG[..., None]).exp()
-        slope_HTG, floor_HTG = _fit(ranks_HTGR[..., longest:], weights_HTGR[..., longest:])
-        return _WeightCurve(
-            count_HTG,
-            head_HTG,
-            (exact_lse_HTG - top_HTG).exp(),
-            weights_HTGR[..., :longest].cumsum(-1),
-            slope_HTG.masked_fill(short_HTG, 0.0),
-            floor_HTG.masked_fill(short_HTG, 0.0),
-        )
+def _measure(budget: Mass, ranked: _RankedKeys, step: Step) -> _WeightCurve:
+    """Measures the head of every curve and fits the rest, all with one read of keys."""
+    count_HTG = ranked.counts
+    short_HTG = count_HTG <= EXACT_KEYS
+    head_HTG = torch.where(short_HTG, count_HTG, (budget.head * count_HTG).ceil().long())
+    longest = int(head_HTG.max())
+    device = count_HTG.device
+    ranks = [torch.arange(longest, device=device).expand(*count_HTG.shape, -1)]
+    if not bool(short_HTG.all()):
+        for centre in _WINDOW_CENTRES:
+            first_HTG = ((centre * count_HTG).long() - budget.window // 2).clamp_(min=0)
+            ranks.append(first_HTG[..., None] + torch.arange(budget.window, device=device))
+    ranks_HTGR = torch.cat(ranks, dim=-1)
+    logits_HTGR = step.read_logits(ranked.keys_at(ranks_HTGR)).double()
+    logits_HTGR[..., :longest].masked_fill_(ranks[0] >= head_HTG[..., None], -torch.inf)
+    exact_lse_HTG = step.exact_lse_HTG.double()
+    top_HTG = torch.maximum(logits_HTGR.amax(-1), exact_lse_HTG)
+    # Where nothing is attended at all there is nothing to weigh either.
+    top_HTG = top_HTG.masked_fill(torch.isneginf(top_HTG), 0.0)
+    weights_HTGR = (logits_HTGR - top_HTG[..., None]).exp()
+    slope_HTG, floor_HTG = _fit(ranks_HTGR[..., longest:], weights_HTGR[..., longest:])
+    return _WeightCurve(
+        count_HTG,
+        head_HTG,
+        (exact_lse_HTG - top_HTG).exp(),
+        weights_HTGR[..., :longest].cumsum(-1),
+        slope_HTG.masked_fill(short_HTG, 0.0),
+        floor_HTG.masked_fill(short_HTG, 0.0),
+    )
 
 
 @dataclass(frozen=True, slots=True)

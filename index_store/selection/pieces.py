@@ -1,6 +1,6 @@
 """Pieces: keys that a remainder is computed over, with what queries make of them.
 
-An index that covers every key with one kind of piece (`LayerIndex.piece_type`) can be a remainder's partition.
+An index that covers every key with one kind of piece (`IndexKind.pieces`) can be a remainder's partition.
 
 Shape legend: H KV heads, T query positions, G group heads, X keys, K key ids, d head dim.
 """
@@ -15,16 +15,13 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
+from index_store.selection.remainders import COARSE_ROWS, PieceKind
 
 
 class Piece(ABC):
-    """Some of the keys of a layer, scored.
+    """Some of the keys of a layer, scored."""
 
-    made_of: what it consists of, in the plural. keys_each: keys that one of those stands for, about, at least.
-    """
-
-    made_of: ClassVar[str]
-    keys_each: ClassVar[int]
+    kind: ClassVar[PieceKind]
 
     @abstractmethod
     def part(self, heads: slice, positions: slice) -> Self:
@@ -49,8 +46,7 @@ class ScoredRows(Piece):
     logits_HTGX: Tensor
     first_id: int
 
-    made_of = "coarse rows"
-    keys_each = 1
+    kind = COARSE_ROWS
 
     @abstractmethod
     def attend(self, logits_HTGX: Tensor, elsewhere_HTG: Tensor) -> AttentionState:

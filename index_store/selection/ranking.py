@@ -17,10 +17,6 @@ from index_store.attention.pooled_weights_numba import pooled_weights
 from index_store.errors import InvalidArgumentError
 from index_store.selection.pieces import Piece
 
-GROUP_RULES = ("average", "max", "union")
-"""How a KV head's selection follows from those of its query heads: by the average or the largest of their estimated
-attention weights, or as the union of a selection for each head."""
-
 
 @dataclass(frozen=True, slots=True)
 class Members:

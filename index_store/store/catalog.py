@@ -44,6 +44,7 @@ from index_store.store.store_folders import NAMES_LOCK, StoreFolders, require_lo
 from index_store.store.tuned_defaults import DefaultsFolder, TunedDefault, TunedDefaultError
 
 if TYPE_CHECKING:
+    from index_store.store.context_files import ContextFiles
     from index_store.store.stored_context import Context
     from index_store.store.writer import ContextWriter
     from index_store.store.zarr_io import Problem
@@ -173,9 +174,16 @@ class Store:
         manifest: one that was read before; the context then has the indexes of that time. expired: also where its time
         to live has passed. Raises ContextNotFoundError, ContextExpiredError, FormatVersionError, ContextCorruptError.
         """
-        return self.bounded(partial(self._open, id_, manifest, expired))
+        from index_store.store.stored_context import Context
 
-    def _open(self, id_: str, manifest: Manifest | None, expired: bool) -> Context:
+        checked = self.check(id_, manifest, expired=expired)
+        return Context(self.folders.context(id_), checked, self._limit_s)
+
+    def check(self, id_: str, manifest: Manifest | None = None, *, expired: bool = False) -> Manifest:
+        """The same checks alone: the context's manifest."""
+        return self.bounded(partial(self._check, id_, manifest, expired))
+
+    def _check(self, id_: str, manifest: Manifest | None, expired: bool) -> Manifest:
         from index_store.store.zarr_io import check_chunks, check_metadata
 
         manifest = manifest or self.manifest(id_)
@@ -186,13 +194,13 @@ class Store:
             if not folder.is_dir():
                 raise ContextNotFoundError(f"{self.path}: no context {id_}", context=id_)
             raise problem
-        return self.arrays(manifest)
+        return manifest
 
-    def arrays(self, manifest: Manifest) -> Context:
-        """A context of which a few arrays are read, without a look at the files of the others."""
-        from index_store.store.stored_context import Context
+    def files(self, manifest: Manifest) -> ContextFiles:
+        """A context of which a few files are read, without a look at the others."""
+        from index_store.store.context_files import ContextFiles
 
-        return Context(self.folders.context(manifest.id), manifest, self._limit_s)
+        return ContextFiles(self.folders.context(manifest.id), manifest, self._limit_s)
 
     def check_expiry(self, manifest: Manifest) -> None:
         """Raises ContextExpiredError once the context's time to live has passed."""
@@ -296,7 +304,7 @@ class Store:
         return self.bounded(partial(self._verify, id_, on_bytes))
 
     def _verify(self, id_: str, on_bytes: Callable[[int], None]) -> Sequence[Problem]:
-        from index_store.store.stored_context import unexpected_files
+        from index_store.store.context_files import unexpected_files
         from index_store.store.zarr_io import check_metadata, verify_chunks
 
         try:
@@ -359,7 +367,7 @@ class Store:
         Raises StoreUnavailableError and FormatVersionError, which say nothing against it.
         """
         try:
-            self.open(id_).close()
+            self.check(id_)
         except (ContextNotFoundError, ContextExpiredError, ContextCorruptError):
             return False
         return True

@@ -5,35 +5,21 @@ Shape legend: H KV heads, N tokens of the context, d head dim.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.errors import (
-    ContextNotFoundError,
-    InvalidArgumentError,
-    MissingChunkError,
-    UnexpectedFileError,
-)
+from index_store.errors import InvalidArgumentError, MissingChunkError
+from index_store.store.context_files import ContextFiles
 from index_store.store.description.array_entry import ArrayEntry
+from index_store.store.description.dtypes import STORED_DTYPES
 from index_store.store.description.manifest import Manifest
-from index_store.store.description.manifest_json import MANIFEST_NAME
-from index_store.store.files.additions import replaced_arrays
 from index_store.store.files.reading import READ_LIMIT_S, read_bounded
-from index_store.store.zarr_io import (
-    METADATA_NAME,
-    Pieces,
-    chunk_path,
-    map_chunk,
-    read_chunk_into,
-    read_chunk_pieces,
-)
+from index_store.store.zarr_io import Pieces, map_chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +35,12 @@ class QuerySample:
     positions_P: Tensor
 
 
-class Context:
+class Context(ContextFiles):
     """A stored context, read-only. Nothing is held open between calls: chunks are mapped when asked for."""
 
     def __init__(self, folder: Path, manifest: Manifest, read_limit_s: float = READ_LIMIT_S) -> None:
         """read_limit_s: how long one step of reading may take; who calls `read_head` sees to that."""
-        self.read_limit_s = read_limit_s
-        self._folder = folder
-        self._manifest = manifest
-        self._entries = {entry.path: entry for entry in manifest.arrays}
+        super().__init__(folder, manifest, read_limit_s)
         model = manifest.model
         full, windowed = (
             {layer: row for row, layer in enumerate(layers)}
@@ -70,35 +53,10 @@ class Context:
         for index in manifest.indexes:
             rows = {layer: row for row, layer in enumerate(index.layers)}
             self._rows.update({array.path: rows for array in index.arrays})
-        self._closed = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._manifest
 
     def tokens(self) -> Tensor:
         """The context's token ids, [N] int64. Their checksum is verified."""
-        entry = self._entry(self._manifest.tokens.path)
-        stored = torch.empty(entry.shape, dtype=torch.uint32, device="cpu")
-        read_bounded(lambda: self._read(entry, (0,), stored), self.read_limit_s)
-        return stored.to(torch.int64)
-
-    def conversation(self) -> bytes | None:
-        """The messages that the context was made of, as they were written; None without. Their checksum is verified."""
-        if self._manifest.conversation is None:
-            return None
-        entry = self._entry("conversation")
-        stored = torch.empty(entry.shape, dtype=torch.uint8, device="cpu")
-        read_bounded(lambda: self._read(entry, (0,), stored), self.read_limit_s)
-        return stored.numpy().tobytes()
+        return torch.from_numpy(self.token_ids().astype(np.int64))
 
     def array(self, path: str, layer: int, head: int) -> Tensor:
         """One (layer, KV head) of an array, mapped without a copy and without reading its checksum.
@@ -109,15 +67,16 @@ class Context:
         """
         entry, row = self._locate(path, layer)
         try:
-            return map_chunk(self._folder, entry, (row, head))
+            raw = map_chunk(self._folder, entry, (row, head))
         except MissingChunkError:
             self._check_present()
             raise
+        return torch.from_numpy(raw).view(STORED_DTYPES[entry.dtype].torch_dtype).view(entry.chunks[2:])
 
     def read_head(self, path: str, layer: int, head: int, out: Tensor) -> None:
         """Reads one (layer, KV head) of an array into a contiguous tensor and verifies its checksum."""
         entry, row = self._locate(path, layer)
-        self._read(entry, (row, head), out)
+        self._read(entry, (row, head), raw_bytes(out))
 
     def read_head_pieces(self, path: str, layer: int, head: int, pieces: Pieces) -> None:
         """Reads one (layer, KV head) of an array piece by piece and verifies its checksum."""
@@ -144,20 +103,6 @@ class Context:
         read_bounded(read, self.read_limit_s)
         return QuerySample(stored, torch.tensor(positions, device="cpu"))
 
-    def close(self) -> None:
-        """Ends the use of this object. Tensors handed out stay valid."""
-        self._closed = True
-
-    def _read(self, entry: ArrayEntry, indices: tuple[int, ...], out: Tensor | Pieces) -> None:
-        try:
-            if isinstance(out, Tensor):
-                read_chunk_into(self._folder, entry, indices, out)
-            else:
-                read_chunk_pieces(self._folder, entry, indices, out)
-        except MissingChunkError:
-            self._check_present()
-            raise
-
     def _locate(self, path: str, layer: int) -> tuple[ArrayEntry, int]:
         entry = self._entry(path)
         rows = self._rows.get(path, {})
@@ -165,36 +110,7 @@ class Context:
             raise InvalidArgumentError(f"array {path!r} covers layers {sorted(rows)}, not layer {layer}")
         return entry, rows[layer]
 
-    def _entry(self, path: str) -> ArrayEntry:
-        if self._closed:
-            raise InvalidArgumentError(f"context {self._manifest.id[:12]} was closed; open it again")
-        if path not in self._entries:
-            raise InvalidArgumentError(f"no array {path!r}; the context has {', '.join(self._entries)}")
-        return self._entries[path]
 
-    def _check_present(self) -> None:
-        # Deleted while in use is no corruption.
-        if not self._folder.exists():
-            raise ContextNotFoundError(
-                f"context {self._manifest.id} was deleted while it was being read", context=self._manifest.id
-            )
-
-
-def unexpected_files(folder: Path, manifest: Manifest) -> Iterator[UnexpectedFileError]:
-    """Yields one error per file, or link to a folder, that is not part of the context."""
-    replaced = set(replaced_arrays(folder, manifest.array_folder))
-    expected = {folder / MANIFEST_NAME}
-    for entry in manifest.arrays:
-        nodes = (Path(entry.path), *Path(entry.path).parents)
-        expected.update(folder / node / METADATA_NAME for node in nodes)
-        expected.update(chunk_path(folder, entry, indices) for indices in entry.chunk_indices())
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if Path(parent, name) not in replaced]
-        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
-        for path in sorted(Path(parent, name) for name in (*files, *links)):
-            if path not in expected:
-                yield UnexpectedFileError(
-                    f"{path}: not part of the context, expected only what its manifest lists; nothing reads it: "
-                    "remove the file, or delete the context (`index-store rm`) and make it again",
-                    path=path,
-                )
+def raw_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """The tensor's own memory as bytes."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()

@@ -42,14 +42,8 @@ from index_store.store.files.durable import (
 )
 from index_store.store.files.locks import locked_file
 from index_store.store.files.replacing import move_into_place
-from index_store.store.zarr_io import (
-    METADATA_NAME,
-    check_chunks,
-    check_indices,
-    check_metadata,
-    chunk_path,
-    raw_bytes,
-)
+from index_store.store.stored_context import raw_bytes
+from index_store.store.zarr_io import METADATA_NAME, check_chunks, check_indices, check_metadata, chunk_path
 
 
 class _ArrayWriter:

@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from index_store.errors import (
     REPAIR,
@@ -99,8 +97,8 @@ def verify_chunks(
             on_bytes(entry.chunk_bytes)
 
 
-def map_chunk(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> Tensor:
-    """The chunk as a tensor over its memory-mapped file, leading sizes of 1 removed by `indices`.
+def map_chunk(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> NDArray[np.uint8]:
+    """The bytes of a chunk's memory-mapped file.
 
     The mapping is copy-on-write: a stray write reaches neither the file nor other processes. Its checksum is not
     read. Raises MissingChunkError, TruncatedChunkError or StoreUnavailableError.
@@ -110,23 +108,20 @@ def map_chunk(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> Tensor
         with open_regular(path) as (descriptor, status):
             _check_size(path, entry, status.st_size)
             with open(descriptor, "rb", closefd=False) as file:
-                raw = np.memmap(file, dtype=np.uint8, mode="c", shape=(entry.chunk_bytes,))
+                return np.memmap(file, dtype=np.uint8, mode="c", shape=(entry.chunk_bytes,))
     except OSError as error:
         raise _unreadable(path, entry, error) from error
-    tensor = torch.from_numpy(raw).view(STORED_DTYPES[entry.dtype].torch_dtype)
-    return tensor.view(entry.chunks[len(indices) :])
 
 
 def read_chunk_into(
-    folder: Path, entry: ArrayEntry, indices: Sequence[int], buffer: Tensor, verify: bool = True
+    folder: Path, entry: ArrayEntry, indices: Sequence[int], raw: NDArray[np.uint8], verify: bool = True
 ) -> None:
-    """Reads the chunk straight into a contiguous CPU tensor of as many bytes.
+    """Reads the chunk straight into as many bytes of memory.
 
     With `verify` its crc32c is computed while reading, and must be the one at the file's end and the entry's. Raises
     MissingChunkError, TruncatedChunkError, ChecksumError or StoreUnavailableError, naming file and array; the buffer
     then holds garbage.
     """
-    raw = raw_bytes(buffer)
     if raw.size != entry.chunk_bytes:
         raise InvalidArgumentError(
             f"{entry.path}: a chunk has {entry.chunk_bytes} bytes, the buffer {raw.size}"
@@ -244,11 +239,6 @@ def _fill(path: Path, descriptor: int, raw: NDArray[np.uint8], verify: bool, che
             checksum = extend_crc32c(checksum, raw[done : done + count])
         done += count
     return checksum
-
-
-def raw_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """The tensor's own memory as bytes."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def _pad(entry: ArrayEntry, indices: Sequence[int]) -> tuple[int, ...]:

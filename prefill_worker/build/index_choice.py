@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
+from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.interface.layer_index import LayerSource
-from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
@@ -130,7 +130,7 @@ def check_build(
     queries = torch.randn(1, _TRIAL_KEYS, group, identity.head_dim, generator=generator)
     sample = QuerySample(queries.to(device), torch.arange(_TRIAL_KEYS))
     source = LayerSource(kv.to(device, kv_dtype), sample, inverse_frequencies)
-    INDEX_KINDS[spec.kind].build(spec.parameters, source, seed=0)
+    INDEX_CLASSES[spec.kind].build(spec.parameters, source, seed=0)
 
 
 def table_flags(config: PrefillConfig) -> dict[str, Scalar]:

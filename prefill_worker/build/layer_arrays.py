@@ -11,11 +11,11 @@ from torch import Tensor
 
 from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.errors import InvalidArgumentError
+from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.interface.layer_index import LayerIndex, LayerSource, all_finite
-from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import IndexSpec
 from index_store.selection.calibration import ThresholdCalibrator
-from index_store.selection.clustered_keys import ScoredClusters
+from index_store.selection.remainders import CLUSTERS
 from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.array_shapes import (
     index_array_entry,
@@ -110,10 +110,10 @@ class IndexWriting:
         self, layer: int, source: LayerSource, form: LogitForm, timer: Timer, stream: BuildStream
     ) -> LayerIndex:
         """Builds and calibrates the index of a layer."""
-        kind = INDEX_KINDS[self._spec.kind]
+        kind = INDEX_CLASSES[self._spec.kind]
         with timer("index"), stream.running():
             built = kind.build(self._spec.parameters, source, self._seed)
-        if kind.piece_type is not None:
+        if kind.divides_into is not None:
             with timer("thresholds"), stream.running():
                 sinks = int(self._spec.parameters.get("sinks", 0))
                 calibrate(self._calibrator(layer), built, source, sinks, form)
@@ -220,8 +220,8 @@ def calibrate(
 
 def _thinning(index: LayerIndex) -> int:
     """Of how many late queries one calibrates."""
-    ranked = index.piece_type
-    return 1 if ranked is None else max(1, ScoredClusters.keys_each // ranked.keys_each)
+    ranked = index.divides_into
+    return 1 if ranked is None else max(1, CLUSTERS.keys_each // ranked.keys_each)
 
 
 def _runs(positions_R: Tensor) -> Iterator[slice]:

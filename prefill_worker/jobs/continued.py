@@ -18,7 +18,8 @@ from torch import Tensor
 from index_store.cli.options import parse_ttl
 from index_store.cli.progress import Reporter, Update
 from index_store.errors import ContextCorruptError, ContextExpiredError, ContextNotFoundError
-from index_store.family.children import EXACT, Continuation, OwnRows, child_id, publish_child
+from index_store.family.children import Continuation, OwnRows, publish_child
+from index_store.family.parents import EXACT, child_id
 from index_store.store.catalog import Store, utc_now
 from index_store.store.description.dtypes import stored_dtype
 from index_store.store.description.manifest import Manifest

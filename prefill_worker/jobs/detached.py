@@ -19,8 +19,8 @@ from torch import Tensor
 
 from index_store.cli.progress import Reporter
 from index_store.errors import InvalidArgumentError
-from index_store.family.children import ATTENTION, OwnRows, attention_of, read_own_rows
-from index_store.family.parents import parent_of
+from index_store.family.children import OwnRows, attention_of, read_own_rows
+from index_store.family.parents import ATTENTION, parent_of
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.registry import INDEX_KINDS

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
+from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.interface.layer_index import LayerIndex, LayerSource
-from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
-from index_store.selection.budgets import Ratio, Threshold
-from index_store.selection.mass import Mass
+from index_store.selection.budgets import Mass, Ratio, Threshold
 from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
 
@@ -55,12 +54,12 @@ def small_spec(spec: IndexSpec) -> IndexSpec:
 def build_index(spec: IndexSpec, kv_HN2D: Tensor, group: int) -> LayerIndex:
     """An index of small parameters, from random queries."""
     if not spec.stored:
-        return INDEX_KINDS[spec.kind].from_arrays(spec.parameters, {}, kv_HN2D)
+        return INDEX_CLASSES[spec.kind].from_arrays(spec.parameters, {}, kv_HN2D)
     heads, _, _, head_dim = kv_HN2D.shape
     queries = torch.randn(heads, 40, group, head_dim, generator=torch.Generator().manual_seed(99))
     frequencies = 0.1 ** torch.arange(head_dim // 2)
     source = LayerSource(kv_HN2D, QuerySample(queries, torch.arange(40)), frequencies)
-    return INDEX_KINDS[spec.kind].build(small_spec(spec).parameters, source, 0)
+    return INDEX_CLASSES[spec.kind].build(small_spec(spec).parameters, source, 0)
 
 
 def build_search(method: Method, kv_HN2D: Tensor, group: int) -> LayerSearch:

@@ -9,7 +9,7 @@ from index_store.errors import MethodUnsupportedError, SparseKVError
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
-from index_store.selection.mass import Mass
+from index_store.selection.budgets import Mass
 from index_store.store.description.manifest import Manifest
 
 KEEPS = (0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2)

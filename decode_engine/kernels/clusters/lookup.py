@@ -1,7 +1,7 @@
 """Lookup of clusters: attention to the mean of every cluster, whatever is selected.
 
 Every program compares the queries with some centroids and attends to each cluster as N keys at its mean; with variances
-the mean of exp() over the cluster counts to second order (`remainders.Centred`). That is an attention to
+the mean of exp() over the cluster counts to second order (`remainders.CENTRED`). That is an attention to
 the whole context, read in one stream. What is attended exactly is taken out again later, so the lookup depends on no
 selection. It leaves the logits, which selection and taking out need.
 

@@ -1,7 +1,7 @@
 """The centred remainder: takes attended keys out of the clusters that a lookup attended to whole.
 
 Of a cluster with N keys, n of which are attended exactly, N' = N - n are left, with the mean logit
-mu' = (N q.k_c - sum of their logits) / N' and the weight w' = exp(mu') (1 + v / 2) each (`remainders.Centred`). A
+mu' = (N q.k_c - sum of their logits) / N' and the weight w' = exp(mu') (1 + v / 2) each (`remainders.CENTRED`). A
 lookup added N w, with the weight w of all keys; what has to be added is N' w' - N w to the denominator, and
 w' (V_c - sum of their values) - w V_c to the numerator. Every attended key adds its n-th part of that, so no program
 waits for another and clusters that nothing was attended of are not looked at again.

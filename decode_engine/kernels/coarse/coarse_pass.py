@@ -38,9 +38,9 @@ from decode_engine.kernels.coarse.warp.warp_pass import pass_kernel as pass_alon
 from decode_engine.kernels.coarse.warp.warp_values import values_kernel as values_alone
 from decode_engine.kernels.launches import chained, wait_for_launch
 from decode_engine.kernels.record_fields import KEYS, field, searched_keys
-from index_store.indexes.coarse_rows.scalars import scalar_rows
+from index_store.indexes.coarse_rows.scalars import row_sizes
 
-BLOCK = tl.constexpr(scalar_rows.BLOCK)
+BLOCK = tl.constexpr(row_sizes.BLOCK)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from decode_engine.kernels.border import (
 from decode_engine.kernels.coarse.sizes import CHUNKS, RUN, CoarseSizes, CoarseWork
 from index_store.attention.attention_state import AttentionState
 from index_store.indexes.coarse_rows.product_rows import ProductRows
-from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK
+from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
 from index_store.indexes.coarse_rows.scored_codes import CodedRows
 
 

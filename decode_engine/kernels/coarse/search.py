@@ -25,9 +25,9 @@ from decode_engine.kernels.coarse.warp.warp_cut import cut_kernel as cut_in_regi
 from decode_engine.kernels.coarse.warp.warp_sample import sample_kernel as sample_alone
 from decode_engine.kernels.launches import chained, wait_for_launch
 from decode_engine.kernels.record_fields import KEEP, field, searched_keys
-from index_store.indexes.coarse_rows.scalars import scalar_rows
+from index_store.indexes.coarse_rows.scalars import row_sizes
 
-BLOCK = tl.constexpr(scalar_rows.BLOCK)
+BLOCK = tl.constexpr(row_sizes.BLOCK)
 RUN = tl.constexpr(coarse_sizes.RUN)
 CUT_REGISTERS = 64
 """Of each thread that finds a cut in registers."""

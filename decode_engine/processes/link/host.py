@@ -343,7 +343,9 @@ class EngineHost:
         self._socket.read(2**20)  # of what came while this loop could not run
         now = time.monotonic()
         for peer in list(self._peers.values()):
-            if now - peer.heard > self._patience.silent_s:
+            if self._core is None:  # doors speak once they are welcome
+                peer.heard = now
+            elif now - peer.heard > self._patience.silent_s:
                 if not peer.lost:
                     self._drop(peer.address, f"nothing was heard of it for {self._patience.silent_s:g} s")
                 peer.heard = now  # who is told does something about it, or is told again

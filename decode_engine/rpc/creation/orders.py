@@ -17,8 +17,7 @@ from decode_engine.rpc.creation.operations import unattended
 from decode_engine.rpc.prompts.stored_messages import StoredMessages
 from decode_engine.rpc.prompts.wire_messages import parse_conversation, parse_messages
 from index_store.errors import InvalidArgumentError, ManifestError, NameTakenError, SparseKVError
-from index_store.family.children import EXACT, child_id
-from index_store.family.parents import parent_of
+from index_store.family.parents import EXACT, child_id, parent_of
 from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.job_record import (
     MOST_METHODS,
@@ -36,13 +35,12 @@ from index_store.jobs.uploads import Uploads
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.presets import get_method
 from index_store.models.conversation.messages import Conversation
-from index_store.models.identity import require_dtype, require_model
 from index_store.models.tokenizer import Tokenizer
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import ModelIdentity, context_id
 from index_store.store.description.dtypes import AS_DTYPE, INT8, ROW_CODINGS
 from index_store.store.description.json_fields import check_labels
-from index_store.store.description.manifest import Manifest
+from index_store.store.description.manifest import Manifest, require_dtype, require_model
 from index_store.store.names import require_free
 from index_store.store.room import StoreRoom
 from sparsekv.v1 import context_pb2
@@ -303,8 +301,7 @@ class Workshop:
         if order.ttl is not None:
             return False
         try:
-            with self.store.open(order.context) as context:
-                manifest = context.manifest
+            manifest = self.store.check(order.context)
         except SparseKVError:  # not there, or to be made again
             return False
         return (

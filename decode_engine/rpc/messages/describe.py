@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from decode_engine.layers.figures import Figures
 from decode_engine.orders.core import Status
 from decode_engine.orders.events import TokenLogprob
-from decode_engine.rpc.answers.answering import Said, Summary, TokenUsage
 from decode_engine.rpc.contexts.defaults import default_method, remainder_name, supported_methods
 from decode_engine.rpc.contexts.names import COLLECTION
-from decode_engine.rpc.transport.calls import Traffic
 from index_store.errors import FormatVersionError, StoreUnavailableError
 from index_store.family.parents import outgrown
 from index_store.indexes.registry import INDEX_KINDS
@@ -22,14 +21,17 @@ from index_store.jobs.uploads import Upload
 from index_store.memory.placement import Placement
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
-from index_store.selection.budgets import Ratio, Threshold, TokenCount
-from index_store.selection.mass import Mass
+from index_store.selection.budgets import Mass, Ratio, Threshold, TokenCount
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.dtypes import stored_dtype
 from index_store.store.description.manifest import IndexEntry, Manifest
 from index_store.store.listing import BrokenContext
 from index_store.store.tuned_defaults import TunedDefault
 from sparsekv.v1 import context_pb2, conversation_pb2, generation_pb2
+
+if TYPE_CHECKING:
+    from decode_engine.rpc.answers.answering import Said, Summary, TokenUsage
+    from decode_engine.rpc.transport.calls import Traffic
 
 _BUDGET_SIZES = frozenset({"keep", "threshold", "mass", "tokens"})
 

@@ -22,7 +22,7 @@ class StoredMessages:
         """Its messages; None where it was made of a text or of tokens. Raises what reading a context raises."""
         if self.manifest.conversation is None:
             return None
-        with self.store.arrays(self.manifest) as context:
+        with self.store.files(self.manifest) as context:
             data = context.conversation()
         return StoredConversation.from_bytes(data or b"", f"context {self.manifest.id}")
 
@@ -32,6 +32,6 @@ class StoredMessages:
         ids: list[int] = []
         for manifest in (base, self.manifest):
             if manifest is not None:
-                with self.store.arrays(manifest) as context:
-                    ids += context.tokens().tolist()
+                with self.store.files(manifest) as context:
+                    ids += context.token_ids().tolist()
         return ids

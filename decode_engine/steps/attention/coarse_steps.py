@@ -23,7 +23,7 @@ from decode_engine.steps.attention.step_parts import KeySelection, StepRemainder
 from index_store.errors import MethodUnsupportedError
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.coarse_rows.parameters import CoarseParameters
-from index_store.indexes.coarse_rows.scalars.scalar_rows import value_groups
+from index_store.indexes.coarse_rows.scalars.row_sizes import value_groups
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.store.description.dtypes import INT8

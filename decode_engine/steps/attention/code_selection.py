@@ -17,7 +17,8 @@ from decode_engine.kernels.families import PRODUCT_CODES
 from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.step_parts import KeySelection
 from index_store.errors import MethodUnsupportedError
-from index_store.indexes.product_codes.index import CodeParameters, ProductCodes
+from index_store.indexes.product_codes.index import ProductCodes
+from index_store.indexes.product_codes.parameters import CodeParameters
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.store.description.manifest import Manifest

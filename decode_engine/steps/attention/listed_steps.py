@@ -33,7 +33,7 @@ from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
-from index_store.selection.remainders import Centred, Coarse, Monopole
+from index_store.selection.remainders import CENTRED, COARSE, MONOPOLE, Remainder
 from index_store.store.description.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class ListedSteps(StepAttention):
             CoarseRows.kind: CoarseSelection,
         }
     )
-    remainder_types: ClassVar[Mapping[type, type[StepRemainder]]] = MappingProxyType(
-        {Coarse: CoarseOthers, Monopole: ClusterMeans, Centred: ClusterMeans}
+    remainder_types: ClassVar[Mapping[Remainder, type[StepRemainder]]] = MappingProxyType(
+        {COARSE: CoarseOthers, MONOPOLE: ClusterMeans, CENTRED: ClusterMeans}
     )
     rows_type: ClassVar[type[RowsInPlace]] = RowsInPlace
 
@@ -66,7 +66,7 @@ class ListedSteps(StepAttention):
         method = plan.method
         self.rows = self.rows_type(plan)
         self.selection = search = self._selection_type(method)(plan)
-        remainder_type = None if method.drops_remainder else self.remainder_types[type(method.remainder)]
+        remainder_type = None if method.drops_remainder else self.remainder_types[method.remainder]
         self._remainder = None if remainder_type is None else remainder_type(plan, search, self.rows.in_place)
         self.attends_alone = self.rows.in_place and not plan.planes and search.attends_alone
         if self.attends_alone:
@@ -89,7 +89,7 @@ class ListedSteps(StepAttention):
         if method.index is None or method.index.kind not in cls.selection_types:
             return "there are no kernels that search its index for lists of keys"
         if not method.drops_remainder:
-            remainder = cls.remainder_types.get(type(method.remainder))
+            remainder = cls.remainder_types.get(method.remainder)
             if remainder is None:
                 return (
                     f"its remainder, {method.remainder.name}, reads d x d numbers per cluster, which is more than the "
@@ -102,7 +102,7 @@ class ListedSteps(StepAttention):
 
     @classmethod
     def fields(cls, context: ResidentContext, method: Method, layer: int, lane: int = 0) -> Mapping[int, int]:
-        remainder = None if method.drops_remainder else cls.remainder_types[type(method.remainder)]
+        remainder = None if method.drops_remainder else cls.remainder_types[method.remainder]
         return {
             **cls.rows_type.fields(
                 context, layer, lane

@@ -14,13 +14,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from index_store.indexes.coarse_rows.parameters import CoarseParameters
 from index_store.indexes.coarse_rows.product_rows import ProductRows, find_codes
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
-from index_store.indexes.coarse_rows.scalars.packing import row_bytes
-from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows, value_groups
-from index_store.indexes.interface.growing import GrowingRows, grown
-from index_store.indexes.interface.layer_index import AppendedKeys, Growth
+from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
+from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
+from index_store.indexes.interface.growing import GrowingRows
+from index_store.indexes.interface.layer_index import AppendedKeys
 
 _ADDRESSED = 32_768
 """Rows up to which a decode step copies none of those before: copies of 16,384 take 10 ms in a layer of 8 KV heads."""
@@ -146,25 +145,3 @@ class AppendedProducts(AppendedKeys):
     @property
     def nbytes(self) -> int:
         return self._keys.nbytes + self._values.nbytes
-
-
-def appended_row_bytes(parameters: CoarseParameters, head_dim: int, growth: Growth) -> int:
-    """What an extension's `nbytes` comes to, of one KV head."""
-    if not growth.appended:
-        return 0
-    if parameters.coding == "product":
-        slices = head_dim // parameters.key_slice + head_dim // parameters.value_slice
-        return slices * grown(growth.appended)
-    groups = value_groups(head_dim, parameters.value_group)
-    row = row_bytes(head_dim, parameters.key_bits) + row_bytes(head_dim, parameters.value_bits) + 4 * groups
-    last = growth.keys + growth.appended
-    blocks = (last - 1) // BLOCK - growth.keys // BLOCK + 1
-    raw = 8 * head_dim * BLOCK if _leaves_open(growth) else 0
-    return row * grown(growth.appended) + 4 * head_dim * grown(blocks) + raw
-
-
-def _leaves_open(growth: Growth) -> bool:
-    """Whether an append ends inside of a block: of two that follow each other one does, or both are whole blocks."""
-    first = (growth.keys // growth.block + 1) * growth.block
-    ends = (min(end, growth.keys + growth.appended) for end in (first, first + growth.block))
-    return any(end % BLOCK for end in ends)

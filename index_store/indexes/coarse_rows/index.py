@@ -21,34 +21,28 @@ from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.appended import (
     AppendedProducts,
     AppendedScalars,
-    appended_row_bytes,
 )
 from index_store.indexes.coarse_rows.best_rows import Searched, attend_best
-from index_store.indexes.coarse_rows.parameters import CoarseParameters
+from index_store.indexes.coarse_rows.parameters import CoarseKind, CoarseParameters
 from index_store.indexes.coarse_rows.product_rows import ProductRows, code_products
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
-from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows, value_groups
+from index_store.indexes.coarse_rows.scalars.row_sizes import value_groups
+from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
 from index_store.indexes.coarse_rows.scored_codes import CodedRows, ScoredCodes, Wanted, score_rows
 from index_store.indexes.interface.layer_index import (
     AppendedKeys,
     Asked,
     Best,
-    Growth,
     LayerIndex,
     LayerSource,
     check_keys,
 )
-from index_store.selection.pieces import ScoredRows
 from index_store.selection.ranking import Items, Ranking
 from index_store.store.description.json_fields import Scalar
 
 
-class CoarseRows(LayerIndex):
+class CoarseRows(CoarseKind, LayerIndex):
     """The coarse copy of one layer's keys and values."""
-
-    kind = "coarse_rows"
-    parameters_type = CoarseParameters
-    piece_type = ScoredRows
 
     def __init__(self, parameters: CoarseParameters, arrays: Mapping[str, Tensor]) -> None:
         super().__init__(arrays, arrays["key_codes"].shape[1])
@@ -60,23 +54,6 @@ class CoarseRows(LayerIndex):
         if not isinstance(self.rows, ScalarRows):
             raise InvalidArgumentError("the coarse copy has product codes, expected scalar ones")
         return self.rows
-
-    @classmethod
-    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
-        return True
-
-    @classmethod
-    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
-        parsed = CoarseParameters.parse(parameters)
-        codes = head_dim * (parsed.key_bits + parsed.value_bits) / 8
-        if parsed.coding == "product":
-            return codes
-        scales_and_offsets = 4 * (head_dim / BLOCK + value_groups(head_dim, parsed.value_group))
-        return codes + scales_and_offsets
-
-    @classmethod
-    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
-        return appended_row_bytes(CoarseParameters.parse(parameters), head_dim, growth)
 
     @classmethod
     def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:

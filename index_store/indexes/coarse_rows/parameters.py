@@ -1,13 +1,17 @@
-"""Parameters of coarse rows, checked when they are made."""
+"""The kind of coarse rows, and its parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.coarse_rows.scalars.packing import BITS
+from index_store.indexes.coarse_rows.scalars.row_sizes import BITS, BLOCK, row_bytes, value_groups
+from index_store.indexes.interface.index_kind import Growth, IndexKind, grown
 from index_store.indexes.interface.parameters import Parameters
+from index_store.selection.remainders import COARSE_ROWS
+from index_store.store.description.json_fields import Scalar
 
 CODINGS = ("scalar", "product")
 _SLICES = {2: 4, 4: 2}  # channels of a slice by bits for each of them: a slice's code has 8
@@ -51,3 +55,50 @@ class CoarseParameters(Parameters):
     def value_slice(self) -> int:
         """Channels of a slice of product-coded values."""
         return _SLICES[self.value_bits]
+
+
+class CoarseKind(IndexKind):
+    """Every key and value in 2 to 4 bits a channel."""
+
+    kind = "coarse_rows"
+    parameters_type = CoarseParameters
+    divides_into = COARSE_ROWS
+
+    @classmethod
+    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
+        return True
+
+    @classmethod
+    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
+        parsed = CoarseParameters.parse(parameters)
+        codes = head_dim * (parsed.key_bits + parsed.value_bits) / 8
+        if parsed.coding == "product":
+            return codes
+        scales_and_offsets = 4 * (head_dim / BLOCK + value_groups(head_dim, parsed.value_group))
+        return codes + scales_and_offsets
+
+    @classmethod
+    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
+        return _appended_bytes(CoarseParameters.parse(parameters), head_dim, growth)
+
+
+def _appended_bytes(parameters: CoarseParameters, head_dim: int, growth: Growth) -> int:
+    """What an extension's `nbytes` comes to, of one KV head."""
+    if not growth.appended:
+        return 0
+    if parameters.coding == "product":
+        slices = head_dim // parameters.key_slice + head_dim // parameters.value_slice
+        return slices * grown(growth.appended)
+    groups = value_groups(head_dim, parameters.value_group)
+    row = row_bytes(head_dim, parameters.key_bits) + row_bytes(head_dim, parameters.value_bits) + 4 * groups
+    last = growth.keys + growth.appended
+    blocks = (last - 1) // BLOCK - growth.keys // BLOCK + 1
+    raw = 8 * head_dim * BLOCK if _leaves_open(growth) else 0
+    return row * grown(growth.appended) + 4 * head_dim * grown(blocks) + raw
+
+
+def _leaves_open(growth: Growth) -> bool:
+    """Whether an append ends inside of a block: of two that follow each other one does, or both are whole blocks."""
+    first = (growth.keys // growth.block + 1) * growth.block
+    ends = (min(end, growth.keys + growth.appended) for end in (first, first + growth.block))
+    return any(end % BLOCK for end in ends)

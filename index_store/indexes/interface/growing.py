@@ -9,16 +9,7 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-
-_SMALLEST = 64
-
-
-def grown(rows: int, least: int = _SMALLEST, limit: int | None = None) -> int:
-    """Room that doubling from `least` makes for so many rows, up to `limit` unless they need more; none for none."""
-    if rows <= 0:
-        return 0
-    room = least << max(0, (rows - 1) // least).bit_length()
-    return room if limit is None else max(rows, min(room, limit))
+from index_store.indexes.interface.index_kind import SMALLEST, grown
 
 
 class GrowingRows:
@@ -82,7 +73,7 @@ class GrowingRows:
         """Makes room for `count` rows; those written so far may move."""
         if count <= self.capacity:
             return
-        self._room = grown(count, max(_SMALLEST, self.capacity), self._limit)
+        self._room = grown(count, max(SMALLEST, self.capacity), self._limit)
         if self._room <= self.buffer.shape[1]:
             return
         rows = max(self._room, self._addressed)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from index_store.attention.attention_state import AttentionState
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.indexes.interface.growing import GrowingRows
-from index_store.indexes.interface.parameters import Parameters
+from index_store.indexes.interface.index_kind import IndexKind
 from index_store.selection.pieces import Piece
 from index_store.selection.ranking import Ranking
 from index_store.store.description.json_fields import Scalar
@@ -63,19 +63,6 @@ class LayerSource:
     def values_HND(self) -> Tensor:
         """View of the values."""
         return self.kv_HN2D[:, :, 1]
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """How far an extension grows.
-
-    keys: of the context. appended: keys appended in all. block: every append ends at the next multiple of so many
-        positions, the context's included.
-    """
-
-    keys: int
-    appended: int
-    block: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,65 +177,15 @@ class AppendedKeys(ABC):
 Own = TypeVar("Own", bound=AppendedKeys)
 
 
-class LayerIndex(ABC):
+class LayerIndex(IndexKind):
     """The index of one layer: all KV heads, immutable, shared by every session of the context.
 
     key_count: keys of the context, N.
     """
 
-    kind: ClassVar[str]
-
-    parameters_type: ClassVar[type[Parameters]]
-    search_type: ClassVar[type[Parameters] | None] = None
-    """What build parameters and search options are; None where a search has no options."""
-
-    piece_type: ClassVar[type[Piece] | None] = None
-    """What the index divides the keys into, so that a remainder can be computed over it (`pieces`); None if nothing."""
-
-    needs_queries: ClassVar[bool] = False
-    """Whether it is built from the whole sample of queries, which only the reading of the document has. All others can
-    be added to a stored context from its keys and values."""
-
     def __init__(self, arrays: Mapping[str, Tensor], key_count: int) -> None:
         self._arrays = dict(arrays)
         self.key_count = key_count
-
-    @classmethod
-    def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
-        """Raises InvalidArgumentError unless build parameters and search options are complete, known and fit."""
-        cls.parameters_type.parse(parameters)
-        cls.parse_search(search)
-
-    @classmethod
-    def misfit(cls, parameters: Mapping[str, Scalar], head_dim: int) -> str:
-        """Why one with these parameters finds too little on heads of so many dimensions; "" where it does not."""
-        return ""
-
-    @classmethod
-    def parse_search(cls, search: Mapping[str, Scalar]) -> Parameters | None:
-        """The search options, None where there are none. Raises InvalidArgumentError for unknown or unfit ones."""
-        if cls.search_type is not None:
-            return cls.search_type.parse(search)
-        if search:
-            raise InvalidArgumentError(
-                f"index kind {cls.kind!r} takes no search options, got {sorted(search)}"
-            )
-        return None
-
-    @classmethod
-    @abstractmethod
-    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
-        """Whether a ranking's logits approximate q.k, so that budgets may take their softmax for attention weights."""
-
-    @classmethod
-    @abstractmethod
-    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
-        """Bytes stored per token of a long context, KV head and layer."""
-
-    @classmethod
-    @abstractmethod
-    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
-        """Bytes that an extension may come to hold per KV head and layer (`AppendedKeys.nbytes`), whatever the keys."""
 
     @classmethod
     @abstractmethod
@@ -358,7 +295,7 @@ class LayerIndex(ABC):
         appended: AppendedKeys | None,
         position: int | None = None,
     ) -> tuple[Piece, ...]:
-        """Scored pieces of `piece_type` that together hold keys first_key..end_key-1, and maybe others.
+        """Scored pieces that together hold keys first_key..end_key-1, and maybe others.
 
         Only for indexes that partition the keys; raises MethodUnsupportedError otherwise.
         """

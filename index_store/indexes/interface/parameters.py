@@ -40,6 +40,23 @@ class Parameters:
                 raise InvalidArgumentError(f"{self.label}: {name} is {number}, expected at least {least}")
 
 
+@dataclass(frozen=True)
+class SubspaceParameters(Parameters):
+    """Build parameters of indexes that cluster slices of keys or queries.
+
+    subspaces: m, a divisor of the head dimension. split: `strided` puts the dimensions i with i mod m = b into
+        subspace b, `contiguous` cuts slices. iterations: of k-means.
+    """
+
+    subspaces: int
+    split: str
+    iterations: int
+
+    def __post_init__(self) -> None:
+        self._require_one_of("split", ("strided", "contiguous"))
+        self._require_at_least(1, "subspaces", "iterations")
+
+
 def _typed(given: Mapping[str, Scalar], cls: type[Parameters]) -> dict[str, Any]:
     """`given` as keyword arguments for the dataclass."""
     known = {field.name: field for field in fields(cls)}

@@ -19,23 +19,23 @@ from torch import Tensor
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.key_clusters.build import build_tree
 from index_store.indexes.key_clusters.index import KeyClusters, score_clusters
-from index_store.indexes.key_clusters.parameters import ClusterParameters, TreeParameters, TreeSearch
+from index_store.indexes.key_clusters.parameters import (
+    ClusterParameters,
+    TreeKind,
+    TreeParameters,
+    TreeSearch,
+)
 from index_store.indexes.key_clusters.tree_numba import search_tree
 from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
 from index_store.store.description.json_fields import Scalar
 
 
-class ClusterTree(KeyClusters):
+class ClusterTree(TreeKind, KeyClusters):
     """Two levels of clusters of one layer's keys.
 
     The session's own clusters have no coarse level: they are few, and all of them are compared with every query.
     `pieces` without a ranking expands coarse clusters up to the default share of the keys.
     """
-
-    kind = "cluster_tree"
-
-    parameters_type = TreeParameters
-    search_type = TreeSearch
 
     def __init__(self, parameters: ClusterParameters, arrays: Mapping[str, Tensor]) -> None:
         super().__init__(parameters, arrays)
@@ -48,14 +48,6 @@ class ClusterTree(KeyClusters):
             variances_HCD=arrays.get("coarse_variances"),
             parents_HC=arrays["parents"],
         )
-
-    @classmethod
-    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
-        parsed = TreeParameters.parse(parameters)
-        vectors = 2 if parsed.moments == "none" else 3
-        parents = 4 / parsed.keys_per_cluster
-        coarse = (4 * vectors * head_dim + 8) / parsed.keys_per_coarse
-        return super().bytes_per_token(parameters, head_dim) + parents + coarse
 
     @classmethod
     def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:

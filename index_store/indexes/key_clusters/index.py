@@ -10,30 +10,24 @@ Shape legend: H KV heads, T positions, G group heads, N keys, C clusters, d head
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import AppendedKeys, Growth, LayerIndex, LayerSource
+from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource
 from index_store.indexes.key_clusters.build import build_clusters
-from index_store.indexes.key_clusters.online import OnlineClusters, online_bytes
-from index_store.indexes.key_clusters.parameters import ClusterParameters, ClusterSearch
+from index_store.indexes.key_clusters.online import OnlineClusters
+from index_store.indexes.key_clusters.parameters import ClusterKind, ClusterParameters, ClusterSearch
 from index_store.indexes.key_clusters.windowed_rope import move_queries
 from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
 from index_store.selection.ranking import Items, Members, Ranking
 from index_store.store.description.json_fields import Scalar
 
 
-class KeyClusters(LayerIndex):
+class KeyClusters(ClusterKind, LayerIndex):
     """Flat clusters of one layer's keys."""
-
-    kind = "key_clusters"
-    piece_type = ScoredClusters
-
-    parameters_type: ClassVar[type[ClusterParameters]] = ClusterParameters
-    search_type = ClusterSearch
 
     def __init__(self, parameters: ClusterParameters, arrays: Mapping[str, Tensor]) -> None:
         super().__init__(arrays, arrays["assignment"].shape[1])
@@ -48,25 +42,6 @@ class KeyClusters(LayerIndex):
             covariances_HCDD=arrays.get("covariances"),
         )
         self._frequencies_F = arrays["frequencies"][0] if parameters.window > 0 else None
-
-    @classmethod
-    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
-        return True
-
-    @classmethod
-    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
-        parsed = cls.parameters_type.parse(parameters)
-        vectors = {"none": 2, "diagonal": 3, "full": 3 + head_dim}[parsed.moments]
-        counts_and_offsets = 8
-        members_and_assignment = 8
-        return (
-            4 * vectors * head_dim + counts_and_offsets
-        ) / parsed.keys_per_cluster + members_and_assignment
-
-    @classmethod
-    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
-        parsed = cls.parameters_type.parse(parameters)
-        return online_bytes(head_dim, parsed.keys_per_cluster, parsed.block, parsed.moments, growth.appended)
 
     @classmethod
     def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.key_clusters.parameters import MOMENTS
+from index_store.selection.remainders import MOMENTS
 
 _PADDED_ROWS = 16_384  # member rows of several clusters multiplied at a time, padded to the largest of them
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.growing import GrowingRows, grown
+from index_store.indexes.interface.growing import GrowingRows
 from index_store.indexes.interface.layer_index import AppendedKeys
 from index_store.indexes.key_clusters.moments import check_moments, measure, sum_by_cluster
+from index_store.indexes.key_clusters.parameters import most_open
 from index_store.indexes.key_clusters.windowed_rope import check_frequencies, undo_rotary
 from index_store.indexes.kmeans.first_centroids import METRICS
 from index_store.selection.clustered_keys import ClusteredKeys
@@ -69,7 +70,7 @@ class OnlineClusters(AppendedKeys):
         self._keys_per_cluster = keys_per_cluster
         self._cosine = metric == "cosine"
         self._block = block
-        self._limit = _most_open(block)
+        self._limit = most_open(block)
         self._moments = moments
         self._frequencies = None if frequencies is None else check_frequencies(frequencies, head_dim)
         self._generator = torch.Generator("cpu").manual_seed(seed)
@@ -229,31 +230,6 @@ class OnlineClusters(AppendedKeys):
             sums = sum_by_cluster(points_HXE, assignment, sums_HCE.shape[1])
             assignment = _nearest(points_HXE, self._centroids(sums))
         return assignment
-
-
-def online_bytes(head_dim: int, keys_per_cluster: int, block: int, moments: str, keys: int) -> int:
-    """`OnlineClusters.nbytes` of one KV head after so many keys."""
-    if keys == 0:
-        return 0
-    limit = _most_open(block)
-    splits = 0 if limit is None or keys < limit else 1 + (keys - limit) // block
-    open_keys = keys - splits * block
-    clusters_in = [-(-part // keys_per_cluster) for part in (block, open_keys)]
-    clusters = splits * clusters_in[0] + clusters_in[1]
-    most_open, most_clusters = open_keys, clusters
-    if limit is not None and splits:  # before the last split all of its keys were one block
-        most_open = limit
-        most_clusters = max(clusters, (splits - 1) * clusters_in[0] - (-(limit - 1) // keys_per_cluster))
-    held = 2 * 4 * head_dim * grown(most_open, limit=limit)  # keys and values of the open block
-    held += 4 * (grown(keys) + grown(splits * block))  # clusters of keys, and members of closed blocks
-    vectors = {"none": 2, "diagonal": 3, "full": 3 + head_dim}[moments]
-    held += 4 * (1 + vectors * head_dim) * grown(most_clusters)
-    return held + 8 * open_keys + 4 * (clusters + 1 + keys)  # clusters of the open block, and members of all
-
-
-def _most_open(block: int) -> int | None:
-    """Keys of the open block with which it is split; None where it never is."""
-    return block + max(1, block // 2) if block else None
 
 
 def _nearest(points_HXE: Tensor, centroids_HCE: Tensor) -> Tensor:

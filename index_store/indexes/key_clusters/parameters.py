@@ -1,16 +1,16 @@
-"""Parameters of key clusters and of their tree, checked when they are made."""
+"""The kinds of key clusters and of their tree, and their parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from index_store.errors import InvalidArgumentError
+from index_store.indexes.interface.index_kind import Growth, IndexKind, grown
 from index_store.indexes.interface.parameters import Parameters
-from index_store.indexes.kmeans.first_centroids import METRICS
-
-MOMENTS = ("none", "diagonal", "full")
-"""What clusters keep beside mean keys and value sums: nothing, the keys' variances, also Cov(values, keys)."""
+from index_store.selection.remainders import CLUSTERS, MOMENTS
+from index_store.store.description.json_fields import Scalar
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ClusterParameters(Parameters):
     allowed_moments: ClassVar[tuple[str, ...]] = MOMENTS
 
     def __post_init__(self) -> None:
-        self._require_one_of("metric", METRICS)
+        self._require_one_of("metric", ("cosine", "euclidean"))
         self._require_one_of("moments", self.allowed_moments)
         self._require_at_least(1, "keys_per_cluster", "iterations")
         self._require_at_least(0, "window", "sinks")
@@ -91,3 +91,72 @@ class TreeSearch(ClusterSearch):
             raise InvalidArgumentError(
                 f"{self.label}: coarse_keep is {self.coarse_keep}, expected above 0 and at most 1"
             )
+
+
+class ClusterKind(IndexKind):
+    """Clusters of keys."""
+
+    kind = "key_clusters"
+    divides_into = CLUSTERS
+    parameters_type: ClassVar[type[ClusterParameters]] = ClusterParameters
+    search_type = ClusterSearch
+
+    @classmethod
+    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
+        return True
+
+    @classmethod
+    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
+        parsed = cls.parameters_type.parse(parameters)
+        vectors = {"none": 2, "diagonal": 3, "full": 3 + head_dim}[parsed.moments]
+        counts_and_offsets = 8
+        members_and_assignment = 8
+        return (
+            4 * vectors * head_dim + counts_and_offsets
+        ) / parsed.keys_per_cluster + members_and_assignment
+
+    @classmethod
+    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
+        parsed = cls.parameters_type.parse(parameters)
+        return online_bytes(head_dim, parsed.keys_per_cluster, parsed.block, parsed.moments, growth.appended)
+
+
+class TreeKind(ClusterKind):
+    """Clusters of keys under coarser ones."""
+
+    kind = "cluster_tree"
+    parameters_type = TreeParameters
+    search_type = TreeSearch
+
+    @classmethod
+    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
+        parsed = TreeParameters.parse(parameters)
+        vectors = 2 if parsed.moments == "none" else 3
+        parents = 4 / parsed.keys_per_cluster
+        coarse = (4 * vectors * head_dim + 8) / parsed.keys_per_coarse
+        return super().bytes_per_token(parameters, head_dim) + parents + coarse
+
+
+def online_bytes(head_dim: int, keys_per_cluster: int, block: int, moments: str, keys: int) -> int:
+    """`OnlineClusters.nbytes` of one KV head after so many keys."""
+    if keys == 0:
+        return 0
+    limit = most_open(block)
+    splits = 0 if limit is None or keys < limit else 1 + (keys - limit) // block
+    open_keys = keys - splits * block
+    clusters_in = [-(-part // keys_per_cluster) for part in (block, open_keys)]
+    clusters = splits * clusters_in[0] + clusters_in[1]
+    longest, most_clusters = open_keys, clusters
+    if limit is not None and splits:  # before the last split all of its keys were one block
+        longest = limit
+        most_clusters = max(clusters, (splits - 1) * clusters_in[0] - (-(limit - 1) // keys_per_cluster))
+    held = 2 * 4 * head_dim * grown(longest, limit=limit)  # keys and values of the open block
+    held += 4 * (grown(keys) + grown(splits * block))  # clusters of keys, and members of closed blocks
+    vectors = {"none": 2, "diagonal": 3, "full": 3 + head_dim}[moments]
+    held += 4 * (1 + vectors * head_dim) * grown(most_clusters)
+    return held + 8 * open_keys + 4 * (clusters + 1 + keys)  # clusters of the open block, and members of all
+
+
+def most_open(block: int) -> int | None:
+    """Keys of the open block with which it is split; None where it never is."""
+    return block + max(1, block // 2) if block else None

@@ -10,48 +10,28 @@ Shape legend: H KV heads, T positions, G group heads, N keys, S subspaces, W = 2
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.growing import GrowingRows, grown
+from index_store.indexes.interface.growing import GrowingRows
 from index_store.indexes.interface.layer_index import (
     AppendedKeys,
-    Growth,
     LayerIndex,
     LayerSource,
     check_keys,
 )
 from index_store.indexes.interface.products import are_many
-from index_store.indexes.interface.subspaces import SubspaceParameters
+from index_store.indexes.interface.subspaces import subspace_dims
 from index_store.indexes.kmeans.kmeans import euclidean_kmeans
+from index_store.indexes.product_codes.parameters import CodeKind, CodeParameters
 from index_store.indexes.product_codes.products import score_codes_by_products
 from index_store.indexes.product_codes.search_numba import CodeReads, score_codes
 from index_store.selection.ranking import Items, Ranking
 from index_store.store.description.json_fields import Scalar
 
-_MAX_BITS = 8
 _KEYS_AT_ONCE = 2048  # keys compared with all codewords at a time
-
-
-@dataclass(frozen=True)
-class CodeParameters(SubspaceParameters):
-    """Build parameters.
-
-    bits: of a code, 1 to 8.
-    """
-
-    bits: int
-
-    label: ClassVar[str] = "product codes"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.bits <= _MAX_BITS:
-            raise InvalidArgumentError(f"product codes: bits is {self.bits}, expected 1 to {_MAX_BITS}")
 
 
 class AppendedCodes(AppendedKeys):
@@ -72,30 +52,15 @@ class AppendedCodes(AppendedKeys):
         return self.codes.nbytes
 
 
-class ProductCodes(LayerIndex):
+class ProductCodes(CodeKind, LayerIndex):
     """Codes and codebooks of one layer's keys."""
-
-    kind = "product_codes"
-    parameters_type = CodeParameters
 
     def __init__(self, parameters: CodeParameters, arrays: Mapping[str, Tensor]) -> None:
         self._codes_HNS = arrays["codes"]
         super().__init__(arrays, self._codes_HNS.shape[1])
         self._codebooks_HSWB = arrays["codebooks"]
         _, subspaces, _, width = self._codebooks_HSWB.shape
-        self._dims_SB = parameters.dims(subspaces * width).to(self._codes_HNS.device)
-
-    @classmethod
-    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
-        return True
-
-    @classmethod
-    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
-        return float(CodeParameters.parse(parameters).subspaces)
-
-    @classmethod
-    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
-        return CodeParameters.parse(parameters).subspaces * grown(growth.appended)
+        self._dims_SB = subspace_dims(parameters, subspaces * width).to(self._codes_HNS.device)
 
     @classmethod
     def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:
@@ -142,7 +107,7 @@ class ProductCodes(LayerIndex):
 
 def _build_arrays(parameters: CodeParameters, keys_HND: Tensor, seed: int) -> dict[str, Tensor]:
     """codes [H, N, S] uint8 and codebooks [H, S, W, B] float32, where the keys are."""
-    dims_SB = parameters.dims(keys_HND.shape[2])
+    dims_SB = subspace_dims(parameters, keys_HND.shape[2])
     codewords = 2**parameters.bits
     if keys_HND.is_cuda:
         from index_store.indexes.product_codes.build_triton import build_device_codes

@@ -6,7 +6,6 @@ capacity.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,8 +13,9 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.layer_index import LayerSource, all_finite
+from index_store.indexes.interface.subspaces import subspace_dims
 from index_store.indexes.kmeans.kmeans import spherical_kmeans
-from index_store.indexes.query_tables.parameters import TableParameters
+from index_store.indexes.query_tables.parameters import TableParameters, list_capacity
 
 INT8_MAX = 127
 INT16_MAX = 32767
@@ -32,7 +32,7 @@ def build_tables(parameters: TableParameters, source: LayerSource, seed: int) ->
     if source.kv_HN2D.is_cuda:
         return build_tables_on_device(parameters, source, seed)
     keys_HND = source.keys_HND
-    dims_MB = parameters.dims(keys_HND.shape[2])
+    dims_MB = subspace_dims(parameters, keys_HND.shape[2])
     sample_HPD = _with_directions(source.queries.queries_HPGD.flatten(1, 2), dims_MB)
     starts_HXD = _starts(parameters, source)
     capacity = list_capacity(parameters, keys_HND.shape[1])
@@ -67,7 +67,7 @@ def build_tables_on_device(parameters: TableParameters, source: LayerSource, see
     from index_store.indexes.query_tables.build_triton import build_device_lists, build_device_tables
 
     keys_HND = source.keys_HND
-    dims_MB = parameters.dims(keys_HND.shape[2])
+    dims_MB = subspace_dims(parameters, keys_HND.shape[2])
     sample_HPD = source.queries.queries_HPGD.flatten(1, 2).to(keys_HND.device)
     sample_HPD = _with_directions(sample_HPD, dims_MB)
     cosine = parameters.scores == "cosine"
@@ -107,11 +107,6 @@ def _starts(parameters: TableParameters, source: LayerSource) -> Tensor | None:
     """Means of queries that k-means starts from, where prefill has found enough of them."""
     starts = source.starts
     return starts.queries_HXD if starts and starts.queries_HXD.shape[1] > parameters.centroids else None
-
-
-def list_capacity(parameters: TableParameters, count: int) -> int:
-    """Keys that a list holds, of so many."""
-    return max(1, math.ceil(parameters.alpha * count))
 
 
 def _compress(scores_CN: Tensor, layout: str, capacity: int) -> dict[str, Tensor]:

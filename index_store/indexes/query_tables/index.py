@@ -21,25 +21,22 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.growing import grown
+from index_store.indexes.interface.index_kind import grown
 from index_store.indexes.interface.layer_index import (
     AppendedKeys,
-    Growth,
     LayerIndex,
     LayerSource,
     check_keys,
 )
 from index_store.indexes.interface.products import are_many
-from index_store.indexes.query_tables.build import INT8_MAX, INT16_MAX, build_tables, list_capacity
+from index_store.indexes.interface.subspaces import subspace_dims
+from index_store.indexes.query_tables.build import INT8_MAX, INT16_MAX, build_tables
 from index_store.indexes.query_tables.lists_numba import Lists, insert_keys, score_lists
-from index_store.indexes.query_tables.parameters import TableParameters, TableSearch
+from index_store.indexes.query_tables.parameters import LEAST_ENTRIES, TableKind, TableParameters, TableSearch
 from index_store.indexes.query_tables.products import sum_rows_by_products
 from index_store.indexes.query_tables.search_numba import TableReads, softmax_sum_rows, sum_rows
 from index_store.selection.ranking import Items, Ranking
 from index_store.store.description.json_fields import Scalar
-
-_LEAST_ENTRIES = 16  # of what is inserted into a list
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +100,8 @@ class AppendedLists(AppendedKeys):
             ids_HSL,
             values_HSL,
             torch.full((heads, rows), capacity, dtype=torch.int32, device=device),
-            torch.empty(heads, rows, _LEAST_ENTRIES, dtype=torch.int32, device=device),
-            torch.empty(heads, rows, _LEAST_ENTRIES, dtype=torch.int16, device=device),
+            torch.empty(heads, rows, LEAST_ENTRIES, dtype=torch.int32, device=device),
+            torch.empty(heads, rows, LEAST_ENTRIES, dtype=torch.int16, device=device),
             torch.zeros(heads, rows, dtype=torch.int32, device=device),
         )
 
@@ -128,7 +125,7 @@ class AppendedLists(AppendedKeys):
         capacity = self.lists.inserted_ids_HSE.shape[2]
         if entries <= capacity:
             return
-        pad = (0, grown(entries, _LEAST_ENTRIES) - capacity)
+        pad = (0, grown(entries, LEAST_ENTRIES) - capacity)
         self.lists = replace(
             self.lists,
             inserted_ids_HSE=torch.nn.functional.pad(self.lists.inserted_ids_HSE, pad),
@@ -140,17 +137,8 @@ class AppendedLists(AppendedKeys):
         return self.lists.inserted_ids_HSE.numel() * 6 + self.lists.kept_HS.numel() * 8
 
 
-WIDEST_SLICE = 8
-"""Channels of a subspace that tables of few directions were found to suffice for (docs/methods.md)."""
-
-
-class QueryTables(LayerIndex):
+class QueryTables(TableKind, LayerIndex):
     """The tables of one layer in either layout."""
-
-    kind = "query_tables"
-    parameters_type = TableParameters
-    search_type = TableSearch
-    needs_queries = True
 
     def __init__(self, parameters: TableParameters, arrays: Mapping[str, Tensor], keys_HND: Tensor) -> None:
         super().__init__(arrays, keys_HND.shape[1])
@@ -160,61 +148,9 @@ class QueryTables(LayerIndex):
         self._scorer = _KeyScorer(
             arrays["centroids"],
             arrays["scales"],
-            parameters.dims(keys_HND.shape[2]).to(arrays["centroids"].device),
+            subspace_dims(parameters, keys_HND.shape[2]).to(arrays["centroids"].device),
             parameters.scores == "cosine",
         )
-
-    @classmethod
-    def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
-        super().check_options(parameters, search)
-        layout, options = parameters["layout"], TableSearch.parse(search)
-        centroids = TableParameters.parse(parameters).centroids
-        if options.backoff_centroids > centroids:
-            raise InvalidArgumentError(
-                f"table search: backoff_centroids is {options.backoff_centroids}, expected 1 to {centroids}, the "
-                "centroids of a subspace"
-            )
-        if layout == "lists" and options.group == "per_head" and options.weights == "uniform":
-            raise InvalidArgumentError(
-                "table search: with uniform weights a key that no list holds has no score, so there is nothing to "
-                "take a softmax of; use group pooled or weights projection over lists"
-            )
-
-    @classmethod
-    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
-        return (
-            TableParameters.parse(parameters).scores == "dot"
-            and TableSearch.parse(search).weights == "projection"
-        )
-
-    @classmethod
-    def misfit(cls, parameters: Mapping[str, Scalar], head_dim: int) -> str:
-        built = TableParameters.parse(parameters)
-        width = head_dim // built.subspaces
-        if width <= WIDEST_SLICE:
-            return ""
-        return (
-            f"{built.subspaces} subspaces cut heads of {head_dim} dimensions into slices of {width} channels, of which "
-            f"{built.centroids} directions hold too little of a query; take a method that searches the keys themselves "
-            f"(refined), or build the index with {head_dim // 4} subspaces"
-        )
-
-    @classmethod
-    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
-        parsed = TableParameters.parse(parameters)
-        rows = parsed.subspaces * parsed.centroids
-        return float(rows) if parsed.layout == "dense" else 6.0 * rows * parsed.alpha
-
-    @classmethod
-    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
-        parsed = TableParameters.parse(parameters)
-        rows = parsed.subspaces * parsed.centroids
-        if parsed.layout == "dense":
-            return rows * grown(growth.appended)
-        # A list that takes every key holds as many as it may, and has room for those of the next append.
-        new = min(growth.appended, growth.block)
-        most = min(growth.appended - new, list_capacity(parsed, growth.keys)) + new
-        return rows * (6 * max(_LEAST_ENTRIES, grown(most, _LEAST_ENTRIES)) + 8) if growth.appended else 0
 
     @classmethod
     def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:

@@ -1,13 +1,22 @@
-"""Parameters of query tables: how they are built and how they are searched, checked when they are made."""
+"""The kind of query tables, and its parameters: how they are built and how they are searched."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.parameters import Parameters
-from index_store.indexes.interface.subspaces import SubspaceParameters
+from index_store.indexes.interface.index_kind import Growth, IndexKind, grown
+from index_store.indexes.interface.parameters import Parameters, SubspaceParameters
+from index_store.store.description.json_fields import Scalar
+
+LEAST_ENTRIES = 16
+"""Room for what is inserted into a list."""
+
+WIDEST_SLICE = 8
+"""Channels of a subspace that tables of few directions were found to suffice for (docs/methods.md)."""
 
 
 @dataclass(frozen=True)
@@ -67,3 +76,69 @@ class TableSearch(Parameters):
             )
         if self.backoff_centroids == 1:
             object.__setattr__(self, "backoff_cosine", 0.0)
+
+
+class TableKind(IndexKind):
+    """Keys scored against centroids of the context's own queries."""
+
+    kind = "query_tables"
+    parameters_type = TableParameters
+    search_type = TableSearch
+    needs_queries = True
+
+    @classmethod
+    def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
+        super().check_options(parameters, search)
+        layout, options = parameters["layout"], TableSearch.parse(search)
+        centroids = TableParameters.parse(parameters).centroids
+        if options.backoff_centroids > centroids:
+            raise InvalidArgumentError(
+                f"table search: backoff_centroids is {options.backoff_centroids}, expected 1 to {centroids}, the "
+                "centroids of a subspace"
+            )
+        if layout == "lists" and options.group == "per_head" and options.weights == "uniform":
+            raise InvalidArgumentError(
+                "table search: with uniform weights a key that no list holds has no score, so there is nothing to "
+                "take a softmax of; use group pooled or weights projection over lists"
+            )
+
+    @classmethod
+    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
+        return (
+            TableParameters.parse(parameters).scores == "dot"
+            and TableSearch.parse(search).weights == "projection"
+        )
+
+    @classmethod
+    def misfit(cls, parameters: Mapping[str, Scalar], head_dim: int) -> str:
+        built = TableParameters.parse(parameters)
+        width = head_dim // built.subspaces
+        if width <= WIDEST_SLICE:
+            return ""
+        return (
+            f"{built.subspaces} subspaces cut heads of {head_dim} dimensions into slices of {width} channels, of which "
+            f"{built.centroids} directions hold too little of a query; take a method that searches the keys themselves "
+            f"(refined), or build the index with {head_dim // 4} subspaces"
+        )
+
+    @classmethod
+    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
+        parsed = TableParameters.parse(parameters)
+        rows = parsed.subspaces * parsed.centroids
+        return float(rows) if parsed.layout == "dense" else 6.0 * rows * parsed.alpha
+
+    @classmethod
+    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
+        parsed = TableParameters.parse(parameters)
+        rows = parsed.subspaces * parsed.centroids
+        if parsed.layout == "dense":
+            return rows * grown(growth.appended)
+        # A list that takes every key holds as many as it may, and has room for those of the next append.
+        new = min(growth.appended, growth.block)
+        most = min(growth.appended - new, list_capacity(parsed, growth.keys)) + new
+        return rows * (6 * max(LEAST_ENTRIES, grown(most, LEAST_ENTRIES)) + 8) if growth.appended else 0
+
+
+def list_capacity(parameters: TableParameters, count: int) -> int:
+    """Keys that a list holds, of so many."""
+    return max(1, math.ceil(parameters.alpha * count))

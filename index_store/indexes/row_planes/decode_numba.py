@@ -15,7 +15,8 @@ from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.planes_numba import make_refining
 from index_store.compiled.launch import launch, njit, spread
 from index_store.indexes.coarse_rows.scalars.coded_tables_numba import half_table, row_table
-from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows
+from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
+from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
 
 _AT_ONCE = 128  # rows of a task
 _refine_channels, _refine_value = make_refining(uniform=False), make_refining(uniform=True)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from index_store.compiled.launch import on_host
 from index_store.indexes.coarse_rows.scalars.packing import pack, unpack
-from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows, parts_of
+from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
+from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows, parts_of
 from index_store.indexes.row_planes.decode_numba import decode_listed, decode_run
 
 LEVELS = 16

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from index_store.errors import InvalidArgumentError
+from index_store.errors import DtypeMismatchError, InvalidArgumentError, ModelMismatchError
 from index_store.selection.threshold_curve import KEEP_GRID, are_thresholds
 from index_store.store.description.array_entry import HEX, PATH_PART, ArrayEntry
 from index_store.store.description.array_shapes import (
@@ -359,3 +359,31 @@ class Manifest:
         placed = None if expected is None else expected.below(self.array_folder)
         if (None if found is None else found.layout) != placed:
             raise field_error(name, found, f"{placed}")
+
+
+def require_model(manifest: Manifest, identity: ModelIdentity) -> None:
+    """Raises ModelMismatchError unless the context was prefilled by exactly this model and tokenizer."""
+    for what, found, expected in (
+        ("model", manifest.model.fingerprint, identity.fingerprint),
+        ("tokenizer", manifest.model.tokenizer_fingerprint, identity.tokenizer_fingerprint),
+    ):
+        if found != expected:
+            raise ModelMismatchError(
+                f"context {manifest.id[:12]} was prefilled by {manifest.model.name} ({what} fingerprint {found}), "
+                f"expected {identity.name} ({expected}); serve that model for it, or prefill its document again with "
+                "this one: both may lie in one store, under one name",
+                found=found,
+                expected=expected,
+                part=what,
+            )
+
+
+def require_dtype(manifest: Manifest, dtype: str) -> None:
+    """Raises DtypeMismatchError unless keys and values are stored in that dtype."""
+    if manifest.dtype != dtype:
+        raise DtypeMismatchError(
+            f"context {manifest.id[:12]} stores keys and values as {manifest.dtype}, expected {dtype}; "
+            f"prefill the document again with --dtype {dtype} or serve with --dtype {manifest.dtype}",
+            found=manifest.dtype,
+            expected=dtype,
+        )

@@ -53,7 +53,7 @@ from index_store.indexes.query_tables.index import QueryTables
 from index_store.indexes.query_tables.search_numba import TILE
 from index_store.memory.host_memory import HostBlock
 from index_store.methods.index_specs import INDEX_SPECS
-from index_store.selection.budgets import best_keys
+from index_store.selection.cutting import best_keys
 
 HEADS, GROUP, HEAD_DIM = 8, 4, 128
 FIRST, RECENT = 8, 64

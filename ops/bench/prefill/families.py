@@ -31,7 +31,8 @@ from harness.report import Report, reporting
 from decode_engine.evaluation.tasks import make_document, parse_length, source_text
 from decode_engine.model.runner import ModelRunner
 from index_store.cli.progress import SilentReporter
-from index_store.family.children import EXACT, Continuation, OwnRows, publish_child, read_own_rows
+from index_store.family.children import Continuation, OwnRows, publish_child, read_own_rows
+from index_store.family.parents import EXACT
 from index_store.memory.arena import Arena
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.presets import get_method

@@ -33,8 +33,8 @@ from harness.parsing import parse_counts
 from harness.report import reporting
 from harness.timing import seconds
 
+from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.interface.layer_index import LayerSource
-from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
 from index_store.store.description.context_id import ModelIdentity
 from prefill_worker.build.kv_placement import DeviceMeter
@@ -99,7 +99,7 @@ def check_clusters(capture: Capture) -> float:
     for device in ("cuda", "cpu"):
         kv = capture.kv(0)[:1].to(device)
         source = LayerSource(kv, capture.query_sample(0))
-        arrays = INDEX_KINDS[spec.kind].build(spec.parameters, source, 0).arrays()
+        arrays = INDEX_CLASSES[spec.kind].build(spec.parameters, source, 0).arrays()
         own = arrays["assignment"][0].long()
         keys = kv[0, :, 0].float()
         apart = keys - arrays["means"][0][own.clamp(min=0)]
@@ -186,7 +186,7 @@ def build_figures(tokens: int) -> Iterator[dict[str, Any]]:
             continue
 
         def build(spec: IndexSpec = spec) -> object:
-            return INDEX_KINDS[spec.kind].build(spec.parameters, source, 0)
+            return INDEX_CLASSES[spec.kind].build(spec.parameters, source, 0)
 
         build()
         times = [1e3 * seconds(build, DEVICE) for _ in range(5)]

@@ -11,8 +11,9 @@ import torch
 from decode_engine.engine.session_memory import fitting_tokens, session_bytes
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from index_store.indexes.interface.layer_index import Growth
-from index_store.indexes.key_clusters.online import OnlineClusters, online_bytes
+from index_store.indexes.interface.index_kind import Growth
+from index_store.indexes.key_clusters.online import OnlineClusters
+from index_store.indexes.key_clusters.parameters import online_bytes
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import INDEX_SPECS

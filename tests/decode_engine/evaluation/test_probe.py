@@ -15,10 +15,10 @@ from decode_engine.layers.figures import Figures
 from decode_engine.layers.selected_attention import KeyRows, Observation
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
-from index_store.indexes.registry import INDEX_KINDS
+from index_store.indexes.classes import INDEX_CLASSES
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
-from index_store.selection.budgets import Selection
+from index_store.selection.selected import Selection
 from tests.support.layers import ALL_METHODS, build_layer, with_budget
 
 HEADS, GROUP, DIM, CONTEXT = 2, 3, 8, 300
@@ -119,7 +119,7 @@ def test_heads_that_selected_nothing_have_no_recall() -> None:
 def sparse_layer(method: Method) -> SparseLayer:
     kv = make_keys(CONTEXT)
     assert method.index is not None
-    index = INDEX_KINDS[method.index.kind].from_arrays(method.index.parameters, {}, kv)
+    index = INDEX_CLASSES[method.index.kind].from_arrays(method.index.parameters, {}, kv)
     return SparseLayer(kv, LayerSearch(index), method, Figures())
 
 

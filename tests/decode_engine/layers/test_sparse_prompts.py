@@ -15,8 +15,10 @@ from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.presets import get_method
-from index_store.selection.budgets import Ratio, Step
+from index_store.selection.budgets import Ratio
+from index_store.selection.cutting import cut
 from index_store.selection.ranking import Items, Ranking
+from index_store.selection.selected import Step
 from tests.decode_engine.layers.test_host_rows import (
     CPU,
     DIM,
@@ -66,7 +68,7 @@ def test_equal_tokens_select_what_one_of_them_selects(name: str) -> None:
     rows = KeyRows(kv, kv[:, :0])
     lse = torch.randn(HEADS, 1, GROUP, generator=torch.Generator().manual_seed(3)) + 2.0
     step = Step(300, lambda keep: 0.01, lambda ids: rows.read_logits(q, ids), lse)
-    expected = method.budget.cut(ranking, step)
+    expected = cut(method.budget, ranking, step)
     weights = PromptWeights()
     for _ in range(3):
         weights.add(ranking)

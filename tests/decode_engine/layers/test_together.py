@@ -19,8 +19,7 @@ from index_store.indexes.interface.layer_index import Asked
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
 from index_store.methods.schedules import Schedule
-from index_store.selection.budgets import Ratio, Threshold, TokenCount
-from index_store.selection.mass import Mass
+from index_store.selection.budgets import Mass, Ratio, Threshold, TokenCount
 from tests.support.layers import ALL_METHODS, build_index, build_search
 
 H, G, D = 2, 3, 16

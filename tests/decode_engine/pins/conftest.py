@@ -22,6 +22,7 @@ from prefill_worker.config import WorkerConfig
 from prefill_worker.worker.queue_worker import QueueWorker
 from tests.decode_engine.conftest import CALLING, Library, make_library
 from tests.support.models import write_model_folder
+from tests.support.serving.door_beside import door_beside
 from tests.support.serving.service import wait_until
 
 ABSENT = "0" * 64
@@ -45,24 +46,30 @@ class Service:
 
 
 @contextmanager
-def _serve(library: Library, names: dict[str, str], **changes: object) -> Iterator[Service]:
+def _serve(library: Library, names: dict[str, str], apart: bool, **changes: object) -> Iterator[Service]:
+    """apart: through a door in a process of its own."""
     worker = QueueWorker(WorkerConfig(store=library.store, model=str(library.model), chunk=100, device="cpu"))
 
     def work() -> None:
         while worker.work_once():
             pass
 
+    config = library.config(**changes)
     with ExitStack() as stack:
-        server = stack.enter_context(DecodeServer(library.config(**changes)))
+        server = stack.enter_context(DecodeServer(config))
         server.load()
-        gateway = stack.enter_context(Gateway("127.0.0.1:0", server.address))
-        channel = stack.enter_context(grpc.insecure_channel(server.address))
-        web = stack.enter_context(httpx.Client(base_url=gateway.url, timeout=120))
+        if apart:
+            door = stack.enter_context(door_beside(server.backend, config))
+            address, url = door.address, door.url
+        else:
+            address, url = server.address, stack.enter_context(Gateway("127.0.0.1:0", server.address)).url
+        channel = stack.enter_context(grpc.insecure_channel(address))
+        web = stack.enter_context(httpx.Client(base_url=url, timeout=120))
         yield Service(channel, web, {"absent": ABSENT, **names}, work)
 
 
 @contextmanager
-def _toy(folder: Path) -> Iterator[Service]:
+def _toy(folder: Path, apart: bool) -> Iterator[Service]:
     """A model whose template has tools, and contexts of every state."""
     library = make_library(folder)
     settings = json.loads((library.model / "tokenizer_config.json").read_text())
@@ -84,27 +91,26 @@ def _toy(folder: Path) -> Iterator[Service]:
     content[100] ^= 1
     chunk.write_bytes(content)
     (library.store / "contexts" / names["unreadable"] / "manifest.json").write_text("{")
-    with _serve(library, names) as service:
+    with _serve(library, names, apart) as service:
         late = service.names["late"] = library.prefill("late", ttl="1s")
         wait_until(lambda: service.web.get(f"/v1/contexts/{late}").json()["state"] == "EXPIRED")
         yield service
 
 
 @contextmanager
-def _plain(folder: Path) -> Iterator[Service]:
+def _plain(folder: Path, apart: bool) -> Iterator[Service]:
     """A model whose template knows no tools, one session at a time."""
     library = make_library(folder)
-    with _serve(library, {"lamp": library.prefill("lamp")}, max_sessions=1, max_waiting=0) as service:
+    with _serve(library, {"lamp": library.prefill("lamp")}, apart, max_sessions=1, max_waiting=0) as service:
         yield service
 
 
 @contextmanager
-def _reader(folder: Path) -> Iterator[Service]:
+def _reader(folder: Path, apart: bool) -> Iterator[Service]:
     """The trained model that the package brings."""
     library = Library(resolve_model("reader").path, folder / "store")
-    with _serve(
-        library, {"book": library.prefill("book", text=READER_TEXT * 8, method=("refined",))}
-    ) as service:
+    book = library.prefill("book", text=READER_TEXT * 8, method=("refined",))
+    with _serve(library, {"book": book}, apart) as service:
         yield service
 
 
@@ -124,15 +130,19 @@ def _untidied() -> Iterator[None]:
         yield
 
 
+Services = Callable[[str, bool], Service]
+
+
 @pytest.fixture(scope="module")
-def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Service]]:
-    """Services by their names, each started when it is first asked for."""
-    started: dict[str, Service] = {}
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    """Services by their names and whether their door is apart, each started when it is first asked for."""
+    started: dict[tuple[str, bool], Service] = {}
     with ExitStack() as stack:
 
-        def service(name: str) -> Service:
-            if name not in started:
-                started[name] = stack.enter_context(SERVICES[name](tmp_path_factory.mktemp(name)))
-            return started[name]
+        def service(name: str, apart: bool) -> Service:
+            if (name, apart) not in started:
+                folder = tmp_path_factory.mktemp(name)
+                started[name, apart] = stack.enter_context(SERVICES[name](folder, apart))
+            return started[name, apart]
 
         yield service

@@ -17,13 +17,12 @@ tell apart what a change did once they are made there before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.decode_engine.pins.conftest import Service
+from tests.decode_engine.pins.conftest import Service, Services
 from tests.decode_engine.pins.grpc_door import play_call
 from tests.decode_engine.pins.http_door import play_request
 from tests.decode_engine.pins.recording import Case, Line, Names, differences, read_cases, write_cases
@@ -39,10 +38,8 @@ _UNMEASURED = {"keep", "tool_choice", "prompt_logprobs", "temperature", "logit_b
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}-{file.stem}")
-def test_doors_say_what_they_said(
-    file: Path, services: Callable[[str], Service], request: pytest.FixtureRequest
-) -> None:
-    service, cases = services(file.parent.name), read_cases(file)
+def test_doors_say_what_they_said(file: Path, services: Services, request: pytest.FixtureRequest) -> None:
+    service, cases = services(file.parent.name, False), read_cases(file)
     names, changed = Names(service.names), []
     record = request.config.getoption("--record")
     for case in cases:
@@ -55,6 +52,20 @@ def test_doors_say_what_they_said(
     if record:
         write_cases(file, cases)
     assert not changed, "\n\n".join(changed)
+
+
+APART = [pytest.param(each, marks=[] if each.parent.name == "reader" else pytest.mark.slow) for each in FILES]
+
+
+@pytest.mark.parametrize("file", APART, ids=lambda file: f"{file.parent.name}-{file.stem}")
+def test_a_door_in_a_process_of_its_own_says_the_same(file: Path, services: Services) -> None:
+    """And imports nothing that computes, as `door_beside` sees to."""
+    service = services(file.parent.name, True)
+    names = Names(service.names)
+    cases = [(case, differences(case, play(service, names, case))) for case in read_cases(file)]
+    assert not any(found for _, found in cases), "\n\n".join(
+        f"{case.name}:\n{found}" for case, found in cases if found
+    )
 
 
 def play(service: Service, names: Names, case: Case) -> list[Line]:

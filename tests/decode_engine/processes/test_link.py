@@ -457,6 +457,24 @@ async def test_a_door_that_leaves_or_is_silent_ends_with_its_requests(path: Path
 
 
 @in_loop
+async def test_no_door_is_silent_while_the_engine_starts(path: Path) -> None:
+    silent: list[int] = []
+    host = await asyncio.to_thread(EngineHost, path, silent.append, Patience(silent_s=0.0))
+
+    async def silent_ones() -> list[int]:
+        host._look_round()
+        return silent
+
+    raw = Raw(path)
+    await raw.ask(frames.encode(frames.Hello(frames.VERSION, 77, 1)))
+    assert await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(silent_ones(), host.loop)) == []
+    await asyncio.to_thread(host.open, FakeCore(host.loop))
+    assert 77 in await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(silent_ones(), host.loop))
+    await asyncio.to_thread(host.close, event_of_error(ShuttingDownError("it ends")))
+    raw.close()
+
+
+@in_loop
 async def test_an_engine_that_says_nothing_counts_as_dead(path: Path) -> None:
     async with engine(path) as (host, core), door(path, silent_s=0.5) as (remote, ready):
         await ready.become(True)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
+from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.interface.layer_index import LayerSource
+from index_store.indexes.interface.subspaces import subspace_dims
 from index_store.indexes.key_clusters.build import (
     build_clusters,
     build_clusters_on_device,
@@ -22,10 +24,10 @@ from index_store.indexes.key_clusters.parameters import ClusterParameters, TreeP
 from index_store.indexes.key_clusters.tree_triton import build_device_tree
 from index_store.indexes.key_clusters.windowed_rope import undo_rotary
 from index_store.indexes.product_codes.build_triton import build_device_codes
-from index_store.indexes.product_codes.index import CodeParameters, ProductCodes
+from index_store.indexes.product_codes.index import ProductCodes
+from index_store.indexes.product_codes.parameters import CodeParameters
 from index_store.indexes.query_tables.build import build_tables, build_tables_on_device
 from index_store.indexes.query_tables.parameters import TableParameters
-from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.store.stored_context import QuerySample
 
@@ -178,7 +180,7 @@ def test_tables(layout: str, scores: str, subspaces: int, centroids: int) -> Non
     found = build_tables_on_device(parameters, source, 0)
     expected = build_tables(parameters, on_host(source), 0)
     assert shapes(found) == shapes(expected)
-    slices = source.keys_HND[..., parameters.dims(32).to(DEVICE)]
+    slices = source.keys_HND[..., subspace_dims(parameters, 32).to(DEVICE)]
     if scores == "cosine":
         slices = torch.nn.functional.normalize(slices, dim=-1)
     products = torch.einsum("hnmb,hmcb->hmcn", slices, found["centroids"])
@@ -205,7 +207,7 @@ def test_tables_need_queries_with_directions(spoil: float) -> None:
 def test_codes(count: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_source(count)
     parameters = CodeParameters(subspaces=8, bits=bits, split="strided", iterations=6)
-    dims = parameters.dims(32)
+    dims = subspace_dims(parameters, 32)
     found = build_device_codes(source.keys_HND, dims, codewords=2**bits, iterations=6, seed=0)
     host = ProductCodes.build(
         {"subspaces": 8, "bits": bits, "split": "strided", "iterations": 6}, on_host(source), 0
@@ -242,11 +244,11 @@ def test_every_index_on_a_device(name: str, dtype: torch.dtype, head_dim: int) -
     """Built where the keys are, alike each time, and as good as on the host."""
     spec = INDEX_SPECS[name]
     source = make_source(6000, dtype, head_dim)
-    found = INDEX_KINDS[spec.kind].build(spec.parameters, source, 0).arrays()
-    expected = INDEX_KINDS[spec.kind].build(spec.parameters, on_host(source), 0).arrays()
+    found = INDEX_CLASSES[spec.kind].build(spec.parameters, source, 0).arrays()
+    expected = INDEX_CLASSES[spec.kind].build(spec.parameters, on_host(source), 0).arrays()
     assert all(array.is_cuda and array.is_contiguous() for array in found.values())
     assert shapes(found) == shapes(expected)
-    again = INDEX_KINDS[spec.kind].build(spec.parameters, source, 0).arrays()
+    again = INDEX_CLASSES[spec.kind].build(spec.parameters, source, 0).arrays()
     assert all(torch.equal(found[key], again[key]) for key in found)
     keys = source.keys_HND.float()
     if "assignment" in found:
@@ -260,7 +262,7 @@ def test_every_index_on_a_device(name: str, dtype: torch.dtype, head_dim: int) -
         )
         assert ours < 1.02 * theirs
     elif "codes" in found:
-        slices = keys[..., CodeParameters.parse(spec.parameters).dims(head_dim).cuda()].cpu()
+        slices = keys[..., subspace_dims(CodeParameters.parse(spec.parameters), head_dim).cuda()].cpu()
         ours, theirs = (
             code_error(slices, {k: a.cpu() for k, a in arrays.items()}) for arrays in (found, expected)
         )
@@ -276,7 +278,7 @@ def test_every_index_on_a_device(name: str, dtype: torch.dtype, head_dim: int) -
             )
             assert ours < 1.02 * theirs
     elif "centroids" in found:
-        dims = TableParameters.parse(spec.parameters).dims(head_dim).cuda()
+        dims = subspace_dims(TableParameters.parse(spec.parameters), head_dim).cuda()
         points = torch.nn.functional.normalize(source.queries.queries_HPGD.flatten(1, 2)[..., dims], dim=-1)
         reaches = [
             float(torch.einsum("hpmb,hmcb->hpmc", points, arrays["centroids"].cuda()).amax(-1).mean())

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from index_store.errors import InvalidArgumentError
+from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.exact_index import ExactIndex
 from index_store.indexes.interface.layer_index import LayerIndex, LayerSource, all_finite
@@ -16,9 +17,9 @@ from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.key_pages import Pages
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.query_tables.index import QueryTables
-from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.arena import Arena
 from index_store.selection.budgets import Ratio
+from index_store.selection.cutting import cut
 from index_store.store.catalog import Store
 from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
@@ -119,13 +120,13 @@ def build(case: Case, keys: torch.Tensor, sample: QuerySample) -> LayerIndex:
 
 
 def test_every_kind_has_a_case() -> None:
-    assert {case.kind for case in CASES} == set(INDEX_KINDS.values())
+    assert {case.kind for case in CASES} == set(INDEX_CLASSES.values())
 
 
 def test_ids_are_valid_unique_and_inside_the_range(case: Case) -> None:
     keys, sample, queries = data()
     ranking = build(case, keys, sample).rank(queries, 8, 650, None, case.search)
-    selection = Ratio(0.1).cut(ranking, step(KEYS))
+    selection = cut(Ratio(0.1), ranking, step(KEYS))
     for head in range(HEADS):
         for position in range(5):
             ids = selection.ids_HTK[head, position, : selection.counts_HT[head, position]]
@@ -137,9 +138,9 @@ def test_ids_are_valid_unique_and_inside_the_range(case: Case) -> None:
 def test_finds_most_of_the_true_top_keys(case: Case) -> None:
     keys, sample, queries = data()
     keep = Ratio(0.05)
-    true = keep.cut(ExactIndex(keys).rank(queries, 0, KEYS, None, {}), step(KEYS)).ids_HTK
+    true = cut(keep, ExactIndex(keys).rank(queries, 0, KEYS, None, {}), step(KEYS)).ids_HTK
     ranking = build(case, keys, sample).rank(queries, 0, KEYS, None, case.search)
-    found = keep.cut(ranking, step(KEYS)).ids_HTK
+    found = cut(keep, ranking, step(KEYS)).ids_HTK
     hits = [
         len(set(true[h, t].tolist()) & set(found[h, t].tolist())) / true.shape[-1]
         for h in range(HEADS)
@@ -208,7 +209,7 @@ def test_an_appended_key_is_found_and_shared_arrays_stay_untouched(case: Case) -
     assert appended.count == 40
     assert appended.nbytes > 0
     ranking = index.rank(queries[:, :1], 0, KEYS + 40, appended, case.search)
-    selection = Ratio(0.02).cut(ranking, step(KEYS + 40))
+    selection = cut(Ratio(0.02), ranking, step(KEYS + 40))
     for head in range(HEADS):
         assert KEYS + 30 in selection.ids_HTK[head, 0, : selection.counts_HT[head, 0]].tolist()
     assert all(torch.equal(before[name], array) for name, array in index.arrays().items())

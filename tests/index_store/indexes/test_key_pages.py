@@ -12,6 +12,7 @@ from index_store.indexes.exact_index import ExactIndex
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.key_pages import Pages
 from index_store.selection.budgets import Ratio
+from index_store.selection.cutting import cut
 from index_store.store.stored_context import QuerySample
 from tests.support.search import rows, step
 
@@ -120,8 +121,8 @@ def test_neighbouring_keys_of_one_topic_are_found() -> None:
     keys = (topics + 0.3 * torch.randn(HEADS, 40, 16, DIM, generator=generator)).flatten(1, 2)
     queries = topics[:, :5] / DIM**0.5
     keep = Ratio(0.025)
-    true = keep.cut(ExactIndex(keys).rank(queries, 0, 640, None, {}), step(640)).ids_HTK
-    found = keep.cut(build(keys).rank(queries, 0, 640, None, {}), step(640)).ids_HTK
+    true = cut(keep, ExactIndex(keys).rank(queries, 0, 640, None, {}), step(640)).ids_HTK
+    found = cut(keep, build(keys).rank(queries, 0, 640, None, {}), step(640)).ids_HTK
     assert float((true[..., None] == found[..., None, :]).any(-1).float().mean()) > 0.9
 
 
@@ -131,7 +132,7 @@ def test_a_range_of_appended_keys_alone_reads_their_pages_alone() -> None:
     appended.append(rows(some_keys(40, seed=1)))
     ranking = index.rank(torch.ones(HEADS, 1, 1, DIM), 60, 75, appended, {})
     assert ranking.logits_HTGM.shape[-1] == 2  # appended keys 20 to 34: the second and third page
-    selection = Ratio(1.0).cut(ranking, step(80))
+    selection = cut(Ratio(1.0), ranking, step(80))
     assert selection.ids_HTK[0, 0, : selection.counts_HT[0, 0]].tolist() == list(range(60, 75))
 
 

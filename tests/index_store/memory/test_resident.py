@@ -16,9 +16,9 @@ from index_store.errors import (
     MemoryBudgetError,
     MethodUnsupportedError,
 )
+from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.exact_index import ExactIndex
 from index_store.indexes.interface.layer_index import LayerIndex
-from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.arena import Arena
 from index_store.memory.host_memory import ALIGNMENT, HostBlock
 from index_store.memory.resident import LayerGate
@@ -144,7 +144,7 @@ def test_memory_that_indexes_and_a_session_used_is_freed(store: Store, name: str
     with no_collector():
         with arena.acquire(store, context.id) as resident:
             storage = weakref.ref(resident.kv(0).untyped_storage())
-            assert type(resident.index(method.index.name, 1)) is INDEX_KINDS[method.index.kind]
+            assert type(resident.index(method.index.name, 1)) is INDEX_CLASSES[method.index.kind]
             session = Session(resident, method.on(resident.manifest))
             if used:
                 decode(session)

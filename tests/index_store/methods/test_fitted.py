@@ -44,7 +44,7 @@ def context(
             {**INDEX_SPECS[name].parameters, **(built or {}).get(name, {})},
             layers,
             (),
-            THRESHOLDS if calibrated and INDEX_KINDS[INDEX_SPECS[name].kind].piece_type is not None else (),
+            THRESHOLDS if calibrated and INDEX_KINDS[INDEX_SPECS[name].kind].divides_into is not None else (),
         )
         for name in names
     ]
@@ -109,7 +109,7 @@ def test_presets_are_refused_with_a_reason_or_run(where: str, preset: str) -> No
         assert entry is not None
         assert (spec.kind, spec.parameters) == (entry.kind, entry.parameters)
         assert fitted.searching <= set(entry.layers)
-    clusters = method.index is not None and INDEX_KINDS[method.index.kind].piece_type is not None
+    clusters = method.index is not None and INDEX_KINDS[method.index.kind].divides_into is not None
     assert (fitted.thresholds is not None) == (clusters and where not in {"not calibrated", "only sinks"})
 
 

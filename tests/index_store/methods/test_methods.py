@@ -11,8 +11,7 @@ from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.methods.schedules import Schedule
-from index_store.selection.budgets import Ratio, Threshold, TokenCount
-from index_store.selection.mass import Mass
+from index_store.selection.budgets import Mass, Ratio, Threshold, TokenCount
 from index_store.selection.remainders import REMAINDERS
 
 

@@ -11,6 +11,7 @@ import torch
 from index_store.errors import InvalidArgumentError
 from index_store.selection.budgets import Threshold
 from index_store.selection.calibration import ThresholdCalibrator
+from index_store.selection.cutting import cut
 from index_store.selection.ranking import Ranking
 from index_store.selection.threshold_curve import KEEP_GRID, ThresholdCurve
 from tests.support.rankings import Problem, make_problem
@@ -38,7 +39,7 @@ def kept_share(problem: Problem, ranking: Ranking, budget: Threshold) -> float:
     shares = []
     for position in range(problem.queries.shape[1]):
         one = Ranking(ranking.logits_HTGM[:, position : position + 1], ranking.items)
-        counts = budget.cut(one, problem.step(ThresholdCurve(calibrated))).counts_HT
+        counts = cut(budget, one, problem.step(ThresholdCurve(calibrated))).counts_HT
         shares.append(float(counts.float().mean()) / (problem.end - problem.first))
     return sum(shares) / len(shares)
 
@@ -81,7 +82,9 @@ def test_a_tree_that_prunes_is_kept_whole_beyond_what_it_holds() -> None:
     assert everything
     assert max(everything) < 1e-15
     assert (
-        Threshold(threshold=everything[0]).cut(Ranking(logits, full.items), problem.step()).counts_HT.tolist()
+        cut(
+            Threshold(threshold=everything[0]), Ranking(logits, full.items), problem.step()
+        ).counts_HT.tolist()
         == [[int((~torch.isneginf(logits[0, 0, 0])).sum())]] * 2
     )
 

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from index_store.errors import InvalidArgumentError
-from index_store.selection.budgets import Selection, Step
-from index_store.selection.mass import Mass
+from index_store.selection.budgets import Mass
+from index_store.selection.cutting import cut
 from index_store.selection.ranking import Items, Members, Ranking
+from index_store.selection.selected import Selection, Step
 from tests.support.rankings import Problem, make_problem, selected
 
 WINDOW, HEAD, SHORT = 64, 0.02, 512
@@ -102,7 +103,7 @@ def test_equals_a_slow_reference(keys: int, mass: float, items: str) -> None:
         "clusters": lambda: problem.clusters(8),
         "two groups": lambda: problem.clusters(8, groups=2),
     }[items]()
-    assert as_lists(Mass(mass).cut(ranking, problem.step())) == reference(ranking, problem, mass)
+    assert as_lists(cut(Mass(mass), ranking, problem.step())) == reference(ranking, problem, mass)
 
 
 @settings(max_examples=60, deadline=None)
@@ -121,7 +122,7 @@ def test_the_bound_holds_on_every_head_and_step(
     """Tactic appendix A: |o - o~| <= 2 (1 - p) max |v|, with the share p of the weight that is attended."""
     problem = make_problem(keys, positions=positions, group=group, sharpness=sharpness, seed=seed)
     ranking = problem.clusters(size)
-    attended = problem.attended(Mass(mass).cut(ranking, problem.step()))[:, :, None]
+    attended = problem.attended(cut(Mass(mass), ranking, problem.step()))[:, :, None]
     weights, values = problem.weights, problem.values.double()
     kept = weights * attended
     reached = kept.sum(-1)
@@ -138,14 +139,14 @@ def test_the_bound_holds_on_every_head_and_step(
 @pytest.mark.parametrize("sharpness", [0.5, 1.0, 2.0, 4.0])
 def test_the_target_is_reached_on_average(mass: float, sharpness: float) -> None:
     problem = make_problem(4000, heads=4, positions=8, group=2, sharpness=sharpness)
-    attended = problem.attended(Mass(mass).cut(problem.single_keys(), problem.step()))
+    attended = problem.attended(cut(Mass(mass), problem.single_keys(), problem.step()))
     assert float((problem.weights * attended[:, :, None]).sum(-1).mean()) >= mass
 
 
 @pytest.mark.parametrize("mass", [0.5, 0.75, 0.9, 0.95])
 def test_the_target_is_reached_on_average_by_clusters(mass: float) -> None:
     problem = make_problem(4000, heads=4, positions=8, group=2)
-    attended = problem.attended(Mass(mass).cut(problem.clusters(16), problem.step()))
+    attended = problem.attended(cut(Mass(mass), problem.clusters(16), problem.step()))
     assert float((problem.weights * attended[:, :, None]).sum(-1).mean()) >= mass
 
 
@@ -153,7 +154,7 @@ def test_a_higher_target_keeps_more_and_peaked_heads_keep_less() -> None:
     flat, peaked = (make_problem(4000, sharpness=sharpness) for sharpness in (0.5, 6.0))
     counts = [
         [
-            int(Mass(mass).cut(problem.single_keys(), problem.step()).counts_HT.sum())
+            int(cut(Mass(mass), problem.single_keys(), problem.step()).counts_HT.sum())
             for mass in (0.5, 0.8, 0.95)
         ]
         for problem in (flat, peaked)
@@ -168,7 +169,7 @@ def test_a_head_keeps_the_curve_when_the_windows_rise() -> None:
     for logits in (torch.linspace(0.0, 1.0, count), torch.linspace(3.0, -90.0, count)):
         ranking = Ranking(-torch.arange(count).float().view(1, 1, 1, -1), Items(0, count))
         step = Step(count, None, lambda ids, logits=logits: logits[ids], torch.full((1, 1, 1), -torch.inf))
-        selection = Mass(0.9).cut(ranking, step)
+        selection = cut(Mass(0.9), ranking, step)
         weights = (logits - logits[:20].max()).double().exp().tolist()
         assert as_lists(selection) == [[list(range(budget_reference(weights, 0.0, 0.9)))]]
 
@@ -176,14 +177,14 @@ def test_a_head_keeps_the_curve_when_the_windows_rise() -> None:
 def test_all_keys_are_kept_for_the_whole_mass() -> None:
     problem = make_problem(900, sharpness=6.0)
     for ranking in (problem.single_keys(), problem.clusters(16, groups=2)):
-        assert bool(problem.attended(Mass(1.0).cut(ranking, problem.step())).all())
+        assert bool(problem.attended(cut(Mass(1.0), ranking, problem.step())).all())
 
 
 def test_what_is_always_attended_counts() -> None:
     """With nearly all weight on sinks and recent keys a single key is enough."""
     problem = make_problem(800)
     step = replace(problem.step(), exact_lse_HTG=torch.full((2, 1, 2), 50.0))
-    selection = Mass(0.99).cut(problem.single_keys(), step)
+    selection = cut(Mass(0.99), problem.single_keys(), step)
     best = problem.logits[:, 0, :, problem.first : problem.end].argmax(-1) + problem.first
     assert as_lists(selection) == [[sorted(set(row))] for row in best.tolist()]
 
@@ -196,7 +197,7 @@ def test_items_that_were_not_retrieved_are_never_kept() -> None:
     logits[0] = -torch.inf  # nothing at all in one KV head
     ranking = Ranking(logits, full.items)
     for mass in (0.9, 1.0):
-        selection = Mass(mass).cut(ranking, problem.step())
+        selection = cut(Mass(mass), ranking, problem.step())
         assert as_lists(selection) == reference(ranking, problem, mass)
         assert int(selection.counts_HT[0, 0]) == 0
         assert int(selection.counts_HT[1, 0]) > 0
@@ -207,8 +208,8 @@ def test_a_pooled_ranking_serves_every_head() -> None:
     full = problem.single_keys().logits_HTGM
     pooled = full.mean(2, keepdim=True)
     items = Items(problem.first, problem.end)
-    one = Mass(0.9).cut(Ranking(pooled, items), problem.step())
-    three = Mass(0.9).cut(Ranking(pooled.expand_as(full), items), problem.step())
+    one = cut(Mass(0.9), Ranking(pooled, items), problem.step())
+    three = cut(Mass(0.9), Ranking(pooled.expand_as(full), items), problem.step())
     assert as_lists(one) == as_lists(three)
 
 
@@ -216,7 +217,7 @@ def test_nothing_to_search() -> None:
     problem = replace(make_problem(20), first=4, end=4)
     items = Items(4, 4, (Members(torch.tensor([[0, 20]] * 2).int(), torch.arange(20).int().expand(2, -1)),))
     ranking = Ranking(torch.zeros(2, 1, 2, 1), items)
-    assert Mass(0.9).cut(ranking, problem.step()).counts_HT.tolist() == [[0], [0]]
+    assert cut(Mass(0.9), ranking, problem.step()).counts_HT.tolist() == [[0], [0]]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from index_store.errors import InvalidArgumentError
-from index_store.selection.budgets import Budget, Ratio, Selection, TokenCount
+from index_store.selection.budgets import Budget, Ratio, TokenCount
+from index_store.selection.cutting import cut
 from index_store.selection.ranking import Items, Members, Ranking
+from index_store.selection.selected import Selection
 from tests.support.rankings import Problem, make_problem, selected
 from tests.support.search import step
 
@@ -61,9 +63,9 @@ def test_the_best_keys_are_kept(group: str, items: str, keep: int) -> None:
     problem = make_problem(300, positions=3, group=3, sharpness=3.0)
     ranking = problem.single_keys() if items == "single" else problem.clusters(6)
     expected = best(ranking, problem, keep, group)
-    assert rows(TokenCount(keep, group).cut(ranking, step(300))) == expected
+    assert rows(cut(TokenCount(keep, group), ranking, step(300))) == expected
     if keep <= 300:
-        assert rows(Ratio(keep / 300, group).cut(ranking, step(300))) == expected
+        assert rows(cut(Ratio(keep / 300, group), ranking, step(300))) == expected
 
 
 def test_the_last_item_is_cut_where_the_budget_ends() -> None:
@@ -71,7 +73,7 @@ def test_the_last_item_is_cut_where_the_budget_ends() -> None:
         torch.tensor([[0, 4, 6, 10]]).int(), torch.tensor([[9, 3, 5, 1, 0, 2, 8, 7, 6, 4]]).int()
     )
     ranking = Ranking(torch.tensor([[[[1.0, 3.0, 2.0]]]]), Items(1, 10, (members,)))
-    kept = {keep: rows(TokenCount(keep).cut(ranking, step(10)))[0][0] for keep in (1, 2, 4, 5, 8, 20)}
+    kept = {keep: rows(cut(TokenCount(keep), ranking, step(10)))[0][0] for keep in (1, 2, 4, 5, 8, 20)}
     assert kept == {
         1: [2],  # 0 lies before the searched range and costs nothing
         2: [2, 8],
@@ -86,8 +88,8 @@ def test_heads_that_agree_leave_a_union_smaller_than_the_budget() -> None:
     problem = make_problem(200, group=2)
     one = problem.single_keys().logits_HTGM[:, :, :1]
     ranking = Ranking(one.expand(-1, -1, 2, -1), Items(problem.first, problem.end))
-    assert TokenCount(20, "union").cut(ranking, step(200)).counts_HT.tolist() == [[10], [10]]
-    assert TokenCount(20, "average").cut(ranking, step(200)).counts_HT.tolist() == [[20], [20]]
+    assert cut(TokenCount(20, "union"), ranking, step(200)).counts_HT.tolist() == [[10], [10]]
+    assert cut(TokenCount(20, "average"), ranking, step(200)).counts_HT.tolist() == [[20], [20]]
 
 
 @pytest.mark.parametrize("group", ["average", "max", "union"])
@@ -95,14 +97,14 @@ def test_items_that_were_not_retrieved_are_never_kept(group: str) -> None:
     problem = make_problem(100)
     logits = problem.single_keys().logits_HTGM.clone()
     logits[..., 5:] = -torch.inf
-    selection = TokenCount(40, group).cut(Ranking(logits, Items(problem.first, problem.end)), step(100))
+    selection = cut(TokenCount(40, group), Ranking(logits, Items(problem.first, problem.end)), step(100))
     assert rows(selection) == [[[4, 5, 6, 7, 8]]] * 2
 
 
 def test_a_ratio_is_of_all_tokens_and_rounds_up() -> None:
     problem = make_problem(200)
     counts = {
-        keep: int(Ratio(keep).cut(problem.single_keys(), step(1000)).counts_HT[0, 0])
+        keep: int(cut(Ratio(keep), problem.single_keys(), step(1000)).counts_HT[0, 0])
         for keep in (0.001, 0.0101)
     }
     assert counts == {0.001: 1, 0.0101: 11}

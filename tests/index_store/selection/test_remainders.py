@@ -10,8 +10,8 @@ from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
 from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
-from index_store.selection.pieces import ScoredRows
-from index_store.selection.remainders import REMAINDERS, ExactKeys
+from index_store.selection.remainder_states import ExactKeys, remainder_state
+from index_store.selection.remainders import COARSE, REMAINDERS
 
 H, T, G, D = 2, 3, 2, 8
 
@@ -86,7 +86,7 @@ def test_members_that_are_alike_make_every_remainder_exact(
     q = torch.randn(H, T, G, D, generator=generator)
     kept = torch.rand(H, T, keys, generator=generator) < share
     pieces = [piece_of(q, clusters_of(kv, assignment, count))]
-    left = REMAINDERS[name].state(pieces, [exact_keys(q, kv, kept)])
+    left = remainder_state(REMAINDERS[name], pieces, [exact_keys(q, kv, kept)])
     assert left is not None
     expected = attention(q, kv, ~kept)
     torch.testing.assert_close(left.lse, expected.lse, rtol=1e-3, atol=1e-3)
@@ -103,7 +103,7 @@ def test_nothing_left_is_an_empty_state(name: str) -> None:
     q = torch.randn(H, T, G, D, generator=generator)
     assignment = torch.arange(12).expand(H, -1) % 3
     everything = exact_keys(q, kv, torch.ones(H, T, 12, dtype=torch.bool))
-    left = REMAINDERS[name].state([piece_of(q, clusters_of(kv, assignment, 4))], [everything])
+    left = remainder_state(REMAINDERS[name], [piece_of(q, clusters_of(kv, assignment, 4))], [everything])
     assert left is not None
     assert torch.isneginf(left.lse).all()
     assert (left.out == 0).all()
@@ -116,7 +116,7 @@ def test_a_cluster_of_one_key_left_is_exact_when_centred() -> None:
     q = torch.randn(H, T, G, D, generator=generator)
     kept = torch.tensor([True, False]).expand(H, T, -1)
     clusters = clusters_of(kv, torch.zeros(H, 2, dtype=torch.long), 1)
-    left = REMAINDERS["centred"].state([piece_of(q, clusters)], [exact_keys(q, kv, kept)])
+    left = remainder_state(REMAINDERS["centred"], [piece_of(q, clusters)], [exact_keys(q, kv, kept)])
     assert left is not None
     expected = attention(q, kv, ~kept)
     torch.testing.assert_close(left.out, expected.out, rtol=1e-4, atol=1e-4)
@@ -141,8 +141,8 @@ def test_pieces_and_exact_keys_in_several_parts_add_up() -> None:
     shared = ExactKeys(last.ids_HTK[:, :1], last.valid_HTK[:, :1], last.logits_HTGK, last.values_HTKD[:, :1])
     both = kept | (torch.arange(40) >= 35)
     for name in ("monopole", "centred", "dipole"):
-        one = REMAINDERS[name].state(halves, [exact_keys(q, kv, kept), shared])
-        two = REMAINDERS[name].state([whole], [exact_keys(q, kv, both)])
+        one = remainder_state(REMAINDERS[name], halves, [exact_keys(q, kv, kept), shared])
+        two = remainder_state(REMAINDERS[name], [whole], [exact_keys(q, kv, both)])
         assert one is not None
         assert two is not None
         torch.testing.assert_close(one.out, two.out, rtol=1e-4, atol=1e-5)
@@ -167,9 +167,9 @@ def test_closer_approximations_have_smaller_errors() -> None:
     pieces = [piece_of(q, clusters_of(kv, assignment, count))]
     errors = {}
     for name, remainder in REMAINDERS.items():
-        if remainder.piece_type is ScoredRows:
+        if remainder is COARSE:
             continue
-        left = remainder.state(pieces, [exact_keys(q, kv, kept)])
+        left = remainder_state(remainder, pieces, [exact_keys(q, kv, kept)])
         out = (selected if left is None else selected.merge(left)).out
         errors[name] = float((out - full).norm() / full.norm())
     assert errors["dipole"] < errors["centred"] < errors["monopole"] < errors["dropped"]

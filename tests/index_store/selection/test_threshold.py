@@ -11,6 +11,7 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.selection.budgets import Threshold
+from index_store.selection.cutting import cut
 from index_store.selection.ranking import Ranking
 from tests.support.rankings import Problem, make_problem, selected
 
@@ -57,7 +58,7 @@ def test_keeps_what_exceeds_the_threshold(group: str, positions: int, items: str
     ranking = problem.single_keys() if single else problem.clusters(6, groups=1 + (items == "two groups"))
     sizes = set()
     for threshold in (1e-5, 1e-3, 3e-3, 0.02, 1.0):
-        selection = Threshold(threshold=threshold, group=group).cut(ranking, problem.step())
+        selection = cut(Threshold(threshold=threshold, group=group), ranking, problem.step())
         expected = reference(ranking, problem, threshold, group, single)
         found = [[selected(selection, head, t) for t in range(positions)] for head in range(2)]
         assert found == [[row] * positions for row in expected]
@@ -67,7 +68,7 @@ def test_keeps_what_exceeds_the_threshold(group: str, positions: int, items: str
 
 def test_positions_of_a_prompt_share_memory() -> None:
     problem = make_problem(300, positions=7)
-    selection = Threshold(threshold=1e-3).cut(problem.clusters(8), problem.step())
+    selection = cut(Threshold(threshold=1e-3), problem.clusters(8), problem.step())
     assert selection.ids_HTK.stride(1) == 0
     assert selection.ids_HTK.shape[1] == selection.counts_HT.shape[1] == 7
 
@@ -76,7 +77,7 @@ def test_union_equals_max_in_a_decode_step() -> None:
     problem = make_problem(400, group=4, sharpness=3.0)
     ranking = problem.clusters(8)
     union, largest = (
-        Threshold(threshold=2e-3, group=group).cut(ranking, problem.step()) for group in ("union", "max")
+        cut(Threshold(threshold=2e-3, group=group), ranking, problem.step()) for group in ("union", "max")
     )
     assert torch.equal(union.counts_HT, largest.counts_HT)
     assert [selected(union, h, 0) for h in (0, 1)] == [selected(largest, h, 0) for h in (0, 1)]
@@ -87,7 +88,7 @@ def test_flat_heads_keep_more_than_peaked_ones_at_one_threshold() -> None:
     flat, peaked = (make_problem(500, sharpness=sharpness) for sharpness in (1.0, 8.0))
     threshold = 0.5 / 500
     counts = [
-        int(Threshold(threshold=threshold).cut(problem.clusters(8), problem.step()).counts_HT.sum())
+        int(cut(Threshold(threshold=threshold), problem.clusters(8), problem.step()).counts_HT.sum())
         for problem in (flat, peaked)
     ]
     assert counts[0] > 2 * counts[1] > 0
@@ -95,7 +96,7 @@ def test_flat_heads_keep_more_than_peaked_ones_at_one_threshold() -> None:
 
 def test_nothing_may_exceed_the_threshold() -> None:
     problem = make_problem(200, sharpness=0.1)
-    selection = Threshold(threshold=0.5).cut(problem.clusters(8), problem.step())
+    selection = cut(Threshold(threshold=0.5), problem.clusters(8), problem.step())
     assert selection.counts_HT.tolist() == [[0], [0]]
     assert selection.ids_HTK.shape == (2, 1, 0)
 
@@ -106,7 +107,7 @@ def test_items_that_were_not_retrieved_are_never_kept() -> None:
     logits = full.logits_HTGM.clone()
     logits[..., 1::2] = -torch.inf
     ranking = Ranking(logits, full.items)
-    selection = Threshold(threshold=1e-30).cut(ranking, problem.step())
+    selection = cut(Threshold(threshold=1e-30), ranking, problem.step())
     for head in range(2):
         bounds = full.items.groups[0].offsets_HM[head].tolist()
         keys = full.items.groups[0].keys_HX[head].tolist()
@@ -129,8 +130,8 @@ def test_a_wanted_share_becomes_a_threshold_through_the_calibration() -> None:
         return 2e-3
 
     ranking = problem.clusters(8)
-    wanted = Threshold(keep=0.05).cut(ranking, problem.step(thresholds))
-    given = Threshold(threshold=2e-3).cut(ranking, problem.step())
+    wanted = cut(Threshold(keep=0.05), ranking, problem.step(thresholds))
+    given = cut(Threshold(threshold=2e-3), ranking, problem.step())
     assert asked == [0.05]
     assert torch.equal(wanted.ids_HTK, given.ids_HTK)
     assert torch.equal(wanted.counts_HT, given.counts_HT)
@@ -139,7 +140,7 @@ def test_a_wanted_share_becomes_a_threshold_through_the_calibration() -> None:
 def test_a_wanted_share_needs_a_calibration() -> None:
     problem = make_problem(100)
     with pytest.raises(MethodUnsupportedError, match="no calibrated thresholds; prefill the document again"):
-        Threshold(keep=0.05).cut(problem.clusters(8), problem.step())
+        cut(Threshold(keep=0.05), problem.clusters(8), problem.step())
 
 
 @pytest.mark.parametrize(

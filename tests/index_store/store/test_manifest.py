@@ -19,7 +19,6 @@ from index_store.errors import (
     ManifestError,
     ModelMismatchError,
 )
-from index_store.models.identity import require_dtype, require_model
 from index_store.selection.threshold_curve import KEEP_GRID
 from index_store.store.description.array_shapes import (
     conversation_entry,
@@ -30,7 +29,7 @@ from index_store.store.description.array_shapes import (
     window_entry,
 )
 from index_store.store.description.context_id import ModelIdentity
-from index_store.store.description.manifest import IndexEntry, Manifest
+from index_store.store.description.manifest import IndexEntry, Manifest, require_dtype, require_model
 from index_store.store.description.manifest_json import parse_manifest, render_document, render_manifest
 from tests.index_store.store.manifest_documents import WHERE, document
 from tests.support.store import MODEL, THRESHOLDS, SyntheticContext, other_model, synthetic_context

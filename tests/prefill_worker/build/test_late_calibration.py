@@ -8,8 +8,10 @@ import torch
 from index_store.indexes.interface.layer_index import LayerSource, QuerySample
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.methods.index_specs import INDEX_SPECS
-from index_store.selection.budgets import Step, Threshold
+from index_store.selection.budgets import Threshold
 from index_store.selection.calibration import ThresholdCalibrator
+from index_store.selection.cutting import cut
+from index_store.selection.selected import Step
 from index_store.selection.threshold_curve import ThresholdCurve
 from prefill_worker.build.layer_arrays import calibrate
 from prefill_worker.reading.query_sample import (
@@ -44,7 +46,7 @@ def test_the_wanted_share_is_kept_by_the_late_queries(window: int) -> None:
         queries = sample.queries_HPGD[:, row : row + 1] / 4.0
         ranking = index.rank(queries, 8, 1500, None, {}, position=position)
         step = Step(1500, curve, lambda ids: ids.float(), torch.zeros(2, 1, 2))
-        shares.append(Threshold(keep=0.1).cut(ranking, step).counts_HT.float().mean() / 1492)
+        shares.append(cut(Threshold(keep=0.1), ranking, step).counts_HT.float().mean() / 1492)
     assert float(torch.stack(shares).mean()) == pytest.approx(0.1, rel=0.1)
 
 

@@ -16,6 +16,7 @@ from index_store.memory.arena import Arena
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import load_model, load_tokenizer, resolve_model
 from index_store.selection.budgets import Threshold
+from index_store.selection.cutting import cut
 from index_store.selection.threshold_curve import ThresholdCurve
 from index_store.store.catalog import Store
 from index_store.store.stored_context import QuerySample
@@ -101,7 +102,7 @@ def kept_share(index: LayerIndex, sample: QuerySample, curve: ThresholdCurve) ->
     for row in range(len(sample.positions_P) - 64, len(sample.positions_P)):
         queries = sample.queries_HPGD[:, row : row + 1] * 16**-0.5
         ranking = index.rank(queries, sinks, count, None, {}, position=int(sample.positions_P[row]))
-        kept = Threshold(keep=0.1).cut(ranking, replace(step(count), thresholds=curve))
+        kept = cut(Threshold(keep=0.1), ranking, replace(step(count), thresholds=curve))
         shares.append(float(kept.counts_HT.float().mean()) / (count - sinks))
     return sum(shares) / len(shares)
 

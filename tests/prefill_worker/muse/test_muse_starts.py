@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from index_store.indexes.interface.layer_index import ClusterStarts, LayerSource
+from index_store.indexes.interface.subspaces import subspace_dims
 from index_store.indexes.key_clusters.build import build_clusters, build_clusters_on_device
 from index_store.indexes.key_clusters.parameters import ClusterParameters
 from index_store.indexes.kmeans.kmeans import assign_clusters, spherical_kmeans
@@ -98,7 +99,7 @@ def test_tables_start_from_means_of_queries(source: LayerSource) -> None:
     )
     assert torch.equal(build_tables(parameters, few, 0)["centroids"], expected)
     assert source.starts is not None
-    dims = parameters.dims(DIM)
+    dims = subspace_dims(parameters, DIM)
     rows = source.queries.queries_HPGD.flatten(1, 2).to(DEVICE)
     on_device = cluster_queries(rows, dims, 20, 1, 0, source.starts.queries_HXD.to(DEVICE)).cpu()
     assert nearness(source, on_device) > nearness(source, expected) - 0.02

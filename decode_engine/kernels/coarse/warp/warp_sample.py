@@ -20,10 +20,10 @@ from decode_engine.kernels.coarse.warp.warp_records import (
     number,
     wait_alone,
 )
-from index_store.indexes.coarse_rows.scalars import scalar_rows
+from index_store.indexes.coarse_rows.scalars import row_sizes
 
 _KEYS, _FIRST, _END = (gl.constexpr(field) for field in (records.KEYS, records.FIRST, records.END))
-_BLOCK = gl.constexpr(scalar_rows.BLOCK)
+_BLOCK = gl.constexpr(row_sizes.BLOCK)
 
 
 @gluon.jit

@@ -44,7 +44,7 @@ from index_store.indexes.coarse_rows.scalars.coded_passes_numba import (
 )
 from index_store.indexes.coarse_rows.scalars.coded_tables_numba import at_cache_line, largest_count, widen
 from index_store.indexes.coarse_rows.scalars.packed_codes_numba import multiply, pack_keys
-from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK
+from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
 from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans
 
 _LEAST_AT_ONCE, _CODES_AT_ONCE = 64, 8192

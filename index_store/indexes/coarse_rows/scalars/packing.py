@@ -12,28 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from index_store.errors import InvalidArgumentError
-
-BITS = (2, 3, 4)
-"""Bits that a code may have."""
-
-_PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
-
-
-def row_bytes(head_dim: int, bits: int) -> int:
-    """Bytes of one row of codes. Raises InvalidArgumentError for channels that do not fill bytes."""
-    narrowest = min(_PLANES[bits])
-    if head_dim < 1 or head_dim * narrowest % 8:
-        raise InvalidArgumentError(
-            f"head dimension {head_dim} cannot be coded in {bits} bits: it has to be a multiple of {8 // narrowest}"
-        )
-    return head_dim * bits // 8
+from index_store.indexes.coarse_rows.scalars.row_sizes import PLANES
 
 
 def pack(codes_xD: Tensor, bits: int) -> Tensor:
     """Rows [..., C] uint8 of codes [..., d] uint8, each below 2^bits."""
     planes, low = [], 0
-    for plane in _PLANES[bits]:
+    for plane in PLANES[bits]:
         planes.append(_pack_plane((codes_xD >> low) & ((1 << plane) - 1), plane))
         low += plane
     return planes[0] if len(planes) == 1 else torch.cat(planes, dim=-1)
@@ -44,7 +29,7 @@ def unpack(rows_xC: Tensor, bits: int) -> Tensor:
     head_dim = rows_xC.shape[-1] * 8 // bits
     codes: Tensor | None = None
     begin = low = 0
-    for plane in _PLANES[bits]:
+    for plane in PLANES[bits]:
         width = head_dim * plane // 8
         part = _unpack_plane(rows_xC[..., begin : begin + width], plane)
         codes = part if codes is None else codes | (part << low)

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from index_store.attention.attention_state import AttentionState
 from index_store.indexes.coarse_rows.scalars.negligible_runs_numba import NEGLIGIBLE
-from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK
+from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
 from index_store.indexes.coarse_rows.scalars.spans import SPAN
 
 _TILE_BYTES, _DEVICE_TILE_BYTES = 4 * 2**20, 128 * 2**20  # of one tile's rows in float32

@@ -22,10 +22,8 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.coarse_rows.scalars.packing import pack, row_bytes, unpack
-
-BLOCK = 128
-"""Positions whose keys share a scale and an offset in every channel."""
+from index_store.indexes.coarse_rows.scalars.packing import pack, unpack
+from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK, row_bytes
 
 _LARGEST = torch.finfo(torch.float16).max
 _CODED_BYTES, DEVICE_CODED_BYTES = 2 * 2**20, 256 * 2**20
@@ -100,11 +98,6 @@ class ScalarRows:
         grouped.mul_(self.value_scales_HNV[:, first:end, :, None])
         grouped.add_(self.value_offsets_HNV[:, first:end, :, None])
         return codes
-
-
-def value_groups(head_dim: int, widest: int) -> int:
-    """Groups of channels that a value has: as few equal ones as are not wider than `widest`."""
-    return next(count for count in range(-(-head_dim // widest), head_dim + 1) if head_dim % count == 0)
 
 
 @dataclass(frozen=True, slots=True)

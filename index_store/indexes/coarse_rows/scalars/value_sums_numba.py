@@ -52,7 +52,8 @@ from index_store.indexes.coarse_rows.scalars.coded_tables_numba import (
 from index_store.indexes.coarse_rows.scalars.key_scores_numba import weigh
 from index_store.indexes.coarse_rows.scalars.negligible_runs_numba import choose_rows, find_limits
 from index_store.indexes.coarse_rows.scalars.packed_codes_numba import multiply, pack_values
-from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows
+from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
+from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
 from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, shift_of, span_count
 
 _ROWS_AT_ONCE = 16

@@ -12,7 +12,7 @@ from harness.layer import COLD_BYTES, DEVICE, DTYPE, GROUP, HEAD_DIM, KV_HEADS, 
 from harness.made_up.trained_rows import TrainedRows
 from index_store.indexes.coarse_rows.product_rows import code_products
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
-from index_store.indexes.coarse_rows.scalars.scalar_rows import value_groups
+from index_store.indexes.coarse_rows.scalars.row_sizes import value_groups
 from index_store.indexes.coarse_rows.scored_codes import CodedRows
 from index_store.methods.index_specs import INDEX_SPECS
 

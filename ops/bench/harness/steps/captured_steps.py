@@ -35,7 +35,8 @@ from harness.steps import general_steps
 from harness.steps.general_steps import first_tokens, percentile, start_sessions, step_figures, time_steps
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
-from index_store.selection.budgets import Ratio, best_keys
+from index_store.selection.budgets import Ratio
+from index_store.selection.cutting import best_keys
 
 REPLAYS = 25
 ANSWERED = 1 << (62 - COUNT_BITS)

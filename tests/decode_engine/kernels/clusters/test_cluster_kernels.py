@@ -30,7 +30,8 @@ from decode_engine.kernels.clusters.remainder import correct_clusters
 from index_store.attention.attention_state import AttentionState
 from index_store.errors import InvalidArgumentError
 from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
-from index_store.selection.remainders import REMAINDERS, ExactKeys
+from index_store.selection.remainder_states import ExactKeys, remainder_state
+from index_store.selection.remainders import REMAINDERS
 from tests.decode_engine.kernels.problems.cluster_problems import (
     Problem,
     make_problem,
@@ -317,6 +318,6 @@ def _on_cpu(problem: Problem, row: int, lists: KeyLists, kind: str) -> Attention
     )
     own = torch.einsum("htgd,hcd->htgc", queries, clusters.means_HCD)
     own.masked_fill_((clusters.counts_HC == 0)[:, None, None], -torch.inf)
-    state = REMAINDERS[kind].state([ScoredClusters(clusters, own, queries)], [exact])
+    state = remainder_state(REMAINDERS[kind], [ScoredClusters(clusters, own, queries)], [exact])
     assert state is not None
     return AttentionState(state.out[0, 0], state.lse[0, 0])

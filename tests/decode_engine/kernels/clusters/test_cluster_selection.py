@@ -23,7 +23,7 @@ from index_store.indexes.key_clusters.build import divide_keys
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.key_clusters.parameters import ClusterParameters
 from index_store.methods.index_specs import INDEX_SPECS
-from index_store.selection.budgets import best_keys
+from index_store.selection.cutting import best_keys
 from tests.decode_engine.kernels.problems.cluster_problems import (
     SINKS,
     Problem,

@@ -26,8 +26,7 @@ from decode_engine.steps.attention.step_parts import KeySelection
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
-from index_store.selection.budgets import Ratio, TokenCount
-from index_store.selection.mass import Mass
+from index_store.selection.budgets import Mass, Ratio, TokenCount
 from index_store.store.description.context_id import ModelIdentity
 from tests.decode_engine.kernels.problems.code_problems import (
     DEVICE,

@@ -22,7 +22,7 @@ from decode_engine.kernels.coarse.sizes import CoarseShape, CoarseSizes, CoarseW
 from decode_engine.kernels.records import records_of
 from index_store.indexes.coarse_rows.product_rows import code_products
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
-from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK
+from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
 from index_store.indexes.coarse_rows.scored_codes import CodedRows
 from tests.support.devices import DEVICE
 

@@ -21,7 +21,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from decode_engine.kernels.coarse.search import CUT_REGISTERS, most_runs_alone
 from decode_engine.kernels.coarse.sizes import RUN, CoarseShape, CoarseSizes
 from decode_engine.kernels.coarse.warp import warp_cut, warp_pass, warp_sample, warp_values
-from index_store.indexes.coarse_rows.scalars.scalar_rows import value_groups
+from index_store.indexes.coarse_rows.scalars.row_sizes import value_groups
 
 _TYPES = {
     "q_ptr": "*bf16", "records_ptr": "*i64", "cuts_ptr": "*i32", "ids_ptr": "*i32",

@@ -19,8 +19,7 @@ from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.sparse_layer import LayerAttention, SparseLayer
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
-from index_store.selection.budgets import Budget, Ratio, Threshold, TokenCount
-from index_store.selection.mass import Mass
+from index_store.selection.budgets import Budget, Mass, Ratio, Threshold, TokenCount
 from tests.support.layers import build_layer
 
 HEADS, GROUP, DIM, COUNT, PROMPT, STEPS = 2, 3, 16, 400, 45, 4

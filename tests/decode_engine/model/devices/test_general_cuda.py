@@ -15,10 +15,10 @@ from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context, warm_method
+from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.indexes.product_codes.search_numba import CodeReads, score_codes
 from index_store.indexes.query_tables.search_numba import TableReads, softmax_sum_rows
-from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import Method
@@ -55,7 +55,7 @@ def on_gpu(spec: IndexSpec, index: LayerIndex, kv_HN2D: Tensor) -> LayerIndex:
     """The same index over arrays in device memory."""
     parameters = small_spec(spec).parameters if spec.stored else spec.parameters
     arrays = {name: copy_padded(array, "cuda") for name, array in index.arrays().items()}
-    return INDEX_KINDS[spec.kind].from_arrays(parameters, arrays, kv_HN2D)
+    return INDEX_CLASSES[spec.kind].from_arrays(parameters, arrays, kv_HN2D)
 
 
 def check_layer(method: Method) -> None:
@@ -180,7 +180,7 @@ def test_long_contexts_take_bounded_memory(remainder: str) -> None:
     del blocks
     assert method.index is not None
     spec = method.index.with_parameters(moments="diagonal")
-    index = INDEX_KINDS[spec.kind].from_arrays(spec.parameters, arrays, kv)
+    index = INDEX_CLASSES[spec.kind].from_arrays(spec.parameters, arrays, kv)
     layer = SparseLayer(kv, LayerSearch(index), replace(method, index=spec, partition=None), Figures())
     gc.collect()
     torch.cuda.reset_peak_memory_stats()

@@ -77,7 +77,9 @@ class Server:
     def wait_until_served(self) -> dict[str, str]:
         """What it prints then."""
         assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
+        line = self.process.stdout.readline()
+        assert line, (self.logs, self.other)
+        return json.loads(line)
 
     def check_end(self) -> None:
         """After a signal."""

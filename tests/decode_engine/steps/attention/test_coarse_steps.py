@@ -29,8 +29,7 @@ from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.memory.placement import Placement
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
-from index_store.selection.budgets import Ratio, TokenCount
-from index_store.selection.mass import Mass
+from index_store.selection.budgets import Mass, Ratio, TokenCount
 from index_store.store.description.context_id import ModelIdentity
 
 H, SIZE = 2, 3

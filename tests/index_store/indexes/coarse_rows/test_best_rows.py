@@ -21,7 +21,8 @@ from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, span_coun
 from index_store.indexes.interface.layer_index import Asked, Best, LayerSource
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.selection.budgets import TokenCount
-from index_store.selection.remainders import COARSE
+from index_store.selection.cutting import cut
+from index_store.selection.remainder_states import coarse_states
 
 HEADS, GROUP = 2, 3
 
@@ -91,9 +92,9 @@ def ask(index: CoarseRows, first: int, end: int, head_dim: int, seed: int) -> As
 def by_rankings(index: CoarseRows, asked: Asked, keep: int) -> Best:
     """The general way."""
     ranking = index.rank_together([asked])[0]
-    selection = TokenCount(keep).cut(ranking, None)  # type: ignore[arg-type]
+    selection = cut(TokenCount(keep), ranking, None)  # type: ignore[arg-type]
     read = sum(piece.remainder_bytes("none", True) for piece in ranking.pieces)
-    others = COARSE.states([(ranking.pieces, selection)])[0]
+    others = coarse_states([(ranking.pieces, selection)])[0]
     assert others is not None
     totals = ([ranking.vectors_read], [ranking.bytes_read], [read])
     return Best(selection.ids_HTK, selection.counts_HT, others, *totals)

@@ -10,11 +10,14 @@ from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.coarse_rows.product_rows import ProductRows, find_codes
 from index_store.indexes.coarse_rows.scalars.negligible_runs_numba import NEGLIGIBLE
 from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
-from index_store.indexes.interface.layer_index import Growth, LayerSource
+from index_store.indexes.interface.index_kind import Growth
+from index_store.indexes.interface.layer_index import LayerSource
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.selection.budgets import Threshold
 from index_store.selection.calibration import ThresholdCalibrator
-from index_store.selection.remainders import REMAINDERS, ExactKeys
+from index_store.selection.cutting import cut
+from index_store.selection.remainder_states import ExactKeys, remainder_state
+from index_store.selection.remainders import REMAINDERS
 from index_store.selection.threshold_curve import ThresholdCurve
 from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
@@ -139,7 +142,7 @@ def test_what_is_not_exact_counts_by_its_coarse_copy(name: str, shared: bool) ->
     remainder = REMAINDERS["coarse"]
     q = queries(positions)
     pieces = index.pieces(q, 8, 190, appended)
-    state = remainder.state(pieces, [ExactKeys(ids, valid, unused, unused)])
+    state = remainder_state(remainder, pieces, [ExactKeys(ids, valid, unused, unused)])
     assert state is not None
     keys = torch.cat([index.rows.decode_keys(8, 150), appended.rows.decode_keys(0, 40)], 1)
     values = torch.cat([index.rows.decode_values(8, 150), appended.rows.decode_values(0, 40)], 1)
@@ -161,7 +164,7 @@ def test_what_is_not_exact_counts_by_its_coarse_copy(name: str, shared: bool) ->
     torch.testing.assert_close(state.out, expected, rtol=1e-4, atol=quarter_step)
     some = [piece.part(slice(1, 2), slice(2, 4)) for piece in index.pieces(q, 8, 190, appended)]
     rows = slice(None) if shared else slice(2, 4)
-    part = remainder.state(some, [ExactKeys(ids[1:, rows], valid[1:, rows], unused, unused)])
+    part = remainder_state(remainder, some, [ExactKeys(ids[1:, rows], valid[1:, rows], unused, unused)])
     assert part is not None
     torch.testing.assert_close(part.out, state.out[1:, 2:])
 
@@ -221,7 +224,7 @@ def test_calibrated_thresholds_keep_the_wanted_share(name: str) -> None:
     shares = []
     for position in range(8):
         alone = index.rank(queries(8)[:, position : position + 1] * 4, 8, 600, None, {})
-        shares.append(Threshold(keep=0.1).cut(alone, known).counts_HT.float().mean() / 592)
+        shares.append(cut(Threshold(keep=0.1), alone, known).counts_HT.float().mean() / 592)
     assert 0.09 < sum(shares) / len(shares) < 0.11
 
 

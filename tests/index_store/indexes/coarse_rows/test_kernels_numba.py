@@ -19,7 +19,8 @@ from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
 from index_store.indexes.coarse_rows.scalars.key_scores_numba import score_keys
 from index_store.indexes.coarse_rows.scalars.negligible_runs_numba import NEGLIGIBLE
 from index_store.indexes.coarse_rows.scalars.reference import attend_values_reference, score_keys_reference
-from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK, ScalarRows
+from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
+from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
 from index_store.indexes.coarse_rows.scalars.value_sums_numba import attend_values
 
 HEADS = 2

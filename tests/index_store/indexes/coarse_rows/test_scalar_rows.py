@@ -8,14 +8,10 @@ import torch
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
-from index_store.indexes.coarse_rows.scalars.packing import BITS, pack, row_bytes, unpack
+from index_store.indexes.coarse_rows.scalars.packing import pack, unpack
 from index_store.indexes.coarse_rows.scalars.reference import attend_values_reference, score_keys_reference
-from index_store.indexes.coarse_rows.scalars.scalar_rows import (
-    BLOCK,
-    ScalarRows,
-    code_rows_reference,
-    value_groups,
-)
+from index_store.indexes.coarse_rows.scalars.row_sizes import BITS, BLOCK, row_bytes, value_groups
+from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows, code_rows_reference
 
 HEADS = 2
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
+from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.interface import products as many_queries
 from index_store.indexes.interface.growing import GrowingRows
 from index_store.indexes.interface.layer_index import LayerSource
@@ -15,7 +16,6 @@ from index_store.indexes.product_codes.products import score_codes_by_products
 from index_store.indexes.product_codes.search_numba import CodeReads, score_codes_reference
 from index_store.indexes.query_tables.products import sum_rows_by_products
 from index_store.indexes.query_tables.search_numba import TableReads, sum_rows_reference
-from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.presets import get_method
 from index_store.store.stored_context import QuerySample
 
@@ -82,7 +82,7 @@ def test_an_index_ranks_many_queries_like_few(
     spec = method.index
     assert spec is not None
     source = LayerSource(kv, QuerySample(queries, torch.arange(300)))
-    index = INDEX_KINDS[spec.kind].build(spec.parameters, source, 0)
+    index = INDEX_CLASSES[spec.kind].build(spec.parameters, source, 0)
     asked = queries / 8
     whole = index.rank(asked, 5, 650, None, method.search, 700).logits_HTGM
     few = [

@@ -10,6 +10,7 @@ from index_store.indexes.kmeans.kmeans import euclidean_kmeans
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.product_codes.search_numba import CodeReads, score_codes, score_codes_reference
 from index_store.selection.budgets import Ratio
+from index_store.selection.cutting import cut
 from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
 from tests.support.search import rows, step
@@ -84,10 +85,10 @@ def test_finds_most_of_the_true_top_keys() -> None:
     keys = topical_keys(2000)
     queries = topical_keys(8, seed=1)[:, :, None] / DIM**0.5
     keep = Ratio(0.05)
-    true = keep.cut(ExactIndex(keys).rank(queries, 0, 2000, None, {}), step(2000)).ids_HTK
+    true = cut(keep, ExactIndex(keys).rank(queries, 0, 2000, None, {}), step(2000)).ids_HTK
 
     def recall(bits: int) -> float:
-        found = keep.cut(build(keys, bits=bits).rank(queries, 0, 2000, None, {}), step(2000)).ids_HTK
+        found = cut(keep, build(keys, bits=bits).rank(queries, 0, 2000, None, {}), step(2000)).ids_HTK
         return float((true[..., None] == found[..., None, :]).any(-1).float().mean())
 
     fine, coarse = recall(8), recall(1)

@@ -13,6 +13,7 @@ from torch import Tensor
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.selection.budgets import Ratio
+from index_store.selection.cutting import cut
 from index_store.selection.ranking import Items, Ranking
 from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
@@ -171,7 +172,7 @@ def test_each_head_of_the_group_votes_with_its_softmax(layout: str) -> None:
 def test_the_budget_keeps_that_share_of_the_sequence(length: int, available: int, keep: float) -> None:
     """Of the sequence, not of the ranked keys; rounded up; the best ones, by their ids."""
     scores = torch.randn(2, 3, available, generator=torch.Generator().manual_seed(available))
-    selection = Ratio(keep).cut(Ranking(scores[:, :, None], Items(11, 11 + available)), step(length))
+    selection = cut(Ratio(keep), Ranking(scores[:, :, None], Items(11, 11 + available)), step(length))
     count = min(available, math.ceil(keep * length))
     assert (selection.counts_HT == count).all()
     expected = scores.topk(count, dim=-1).indices.sort(-1).values + 11
@@ -182,7 +183,7 @@ def test_the_budget_keeps_that_share_of_the_sequence(length: int, available: int
     ("keep", "length", "kept"), [(0.05, 100, 5), (0.05, 101, 6), (0.001, 3, 1), (1, 9, 9)]
 )
 def test_the_budget_in_examples(keep: float, length: int, kept: int) -> None:
-    selection = Ratio(keep).cut(Ranking(torch.rand(1, 1, 1, 9), Items(0, 9)), step(length))
+    selection = cut(Ratio(keep), Ranking(torch.rand(1, 1, 1, 9), Items(0, 9)), step(length))
     assert selection.ids_HTK.shape == (1, 1, kept)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
-from index_store.indexes.coarse_rows.scalars.scalar_rows import BLOCK
+from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
 from index_store.indexes.row_planes.decode_numba import decode_listed, decode_run
 from index_store.indexes.row_planes.two_planes import (
     TwoPlanes,

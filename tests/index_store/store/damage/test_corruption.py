@@ -22,6 +22,7 @@ from index_store.memory.arena import Arena
 from index_store.store.catalog import Store
 from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.manifest_json import render_document
+from index_store.store.stored_context import raw_bytes
 from index_store.store.zarr_io import CHECKSUM_BYTES, chunk_path, read_chunk_into
 from tests.support.store import KINDS, SyntheticContext, synthetic_context
 
@@ -243,8 +244,8 @@ def test_reading_without_verification_still_checks_size(stored: Store, context: 
     path = chunk_path(folder(stored, context), entry, (0, 0))
     buffer = torch.empty(entry.chunk_bytes, dtype=torch.uint8)
     flip(path, 0)
-    read_chunk_into(folder(stored, context), entry, (0, 0), buffer, verify=False)
+    read_chunk_into(folder(stored, context), entry, (0, 0), raw_bytes(buffer), verify=False)
     assert bytes(buffer.numpy()) == path.read_bytes()[:-CHECKSUM_BYTES]
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(TruncatedChunkError):
-        read_chunk_into(folder(stored, context), entry, (0, 0), buffer, verify=False)
+        read_chunk_into(folder(stored, context), entry, (0, 0), raw_bytes(buffer), verify=False)

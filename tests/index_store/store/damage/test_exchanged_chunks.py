@@ -15,6 +15,7 @@ from index_store.errors import ChecksumError, InvalidArgumentError
 from index_store.memory.arena import Arena
 from index_store.store.catalog import Store
 from index_store.store.description.array_shapes import index_array_entry
+from index_store.store.stored_context import raw_bytes
 from index_store.store.zarr_io import CHECKSUM_BYTES, chunk_path, read_chunk_into
 from tests.support.memory import load_context
 from tests.support.store import KINDS, SyntheticContext, synthetic_context
@@ -172,4 +173,4 @@ def test_reading_needs_the_checksums(stored: Store, context: SyntheticContext) -
     entry = context.draft.kv
     buffer = torch.empty(entry.chunk_bytes, dtype=torch.uint8)
     with pytest.raises(InvalidArgumentError, match="kv: no checksums are known"):
-        read_chunk_into(stored.path / "contexts" / context.id, entry, (0, 0), buffer)
+        read_chunk_into(stored.path / "contexts" / context.id, entry, (0, 0), raw_bytes(buffer))

@@ -1,0 +1,91 @@
+"""What is known of a kind of index before one is built: parameters, sizes, what methods may do. No torch here."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from index_store.errors import InvalidArgumentError
+from index_store.indexes.interface.parameters import Parameters
+from index_store.selection.remainders import PieceKind
+from index_store.store.description.json_fields import Scalar
+
+SMALLEST = 64
+"""Rows that a buffer has room for that grows."""
+
+
+def grown(rows: int, least: int = SMALLEST, limit: int | None = None) -> int:
+    """Room that doubling from `least` makes for so many rows, up to `limit` unless they need more; none for none."""
+    if rows <= 0:
+        return 0
+    room = least << max(0, (rows - 1) // least).bit_length()
+    return room if limit is None else max(rows, min(room, limit))
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How far an extension grows.
+
+    keys: of the context. appended: keys appended in all. block: every append ends at the next multiple of so many
+        positions, the context's included.
+    """
+
+    keys: int
+    appended: int
+    block: int
+
+
+class IndexKind(ABC):
+    """One kind of index; `LayerIndex` is one that is there."""
+
+    kind: ClassVar[str]
+
+    parameters_type: ClassVar[type[Parameters]]
+    search_type: ClassVar[type[Parameters] | None] = None
+    """What build parameters and search options are; None where a search has no options."""
+
+    divides_into: ClassVar[PieceKind | None] = None
+    """What it divides all keys into, so that a remainder can be computed over it; None if nothing."""
+
+    needs_queries: ClassVar[bool] = False
+    """Whether it is built from the whole sample of queries, which only the reading of the document has. All others can
+    be added to a stored context from its keys and values."""
+
+    @classmethod
+    def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
+        """Raises InvalidArgumentError unless build parameters and search options are complete, known and fit."""
+        cls.parameters_type.parse(parameters)
+        cls.parse_search(search)
+
+    @classmethod
+    def misfit(cls, parameters: Mapping[str, Scalar], head_dim: int) -> str:
+        """Why one with these parameters finds too little on heads of so many dimensions; "" where it does not."""
+        return ""
+
+    @classmethod
+    def parse_search(cls, search: Mapping[str, Scalar]) -> Parameters | None:
+        """The search options, None where there are none. Raises InvalidArgumentError for unknown or unfit ones."""
+        if cls.search_type is not None:
+            return cls.search_type.parse(search)
+        if search:
+            raise InvalidArgumentError(
+                f"index kind {cls.kind!r} takes no search options, got {sorted(search)}"
+            )
+        return None
+
+    @classmethod
+    @abstractmethod
+    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
+        """Whether a ranking's logits approximate q.k, so that budgets may take their softmax for attention weights."""
+
+    @classmethod
+    @abstractmethod
+    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
+        """Bytes stored per token of a long context, KV head and layer."""
+
+    @classmethod
+    @abstractmethod
+    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
+        """Bytes that an extension may come to hold per KV head and layer (`AppendedKeys.nbytes`), whatever the keys."""
