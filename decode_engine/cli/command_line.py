@@ -14,13 +14,13 @@ from decode_engine.cli.serving.serve_command import serve
 from decode_engine.cli.serving.token_command import tokens
 from decode_engine.cli.status_command import status
 from decode_engine.cli.tune_command import tune_command
-from index_store.cli.app import new_app
+from index_store.cli.app import GroupedCommand, new_app
 
 # Modules of commands import nothing that takes seconds: what they need of it they import when they run.
 app = new_app(
     "Serve stored contexts over gRPC, ask and chat, watch the server; list, evaluate and tune methods."
 )
-app.command("serve")(serve)
+app.command("serve", cls=GroupedCommand)(serve)
 app.command("gateway")(gateway)
 app.command("ask")(ask)
 app.command("chat")(chat)
