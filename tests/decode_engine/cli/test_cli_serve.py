@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,19 +13,21 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from decode_engine.cli.ask_command import summary_lines
+from decode_engine.cli.serving.serve_command import GROUPS
 from decode_engine.errors import ShuttingDownError
 from decode_engine.model.preparing import Preparation
 from decode_engine.model.runner import ModelRunner
 from decode_engine.rpc import server as server_module
 from decode_engine.rpc.client import Client, SelectionFigures, Summary, Timings
 from decode_engine.rpc.server import DecodeServer
+from decode_engine.settings.config import ServeConfig
 from index_store.cli.logs import LogLevel, logging_to_stderr
 from tests.decode_engine.cli.conftest import Run
 from tests.decode_engine.conftest import Library
@@ -380,3 +383,14 @@ def test_help_lists_all_commands(run: Run) -> None:
     for name in ("serve", "ask", "methods", "evaluate", "make-document"):
         assert f" {name} " in result.stdout
     assert "--questions" in run("make-document", "--help").stdout
+
+
+def test_options_of_serve_stand_under_headings(run: Run) -> None:
+    parts = re.split(r"\n(\w[\w ]*):\n", run("serve", "--help").stdout)
+    headings = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert list(headings) == ["Options", "Network", "Memory", "Requests", "Computing", "Making contexts"]
+    assert "--store DIR" in headings["Options"]
+    assert "--lanes" in headings["Memory"]
+    assert {name for names in GROUPS.values() for name in names.split()} <= {
+        field.name for field in fields(ServeConfig)
+    }
