@@ -70,7 +70,7 @@ def test_ls_of_a_broken_context(command: Command, context: SyntheticContext) -> 
     code, out, err = command.run("ls")
     assert code == 0
     assert f"{context.id}  -     CORRUPT" in out
-    assert "manifest is not JSON" in err
+    assert "the manifest is damaged: it is not JSON" in err
     code, out, _ = command.run("ls", "--format", "json")
     (entry,) = json.loads(out)["contexts"]
     assert (entry["id"], entry["state"]) == (context.id, "CORRUPT")
