@@ -48,6 +48,7 @@ def methods(config: MethodsConfig, output: FormatOption = OutputFormat.TEXT) -> 
 
     Sizes are for the model that --model or --server name, otherwise for heads of 128 dimensions in bfloat16.
     """
+    from index_store.methods.default import DEFAULT_METHOD
     from index_store.methods.presets import METHODS
 
     listed = _local_methods(config.model) if config.server is None else _server_methods(config)
@@ -59,6 +60,10 @@ def methods(config: MethodsConfig, output: FormatOption = OutputFormat.TEXT) -> 
     typer.echo(
         f"\nBytes of the indexes per token, KV head and layer, for heads of {listed.head_dim} dimensions. "
         f"Keys and values in {listed.dtype} take {listed.kv_bytes_per_token:g}."
+    )
+    typer.echo(
+        f"{DEFAULT_METHOD} is the default of contexts; requests that name no method get it, or full where that takes "
+        "less time. oracle is for evaluation alone: its search costs more than full."
     )
     for method in listed.methods:
         typer.echo(f"\n{method.name}: {method.summary}")

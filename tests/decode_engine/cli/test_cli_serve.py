@@ -332,6 +332,7 @@ def test_methods_of_program_and_server_agree(run: Run, library: Library, server:
 
 def test_methods_are_shown_with_parameters_and_sizes(run: Run) -> None:
     lines = run("methods").stdout.splitlines()
+    assert any(line.startswith("refined is the default of contexts") for line in lines)
     listed = json.loads(run("methods", "--format", "json").stdout)
     assert (listed["head_dim"], listed["dtype"]) == (128, "bfloat16")
     assert lines[0].split() == ["method", "index", "keeps", "remainder", "bytes"]
