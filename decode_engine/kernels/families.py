@@ -25,8 +25,7 @@ class Family:
 
     takes: subject and verb of the sentence. head_dims: channels of a head. max_group: query heads of a KV head, from 1
     on. keys: of a context, least and most; None where any number is taken. parts: into how many parts an index divides
-    a head, and how many different ones these have: a word, least and most of each. planes: whether rows in 8 bits are
-    read. dtypes: of queries.
+    a head, and how many different ones these have: a word, least and most of each. dtypes: of queries.
     """
 
     takes: str
@@ -34,7 +33,6 @@ class Family:
     max_group: int
     keys: tuple[int, int] | None = None
     parts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    planes: bool = True
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
 
     def refusal(
@@ -85,7 +83,6 @@ QUERY_TABLES = Family(
     8,
     (1, MAX_KEYS),
     MappingProxyType({"subspaces": (2, 32), "centroids": (1, 256)}),
-    planes=False,  # those that attend to what they find
 )
 COARSE_ROWS = Family("the kernels over coarse rows take", (64, 128, 256), LARGEST_GROUP, (32, MAX_KEYS))
 HOST_TABLES = Family("threads on the host search for", (64, 128), 8)

@@ -24,9 +24,8 @@ from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.step_batch import StepBatch
 from decode_engine.steps.attention.turns_triton import Lane
 from decode_engine.steps.batch_kinds import BatchKind, BatchKinds
-from decode_engine.steps.batches import FIXED_ROWS, MAX_ROWS, Part, batch_size, divide
+from decode_engine.steps.batches import FIXED_ROWS, MAX_ROWS, LaunchedStep, Part, PartStep, batch_size, divide
 from decode_engine.steps.graph_cache import AllocationMeter, GraphCache
-from decode_engine.steps.part_step import LaunchedStep, PartStep
 from decode_engine.steps.step_graph import Captures, Choice, StepGraph, StepModel
 from index_store.attention.logit_form import LogitForm
 from index_store.errors import SparseKVError, format_bytes

@@ -270,12 +270,6 @@ def task_count(table_ptr: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def context_task_count(table_ptr: tl.tensor) -> tl.tensor:
-    """Tasks of a KV head that have a part of a context: the first ones."""
-    return tl.load(table_ptr + 1)
-
-
-@triton.jit
 def load_task(table_ptr: tl.tensor, task: tl.tensor, count: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
     """Place of the first member, members, the row of the first one, part, parts, what of, and slot; of a task whose
     number is below the count, otherwise zeros, of one part. SIZE: rows of the batch.
@@ -299,12 +293,6 @@ def load_task(table_ptr: tl.tensor, task: tl.tensor, count: tl.tensor, SIZE: tl.
 def member_rows(table_ptr: tl.tensor, places: tl.tensor, there: tl.tensor) -> tl.tensor:
     """Rows of the batch that stand at these places of the order; 0 for places that are not there."""
     return tl.load(table_ptr + _HEADER + places, mask=there, other=0)
-
-
-@triton.jit
-def row_parts(table_ptr: tl.tensor, b: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """Parts that the context of a row is divided into."""
-    return tl.load(table_ptr + _HEADER + SIZE + b)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ A cluster's weight is the mean over the group's heads of S = exp(q.c) / sum_j N_
 Multipole Attention section 3.2). The threshold is bisected, so a budget is never exceeded and nothing is sorted; by how
 little it is missed is a matter of the last cluster. Where the heaviest cluster alone exceeds it, none is selected. Of
 clusters of equal weight, which would leave much of it unused, those are selected that draw the least (`border`).
-Only searched keys count: of clusters that also hold recent ones, fewer than are listed (`clusters.budget`).
+Only searched keys count: of clusters that also hold recent ones, fewer than are listed (`cut`).
 
 A row's programs all find the same threshold, each on its own: that takes less time than to wait for one that does.
 Then each lists the members of its share of the clusters, at a place that follows from those before it.
@@ -25,8 +25,17 @@ from torch import Tensor
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials
 from decode_engine.kernels.attention.sparse_attention import ClusterScores
-from decode_engine.kernels.clusters.budget import any_outside, count_searched
-from decode_engine.kernels.clusters.cut import DRAW_TURNS, RANGE, TURNS, UNUSED, cut, keys_from, passing
+from decode_engine.kernels.clusters.cut import (
+    DRAW_TURNS,
+    RANGE,
+    TURNS,
+    UNUSED,
+    any_outside,
+    count_searched,
+    cut,
+    keys_from,
+    passing,
+)
 from decode_engine.kernels.launches import chained, wait_for_launch
 from decode_engine.kernels.record_fields import (
     CLUSTERS,

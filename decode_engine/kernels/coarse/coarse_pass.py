@@ -22,9 +22,7 @@ from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.online_softmax import LOG2E, tile_options
 from decode_engine.kernels.attention.partials import Partials
 from decode_engine.kernels.border import load_cut, passes
-from decode_engine.kernels.coarse.search import product_options
-from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
-from decode_engine.kernels.coarse.tiles_by_coding import (
+from decode_engine.kernels.coarse.coded_tiles import (
     add_values,
     key_logits,
     key_places,
@@ -34,6 +32,8 @@ from decode_engine.kernels.coarse.tiles_by_coding import (
     value_places,
     value_steps,
 )
+from decode_engine.kernels.coarse.search import product_options
+from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
 from decode_engine.kernels.coarse.warp.warp_pass import pass_kernel as pass_alone
 from decode_engine.kernels.coarse.warp.warp_values import values_kernel as values_alone
 from decode_engine.kernels.launches import chained, wait_for_launch

@@ -10,6 +10,8 @@ something over; that counts as if all codes were the middle one, or errors that 
 are of 8-bit integers with the codes, or of the queries' type with 16 + code: then a code is a bfloat16 number when its
 bits are shifted into place and joined with those of 16. What the 16 adds is taken off in float32.
 
+Of product codes (PRODUCT) `product_tiles` does all of this. What says how scalar ones are unpacked means nothing then.
+
 Shape legend: X query rows, padded; T keys of a tile, of one block; W words of a row, channels of a plane; d head dim.
 """
 
@@ -17,6 +19,17 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from decode_engine.kernels.coarse import product_tiles
+from decode_engine.kernels.record_fields import (
+    KEY_CODES,
+    KEY_SCALES,
+    VALUE_CODES,
+    VALUE_SCALES,
+    key_pointers,
+    product_pointers,
+    value_pointers,
+)
 
 _LIFT = tl.constexpr(16.0)
 _TINY = tl.constexpr(1e-30)
@@ -61,6 +74,41 @@ def plane_channels(
 
 
 @triton.jit
+def key_places(
+    records_ptr: tl.tensor,
+    b: tl.tensor,
+    head: tl.tensor,
+    DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    PRODUCT: tl.constexpr,
+) -> tl.tensor:
+    """Where a KV head's coded keys are: their codes, then what these mean."""
+    if PRODUCT:
+        places = product_pointers(records_ptr, b, head, DIM, BITS, KEY_CODES, KEY_SCALES)
+    else:
+        places = key_pointers(records_ptr, b, head, DIM, BITS)
+    return places
+
+
+@triton.jit
+def value_places(
+    records_ptr: tl.tensor,
+    b: tl.tensor,
+    head: tl.tensor,
+    DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PRODUCT: tl.constexpr,
+) -> tl.tensor:
+    """Where a KV head's coded values are, likewise."""
+    if PRODUCT:
+        places = product_pointers(records_ptr, b, head, DIM, BITS, VALUE_CODES, VALUE_SCALES)
+    else:
+        places = value_pointers(records_ptr, b, head, DIM, BITS, GROUPS)
+    return places
+
+
+@triton.jit
 def load_queries(
     q_ptr: tl.tensor,
     row: tl.tensor,
@@ -69,17 +117,21 @@ def load_queries(
     DIM: tl.constexpr,
     BITS: tl.constexpr,
     BYTES: tl.constexpr,
+    PRODUCT: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """A row's queries by planes of keys' codes, [W, X] float32 each, such that products are logits in log2."""
-    PLANES: tl.constexpr = BYTES * (2 if BITS == 4 else 4)
-    heads = tl.arange(0, ROWS)
+    """A row's queries by planes of keys' codes, such that products are logits in log2; of scalars [W, X] float32."""
     queries: tl.tensor = ()
-    for plane in tl.static_range(PLANES):
-        channels = plane_channels(plane, DIM, BITS, BYTES)
-        at = (row * GROUP + heads)[None, :] * DIM + channels[:, None]
-        q = tl.load(q_ptr + at, mask=heads[None, :] < GROUP, other=0.0)
-        queries += (q.to(tl.float32) * scale_log2,)
+    if PRODUCT:
+        queries = product_tiles.load_queries(q_ptr, row, scale_log2, GROUP, DIM, BITS, ROWS)
+    else:
+        PLANES: tl.constexpr = BYTES * (2 if BITS == 4 else 4)
+        heads = tl.arange(0, ROWS)
+        for plane in tl.static_range(PLANES):
+            channels = plane_channels(plane, DIM, BITS, BYTES)
+            at = (row * GROUP + heads)[None, :] * DIM + channels[:, None]
+            q = tl.load(q_ptr + at, mask=heads[None, :] < GROUP, other=0.0)
+            queries += (q.to(tl.float32) * scale_log2,)
     return queries
 
 
@@ -177,54 +229,76 @@ def in_bytes(numbers: tl.tensor, unit: tl.tensor) -> tl.tensor:
 @triton.jit
 def key_logits(
     queries: tl.tensor,
-    codes_ptr: tl.tensor,
-    scales_ptr: tl.tensor,
-    offsets_ptr: tl.tensor,
+    places: tl.tensor,
+    block: tl.tensor,
     key: tl.tensor,
     there: tl.tensor,
     DIM: tl.constexpr,
     BITS: tl.constexpr,
     BYTES: tl.constexpr,
     INT8: tl.constexpr,
+    PRODUCT: tl.constexpr,
     ROWS: tl.constexpr,
     ELEMENT: tl.constexpr,
     PRECISION: tl.constexpr,
     PACKED: tl.constexpr,
 ) -> tl.tensor:
-    """Logits [T, X] of keys of one block, whose scales and offsets [d] are given; anything for keys not there.
+    """Logits [T, X] in log2 of keys of one block; anything for keys not there.
 
     INT8: products are of 8-bit integers, otherwise of ELEMENT.
     """
-    PLANES: tl.constexpr = BYTES * (2 if BITS == 4 else 4)
-    MIDDLE: tl.constexpr = ((1 << BITS) - 1) * 0.5
-    low, top = load_codes(codes_ptr, key, there, DIM, BITS, BYTES)
-    scales = load_channels(scales_ptr, DIM, BITS, BYTES)
-    offsets = load_channels(offsets_ptr, DIM, BITS, BYTES)
-    scaled: tl.tensor = ()
-    largest = tl.zeros([DIM // PLANES, ROWS], tl.float32)
-    base = tl.zeros([DIM // PLANES, ROWS], tl.float32)
-    for plane in tl.static_range(PLANES):
-        scaled += (queries[plane] * scales[plane][:, None],)
-        base += queries[plane] * offsets[plane][:, None] + scaled[plane] * MIDDLE
-        if INT8:
-            largest = tl.maximum(largest, tl.abs(scaled[plane]))
-    if INT8:
-        unit = tl.maximum(tl.max(largest, 0), 1e-30) / 127.0
-        products = tl.zeros([key.shape[0], ROWS], tl.int32)
-        for plane in tl.static_range(PLANES):
-            rounded = in_bytes(scaled[plane], unit[None, :])
-            base -= rounded.to(tl.float32) * (unit[None, :] * MIDDLE)
-            codes = plane_codes(low, top, plane, DIM, BITS, BYTES).to(tl.int8)
-            products = tl.dot(codes, rounded, products, out_dtype=tl.int32)
-        logits = products.to(tl.float32) * unit[None, :]
+    if PRODUCT:
+        logits = product_tiles.key_logits(
+            queries, places[0], places[1], key, there, DIM, BITS, ROWS, PRECISION
+        )
     else:
-        logits = tl.zeros([key.shape[0], ROWS], tl.float32)
+        scales_ptr, offsets_ptr = places[1] + block * DIM, places[2] + block * DIM
+        PLANES: tl.constexpr = BYTES * (2 if BITS == 4 else 4)
+        MIDDLE: tl.constexpr = ((1 << BITS) - 1) * 0.5
+        low, top = load_codes(places[0], key, there, DIM, BITS, BYTES)
+        scales = load_channels(scales_ptr, DIM, BITS, BYTES)
+        offsets = load_channels(offsets_ptr, DIM, BITS, BYTES)
+        scaled: tl.tensor = ()
+        largest = tl.zeros([DIM // PLANES, ROWS], tl.float32)
+        base = tl.zeros([DIM // PLANES, ROWS], tl.float32)
         for plane in tl.static_range(PLANES):
-            rounded = scaled[plane].to(ELEMENT)
-            base -= rounded.to(tl.float32) * (MIDDLE + _LIFT)
-            codes = lifted_codes(low, top, plane, DIM, BITS, BYTES, ELEMENT, PACKED)
-            logits = tl.dot(codes, rounded, logits, input_precision=PRECISION)
-    return logits + tl.sum(base, 0)[None, :]
+            scaled += (queries[plane] * scales[plane][:, None],)
+            base += queries[plane] * offsets[plane][:, None] + scaled[plane] * MIDDLE
+            if INT8:
+                largest = tl.maximum(largest, tl.abs(scaled[plane]))
+        if INT8:
+            unit = tl.maximum(tl.max(largest, 0), 1e-30) / 127.0
+            products = tl.zeros([key.shape[0], ROWS], tl.int32)
+            for plane in tl.static_range(PLANES):
+                rounded = in_bytes(scaled[plane], unit[None, :])
+                base -= rounded.to(tl.float32) * (unit[None, :] * MIDDLE)
+                codes = plane_codes(low, top, plane, DIM, BITS, BYTES).to(tl.int8)
+                products = tl.dot(codes, rounded, products, out_dtype=tl.int32)
+            logits = products.to(tl.float32) * unit[None, :]
+        else:
+            logits = tl.zeros([key.shape[0], ROWS], tl.float32)
+            for plane in tl.static_range(PLANES):
+                rounded = scaled[plane].to(ELEMENT)
+                base -= rounded.to(tl.float32) * (MIDDLE + _LIFT)
+                codes = lifted_codes(low, top, plane, DIM, BITS, BYTES, ELEMENT, PACKED)
+                logits = tl.dot(codes, rounded, logits, input_precision=PRECISION)
+        logits = logits + tl.sum(base, 0)[None, :]
+    return logits
+
+
+@triton.jit
+def value_steps(
+    places: tl.tensor, key: tl.tensor, there: tl.tensor, GROUPS: tl.constexpr, PRODUCT: tl.constexpr
+) -> tl.tensor:
+    """Scales and offsets of values, for each group of channels [T] float32; none of product codes."""
+    scales: tl.tensor = ()
+    offsets: tl.tensor = ()
+    if not PRODUCT:
+        for group in tl.static_range(GROUPS):
+            at = key.to(tl.int64) * GROUPS + group
+            scales += (tl.load(places[1] + at, mask=there, other=0.0).to(tl.float32),)
+            offsets += (tl.load(places[2] + at, mask=there, other=0.0).to(tl.float32),)
+    return scales, offsets
 
 
 @triton.jit
@@ -234,16 +308,20 @@ def no_values_yet(
     BITS: tl.constexpr,
     BYTES: tl.constexpr,
     GROUPS: tl.constexpr,
+    PRODUCT: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """What `add_values` adds to, before the first tile."""
-    PLANES: tl.constexpr = BYTES * (2 if BITS == 4 else 4)
+    """What `add_values` adds to, before the first tile: sums by planes, and what adds to all channels of a group."""
     sums: tl.tensor = ()
     evens: tl.tensor = ()
-    for _ in tl.static_range(PLANES):
-        sums += (tl.zeros([ROWS, DIM // PLANES], tl.float32),)
-    for _ in tl.static_range(GROUPS):
-        evens += (tl.zeros([TILE, ROWS], tl.float32),)
+    if PRODUCT:
+        sums = product_tiles.no_values_yet(DIM, BITS, ROWS)
+    else:
+        PLANES: tl.constexpr = BYTES * (2 if BITS == 4 else 4)
+        for _ in tl.static_range(PLANES):
+            sums += (tl.zeros([ROWS, DIM // PLANES], tl.float32),)
+        for _ in tl.static_range(GROUPS):
+            evens += (tl.zeros([TILE, ROWS], tl.float32),)
     return sums, evens
 
 
@@ -252,7 +330,8 @@ def add_values(
     sums: tl.tensor,
     evens: tl.tensor,
     weights: tl.tensor,
-    codes_ptr: tl.tensor,
+    above: tl.tensor,
+    places: tl.tensor,
     scales: tl.tensor,
     offsets: tl.tensor,
     key: tl.tensor,
@@ -262,46 +341,53 @@ def add_values(
     BYTES: tl.constexpr,
     GROUPS: tl.constexpr,
     INT8: tl.constexpr,
+    PRODUCT: tl.constexpr,
     ELEMENT: tl.constexpr,
     PRECISION: tl.constexpr,
     PACKED: tl.constexpr,
 ) -> tl.tensor:
-    """Adds values by weights [T, X], 0 for keys not there.
+    """Adds values by weights [T, X], 0 for keys not there. above: bits of what all weights are below (`load_cut`).
 
     sums: of codes by planes, [X, W] each. evens: what adds to all channels of a group, not yet added up over a tile's
-    keys, [T, X] each. scales, offsets: of each group, [T] float32.
+    keys, [T, X] each; none of product codes. scales, offsets: of each group, [T] float32 (`value_steps`).
     """
-    PER_BYTE: tl.constexpr = 2 if BITS == 4 else 4
-    PER_GROUP: tl.constexpr = PER_BYTE // GROUPS  # planes of a byte that have channels of the same group
-    MIDDLE: tl.constexpr = ((1 << BITS) - 1) * 0.5
-    low, top = load_codes(codes_ptr, key, there, DIM, BITS, BYTES)
-    new_evens: tl.tensor = ()
-    rounded: tl.tensor = ()
-    units: tl.tensor = ()
-    for group in tl.static_range(GROUPS):
-        scaled = weights * scales[group][:, None]
-        even = evens[group] + weights * offsets[group][:, None] + scaled * MIDDLE
-        if INT8:
-            unit = tl.maximum(tl.max(scaled, 0), 1e-30) / 127.0
-            units += (unit,)
-            rounded += (in_bytes(scaled, unit[None, :]),)
-            even -= rounded[group].to(tl.float32) * (unit[None, :] * MIDDLE)
-        else:
-            rounded += (scaled.to(ELEMENT),)
-            even -= rounded[group].to(tl.float32) * (MIDDLE + _LIFT)
-        new_evens += (even,)
-    new_sums: tl.tensor = ()
-    for plane in tl.static_range(BYTES * PER_BYTE):
-        of_group = tl.trans(rounded[plane % PER_BYTE // PER_GROUP])
-        if INT8:
-            codes = plane_codes(low, top, plane, DIM, BITS, BYTES).to(tl.int8)
-            products = tl.dot(of_group, codes, out_dtype=tl.int32).to(tl.float32)
-            new_sums += (sums[plane] + products * units[plane % PER_BYTE // PER_GROUP][:, None],)
-        else:
-            codes = lifted_codes(low, top, plane, DIM, BITS, BYTES, ELEMENT, PACKED)
-            products = tl.dot(of_group, codes, tl.full(sums[plane].shape, _TINY, tl.float32), PRECISION)
-            new_sums += (sums[plane] + products,)
-    return new_sums, new_evens
+    if PRODUCT:
+        sums = product_tiles.add_values(
+            sums, weights, above, places[0], places[1], key, there, DIM, BITS, ELEMENT, PRECISION
+        )
+    else:
+        PER_BYTE: tl.constexpr = 2 if BITS == 4 else 4
+        PER_GROUP: tl.constexpr = PER_BYTE // GROUPS  # planes of a byte that have channels of the same group
+        MIDDLE: tl.constexpr = ((1 << BITS) - 1) * 0.5
+        low, top = load_codes(places[0], key, there, DIM, BITS, BYTES)
+        new_evens: tl.tensor = ()
+        rounded: tl.tensor = ()
+        units: tl.tensor = ()
+        for group in tl.static_range(GROUPS):
+            scaled = weights * scales[group][:, None]
+            even = evens[group] + weights * offsets[group][:, None] + scaled * MIDDLE
+            if INT8:
+                unit = tl.maximum(tl.max(scaled, 0), 1e-30) / 127.0
+                units += (unit,)
+                rounded += (in_bytes(scaled, unit[None, :]),)
+                even -= rounded[group].to(tl.float32) * (unit[None, :] * MIDDLE)
+            else:
+                rounded += (scaled.to(ELEMENT),)
+                even -= rounded[group].to(tl.float32) * (MIDDLE + _LIFT)
+            new_evens += (even,)
+        new_sums: tl.tensor = ()
+        for plane in tl.static_range(BYTES * PER_BYTE):
+            of_group = tl.trans(rounded[plane % PER_BYTE // PER_GROUP])
+            if INT8:
+                codes = plane_codes(low, top, plane, DIM, BITS, BYTES).to(tl.int8)
+                products = tl.dot(of_group, codes, out_dtype=tl.int32).to(tl.float32)
+                new_sums += (sums[plane] + products * units[plane % PER_BYTE // PER_GROUP][:, None],)
+            else:
+                codes = lifted_codes(low, top, plane, DIM, BITS, BYTES, ELEMENT, PACKED)
+                products = tl.dot(of_group, codes, tl.full(sums[plane].shape, _TINY, tl.float32), PRECISION)
+                new_sums += (sums[plane] + products,)
+        sums, evens = new_sums, new_evens
+    return sums, evens
 
 
 @triton.jit
@@ -309,16 +395,21 @@ def store_values(
     sums_ptr: tl.tensor,
     sums: tl.tensor,
     evens: tl.tensor,
+    above: tl.tensor,
     at: tl.tensor,
     there: tl.tensor,
     DIM: tl.constexpr,
     BITS: tl.constexpr,
     BYTES: tl.constexpr,
     GROUPS: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ) -> None:
-    """Writes sums of values, [X, d] from places `at` [X] on, in vectors, where they are there [X]."""
-    PER_BYTE: tl.constexpr = 2 if BITS == 4 else 4
-    for plane in tl.static_range(BYTES * PER_BYTE):
-        into = sums_ptr + at[:, None] * DIM + plane_channels(plane, DIM, BITS, BYTES)[None, :]
-        even = tl.sum(evens[plane % PER_BYTE * GROUPS // PER_BYTE], 0)
-        tl.store(into, sums[plane] + even[:, None], mask=there[:, None])
+    """Writes sums of values, [X, d] from places `at` [X] on, where they are there [X]."""
+    if PRODUCT:
+        product_tiles.store_values(sums_ptr, sums, above, at, there, DIM, BITS)
+    else:
+        PER_BYTE: tl.constexpr = 2 if BITS == 4 else 4
+        for plane in tl.static_range(BYTES * PER_BYTE):
+            into = sums_ptr + at[:, None] * DIM + plane_channels(plane, DIM, BITS, BYTES)[None, :]
+            even = tl.sum(evens[plane % PER_BYTE * GROUPS // PER_BYTE], 0)
+            tl.store(into, sums[plane] + even[:, None], mask=there[:, None])

@@ -19,10 +19,10 @@ from torch import Tensor
 from decode_engine.kernels.attention.online_softmax import LOG2E, tile_options
 from decode_engine.kernels.border import moved, store_cut, stretch_of
 from decode_engine.kernels.coarse import sizes as coarse_sizes
+from decode_engine.kernels.coarse.coded_tiles import key_logits, key_places, load_queries
 from decode_engine.kernels.coarse.sizes import CHUNKS, CoarseSizes, CoarseWork
-from decode_engine.kernels.coarse.tiles_by_coding import key_logits, key_places, load_queries
-from decode_engine.kernels.coarse.warp.warp_cut import cut_kernel as cut_in_registers
-from decode_engine.kernels.coarse.warp.warp_sample import sample_kernel as sample_alone
+from decode_engine.kernels.coarse.warp.warp_search import cut_kernel as cut_in_registers
+from decode_engine.kernels.coarse.warp.warp_search import sample_kernel as sample_alone
 from decode_engine.kernels.launches import chained, wait_for_launch
 from decode_engine.kernels.record_fields import KEEP, field, searched_keys
 from index_store.indexes.coarse_rows.scalars import row_sizes

@@ -1,11 +1,11 @@
-"""Finds a step's rows in slot caches, and lists those that are missing: the first launch of `slot_fetch`.
+"""Looks a step's rows up in slot caches: the first launch of `slot_fetch`, which lists missing ones, and the last.
 
 A program takes the ids of a tile of keys from the segments of their row's list, compares the tags of their two sets,
 stamps the slots of those that are there, and appends the others to the one list of misses. How many that list holds is
-counted twice, in turns: one count for this step, and one that `slot_claims` sets to 0 meanwhile for the next.
+counted twice, in turns: one count for this step, and one that bringing them sets to 0 meanwhile for the next.
 
 Where a batch may have several sessions on a context, whoever is the first to miss a key marks it, and it alone lists
-the key; the others leave it to that one.
+the key; the others leave it to that one, and find its slot in the last launch, `settle_kernel`.
 
 Shape legend: as in `slot_fetch`.
 """
@@ -57,7 +57,7 @@ ENTRY_BITS = 32
 CLAIM_FIRST = 1
 """Added to a miss's source where a slot is to be claimed before the row is read."""
 LEFT = -2
-"""Location of a missing key that another session lists, until `slot_settle` finds its slot."""
+"""Location of a missing key that another session lists, until `settle_kernel` finds its slot."""
 
 _TALLY = tl.constexpr(TALLY_COUNT)
 _DONE = tl.constexpr(DONE)
@@ -261,3 +261,55 @@ def find_kernel(
     tl.store(tallies_ptr + _CURRENT, step, mask=cached & (tl.program_id(0) == 0))
     tl.store(miss_counts_ptr + _TURN, turn, mask=(tl.program_id(0) == 0) & (tl.program_id(1) == 0))
     tally(tallies_ptr, wanted, found, tl.sum(bypassed, 0), cached)
+
+
+@triton.jit(do_not_specialize=["width", "room"])
+def settle_kernel(
+    records_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    joined_ptr: tl.tensor,
+    locations_ptr: tl.tensor,
+    found_ptr: tl.tensor,
+    width: tl.tensor,
+    room: tl.tensor,
+    HEADS: tl.constexpr,
+    FIRST_HEAD: tl.constexpr,
+    SOME_HEADS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SEGMENTS_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """Programs as of find, each with the same entries."""
+    row = row_of(tl.program_id(1), HEADS, FIRST_HEAD, SOME_HEADS)
+    b = row // HEADS
+    head = (row % HEADS).to(tl.int64)
+    always = context_entries(records_ptr, b)[2]
+    sets = field(records_ptr, b, SETS)
+    tags_ptr = aligned_pointer(records_ptr, b, head * sets * _WAYS, TAGS, tl.int32)
+    tallies_ptr = aligned_pointer(records_ptr, b, head * _TALLY, TALLIES, tl.int64)
+    joined_ptr += row.to(tl.int64) * room
+    locations_ptr += row.to(tl.int64) * room
+    wait_for_launch(CHAINED)
+    counts = listed_keys(counts_ptr, row, width, SEGMENTS, SEGMENTS_TILE)
+    entries = tl.minimum(tl.minimum(tl.sum(counts, 0), room) + always, room)
+    begin, stop = share_of(entries, TILE)
+    lost = tl.zeros([TILE], tl.int32)
+    for at in range(begin, stop, TILE):
+        entry = at + tl.arange(0, TILE)
+        location = tl.load(locations_ptr + entry, mask=entry < stop, other=-1, cache_modifier=".cg")
+        left = location == _LEFT
+        if tl.max(left.to(tl.int32), 0) > 0:
+            ids = tl.load(joined_ptr + entry, mask=left, other=0, cache_modifier=".cg")
+            slot = slots_of(tags_ptr, ids, sets, left, _WAYS)
+            tl.store(locations_ptr + entry, slot, mask=left)
+            lost += (left & (slot < 0)).to(tl.int32)
+    # Find took them for found.
+    bypassed = tl.sum(lost, 0)
+    if bypassed > 0:
+        tl.atomic_add(tallies_ptr + _BYPASSED, bypassed.to(tl.int64), sem="relaxed")
+        tl.atomic_add(tallies_ptr + _REUSED, -bypassed.to(tl.int64), sem="relaxed")
+        if found_ptr is not None:
+            found_ptr += (row.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * 2
+            tl.store(found_ptr, tl.load(found_ptr) + bypassed)
+            tl.store(found_ptr + 1, tl.load(found_ptr + 1) - bypassed)

@@ -40,9 +40,11 @@ class ClusterSelection(KeySelection):
     Multipole Attention's (sections 3.1-3.2), and Squeezed Attention's with a budget instead of a threshold.
     """
 
+    kind, what = KeyClusters.kind, "key clusters"
+
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
-        rows, width = plan.rows, cluster_width(plan, plan.method.index)
+        rows, width = plan.rows, cluster_width(plan, self.searched(plan.method))
         self.scores = ClusterScores.allocate(rows, width, plan.group, False, plan.device)
         # Peaks and totals only, where nothing is attended.
         self._partials = Partials.allocate(rows, lookup_slots(rows, width), plan.group, 0, plan.device)
@@ -55,14 +57,12 @@ class ClusterSelection(KeySelection):
         self._partials, self._attends = partials, True
 
     @classmethod
-    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
-        if method.index is None or method.index.kind != KeyClusters.kind:
-            return "it does not search key clusters"
-        return cluster_refusal(method.index, manifest)
+    def index_refusal(cls, spec: IndexSpec, method: Method, manifest: Manifest) -> str | None:
+        return cluster_refusal(spec, manifest)
 
     @classmethod
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
-        return {} if method.index is None else device_clusters(context, method.index, layer).fields()
+        return device_clusters(context, cls.searched(method), layer).fields()
 
     def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
         q_RGD, scale = q_BHGD.flatten(0, 1), q_BHGD.shape[3] ** -0.5
@@ -96,7 +96,8 @@ class ClusterMeans(StepRemainder):
 
     @classmethod
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
-        partition, searched = _partition(method), method.index
+        searched = method.index
+        partition = searched if method.partition is None else method.partition
         if partition is None or partition.kind != KeyClusters.kind:
             return "its remainder is over a tree of clusters"
         if searched is not None and partition.kind == searched.kind and partition.name != searched.name:
@@ -105,8 +106,7 @@ class ClusterMeans(StepRemainder):
 
     @classmethod
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
-        partition = _partition(method)
-        return {} if partition is None else device_clusters(context, partition, layer).fields()
+        return device_clusters(context, _partition(method), layer).fields()
 
     def slots(self, programs: int) -> int:
         return self.splits + (programs if self._corrects else 0)
@@ -143,14 +143,13 @@ class ClusterMeans(StepRemainder):
             )
 
 
-def _partition(method: Method) -> IndexSpec | None:
-    return method.index if method.partition is None else method.partition
+def _partition(method: Method) -> IndexSpec:
+    """What a remainder over clusters is over."""
+    return ClusterSelection.searched(method) if method.partition is None else method.partition
 
 
-def cluster_width(plan: StepPlan, spec: IndexSpec | None) -> int:
+def cluster_width(plan: StepPlan, spec: IndexSpec) -> int:
     """The most clusters per head of any context that the plan allows."""
-    if spec is None:
-        return 1
     parameters = ClusterParameters.parse(spec.parameters)
     return most_clusters(plan.max_keys, parameters.keys_per_cluster, parameters.block)
 

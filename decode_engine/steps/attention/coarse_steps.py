@@ -20,11 +20,11 @@ from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork, coarse_s
 from decode_engine.kernels.families import coarse_refusal
 from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.step_parts import KeySelection, StepRemainder, Turn
-from index_store.errors import MethodUnsupportedError
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.coarse_rows.parameters import CoarseParameters
 from index_store.indexes.coarse_rows.scalars.row_sizes import value_groups
 from index_store.memory.resident import ResidentContext
+from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import Method
 from index_store.store.description.dtypes import INT8
 from index_store.store.description.manifest import HIGH_PLANE, Manifest
@@ -48,9 +48,11 @@ _PRODUCT_ADDRESSES = {
 class CoarseSelection(KeySelection):
     """Search by a coarse copy: a list for each program that goes over a part of it."""
 
+    kind, what = CoarseRows.kind, "coarse rows"
+
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
-        parameters, model = _parameters(plan.method), plan.model
+        parameters, model = CoarseParameters.parse(self.searched(plan.method).parameters), plan.model
         self.sizes = CoarseSizes(
             model.kv_heads,
             plan.group,
@@ -101,12 +103,12 @@ class CoarseSelection(KeySelection):
         attend_others(q_BHGD, records_BF, self.sizes, self.work, self.lists, partials)
 
     @classmethod
-    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
-        if method.index is None or method.index.kind != CoarseRows.kind:
-            return "it searches no coarse rows"
-        if manifest.rows == INT8 and method.index.name != HIGH_PLANE:
-            return f"it searches {method.index.name}, and a record has room for one coarse copy, here that of the rows"
-        parameters, model = _parameters(method), manifest.model
+    def index_refusal(cls, spec: IndexSpec, method: Method, manifest: Manifest) -> str | None:
+        if manifest.rows == INT8 and spec.name != HIGH_PLANE:
+            return (
+                f"it searches {spec.name}, and a record has room for one coarse copy, here that of the rows"
+            )
+        parameters, model = CoarseParameters.parse(spec.parameters), manifest.model
         return coarse_refusal(
             model.query_heads // model.kv_heads,
             model.head_dim,
@@ -118,9 +120,7 @@ class CoarseSelection(KeySelection):
 
     @classmethod
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
-        if method.index is None:
-            raise MethodUnsupportedError(f"method {method.name!r} searches nothing", method=method.name)
-        return coarse_fields(context, method.index.name, layer)
+        return coarse_fields(context, cls.searched(method).name, layer)
 
     def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
         find_cuts(q_BHGD, records_BF, self.sizes, self.work)
@@ -164,14 +164,6 @@ def coarse_fields(context: ResidentContext, index: str, layer: int) -> Mapping[i
     arrays = context.index(index, layer).arrays()
     addresses = _PRODUCT_ADDRESSES if "key_codebooks" in arrays else _SCALAR_ADDRESSES
     return {field: arrays[name].data_ptr() for field, name in addresses.items()}
-
-
-def _parameters(method: Method) -> CoarseParameters:
-    if method.index is None or method.index.kind != CoarseRows.kind:
-        raise MethodUnsupportedError(
-            f"method {method.name!r} has no coarse rows to search", method=method.name
-        )
-    return CoarseParameters.parse(method.index.parameters)
 
 
 def _value_groups(parameters: CoarseParameters, head_dim: int) -> int:

@@ -16,10 +16,10 @@ from decode_engine.kernels.codes.sizes import CodeSizes, CodeWork, code_shape
 from decode_engine.kernels.families import PRODUCT_CODES
 from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.step_parts import KeySelection
-from index_store.errors import MethodUnsupportedError
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.product_codes.parameters import CodeParameters
 from index_store.memory.resident import ResidentContext
+from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import Method
 from index_store.store.description.manifest import Manifest
 
@@ -27,9 +27,11 @@ from index_store.store.description.manifest import Manifest
 class CodeSelection(KeySelection):
     """Search by product codes: one list for each KV head, ascending but for the order inside a tile of 2,048 keys."""
 
+    kind, what = ProductCodes.kind, "product codes"
+
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
-        parameters = _parameters(plan.method)
+        parameters = CodeParameters.parse(self.searched(plan.method).parameters)
         self.code_plan = CodeSizes(
             plan.model.kv_heads,
             plan.group,
@@ -44,10 +46,8 @@ class CodeSelection(KeySelection):
         self.lists = KeyLists.allocate(plan.rows, 1, plan.max_keys, plan.device)
 
     @classmethod
-    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
-        if method.index is None or method.index.kind != ProductCodes.kind:
-            return "it searches no product codes"
-        parameters, model = _parameters(method), manifest.model
+    def index_refusal(cls, spec: IndexSpec, method: Method, manifest: Manifest) -> str | None:
+        parameters, model = CodeParameters.parse(spec.parameters), manifest.model
         return PRODUCT_CODES.refusal(
             model.query_heads // model.kv_heads,
             model.head_dim,
@@ -57,9 +57,7 @@ class CodeSelection(KeySelection):
 
     @classmethod
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
-        if method.index is None:
-            raise MethodUnsupportedError(f"method {method.name!r} searches nothing", method=method.name)
-        arrays = context.index(method.index.name, layer).arrays()
+        arrays = context.index(cls.searched(method).name, layer).arrays()
         return {
             records.CODES: arrays["codes"].data_ptr(),
             records.CODEBOOKS: arrays["codebooks"].data_ptr(),
@@ -68,11 +66,3 @@ class CodeSelection(KeySelection):
     def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
         search_codes(q_BHGD, records_BF, self.code_plan, self.work, self.lists)
         return self.lists
-
-
-def _parameters(method: Method) -> CodeParameters:
-    if method.index is None or method.index.kind != ProductCodes.kind:
-        raise MethodUnsupportedError(
-            f"method {method.name!r} has no product codes to search", method=method.name
-        )
-    return CodeParameters.parse(method.index.parameters)

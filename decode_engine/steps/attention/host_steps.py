@@ -34,10 +34,11 @@ from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.step_batch import kept_count, step_counts
 from decode_engine.steps.attention.step_parts import KeySelection
 from decode_engine.steps.attention.table_steps import TableOptions
-from index_store.errors import InvalidArgumentError, MethodUnsupportedError, SparseKVError
+from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.memory.resident import ResidentContext
+from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import Method
 from index_store.store.description.manifest import Manifest
 
@@ -58,12 +59,14 @@ class HostTableSelection(KeySelection):
     Lists are those of the general path for the same queries, key by key.
     """
 
+    kind, what = QueryTables.kind, "query tables"
+
     def __init__(self, plan: StepPlan) -> None:
         """Raises InvalidArgumentError for a plan without threads."""
         super().__init__(plan)
         if not isinstance(plan, HostPlan) or plan.searching is None:
             raise InvalidArgumentError("a search on the host needs threads, the plan has none")
-        tables = TableOptions.required(plan.method)
+        tables = TableOptions.of(self.searched(plan.method), plan.method)
         parameters, search = tables.parameters, tables.search
         self._workers = plan.searching.workers
         self.mailbox = Mailbox(
@@ -90,10 +93,8 @@ class HostTableSelection(KeySelection):
         self._in_flight = False
 
     @classmethod
-    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
-        tables = TableOptions.of(method)
-        if tables is None:
-            return "it searches no query tables, and threads on the host search nothing else"
+    def index_refusal(cls, spec: IndexSpec, method: Method, manifest: Manifest) -> str | None:
+        tables = TableOptions.of(spec, method)
         refusal = tables.refusal("threads on the host")
         if refusal is not None:
             return refusal
@@ -209,9 +210,7 @@ class _Places:
 
 
 def _index(context: ResidentContext, method: Method, layer: int) -> LayerIndex:
-    if method.index is None:
-        raise MethodUnsupportedError(f"method {method.name!r} searches nothing", method=method.name)
-    return context.index(method.index.name, layer)
+    return context.index(HostTableSelection.searched(method).name, layer)
 
 
 def _arrays(context: ResidentContext, method: Method, layer: int) -> list[Tensor]:

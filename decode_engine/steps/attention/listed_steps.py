@@ -103,10 +103,9 @@ class ListedSteps(StepAttention):
     @classmethod
     def fields(cls, context: ResidentContext, method: Method, layer: int, lane: int = 0) -> Mapping[int, int]:
         remainder = None if method.drops_remainder else cls.remainder_types[method.remainder]
+        # Rows first: they refuse contexts that nothing here can read.
         return {
-            **cls.rows_type.fields(
-                context, layer, lane
-            ),  # first: it refuses what none of the others may read
+            **cls.rows_type.fields(context, layer, lane),
             **cls._selection_type(method).fields(context, method, layer),
             **({} if remainder is None else remainder.fields(context, method, layer)),
         }

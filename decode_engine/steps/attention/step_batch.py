@@ -56,7 +56,8 @@ class StepBatch:
         """layers: the attention of each layer; layers of one type share an object and its buffers."""
         self.plan = plan
         shared = {kind: kind(plan) for kind in dict.fromkeys(layers)}
-        self._attentions = list(shared.values())
+        self.attentions: Sequence[StepAttention] = list(shared.values())
+        """One for each kind of layer."""
         self._layers = [shared[kind] for kind in layers]
         shape = (len(layers), plan.size, records.RECORD_FIELDS)
         self._host_LBF = np.zeros(shape, dtype=np.int64)
@@ -68,11 +69,6 @@ class StepBatch:
         self._tails = [(0, 0)] * plan.size
         self._counts = [_NO_COUNTS] * plan.size
         self._arranged: tuple[int, bool, Sequence[tuple[int, int]]] = (-1, False, ())
-
-    @property
-    def attentions(self) -> Sequence[StepAttention]:
-        """One for each kind of layer."""
-        return self._attentions
 
     def seat(self, sessions: Sequence[Session]) -> list[int | Exception]:
         """Rows of the sessions: those that sit keep their row, others leave, new ones take free rows.
@@ -182,7 +178,7 @@ class StepBatch:
         sessions = {row: session for row in rows if (session := self.sessions[row]) is not None}
         self._arrange(sessions, steady, ahead)
         try:
-            return max(attention.begin(sessions) for attention in self._attentions)
+            return max(attention.begin(sessions) for attention in self.attentions)
         except Exception:
             self.end()
             raise
@@ -202,13 +198,13 @@ class StepBatch:
             )
             for (row, session), (_, magnitude) in zip(sessions.items(), tails, strict=True)
         ]
-        for attention in self._attentions:
+        for attention in self.attentions:
             attention.arrange(seats, steady)
         self._arranged = arranged
 
     def end(self) -> int:
         """Ends the step: see `StepAttention.end`."""
-        return sum(attention.end() for attention in self._attentions)
+        return sum(attention.end() for attention in self.attentions)
 
     def send(self) -> None:
         """Copies changed addresses to the device, in stream order."""
@@ -228,14 +224,14 @@ class StepBatch:
 
     def kept_B(self) -> Tensor:
         """Selected keys that the step attended, over all layers and KV heads; on the device."""
-        total = self._attentions[0].kept_B()
-        for attention in self._attentions[1:]:
+        total = self.attentions[0].kept_B()
+        for attention in self.attentions[1:]:
             total = total + attention.kept_B()
         return total
 
     def fetched_B2(self) -> Tensor | None:
         """See `StepAttention.fetched_B2`, over all layers; on the device."""
-        found = [fetched for attention in self._attentions if (fetched := attention.fetched_B2()) is not None]
+        found = [fetched for attention in self.attentions if (fetched := attention.fetched_B2()) is not None]
         return sum(found[1:], start=found[0]) if found else None
 
 

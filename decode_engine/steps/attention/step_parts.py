@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials
 from decode_engine.kernels.attention.sparse_attention import TakeOut
 from decode_engine.steps.attention.step_attention import StepPlan
+from index_store.errors import MethodUnsupportedError
 from index_store.memory.resident import ResidentContext
+from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import Method
 from index_store.store.description.manifest import Manifest
 
@@ -35,6 +37,10 @@ class KeySelection(ABC):
     Most launch one search for all KV heads (`select`). One that others do beside the device is asked first (`ask`), and
     waited for wave by wave (`waves`, `await_heads`).
     """
+
+    kind: ClassVar[str] = ""
+    """Of the index that is searched, and in words."""
+    what: ClassVar[str] = ""
 
     lists: KeyLists
     """Buffers for the lists, from the beginning on."""
@@ -57,12 +63,26 @@ class KeySelection(ABC):
         return 0
 
     @classmethod
-    @abstractmethod
+    def searched(cls, method: Method) -> IndexSpec:
+        """The index that the method searches. Raises MethodUnsupportedError where it is none that this searches."""
+        if method.index is None or method.index.kind != cls.kind:
+            raise MethodUnsupportedError(f"method {method.name!r} searches no {cls.what}", method=method.name)
+        return method.index
+
+    @classmethod
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
         """Why the method's index or search options cannot be searched this way, as a clause; None if they can.
 
         The remainder is not this class's business, nor are budgets that nothing here keeps (`registry`).
         """
+        if method.index is None or method.index.kind != cls.kind:
+            return f"it searches no {cls.what}"
+        return cls.index_refusal(method.index, method, manifest)
+
+    @classmethod
+    def index_refusal(cls, spec: IndexSpec, method: Method, manifest: Manifest) -> str | None:
+        """`refusal` for an index of the kind."""
+        return None
 
     @classmethod
     @abstractmethod

@@ -24,10 +24,11 @@ from decode_engine.kernels.tables.table_attention import table_attention
 from decode_engine.kernels.tables.table_context import TableContext, has_padded_rows, padded_rows
 from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.step_parts import KeySelection
-from index_store.errors import MethodUnsupportedError
+from index_store.indexes.query_tables.index import QueryTables
 from index_store.indexes.query_tables.parameters import TableParameters, TableSearch
 from index_store.indexes.row_planes.two_planes import TwoPlanes
 from index_store.memory.resident import ResidentContext
+from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import Method
 from index_store.store.description.manifest import Manifest
 
@@ -40,20 +41,8 @@ class TableOptions:
     search: TableSearch
 
     @classmethod
-    def of(cls, method: Method) -> TableOptions | None:
-        """None for a method that searches something else."""
-        if method.index is None or method.index.kind != "query_tables":
-            return None
-        return cls(TableParameters.parse(method.index.parameters), TableSearch.parse(method.search))
-
-    @classmethod
-    def required(cls, method: Method) -> TableOptions:
-        found = cls.of(method)
-        if found is None:
-            raise MethodUnsupportedError(
-                f"method {method.name!r} has no query tables to search", method=method.name
-            )
-        return found
+    def of(cls, spec: IndexSpec, method: Method) -> TableOptions:
+        return cls(TableParameters.parse(spec.parameters), TableSearch.parse(method.search))
 
     def refusal(self, readers: str) -> str | None:
         """Why those readers cannot search such tables, as a clause; None when they can."""
@@ -70,9 +59,11 @@ class TableSelection(KeySelection):
     The keys that a program finds it can attend to at once. What is not selected is dropped then.
     """
 
+    kind, what = QueryTables.kind, "query tables"
+
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
-        tables = TableOptions.required(plan.method)
+        tables = TableOptions.of(self.searched(plan.method), plan.method)
         self.sizes = TableSizes(
             plan.model.kv_heads,
             plan.group,
@@ -92,10 +83,8 @@ class TableSelection(KeySelection):
         return self.plan.method.drops_remainder
 
     @classmethod
-    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
-        tables = TableOptions.of(method)
-        if tables is None:
-            return "it searches no query tables"
+    def index_refusal(cls, spec: IndexSpec, method: Method, manifest: Manifest) -> str | None:
+        tables = TableOptions.of(spec, method)
         refusal = tables.refusal("kernels")
         if refusal is not None:
             return refusal
@@ -110,9 +99,7 @@ class TableSelection(KeySelection):
     @classmethod
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
         """Where rows do not begin at multiples of the blocks that kernels read, a copy that does is made and kept."""
-        if method.index is None:
-            raise MethodUnsupportedError(f"method {method.name!r} searches nothing", method=method.name)
-        name = method.index.name
+        name = cls.searched(method).name
         arrays = context.index(name, layer).arrays()
         scores_HMCN = arrays["scores"]
         if not has_padded_rows(scores_HMCN):

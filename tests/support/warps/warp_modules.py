@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from decode_engine.kernels.coarse import coarse_pass, search
 from decode_engine.kernels.coarse.warp import (
-    warp_cut,
     warp_findings,
     warp_pass,
     warp_records,
     warp_rings,
-    warp_rows,
-    warp_sample,
     warp_scores,
+    warp_search,
     warp_values,
 )
 from decode_engine.kernels.coarse.warp.tiles import (
@@ -25,6 +23,6 @@ from decode_engine.kernels.coarse.warp.tiles import (
 )
 
 WARP_MODULES = (
-    warp_pass, warp_values, warp_cut, warp_sample, warp_records, warp_rings, value_tiles, byte_sums, channel_places,
-    operands, registers, folding, key_tiles, warp_rows, warp_findings, warp_scores, search, coarse_pass,
+    warp_pass, warp_values, warp_search, warp_records, warp_rings, value_tiles, byte_sums, channel_places,
+    operands, registers, folding, key_tiles, warp_findings, warp_scores, search, coarse_pass,
 )  # fmt: skip

@@ -18,11 +18,9 @@ from decode_engine.kernels.attention.row_groups import (
     TAIL,
     RowGroups,
     Seat,
-    context_task_count,
     load_task,
     member_rows,
     part_of,
-    row_parts,
     tail_parts,
     task_count,
 )
@@ -157,13 +155,11 @@ def test_tasks_that_read_the_same_keys_stand_together() -> None:
 
 @triton.jit
 def read_kernel(table_ptr: tl.tensor, out_ptr: tl.tensor, SIZE: tl.constexpr) -> None:
-    """Program n writes what kernels read of task n, the first rows of its members, and parts of row n."""
+    """Program n writes what kernels read of task n, and the first rows of its members."""
     task, count = tl.program_id(0), task_count(table_ptr)
     first, members, leader, part, parts, what, slot = load_task(table_ptr, task, count, SIZE)
     at = out_ptr + task * 16
     tl.store(at, count)
-    tl.store(at + 1, context_task_count(table_ptr))
-    tl.store(at + 2, row_parts(table_ptr, task % SIZE, SIZE))
     tl.store(at + 3, leader)
     begin, end = part_of(first * 0 + 1000, part, parts, 64)
     tl.store(at + 4, tl.where(members > 0, begin, -1))
@@ -177,16 +173,16 @@ def read_kernel(table_ptr: tl.tensor, out_ptr: tl.tensor, SIZE: tl.constexpr) ->
 def test_kernels_read_what_the_table_says() -> None:
     groups = RowGroups.allocate(16, 3, 2, 64, torch.device(DEVICE))
     groups.arrange([Seat(row, row % 3, 1000, 70) for row in range(1, 12)], steady=True)
-    contexts, tails, parts, _ = read(groups)
+    contexts, tails, _, _ = read(groups)
     tasks = [*contexts, *tails]
     out = torch.full((len(tasks) + 1, 16), -1, dtype=torch.int32, device=DEVICE)
     read_kernel[(len(tasks) + 1,)](groups.table, out, SIZE=16)
     *found, behind = out.tolist()
-    for number, (task, values) in enumerate(zip(tasks, found, strict=True)):
+    for task, values in zip(tasks, found, strict=True):
         tiles = -(-1000 // 64)
         begin = task.part * tiles // task.parts * 64
         end = min((task.part + 1) * tiles // task.parts * 64, 1000)
-        head = [len(tasks), len(contexts), parts[number % 16], task.rows[0], begin, end, task.what, task.slot]
+        head = [len(tasks), -1, -1, task.rows[0], begin, end, task.what, task.slot]
         assert values == [*head, *task.rows, *[-1] * (8 - len(task.rows))]
     assert behind[3:] == [0, -1, -1, 0, 0] + [-1] * 8
 

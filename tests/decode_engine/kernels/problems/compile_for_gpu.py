@@ -3,12 +3,14 @@
 Steps of every kind run on tensors in host memory that say they are on a GPU. Launches compile and do nothing else: what
 a kernel is compiled for is what a captured step passes, by the launch functions themselves. It ends with Triton's own
 IR, which is where Python that the interpreter runs and the compiler refuses is found; code for the machine would take
-minutes. Prints JSON: kernels by how often they were compiled, and what failed.
+minutes. Prints JSON: kernels by how often they were compiled, what failed, and a digest of all launches in their order:
+two commits with the same one launch the same code, with the same arguments, on the same streams.
 """
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import sys
 from collections import Counter
@@ -59,6 +61,16 @@ class _Card:
         return TARGET
 
 
+LAUNCHED = hashlib.sha256()
+
+
+def note(*words: object) -> None:
+    """Adds to the digest; of tensors shapes, of addresses in host memory nothing."""
+    for word in words:
+        said = (tuple(word.shape), word.stride(), word.dtype) if isinstance(word, Tensor) else word
+        LAUNCHED.update(f"{None if isinstance(word, int) and word >= 2**40 else said}\n".encode())
+
+
 class _Stream:
     """A stream, or an event: nothing runs."""
 
@@ -68,7 +80,8 @@ class _Stream:
         _Stream.made += 1
         self.cuda_stream = _Stream.made
 
-    def wait_stream(self, other: object) -> None: ...
+    def wait_stream(self, other: object) -> None:
+        note("wait")
 
     def record_event(self) -> _Stream:
         return self
@@ -102,15 +115,19 @@ def pretend() -> tuple[Counter[str], list[str]]:
         compiled[f"{src.fn.__module__}.{src.fn.__name__}"] += 1
         try:
             first = "ttir" if "ttir" in stages else "ttgir"  # kernels in Gluon begin with layouts
-            stages[first](src.make_ir(target, parsed, generators, modules, context), {})
+            made = stages[first](src.make_ir(target, parsed, generators, modules, context), {})
+            note(made.str_nodebug(), parsed.num_warps, parsed.num_stages, parsed.maxnreg)
         except Exception as error:
             failed.append(f"{src.fn.__module__}.{src.fn.__name__} with {src.constants}: {error}")
         return object()
 
     run = JITFunction.run
-    JITFunction.run = lambda self, *args, grid, warmup, **given: run(
-        self, *args, grid=grid, warmup=True, **given
-    )
+
+    def launch(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **given: Any) -> Any:
+        note(self.__name__, grid, *args, *(each for name in sorted(given) for each in (name, given[name])))
+        return run(self, *args, grid=grid, warmup=True, **given)
+
+    JITFunction.run = launch
     triton.compiler.compile = compile_for_gpu
     torch.cuda.get_device_properties = lambda device: CARD
     torch.cuda.get_device_capability = lambda device=None: divmod(TARGET.arch, 10)
@@ -254,7 +271,7 @@ def main() -> None:
         edit_some()
         attend_window_of(4, 128)
         go_over_coarse_rows()
-    json.dump({"compiled": compiled, "failed": failed}, sys.stdout)
+    json.dump({"compiled": compiled, "failed": failed, "launched": LAUNCHED.hexdigest()}, sys.stdout)
 
 
 if __name__ == "__main__":

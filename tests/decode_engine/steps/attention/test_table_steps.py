@@ -164,5 +164,5 @@ def test_a_method_without_tables_has_no_plan() -> None:
     with pytest.raises(MethodUnsupportedError, match="no query tables"):
         TableSelection(plan_of(METHODS["full"], 1))
     context = made_up_context(IDENTITY, "float16", METHODS["full"], 300)
-    with pytest.raises(MethodUnsupportedError, match="searches nothing"):
+    with pytest.raises(MethodUnsupportedError, match="no query tables"):
         TableSelection.fields(context, METHODS["full"], 0)

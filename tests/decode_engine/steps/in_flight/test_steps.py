@@ -13,8 +13,7 @@ from decode_engine.engine.stepping import Flight
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.layers.session import Session
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.steps.batches import Part
-from decode_engine.steps.part_step import PartStep
+from decode_engine.steps.batches import Part, PartStep
 from decode_engine.steps.step_graph import StepGraph
 from decode_engine.steps.stepper import Stepper
 from index_store.memory.placement import Placement

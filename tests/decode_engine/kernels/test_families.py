@@ -1,0 +1,56 @@
+"""What kernels take is said in one table, and refused in one sentence."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from decode_engine.kernels import families
+from decode_engine.kernels.families import Family
+
+ROOT = Path(__file__).resolve().parents[3]
+FAMILIES = {name: each for name, each in vars(families).items() if isinstance(each, Family)}
+LISTED = re.compile(r"\(64, 128\b")
+
+
+def test_head_dimensions_stand_in_the_table_alone() -> None:
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("kernels", "steps", "host_search")
+        for path in (ROOT / "decode_engine" / folder).rglob("*.py")
+        if LISTED.search(path.read_text())
+    }
+    assert found == {"decode_engine/kernels/families.py"}
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_what_lies_at_a_bound_is_taken_and_what_lies_beyond_it_is_refused(name: str) -> None:
+    family = FAMILIES[name]
+    keys = family.keys or (1, 1)
+    for head_dim, group, count in product(family.head_dims, (1, family.max_group), keys):
+        assert family.refusal(group, head_dim, count) is None
+    beyond = [(0, 64, keys[0]), (family.max_group + 1, 64, keys[0]), (1, 96, keys[0])]
+    beyond += [(1, 64, keys[0] - 1), (1, 64, keys[1] + 1)] if family.keys else []
+    for group, head_dim, count in beyond:
+        words = str(family.refusal(group, head_dim, count))
+        assert f"group {group}, head dimension {head_dim}" in words
+        assert f"{family.takes} groups of 1 to {family.max_group} and dimensions 64" in words
+        assert (f"{count} keys; " in words) == bool(family.keys)
+    if family.parts:
+        (word, (least, _)), (of_word, (_, of_most)) = family.parts.items()
+        assert family.refusal(1, 64, keys[0], (least, of_most)) is None
+        for parts in ((least - 1, of_most), (least, of_most + 1), (24, of_most)):
+            words = str(family.refusal(1, 64, keys[0], parts))
+            assert f"{parts[0]} {word} of {parts[1]} {of_word} for head dimension 64; {family.takes}" in words
+
+
+def test_coarse_rows_have_bits_and_groups() -> None:
+    for bits, product_codes, taken in (((2, 4), True, True), ((3, 4), True, False), ((3, 2), False, True)):
+        refused = families.coarse_refusal(4, 128, bits, 1, 1000, product_codes)
+        assert (refused is None) == taken
+    for groups, bits in ((1, 4), (2, 4), (4, 3)):
+        assert families.coarse_refusal(4, 128, (4, bits), groups, 1000) is None
+    assert "4 groups of channels" in str(families.coarse_refusal(4, 128, (4, 4), 4, 1000))
