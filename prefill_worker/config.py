@@ -13,6 +13,7 @@ from index_store.cli.checks import Address, AtLeast, Filled, InputFile, OneOf
 from index_store.cli.options import (
     AUTO,
     LOCAL_STORE,
+    MODELS,
     SIZE,
     MoveNameOption,
     StoreBytesOption,
@@ -51,7 +52,7 @@ class PrefillConfig:
     What takes seconds to import is imported where it is needed: a command line shows its help without it.
     """
 
-    model: Annotated[str, Option(help="'reader', or the path of a Hugging Face model folder."), Filled()]
+    model: Annotated[str, Option(help=f"{MODELS}."), Filled()]
     store: StoreOption
     input: Annotated[
         tuple[Path, ...],
@@ -230,7 +231,8 @@ class RunConfig(PrefillConfig):
     """The same, or a job for a server, whose workers have their own model and store and say how documents are read."""
 
     model: Annotated[
-        str, Option(help="'reader', or the path of a Hugging Face model folder; not with --server.")
+        str,
+        Option(help=f"{MODELS}; not with --server."),
     ] = ""
     store: Annotated[
         Path,
@@ -339,7 +341,7 @@ class WorkerConfig:
     """
 
     store: StoreOption
-    model: Annotated[str, Option(help="'reader', or the path of a Hugging Face model folder."), Filled()]
+    model: Annotated[str, Option(help=f"{MODELS}."), Filled()]
     chunk: Annotated[
         int,
         Option(help="Tokens per forward pass; after each, progress is told, and a job may be stopped."),

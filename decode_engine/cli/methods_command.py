@@ -14,7 +14,7 @@ from decode_engine.rpc.client import Client, MethodInfo, MethodList
 from decode_engine.rpc.door.options import CredentialOptions
 from index_store.cli.checks import Address, Filled
 from index_store.cli.console import print_json, print_table
-from index_store.cli.options import FormatOption, OutputFormat, configured
+from index_store.cli.options import MODELS, FormatOption, OutputFormat, configured
 from index_store.errors import InvalidArgumentError
 
 _USUAL_HEAD_DIM, _USUAL_DTYPE = 128, "bfloat16"
@@ -33,7 +33,7 @@ class MethodsConfig(CredentialOptions):
     ] = None
     model: Annotated[
         str | None,
-        Option(help="Sizes for this model: 'reader', or the path of a Hugging Face model folder."),
+        Option(help=f"Sizes for this model: {MODELS}."),
         Filled(),
     ] = None
 

@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import Option
 
 from index_store.cli.checks import AtLeast, Filled, InputFile, OneOf
-from index_store.cli.options import AUTO
+from index_store.cli.options import AUTO, MODELS
 from index_store.errors import InvalidArgumentError
 from index_store.store.files.reading import available_cores
 
@@ -121,7 +121,9 @@ class Prompts(Enum):
 
 
 ModelOption = Annotated[
-    str, Option("--model", help="'reader', or the path of a Hugging Face model folder."), Filled()
+    str,
+    Option("--model", help=f"{MODELS}."),
+    Filled(),
 ]
 TextOption = Annotated[
     tuple[Path, ...],

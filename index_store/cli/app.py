@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, NoReturn, cast
 
 import typer
+import typer.core
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError, SparseKVError
 
@@ -38,6 +39,23 @@ def new_group(help_text: str) -> typer.Typer:
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
+
+
+class GroupedCommand(typer.core.TyperCommand):
+    """A command whose help has its options under the headings of `configured`, those without one first."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes them."""
+        groups: dict[str, list[Any]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            heading = getattr(parameter, "rich_help_panel", None) or usual
+            groups.setdefault(heading, []).extend([record] if record else [])
+        for heading, records in groups.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
 
 
 def _print_version(context: typer.Context, asked: bool) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import MISSING, Field, dataclass, fields
 from datetime import timedelta
@@ -38,6 +38,10 @@ from index_store.store.store_folders import require_local
 
 AUTO = "auto"
 """What leaves a choice to the program."""
+
+
+MODELS = "'reader', 'smollm2' once it is fetched, a Hugging Face folder or a GGUF file"
+"""What may stand behind `--model`."""
 
 
 class OutputFormat(StrEnum):
@@ -152,17 +156,21 @@ def check_bounds(config: Any) -> None:
         _check(getattr(config, field.name), flag_of(field, marks), marks, files=False)
 
 
-def configured(config: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def configured(
+    config: type[Any], groups: Mapping[str, str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a command of a function that takes a configuration, and after it perhaps options of its own.
 
-    config: a frozen dataclass whose fields are `Annotated` with a typer Option or Argument each.
+    config: a frozen dataclass whose fields are `Annotated` with a typer Option or Argument each. groups: headings of
+    its help, each with the fields below it, with blanks between them; others stand before. For `GroupedCommand`.
     """
+    heading = {name: title for title, names in (groups or {}).items() for name in names.split()}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         options = options_of(config)
         own = list(signature(command, eval_str=True).parameters.values())[1:]
         parameters = [
-            *(_parameter(*option) for option in options),
+            *(_parameter(*option, heading.get(option[0].name)) for option in options),
             *(parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in own),
         ]
 
@@ -190,16 +198,16 @@ def _make(config: type[Any], values: dict[str, Any]) -> Any:
         raise InvalidArgumentError(error.message, **error.metadata) from error
 
 
-def _parameter(field: Field[Any], kind: Any, marks: tuple[Any, ...]) -> Parameter:
-    """The parameter of a command that typer makes a field's flag of."""
+def _parameter(field: Field[Any], kind: Any, marks: tuple[Any, ...], heading: str | None = None) -> Parameter:
+    """The parameter of a command that typer makes a field's flag of. heading: of its group in the help."""
     default = Parameter.empty if field.default is MISSING else field.default
     repeated = [get_args(part)[0] for part in (kind, *get_args(kind)) if get_origin(part) is tuple]
-    (info,) = (mark for mark in marks if isinstance(mark, ParameterInfo))
+    (info,) = (copy(mark) for mark in marks if isinstance(mark, ParameterInfo))
+    info.rich_help_panel = heading
     for mark in marks:
         if isinstance(mark, Spelled):
             kind, default, repeated = type(mark.default), mark.default, []
         elif isinstance(mark, OneOf):
-            info = copy(info)
             info.metavar = info.metavar or "|".join(mark.texts)
             # Where a metavar is given, some versions of typer would call the flag as that is written.
             info.param_decls = info.param_decls or (flag_of(field, marks),)

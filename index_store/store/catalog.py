@@ -28,8 +28,7 @@ from index_store.errors import (
     StoreUnavailableError,
 )
 from index_store.store.description.context_id import is_context_id
-from index_store.store.description.manifest import Manifest
-from index_store.store.description.manifest_json import MANIFEST_NAME, render_manifest
+from index_store.store.description.manifest import MANIFEST_NAME, MANIFESTS, Manifest
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     discard,
@@ -290,7 +289,7 @@ class Store:
             if wanted != replace(present, **{name: getattr(wanted, name) for name in CHANGEABLE}):
                 raise InvalidArgumentError(f"context {id_[:12]}: only {', '.join(CHANGEABLE)} can be changed")
             path = self.folders.context(id_) / MANIFEST_NAME
-            replace_file(path, render_manifest(wanted), self.folders.contexts, self.folders.locks)
+            replace_file(path, MANIFESTS.render(wanted), self.folders.contexts, self.folders.locks)
             return wanted
 
     def verify(self, id_: str, on_bytes: Callable[[int], None] = lambda _: None) -> Sequence[Problem]:

@@ -18,8 +18,7 @@ from index_store.errors import (
     UnexpectedFileError,
 )
 from index_store.store.description.array_entry import ArrayEntry
-from index_store.store.description.manifest import Manifest
-from index_store.store.description.manifest_json import MANIFEST_NAME
+from index_store.store.description.manifest import MANIFEST_NAME, Manifest
 from index_store.store.files.additions import replaced_arrays
 from index_store.store.files.reading import READ_LIMIT_S, read_bounded
 from index_store.store.zarr_io import METADATA_NAME, Pieces, chunk_path, read_chunk_into, read_chunk_pieces

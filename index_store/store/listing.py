@@ -24,8 +24,7 @@ from index_store.errors import (
     StoreUnavailableError,
 )
 from index_store.store.description.context_id import is_context_id
-from index_store.store.description.manifest import Manifest
-from index_store.store.description.manifest_json import MANIFEST_NAME, parse_manifest
+from index_store.store.description.manifest import MANIFEST_NAME, MANIFESTS, Manifest
 from index_store.store.files.reading import WrongFileError, may_block, read_file, unavailable
 
 _LARGEST_MANIFEST = 64 << 20
@@ -181,7 +180,7 @@ class Listing:
 
 def _parse(id_: str, path: Path, data: bytes) -> Entry:
     try:
-        manifest = parse_manifest(data, str(path))
+        manifest = MANIFESTS.parse(data, str(path))
         if manifest.id != id_:
             raise ManifestError(
                 f"{path}: field 'id' is {manifest.id!r}, expected {id_!r}, its folder's name; delete the context",

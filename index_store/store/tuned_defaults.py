@@ -6,25 +6,22 @@ checksum over itself, as a manifest has, replaced all at once.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from index_store.errors import ContextCorruptError, ManifestError
+from index_store.errors import ContextCorruptError
 from index_store.store.description.context_id import is_context_id
 from index_store.store.description.json_fields import (
     MOST,
-    JsonFields,
-    are_numbers,
+    Number,
+    Whole,
     check_name,
     check_utc,
     field_error,
-    is_number,
-    shown,
 )
-from index_store.store.description.manifest_json import render_document
+from index_store.store.description.sealed import Sealed
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     make_folder,
@@ -34,7 +31,6 @@ from index_store.store.files.durable import (
 )
 from index_store.store.files.reading import WrongFileError, read_file, unavailable
 
-DEFAULT_VERSION = 1
 TARGETS = ("mass", "kl")
 _SUFFIX = ".json"
 _LARGEST = 1 << 20
@@ -57,87 +53,38 @@ class TunedDefault:
 
     context: str
     method: str
-    keep: float | None
-    mass: float | None
-    tokens: int | None
+    keep: Number | None
+    mass: Number | None
+    tokens: Whole | None
     target: str
-    wanted: float
-    reached: Mapping[str, float]
+    wanted: Number
+    reached: Mapping[str, Number]
     created_at: datetime
-    format_version: int = DEFAULT_VERSION
 
     def __post_init__(self) -> None:
         if not is_context_id(self.context):
             raise field_error("context", self.context, "64 lower-case hex digits")
-        if self.format_version != DEFAULT_VERSION:
-            raise field_error("format_version", self.format_version, str(DEFAULT_VERSION))
         check_name("method", self.method)
         for name, value in (("keep", self.keep), ("mass", self.mass), ("tokens", self.tokens)):
             most = MOST if name == "tokens" else 1
-            if value is not None and not (is_number(value) and 0 < value <= most):
+            if value is not None and not 0 < value <= most:
                 raise field_error(name, value, f"a number above 0 and at most {most}, or null")
         if sum(value is not None for value in (self.keep, self.mass, self.tokens)) > 1:
             raise field_error("keep", self.keep, "at most one of keep, mass and tokens")
         if self.target not in TARGETS:
             raise field_error("target", self.target, f"one of {', '.join(TARGETS)}")
-        if not is_number(self.wanted):
-            raise field_error("wanted", self.wanted, "a number")
-        if not are_numbers(self.reached):
-            raise field_error("reached", self.reached, "numbers by name")
         check_utc("created_at", self.created_at)
 
 
-def render_default(default: TunedDefault) -> bytes:
-    """The contents of the file: always the same bytes for the same record."""
-    return render_document({**asdict(default), "created_at": default.created_at.isoformat()})
-
-
-def parse_default(data: bytes, where: str) -> TunedDefault:
-    """Reads the file; `where` names it in errors. Raises TunedDefaultError."""
-    try:
-        document = json.loads(data)
-        sealed = dict(document)
-        sealed.pop("checksum", None)
-        intact = render_document(sealed) == data
-    except (ValueError, TypeError, RecursionError):
-        intact = False
-    if not intact:
-        raise TunedDefaultError(
-            f"{where}: the tuned default is damaged, its contents do not fit their checksum; {_REPAIR}",
-            path=where,
-        )
-    version = sealed.get("format_version")
-    if version != DEFAULT_VERSION:
-        raise TunedDefaultError(
-            f"{where}: the tuned default has format version {shown(version)}, this program reads version "
-            f"{DEFAULT_VERSION}; update sparsekv, or {_REPAIR}",
-            path=where,
-        )
-    try:
-        return _parse_fields(JsonFields(sealed, where))
-    except ManifestError as error:
-        message = error.message.removeprefix(f"{where}: ")
-        raise TunedDefaultError(
-            f"{where}: {message}; {_REPAIR}", **{**error.metadata, "path": where}
-        ) from None
-
-
-def _parse_fields(fields: JsonFields) -> TunedDefault:
-    reached = fields.numbers_by_name("reached")
-    default = TunedDefault(
-        context=fields.text("context"),
-        method=fields.text("method"),
-        keep=fields.optional_number("keep"),
-        mass=fields.optional_number("mass"),
-        tokens=fields.optional_integer("tokens"),
-        target=fields.text("target"),
-        wanted=fields.number("wanted"),
-        reached=reached,
-        created_at=fields.time("created_at"),
-        format_version=fields.integer("format_version"),
-    )
-    fields.finish()
-    return default
+DEFAULTS = Sealed(
+    TunedDefault,
+    "the tuned default",
+    _REPAIR,
+    wrong=TunedDefaultError,
+    damaged=TunedDefaultError,
+    foreign=TunedDefaultError,
+)
+"""Files of `defaults/`."""
 
 
 class DefaultsFolder:
@@ -166,7 +113,7 @@ class DefaultsFolder:
             ) from error
         except OSError as error:
             raise unavailable(path, error) from error
-        default = parse_default(data, str(path))
+        default = DEFAULTS.parse(data, str(path))
         if default.context != id_:
             raise TunedDefaultError(
                 f"{path}: the tuned default is of context {default.context}, expected {id_}, the file's name; "
@@ -181,7 +128,7 @@ class DefaultsFolder:
         with storing("writing the tuned default", path):
             permissions = permissions_in(self._path.parent / "contexts")
             make_folder(self._path, permissions)
-            replace_file(path, render_default(default), permissions)
+            replace_file(path, DEFAULTS.render(default), permissions)
 
     def remove(self, id_: str) -> None:
         """Removes the default of a context, where there is one."""

@@ -26,8 +26,7 @@ from index_store.errors import ContextNotFoundError, InvalidArgumentError, Missi
 from index_store.store.description.array_entry import ArrayEntry, join_checksums
 from index_store.store.description.array_shapes import conversation_entry, tokens_entry
 from index_store.store.description.dtypes import STORED_DTYPES, dtype_name
-from index_store.store.description.manifest import FORMAT_VERSION, Manifest
-from index_store.store.description.manifest_json import MANIFEST_NAME, render_manifest
+from index_store.store.description.manifest import FORMAT_VERSION, MANIFEST_NAME, MANIFESTS, Manifest
 from index_store.store.files.additions import move_arrays, move_indexes
 from index_store.store.files.array_files import FolderStore
 from index_store.store.files.durable import (
@@ -339,7 +338,7 @@ class ContextWriter:
         """The last file; all are durable then."""
         self._arrays.sync(lambda _: None)
         with new_file(self._folder / MANIFEST_NAME, self._permissions) as file:
-            file.write(render_manifest(sealed))
+            file.write(MANIFESTS.render(sealed))
         sync_tree(self._folder)
 
     def _seal(self, manifest: Manifest, present: Mapping[str, ArrayEntry]) -> Manifest:

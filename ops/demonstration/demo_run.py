@@ -161,7 +161,9 @@ def main(
     ] = None,
     model: Annotated[
         str,
-        typer.Option(help="reader, smollm2 (ops/fetch-model smollm2), a Hugging Face folder or a GGUF file."),
+        typer.Option(
+            help="reader, smollm2 (decode-engine fetch-model smollm2), a Hugging Face folder or a GGUF file."
+        ),
     ] = "reader",
     tokens: Annotated[
         int | None,

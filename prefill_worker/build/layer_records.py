@@ -10,7 +10,8 @@ from typing import Protocol
 from torch import Tensor
 
 from index_store.errors import ManifestError
-from index_store.store.description.json_fields import JsonFields
+from index_store.store.description.json_fields import Number, Whole
+from index_store.store.description.sealed import from_plain, plain
 from prefill_worker.build.dense_layers import Selectivity
 
 
@@ -51,39 +52,37 @@ class LayerRecord:
     def describe(self) -> str:
         """The rest of it, as JSON."""
         measured = self.selectivity
-        return json.dumps(
-            {
-                "chunks": [
-                    {"path": chunk.path, "indices": list(chunk.indices), "checksum": chunk.checksum}
-                    for chunk in self.chunks
-                ],
-                "indexes": [
-                    {
-                        "name": name,
-                        "searched": self.counts[name][1],
-                        "arrays": [
-                            {"name": array.name, "shape": list(array.shape), "dtype": array.dtype}
-                            for array in arrays
-                        ],
-                    }
-                    for name, arrays in self.arrays.items()
-                ],
-                "measured": [] if measured is None else [measured.captured, measured.output_error],
-            }
+        described = _Described(
+            self.chunks,
+            tuple(_KeptIndex(name, self.counts[name][1], arrays) for name, arrays in self.arrays.items()),
+            () if measured is None else (measured.captured, measured.output_error),
         )
+        return json.dumps(plain(described))
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptIndex:
+    name: str
+    searched: Whole
+    arrays: tuple[KeptArray, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    chunks: tuple[KeptChunk, ...]
+    indexes: tuple[_KeptIndex, ...]
+    measured: tuple[Number, ...]
 
 
 def parse_record(description: str, tensors: Mapping[str, Tensor]) -> LayerRecord:
     """A record of what it was described as. Raises ValueError for anything else."""
     try:
-        fields = JsonFields(json.loads(description), "the record of a layer")
-        indexes = fields.items("indexes", _parse_index)
-        measured = fields.numbers("measured")
+        found = from_plain(json.loads(description), _Described)
         return LayerRecord(
-            fields.items("chunks", _parse_chunk),
-            {name: arrays for name, _, arrays in indexes},
-            {name: (tensors[name], searched) for name, searched, _ in indexes},
-            Selectivity(*measured) if measured else None,
+            found.chunks,
+            {index.name: index.arrays for index in found.indexes},
+            {index.name: (tensors[index.name], index.searched) for index in found.indexes},
+            Selectivity(*found.measured) if found.measured else None,
         )
     except (ManifestError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"no record of a layer: {error}") from error
@@ -99,15 +98,3 @@ class LayerKeeper(Protocol):
     def keep_layer(self, layer: int, record: LayerRecord) -> None:
         """Keeps the record of a layer whose chunks have been written."""
         ...
-
-
-def _parse_chunk(fields: JsonFields) -> KeptChunk:
-    return KeptChunk(fields.text("path"), fields.integers("indices"), fields.integer("checksum"))
-
-
-def _parse_index(fields: JsonFields) -> tuple[str, int, tuple[KeptArray, ...]]:
-    return fields.text("name"), fields.integer("searched"), fields.items("arrays", _parse_array)
-
-
-def _parse_array(fields: JsonFields) -> KeptArray:
-    return KeptArray(fields.text("name"), fields.integers("shape"), fields.text("dtype"))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from index_store.cli.app import new_app
+from index_store.cli.app import GroupedCommand, new_app
 from index_store.cli.checks import InputFile
 from index_store.cli.console import print_json
 from index_store.cli.entry import INTERRUPTED
@@ -41,9 +41,17 @@ def _interruptible() -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-@app.command()
+GROUPS = {
+    "The document": "input messages calibration name move_name ttl salt server",
+    "Indexes": "method index tables subspaces centroids split dense_layers query_sample seed",
+    "Reading": "chunk attention muse_block muse_clusters muse_cap muse_iterations muse_dipole",
+    "Storing and computing": "dtype rows device device_memory",
+}
+
+
+@app.command(cls=GroupedCommand)
 @_interruptible()
-@configured(RunConfig)
+@configured(RunConfig, GROUPS)
 def run(
     config: RunConfig,
     more_inputs: Annotated[

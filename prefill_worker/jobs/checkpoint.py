@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from index_store.errors import ManifestError, StoreFullError
-from index_store.store.description.json_fields import JsonFields
-from index_store.store.description.manifest_json import render_document
+from index_store.errors import ContextCorruptError, StoreFullError
+from index_store.store.description.json_fields import Count
+from index_store.store.description.sealed import Sealed
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     make_folder,
@@ -34,7 +34,6 @@ from index_store.store.files.reading import read_file
 from prefill_worker.build.layer_records import LayerRecord, parse_record
 from prefill_worker.reading.capture import Capture
 
-_VERSION = 1
 _LIST = "checkpoint.json"
 _LARGEST_LIST = 1 << 24
 _LARGEST_PART = 1 << 34
@@ -47,9 +46,9 @@ Note = Callable[[str], None]
 class _Part:
     """A file with what `count` tokens from `start` on left in all layers."""
 
-    start: int
-    count: int
-    crc32c: int
+    start: Count
+    count: Count
+    crc32c: Count
 
     @property
     def name(self) -> str:
@@ -60,8 +59,8 @@ class _Part:
 class _Layer:
     """A file with the record of a layer that was written."""
 
-    layer: int
-    crc32c: int
+    layer: Count
+    crc32c: Count
 
     @property
     def name(self) -> str:
@@ -69,6 +68,25 @@ class _Layer:
 
 
 _Kept = TypeVar("_Kept", _Part, _Layer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """All that was kept. context: id of what is being made."""
+
+    context: str
+    parts: tuple[_Part, ...]
+    layers: tuple[_Layer, ...]
+
+
+CHECKPOINTS = Sealed(
+    _Listed,
+    "the checkpoint",
+    "the document is read again from its beginning",
+    wrong=ContextCorruptError,
+    damaged=ContextCorruptError,
+    foreign=ContextCorruptError,
+)
 
 
 class Checkpoint:
@@ -141,14 +159,9 @@ class Checkpoint:
             temporary.replace(self._folder / name)
 
     def _write_list(self) -> None:
-        document = {
-            "format_version": _VERSION,
-            "context": self._context,
-            "parts": [asdict(part) for part in self._parts],
-            "layers": [asdict(layer) for layer in self._layers],
-        }
+        listed = _Listed(self._context, tuple(self._parts), tuple(self._layers))
         with storing("keeping a checkpoint", self._folder):
-            replace_file(self._folder / _LIST, render_document(document), permissions_in(self._folder))
+            replace_file(self._folder / _LIST, CHECKPOINTS.render(listed), permissions_in(self._folder))
 
     def _read(self, name: str, crc32c: int) -> bytes:
         """A file of the checkpoint. Raises OSError, and ValueError where it is damaged."""
@@ -186,17 +199,13 @@ class Checkpoint:
         path = self._folder / _LIST
         try:
             data, _ = read_file(path, _LARGEST_LIST)
-            sealed = dict(json.loads(data))
-            sealed.pop("checksum", None)
-            if render_document(sealed) != data or sealed.get("format_version") != _VERSION:
-                raise ValueError
-            fields = JsonFields(sealed, str(path))
-            if fields.text("context") != self._context:
-                raise ValueError
-            return list(fields.items("parts", _parse_part)), list(fields.items("layers", _parse_layer))
+            listed = CHECKPOINTS.parse(data, str(path))
+            if listed.context != self._context:
+                raise ContextCorruptError(f"{path}: of context {listed.context}", path=path)
+            return list(listed.parts), list(listed.layers)
         except FileNotFoundError:
             return [], []
-        except (OSError, ValueError, TypeError, RecursionError, ManifestError):
+        except (OSError, ContextCorruptError):
             self._note("the checkpoint is damaged; the document is read again from its beginning")
             remove_tree(self._folder)
             return [], []
@@ -211,11 +220,3 @@ class Checkpoint:
         except (OSError, KeyError, ValueError, SafetensorError):
             return False
         return True
-
-
-def _parse_part(fields: JsonFields) -> _Part:
-    return _Part(fields.integer("start"), fields.integer("count"), fields.integer("crc32c"))
-
-
-def _parse_layer(fields: JsonFields) -> _Layer:
-    return _Layer(fields.integer("layer"), fields.integer("crc32c"))

@@ -43,6 +43,7 @@ NEEDED = {
     "decode-engine evaluate": "--out {folder}/out",
     "decode-engine evaluate-merge": "--out {folder}/out",
     "decode-engine make-document": "--out {folder}/d --questions {folder}/q",
+    "decode-engine fetch-model": "smollm2",
     "decode-engine tune": "--store {folder} --context c",
     "decode-engine contexts ls": "",
     "decode-engine contexts create": "c",

@@ -53,24 +53,7 @@ def unpacked(wheel: Path) -> Path:
     target = wheel.parent / "unpacked"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)
-    keep_compiled_loops(target)
     return target
-
-
-def keep_compiled_loops(target: Path) -> None:
-    """Gives the unpacked files what numba has compiled of the same ones in the checkout, if it has: it takes long.
-
-    Numba knows the file that it compiled by its size and time.
-    """
-    for package in ("index_store", "prefill_worker", "decode_engine"):
-        for compiled in (ROOT / package).rglob("__pycache__/*.nb?"):
-            here = target / compiled.relative_to(ROOT)
-            source = compiled.parents[1] / f"{compiled.name.partition('.')[0]}.py"
-            if not (target / source.relative_to(ROOT)).is_file():
-                continue  # what is missing is told by a test
-            shutil.copystat(source, target / source.relative_to(ROOT))
-            here.parent.mkdir(exist_ok=True)
-            shutil.copy(compiled, here)
 
 
 def run(unpacked: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

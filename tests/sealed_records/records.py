@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from decode_engine.rpc.door.tokens import Token
+from decode_engine.rpc.door.tokens import TOKENS, Token, Tokens
 from index_store.attention.layer_shape import WindowLayers
-from index_store.jobs.job_record import JobFailure, JobOrder, JobPhase, JobProgress, JobRecord, JobState
+from index_store.jobs.job_record import JOBS, JobFailure, JobOrder, JobPhase, JobProgress, JobRecord, JobState
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.store.catalog import Store
 from index_store.store.description.array_shapes import (
@@ -23,11 +24,13 @@ from index_store.store.description.array_shapes import (
     window_entry,
 )
 from index_store.store.description.context_id import Parent
-from index_store.store.description.manifest import IndexEntry, Manifest
+from index_store.store.description.manifest import MANIFESTS, IndexEntry, Manifest
+from index_store.store.description.sealed import Sealed
 from index_store.store.files.additions import WHOLE
-from index_store.store.tuned_defaults import TunedDefault
+from index_store.store.tuned_defaults import DEFAULTS, TunedDefault
 from prefill_worker.build.dense_layers import Selectivity
 from prefill_worker.build.layer_records import KeptArray, KeptChunk, LayerRecord
+from prefill_worker.jobs.checkpoint import CHECKPOINTS
 from tests.support.store import CREATED, MODEL, THRESHOLDS, in_planes, other_model, synthetic_context
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -157,18 +160,30 @@ def _jobs() -> dict[str, JobRecord]:
     }
 
 
-MANIFESTS: Mapping[str, Manifest] = _manifests()
-JOBS: Mapping[str, JobRecord] = _jobs()
-DEFAULTS: Mapping[str, TunedDefault] = {
+_DEFAULTS = {
     "keep": TunedDefault(
         CONTEXT, "csattention@period=2", 0.0125, None, None, "mass", 0.99, {"mass": 0.991, "keys": 1}, CREATED
     ),
     "tokens": TunedDefault(CONTEXT, "quest", None, None, 512, "kl", 1, {}, CREATED),
 }
-TOKENS = tuple(
-    Token(name, bytes(range(at, at + 32)), datetime(2026, 5, 6, 7, 8, at, tzinfo=UTC))
-    for at, name in enumerate(("alice", "b.c_d-9"))
+_TOKENS = Tokens(
+    tuple(
+        Token(name, bytes(range(at, at + 32)).hex(), datetime(2026, 5, 6, 7, 8, at, tzinfo=UTC))
+        for at, name in enumerate(("alice", "b.c_d-9"))
+    )
 )
+_CHECKPOINT = CHECKPOINTS.parse((RECORDED / "checkpoint.json").read_bytes(), "recorded")
+
+KINDS: Mapping[str, tuple[Sealed[Any], object]] = {
+    **{f"manifest-{name}": (MANIFESTS, each) for name, each in _manifests().items()},
+    **{f"job-{name}": (JOBS, each) for name, each in _jobs().items()},
+    **{f"default-{name}": (DEFAULTS, each) for name, each in _DEFAULTS.items()},
+    "tokens": (TOKENS, _TOKENS),
+    "checkpoint": (CHECKPOINTS, _CHECKPOINT),
+}
+"""Each kind of file, and a record, by the name of the file in `recorded`."""
+
+
 LAYER = LayerRecord(
     (KeptChunk("kv", (1, 0), 4294967295), KeptChunk("index/pages/rows", (0, 1), 7)),
     {"pages": (KeptArray("rows", (2, 3), "uint8"),), "codes": ()},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,53 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_engine.rpc.door.tokens import TokenFile
-from index_store.jobs.job_record import parse_job, render_job
 from index_store.store.catalog import Store
-from index_store.store.description.manifest_json import parse_manifest, render_manifest
-from index_store.store.tuned_defaults import parse_default, render_default
 from prefill_worker.build.layer_records import parse_record
 from prefill_worker.jobs.checkpoint import Checkpoint
-from tests.sealed_records.records import (
-    CONTEXT,
-    DEFAULTS,
-    JOBS,
-    LAYER,
-    MANIFESTS,
-    RECORDED,
-    TOKENS,
-    json_files,
-    write_context,
-)
+from tests.sealed_records.records import CONTEXT, KINDS, LAYER, RECORDED, json_files, write_context
 from tests.support.store import other_model
-
-KINDS: dict[str, tuple[Any, Callable[[Any], bytes], Callable[[bytes, str], object]]] = {
-    **{f"manifest-{name}": (each, render_manifest, parse_manifest) for name, each in MANIFESTS.items()},
-    **{f"job-{name}": (each, render_job, parse_job) for name, each in JOBS.items()},
-    **{f"default-{name}": (each, render_default, parse_default) for name, each in DEFAULTS.items()},
-}
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_record_is_read_and_written_as_before(name: str) -> None:
-    record, render, parse = KINDS[name]
+    sealed, record = KINDS[name]
     recorded = (RECORDED / f"{name}.json").read_bytes()
-    read = parse(recorded, name)
+    read = sealed.parse(recorded, name)
     assert read == record
-    assert render(record) == recorded
-    assert render(read) == recorded
-
-
-def test_tokens_are_read_and_written_as_before(tmp_path: Path) -> None:
-    path = tmp_path / "tokens.json"
-    recorded = (RECORDED / "tokens.json").read_bytes()
-    path.write_bytes(recorded)
-    path.chmod(0o600)
-    file = TokenFile(path)
-    assert file.read() == TOKENS
-    file.create("more")
-    file.revoke("more")
-    assert path.read_bytes() == recorded
+    assert sealed.render(record) == sealed.render(read) == recorded
 
 
 def test_a_layers_record_is_read_and_written_as_before() -> None:

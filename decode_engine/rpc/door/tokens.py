@@ -7,7 +7,6 @@ The file is JSON with a version and a checksum over itself, private to its owner
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -19,12 +18,12 @@ from pathlib import Path
 
 from decode_engine.rpc.door.refusals import TokenFileError
 from index_store.errors import InvalidArgumentError
-from index_store.store.description.manifest_json import render_document
+from index_store.store.description.json_fields import check_utc, field_error
+from index_store.store.description.sealed import Sealed
 from index_store.store.files.durable import TEMPORARY_PREFIX, new_file, storing, sync_path
 from index_store.store.files.locks import locked_file
 from index_store.store.files.reading import read_file
 
-FORMAT_VERSION = 1
 MAX_TOKENS = 10_000
 MAX_TOKEN_CHARACTERS = 256
 _PREFIX = "skv_"  # by which programs that look for leaked secrets know one
@@ -34,16 +33,50 @@ _OTHERS_WRITE = 0o022
 _LARGEST = 4 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_REPAIR = "restore a copy, or delete the file and make new tokens with `decode-engine token create`"
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What is known of a token. digest: SHA-256 of its text, as bytes. created_at: UTC."""
+    """What is known of a token. sha256: of its text, 64 lower-case hex digits. created_at: UTC."""
 
     name: str
-    digest: bytes
+    sha256: str
     created_at: datetime
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise field_error("name", self.name, "1 to 64 letters, digits, '.', '_' and '-'")
+        if not _DIGEST.fullmatch(self.sha256):
+            raise field_error("sha256", self.sha256, "64 lower-case hex digits")
+        check_utc("created_at", self.created_at)
+
+    @property
+    def digest(self) -> bytes:
+        """As bytes."""
+        return bytes.fromhex(self.sha256)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """All tokens of a file, in order of their making."""
+
+    tokens: tuple[Token, ...]
+
+    def __post_init__(self) -> None:
+        if len({token.name for token in self.tokens}) != len(self.tokens) or len(self.tokens) > MAX_TOKENS:
+            raise field_error(
+                "tokens", [token.name for token in self.tokens], f"at most {MAX_TOKENS} different names"
+            )
+
+
+TOKENS = Sealed(
+    Tokens,
+    "the file of tokens",
+    "restore a copy, or delete the file and make new tokens with `decode-engine token create`",
+    wrong=TokenFileError,
+    damaged=TokenFileError,
+    foreign=TokenFileError,
+)
 
 
 def digest_of(secret: str) -> bytes:
@@ -73,7 +106,7 @@ class TokenFile:
             ) from error
         if status.st_mode & _OTHERS_WRITE:
             raise self._error("can be written by others than its owner", f"`chmod 600 {self._path}`")
-        return self._parse(data)
+        return TOKENS.parse(data, str(self._path)).tokens
 
     def stamp(self) -> tuple[int, ...] | None:
         """Changes whenever the file does; None where it cannot be seen."""
@@ -105,7 +138,8 @@ class TokenFile:
                 raise InvalidArgumentError(
                     f"{self._path} has {len(tokens)} tokens, which is the limit; revoke some first"
                 )
-            self._write((*tokens, Token(name, digest_of(secret), datetime.now(UTC).replace(microsecond=0))))
+            made = datetime.now(UTC).replace(microsecond=0)
+            self._write((*tokens, Token(name, digest_of(secret).hex(), made)))
         return secret
 
     def revoke(self, name: str) -> None:
@@ -126,56 +160,18 @@ class TokenFile:
             yield self.read() if os.path.lexists(self._path) else ()
 
     def _write(self, tokens: Sequence[Token]) -> None:
-        document: dict[str, object] = {
-            "format_version": FORMAT_VERSION,
-            "tokens": [
-                {"name": token.name, "sha256": token.digest.hex(), "created_at": token.created_at.isoformat()}
-                for token in tokens
-            ],
-        }
+        contents = TOKENS.render(Tokens(tuple(tokens)))
         temporary = self._path.with_name(f"{TEMPORARY_PREFIX}{self._path.name}")
         with storing("writing the tokens", self._path):
             try:
                 temporary.unlink(missing_ok=True)  # a killed writer's, perhaps with other permissions
                 with new_file(temporary, _PRIVATE_FILE) as file:
-                    file.write(render_document(document))
+                    file.write(contents)
                 sync_path(temporary)
                 os.replace(temporary, self._path)
                 sync_path(self._path.absolute().parent)
             finally:
                 temporary.unlink(missing_ok=True)
 
-    def _parse(self, data: bytes) -> tuple[Token, ...]:
-        try:
-            document = json.loads(data)
-            sealed = dict(document)
-            sealed.pop("checksum", None)
-            intact = render_document(sealed) == data
-        except (ValueError, TypeError, RecursionError):
-            intact = False
-        if not intact:
-            raise self._error("is damaged: its contents do not fit their checksum", _REPAIR)
-        if sealed.get("format_version") != FORMAT_VERSION:
-            raise self._error(
-                f"has format version {sealed.get('format_version')!r}, this program reads version {FORMAT_VERSION}",
-                "update sparsekv",
-            )
-        try:
-            tokens = tuple(_token(entry) for entry in sealed["tokens"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._error("has an entry that is no token", _REPAIR) from error
-        if len({token.name for token in tokens}) != len(tokens) or len(tokens) > MAX_TOKENS:
-            raise self._error("has too many tokens, or several of one name", _REPAIR)
-        return tokens
-
     def _error(self, what: str, advice: str) -> TokenFileError:
         return TokenFileError(f"{self._path}: the file of tokens {what}; {advice}", path=self._path)
-
-
-def _token(entry: dict[str, str]) -> Token:
-    """Raises KeyError, TypeError or ValueError."""
-    if set(entry) != {"name", "sha256", "created_at"}:
-        raise ValueError("other fields than a token's")
-    if not (_NAME.fullmatch(entry["name"]) and _DIGEST.fullmatch(entry["sha256"])):
-        raise ValueError("no name or no digest")
-    return Token(entry["name"], bytes.fromhex(entry["sha256"]), datetime.fromisoformat(entry["created_at"]))

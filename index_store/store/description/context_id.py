@@ -77,6 +77,11 @@ class ModelIdentity:
             self._check_window(self.window)
 
     @property
+    def unsaid(self) -> tuple[str, ...]:
+        """Fields that a manifest says nothing of."""
+        return ("window",) if self.window is None else ()
+
+    @property
     def window_layers(self) -> tuple[int, ...]:
         """Layers whose queries see the last keys only, ascending."""
         return () if self.window is None else self.window.layers

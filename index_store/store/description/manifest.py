@@ -8,11 +8,19 @@ ManifestError and name field, value and (when read from a file) path.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from typing import Any
 
-from index_store.errors import DtypeMismatchError, InvalidArgumentError, ModelMismatchError
+from index_store.errors import (
+    ChecksumError,
+    DtypeMismatchError,
+    FormatVersionError,
+    InvalidArgumentError,
+    ManifestError,
+    ModelMismatchError,
+)
 from index_store.selection.threshold_curve import KEEP_GRID, are_thresholds
 from index_store.store.description.array_entry import HEX, PATH_PART, ArrayEntry
 from index_store.store.description.array_shapes import (
@@ -35,17 +43,17 @@ from index_store.store.description.dtypes import AS_DTYPE, INT8, KV_DTYPES, PLAN
 from index_store.store.description.json_fields import (
     MOST,
     MOST_LABELS,
+    Number,
     Scalar,
-    are_numbers,
-    are_scalars,
+    Whole,
     check_labels,
     check_name,
     check_names,
     check_positive,
     check_utc,
     field_error,
-    is_number,
 )
+from index_store.store.description.sealed import Sealed
 from index_store.store.files.additions import WHOLE
 
 FORMAT_VERSION = 5
@@ -53,6 +61,8 @@ FORMAT_VERSION = 5
 a sliding window, 4 has labels, pins and messages, children and digests of prefixes, 5 may have rows in 8 bits."""
 
 READABLE_VERSIONS = (2, 3, 4, 5)
+
+MANIFEST_NAME = "manifest.json"
 
 HIGH_PLANE = "coarse_rows"
 """The index, of that kind, that has four of the 8 bits of rows: the coarse copy in its usual form."""
@@ -79,14 +89,12 @@ class IndexEntry:
     parameters: Mapping[str, Scalar]
     layers: tuple[int, ...]
     arrays: tuple[ArrayEntry, ...]
-    thresholds: tuple[float, ...] = ()
+    thresholds: tuple[Number, ...] = ()
 
     def __post_init__(self) -> None:
         if not PATH_PART.fullmatch(self.name):
             raise field_error("index.name", self.name, "letters, digits, '_', '-', '.'")
         check_name(f"index.{self.name}.kind", self.kind)
-        if not are_scalars(self.parameters):
-            raise field_error(f"index.{self.name}.parameters", self.parameters, "scalars by name")
         if self.thresholds and not are_thresholds(self.thresholds):
             expected = f"{len(KEEP_GRID)} positive numbers, none above the one before, or none at all"
             raise field_error(f"index.{self.name}.thresholds", self.thresholds, expected)
@@ -136,14 +144,14 @@ class Manifest:
     token_count: int
     methods: tuple[str, ...]
     dense_layers: tuple[int, ...]
-    selection_errors: tuple[float, ...]
+    selection_errors: tuple[Number, ...]
     tokens: ArrayEntry
     kv: ArrayEntry
     indexes: tuple[IndexEntry, ...]
     prefill: Mapping[str, Scalar]
-    seconds: Mapping[str, float]
+    seconds: Mapping[str, Number]
     queries: ArrayEntry | None = None
-    query_positions: tuple[int, ...] = ()
+    query_positions: tuple[Whole, ...] = ()
     window: ArrayEntry | None = None
     parent: Parent | None = None
     prefix_digests: str = field(default="", repr=False)
@@ -175,10 +183,6 @@ class Manifest:
         if self.owner:
             check_name("owner", self.owner)
         self._check_layers("dense_layers", self.dense_layers)
-        if not are_scalars(self.prefill):
-            raise field_error("prefill", self.prefill, "scalars by name")
-        if not are_numbers(self.seconds):
-            raise field_error("seconds", self.seconds, "seconds by phase")
         self._check_arrays()
         digits = (self.token_count // PREFIX_BLOCK + 1) * DIGEST_DIGITS
         if self.prefix_digests and (
@@ -188,9 +192,16 @@ class Manifest:
                 "prefix_digests", self.prefix_digests, f"{digits} lower-case hex digits, or none"
             )
         errors = self.selection_errors
-        if len(errors) not in (0, self.model.layers) or not all(map(is_number, errors)):
+        if len(errors) not in (0, self.model.layers):
             expected = f"{self.model.layers} numbers, one per layer, or none"
             raise field_error("selection_errors", errors, expected)
+
+    @property
+    def unsaid(self) -> Collection[str]:
+        """Fields that the file says nothing of."""
+        names = ("conversation", "labels", "pinned", "owner", "parent", "prefix_digests")
+        windows = ("window",) if self.model.window is None else ()
+        return (*windows, *(name for name in names if not getattr(self, name)))
 
     @property
     def array_folder(self) -> str:
@@ -387,3 +398,31 @@ def require_dtype(manifest: Manifest, dtype: str) -> None:
             found=manifest.dtype,
             expected=dtype,
         )
+
+
+def _without_salt(document: dict[str, Any]) -> None:
+    """Version 2 had the salt in clear text, which only the id needs to know."""
+    if document["format_version"] == 2 and not isinstance(document.pop("salt", None), str):
+        raise field_error("salt", None, "a text")
+
+
+def _check_written(manifest: Manifest) -> None:
+    for entry in manifest.arrays:
+        if entry.checksums is None:
+            raise field_error(
+                f"{entry.path}.checksums", None, "a checksum per chunk, as the writer adds them"
+            )
+
+
+MANIFESTS = Sealed(
+    Manifest,
+    "the manifest",
+    "delete the context (`index-store rm`) and make it again: prefill its document, or continue its parent anew",
+    wrong=ManifestError,
+    damaged=ChecksumError,
+    foreign=FormatVersionError,
+    versions=READABLE_VERSIONS,
+    check=_check_written,
+    upgrade=_without_salt,
+)
+"""Files `manifest.json`."""

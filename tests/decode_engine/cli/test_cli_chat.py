@@ -1,9 +1,10 @@
-"""`chat` through a pipe and with interruptions, and what `contexts` notes of a context."""
+"""`chat` through a pipe and with interruptions, conversations that are kept, and what `contexts` notes of a context."""
 
 from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -152,3 +153,24 @@ def test_contexts_are_pinned_labelled_and_chosen(run: Run, library: Library, cli
     )
     for id_ in ids.values():
         client.delete_context(f"contexts/{id_}")
+
+
+def test_a_conversation_is_kept_as_one_context(
+    run: Run, server: DecodeServer, lamp: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Who lit it?\nAnd when?\n"))
+    place = ("--server", server.address)
+    said = run(
+        "chat", lamp, "--keep-as", "talk", "--max-tokens", "6", "--method", "full", "--format", "json", *place
+    )
+    assert said.returncode == 0, said.stderr
+    document = json.loads(said.stdout)
+    with Client(server.address) as client:
+        children = [context for context in client.list_contexts() if context.parent == lamp]
+        assert [(child.name, child.display_name) for child in children] == [(document["kept"], "talk")]
+        summary = document["turns"][1]["summary"]
+        context_tokens = summary["context_tokens"] + summary["prompt_tokens"] + summary["completion_tokens"]
+        assert children[0].token_count == context_tokens
+        with client.generate(document["kept"], question="Where?", max_tokens=3) as generation:
+            generation.read()
+        client.delete_context(document["kept"])

@@ -1,4 +1,4 @@
-"""Contexts made from command lines: by a server that has a worker of its own, and by one that has none yet."""
+"""Contexts and children made from command lines: by a server with a worker of its own, and by one without."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.job_record import JobRecord
 from tests.decode_engine.cli.conftest import Run
 from tests.decode_engine.conftest import Library
-from tests.support.serving.service import wait_until
+from tests.support.waiting import wait_until
 
 TEXT = "The keeper of the southern lighthouse painted ships. " * 8
 
@@ -214,3 +214,34 @@ def test_a_worker_is_stopped(tmp_path: Path) -> None:
     worker.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_context_is_continued_shown_and_removed(
+    run: Run, server: DecodeServer, lamp: str, tmp_path: Path
+) -> None:
+    place = ("--server", server.address)
+    text = tmp_path / "more.txt"
+    text.write_text("Every winter the harbour froze. ")
+    made = run("contexts", "extend", lamp, str(text), "--name", "winter", "--ttl", "1h", *place)
+    assert made.returncode == 0, made.stderr
+    assert "32 of them new" in made.stdout
+    shown = json.loads(run("contexts", "show", "winter", "--format", "json", *place).stdout)
+    assert (shown["parent"], shown["children"]) == (lamp, 0)
+    assert shown["expire_time"] is not None
+    lines = [line.split() for line in run("contexts", "show", "winter", *place).stdout.splitlines()]
+    assert ["continues", f"{lamp.removeprefix('contexts/')},"] in [line[:2] for line in lines]
+    other = tmp_path / "spring.txt"
+    other.write_text("Every spring it thawed. ")
+    assert run("contexts", "extend", lamp, str(other), *place).returncode == 0
+    assert run("contexts", "show", "lamp", *place).returncode == 0
+    assert run("contexts", "rm", "spring", *place).returncode == 0
+    refused = run("contexts", "rm", lamp, *place)
+    assert (refused.returncode, "--recursive" in refused.stderr) == (1, True)
+    assert run("contexts", "rm", "winter", *place).returncode == 0
+
+
+def test_a_text_that_cannot_be_read_is_told(run: Run, tmp_path: Path) -> None:
+    text = tmp_path / "more.txt"
+    text.write_bytes(b"\xff\xfe")
+    result = run("contexts", "extend", "lamp", str(text))
+    assert (result.returncode, "is not UTF-8 text" in result.stderr) == (2, True)

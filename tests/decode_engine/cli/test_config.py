@@ -37,27 +37,6 @@ def test_loopback() -> None:
     assert not any(is_loopback(address) for address in ("0.0.0.0:1", "[::]:1", "10.0.0.1:1"))
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        "memory",
-        "session_memory",
-        "max_sessions",
-        "max_waiting",
-        "prompt_chunk",
-        "threads",
-        "search_threads",
-        "lanes",
-        "slot_share",
-        "waves",
-        "grace",
-    ],
-)
-def test_limits_are_checked_and_named_as_their_flags(field: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="--" + field.replace("_", "-")):
-        ServeConfig(Path(), "reader", **{field: -1})
-
-
 def test_too_many_lanes_and_search_threads_are_refused() -> None:
     for field, flag, value, expected in (
         ("lanes", "--lanes", MAX_LANES + 1, f"1 to {MAX_LANES}"),

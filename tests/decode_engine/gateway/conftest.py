@@ -22,11 +22,11 @@ def gateway(server: DecodeServer) -> Iterator[Gateway]:
 
 @pytest.fixture
 def web(gateway: Gateway) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=gateway.url, timeout=60) as client:
+    with httpx.Client(base_url=gateway.url, timeout=300) as client:
         yield client
 
 
 @pytest.fixture
 def official(gateway: Gateway) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         yield client

@@ -81,8 +81,8 @@ def test_options_of_a_method_change_no_loop() -> None:
     ("weights", "checkpoint", "kinds"),
     [
         ("auto", "bfloat16", ["bfloat16", "float32"]),
-        ("auto", "float32", ["float32"]),
-        ("int8", "float16", ["int8"]),
+        pytest.param("auto", "float32", ["float32"], marks=pytest.mark.nightly),
+        pytest.param("int8", "float16", ["int8"], marks=pytest.mark.nightly),
     ],
 )
 def test_loops_compiled_beside_are_found_in_the_cache(

@@ -173,13 +173,13 @@ def test_loading_stops_when_told_to(served: Served) -> None:
     assert locker.locked == []
 
 
-def test_1000_sessions_leave_no_locked_memory_and_no_slots(served: Served) -> None:
+def test_many_sessions_leave_no_locked_memory_and_no_slots(served: Served) -> None:
     """Every tenth lease is the last one, after which the context is dropped and loaded anew."""
     locker = RecordingLocker()
     arena, id_ = hybrid(locker), served.context.manifest.id
     method = get_method("csattention+dropped")
     slots: list[weakref.ref[torch.Tensor]] = []
-    for turn in range(1000):
+    for turn in range(100):
         with arena.acquire(served.store, id_) as context:
             session = served.runner.start(context, method.on(context.manifest))
             for layer in range(1, 3):
@@ -195,5 +195,5 @@ def test_1000_sessions_leave_no_locked_memory_and_no_slots(served: Served) -> No
             assert arena.drop(id_)
             assert locker.locked == []
             assert slots[-1]() is None
-    assert len(slots) == 100
+    assert len(slots) == 10
     assert arena.stats().used == MemoryBytes()

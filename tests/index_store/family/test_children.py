@@ -37,8 +37,7 @@ from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up, find_leftovers
 from index_store.store.description.array_shapes import kv_entry, window_entry
 from index_store.store.description.context_id import Parent, continued_digests, first_digest
-from index_store.store.description.manifest import Manifest
-from index_store.store.description.manifest_json import parse_manifest, render_manifest
+from index_store.store.description.manifest import MANIFESTS, Manifest
 from tests.index_store.store.writing.writer_processes import add_all, continue_it
 from tests.support.forking import killed_at_each_step
 from tests.support.store import CREATED, SyntheticContext, continuation, other_model, synthetic_context
@@ -86,7 +85,7 @@ def test_a_child_holds_its_own_rows_alone_and_gives_them_back(shelf: Shelf) -> N
     assert all(torch.equal(found, rows) for found, rows in zip(read.rows, made.own.rows, strict=True))
     assert parent_of(shelf.store, child) == shelf.root
     assert parent_of(shelf.store, shelf.root) is None
-    assert parse_manifest(render_manifest(child), "here") == child
+    assert MANIFESTS.parse(MANIFESTS.render(child), "here") == child
     assert not shelf.store.verify(child.id)
 
 
@@ -172,7 +171,8 @@ def test_an_expired_parent_stays_as_long_as_a_child_lives(tmp_path: Path) -> Non
     shelf = Shelf(tmp_path / "store", synthetic_context(tokens=40, created=NOW, ttl=timedelta(hours=1)))
     child = shelf.child(expires_at=NOW + timedelta(hours=3))
     shelf.now = NOW + timedelta(hours=2)
-    assert not [item for item in clean_up(shelf.store) if item.kind == "expired"]
+    for dry_run in (True, False):
+        assert not [item for item in clean_up(shelf.store, dry_run) if item.kind == "expired"]
     assert len(read_own_rows(shelf.store, child).token_ids) == 5
     with pytest.raises(ContextExpiredError):
         shelf.store.open(shelf.root.id)

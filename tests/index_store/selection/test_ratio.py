@@ -1,14 +1,17 @@
-"""Budgets of a fixed size: a share of the keys or a number of them, by each group rule."""
+"""Budgets by ratio, by number and by threshold."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
-from index_store.errors import InvalidArgumentError
-from index_store.selection.budgets import Budget, Ratio, TokenCount
+from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from index_store.selection.budgets import Budget, Ratio, Threshold, TokenCount
 from index_store.selection.cutting import cut
 from index_store.selection.ranking import Items, Members, Ranking
 from index_store.selection.selected import Selection
@@ -127,3 +130,158 @@ def test_other_parameters_are_refused(make: type[Budget], message: str) -> None:
 
 def test_labels() -> None:
     assert (Ratio(0.05).label, TokenCount(128).label) == ("5.00%", "128 keys")
+
+
+def item_weights(ranking: Ranking, problem: Problem, single: bool) -> tuple[Tensor, list[list[list[int]]]]:
+    """S of every item [H, T, G, M] by its definition, and every head's items as lists of searched keys."""
+    logits = ranking.logits_HTGM.double()
+    heads, _, _, columns = logits.shape
+    members: list[list[list[int]]] = []
+    sizes = torch.ones(heads, columns, dtype=torch.float64)
+    for head in range(heads):
+        lists: list[list[int]] = [[problem.first + column] for column in range(columns)] if single else []
+        for group in ranking.items.groups:
+            bounds = group.offsets_HM[head].tolist()
+            lists += [group.keys_HX[head, a:b].tolist() for a, b in itertools.pairwise(bounds)]
+        sizes[head] = torch.tensor([len(keys) for keys in lists])
+        members.append([[key for key in keys if problem.first <= key < problem.end] for keys in lists])
+    exponentials = logits.exp()
+    return exponentials / (sizes[:, None, None] * exponentials).sum(-1, keepdim=True), members
+
+
+def reference(
+    ranking: Ranking, problem: Problem, threshold: float, group: str, single: bool
+) -> list[list[int]]:
+    """Selected keys by head."""
+    weights, members = item_weights(ranking, problem, single)
+    averaged = weights.mean(1)
+    if group == "union":
+        kept = (averaged > threshold).any(1)
+    else:
+        kept = (weights.mean(2) if group == "average" else weights.amax(2)).mean(1) > threshold
+    return [
+        sorted(key for item, keys in enumerate(members[head]) if kept[head, item] for key in keys)
+        for head in range(len(members))
+    ]
+
+
+@pytest.mark.parametrize("group", ["average", "max", "union"])
+@pytest.mark.parametrize("positions", [1, 5])
+@pytest.mark.parametrize("items", ["single", "clusters", "two groups"])
+def test_keeps_what_exceeds_the_threshold(group: str, positions: int, items: str) -> None:
+    problem = make_problem(300, positions=positions, group=3, sharpness=3.0)
+    single = items == "single"
+    ranking = problem.single_keys() if single else problem.clusters(6, groups=1 + (items == "two groups"))
+    sizes = set()
+    for threshold in (1e-5, 1e-3, 3e-3, 0.02, 1.0):
+        selection = cut(Threshold(threshold=threshold, group=group), ranking, problem.step())
+        expected = reference(ranking, problem, threshold, group, single)
+        found = [[selected(selection, head, t) for t in range(positions)] for head in range(2)]
+        assert found == [[row] * positions for row in expected]
+        sizes.add(sum(map(len, expected)))
+    assert len(sizes) >= 4
+
+
+def test_a_weight_of_just_the_threshold_is_not_above_it() -> None:
+    alone = Ranking(torch.zeros(1, 1, 1, 1), Items(5, 6))
+    step = make_problem(9).step()
+    assert cut(Threshold(threshold=1.0), alone, step).counts_HT.tolist() == [[0]]
+    assert cut(Threshold(threshold=0.999), alone, step).counts_HT.tolist() == [[1]]
+
+
+def test_positions_of_a_prompt_share_memory() -> None:
+    problem = make_problem(300, positions=7)
+    selection = cut(Threshold(threshold=1e-3), problem.clusters(8), problem.step())
+    assert selection.ids_HTK.stride(1) == 0
+    assert selection.ids_HTK.shape[1] == selection.counts_HT.shape[1] == 7
+
+
+def test_union_equals_max_in_a_decode_step() -> None:
+    problem = make_problem(400, group=4, sharpness=3.0)
+    ranking = problem.clusters(8)
+    union, largest = (
+        cut(Threshold(threshold=2e-3, group=group), ranking, problem.step()) for group in ("union", "max")
+    )
+    assert torch.equal(union.counts_HT, largest.counts_HT)
+    assert [selected(union, h, 0) for h in (0, 1)] == [selected(largest, h, 0) for h in (0, 1)]
+
+
+def test_flat_heads_keep_more_than_peaked_ones_at_one_threshold() -> None:
+    """Until flatness falls below the threshold itself: S of uniform attention is one over the number of keys."""
+    flat, peaked = (make_problem(500, sharpness=sharpness) for sharpness in (1.0, 8.0))
+    threshold = 0.5 / 500
+    counts = [
+        int(cut(Threshold(threshold=threshold), problem.clusters(8), problem.step()).counts_HT.sum())
+        for problem in (flat, peaked)
+    ]
+    assert counts[0] > 2 * counts[1] > 0
+
+
+def test_nothing_may_exceed_the_threshold() -> None:
+    problem = make_problem(200, sharpness=0.1)
+    selection = cut(Threshold(threshold=0.5), problem.clusters(8), problem.step())
+    assert selection.counts_HT.tolist() == [[0], [0]]
+    assert selection.ids_HTK.shape == (2, 1, 0)
+
+
+def test_items_below_nothing_exceed_no_threshold() -> None:
+    problem = make_problem(200)
+    full = problem.clusters(8)
+    logits = full.logits_HTGM.clone()
+    logits[..., 1::2] = -torch.inf
+    ranking = Ranking(logits, full.items)
+    selection = cut(Threshold(threshold=1e-30), ranking, problem.step())
+    for head in range(2):
+        bounds = full.items.groups[0].offsets_HM[head].tolist()
+        keys = full.items.groups[0].keys_HX[head].tolist()
+        kept = [
+            key
+            for column in range(0, len(bounds) - 1, 2)
+            for key in keys[bounds[column] : bounds[column + 1]]
+        ]
+        assert selected(selection, head, 0) == sorted(
+            key for key in kept if problem.first <= key < problem.end
+        )
+
+
+def test_a_wanted_share_becomes_a_threshold_through_the_calibration() -> None:
+    problem = make_problem(300)
+    asked: list[float] = []
+
+    def thresholds(keep: float) -> float:
+        asked.append(keep)
+        return 2e-3
+
+    ranking = problem.clusters(8)
+    wanted = cut(Threshold(keep=0.05), ranking, problem.step(thresholds))
+    given = cut(Threshold(threshold=2e-3), ranking, problem.step())
+    assert asked == [0.05]
+    assert torch.equal(wanted.ids_HTK, given.ids_HTK)
+    assert torch.equal(wanted.counts_HT, given.counts_HT)
+
+
+def test_a_wanted_share_needs_a_calibration() -> None:
+    problem = make_problem(100)
+    with pytest.raises(MethodUnsupportedError, match="no calibrated thresholds; prefill the document again"):
+        cut(Threshold(keep=0.05), problem.clusters(8), problem.step())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((None, None), "keep ratio is None and threshold is None, expected one of the two"),
+        ((0.1, 0.1), "expected one of the two"),
+        ((0.0, None), "keep ratio is 0.0"),
+        ((1.1, None), "keep ratio is 1.1"),
+        ((None, 0.0), "threshold is 0.0"),
+        ((0.1, None, "median"), "group rule is 'median'"),
+    ],
+)
+def test_other_thresholds_are_refused(options: Sequence[object], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        Threshold(*options)  # type: ignore[arg-type]
+
+
+def test_labels_of_thresholds() -> None:
+    assert Threshold(keep=0.02).label == "2.00% by threshold"
+    assert Threshold(threshold=0.00125).label == "S > 0.00125"

@@ -15,7 +15,7 @@ from index_store.errors import (
 )
 from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.context_id import context_id
-from index_store.store.description.manifest_json import parse_manifest, render_manifest
+from index_store.store.description.manifest import MANIFESTS
 from tests.index_store.store.manifest_documents import WHERE
 from tests.support.store import MODEL, SyntheticContext, other_model
 
@@ -64,7 +64,7 @@ def test_checksums_follow_the_chunks(context: SyntheticContext) -> None:
         raw = context.kv[layer, head].view(torch.int16).numpy().tobytes()
         assert kv.checksum((layer, head)) == kv.checksum((layer, head, 0, 0, 0)) == google_crc32c.value(raw)
     assert kv.checksum((1,)) == kv.checksum((1, 0))
-    assert parse_manifest(render_manifest(context.manifest), WHERE).kv.checksums == kv.checksums
+    assert MANIFESTS.parse(MANIFESTS.render(context.manifest), WHERE).kv.checksums == kv.checksums
 
 
 @pytest.mark.parametrize("path", ["", "/kv", "a//b", "../x", "a/../b", "a/.hidden", "a\\b", "a b", "ä"])

@@ -16,8 +16,7 @@ import pytest
 from index_store.errors import ContextCorruptError, ContextNotFoundError, StoreUnavailableError
 from index_store.store import listing
 from index_store.store.catalog import Store
-from index_store.store.description.manifest import Manifest
-from index_store.store.description.manifest_json import render_manifest
+from index_store.store.description.manifest import MANIFESTS, Manifest
 from index_store.store.listing import BrokenContext
 from tests.support.serving.many_contexts import write_manifests
 
@@ -140,7 +139,7 @@ def test_a_context_that_was_made_anew(store: Store) -> None:
     folder = store.path / "contexts" / ids[1]
     shutil.rmtree(folder)
     folder.mkdir()
-    (folder / "manifest.json").write_bytes(render_manifest(replace(manifest, name="anew")))
+    (folder / "manifest.json").write_bytes(MANIFESTS.render(replace(manifest, name="anew")))
     assert names(store) == ["anew", "book 0"]
 
 

@@ -16,7 +16,7 @@ import torch
 from index_store.cli.progress import LineReporter
 from index_store.models.loading import identify, load_model, load_tokenizer, resolve_model
 from index_store.store.catalog import Store
-from index_store.store.description.manifest_json import render_manifest
+from index_store.store.description.manifest import MANIFESTS
 from prefill_worker.jobs import means
 from prefill_worker.jobs.job import run_job
 from tests.prefill_worker.conftest import DOCUMENT
@@ -134,7 +134,7 @@ def test_time_to_live_and_expiry(make_config: MakeConfig) -> None:
     folder = make_config().store / "contexts" / first.id
     past = first.created_at - timedelta(hours=1)
     expired = replace(first, created_at=past, expires_at=past + timedelta(seconds=1))
-    (folder / "manifest.json").write_bytes(render_manifest(expired))
+    (folder / "manifest.json").write_bytes(MANIFESTS.render(expired))
     again = run(make_config())
     assert again.created
     assert again.manifest.id == first.id

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from index_store.store.description.manifest_json import render_document, render_manifest
+from index_store.store.description.manifest import MANIFESTS
+from index_store.store.description.sealed import render_document
 from tests.support.store import CREATED, SyntheticContext, synthetic_context
 
 
@@ -15,7 +16,7 @@ def write_manifests(
     store: Path, count: int, context: SyntheticContext | None = None, first: int = 0
 ) -> Sequence[str]:
     """Adds contexts `book 0`, `book 1`, ... to a store, each an hour younger than the one before; returns their ids."""
-    document = json.loads(render_manifest((context or synthetic_context()).manifest))
+    document = json.loads(MANIFESTS.render((context or synthetic_context()).manifest))
     del document["checksum"]
     ids = []
     for number in range(first, first + count):

@@ -63,10 +63,10 @@ def test_a_file_that_cannot_be_used_is_refused_by_name(path: Path) -> None:
     file.create("alice")
     intact = path.read_bytes()
     path.write_bytes(intact.replace(b"alice", b"mallo"))
-    with pytest.raises(TokenFileError, match="do not fit their checksum"):
+    with pytest.raises(TokenFileError, match="its contents have crc32c"):
         file.read()
     with pytest.raises(
-        TokenFileError, match=r"do not fit their checksum.*delete the file and make new tokens"
+        TokenFileError, match=r"its contents have crc32c.*delete the file and make new tokens"
     ):
         file.create("bob")  # which would throw away what may be mended
     path.write_bytes(intact)

@@ -1,4 +1,6 @@
-"""A cluster tree is its flat clusters in another order, and its search prunes what its coarse level ranks low."""
+"""A cluster tree, clusters built by kernels, and keys whose rotation is undone."""
+
+from __future__ import annotations
 
 from itertools import pairwise
 
@@ -10,20 +12,31 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.key_clusters.build import divide_keys
+from index_store.indexes.key_clusters.build_triton import (
+    build_device_clusters,
+    covary_members,
+    covary_members_reference,
+    list_device_members,
+    measure_members,
+    measure_members_reference,
+)
 from index_store.indexes.key_clusters.cluster_tree import ClusterTree, expand
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.key_clusters.parameters import TreeParameters
 from index_store.indexes.key_clusters.tree_numba import search_tree, search_tree_reference
+from index_store.indexes.key_clusters.windowed_rope import check_frequencies, move_queries, undo_rotary
 from index_store.store.description.json_fields import Scalar
 from tests.index_store.indexes.key_clusters.test_key_clusters import (
     DIM,
     FLAT,
+    FREQUENCIES,
     HEADS,
     KEYS,
     TREE,
     queries,
     source,
 )
+from tests.support.devices import DEVICE, DTYPES, make_kv
 
 DIAGONAL: dict[str, Scalar] = {**TREE, "moments": "diagonal"}
 _PARSED = TreeParameters.parse(DIAGONAL)
@@ -207,3 +220,107 @@ def test_bad_options_are_refused_with_a_sentence() -> None:
     ClusterTree.check_options(TREE, {})
     assert ClusterTree.estimates_logits(TREE, {})
     assert ClusterTree.bytes_per_token(TREE, DIM) > KeyClusters.bytes_per_token(FLAT, DIM)
+
+
+def test_members_are_those_of_the_host() -> None:
+    from index_store.indexes.key_clusters.build import list_members
+
+    generator = torch.Generator().manual_seed(0)
+    assignment = torch.randint(-1, 12, (3, 200), generator=generator).to(torch.int32)
+    found = list_device_members(assignment.to(DEVICE), 13)
+    for one, other in zip(found, list_members(assignment, 13), strict=True):
+        assert torch.equal(one.cpu(), other)
+        assert one.dtype == torch.int32
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("spread", "clusters"), [(True, 9), (False, 9), (True, 2)])
+def test_moments(dtype: torch.dtype, spread: bool, clusters: int) -> None:
+    """Of a few members, and of more than three tiles of them."""
+    kv = make_kv(120, dtype)
+    kv[:, :, 0] += 3.0  # means away from zero
+    assignment = torch.randint(-1, clusters, (2, 120), generator=torch.Generator().manual_seed(0))
+    lists = list_device_members(assignment.to(DEVICE, torch.int32), 10)
+    found = measure_members(kv[:, :, 0], kv[:, :, 1], *lists, spread)
+    expected = measure_members_reference(kv[:, :, 0], kv[:, :, 1], *lists, spread)
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        torch.testing.assert_close(found[name], array, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("head_dim", [64, 40])
+def test_covariances(head_dim: int) -> None:
+    kv = make_kv(120, torch.float16, head_dim)
+    assignment = torch.randint(-1, 9, (2, 120), generator=torch.Generator().manual_seed(0))
+    lists = list_device_members(assignment.to(DEVICE, torch.int32), 10)
+    moments = measure_members(kv[:, :, 0], kv[:, :, 1], *lists, spread=False)
+    found = covary_members(kv[:, :, 0], kv[:, :, 1], *lists, moments)
+    cpu = [tensor.cpu() for tensor in (kv[:, :, 0], kv[:, :, 1], *lists)]
+    expected = covary_members_reference(*cpu, {name: array.cpu() for name, array in moments.items()})
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_built_clusters_are_whole() -> None:
+    kv = make_kv(290, torch.float32)
+    blocks = divide_keys(290, 8, 128, 4)
+    arrays = build_device_clusters(kv, blocks, metric="euclidean", iterations=3, moments="diagonal", seed=0)
+    assert (arrays["counts"].sum(1) == 286).all()
+    members = arrays["members"][:, :286].sort(dim=1).values
+    assert torch.equal(members.cpu(), torch.arange(4, 290, dtype=torch.int32).expand(2, -1))
+    sums = arrays["value_sums"].sum(1)
+    torch.testing.assert_close(sums, kv[:, 4:, 1].sum(1), rtol=1e-4, atol=1e-4)
+    for first, end, begin, stop in blocks:
+        inside = arrays["assignment"][:, first:end]
+        assert int(inside.min()) >= begin
+        assert int(inside.max()) < stop
+    for bad in ({"moments": "some"}, {"metric": "manhattan"}, {"iterations": 0}):
+        options = {"metric": "cosine", "iterations": 1, "moments": "none", "seed": 0, **bad}
+        with pytest.raises(InvalidArgumentError):
+            build_device_clusters(kv, blocks, **options)  # type: ignore[arg-type]
+
+
+def embed(vectors_HTD: Tensor, positions_T: Tensor) -> Tensor:
+    """The rotary embedding as models apply it: x cos + rotate_half(x) sin."""
+    angles = (positions_T.double()[:, None] * FREQUENCIES.double()).float().repeat(1, 2)
+    low, high = vectors_HTD.chunk(2, dim=-1)
+    return vectors_HTD * angles.cos() + torch.cat([-high, low], dim=-1) * angles.sin()
+
+
+@pytest.mark.parametrize("first", [0, 7, 130_000])
+def test_undoing_inverts_the_embedding(first: int) -> None:
+    keys = torch.randn(2, 50, DIM, generator=torch.Generator().manual_seed(0))
+    embedded = embed(keys, torch.arange(first, first + 50))
+    torch.testing.assert_close(undo_rotary(embedded, first, FREQUENCIES), keys, rtol=0, atol=2e-2)
+    if first < 100:
+        torch.testing.assert_close(undo_rotary(embedded, first, FREQUENCIES), keys, rtol=0, atol=1e-5)
+    assert undo_rotary(embedded.bfloat16(), first, FREQUENCIES).dtype == torch.float32
+
+
+def test_products_at_a_true_distance_of_the_window_are_kept() -> None:
+    generator = torch.Generator().manual_seed(1)
+    window, first = 24, 300
+    keys = torch.randn(2, 40, DIM, generator=generator)
+    queries = torch.randn(2, 40, 3, DIM, generator=generator)
+    positions = torch.arange(first, first + 40)
+    embedded_queries = torch.stack([embed(queries[:, :, g], positions + window) for g in range(3)], dim=2)
+    true = torch.einsum("htgd,htd->htg", embedded_queries, embed(keys, positions))
+    moved = move_queries(embedded_queries, first + window, window, FREQUENCIES)
+    undone = undo_rotary(embed(keys, positions), first, FREQUENCIES)
+    torch.testing.assert_close(torch.einsum("htgd,htd->htg", moved, undone), true, rtol=1e-4, atol=1e-4)
+
+
+def test_every_distance_looks_like_the_window() -> None:
+    """Equal keys get equal products, wherever they stand."""
+    key = torch.randn(1, 1, DIM, generator=torch.Generator().manual_seed(2)).expand(1, 200, DIM)
+    query = torch.randn(1, 1, 1, DIM, generator=torch.Generator().manual_seed(3))
+    undone = undo_rotary(embed(key, torch.arange(200)), 0, FREQUENCIES)
+    products = torch.einsum("htgd,hkd->hk", move_queries(query, 500, 64, FREQUENCIES), undone)
+    torch.testing.assert_close(products, products[:, :1].expand_as(products), rtol=1e-4, atol=1e-4)
+
+
+def test_missing_or_odd_frequencies_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="window 0"):
+        check_frequencies(None, DIM)
+    with pytest.raises(InvalidArgumentError, match=r"\(4,\)"):
+        check_frequencies(torch.ones(4), DIM)
+    assert check_frequencies(FREQUENCIES, DIM) is FREQUENCIES

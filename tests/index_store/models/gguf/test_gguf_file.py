@@ -96,7 +96,7 @@ def test_missing_packages_are_named(folder: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_a_model_that_was_not_fetched_says_how(cache: Path, folder: Path) -> None:
-    with pytest.raises(ModelUnsupportedError, match="ops/fetch-model smollm2"):
+    with pytest.raises(ModelUnsupportedError, match="decode-engine fetch-model smollm2"):
         resolve_model("smollm2")
     shutil.copytree(folder, cache / "smollm2")
     assert resolve_model("smollm2").name == "smollm2"

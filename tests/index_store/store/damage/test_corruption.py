@@ -21,7 +21,7 @@ from index_store.errors import (
 from index_store.memory.arena import Arena
 from index_store.store.catalog import Store
 from index_store.store.description.array_entry import ArrayEntry
-from index_store.store.description.manifest_json import render_document
+from index_store.store.description.sealed import render_document
 from index_store.store.stored_context import raw_bytes
 from index_store.store.zarr_io import CHECKSUM_BYTES, chunk_path, read_chunk_into
 from tests.support.store import KINDS, SyntheticContext, synthetic_context

@@ -6,7 +6,9 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import google_crc32c
 import numpy as np
@@ -129,6 +131,21 @@ def test_a_lock_is_seen(tmp_path: Path) -> None:
     assert not is_locked(path)
     assert clear_free_lock(path)
     assert not path.exists()
+
+
+def test_who_waited_holds_the_file_that_is_there_then(tmp_path: Path) -> None:
+    """And not the one that its holder has removed, which nobody else would find."""
+    waits = Event()
+
+    def hold_second() -> bool:
+        with locked_file(tmp_path / "lock", waits.set), locked_file(tmp_path / "lock", wait=False) as third:
+            return third
+
+    with ThreadPoolExecutor(1) as pool:
+        with locked_file(tmp_path / "lock"):
+            second = pool.submit(hold_second)
+            assert waits.wait(60)
+        assert second.result(60) is False
 
 
 def test_what_cannot_be_opened_counts_as_locked(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 from index_store.errors import ContextBusyError, ContextNotFoundError, InvalidArgumentError, ManifestError
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up
-from index_store.store.description.manifest import FORMAT_VERSION, Manifest
-from index_store.store.description.manifest_json import MANIFEST_NAME, render_document
+from index_store.store.description.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
+from index_store.store.description.sealed import render_document
 from index_store.store.files import replacing
 from tests.support.store import CREATED, synthetic_context
 

@@ -32,8 +32,8 @@ from index_store.errors import (
 from index_store.store import zarr_io
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up
-from index_store.store.description.manifest import Manifest
-from index_store.store.description.manifest_json import MANIFEST_NAME, render_document
+from index_store.store.description.manifest import MANIFEST_NAME, Manifest
+from index_store.store.description.sealed import render_document
 from index_store.store.files import array_files as writing
 from index_store.store.files import durable, reading
 from index_store.store.zarr_io import chunk_path

@@ -1,0 +1,240 @@
+"""Whatever is in a sealed file: it is accepted and can be written again, or refused in a sentence by file and field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from google.protobuf.json_format import MessageToDict
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from decode_engine.rpc.messages.describe import describe_context
+from index_store.cli import report
+from index_store.errors import SparseKVError
+from index_store.memory.context_loading import placed_bytes
+from index_store.store.description.manifest import Manifest
+from index_store.store.description.sealed import Sealed, render_document
+from index_store.store.tuned_defaults import TunedDefault
+from tests.sealed_records.records import KINDS
+from tests.support.store import synthetic_context
+
+WHERE = "a folder/record.json"
+HUGE = 10**400
+
+ONE_OF_EACH: dict[str, tuple[Sealed[Any], Any]] = {
+    name: KINDS[name] for name in ("manifest-windowed", "job-held", "default-keep", "tokens", "checkpoint")
+}
+of_every_kind = pytest.mark.parametrize("kind", ONE_OF_EACH)
+
+numbers = st.one_of(
+    st.integers(),
+    st.sampled_from([HUGE, -HUGE, 10**25, 2**63, 2**63 - 1, 2**31, 2**31 - 1, -1, 0, 1]),
+    st.floats(),
+)
+texts = st.text() | st.sampled_from(
+    ["", "\ud800", "a\x1b[2Jb", "0" * 64, "9999-12-31T23:59:59+00:00", "x" * 20_000]
+)
+values = st.recursive(
+    st.none() | st.booleans() | numbers | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def document(kind: str) -> dict[str, Any]:
+    """The JSON of a record, without its checksum."""
+    sealed, record = ONE_OF_EACH[kind]
+    found: dict[str, Any] = json.loads(sealed.render(record))
+    del found["checksum"]
+    return found
+
+
+def places(found: object, prefix: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a JSON document: its fields, what is in them, and fields that are not there."""
+    items: list[tuple[Any, Any]] = []
+    if isinstance(found, dict):
+        items = [*found.items(), ("surprise \ud800", None)]
+    elif isinstance(found, list):
+        items = [(0, found[0])] if found else []
+    for name, value in items:
+        yield (*prefix, name)
+        yield from places(value, (*prefix, name))
+
+
+@contextmanager
+def refused(kind: str, error: str, said: str | None = None) -> Iterator[None]:
+    """The block raises this error of the kind, whose sentence names the file and says what to do."""
+    sealed = ONE_OF_EACH[kind][0]
+    with pytest.raises(getattr(sealed, error), match=said) as caught:
+        yield
+    assert caught.value.message.startswith(f"{WHERE}: ")
+    assert caught.value.message.endswith(f"{sealed.repair}")
+    assert caught.value.metadata["path"] == WHERE
+
+
+def use_manifest(manifest: Manifest) -> None:
+    """Does with it what listing, showing, placing and describing it does."""
+    shown = {"summary": report.details(manifest, False, 0), "rows": report.detail_rows(manifest, False, 0)}
+    json.dumps(shown, ensure_ascii=False, allow_nan=False).encode()
+    report.list_row(manifest, False, 64)
+    MessageToDict(describe_context(manifest, expired=False, resident=False))
+    placed_bytes(manifest)
+
+
+def use_default(default: TunedDefault) -> None:
+    """Does with it what describing its context does."""
+    manifest = synthetic_context().manifest
+    MessageToDict(describe_context(manifest, default, expired=False, resident=False))
+
+
+USES: dict[str, Callable[[Any], None]] = {"manifest-windowed": use_manifest, "default-keep": use_default}
+
+
+@of_every_kind
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_altered_byte_is_found(kind: str, data: st.DataObject) -> None:
+    sealed, record = ONE_OF_EACH[kind]
+    rendered = bytearray(sealed.render(record))
+    position = data.draw(st.integers(0, len(rendered) - 1))
+    rendered[position] ^= data.draw(st.integers(1, 255))
+    with pytest.raises((sealed.wrong, sealed.damaged), match=WHERE):
+        sealed.parse(bytes(rendered), WHERE)
+
+
+NOT_JSON: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "cut": lambda data: data[:-20],
+    "no text": lambda data: b"\xff" + data,
+    "no object": lambda data: b"[1]",
+    "nothing": lambda data: b"null",
+    "deep": lambda data: b"[" * 100_000,
+    "long number": lambda data: b"1" * 5_000,
+    "infinite": lambda data: b'{"format_version": 2e999}',
+    "not a number": lambda data: data.replace(b'"format_version"', b'"a": NaN,\n "format_version"'),
+    "half a letter": lambda data: b"\xed\xa0\x80",
+}
+
+
+@of_every_kind
+@pytest.mark.parametrize("damage", NOT_JSON)
+def test_what_is_no_json_object_is_refused(kind: str, damage: str) -> None:
+    sealed, record = ONE_OF_EACH[kind]
+    with refused(kind, "wrong"):
+        sealed.parse(NOT_JSON[damage](sealed.render(record)), WHERE)
+
+
+ALTERED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "white space": (lambda data: data.replace(b"\n", b" \n", 1), "not those that were written"),
+    "end": (lambda data: data[:-1], "not those that were written"),
+    "doubled": (
+        lambda data: data.replace(b'"format_version"', b'"format_version": 0,\n "format_version"'),
+        "not those that were written",
+    ),
+    "checksum": (lambda data: altered(data, "checksum", "00000000"), "has crc32c|have crc32c"),
+    "no checksum": (lambda data: altered(data, "checksum", None), "no field 'checksum'"),
+    "contents": (lambda data: altered(data, "surprise", 1), "its contents have crc32c"),
+}
+
+
+def altered(data: bytes, name: str, value: object) -> bytes:
+    """With another value of a field, and the checksum that it had."""
+    found = json.loads(data) | {name: value}
+    if value is None:
+        del found[name]
+    return json.dumps(found, indent=1, sort_keys=True).encode() + b"\n"
+
+
+@of_every_kind
+@pytest.mark.parametrize("damage", ALTERED)
+def test_what_was_altered_is_refused(kind: str, damage: str) -> None:
+    sealed, record = ONE_OF_EACH[kind]
+    change, said = ALTERED[damage]
+    with refused(kind, "damaged", said):
+        sealed.parse(change(sealed.render(record)), WHERE)
+
+
+@of_every_kind
+def test_other_versions_are_told_apart(kind: str) -> None:
+    sealed, _ = ONE_OF_EACH[kind]
+    newer = document(kind) | {"format_version": sealed.versions[-1] + 1, "something_new": [1]}
+    for data in (render_document(newer), json.dumps(newer).encode()):  # whatever seal that version has
+        with refused(
+            kind, "foreign", f"format version {sealed.versions[-1] + 1}, this program.*update sparsekv"
+        ):
+            sealed.parse(data, WHERE)
+    older = document(kind) | {"format_version": sealed.versions[0] - 1}
+    with refused(kind, "foreign", "made by an older sparsekv"):
+        sealed.parse(render_document(older), WHERE)
+    with refused(kind, "wrong", f"'format_version' is 'new', expected {sealed.versions[-1]}"):
+        sealed.parse(render_document(document(kind) | {"format_version": "new"}), WHERE)
+
+
+LEFT_OUT = {"window", "query_positions", "parent", "owner", "labels", "whole", "rows", "moves", "furthest"}
+"""Fields that a file need not have, and one that decides what another must be."""
+
+NAMED_AT_WILL = {"prefill", "seconds", "reached", "labels", "parameters"}
+"""Fields whose value has names that no format knows."""
+
+
+@of_every_kind
+def test_every_missing_or_unknown_field_is_named(kind: str) -> None:
+    sealed, _ = ONE_OF_EACH[kind]
+    for place in places(document(kind)):
+        changed = document(kind)
+        holder: Any = changed
+        for step in place[:-1]:
+            holder = holder[step]
+        name = place[-1]
+        if not isinstance(holder, dict) or name in LEFT_OUT or NAMED_AT_WILL & set(place[:-1]):
+            continue
+        if name in holder:
+            del holder[name]
+            said = rf"{name}' is (missing|None)"
+        else:
+            holder["surprise"] = 1
+            said = "surprise' is 1, expected no such field"
+        with refused(kind, "wrong", said):
+            sealed.parse(render_document(changed), WHERE)
+
+
+@of_every_kind
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@example(data=None)
+@given(data=st.data())
+def test_any_json_value_in_any_field(kind: str, data: st.DataObject | None) -> None:
+    """What is accepted is written again; what is refused is refused in a sentence that can be sent and shown."""
+    sealed, _ = ONE_OF_EACH[kind]
+    everywhere = list(places(document(kind)))
+    odd = (HUGE, 10**25, "\ud800", None, "0001-01-01T00:00:00+00:00")
+    if data is None:
+        cases = [(place, value) for place in everywhere for value in odd]
+    else:
+        cases = [(data.draw(st.sampled_from(everywhere)), data.draw(values))]
+    for place, value in cases:
+        changed = document(kind)
+        holder: Any = changed
+        for step in place[:-1]:
+            holder = holder[step]
+        holder[place[-1]] = value
+        try:
+            contents = render_document(json.loads(json.dumps(changed)))
+        except ValueError:  # no JSON: NaN, infinities
+            continue
+        read: Any = None
+        refusals: list[SparseKVError] = []
+        try:
+            read = sealed.parse(contents, WHERE)
+        except (sealed.wrong, sealed.damaged, sealed.foreign) as error:
+            refusals.append(error)
+        for refusal in refusals:
+            assert refusal.message.startswith(WHERE)
+            assert len(refusal.message) < 2_000
+            "".join([refusal.message, *refusal.metadata.values()]).encode()
+        if not refusals:
+            assert sealed.parse(sealed.render(read), WHERE).__class__ is sealed.kind
+            USES.get(kind, repr)(read)
