@@ -249,5 +249,4 @@ def _end_with_input(grace_s: float) -> None:
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(grace_s)
-    # Nobody is left who would end a process whose clean-ups hang; its jobs survive this as a kill.
-    os._exit(1)
+    os._exit(1)  # nobody is left who would end a process whose clean-ups hang; its jobs survive this as a kill
