@@ -1,4 +1,4 @@
-"""All three commands: every option refuses what it cannot take, at once and by its name, and starting is quick."""
+"""All three commands: they begin and end alike, start quickly, and every option refuses what it cannot take."""
 
 from __future__ import annotations
 
@@ -300,11 +300,64 @@ for line in lines:
 @pytest.mark.parametrize("module", QUICK)
 def test_what_needs_no_model_imports_no_library_for_models(module: str, tmp_path: Path) -> None:
     (tmp_path / "contexts").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTED, module, ",".join(HEAVY), *QUICK[module]],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-    )
+    done = python("-c", IMPORTED, module, ",".join(HEAVY), *QUICK[module], cwd=tmp_path)
     assert done.stdout.splitlines() == [f"{line}: []" for line in QUICK[module]], done.stderr
+
+
+COMMANDS = {"index_store": "ls --store .", "prefill_worker": "--help", "decode_engine": "methods"}
+
+# Sends the process the signal as soon as the first of these modules is looked for.
+INTERRUPTED_AT = """
+import os, runpy, sys
+module, awaited, number, *sys.argv[1:] = sys.argv[1:]
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == awaited:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), int(number))
+sys.meta_path.insert(0, Finder())
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
+def python(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
+    return subprocess.run([sys.executable, *arguments], text=True, check=False, **pipes)
+
+
+SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
+
+
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [*((module, signal.SIGTERM) for module in COMMANDS), *(("index_store", number) for number in SIGNALS)],
+)
+def test_a_signal_while_modules_are_imported(module: str, number: signal.Signals) -> None:
+    done = python("-c", INTERRUPTED_AT, module, "typer", str(int(number)), *COMMANDS[module].split())
+    assert (done.returncode, done.stdout, done.stderr) == (SIGNALS[number], "", "")
+
+
+CLOSED = (
+    "import os, sys; [os.close(int(n)) for n in sys.argv[1].split(',')]; os.execv(sys.argv[2], sys.argv[2:])"
+)
+
+
+@pytest.mark.parametrize(
+    ("module", "closed"),
+    [*((module, (0, 1, 2)) for module in COMMANDS), *(("index_store", (number,)) for number in range(3))],
+)
+def test_closed_standard_streams(module: str, closed: tuple[int, ...]) -> None:
+    done = python("-c", CLOSED, ",".join(map(str, closed)), sys.executable, "-m", module, "--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    name = module.replace("_", "-")
+    assert (1 in closed) if not done.stdout else done.stdout.startswith(f"{name} 0.1.0 (Python 3.")
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_an_output_that_cannot_be_written(module: str, tmp_path: Path) -> None:
+    (tmp_path / "contexts").mkdir()
+    with open("/dev/full", "w") as full:
+        done = python("-m", module, *COMMANDS[module].split(), stdout=full, cwd=tmp_path)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("error: standard output")

@@ -102,13 +102,6 @@ def test_imports_come_from_the_wheel(unpacked: Path) -> None:
     assert done.stdout.count(str(unpacked)) == len(names.split(","))
 
 
-@pytest.mark.parametrize("module", ["index_store", "prefill_worker", "decode_engine"])
-def test_commands_answer_help(unpacked: Path, module: str) -> None:
-    done = run(unpacked, "-m", module, "--help")
-    assert done.returncode == 0, done.stderr
-    assert "Usage" in done.stdout
-
-
 def test_the_packaged_reader_prefills_and_the_store_lists_it(unpacked: Path, tmp_path: Path) -> None:
     document, questions, store = tmp_path / "document.txt", tmp_path / "questions.jsonl", tmp_path / "store"
     made = run(

@@ -98,7 +98,7 @@ def test_a_request_that_the_grace_does_not_suffice_for_is_told_so(library: Libra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_a_signal_ends_the_loading(library: Library, lamp: str, number: signal.Signals) -> None:
     code = """
 import sys, time
@@ -126,7 +126,7 @@ main(sys.argv[1:])
         assert "Traceback" not in logs
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_serve_as_text_ends_well_on_interrupt(library: Library, lamp: str) -> None:
     with serving(*serve_arguments(library), "--no-warm-up") as (process, line):
         assert line.startswith("Serving ")

@@ -36,7 +36,7 @@ def context(runner: ModelRunner) -> ResidentContext:
     return made_up_context(runner.identity, runner.kv_dtype, METHODS["full"], 300, also=also)
 
 
-@pytest.mark.parametrize("block", [None, 100], ids=["own append_block", "append_block 100"])
+@pytest.mark.parametrize("block", [None, pytest.param(100, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_sessions_hold_what_was_estimated(
     runner: ModelRunner, context: ResidentContext, name: str, block: int | None

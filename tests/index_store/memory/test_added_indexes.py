@@ -60,10 +60,10 @@ def test_where_both_do_not_fit_the_new_one_waits_for_the_old_one(
 ) -> None:
     size = resident_bytes(context.manifest)
     arena = Arena(2 * size, kinds=KINDS)
-    came = threading.Event()
+    came, looks = threading.Event(), threading.Semaphore(0)
 
     def acquire() -> None:
-        with arena.acquire(stored, context.id, wait_for_memory=True) as resident:
+        with arena.acquire(stored, context.id, wait_for_memory=True, check=looks.release) as resident:
             if resident.manifest != context.manifest:
                 came.set()
 
@@ -74,7 +74,9 @@ def test_where_both_do_not_fit_the_new_one_waits_for_the_old_one(
             pass
         waiting = threading.Thread(target=acquire)
         waiting.start()
-        assert not came.wait(0.2)
+        for _ in range(3):  # it has looked, and waits on
+            assert looks.acquire(timeout=60)
+        assert not came.is_set()
     assert came.wait(60)
     waiting.join()
     assert arena.stats().used_bytes == resident_bytes(added)

@@ -23,6 +23,14 @@ def load_bench(name: str) -> ModuleType:
     return load_script(FOLDER / f"{name}.py")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Benchmarks run in small at night; by day `test_harness.py` looks at all of them."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent) and item.path.name != "test_harness.py":
+            item.add_marker(pytest.mark.nightly)
+
+
 @pytest.fixture
 def without_gpu(few_programs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks do not ask for a GPU; contexts in float32, which the interpreter is exact in; short warm-ups."""

@@ -106,7 +106,6 @@ def test_only_tables_are_searched_there(steps: ModuleType, method: str) -> None:
         steps.main(methods=method)
 
 
-@pytest.mark.nightly
 def test_every_number_of_lanes_and_waves_has_its_line(
     steps: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

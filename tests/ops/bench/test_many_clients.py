@@ -38,7 +38,6 @@ def serving_here(store: Path, *options: str, model: str, device: str) -> Iterato
         yield SimpleNamespace(address=server.address)
 
 
-@pytest.mark.nightly
 def test_all_cases_are_reported(
     bench: ModuleType, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

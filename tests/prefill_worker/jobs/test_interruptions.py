@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -12,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
@@ -22,17 +20,10 @@ from index_store.methods.presets import get_method
 from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
+from tests.support.forking import kill_after, run, start
 
 MakeConfig = Callable[..., PrefillConfig]
 KILLS = 12
-
-
-@pytest.fixture(scope="module")
-def processes() -> ForkServerContext:
-    """Processes that start in milliseconds: forked from a server that has everything imported."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.prefill_worker.jobs.test_interruptions"])
-    return context
 
 
 def run_in_process(config: PrefillConfig, result: Path | None = None) -> None:
@@ -46,28 +37,20 @@ def leftovers(store: Path) -> list[str]:
 
 
 @pytest.mark.nightly
-def test_kill_at_any_moment_leaves_a_usable_store(
-    processes: ForkServerContext, make_config: MakeConfig
-) -> None:
+def test_kill_at_any_moment_leaves_a_usable_store(make_config: MakeConfig) -> None:
     config = make_config()
     keeper = run_job(replace(config, salt="keeper"), reporter_for()).manifest
     # The first process also starts the server; the second one tells how long a job takes.
     for salt in ("warm", "timed"):
-        start = time.perf_counter()
-        process = processes.Process(target=run_in_process, args=(replace(config, salt=salt),))
-        process.start()
-        process.join()
-        window = time.perf_counter() - start
-        assert process.exitcode == 0
+        begin = time.perf_counter()
+        assert run(run_in_process, replace(config, salt=salt)) == 0
+        window = time.perf_counter() - begin
     moments = random.Random(0)
     killed = seen_leftovers = 0
     for attempt in range(10 * KILLS):
-        process = processes.Process(target=run_in_process, args=(replace(config, salt=f"kill {attempt}"),))
-        process.start()
-        process.join(timeout=moments.uniform(0, window))
-        process.kill()
-        process.join()
-        if process.exitcode != -signal.SIGKILL:
+        if not kill_after(
+            moments.uniform(0, window), run_in_process, replace(config, salt=f"kill {attempt}")
+        ):
             window *= 0.8  # it was done before the blow: jobs take less time than the timed one did
             continue
         killed += 1
@@ -92,13 +75,9 @@ def test_kill_at_any_moment_leaves_a_usable_store(
 
 
 @pytest.mark.slow
-def test_two_jobs_on_the_same_content(
-    processes: ForkServerContext, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_two_jobs_on_the_same_content(make_config: MakeConfig, tmp_path: Path) -> None:
     results = [tmp_path / f"{number}.json" for number in range(3)]
-    jobs = [processes.Process(target=run_in_process, args=(make_config(), result)) for result in results]
-    for process in jobs:
-        process.start()
+    jobs = [start(run_in_process, make_config(), result) for result in results]
     for process in jobs:
         process.join()
     reports = [json.loads(result.read_text()) for result in results]
@@ -111,14 +90,9 @@ def test_two_jobs_on_the_same_content(
 
 
 @pytest.mark.slow
-def test_jobs_with_different_methods_share_a_context(
-    processes: ForkServerContext, make_config: MakeConfig
-) -> None:
+def test_jobs_with_different_methods_share_a_context(make_config: MakeConfig) -> None:
     methods = ("csattention", "pq", "quest")
-    configs = [make_config(method=(method,)) for method in methods]
-    jobs = [processes.Process(target=run_in_process, args=(config,)) for config in configs]
-    for process in jobs:
-        process.start()
+    jobs = [start(run_in_process, make_config(method=(method,))) for method in methods]
     for process in jobs:
         process.join()
     assert [process.exitcode for process in jobs] == [0, 0, 0]

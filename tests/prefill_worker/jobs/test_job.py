@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -22,6 +21,7 @@ from prefill_worker.jobs.job import run_job
 from tests.prefill_worker.conftest import DOCUMENT
 from tests.prefill_worker.jobs.support_jobs import MakeConfig, hidden_entries, run
 from tests.support.models import write_model_folder
+from tests.support.waiting import wait_until
 
 
 def test_a_context_holds_what_the_model_computed(make_config: MakeConfig) -> None:
@@ -82,9 +82,7 @@ def test_a_second_job_waits_for_the_first_and_finds_its_context(make_config: Mak
     with ThreadPoolExecutor(1) as pool:
         with store.lock(id_):
             second = pool.submit(run_job, config, LineReporter(notes), io.BytesIO())
-            deadline = time.monotonic() + 60
-            while "waiting for it" not in notes.getvalue() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(lambda: "waiting for it" in notes.getvalue())
             assert not second.done()
         report = second.result(timeout=60)
     assert not report.created

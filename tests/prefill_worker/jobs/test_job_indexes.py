@@ -1,15 +1,21 @@
-"""Which indexes a job stores, in which layers, and what they are calibrated on."""
+"""Which indexes a job stores, in which layers, on what they are calibrated, and those that are added later."""
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from index_store.cli.progress import LineReporter
 from index_store.errors import (
+    ContextNotFoundError,
     InvalidArgumentError,
+    MethodUnsupportedError,
+    StoreFullError,
 )
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.memory.arena import Arena
@@ -19,7 +25,14 @@ from index_store.selection.budgets import Threshold
 from index_store.selection.cutting import cut
 from index_store.selection.threshold_curve import ThresholdCurve
 from index_store.store.catalog import Store
+from index_store.store.description.manifest import IndexEntry, Manifest
 from index_store.store.stored_context import QuerySample
+from index_store.store.writer import ContextWriter
+from prefill_worker.config import AddIndexConfig
+from prefill_worker.jobs import document_layers, means
+from prefill_worker.jobs.added_indexes import run_add_index
+from prefill_worker.jobs.job import run_job
+from prefill_worker.jobs.report import PrefillReport
 from prefill_worker.reading.capture import Capture, register_attention
 from prefill_worker.reading.prefill import run_context
 from prefill_worker.reading.query_sample import plan_sample
@@ -158,3 +171,222 @@ def test_the_automatic_rule_is_recorded(make_config: MakeConfig) -> None:
     errors = manifest.selection_errors
     assert len(errors) == 2
     assert manifest.dense_layers == tuple(layer for layer, error in enumerate(errors) if error > 0.1)
+
+
+def refuse_model(*_: object, **__: object) -> None:
+    pytest.fail("the weights were loaded although keys and values are stored")
+
+
+def refuse_reading(*_: object, **__: object) -> None:
+    pytest.fail("the document was read although keys and values are stored")
+
+
+def rows(store: Path, id_: str) -> dict[str, tuple[int, int]]:
+    """Inode and time of the last change of every file of tokens, keys, values and queries."""
+    folder = store / "contexts" / id_
+    files = [path for name in ("tokens", "kv", "queries") for path in (folder / name).rglob("*")]
+    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in files if path.is_file()}
+
+
+def checksums(manifest: Manifest, name: str) -> dict[str, str | None]:
+    index = manifest.index(name)
+    assert index is not None
+    return {array.path: array.checksums for array in index.arrays}
+
+
+def thresholds(manifest: Manifest, name: str) -> tuple[float, ...]:
+    entry = manifest.index(name)
+    assert isinstance(entry, IndexEntry)
+    return entry.thresholds
+
+
+def test_an_index_of_keys_is_added_without_reading_again(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(make_config().store, create=True)
+    methods = ("csattention", "pq", "squeezed", "multipole-tree", "refined")
+    whole = run(make_config(method=methods, salt="at once")).manifest
+    first = run(make_config(method=("csattention",))).manifest
+    before = rows(store.path, first.id)
+    with store.open(first.id) as reader:  # has the context open all the time
+        monkeypatch.setattr(means, "load_model", refuse_model)
+        report = run(make_config(method=("pq",)))
+        assert report.manifest.id == first.id
+        assert not report.created
+        assert dict(report.changed) == {
+            "indexes": "added product_codes",
+            "methods": "now csattention, pq",
+        }
+        run(make_config(method=("squeezed", "multipole-tree", "refined")))
+        assert reader.manifest == first
+        tables = first.indexes[0].arrays[0].path
+        head = torch.empty(first.indexes[0].arrays[0].shape[2:], dtype=reader.array(tables, 0, 0).dtype)
+        reader.read_head(tables, 0, 0, head)
+    stored = store.manifest(first.id)
+    assert store.verify(first.id) == []
+    assert rows(store.path, first.id) == before
+    assert stored.methods == methods
+    for name in ("product_codes", "key_clusters", "cluster_tree", "query_tables", "coarse_rows"):
+        assert checksums(stored, name) == checksums(whole, name)
+    for name in methods:
+        assert get_method(name).on(stored).manifest == stored
+    for name in ("key_clusters", "cluster_tree", "coarse_rows"):
+        assert len(thresholds(stored, name)) == 28
+        # of the 64 last queries, which are stored, instead of the 100 last; one in 16 where single keys are ranked
+        pairs = zip(thresholds(stored, name), thresholds(whole, name), strict=True)
+        close = 0.6 if name == "coarse_rows" else 0.3
+        assert all(found == pytest.approx(expected, rel=close) for found, expected in pairs)
+    assert not run(make_config(method=methods)).changed
+    assert {manifest.id for manifest in store.list()} == {whole.id, first.id}
+    assert hidden_entries(store.path) == []
+
+
+@pytest.mark.parametrize("reading", ["plain", "calibrated", "muse"])
+def test_query_tables_are_added_by_reading_again(
+    make_config: MakeConfig, tmp_path: Path, reading: str
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Where does the harbour lie?\nHow was the night?\n")
+    options: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "calibrated": {"calibration": prompts},
+        "muse": {"attention": "muse", "muse_block": 256},
+    }
+    config = {**options[reading], "device": "cpu"}
+    whole = run(make_config(method=("csattention",), salt="at once", **config)).manifest
+    first = run(make_config(method=("quest",), **config)).manifest
+    store = Store(make_config().store)
+    before = rows(store.path, first.id)
+    report = run(make_config(method=("csattention",), **config))
+    assert report.manifest.id == first.id
+    assert report.changed["indexes"] == "added query_tables, remainder_clusters"
+    assert "prefill" in report.seconds
+    assert rows(store.path, first.id) == before
+    for name in ("query_tables", "remainder_clusters"):
+        assert checksums(report.manifest, name) == checksums(whole, name)
+    assert store.verify(first.id) == []
+    assert store.manifest(first.id) == report.manifest
+
+
+def test_an_index_in_another_form_is_refused(make_config: MakeConfig) -> None:
+    first = run(make_config(method=("csattention",), centroids=8)).manifest
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"has index query_tables with centroids=8, asked for is centroids=4; .*--salt, or delete",
+    ):
+        run(make_config(method=("csattention",), centroids=4))
+    assert Store(make_config().store).manifest(first.id) == first
+    with pytest.raises(
+        InvalidArgumentError, match="has index query_tables with centroids=8, split=strided, asked"
+    ):
+        run(make_config(index=("query_tables:split=contiguous",)))
+    assert run(make_config(method=("csattention",), centroids=4, salt="another")).created
+
+
+def test_a_method_takes_an_index_as_it_was_built(make_config: MakeConfig) -> None:
+    index = ("remainder_clusters:keys_per_cluster=8", "key_clusters:moments=diagonal")
+    first = run(make_config(method=("csattention",), index=index)).manifest
+    notes = io.StringIO()
+    config = make_config(method=("csattention", "pq"))
+    added = run_job(config, LineReporter(notes), io.BytesIO())
+    assert (
+        "has index remainder_clusters with keys_per_cluster=8 instead of keys_per_cluster=16"
+        in notes.getvalue()
+    )
+    assert added.changed["indexes"] == "added product_codes"
+    assert added.manifest.index("remainder_clusters") == first.index("remainder_clusters")
+    assert get_method("pq").on(added.manifest).method.partition is not None
+    store = Store(make_config().store)
+    assert store.manifest(first.id) == added.manifest
+
+
+def test_a_method_that_cannot_work_with_an_index_as_built_is_refused(make_config: MakeConfig) -> None:
+    first = run(make_config(method=(), index=("remainder_clusters:moments=none",))).manifest
+    with pytest.raises(MethodUnsupportedError, match="needs clusters with moments 'diagonal'"):
+        run(make_config(method=("pq",)))
+    assert Store(make_config().store).manifest(first.id) == first
+
+
+def test_windowed_clusters_take_the_embedding_from_the_model(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(make_config(method=("multipole-windowed",), salt="at once")).manifest
+    run(make_config(method=("full",)))
+    monkeypatch.setattr(document_layers, "run_context", refuse_reading)
+    added = run(make_config(method=("multipole-windowed",))).manifest
+    assert checksums(added, "windowed_clusters") == checksums(whole, "windowed_clusters")
+    assert added.methods == ("full", "multipole-windowed")
+
+
+def test_what_fails_while_adding_leaves_the_context(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(make_config()).manifest
+
+    def full(self: ContextWriter, *arguments: object) -> None:
+        raise StoreFullError("no space is left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ContextWriter, "write_rows", full)
+        with pytest.raises(StoreFullError):
+            run(make_config(method=("pq",)))
+    store = Store(make_config().store)
+    assert store.manifest(first.id) == first
+    assert store.verify(first.id) == []
+    assert hidden_entries(store.path) == []
+    assert run(make_config(method=("pq",))).manifest.index("product_codes") is not None
+
+
+def add(store: Path, context: str, **changes: Any) -> PrefillReport:
+    return run_add_index(AddIndexConfig(context, store, **changes), LineReporter(io.StringIO()))
+
+
+def test_indexes_are_added_by_the_context_alone(make_config: MakeConfig) -> None:
+    first = run(make_config(name="night", method=("csattention",))).manifest
+    store = make_config().store
+    report = add(store, "night", method=("pq", "refined-3"), index=("pages:size=8", "coarse_rows:key_bits=2"))
+    assert report.manifest.id == first.id
+    assert report.changed == {
+        "indexes": "added product_codes, coarse_rows_3, pages, coarse_rows",
+        "methods": "now csattention, pq, refined-3",
+    }
+    assert Store(store).manifest(first.id) == report.manifest
+    assert Store(store).verify(first.id) == []
+    assert add(store, first.id, method=("pq",)).changed == {}
+    assert (
+        add(store, first.id[:8], method=("csattention+dropped",), index=()).manifest.methods[0]
+        == "csattention"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"method": ("csattention-paper",)},
+            "index paper_tables is built from thousands of the document's queries",
+        ),
+        ({"index": ("windowed_clusters",)}, "index windowed_clusters undoes the model's rotary embedding"),
+        (
+            {"index": ("key_clusters:window=64",)},
+            "undoes the model's rotary embedding, which the store does not",
+        ),
+        ({"index": ("pages:size=0",)}, "size"),
+    ],
+)
+def test_what_rows_do_not_suffice_for_is_refused(
+    make_config: MakeConfig, changes: dict[str, Any], message: str
+) -> None:
+    first = run(make_config(method=("full",))).manifest
+    with pytest.raises(InvalidArgumentError, match=message):
+        add(make_config().store, first.id, **changes)
+    assert Store(make_config().store).manifest(first.id) == first
+    assert hidden_entries(make_config().store) == []
+
+
+def test_nothing_to_add_and_nowhere_to_add_it(make_config: MakeConfig) -> None:
+    with pytest.raises(InvalidArgumentError, match="nothing to add: give --method or --index"):
+        AddIndexConfig("night", make_config().store)
+    run(make_config(name="night"))
+    with pytest.raises(ContextNotFoundError):
+        add(make_config().store, "day", method=("pq",))

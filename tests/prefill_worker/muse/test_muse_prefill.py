@@ -28,16 +28,20 @@ def read_in_blocks(
 ) -> tuple[Tensor, Tensor, RangeAttention]:
     """What a context's queries get, what they get exactly, and the attention."""
     query, key, value = (x.to(device) for x in make_inputs(1, 4, 2, TOKENS, 16, dtype))
-    kv_EN2D = torch.stack([key[0], value[0]], dim=2)
     attention = RangeAttention(settings, 1)
+    found = read_by(attention, query, key, value)
+    return found, scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True), attention
+
+
+def read_by(attention: RangeAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    kv_EN2D = torch.stack([key[0], value[0]], dim=2)
     outs = []
     for start in range(0, TOKENS, BLOCK):
         end = min(TOKENS, start + BLOCK)
         block = query[0, :, start:end].unflatten(0, (2, 2))
         own = kv_EN2D[:, start:end]
         outs.append(attention.attend(0, block, start, own, lambda first, last: kv_EN2D[:, first:last]).out)
-    exact = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    return torch.cat(outs, dim=2).flatten(0, 1)[None], exact, attention
+    return torch.cat(outs, dim=2).flatten(0, 1)[None]
 
 
 def test_blocks_attend_to_all_before_them() -> None:
@@ -150,23 +154,12 @@ def test_capture_uses_it_for_the_context_and_not_for_prompts(kept_on_host: bool)
         outs.append(capture.attend(0, *(x[0, :, start:end] for x in (query, key, value))))
     assert told == [True]
     found = torch.cat(outs).transpose(0, 1)[None]
-    torch.testing.assert_close(found, read_in_blocks_of(query, key, value))
+    torch.testing.assert_close(found, read_by(RangeAttention(SMALL, 1), query, key, value))
     capture.begin_prompt_chunk(0, 0, 20)
     prompt = capture.attend(0, *(x[0, :, TOKENS:] for x in (query, key, value)))
     exact = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(prompt.transpose(0, 1), exact[0, :, TOKENS:])
     capture.close()
-
-
-def read_in_blocks_of(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    kv = torch.stack([key[0], value[0]], dim=2)
-    attention = RangeAttention(SMALL, 1)
-    outs = []
-    for start in range(0, TOKENS, BLOCK):
-        end = min(TOKENS, start + BLOCK)
-        block = query[0, :, start:end].unflatten(0, (2, 2))
-        outs.append(attention.attend(0, block, start, kv[:, start:end], lambda a, b: kv[:, a:b]).out)
-    return torch.cat(outs, dim=2).flatten(0, 1)[None]
 
 
 def test_a_job_says_how_it_attended(make_config: MakeConfig) -> None:

@@ -1,4 +1,4 @@
-"""Chunked prefill captures what one pass of the unmodified model computes, in bounded memory."""
+"""Reading a text: passes, causal attention, and which queries are sampled."""
 
 from __future__ import annotations
 
@@ -16,8 +16,15 @@ from index_store.indexes.key_clusters.windowed_rope import undo_rotary
 from index_store.models.loading import LoadedModel, load_model, resolve_model
 from prefill_worker.reading.capture import Capture, register_attention
 from prefill_worker.reading.capture_check import check_capture
+from prefill_worker.reading.causal_attention import attend_causally
 from prefill_worker.reading.prefill import run_context, run_prompts
-from prefill_worker.reading.query_sample import plan_sample
+from prefill_worker.reading.query_sample import (
+    JUDGED_QUERIES,
+    judged_rows,
+    late_rows,
+    plan_sample,
+    stored_rows,
+)
 from tests.support.models import FAMILIES, write_model_folder
 
 TOKENS = 157
@@ -191,3 +198,92 @@ def test_released_layers_are_gone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="released"):
         capture.query_sample(0)
     assert capture.kv(1).shape == (2, 20, 2, 16)
+
+
+def textbook(queries_HGTD: Tensor, past_HS2D: Tensor, chunk_HT2D: Tensor) -> Tensor:
+    keys, values = torch.cat([past_HS2D, chunk_HT2D], dim=1).double().unbind(2)
+    count, dim = queries_HGTD.shape[2:]
+    logits = torch.einsum("hgtd,hsd->hgts", queries_HGTD.double(), keys) * dim**-0.5
+    future = torch.ones(count, keys.shape[1], dtype=torch.bool).triu(past_HS2D.shape[1] + 1)
+    return torch.einsum("hgts,hsd->hgtd", logits.masked_fill(future, -torch.inf).softmax(-1), values)
+
+
+@pytest.mark.parametrize("heads_and_group", [(1, 1), (2, 3), (4, 1)])
+@pytest.mark.parametrize(("past", "count"), [(0, 1), (0, 63), (1, 1), (100, 1), (100, 63), (500, 17)])
+def test_equals_the_formula(heads_and_group: tuple[int, int], past: int, count: int) -> None:
+    torch.manual_seed(past + count)
+    heads, group = heads_and_group
+    queries = torch.randn(heads, group, count, 16) * 3
+    past_kv, chunk = torch.randn(heads, past, 2, 16), torch.randn(heads, count, 2, 16)
+    expected = textbook(queries, past_kv, chunk).float()
+    torch.testing.assert_close(attend_causally(queries, [past_kv], chunk).out, expected, rtol=2e-5, atol=2e-6)
+    pieces = [past_kv[:, : past // 3], past_kv[:, past // 3 :]]
+    torch.testing.assert_close(
+        attend_causally(queries, pieces, chunk, past_block=7).out, expected, rtol=2e-5, atol=2e-6
+    )
+
+
+def test_stored_half_precision_is_read_as_stored() -> None:
+    torch.manual_seed(0)
+    queries, past, chunk = torch.randn(2, 2, 9, 32), torch.randn(2, 50, 2, 32), torch.randn(2, 9, 2, 32)
+    rounded = attend_causally(queries, [past.bfloat16()], chunk.bfloat16()).out
+    assert rounded.dtype == torch.float32
+    torch.testing.assert_close(
+        rounded, textbook(queries, past.bfloat16(), chunk.bfloat16()).float(), rtol=2e-5, atol=2e-6
+    )
+
+
+def test_the_future_does_not_matter() -> None:
+    torch.manual_seed(0)
+    queries, past, chunk = torch.randn(1, 2, 8, 16), torch.randn(1, 5, 2, 16), torch.randn(1, 8, 2, 16)
+    before = attend_causally(queries, [past], chunk).out
+    chunk[:, 4:] = 1e4
+    after = attend_causally(queries, [past], chunk).out
+    assert torch.equal(before[:, :, :4], after[:, :, :4])
+    assert not torch.equal(before[:, :, 4:], after[:, :, 4:])
+
+
+def positions(tokens: int, prompts: tuple[int, ...], rows: int) -> Tensor:
+    """Of a sample, as a capture orders them."""
+    plan = plan_sample(tokens, prompts, rows, seed=0)
+    return torch.cat([plan.context_P, *(kept + tokens for kept in plan.prompts)]).sort().values
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prompts", "rows"),
+    [(1, (), 64), (60, (), 64), (130, (), 64), (5000, (), 4096), (5000, (40, 300), 256)],
+)
+def test_stored_are_the_last_positions_and_others_spread_over_the_rest(
+    tokens: int, prompts: tuple[int, ...], rows: int
+) -> None:
+    sampled = positions(tokens, prompts, rows)
+    found = sampled[stored_rows(sampled, tokens)].tolist()
+    assert found == sorted(found)
+    assert found[0] == int(sampled[0])
+    last = range(max(0, tokens - 64), tokens)
+    assert set(last) <= set(found)
+    assert len(found) == min(len(sampled), len(last) + 64)
+    assert int(sampled[-1]) == found[-1]
+    if not prompts:
+        assert len(set(found)) == len(found)
+    else:
+        assert sum(position >= tokens for position in found) == 32
+        assert sum(position < tokens - 64 for position in found) == 32
+
+
+def test_late_are_the_last_hundred_of_the_context_and_of_the_prompts() -> None:
+    sampled = positions(5000, (40, 300), 256)
+    found = sampled[late_rows(sampled, 5000)]
+    assert found[found < 5000].tolist() == list(range(4900, 5000))
+    assert int((found >= 5000).sum()) == 100
+    short = positions(30, (3,), 64)
+    assert sorted(short[late_rows(short, 30)].tolist()) == list(range(33))
+
+
+@pytest.mark.parametrize(("count", "judged"), [(1, 1), (5, 5), (48, 48), (60, 30), (96, 48), (1000, 48)])
+def test_judged_rows_are_late_and_distinct(count: int, judged: int) -> None:
+    rows = judged_rows(torch.arange(count)).tolist()
+    assert len(rows) == len(set(rows)) == judged
+    assert rows[-1] == count - 1
+    if count > JUDGED_QUERIES:
+        assert rows[0] >= count // 2

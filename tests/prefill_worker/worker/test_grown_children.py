@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import replace
 from datetime import timedelta
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +17,10 @@ from index_store.store.clean_up import find_leftovers
 from index_store.store.description.manifest import Manifest
 from prefill_worker.build.layer_arrays import IndexWriting
 from prefill_worker.worker.queue_worker import QueueWorker
-from tests.prefill_worker.worker.test_queue_worker import (
-    TOKENS,
-    Shop,
-    processes,
-    until,
-    work_in_process,
-)
+from tests.prefill_worker.worker.test_queue_worker import TOKENS, Shop, work_in_process
+from tests.support.forking import kill_after, start
 from tests.support.store import continuation
-
-__all__ = ["processes"]
+from tests.support.waiting import wait_until
 
 GROWN = TOKENS // 4 + 1
 
@@ -149,17 +141,12 @@ def test_a_child_that_is_deleted_meanwhile_stays_so(shop: Shop, monkeypatch: pyt
 
 
 @pytest.mark.nightly
-def test_killed_workers_lose_no_child_and_show_nothing_half(shop: Shop, processes: ForkServerContext) -> None:
+def test_killed_workers_lose_no_child_and_show_nothing_half(shop: Shop) -> None:
     """Killed at moments spread over the whole of it, of children each of which is made whole in the end."""
     children = [child_of(shop, seed=seed) for seed in range(2, 8)]
     shop.worker().order_grown()
     for number in range(8):
-        process = processes.Process(target=work_in_process, args=(shop.config(),))
-        process.start()
-        process.join(timeout=0.05 + 0.07 * number)
-        process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
+        assert kill_after(0.05 + 0.07 * number, work_in_process, shop.config())
         for child in children:
             found = shop.contexts.manifest(child.id)
             assert found == child or found.parent is None
@@ -167,9 +154,8 @@ def test_killed_workers_lose_no_child_and_show_nothing_half(shop: Shop, processe
                 assert shop.contexts.verify(child.id) == []
             else:
                 assert read_own_rows(shop.contexts, child)
-    process = processes.Process(target=work_in_process, args=(shop.config(),))
-    process.start()
-    until(lambda: not any(job.open for job in ordered(shop)))
+    process = start(work_in_process, shop.config())
+    wait_until(lambda: not any(job.open for job in ordered(shop)))
     process.kill()
     process.join()
     for job in ordered(shop):

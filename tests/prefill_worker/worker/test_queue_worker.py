@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -32,7 +27,9 @@ from prefill_worker.jobs.job import run_job
 from prefill_worker.reading import prefill
 from prefill_worker.worker.queue_worker import MOST_ATTEMPTS, QueueWorker
 from tests.prefill_worker.conftest import DOCUMENT
+from tests.support.forking import kill_after, start
 from tests.support.models import LAYER_KINDS, write_model_folder
+from tests.support.waiting import wait_until
 
 CHUNK = 50
 TOKENS = len(DOCUMENT)  # one per byte
@@ -311,39 +308,17 @@ def test_a_fault_ends_the_job_and_not_the_worker(shop: Shop, monkeypatch: pytest
     assert "ZeroDivisionError" not in failure.message
 
 
-@pytest.fixture(scope="module")
-def processes() -> ForkServerContext:
-    """Processes that start in milliseconds: forked from a server that has everything imported."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.prefill_worker.worker.test_queue_worker"])
-    return context
-
-
 def work_in_process(config: WorkerConfig) -> None:
     QueueWorker(config).run(Event())
 
 
-def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.02)
-
-
 @pytest.mark.nightly
-def test_killed_workers_lose_nothing_and_show_nothing_half(
-    shop: Shop, expected: Manifest, processes: ForkServerContext
-) -> None:
+def test_killed_workers_lose_nothing_and_show_nothing_half(shop: Shop, expected: Manifest) -> None:
     job = shop.order()
     others = [shop.order(f"{number} {DOCUMENT}", number) for number in range(1, 4)]
     moments, kills = random.Random(0), 0
     while kills < 6 and shop.queue.get(others[-1].id).open:
-        process = processes.Process(target=work_in_process, args=(shop.config(),))
-        process.start()
-        process.join(timeout=moments.uniform(0.1, 0.8))
-        process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
+        assert kill_after(moments.uniform(0.1, 0.8), work_in_process, shop.config())
         kills += 1
         assert all(shop.contexts.verify(manifest.id) == [] for manifest in shop.contexts.list())
         assert not [entry for entry in shop.queue.entries() if not isinstance(entry, JobRecord)]
@@ -357,12 +332,10 @@ def test_killed_workers_lose_nothing_and_show_nothing_half(
 
 
 @pytest.mark.slow
-def test_two_workers_share_a_queue(shop: Shop, processes: ForkServerContext) -> None:
+def test_two_workers_share_a_queue(shop: Shop) -> None:
     jobs = [shop.order(f"{number} {DOCUMENT}", number) for number in range(5)]
-    workers = [processes.Process(target=work_in_process, args=(shop.config(),)) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    until(lambda: not any(shop.queue.get(job.id).open for job in jobs))
+    workers = [start(work_in_process, shop.config()) for _ in range(2)]
+    wait_until(lambda: not any(shop.queue.get(job.id).open for job in jobs))
     for worker in workers:
         worker.kill()
         worker.join()

@@ -1,10 +1,11 @@
-"""Edits of logits and what is told of tokens: kernels, eager references, and formulas say the same."""
+"""Edits of logits, by rules and by kernels."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,9 @@ from decode_engine.engine.sampling.edits_triton import (
     tell_tokens,
     write_edits,
 )
+from decode_engine.engine.sampling.logit_rules import LogitRules, RuledLogits
 from decode_engine.orders.events import TokenLogprob
+from index_store.errors import InvalidArgumentError
 from tests.support.devices import DEVICE, DTYPES
 
 SIZES = [1, 63, 100, 500, 4100]
@@ -157,3 +160,63 @@ def test_equal_tokens_are_told_by_id_also_at_the_border_and_across_segments() ->
     edit_logits(logits_BV, buffers)
     tell_tokens(logits_BV, buffers, result_BX)
     assert_alike(read_logprob(result_BX[0].cpu().numpy(), 4), told)
+
+
+LOGITS = torch.tensor([2.0, -1.0, 0.5, 3.0, 0.0, 1.0])
+
+
+def ruled(answer: list[int], prompt: tuple[int, ...] = (), **options: Any) -> list[float]:
+    rules = RuledLogits(LogitRules(**options), prompt, end_ids=[5])
+    for token in answer:
+        rules.take(token)
+    edits = rules.edits(LOGITS.device, len(LOGITS), 0)
+    return edit_logits_reference(LOGITS[None], [edits])[0].tolist()
+
+
+def test_presence_counts_once_and_frequency_every_time() -> None:
+    assert ruled([0, 0, 1], presence_penalty=0.5) == [1.5, -1.5, 0.5, 3.0, 0.0, 1.0]
+    assert ruled([0, 0, 1], frequency_penalty=0.5) == [1.0, -1.5, 0.5, 3.0, 0.0, 1.0]
+    assert ruled([0, 0, 1], frequency_penalty=-0.5) == [3.0, -0.5, 0.5, 3.0, 0.0, 1.0]
+    assert ruled([], presence_penalty=2.0, frequency_penalty=2.0) == LOGITS.tolist()
+
+
+def test_repetition_divides_what_is_positive_and_multiplies_what_is_not_of_prompt_and_answer() -> None:
+    assert ruled([0], (1, 3), repetition_penalty=2.0) == [1.0, -2.0, 0.5, 1.5, 0.0, 1.0]
+
+
+def test_biases_come_after_the_penalties_and_bans_after_the_biases() -> None:
+    assert ruled([0], repetition_penalty=2.0, logit_bias={0: 1.0, 4: -100.0}) == [
+        2.0,
+        -1.0,
+        0.5,
+        3.0,
+        -100.0,
+        1.0,
+    ]
+    assert ruled([0], min_tokens=2, logit_bias={5: 100.0})[5] == -torch.inf
+    assert ruled([0, 1], min_tokens=2)[5] == 1.0
+
+
+def test_the_models_logits_stay_as_they_are() -> None:
+    before = LOGITS.clone()
+    ruled([0], logit_bias={0: 5.0})
+    assert torch.equal(before, LOGITS)
+    assert ruled([0], logit_bias={0: 5.0})[0] == 7.0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": float("nan")},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": float("inf")},
+        {"logit_bias": {1: float("nan")}},
+        {"logit_bias": dict.fromkeys(range(301), 0.0)},
+        {"min_tokens": -1},
+    ],
+)
+def test_values_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        LogitRules(**options)
+    assert caught.value.metadata["field"] in options

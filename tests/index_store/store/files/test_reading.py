@@ -148,7 +148,7 @@ def test_several_threads_and_a_stop() -> None:
         assert begun.acquire(timeout=SOON)
     assert not begun.acquire(blocking=False)
     readers.stop()
-    assert not readers.join(0.05)
+    assert not readers.join(0.0)
     go_on.set()
     assert readers.join(SOON)
     assert [future.cancelled() for future in futures] == [False] * 3 + [True] * 5

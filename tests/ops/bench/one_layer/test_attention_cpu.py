@@ -23,7 +23,7 @@ def bench() -> ModuleType:
     return load_bench("one_layer/attention_cpu")
 
 
-@pytest.mark.parametrize("trained", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("trained", [False, True])
 def test_one_line_per_result(bench: ModuleType, run: Run, trained: bool) -> None:
     rows, code, table = run(bench, lengths="1k", shapes="reader", keep="0.05", repeats=2, trained=trained)
     sparse = ["csattention-dense", "csattention-lists", "csattention-remainder", "refined"]

@@ -234,7 +234,6 @@ def test_rows_from_host_memory_are_compared_bit_for_bit(monkeypatch: pytest.Monk
         bench.gather_figure(memory, 0.05, shape, "gather")
 
 
-@pytest.mark.nightly
 def test_hybrid_steps_are_compared_with_attention_to_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load("gather_gpu", monkeypatch)
     monkeypatch.setattr(bench.PreparedLists, "searching", False)  # which changes nothing but times
@@ -246,7 +245,6 @@ def test_hybrid_steps_are_compared_with_attention_to_the_same_keys(monkeypatch: 
         steps.check()
 
 
-@pytest.mark.nightly
 def test_wrong_attention_over_clusters_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load("clusters_gpu", monkeypatch)
     made = bench.Bench(256, 1, 0.05, clusters=True)

@@ -90,7 +90,6 @@ def lines(bench: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch) -> Any:
     return of
 
 
-@pytest.mark.nightly
 def test_every_method_has_its_line(lines: Any) -> None:
     found, code = lines("none,full,streamed,pq+dropped:0.05,quest", Placement.DEVICE)
     nothing, full, streamed, codes, pages = found
@@ -106,7 +105,6 @@ def test_every_method_has_its_line(lines: Any) -> None:
     assert code == 0
 
 
-@pytest.mark.nightly
 @pytest.mark.usefixtures("prefilled_here")
 def test_a_trained_models_keys_and_queries(lines: Any) -> None:
     """Logits of captured steps are compared with those of the general path, which gets the same queries."""
@@ -117,7 +115,6 @@ def test_a_trained_models_keys_and_queries(lines: Any) -> None:
     assert refined["attended"] < 1
 
 
-@pytest.mark.nightly
 def test_contexts_in_host_memory(lines: Any) -> None:
     (line,), code = lines("pq+dropped:0.05", Placement.HYBRID)
     assert (code, line["placement"]) == (0, "hybrid")

@@ -18,7 +18,6 @@ def bench() -> ModuleType:
     return load_bench("whole_model/long_generation")
 
 
-@pytest.mark.nightly
 @pytest.mark.usefixtures("prefilled_here")
 def test_a_line_per_stretch_and_one_per_method(bench: ModuleType, run: Run, tmp_path: Path) -> None:
     options = {"tokens": 160, "stretch": 80, "observe": 20, "picture": False}

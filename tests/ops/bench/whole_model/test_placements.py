@@ -87,7 +87,6 @@ def figures(
     return list(bench.shape_figures(runs, make, listed, batch))
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("cases", "batch"),
     [
@@ -121,7 +120,6 @@ def test_every_case_has_its_figures(bench: ModuleType, cases: str, batch: int) -
             assert row["wait"] >= 0
 
 
-@pytest.mark.nightly
 def test_of_rows_in_8_bits_the_low_plane_is_read_from_host_memory(bench: ModuleType) -> None:
     cases = "full@device,pq+dropped:0.05@hybrid,full@hybrid"
     device, some, whole = figures(bench, cases, 1, rows=INT8)
