@@ -42,10 +42,6 @@ COMPARED_WITH: Mapping[Place, Place | str] = {
         "decode_engine.kernels.attention.shared_attention",
         "attend_dense_reference",
     ),
-    ("decode_engine.kernels.attention.sparse_attention", "attend_lists"): (
-        _CLUSTERS[0],
-        "attend_lists_reference",
-    ),
     ("decode_engine.kernels.clusters.lookup", "look_up"): _CLUSTERS,
     ("decode_engine.kernels.clusters.remainder", "correct_clusters"): _CLUSTERS,
     ("index_store.attention.listed_keys_numba", "_launch"): (

@@ -1,4 +1,4 @@
-"""Eager references of the kernels over clusters and lists, and the sequences that both work on.
+"""Eager references of the kernels over clusters, and the sequences that they work on.
 
 Shape legend: B sequences, H KV heads, R = B * H rows, G group heads, N keys, C clusters, D head dim.
 """
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.attention.shared_attention import attend_dense_reference
+from decode_engine.kernels.attention.reference import ListedSequence, stacked
 from decode_engine.kernels.border import draw_reference
 from decode_engine.kernels.clusters.cut import (
     DRAW_TURNS,
@@ -27,64 +26,13 @@ from index_store.attention.attention_state import AttentionState
 
 
 @dataclass(frozen=True, slots=True)
-class ListedSequence:
-    """One sequence of a batch, as tensors. Fields as in `records`.
+class ClusteredSequence(ListedSequence):
+    """A sequence whose keys are in clusters, or in none."""
 
-    kv_HN2D: [H, N, 2, d]. tail_HT2D: [H, capacity, 2, d], of which tail_keys rows count.
-    """
-
-    kv_HN2D: Tensor
-    tail_HT2D: Tensor
-    tail_keys: int
-    first: int
-    end: int
-    keep: int
     clusters: DeviceClusters | None = None
 
     def fields(self) -> dict[int, int]:
-        """The record's fields but those of a searched index."""
-        return {
-            records.KV: self.kv_HN2D.data_ptr(),
-            records.KV_HEAD: self.kv_HN2D.stride(0) * self.kv_HN2D.element_size(),
-            records.TAIL: self.tail_HT2D.data_ptr(),
-            records.TAIL_HEAD: self.tail_HT2D.stride(0) * self.tail_HT2D.element_size(),
-            records.KEYS: self.kv_HN2D.shape[1],
-            records.FIRST: self.first,
-            records.END: self.end,
-            records.TAIL_KEYS: self.tail_keys,
-            records.KEEP: self.keep,
-            **({} if self.clusters is None else self.clusters.fields()),
-        }
-
-    def always(self) -> Tensor:
-        """Ids of the context's keys that are always attended, [count] int64."""
-        return torch.tensor([*range(self.first), *range(self.end, self.kv_HN2D.shape[1])], dtype=torch.int64)
-
-
-def attend_lists_reference(
-    q_RGD: Tensor, sequences: Sequence[ListedSequence | None], lists: KeyLists, scale: float
-) -> AttentionState:
-    """Attention [R, G, d] to listed keys, to those always attended, and to the tail; float32."""
-    states = []
-    heads = len(q_RGD) // len(sequences)
-    for row, q_GD in enumerate(q_RGD):
-        sequence = sequences[row // heads]
-        if sequence is None:
-            states.append(AttentionState.empty(q_GD.shape[:1], q_GD.shape[1], q_GD.device))
-            continue
-        kv = sequence.kv_HN2D[row % heads]
-        ids = torch.cat([sequence.always(), lists.of_row(row).cpu()]).to(kv.device)
-        chosen = torch.cat([kv[ids], sequence.tail_HT2D[row % heads, : sequence.tail_keys].to(kv)])
-        state = attend_dense_reference(q_GD[None].to(kv.device), chosen[None], scale)
-        states.append(AttentionState(state.out[0], state.lse[0]))
-    return _stacked(states, q_RGD.device)
-
-
-def _stacked(states: Sequence[AttentionState], device: torch.device) -> AttentionState:
-    return AttentionState(
-        torch.stack([state.out.to(device) for state in states]),
-        torch.stack([state.lse.to(device) for state in states]),
-    )
+        return {**ListedSequence.fields(self), **({} if self.clusters is None else self.clusters.fields())}
 
 
 def cluster_logits(q_GD: Tensor, clusters: DeviceClusters, head: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -98,7 +46,7 @@ def cluster_logits(q_GD: Tensor, clusters: DeviceClusters, head: int, scale: flo
     return logits, (0.5 * (queries.square() @ variances[head].t())).log1p()
 
 
-def select_clusters_reference(q_GD: Tensor, sequence: ListedSequence, head: int, scale: float) -> Tensor:
+def select_clusters_reference(q_GD: Tensor, sequence: ClusteredSequence, head: int, scale: float) -> Tensor:
     """The selected clusters of a row, ascending, [count] int64: whole ones from the heaviest on up to the budget.
 
     Only keys of the searched range count. Where equal weights would leave much of the budget unused, clusters that draw
@@ -145,7 +93,7 @@ def _within_budget(weights: Tensor, counted: Tensor, keep: int, head: int) -> Te
 
 
 def remainder_reference(
-    q_RGD: Tensor, sequences: Sequence[ListedSequence | None], lists: KeyLists, scale: float, kind: str
+    q_RGD: Tensor, sequences: Sequence[ClusteredSequence | None], lists: KeyLists, scale: float, kind: str
 ) -> AttentionState:
     """The remainder alone, [R, G, d] float32; kind: `monopole` or `centred`."""
     heads = len(q_RGD) // len(sequences)
@@ -157,12 +105,12 @@ def remainder_reference(
             ids = torch.cat([sequence.always(), lists.of_row(row).cpu()]).to(q_RGD.device)
             state = _remainder_of_row(q_GD, sequence, sequence.clusters, row % heads, ids, scale, kind)
         states.append(state)
-    return _stacked(states, q_RGD.device)
+    return stacked(states, q_RGD.device)
 
 
 def _remainder_of_row(
     q_GD: Tensor,
-    sequence: ListedSequence,
+    sequence: ClusteredSequence,
     clusters: DeviceClusters,
     head: int,
     ids: Tensor,

@@ -93,12 +93,10 @@ def pass_kernel(
     DIM: tl.constexpr,
     KEY_BITS: tl.constexpr,
     KEY_BYTES: tl.constexpr,
-    INT8_KEYS: tl.constexpr,
     PRODUCT: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     VALUE_BYTES: tl.constexpr,
     VALUE_GROUPS: tl.constexpr,
-    INT8_VALUES: tl.constexpr,
     ATTEND: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -136,7 +134,7 @@ def pass_kernel(
             steps, starts = value_steps(coded_values, key, there, VALUE_GROUPS, PRODUCT)
         logits = key_logits(
             queries, coded_keys, block, key, there,
-            DIM, KEY_BITS, KEY_BYTES, INT8_KEYS, PRODUCT, ROWS, element, PRECISION, PACKED,
+            DIM, KEY_BITS, KEY_BYTES, PRODUCT, ROWS, element, PRECISION, PACKED,
         )  # fmt: skip
         shares = tl.exp2(logits - normalisers[None, :])
         searched = (key >= first) & (key < end)
@@ -149,7 +147,7 @@ def pass_kernel(
             totals += weights
             sums, evens = add_values(
                 sums, evens, weights, above, coded_values, steps, starts, key, there,
-                DIM, VALUE_BITS, VALUE_BYTES, VALUE_GROUPS, INT8_VALUES, PRODUCT, element, PRECISION, PACKED,
+                DIM, VALUE_BITS, VALUE_BYTES, VALUE_GROUPS, PRODUCT, element, PRECISION, PACKED,
             )  # fmt: skip
     tl.debug_barrier()
     place = row.to(tl.int64) * tl.num_programs(0) + split

@@ -7,8 +7,8 @@ Queries are loaded and sums are stored in the planes' order of channels, so that
 Scales and offsets never meet the codes: those of keys fold into the queries, and into one number for each query head
 and block, those of values into the weights. Numbers that are rounded before they are multiplied with codes leave
 something over; that counts as if all codes were the middle one, or errors that all keys share would add up. Products
-are of 8-bit integers with the codes, or of the queries' type with 16 + code: then a code is a bfloat16 number when its
-bits are shifted into place and joined with those of 16. What the 16 adds is taken off in float32.
+are of numbers of the queries' type with 16 + code: a code is a bfloat16 number when its bits are shifted into place and
+joined with those of 16. What the 16 adds is taken off in float32.
 
 Of product codes (PRODUCT) `product_tiles` does all of this. What says how scalar ones are unpacked means nothing then.
 
@@ -221,12 +221,6 @@ def load_channels(
 
 
 @triton.jit
-def in_bytes(numbers: tl.tensor, unit: tl.tensor) -> tl.tensor:
-    """Numbers in units, rounded, int8."""
-    return tl.floor(numbers / unit + 0.5).to(tl.int32).to(tl.int8)
-
-
-@triton.jit
 def key_logits(
     queries: tl.tensor,
     places: tl.tensor,
@@ -236,17 +230,13 @@ def key_logits(
     DIM: tl.constexpr,
     BITS: tl.constexpr,
     BYTES: tl.constexpr,
-    INT8: tl.constexpr,
     PRODUCT: tl.constexpr,
     ROWS: tl.constexpr,
     ELEMENT: tl.constexpr,
     PRECISION: tl.constexpr,
     PACKED: tl.constexpr,
 ) -> tl.tensor:
-    """Logits [T, X] in log2 of keys of one block; anything for keys not there.
-
-    INT8: products are of 8-bit integers, otherwise of ELEMENT.
-    """
+    """Logits [T, X] in log2 of keys of one block; anything for keys not there."""
     if PRODUCT:
         logits = product_tiles.key_logits(
             queries, places[0], places[1], key, there, DIM, BITS, ROWS, PRECISION
@@ -259,29 +249,16 @@ def key_logits(
         scales = load_channels(scales_ptr, DIM, BITS, BYTES)
         offsets = load_channels(offsets_ptr, DIM, BITS, BYTES)
         scaled: tl.tensor = ()
-        largest = tl.zeros([DIM // PLANES, ROWS], tl.float32)
         base = tl.zeros([DIM // PLANES, ROWS], tl.float32)
         for plane in tl.static_range(PLANES):
             scaled += (queries[plane] * scales[plane][:, None],)
             base += queries[plane] * offsets[plane][:, None] + scaled[plane] * MIDDLE
-            if INT8:
-                largest = tl.maximum(largest, tl.abs(scaled[plane]))
-        if INT8:
-            unit = tl.maximum(tl.max(largest, 0), 1e-30) / 127.0
-            products = tl.zeros([key.shape[0], ROWS], tl.int32)
-            for plane in tl.static_range(PLANES):
-                rounded = in_bytes(scaled[plane], unit[None, :])
-                base -= rounded.to(tl.float32) * (unit[None, :] * MIDDLE)
-                codes = plane_codes(low, top, plane, DIM, BITS, BYTES).to(tl.int8)
-                products = tl.dot(codes, rounded, products, out_dtype=tl.int32)
-            logits = products.to(tl.float32) * unit[None, :]
-        else:
-            logits = tl.zeros([key.shape[0], ROWS], tl.float32)
-            for plane in tl.static_range(PLANES):
-                rounded = scaled[plane].to(ELEMENT)
-                base -= rounded.to(tl.float32) * (MIDDLE + _LIFT)
-                codes = lifted_codes(low, top, plane, DIM, BITS, BYTES, ELEMENT, PACKED)
-                logits = tl.dot(codes, rounded, logits, input_precision=PRECISION)
+        logits = tl.zeros([key.shape[0], ROWS], tl.float32)
+        for plane in tl.static_range(PLANES):
+            rounded = scaled[plane].to(ELEMENT)
+            base -= rounded.to(tl.float32) * (MIDDLE + _LIFT)
+            codes = lifted_codes(low, top, plane, DIM, BITS, BYTES, ELEMENT, PACKED)
+            logits = tl.dot(codes, rounded, logits, input_precision=PRECISION)
         logits = logits + tl.sum(base, 0)[None, :]
     return logits
 
@@ -340,7 +317,6 @@ def add_values(
     BITS: tl.constexpr,
     BYTES: tl.constexpr,
     GROUPS: tl.constexpr,
-    INT8: tl.constexpr,
     PRODUCT: tl.constexpr,
     ELEMENT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -362,30 +338,18 @@ def add_values(
         low, top = load_codes(places[0], key, there, DIM, BITS, BYTES)
         new_evens: tl.tensor = ()
         rounded: tl.tensor = ()
-        units: tl.tensor = ()
         for group in tl.static_range(GROUPS):
             scaled = weights * scales[group][:, None]
             even = evens[group] + weights * offsets[group][:, None] + scaled * MIDDLE
-            if INT8:
-                unit = tl.maximum(tl.max(scaled, 0), 1e-30) / 127.0
-                units += (unit,)
-                rounded += (in_bytes(scaled, unit[None, :]),)
-                even -= rounded[group].to(tl.float32) * (unit[None, :] * MIDDLE)
-            else:
-                rounded += (scaled.to(ELEMENT),)
-                even -= rounded[group].to(tl.float32) * (MIDDLE + _LIFT)
+            rounded += (scaled.to(ELEMENT),)
+            even -= rounded[group].to(tl.float32) * (MIDDLE + _LIFT)
             new_evens += (even,)
         new_sums: tl.tensor = ()
         for plane in tl.static_range(BYTES * PER_BYTE):
             of_group = tl.trans(rounded[plane % PER_BYTE // PER_GROUP])
-            if INT8:
-                codes = plane_codes(low, top, plane, DIM, BITS, BYTES).to(tl.int8)
-                products = tl.dot(of_group, codes, out_dtype=tl.int32).to(tl.float32)
-                new_sums += (sums[plane] + products * units[plane % PER_BYTE // PER_GROUP][:, None],)
-            else:
-                codes = lifted_codes(low, top, plane, DIM, BITS, BYTES, ELEMENT, PACKED)
-                products = tl.dot(of_group, codes, tl.full(sums[plane].shape, _TINY, tl.float32), PRECISION)
-                new_sums += (sums[plane] + products,)
+            codes = lifted_codes(low, top, plane, DIM, BITS, BYTES, ELEMENT, PACKED)
+            products = tl.dot(of_group, codes, tl.full(sums[plane].shape, _TINY, tl.float32), PRECISION)
+            new_sums += (sums[plane] + products,)
         sums, evens = new_sums, new_evens
     return sums, evens
 

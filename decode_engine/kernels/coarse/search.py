@@ -45,7 +45,6 @@ def sample_kernel(
     DIM: tl.constexpr,
     KEY_BITS: tl.constexpr,
     KEY_BYTES: tl.constexpr,
-    INT8_KEYS: tl.constexpr,
     PRODUCT: tl.constexpr,
     SAMPLERS: tl.constexpr,
     RUNS: tl.constexpr,
@@ -74,7 +73,7 @@ def sample_kernel(
             block = tl.minimum(base + run * RUN, end - 1) // BLOCK
             logits = key_logits(
                 queries, places, block, key, there,
-                DIM, KEY_BITS, KEY_BYTES, INT8_KEYS, PRODUCT, ROWS, element, PRECISION, PACKED,
+                DIM, KEY_BITS, KEY_BYTES, PRODUCT, ROWS, element, PRECISION, PACKED,
             )  # fmt: skip
             logits = tl.where(there[:, None], logits, float("-inf"))
             at = (row * GROUP + heads)[None, :] * (taken * RUN) + (turn * RUN + tl.arange(0, RUN))[:, None]

@@ -38,8 +38,8 @@ _WAVES = 3
 """Programs that attend to values, where there is room for their results, by those that processors hold."""
 _LEAST_TILE, _ROW_BYTES = 16, 64
 """Keys of a tile in registers, at least, and bytes of its rows where it is not halved."""
-_LEAST_CHANNELS, _LEAST_INT8 = 16, 32
-"""That a product takes at least, and one of 8-bit integers."""
+_LEAST_CHANNELS = 16
+"""That a product takes at least."""
 _MOST_AHEAD = 32
 """Tiles of values whose places a program has at hand (`warp_values`)."""
 
@@ -55,9 +55,8 @@ class CoarseShape:
     so many programs that attend one has exact rows, the others have values. warps, stages: of other programs, and
     blocks of which loads are in flight. samplers, runs: programs per row that score a sample,
     and runs of keys of each; powers of two. At 1 % 82 of 8,192 keys decide how many are kept, which
-    then strays by a ninth; at 0.25 % by a fifth.
-    int8_keys, int8_values: products with the codes of keys, and with those of values, are of 8-bit integers instead of
-    numbers of the queries' type. Raises InvalidArgumentError for tiles on their way that kernels have no place for.
+    then strays by a ninth; at 0.25 % by a fifth. Raises InvalidArgumentError for tiles on their way that kernels have
+    no place for.
     """
 
     programs: int = 528
@@ -71,8 +70,6 @@ class CoarseShape:
     stages: int = 3
     samplers: int = 64
     runs: int = 8
-    int8_keys: bool = False
-    int8_values: bool = False
 
     def __post_init__(self) -> None:
         if self.ahead < 1 or not 1 <= self.values_ahead <= _MOST_AHEAD:
@@ -205,17 +202,14 @@ class CoarseSizes:
         return -(-self.blocks // self.splits(rows)) * BLOCK
 
     def key_constants(self) -> dict[str, Any]:
-        """What kernels that score keys are compiled for. Planes of too few channels are multiplied as numbers."""
-        wide = _low_bytes(self.head_dim, self.key_bits) >= _LEAST_INT8
-        int8 = self.shape.int8_keys and wide and not self.product
+        """What kernels that score keys are compiled for."""
         return {
             "HEADS": self.kv_heads,
             "GROUP": self.group,
             "ROWS": LARGEST_GROUP,
             "DIM": self.head_dim,
             "KEY_BITS": self.key_bits,
-            "KEY_BYTES": 1 if int8 else _word_bytes(self.head_dim, self.key_bits, _LEAST_CHANNELS),
-            "INT8_KEYS": int8,
+            "KEY_BYTES": _word_bytes(self.head_dim, self.key_bits, _LEAST_CHANNELS),
             "PRODUCT": self.product,
         }
 
@@ -235,12 +229,10 @@ class CoarseSizes:
 
     def value_constants(self) -> dict[str, Any]:
         """What kernels that attend to values are compiled for besides."""
-        int8 = self.shape.int8_values and not self.product
         return {
             "VALUE_BITS": self.value_bits,
-            "VALUE_BYTES": 1 if int8 else _word_bytes(self.head_dim, self.value_bits, 8 * self.warps),
+            "VALUE_BYTES": _word_bytes(self.head_dim, self.value_bits, 8 * self.warps),
             "VALUE_GROUPS": self.value_groups,
-            "INT8_VALUES": int8,
         }
 
 

@@ -88,6 +88,7 @@ class HybridSteps(ListedSteps):
 
     laned: ClassVar[bool] = True
     rows_type: ClassVar[type[RowsInPlace]] = RowsInSlots
+    rows: RowsInSlots
 
 
 def slot_cache(context: ResidentContext, layer: int, lane: int = 0) -> SlotCache:

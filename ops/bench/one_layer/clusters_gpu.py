@@ -69,10 +69,10 @@ from harness.timing import (
 from torch import Tensor
 
 from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.reference import attend_lists_reference
 from decode_engine.kernels.clusters.device_clusters import DeviceClusters
 from decode_engine.kernels.clusters.reference import (
-    ListedSequence,
-    attend_lists_reference,
+    ClusteredSequence,
     remainder_reference,
 )
 from decode_engine.kernels.records import records_of
@@ -122,7 +122,7 @@ class Bench:
         self.records = [records_of(sequences, DEVICE) for sequences in self.sequences]
         self.lists = [self._random_list() for _ in range(self.layers)]
 
-    def _sequence(self, layer: int, b: int, clusters: bool) -> ListedSequence:
+    def _sequence(self, layer: int, b: int, clusters: bool) -> ClusteredSequence:
         kv = self.kv[layer, b]
         made = None
         if clusters:
@@ -132,7 +132,7 @@ class Bench:
                 kv, blocks, metric="cosine", iterations=10, moments="diagonal", seed=0
             )
             made = DeviceClusters.of(arrays, SINKS, DTYPE, DEVICE)
-        return ListedSequence(kv, self.tail[b], TAIL, SINKS, self.length - RECENT, self.budget, made)
+        return ClusteredSequence(kv, self.tail[b], TAIL, SINKS, self.length - RECENT, self.budget, made)
 
     def _random_list(self) -> KeyLists:
         """`budget` different keys of each row, ascending and in segments as searches leave them."""

@@ -51,7 +51,7 @@ from torch import Tensor
 
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.clusters.reference import ListedSequence, attend_lists_reference
+from decode_engine.kernels.attention.reference import ListedSequence, attend_lists_reference
 from decode_engine.kernels.records import records_of
 from decode_engine.kernels.slots.gather_rows import CopyShape, RowCopies, copy_rows
 from decode_engine.kernels.slots.slot_cache import RowCounts, SlotCache
@@ -246,7 +246,8 @@ class HybridBench:
         joined = torch.empty(KV_HEADS, self.plan.max_keys, dtype=torch.int32, device=DEVICE)
 
         def fetch(turn: int, layer: int) -> None:
-            self.hybrid.rows.fetch(layer, self.cached[layer], self.lists[layer][turn], joined)
+            rows, lists = self.cached[layer], self.lists[layer][turn]
+            self.hybrid.rows.locate(layer, rows, self.hybrid.selection, lists, joined)
 
         found["fetch_us"] = graph_us(self.all_steps(fetch))
         return found

@@ -12,6 +12,7 @@ from torch import Tensor
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.online_softmax import LOG2E
 from decode_engine.kernels.attention.partials import Partials, merge_partials
+from decode_engine.kernels.attention.reference import attend_lists_reference
 from decode_engine.kernels.attention.sparse_attention import (
     MONOPOLE,
     SUMS,
@@ -22,7 +23,6 @@ from decode_engine.kernels.attention.sparse_attention import (
 )
 from decode_engine.kernels.clusters.lookup import look_up, lookup_slots
 from decode_engine.kernels.clusters.reference import (
-    attend_lists_reference,
     cluster_logits,
     remainder_reference,
 )

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.reference import attend_lists_reference
 from decode_engine.kernels.clusters.device_clusters import DeviceClusters
 from decode_engine.kernels.clusters.reference import (
-    ListedSequence,
-    attend_lists_reference,
+    ClusteredSequence,
     remainder_reference,
 )
 from decode_engine.kernels.records import records_of
@@ -142,7 +142,7 @@ def test_contexts_of_a_million_tokens_and_more(length: int) -> None:
     )
     tail = torch.randn(heads, 3000, 2, D, device="cuda").to(torch.bfloat16)
     clusters = DeviceClusters.of(arrays, 8, torch.bfloat16, "cuda")
-    sequence = ListedSequence(kv, tail, 3000, 8, length - 100, 5000, clusters)
+    sequence = ClusteredSequence(kv, tail, 3000, 8, length - 100, 5000, clusters)
     records = records_of([sequence], "cuda")
     q = 2 * torch.randn(1, heads, G, D, device="cuda").to(torch.bfloat16)
     problem = Problem(q[0], (sequence,), records, [arrays], heads, length // 16)

@@ -44,22 +44,18 @@ ALL_KEPT, MORE_THAN_ALL, NONE_KEPT, NONE_SEARCHED = (
 )
 
 
-def tolerance(dtype: torch.dtype, int8: bool) -> float:
-    return 2e-2 if int8 or dtype != torch.float32 else 1e-4
-
-
 @pytest.mark.parametrize(
-    ("group", "head_dim", "bits", "value_groups", "int8", "apart", "dtype", "sizes"),
+    ("group", "head_dim", "bits", "value_groups", "apart", "dtype", "sizes"),
     [
-        (4, 128, (4, 4), 1, False, False, DTYPE, [LONG, None]),
-        (4, 64, (4, 4), 2, True, True, DTYPE, [LATE]),
-        (1, 64, (2, 3), 1, True, False, DTYPE, [LONG]),
-        (3, 64, (3, 2), 4, False, True, torch.float16, [SHORT, LATE]),
-        (8, 128, (3, 3), 1, True, True, DTYPE, [LONG]),
-        (5, 128, (2, 2), 1, False, False, torch.float16, [LONG]),
-        (16, 256, (4, 3), 2, False, False, DTYPE, [LATE]),
-        (2, 64, (4, 4), 1, False, False, DTYPE, [ALL_KEPT, NONE_SEARCHED]),
-        (2, 64, (4, 4), 1, False, True, DTYPE, [NONE_KEPT, MORE_THAN_ALL]),
+        (4, 128, (4, 4), 1, False, DTYPE, [LONG, None]),
+        (4, 64, (4, 4), 2, True, DTYPE, [LATE]),
+        (1, 64, (2, 3), 1, False, DTYPE, [LONG]),
+        (3, 64, (3, 2), 4, True, torch.float16, [SHORT, LATE]),
+        (8, 128, (3, 3), 1, True, DTYPE, [LONG]),
+        (5, 128, (2, 2), 1, False, torch.float16, [LONG]),
+        (16, 256, (4, 3), 2, False, DTYPE, [LATE]),
+        (2, 64, (4, 4), 1, False, DTYPE, [ALL_KEPT, NONE_SEARCHED]),
+        (2, 64, (4, 4), 1, True, DTYPE, [NONE_KEPT, MORE_THAN_ALL]),
     ],
 )
 def test_kernels_find_what_the_references_find(
@@ -67,14 +63,15 @@ def test_kernels_find_what_the_references_find(
     head_dim: int,
     bits: tuple[int, int],
     value_groups: int,
-    int8: bool,
     apart: bool,
     dtype: torch.dtype,
     sizes: list[tuple[int, int, int, int] | None],
 ) -> None:
-    coarse = make_sizes(group, head_dim, *bits, value_groups, int8=int8, kv_heads=2 if None in sizes else 1)
+    coarse = make_sizes(group, head_dim, *bits, value_groups, kv_heads=2 if None in sizes else 1)
     sequences = [None if size is None else make_sequence(coarse, *size) for size in sizes]
-    assert_equals_reference(coarse, dtype, sequences, apart=apart, tolerance=tolerance(dtype, int8))
+    assert_equals_reference(
+        coarse, dtype, sequences, apart=apart, tolerance=2e-2 if dtype != torch.float32 else 1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,15 +177,10 @@ def test_sizes_that_kernels_cannot_do_are_refused() -> None:
         make_sizes(4, 128, 3, 2, product=True)
 
 
-def test_product_codes_have_no_kernels_of_one_warp_and_no_products_of_integers() -> None:
+def test_product_codes_have_no_kernels_of_one_warp() -> None:
     registers = replace(SMALL, registers=True, samplers=8)
-    scalar, product = (
-        make_sizes(4, 128, 2, 2, shape=registers, int8=True, product=each) for each in (False, True)
-    )
-    assert (scalar.in_registers, product.in_registers) == (True, False)
-    for sizes in (scalar, product):
-        int8 = {sizes.key_constants()["INT8_KEYS"], sizes.value_constants()["INT8_VALUES"]}
-        assert int8 == {not sizes.product}
+    for product in (False, True):
+        assert make_sizes(4, 128, 2, 2, shape=registers, product=product).in_registers != product
 
 
 @pytest.mark.parametrize(("bits", "shift", "word"), list(TO_BFLOAT16))

@@ -27,7 +27,7 @@ pytestmark = ON_GPU
 LONG, SHORT = (60001, 8, 59900, 600), (259, 3, 250, 20)
 
 
-@pytest.mark.parametrize(("int8", "registers"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("registers", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(
     ("group", "head_dim", "bits", "value_groups"),
@@ -57,13 +57,10 @@ def test_kernels_find_what_the_references_find(
     bits: tuple[int, int],
     value_groups: int,
     apart: bool,
-    int8: bool,
     registers: bool,
 ) -> None:
     shape = replace(coarse_shape(torch.device(DEVICE, 0), 65536), registers=registers)
-    sizes = make_sizes(
-        group, head_dim, *bits, value_groups, shape=shape, max_keys=65536, int8=int8, kv_heads=2
-    )
+    sizes = make_sizes(group, head_dim, *bits, value_groups, shape=shape, max_keys=65536, kv_heads=2)
     sequences = [make_sequence(sizes, *LONG), None, make_sequence(sizes, *SHORT)]
     found = assert_equals_reference(sizes, torch.bfloat16, sequences, apart=apart, tolerance=3e-2)
     for row in range(2):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.clusters.device_clusters import DeviceClusters
-from decode_engine.kernels.clusters.reference import ListedSequence
+from decode_engine.kernels.clusters.reference import ClusteredSequence
 from decode_engine.kernels.records import records_of
 from index_store.indexes.key_clusters.build_triton import list_device_members, measure_members_reference
 
@@ -22,7 +22,7 @@ class Problem:
     """One layer of a batch; rows behind those of contexts and tails hold nan, sinks are in no cluster."""
 
     q_RGD: Tensor
-    sequences: tuple[ListedSequence | None, ...]
+    sequences: tuple[ClusteredSequence | None, ...]
     records_BF: Tensor
     arrays: list[dict[str, Tensor]]
     heads: int
@@ -57,7 +57,7 @@ def make_problem(
     tails: tail keys of every sequence; the last number also of those after it.
     """
     generator = torch.Generator().manual_seed(sum(lengths) + group)
-    sequences: list[ListedSequence | None] = []
+    sequences: list[ClusteredSequence | None] = []
     arrays: list[dict[str, Tensor]] = []
     for number, length in enumerate(lengths):
         if not length:
@@ -81,7 +81,7 @@ def make_problem(
         tail = tails[min(number, len(tails) - 1)]
         tail_kv = torch.randn(heads, tail, 2, head_dim, generator=generator).to(dtype)
         sequences.append(
-            ListedSequence(
+            ClusteredSequence(
                 padded(kv, 3).to(device)[:, :length],
                 padded(tail_kv, 2).to(device),
                 tail,

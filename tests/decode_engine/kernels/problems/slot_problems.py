@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.clusters.reference import ListedSequence
+from decode_engine.kernels.attention.reference import ListedSequence
 from decode_engine.kernels.records import records_of
 from decode_engine.kernels.slots.gather_rows import CopyShape
 from decode_engine.kernels.slots.slot_cache import DONE, HASH, OTHER_HASH, WAYS, RowCounts, SlotCache

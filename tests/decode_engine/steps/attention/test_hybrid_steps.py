@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.clusters.reference import attend_lists_reference
+from decode_engine.kernels.attention.reference import attend_lists_reference
 from decode_engine.kernels.slots.slot_cache import SlotCache
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.hybrid_steps import HybridSteps, slot_cache

@@ -103,7 +103,7 @@ def test_wrong_attention_of_refined_to_product_codes_is_not_timed(monkeypatch: p
 
 def test_heads_that_refined_has_no_kernels_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load("refined_gpu", monkeypatch)
-    for head_dim, group, words in ((96, 4, "one of 64, 128, 256"), (256, 17, "1 to 16")):
+    for head_dim, group, words in ((96, 4, "dimensions 64, 128 and 256"), (256, 17, "groups of 1 to 16")):
         with pytest.raises(typer.BadParameter, match=words):
             bench.main(head_dim=head_dim, group=group)
 
