@@ -249,4 +249,6 @@ def _end_with_input(grace_s: float) -> None:
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(grace_s)
-    os._exit(1)  # nobody is left who would end a process whose clean-ups hang; its jobs survive this as a kill
+    os._exit(
+        1
+    )  # nobody is left who would end a process whose clean-ups hang; its jobs survive this as a kill

@@ -125,7 +125,6 @@ def test_commands_in_the_documents_exist(document: Path) -> None:
             "methods",
             "evaluate",
             "evaluate-merge",
-            "gateway",
             "make-document",
             "token",
             "tune",

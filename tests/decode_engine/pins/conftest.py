@@ -55,9 +55,9 @@ def _serve(library: Library, names: dict[str, str], **changes: object) -> Iterat
     with ExitStack() as stack:
         server = stack.enter_context(DecodeServer(library.config(**changes)))
         server.load()
-        gateway = stack.enter_context(Gateway("127.0.0.1:0", server.address))
+        gateway = stack.enter_context(Gateway("127.0.0.1:0", server.grpc))
         channel = stack.enter_context(grpc.insecure_channel(server.address))
-        web = stack.enter_context(httpx.Client(base_url=gateway.url, timeout=120))
+        web = stack.enter_context(httpx.Client(base_url=gateway.url, timeout=600))
         yield Service(channel, web, {"absent": ABSENT, **names}, work)
 
 
