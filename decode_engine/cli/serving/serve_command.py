@@ -62,15 +62,16 @@ def serve(
 
 def _serve(config: ServeConfig, as_json: bool) -> None:
     """Binds the ports, loads, tells the address, and serves until a signal comes."""
-    from decode_engine.gateway.serving import http_door
-    from decode_engine.rpc.server import DecodeServer
+    with stop_signals(config.grace) as stopping, ExitStack() as stack:
+        from decode_engine.rpc.server import DecodeServer
 
-    with (
-        stop_signals(config.grace) as stopping,
-        DecodeServer(config, log_json=as_json) as server,
-        http_door(config, server.grpc) as gateway,
-    ):
-        url = None if gateway is None else gateway.url
+        server = stack.enter_context(DecodeServer(config, log_json=as_json))
+        url = None
+        if config.http_port is not None:
+            from decode_engine.gateway.serving import http_door
+
+            gateway = stack.enter_context(http_door(config, server.grpc))
+            url = None if gateway is None else gateway.url
         places = server.address if url is None else f"{server.address} and {url}"
         with _told(server.phase, places, as_json):
             served = _load(server, stopping)
