@@ -10,7 +10,6 @@ from decode_engine.cli.evaluate_command import evaluate_command, evaluate_merge_
 from decode_engine.cli.fetch_model_command import fetch_model
 from decode_engine.cli.make_document_command import make_document_command
 from decode_engine.cli.methods_command import methods
-from decode_engine.cli.serving.gateway_command import gateway
 from decode_engine.cli.serving.serve_command import serve
 from decode_engine.cli.serving.token_command import tokens
 from decode_engine.cli.status_command import status
@@ -22,7 +21,6 @@ app = new_app(
     "Serve stored contexts over gRPC, ask and chat, watch the server; list, evaluate and tune methods."
 )
 app.command("serve", cls=GroupedCommand)(serve)
-app.command("gateway")(gateway)
 app.command("ask")(ask)
 app.command("chat")(chat)
 app.add_typer(contexts, name="contexts")

@@ -1,1 +1,1 @@
-"""OpenAI's API over HTTP, in front of the gRPC service."""
+"""OpenAI's API over HTTP, beside the gRPC services, by the same answers."""

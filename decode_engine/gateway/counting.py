@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import Response
 
-from decode_engine.gateway.exchange import read_json, tell
+from decode_engine.gateway.exchange import ask, exchange_of, read_given
 from decode_engine.gateway.wire.bodies import rename_parts, response_turns
 from decode_engine.gateway.wire.endpoints import RESPONSES, TEMPLATE
 from decode_engine.gateway.wire.messages_shape import MESSAGE, turns_of
@@ -16,14 +14,13 @@ from decode_engine.gateway.wire.parameters import (
     TOOLS,
     Endpoint,
     Parameter,
-    Reading,
     refused,
     taken,
 )
 from decode_engine.gateway.wire.sent_events import JsonReply
 from decode_engine.gateway.wire.tool_shapes import TOOL, tools_of
 from decode_engine.orders.kinds import FLAG, TEXT, TOKENS
-from decode_engine.rpc.client import AsyncClient
+from decode_engine.rpc.client import verbs
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import Conversation
 
@@ -68,19 +65,18 @@ DETOKENIZE = Endpoint(
 
 async def tokenize(request: Request) -> Response:
     """POST /tokenize: tokens of a text, or of a conversation up to where the answer begins."""
-    given = await _read(request, TOKENIZE)
+    given = await read_given(request, TOKENIZE)
     if ("prompt" in given) == ("messages" in given):
         raise InvalidArgumentError("give exactly one of prompt and messages", field="prompt")
     said: str | Conversation = given.get("prompt", "")
     if "messages" in given:
         said = Conversation(turns_of(given["messages"]), tools_of(given.get("tools", [])))
-    client: AsyncClient = request.state.behind.client
-    found, status = await client.tokenize(said), await client.server_status()
+    found = await ask(request, verbs.tokenize(said))
     texts = [text.decode("utf-8", "replace") for text in found.texts]
     return JsonReply(
         {
             "count": len(found.ids),
-            "max_model_len": status.max_positions,
+            "max_model_len": exchange_of(request).beside.served.answering.facts.identity.max_positions,
             "tokens": found.ids,
             "token_strs": texts if given.get("return_token_strs") else None,
         }
@@ -89,26 +85,18 @@ async def tokenize(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     """POST /detokenize: the text of tokens."""
-    given = await _read(request, DETOKENIZE)
-    client: AsyncClient = request.state.behind.client
-    return JsonReply({"prompt": await client.detokenize(given["tokens"])})
+    given = await read_given(request, DETOKENIZE)
+    return JsonReply({"prompt": await ask(request, verbs.detokenize(given["tokens"]))})
 
 
 async def count_input(request: Request) -> Response:
     """POST /v1/responses/input_tokens: how many tokens a response would begin with, without a context."""
-    given = await _read(request, INPUT_TOKENS)
+    given = await read_given(request, INPUT_TOKENS)
     turns, places = response_turns(given)
-    client: AsyncClient = request.state.behind.client
+    said = Conversation(turns, tools_of(given.get("tools", [])))
     try:
-        counted = await client.count_tokens(Conversation(turns, tools_of(given.get("tools", []))))
+        counted = await ask(request, verbs.count_tokens(said))
     except InvalidArgumentError as error:
         rename_parts(error, places)
         raise
     return JsonReply({"object": "response.input_tokens", "input_tokens": counted})
-
-
-async def _read(request: Request, endpoint: Endpoint) -> dict[str, Any]:
-    reading = Reading()
-    given = endpoint.read(await read_json(request), reading)
-    tell(request, "taken", tuple(reading.taken))
-    return given

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from decode_engine.errors import TooManyRequestsError
-from decode_engine.gateway.exchange import EventStream, bounded_receive, read_json, tell
+from decode_engine.gateway.exchange import EventStream, ask, bounded_receive, exchange_of, read_given
 from decode_engine.gateway.failures import HttpError, failure
 from decode_engine.gateway.listing import EXPIRY, context_object, expiry_of, known_query
 from decode_engine.gateway.wire.messages_shape import MESSAGE, turns_of
@@ -24,7 +24,6 @@ from decode_engine.gateway.wire.parameters import (
     TOOLS,
     Endpoint,
     Parameter,
-    Reading,
     pick,
 )
 from decode_engine.gateway.wire.sent_events import JsonReply, event
@@ -32,11 +31,13 @@ from decode_engine.gateway.wire.shapes import DONE
 from decode_engine.gateway.wire.tool_shapes import TOOL, tools_of
 from decode_engine.orders.fields import BY_NAME
 from decode_engine.orders.kinds import FLAG, TEXT, TOKENS, Range
-from decode_engine.rpc.client import NEVER, AsyncClient, OperationInfo
-from index_store.errors import InvalidArgumentError, SparseKVError
+from decode_engine.rpc.client import NEVER, CreateOptions, OperationInfo, create_verbs, verbs
+from index_store.errors import InvalidArgumentError
 from index_store.jobs.uploads import MOST_DOCUMENT_BYTES
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.models.conversation.messages import Conversation, Message
+
+ItemT = TypeVar("ItemT")
 
 CREATE = Endpoint(
     "/v1/contexts",
@@ -88,31 +89,24 @@ _MOST_FILES = 4
 
 async def create_context(request: Request) -> Response:
     """POST /v1/contexts: an operation, or with `stream` its progress. What was begun goes on when the client goes."""
-    reading = Reading()
-    given = CREATE.read(await read_json(request), reading)
-    tell(request, "taken", tuple(reading.taken))
+    given = await read_given(request, CREATE)
     if len(pick(given, _SOURCES)) != 1:
         raise InvalidArgumentError(f"give exactly one of {', '.join(_SOURCES)}")
-    client: AsyncClient = request.state.behind.client
-    parent = given.get("parent")
-    operation = await client.create_context(
-        given.get("text"),
+    parent, upload = given.get("parent"), _upload_of(given.get("file_id"))
+    if parent is not None:
+        parent = (await ask(request, verbs.find_context(parent))).name
+    others = {name: given[name] for name in CreateOptions.__annotations__ if name in given}
+    options = cast(CreateOptions, {**others, "ttl_s": _lives_s(given), "parent": parent})
+    order = create_verbs.create_context(
+        options,
+        text=given.get("text"),
         token_ids=given.get("token_ids"),
         messages=_messages_of(given),
-        upload=_upload_of(given.get("file_id")),
-        wait=False,
-        display_name=given.get("display_name"),
-        move_name=given.get("move_name"),
-        ttl_s=_lives_s(given),
-        methods=given.get("methods"),
-        rows=given.get("rows"),
-        request_id=given.get("request_id"),
-        priority=given.get("priority"),
-        labels=given.get("labels"),
-        parent=None if parent is None else (await client.find_context(parent)).name,
+        upload=upload,
     )
+    operation = await ask(request, order)
     if given.get("stream"):
-        return EventStream(_progress(client, operation), release=lambda: None)
+        return EventStream(_progress(request, operation), _no_work)
     return JsonReply(operation_object(operation), status_code=202)
 
 
@@ -137,23 +131,27 @@ def _messages_of(given: dict[str, Any]) -> Sequence[Message] | Conversation | No
 async def list_operations(request: Request) -> Response:
     """GET /v1/operations: the newest ones."""
     known_query(request)
-    client: AsyncClient = request.state.behind.client
-    found = [operation_object(operation) async for operation in client.list_operations()]
+    found, token = list[dict[str, Any]](), None
+    while token != "":
+        page = await ask(request, create_verbs.list_operations(0, token or ""))
+        found += [operation_object(operation) for operation in page.operations]
+        token = page.next_page_token
     return JsonReply({"object": "list", "data": found, "has_more": False})
 
 
 async def get_operation(request: Request) -> Response:
     """GET /v1/operations/{operation}."""
-    client: AsyncClient = request.state.behind.client
-    return JsonReply(operation_object(await client.get_operation(_operation_name(request))))
+    return JsonReply(operation_object(await _operation(request)))
 
 
 async def cancel_operation(request: Request) -> Response:
     """POST /v1/operations/{operation}/cancel."""
-    client: AsyncClient = request.state.behind.client
-    name = _operation_name(request)
-    await client.cancel_operation(name)
-    return JsonReply(operation_object(await client.get_operation(name)))
+    await ask(request, create_verbs.cancel_operation(_operation_name(request)))
+    return JsonReply(operation_object(await _operation(request)))
+
+
+async def _operation(request: Request) -> OperationInfo:
+    return await ask(request, create_verbs.get_operation(_operation_name(request)))
 
 
 async def create_file(request: Request) -> Response:
@@ -186,8 +184,9 @@ async def _take_file(request: Request) -> Response:
             filename = file.filename or ""
     except HTTPException as error:
         raise InvalidArgumentError(f"the body is no form: {error.detail}", field="file") from error
-    client: AsyncClient = request.state.behind.client
-    upload = await client.upload_document(document)
+    exchange, parts = exchange_of(request), _each(create_verbs.upload_parts(document))
+    sent = await exchange.handler("UploadDocument")(parts, exchange)
+    upload = create_verbs.read_upload(sent)
     return JsonReply(
         {
             "id": _FILE_PREFIX + upload.name.removeprefix("uploads/"),
@@ -202,9 +201,18 @@ async def _take_file(request: Request) -> Response:
     )
 
 
-async def _progress(client: AsyncClient, operation: OperationInfo) -> AsyncGenerator[bytes, None]:
+async def _each(parts: Iterable[ItemT]) -> AsyncIterator[ItemT]:
+    for part in parts:
+        yield part
+
+
+async def _no_work() -> None:
+    """What was begun goes on."""
+
+
+async def _progress(request: Request, operation: OperationInfo) -> AsyncGenerator[bytes, None]:
     """Events `progress` at every change, then `context` or `error`."""
-    last: OperationInfo | None = None
+    exchange, last = exchange_of(request), cast("OperationInfo | None", None)
     try:
         while True:
             if operation != last:
@@ -213,9 +221,9 @@ async def _progress(client: AsyncClient, operation: OperationInfo) -> AsyncGener
             if operation.done:
                 yield event(context_object(operation.result()), "context")
                 break
-            operation = await client.wait_operation(operation.name, _WAIT_S)
-    except SparseKVError as error:
-        yield event(failure(error)[1], "error")
+            operation = await ask(request, create_verbs.wait_operation(operation.name, _WAIT_S))
+    except Exception as error:
+        yield event(failure(exchange.public(error, exchange.beside.paths))[1], "error")
     yield event(DONE)
 
 

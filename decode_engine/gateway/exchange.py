@@ -1,9 +1,10 @@
-"""One request and its response: a body within bounds, an answer that ends when its client is gone."""
+"""One request and its response: who asks, a body within bounds, an answer that ends when its client is gone."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import time
 import zlib
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
@@ -17,12 +18,18 @@ from starlette.types import Message, Receive, Scope, Send
 
 from decode_engine.errors import CancelledError, TooManyRequestsError
 from decode_engine.gateway.failures import HttpError
+from decode_engine.gateway.wire.parameters import Endpoint, Reading
+from decode_engine.rpc.client.verbs import METHODS, Call
+from decode_engine.rpc.server import GrpcDoor
+from decode_engine.rpc.transport.asker import Asker
+from decode_engine.rpc.transport.calls import LARGE_BYTES
 from decode_engine.rpc.transport.stalled import forget_error
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError
 
 ResultT = TypeVar("ResultT")
 
+_OPEN_PATHS = frozenset({"/health"})
 _BODY_S = 20.0
 """How long a body may take to arrive."""
 _FILE_S = 600.0
@@ -37,10 +44,24 @@ CLIENT_GONE = 499
 """As proxies log it; nobody sees it."""
 
 
-async def read_json(request: Request) -> Any:
-    """The body as JSON. Raises HttpError for one that is too large or late, TooManyRequestsError where others hold too
-    much, InvalidArgumentError for what is no JSON in UTF-8."""
-    return parse_json(await _read_body(request))
+async def read_json(request: Request, read: Callable[[Any], ResultT]) -> ResultT:
+    """What is read of a body of JSON; of a large one by another thread, since all clients would wait for it.
+
+    Raises HttpError for one that is too large or late, TooManyRequestsError where others hold too much,
+    InvalidArgumentError for what is no JSON in UTF-8, and what `read` raises.
+    """
+    data = await _read_body(request)
+    if len(data) > LARGE_BYTES:
+        return await exchange_of(request).run(lambda: read(parse_json(data)))
+    return read(parse_json(data))
+
+
+async def read_given(request: Request, endpoint: Endpoint) -> dict[str, Any]:
+    """What a body gives of an endpoint's parameters; the response tells which do nothing. Raises as `read_json`."""
+    reading = Reading()
+    given = await read_json(request, lambda body: endpoint.read(body, reading))
+    tell(request, "taken", tuple(reading.taken))
+    return given
 
 
 def parse_json(data: bytes) -> Any:
@@ -76,11 +97,74 @@ class HeldBodies:
         self._held -= nbytes
 
 
+class Exchange(Asker):
+    """Who asks over HTTP, and what is known of the request and its response. beside: whose answers these are, too.
+
+    open: no token is asked for. begun: the response has begun. told: further headers of it. said: why it is an error.
+    """
+
+    def __init__(self, scope: Scope, send: Send, beside: GrpcDoor, bodies: HeldBodies) -> None:
+        host, port = scope["client"] or ("", 0)
+        shown = dict(scope["headers"]).get(b"authorization")
+        peer = f"http:{host}:{port}"
+        super().__init__(beside.listener.work, peer, None if shown is None else shown.decode("latin-1"))
+        self.note(peer=f"{host}:{port}")
+        self.beside = beside
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.open = self.path in _OPEN_PATHS
+        self.said = ""
+        self.begun = False
+        self.told: dict[str, str] = {}
+        self._bodies = bodies
+        self._body_bytes = 0
+        self._status = 0
+        self._send = send
+
+    def handler(self, method: str) -> Any:
+        """What answers calls of a method. Raises NotReadyError."""
+        return getattr(self.beside.served.services[METHODS[method].containing_service.full_name], method)
+
+    def hold(self, nbytes: int) -> None:
+        """Counts bytes of its body. Raises TooManyRequestsError."""
+        self._bodies.add(nbytes)
+        self._body_bytes += nbytes
+
+    async def send(self, message: Message) -> None:
+        """Passes a part of the response on."""
+        if message["type"] == "http.response.start":
+            self.begun = True
+            self._status = message["status"]
+            told = {"x-request-id": self.id, **self.told}
+            headers = ((name.encode(), value.encode()) for name, value in told.items())
+            message["headers"] = [*message["headers"], *headers]
+        await self._send(message)
+
+    def end(self) -> None:
+        """It is over: one line about what became of it; none of a health check."""
+        super().end()
+        self._bodies.remove(self._body_bytes)
+        level = logging.DEBUG if self.open else logging.INFO
+        self.log(f"{self.method} {ascii(self.path[:200])[1:-1]}", str(self._status), self.said, level)
+
+
+def exchange_of(request: Request) -> Exchange:
+    """What is known of a request."""
+    exchange: Exchange = request.state.exchange
+    return exchange
+
+
+async def ask(request: Request, call: Call[ResultT]) -> ResultT:
+    """What a service here replies to one of the client's verbs. Raises NotReadyError, and what its handler raises."""
+    exchange = exchange_of(request)
+    return call.read(await exchange.handler(call.method)(call.request, exchange))
+
+
 def tell(request: Request, name: str, values: Sequence[str]) -> None:
     """Has the response say something in a header `x-sparsekv-NAME`, whatever it is."""
-    said = [value for value in values[:_MOST_TOLD] if value.isascii() and value.isprintable()]
-    if said:
-        request.state.told[f"x-sparsekv-{name}"] = ", ".join(said)
+    said = [value.strip() for value in values[:_MOST_TOLD] if value.isascii() and value.isprintable()]
+    if any(said):
+        exchange_of(request).told[f"x-sparsekv-{name}"] = ", ".join(filter(None, said))
 
 
 async def _read_body(request: Request) -> bytes:
@@ -97,7 +181,7 @@ async def _read_body(request: Request) -> bytes:
                 total += len(piece)
                 if total > MAX_REQUEST_BYTES:
                     raise _too_large()
-                request.state.hold(len(piece))
+                exchange_of(request).hold(len(piece))
                 pieces.append(piece)
     except TimeoutError as error:
         raise HttpError(
@@ -169,13 +253,13 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, ResultT]) 
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         return await task if task.done() else None
     finally:
-        await _end(task, gone)
+        await end_tasks(task, gone)
 
 
 class EventStream(Response):
     """Server-sent events from a generator of them, until it ends or the client is gone.
 
-    While it has nothing to say, comments are sent. release: called at the end, whether or not anything was sent.
+    While it has nothing to say, comments are sent. release: runs at the end, whether or not anything was sent.
     last_words: the events that end it where this process is told to stop before.
     """
 
@@ -184,7 +268,7 @@ class EventStream(Response):
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
-        release: Callable[[], object],
+        release: Callable[[], Coroutine[Any, Any, None]],
         last_words: Callable[[], bytes] = bytes,
     ) -> None:
         self._events = events
@@ -204,16 +288,16 @@ class EventStream(Response):
             if task.done():
                 task.result()
             else:
-                scope["state"]["note"]({"ended": CancelledError.reason})
+                scope["state"]["exchange"].note(ended=CancelledError.reason)
         except asyncio.CancelledError:  # the server's grace is over
-            await _end(task)
+            await end_tasks(task)
             if self._begun and not self._ended:
                 async with asyncio.timeout(_LAST_WORDS_S):
                     await self._say_last(send)
             raise
         finally:
-            self._release()
-            await _end(task, gone)
+            await end_tasks(task, gone)
+            await self._release()
 
     async def _say_last(self, send: Send) -> None:
         if words := self._last_words():
@@ -256,7 +340,7 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-async def _end(*tasks: asyncio.Future[Any]) -> None:
+async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
     """Cancels those that are not done, and waits for them."""
     for task in tasks:
         task.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from decode_engine.errors import InternalError, PromptTooLongError, ServerUnreachableError
+from decode_engine.errors import PromptTooLongError
 from decode_engine.gateway.wire.reply_structs import ErrorDetails, ErrorReply
 from decode_engine.gateway.wire.sent_events import JsonReply
 from decode_engine.rpc.door.refusals import UnauthenticatedError
@@ -28,9 +28,9 @@ _STATUSES = {
     "DEADLINE_EXCEEDED": 504,
 }
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
-_REPEATABLE = frozenset({"SHUTTING_DOWN", "UNREACHABLE"})
+_REPEATABLE = frozenset({"SHUTTING_DOWN"})
 """Reasons that waiting may mend, although nobody says how long. OpenAI's clients repeat others, too, unless told."""
-_PARTICULAR = {"UNREACHABLE": 502, "STORE_FULL": 507, "STORE_BOUND_REACHED": 507}
+_PARTICULAR = {"STORE_FULL": 507, "STORE_BOUND_REACHED": 507}
 """Reasons that HTTP has a better word for than for their code."""
 
 
@@ -66,8 +66,6 @@ def failure(error: SparseKVError | HttpError) -> tuple[int, ErrorReply]:
     message, param = error.message, error.metadata.get("field")
     if isinstance(error, ContextNotFoundError):
         param = "context"
-    if isinstance(error, ServerUnreachableError):  # whose address is nobody's concern here
-        message = "the server behind this gateway does not answer; try again later"
     return status, _body(status, message, param, code)
 
 
@@ -87,14 +85,6 @@ def refusal(error: SparseKVError | HttpError) -> JsonReply:
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     return JsonReply(body, status_code=status, headers=headers)
-
-
-def unexpected(request_id: str) -> InternalError:
-    """What clients are told of a fault of the gateway."""
-    return InternalError(
-        f"the gateway failed on this request; its log has the details under request {request_id}",
-        request_id=request_id,
-    )
 
 
 def _body(status: int, message: str, param: str | None, code: str) -> ErrorReply:

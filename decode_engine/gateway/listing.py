@@ -10,13 +10,12 @@ from typing import Any, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from decode_engine.gateway.behind import Behind
-from decode_engine.gateway.exchange import read_json, tell
+from decode_engine.gateway.exchange import ask, exchange_of, read_given
 from decode_engine.gateway.failures import HttpError
-from decode_engine.gateway.wire.parameters import LABELS, TTL, Endpoint, Parameter, Reading
+from decode_engine.gateway.wire.parameters import LABELS, TTL, Endpoint, Parameter
 from decode_engine.gateway.wire.sent_events import JsonReply
 from decode_engine.orders.kinds import FLAG, TEXT
-from decode_engine.rpc.client import NEVER, AsyncClient, ContextChanges, ContextInfo, Never
+from decode_engine.rpc.client import NEVER, ContextChanges, ContextInfo, Never, verbs
 from index_store.errors import InvalidArgumentError
 
 _MOST_ON_A_PAGE = 1000
@@ -40,8 +39,7 @@ UPDATE = Endpoint(
 
 async def health(request: Request) -> Response:
     """GET /health: whether the server takes requests, and what it does while it starts. Needs no token."""
-    client: AsyncClient = request.state.behind.client
-    found = await client.health()
+    found = exchange_of(request).beside.listener.health
     if found.serving:
         return JsonReply({"status": "ok"})
     starting = {"status": "starting", "phase": found.phase}
@@ -50,24 +48,23 @@ async def health(request: Request) -> Response:
 
 async def list_models(request: Request) -> Response:
     """GET /v1/models."""
-    return JsonReply({"object": "list", "data": [await _model(request)]})
+    return JsonReply({"object": "list", "data": [_model(request)]})
 
 
 async def get_model(request: Request) -> Response:
     """GET /v1/models/{model}."""
-    model = await _model(request)
+    model = _model(request)
     name = request.path_params["model"]
     if name != model["id"]:
         raise HttpError(404, f"model is {name[:100]!r}, but {model['id']!r} is served", "model_not_found")
     return JsonReply(model)
 
 
-async def _model(request: Request) -> dict[str, Any]:
-    behind: Behind = request.state.behind
-    status = await behind.facts_anew()
-    named = {"id": status.model, "object": "model", "created": 0, "owned_by": "sparsekv"}
+def _model(request: Request) -> dict[str, Any]:
+    identity = exchange_of(request).beside.served.answering.facts.identity
+    named = {"id": identity.name, "object": "model", "created": 0, "owned_by": "sparsekv"}
     # As vLLM calls it, and as OpenRouter does.
-    return {**named, "max_model_len": status.max_positions, "context_length": status.max_positions}
+    return {**named, "max_model_len": identity.max_positions, "context_length": identity.max_positions}
 
 
 async def list_contexts(request: Request) -> Response:
@@ -78,14 +75,8 @@ async def list_contexts(request: Request) -> Response:
         raise InvalidArgumentError(
             f"page_size is {size[:100]!r}, expected an integer of 0 to {_MOST_ON_A_PAGE}", field="page_size"
         )
-    client: AsyncClient = request.state.behind.client
-    given = request.query_params
-    page = await client.list_page(
-        int(size),
-        given.get("page_token", ""),
-        filter=given.get("filter", ""),
-        order_by=given.get("order_by", ""),
-    )
+    given = (request.query_params.get(name, "") for name in ("page_token", "filter", "order_by"))
+    page = await ask(request, verbs.list_contexts(int(size), *given))
     return JsonReply(
         {
             "object": "list",
@@ -105,17 +96,14 @@ async def get_context(request: Request) -> Response:
 async def update_context(request: Request) -> Response:
     """PATCH /v1/contexts/{context}."""
     known_query(request)
-    reading = Reading()
-    given = UPDATE.read(await read_json(request), reading)
-    tell(request, "taken", tuple(reading.taken))
+    given = await read_given(request, UPDATE)
     if not any(value != {} for value in given.values()):
         names = ", ".join(parameter.name for parameter in UPDATE.parameters)
         raise InvalidArgumentError(f"nothing to change, expected some of {names}")
     others = {name: value for name, value in given.items() if name not in ("expire_time", "ttl_seconds")}
     changes = cast(ContextChanges, {**others, "expire_time": expiry_of(given)})
     context = await _find(request)
-    client: AsyncClient = request.state.behind.client
-    return JsonReply(context_object(await client.update_context(context.name, **changes)))
+    return JsonReply(context_object(await ask(request, verbs.update_context(context.name, changes))))
 
 
 def expiry_of(given: Mapping[str, Any]) -> datetime | Never | None:
@@ -151,13 +139,12 @@ async def delete_context(request: Request) -> Response:
     if force not in ("true", "false"):
         raise InvalidArgumentError(f"force is {force[:100]!r}, expected true or false", field="force")
     context = await _find(request)
-    await request.state.behind.client.delete_context(context.name, force=force == "true")
+    await ask(request, verbs.delete_context(context.name, False, force == "true"))
     return JsonReply({"id": _id(context), "object": "context", "deleted": True})
 
 
 async def _find(request: Request) -> ContextInfo:
-    client: AsyncClient = request.state.behind.client
-    return await client.find_context(request.path_params["context"])
+    return await ask(request, verbs.find_context(request.path_params["context"]))
 
 
 def context_object(context: ContextInfo) -> dict[str, Any]:

@@ -1,14 +1,13 @@
-"""The gateway as a whole: a port, a thread with its event loop, a client of the server behind it."""
+"""The HTTP door: a port on the event loop of the gRPC door, beside which it answers."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import ssl
-import threading
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -17,13 +16,10 @@ import uvicorn
 
 from decode_engine.errors import AddressError
 from decode_engine.gateway.app import make_app
-from decode_engine.gateway.behind import Behind
 from decode_engine.gateway.bounds import HEAD_BYTES, BoundedConnection, Bounds
-from decode_engine.rpc.client import AsyncClient, Credentials
 from decode_engine.rpc.door.certificates import Certificates
-from decode_engine.rpc.door.rules import Door
-
-logger = logging.getLogger(__name__)
+from decode_engine.rpc.server import GrpcDoor
+from decode_engine.settings.config import ServeConfig
 
 _BACKLOG = 512
 _UNREAD_BYTES = 2**17
@@ -31,7 +27,7 @@ _UNREAD_BYTES = 2**17
 
 
 class Gateway:
-    """Serves from its making until `stop`. Use as a context manager, or call that.
+    """Serves from its making until `stop`, or until the door beside it stops. Use as a context manager.
 
     address: with the port that was found where 0 was asked for.
     """
@@ -39,30 +35,27 @@ class Gateway:
     def __init__(
         self,
         listen: str,
-        server: str,
+        beside: GrpcDoor,
         *,
-        credentials: Credentials = Credentials(),  # noqa: B008  frozen
-        door: Door | None = None,
         certificates: Certificates | None = None,
         cors_origins: Sequence[str] = (),
         bounds: Bounds = Bounds(),  # noqa: B008  frozen
         shared: bool = False,
     ) -> None:
-        """server: HOST:PORT or a socket's path as `unix:PATH`. credentials: what encrypts the way to it; who asks shows
-        a token of their own. shared: other processes listen there, too. Raises AddressError, InvalidArgumentError."""
-        self._server_address = server
-        self._credentials = credentials
-        self._door = door or Door()
+        """beside: the door whose answers, event loop and tokens it shares. shared: other processes listen there, too.
+
+        Raises AddressError, CertificateError.
+        """
         self._certificates = certificates
-        self._cors_origins = cors_origins
         self._bounds = bounds
-        self._socket = _bind(listen, shared)
-        host = listen.rpartition(":")[0]
-        self.address = f"{host}:{self._socket.getsockname()[1]}"
-        self._begun: Future[uvicorn.Server] = Future()
-        self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
-        self._thread.start()
-        self._server = self._begun.result()
+        config = self._uvicorn_config(make_app(beside, bounds, cors_origins))
+        config.load()
+        bound = _bind(listen, shared)
+        self.address = f"{listen.rpartition(':')[0]}:{bound.getsockname()[1]}"
+        self._server = uvicorn.Server(config)
+        serving = self._server.serve(sockets=[bound])
+        self._serving = asyncio.run_coroutine_threadsafe(serving, beside.listener.loop)
+        beside.listener.also_stop(self._end)
 
     def __enter__(self) -> Self:
         return self
@@ -77,32 +70,18 @@ class Gateway:
         """Where the paths begin."""
         return f"{'http' if self._certificates is None else 'https'}://{self.address}"
 
-    def begin_stop(self, grace_s: float) -> None:
-        """Takes no more connections, and ends the requests that are open after the grace."""
+    def stop(self, grace_s: float) -> None:
+        """Takes no more connections, ends requests that are open after the grace, and waits for that. Idempotent."""
+        self._begin_stop(grace_s)
+        wait([self._serving])
+
+    async def _end(self, grace_s: float) -> None:
+        self._begin_stop(grace_s)
+        await asyncio.wait([asyncio.wrap_future(self._serving)])
+
+    def _begin_stop(self, grace_s: float) -> None:
         self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
         self._server.should_exit = True
-
-    def stop(self, grace_s: float) -> None:
-        """The same, and waits until all is over. Idempotent."""
-        self.begin_stop(grace_s)
-        self._thread.join()
-        self._socket.close()
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except BaseException as error:
-            if self._begun.done():
-                logger.exception("the gateway has failed")
-            else:
-                self._begun.set_exception(error)
-
-    async def _serve(self) -> None:
-        async with AsyncClient(self._server_address, credentials=self._credentials) as client:
-            app = make_app(Behind(client), self._door, self._bounds, self._cors_origins)
-            server = uvicorn.Server(self._uvicorn_config(app))
-            self._begun.set_result(server)
-            await server.serve(sockets=[self._socket])
 
     def _uvicorn_config(self, app: Any) -> uvicorn.Config:
         return uvicorn.Config(
@@ -120,6 +99,23 @@ class Gateway:
             timeout_keep_alive=int(self._bounds.idle_s),
             **_encryption(self._certificates),
         )
+
+
+@contextmanager
+def http_door(config: ServeConfig, beside: GrpcDoor, *, shared: bool = False) -> Iterator[Gateway | None]:
+    """What a configuration wants of HTTP while the block runs, perhaps nothing. Raises as `Gateway` does."""
+    if config.http_port is None:
+        yield None
+        return
+    listen = f"{config.listen.rpartition(':')[0]}:{config.http_port}"
+    try:
+        gateway = Gateway(
+            listen, beside, certificates=beside.certificates, cors_origins=config.cors_origin, shared=shared
+        )
+    except AddressError as error:
+        raise AddressError.of(listen, "--http-port") from error
+    with gateway:
+        yield gateway
 
 
 def _encryption(certificates: Certificates | None) -> dict[str, Any]:

@@ -34,6 +34,9 @@ from index_store.models.conversation.messages import (
 
 def check_order(order: Order) -> None:
     """Checks all that can be checked without context and model. Raises InvalidArgumentError and names the field."""
+    if not (order.text or order.prompt or order.turns):
+        empty = "token_ids" if order.text is None else "text"
+        raise InvalidArgumentError(f"{empty} is empty, expected at least one token", field=empty)
     check_count("method", order.method, MAX_METHOD_CHARACTERS, "characters")
     for field in FIELDS:
         value = getattr(order, field.member or field.name, None)

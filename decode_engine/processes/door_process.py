@@ -9,32 +9,23 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Iterator
 from concurrent.futures import wait
-from contextlib import contextmanager
-from pathlib import Path
 from queue import SimpleQueue
-from tempfile import TemporaryDirectory
 from threading import Thread
 
-from decode_engine.gateway.serving import Gateway
+from decode_engine.gateway.serving import http_door
 from decode_engine.orders.core import Facts
 from decode_engine.processes.attached import Parent, Serving, Setup, run_attached
 from decode_engine.processes.link.remote import RemoteCore
-from decode_engine.rpc.door.options import certificates_of
-from decode_engine.rpc.door.rules import Door
 from decode_engine.rpc.server import LAST_WORDS_S, GrpcDoor
 from decode_engine.rpc.transport.starting import Phase
 from index_store.errors import SparseKVError
-
-_ANSWERED_S = 3.0
-"""After the grace, for the gateway to hand on why a stream ends."""
 
 logger = logging.getLogger(__name__)
 
 
 class DoorProcess:
-    """A gRPC door and its gateway, with an engine that comes and goes."""
+    """A gRPC door, and HTTP beside it, with an engine that comes and goes."""
 
     def __init__(self, parent: Parent, grpc: GrpcDoor, phase: Phase) -> None:
         self._parent = parent
@@ -70,14 +61,10 @@ class DoorProcess:
         self._facts = facts
         self._parent.say(Serving(facts.identity.fingerprint))
 
-    def stop(self, gateway: Gateway | None, grace_s: float) -> None:
+    def stop(self, grace_s: float) -> None:
         """Takes no more calls; those that run have the grace, and are told by the engine why they end."""
-        if gateway is not None:
-            gateway.begin_stop(grace_s + _ANSWERED_S)
         stopped = self._grpc.listener.begin_stop(grace_s + 2 * LAST_WORDS_S)
         wait([stopped], grace_s + 3 * LAST_WORDS_S)
-        if gateway is not None:
-            gateway.stop(_ANSWERED_S)
         self._grpc.listener.loop.call_soon_threadsafe(self._core.close)
         self._grpc.close()
 
@@ -101,29 +88,14 @@ def _open(grpc: GrpcDoor, core: RemoteCore, facts: Facts, setup: Setup) -> None:
     grpc.open(core, facts, tokenizer, vocabulary, workshop)
 
 
-@contextmanager
-def _gateway(setup: Setup, inside: Path, door: Door) -> Iterator[Gateway | None]:
-    config = setup.config
-    if config.http_port is None:
-        yield None
-        return
-    listen = f"{config.listen.rpartition(':')[0]}:{config.http_port}"
-    with Gateway(
-        listen, f"unix:{inside}", door=door, certificates=certificates_of(config), shared=True
-    ) as gateway:
-        yield gateway
-
-
 def serve_door(parent: Parent) -> int:
     """Serves until told to stop. Returns the exit code."""
     setup, phase = parent.setup, Phase()
-    with TemporaryDirectory(prefix="sparsekv-") as folder, Door(setup.config.tokens) as door:
-        inside = Path(folder, "inside")
-        grpc = GrpcDoor(setup.config, phase, door=door, inside=inside, shared=True)
-        with _gateway(setup, inside, door) as gateway:
-            process = DoorProcess(parent, grpc, phase)
-            grace_s = parent.wait()
-            process.stop(gateway, grace_s or 0.0)
+    grpc = GrpcDoor(setup.config, phase, shared=True)
+    with http_door(setup.config, grpc, shared=True):
+        process = DoorProcess(parent, grpc, phase)
+        grace_s = parent.wait()
+        process.stop(grace_s or 0.0)
     return 1 if grace_s is None else 0
 
 

@@ -1,7 +1,7 @@
 """The services of contexts and of the operations that make them: thin handlers between messages and the store.
 
-Handlers run on the listener's thread and never block it: what reads files goes through `Call.run`, what waits for
-memory through `Call.run_alone`. Errors are left to the gate.
+Handlers run on the listener's thread and never block it: what reads files goes through `Asker.run`, what waits for
+memory through `Asker.run_alone`. Errors are left to the gate.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from decode_engine.rpc.contexts.updates import update_context
 from decode_engine.rpc.creation.operations import parse_operation
 from decode_engine.rpc.library import Library
 from decode_engine.rpc.messages.describe import describe_upload
+from decode_engine.rpc.transport.asker import Asker
 from decode_engine.rpc.transport.bound import Bound
-from decode_engine.rpc.transport.calls import Call
 from index_store.errors import ContextNotFoundError
 from index_store.jobs.uploads import Upload, UploadWriting
 from sparsekv.v1 import context_pb2, context_pb2_grpc
@@ -57,7 +57,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         self._uploading = Bound(_MAX_UPLOADING, "documents are being uploaded")
 
     async def CreateContext(
-        self, request: context_pb2.CreateContextRequest, call: Call
+        self, request: context_pb2.CreateContextRequest, call: Asker
     ) -> operations_pb2.Operation:
         library = self._library
         # Who leaves has the order made or not made, and finds out by its request_id.
@@ -67,12 +67,12 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         return operation
 
     def _create(
-        self, library: Library, request: context_pb2.CreateContextRequest, call: Call
+        self, library: Library, request: context_pb2.CreateContextRequest, call: Asker
     ) -> operations_pb2.Operation:
         return library.operations().show(library.workshop.order(request, call.check, call.caller))
 
     async def UploadDocument(
-        self, requests: AsyncIterator[context_pb2.UploadDocumentRequest], call: Call
+        self, requests: AsyncIterator[context_pb2.UploadDocumentRequest], call: Asker
     ) -> context_pb2.Upload:
         uploads = self._library.workshop.uploads
         with self._uploading.place():
@@ -88,7 +88,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         self,
         requests: AsyncIterator[context_pb2.UploadDocumentRequest],
         writing: UploadWriting,
-        call: Call,
+        call: Asker,
     ) -> Upload:
         sha256 = ""
         try:
@@ -102,14 +102,14 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
                 f"the document did not come within {_UPLOAD_S} s; send it anew"
             ) from error
 
-    async def _discard(self, writing: UploadWriting, call: Call) -> None:
+    async def _discard(self, writing: UploadWriting, call: Asker) -> None:
         """Gives an upload up; what fails here is logged, since its sender is told what failed before."""
         try:
             await asyncio.shield(call.run_alone(writing.discard))
         except Exception:
             logger.exception("what had come of an upload was not removed")
 
-    async def GetContext(self, request: context_pb2.GetContextRequest, call: Call) -> context_pb2.Context:
+    async def GetContext(self, request: context_pb2.GetContextRequest, call: Asker) -> context_pb2.Context:
         context = await call.run(partial(self._get, self._library, request))
         call.note(context=context.name.removeprefix(COLLECTION))
         return context
@@ -119,7 +119,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         return library.describe([entry])[0]
 
     async def ListContexts(
-        self, request: context_pb2.ListContextsRequest, call: Call
+        self, request: context_pb2.ListContextsRequest, call: Asker
     ) -> context_pb2.ListContextsResponse:
         library = self._library
         return await call.run(partial(library.store.bounded, partial(self._list, library, request)))
@@ -131,7 +131,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         return context_pb2.ListContextsResponse(contexts=library.describe(page), next_page_token=next_token)
 
     async def UpdateContext(
-        self, request: context_pb2.UpdateContextRequest, call: Call
+        self, request: context_pb2.UpdateContextRequest, call: Asker
     ) -> context_pb2.Context:
         library = self._library
         id_ = parse_name(request.context.name, "context.name")
@@ -140,7 +140,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         await library.core.changed(id_)
         return (await call.run(partial(library.describe, [changed])))[0]
 
-    async def DeleteContext(self, request: context_pb2.DeleteContextRequest, call: Call) -> Empty:
+    async def DeleteContext(self, request: context_pb2.DeleteContextRequest, call: Asker) -> Empty:
         library = self._library
         id_ = parse_name(request.name)
         call.note(context=id_)
@@ -154,7 +154,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         return Empty()
 
     async def WarmContext(
-        self, request: context_pb2.WarmContextRequest, call: Call
+        self, request: context_pb2.WarmContextRequest, call: Asker
     ) -> context_pb2.WarmContextResponse:
         library = self._library
         id_ = parse_name(request.name)
@@ -179,18 +179,18 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore
         self._waiting = Bound(_MAX_WAITS, "calls wait for operations")
 
     async def ListOperations(
-        self, request: operations_pb2.ListOperationsRequest, call: Call
+        self, request: operations_pb2.ListOperationsRequest, call: Asker
     ) -> operations_pb2.ListOperationsResponse:
         library = self._library
         return await call.run(partial(library.store.bounded, partial(library.operations().page, request)))
 
     async def GetOperation(
-        self, request: operations_pb2.GetOperationRequest, call: Call
+        self, request: operations_pb2.GetOperationRequest, call: Asker
     ) -> operations_pb2.Operation:
         return await self._look(parse_operation(request.name), call)
 
     async def WaitOperation(
-        self, request: operations_pb2.WaitOperationRequest, call: Call
+        self, request: operations_pb2.WaitOperationRequest, call: Asker
     ) -> operations_pb2.Operation:
         id_ = parse_operation(request.name)
         asked = request.timeout.ToTimedelta().total_seconds() if request.HasField("timeout") else None
@@ -204,16 +204,16 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore
                     return operation
                 await asyncio.sleep(min(left, _LOOK_S))
 
-    async def CancelOperation(self, request: operations_pb2.CancelOperationRequest, call: Call) -> Empty:
+    async def CancelOperation(self, request: operations_pb2.CancelOperationRequest, call: Asker) -> Empty:
         queue = self._library.workshop.queue
         await call.run(partial(queue.cancel, parse_operation(request.name)))
         return Empty()
 
-    async def DeleteOperation(self, request: operations_pb2.DeleteOperationRequest, call: Call) -> Empty:
+    async def DeleteOperation(self, request: operations_pb2.DeleteOperationRequest, call: Asker) -> Empty:
         queue = self._library.workshop.queue
         await call.run(partial(queue.remove, parse_operation(request.name)))
         return Empty()
 
-    async def _look(self, id_: str, call: Call) -> operations_pb2.Operation:
+    async def _look(self, id_: str, call: Asker) -> operations_pb2.Operation:
         library = self._library
         return await call.run(partial(library.store.bounded, partial(library.operations().get, id_)))

@@ -1,35 +1,31 @@
 """The service of generation: thin handlers between messages and a door's answers.
 
-Handlers run on the listener's thread and never block it: what reads files goes through `Call.run`, what waits for
-memory through `Call.run_alone`. Errors are left to the gate.
+Handlers run on the listener's thread and never block it: what reads files goes through `Asker.run`, what waits for
+memory through `Asker.run_alone`. Errors are left to the gate.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from functools import partial
-
-from google.rpc.status_pb2 import Status
 
 from decode_engine.errors import TooManyRequestsError
 from decode_engine.rpc.answers.answering import Answering, Note
 from decode_engine.rpc.answers.prompting import check_tokens
 from decode_engine.rpc.messages.describe import describe_methods, describe_status, said_message
 from decode_engine.rpc.messages.validation import content_tokens, parse_batch, parse_order
+from decode_engine.rpc.transport.asker import Asker
 from decode_engine.rpc.transport.calls import Call
 from decode_engine.rpc.transport.merged import merged
-from decode_engine.rpc.transport.status import Paths, public_error, to_status
-from index_store.errors import InvalidArgumentError, SparseKVError
+from decode_engine.rpc.transport.status import Paths, to_status
+from index_store.errors import InvalidArgumentError
 from sparsekv.v1 import generation_pb2, generation_pb2_grpc
 
 _MAX_BATCHES = 64
 """Calls of BatchGenerate at once: each holds its requests until they are answered."""
 _AGAIN_S = 1.0
-
-logger = logging.getLogger(__name__)
 
 
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
@@ -42,7 +38,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._batches = 0
 
     async def ListMethods(
-        self, request: generation_pb2.ListMethodsRequest, call: Call
+        self, request: generation_pb2.ListMethodsRequest, call: Asker
     ) -> generation_pb2.ListMethodsResponse:
         facts = self._answering.facts
         return describe_methods(facts.identity.head_dim, facts.kv_dtype)
@@ -55,7 +51,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         return describe_status(answering.facts.identity, reads, status, call.traffic())
 
     async def Tokenize(
-        self, request: generation_pb2.TokenizeRequest, call: Call
+        self, request: generation_pb2.TokenizeRequest, call: Asker
     ) -> generation_pb2.TokenizeResponse:
         tokenizer, vocabulary = self._answering.tokenizer, self._answering.vocabulary
 
@@ -66,28 +62,28 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         return await self._answering.long(call, cut)
 
     async def Detokenize(
-        self, request: generation_pb2.DetokenizeRequest, call: Call
+        self, request: generation_pb2.DetokenizeRequest, call: Asker
     ) -> generation_pb2.DetokenizeResponse:
         check_tokens("ids", request.ids, self._answering.facts.identity)
         decode = partial(self._answering.tokenizer.decode, request.ids)
         return generation_pb2.DetokenizeResponse(text=await self._answering.long(call, decode))
 
     async def CountTokens(
-        self, request: generation_pb2.CountTokensRequest, call: Call
+        self, request: generation_pb2.CountTokensRequest, call: Asker
     ) -> generation_pb2.CountTokensResponse:
         tokenizer = self._answering.tokenizer
         counted = await self._answering.long(call, lambda: len(content_tokens(request, tokenizer)))
         return generation_pb2.CountTokensResponse(tokens=counted)
 
     async def Generate(
-        self, request: generation_pb2.GenerateRequest, call: Call
+        self, request: generation_pb2.GenerateRequest, call: Asker
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         async with aclosing(self._answer(request, call, call.note)) as messages:
             async for message in messages:
                 yield message
 
     async def _answer(
-        self, request: generation_pb2.GenerateRequest, call: Call, note: Note
+        self, request: generation_pb2.GenerateRequest, call: Asker, note: Note
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """The messages of one request. note: is told what happened to it."""
         answering, order = self._answering, parse_order(request)
@@ -101,7 +97,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                     yield said_message(said, bytes_of)
 
     async def BatchGenerate(
-        self, request: generation_pb2.BatchGenerateRequest, call: Call
+        self, request: generation_pb2.BatchGenerateRequest, call: Asker
     ) -> AsyncIterator[generation_pb2.BatchGenerateResponse]:
         call.note(context=parse_batch(request), requests=len(request.requests))
         if self._batches >= _MAX_BATCHES:
@@ -117,7 +113,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 async for number, item in items:
                     if isinstance(item, Exception):
                         failed += 1
-                        error = self._public_status(item, call)
+                        error = to_status(call.public(item, self._paths))
                         yield generation_pb2.BatchGenerateResponse(index=number, error=error)
                     else:
                         generated += len(item.token_ids)
@@ -130,7 +126,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self,
         context: str,
         request: generation_pb2.GenerateRequest,
-        call: Call,
+        call: Asker,
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """As `_answer`, of a request in a batch; where there is no place for it, it waits for one."""
         if request.context:
@@ -147,9 +143,3 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             except TooManyRequestsError as error:  # nothing has been sent yet: who has a place is not refused
                 await asyncio.sleep(error.retry_after_s or _AGAIN_S)
                 call.check()
-
-    def _public_status(self, error: Exception, call: Call) -> Status:
-        public = public_error(error, call.id, self._paths)
-        if public is not error and not isinstance(error, SparseKVError):
-            logger.error("a request of batch %s failed", call.id, exc_info=error)
-        return to_status(public)

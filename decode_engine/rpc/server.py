@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 import resource
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from google.longrunning import operations_pb2, operations_pb2_grpc
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from decode_engine.core.service import EngineService
     from decode_engine.engine.sampling.vocabulary import Vocabulary
     from decode_engine.orders.core import Core, Facts
+    from decode_engine.rpc.answers.answering import Answering
     from decode_engine.rpc.creation.orders import Workshop
     from index_store.models.tokenizer import Tokenizer
 
@@ -50,6 +52,14 @@ _STEP_S = (
 _OTHER_HANDLES = 1024  # files that are open beside the connections, mostly of contexts that are being loaded
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What answers in this process, at whichever port it is asked. services: whose methods are handlers, by name."""
+
+    answering: Answering
+    services: Mapping[str, Any]
+
+
 class GrpcDoor:
     """A port for gRPC, and its services once there is an engine.
 
@@ -63,19 +73,19 @@ class GrpcDoor:
         config: ServeConfig,
         phase: Phase,
         *,
-        door: Door | None = None,
-        inside: Path | None = None,
         shared: bool = False,
     ) -> None:
-        """door: who may call; by the configuration's tokens if not given. inside: a socket beside the port, for this
-        process's own gateway. shared: other processes listen at the port, too."""
+        """shared: other processes listen at the port, too."""
         self._config = config
+        self._phase = phase
+        self._served: Served | None = None
         self.store = Store(config.store, create=config.prefill)
         if config.prefill:
             self.store.folders.check_writable()
         self.folder = resolve_model(config.model)
         self._services = Services(SERVICES, phase.refusal)
-        self._paths = Paths((config.store, self.folder.path))
+        self.paths = Paths((config.store, self.folder.path))
+        self.certificates = certificates_of(config)
         _provide_handles(config.max_connections)
         limits = Limits(
             connections=config.max_connections,
@@ -83,23 +93,29 @@ class GrpcDoor:
             idle_s=config.idle_timeout,
             unread_s=config.unread_timeout,
         )
-        self._door = door or Door(config.tokens)
+        self.door = Door(config.tokens)
         try:
             self.listener = Listener(
                 config.listen,
                 SERVICES,
                 lambda server: server.add_generic_rpc_handlers((self._services,)),
                 limits,
-                self._paths,
-                self._door,
-                certificates_of(config),
-                inside,
+                self.paths,
+                self.door,
+                self.certificates,
                 phase=lambda: phase.text,
                 shared=shared,
             )
         except BaseException:
-            self._door.close()
+            self.door.close()
             raise
+
+    @property
+    def served(self) -> Served:
+        """What answers. Raises NotReadyError before `open`."""
+        if self._served is None:
+            raise self._phase.refusal()
+        return self._served
 
     def open(
         self, core: Core, facts: Facts, tokenizer: Tokenizer, vocabulary: Vocabulary, workshop: Workshop
@@ -110,24 +126,25 @@ class GrpcDoor:
         from decode_engine.rpc.generation_service import GenerationService
         from decode_engine.rpc.library import Library
 
-        library = Library(self.store, workshop, core, self.listener.loop, self._paths)
+        library = Library(self.store, workshop, core, self.listener.loop, self.paths)
         answering = Answering(
             core, facts, self.store, tokenizer, vocabulary, self._config.max_client_requests
         )
         contexts = ContextService(library, facts.identity.fingerprint)
+        generations, operations = GenerationService(answering, self.paths), OperationsService(library)
         services = self._services
         context_pb2_grpc.add_ContextServiceServicer_to_server(contexts, services)  # type: ignore[no-untyped-call]
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(  # type: ignore[no-untyped-call]
-            GenerationService(answering, self._paths), services
-        )
-        operations_pb2_grpc.add_OperationsServicer_to_server(OperationsService(library), services)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(generations, services)  # type: ignore[no-untyped-call]
+        operations_pb2_grpc.add_OperationsServicer_to_server(operations, services)
+        by_name = dict(zip(SERVICES, (contexts, generations, operations), strict=True))
+        self._served = Served(answering, by_name)
         services.open()
         self.listener.set_serving(True)
 
     def close(self) -> None:
         """Ends the port, after `listener.begin_stop`. Idempotent."""
         self.listener.close()
-        self._door.close()
+        self.door.close()
 
 
 class DecodeServer:
@@ -140,11 +157,9 @@ class DecodeServer:
         self,
         config: ServeConfig,
         *,
-        door: Door | None = None,
-        inside: Path | None = None,
         log_json: bool = False,
     ) -> None:
-        """door, inside: see `GrpcDoor`. log_json: how a worker of the server's own logs."""
+        """log_json: how a worker of the server's own logs."""
         self._config = config
         self._log_json = log_json
         self._worker: OwnWorker | None = None
@@ -152,8 +167,8 @@ class DecodeServer:
         self._backend: EngineService | None = None
         self._stopped = False
         self._compiling: list[Future[None]] = []
-        self._grpc = GrpcDoor(config, self.phase, door=door, inside=inside)
-        self._listener = self._grpc.listener
+        self.grpc = GrpcDoor(config, self.phase)
+        self._listener = self.grpc.listener
         self.address = self._listener.address
         warn_of_exposure(config, config.listen)
 
@@ -180,8 +195,8 @@ class DecodeServer:
 
         backend = load_service(
             self._config,
-            self._grpc.store,
-            self._grpc.folder,
+            self.grpc.store,
+            self.grpc.folder,
             self.phase,
             on_crash=lambda error: self._listener.set_serving(False),
             on_compiling=self._note_compiling,
@@ -192,7 +207,7 @@ class DecodeServer:
             queue, fingerprint = backend.workshop.queue, backend.runner.identity.fingerprint
             self._worker = start_worker(self._config, self._log_json, queue, fingerprint)
         runner = backend.runner
-        self._grpc.open(
+        self.grpc.open(
             LocalCore(backend), backend.facts(), runner.tokenizer, runner.vocabulary, backend.workshop
         )
 
@@ -227,7 +242,7 @@ class DecodeServer:
         if self._worker is not None:
             self._worker.stop()
         wait([stopped], 2 * LAST_WORDS_S)
-        self._grpc.close()
+        self.grpc.close()
         if backend is not None and ended:
             backend.release()
 

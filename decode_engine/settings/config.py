@@ -34,7 +34,7 @@ from decode_engine.settings.command_options import (
     search_cores,
 )
 from decode_engine.settings.request_bounds import LONGEST_WAIT_S
-from index_store.cli.checks import Address, AtLeast, OneOf
+from index_store.cli.checks import Address, AtLeast, Filled, OneOf
 from index_store.cli.options import AUTO, SIZE, Spelled, StoreBytesOption, StoreOption, check_bounds
 from index_store.errors import InvalidArgumentError
 from index_store.family.parents import GROWN_SHARE
@@ -71,6 +71,15 @@ class ServeConfig:
         ),
         AtLeast(0, 65_535),
     ] = None
+    cors_origin: Annotated[
+        tuple[str, ...],
+        Option(
+            "--cors-origin",
+            help="With --http-port: let pages of this origin, such as https://example.org, ask from browsers; "
+            "repeatable.",
+        ),
+        Filled(),
+    ] = ()
     doors: Annotated[
         int,
         Option(

@@ -123,7 +123,6 @@ def test_commands_in_the_documents_exist(document: Path) -> None:
             "evaluate",
             "evaluate-merge",
             "fetch-model",
-            "gateway",
             "make-document",
             "token",
             "tune",

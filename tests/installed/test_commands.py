@@ -33,7 +33,6 @@ NEEDED = {
     "prefill-worker detach": "--store {folder} --context c",
     "decode-engine serve": "--model reader --store {folder}",
     "decode-engine ask": "--context c --server 127.0.0.1:1",
-    "decode-engine gateway": "",
     "decode-engine token create": "c",
     "decode-engine token list": "",
     "decode-engine token revoke": "c",

@@ -1,1 +1,1 @@
-"""Commands that serve: the gRPC server, the gateway, and the tokens that open both."""
+"""Commands that serve, and make the tokens that let callers in."""

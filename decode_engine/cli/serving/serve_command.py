@@ -12,14 +12,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import typer
 
 from decode_engine.errors import AddressError
 from decode_engine.processes.stopping import end_process, stop_signals
-from decode_engine.rpc.door.options import certificates_of, warn_of_exposure
+from decode_engine.rpc.door.options import warn_of_exposure
 from decode_engine.settings.config import ServeConfig
 from index_store.cli.logs import LogLevel, LogLevelOption, logging_to_stderr
 from index_store.cli.options import FormatOption, OutputFormat, configured
@@ -28,15 +27,11 @@ from index_store.models.resolve import resolve_model
 from index_store.store.catalog import Store
 
 if TYPE_CHECKING:
-    from decode_engine.gateway.serving import Gateway
     from decode_engine.rpc.creation.own_worker import OwnWorker
-    from decode_engine.rpc.door.rules import Door
     from decode_engine.rpc.server import DecodeServer
     from decode_engine.rpc.transport.starting import Phase
 
 _LOOK_S = 0.05
-_ANSWERED_S = 3.0
-"""After the grace, for the gateway to hand on why a stream ends."""
 
 logger = logging.getLogger(__name__)
 
@@ -78,25 +73,22 @@ def serve(
 
 def _serve(config: ServeConfig, as_json: bool) -> None:
     """Binds the ports, loads, tells the address, and serves until a signal comes."""
-    from decode_engine.rpc.door.rules import Door
-    from decode_engine.rpc.server import DecodeServer
+    with stop_signals(config.grace) as stopping, ExitStack() as stack:
+        from decode_engine.rpc.server import DecodeServer
 
-    with (
-        stop_signals(config.grace) as stopping,
-        Door(config.tokens) as door,
-        _inside(config) as inside,
-        DecodeServer(config, door=door, inside=inside, log_json=as_json) as server,
-        _gateway(config, inside, door) as gateway,
-    ):
-        url = None if gateway is None else gateway.url
+        server = stack.enter_context(DecodeServer(config, log_json=as_json))
+        url = None
+        if config.http_port is not None:
+            from decode_engine.gateway.serving import http_door
+
+            gateway = stack.enter_context(http_door(config, server.grpc))
+            url = None if gateway is None else gateway.url
         places = server.address if url is None else f"{server.address} and {url}"
         with _told(server.phase, places, as_json):
             served = _load(server, stopping)
         if served:
             _say_serving(config, server.address, url, as_json)
             stopping.wait()
-        if gateway is not None:
-            gateway.begin_stop(config.grace + _ANSWERED_S)  # its streams are told by the server why they end
         server.stop(config.grace if served else 0.0)
     end_process(0)
 
@@ -133,34 +125,6 @@ def _supervise(config: ServeConfig, log_level: LogLevel, as_json: bool) -> None:
         for worker in workers:
             worker.stop()
     end_process(0)
-
-
-@contextmanager
-def _inside(config: ServeConfig) -> Iterator[Path | None]:
-    """A place for the socket by which the gateway reaches the server, in a folder that nobody else may enter."""
-    if config.http_port is None:
-        yield None
-        return
-    with TemporaryDirectory(prefix="sparsekv-") as folder:
-        yield Path(folder, "inside")
-
-
-@contextmanager
-def _gateway(config: ServeConfig, inside: Path | None, door: Door) -> Iterator[Gateway | None]:
-    """The gateway of this process, None where none is wanted."""
-    if inside is None:
-        yield None
-        return
-    from decode_engine.gateway.serving import Gateway
-
-    listen = f"{config.listen.rpartition(':')[0]}:{config.http_port}"
-    certificates = certificates_of(config)
-    try:
-        gateway = Gateway(listen, f"unix:{inside}", door=door, certificates=certificates)
-    except AddressError as error:
-        raise AddressError.of(listen, "--http-port") from error
-    with gateway:
-        yield gateway
 
 
 def _say_serving(config: ServeConfig, address: str, url: str | None, as_json: bool) -> None:

@@ -12,8 +12,9 @@ from decode_engine.gateway.wire.parameters import pick
 from decode_engine.gateway.wire.reply_structs import ErrorReply, TextDelta
 from decode_engine.gateway.wire.response_items import tool_objects
 from decode_engine.gateway.wire.sent_events import event
-from decode_engine.gateway.wire.shapes import Answered, Shape, figures_of
-from decode_engine.rpc.client import Piece, Summary, ToolCallPart
+from decode_engine.gateway.wire.shapes import Answered, BytesOf, Shape, figures_of
+from decode_engine.rpc.answers.answering import Said, Summary
+from index_store.models.conversation.call_syntax import CallPart
 
 _MESSAGE = "message"
 
@@ -23,45 +24,45 @@ class ResponseShape(Shape):
 
     prefix = "resp_"
 
-    def __init__(self, asked: Asked) -> None:
-        super().__init__(asked)
+    def __init__(self, asked: Asked, bytes_of: BytesOf) -> None:
+        super().__init__(asked, bytes_of)
         self._number = 0
         self._items: list[dict[str, Any]] = []
         self._parts: list[str] = []
         """Text or arguments of the open item."""
 
-    def whole(self, answers: Sequence[Answered]) -> dict[str, Any]:
-        (answer,) = answers
+    def whole(self, answers: Sequence[Answered], summaries: Sequence[Summary]) -> dict[str, Any]:
+        (answer,), (summary,) = answers, summaries
         if answer.text or not answer.calls:
             self._items.append(_message(answer.text))
         self._items += [_call(call.id, call.name, call.arguments) for call in answer.calls]
-        status = _status(answer.summary)
+        status = _status(summary)
         for item in self._items:
             item["status"] = "completed" if item is not self._items[-1] else status
-        return self._ended(answer.summary)
+        return self._ended(summary)
 
     def begin(self) -> bytes:
         begun = self._response("in_progress")
         created = self._event("response.created", response=begun)
         return created + self._event("response.in_progress", response=begun)
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, said: Said) -> bytes:
         events = b""
-        if piece.text:
+        if said.text:
             if not (self._items and self._items[-1]["type"] == _MESSAGE):
                 events += self._open(_message(None))
-            self._parts.append(piece.text)
+            self._parts.append(said.text)
             kind, place = "response.output_text.delta", len(self._items) - 1
-            delta = TextDelta(kind, self._next(), self._items[-1]["id"], place, 0, piece.text)
+            delta = TextDelta(kind, self._next(), self._items[-1]["id"], place, 0, said.text)
             events += event(delta, kind)
-        return events + b"".join(map(self._call_part, piece.tool_calls))
+        return events + b"".join(map(self._call_part, said.calls))
 
-    def _call_part(self, part: ToolCallPart) -> bytes:
+    def _call_part(self, part: CallPart) -> bytes:
         events = self._open(_call(part.id, part.name, "")) if part.id else b""
-        if part.arguments_json:
-            self._parts.append(part.arguments_json)
+        if part.arguments:
+            self._parts.append(part.arguments)
             events += self._event(
-                "response.function_call_arguments.delta", **self._item_place(), delta=part.arguments_json
+                "response.function_call_arguments.delta", **self._item_place(), delta=part.arguments
             )
         return events
 
@@ -158,7 +159,7 @@ _ECHOED = ("temperature", "top_p", "max_output_tokens", "tool_choice", "parallel
 
 
 def _status(summary: Summary) -> str:
-    return "incomplete" if summary.finish_reason == "length" else "completed"
+    return "incomplete" if summary.reason == "length" else "completed"
 
 
 def _message(text: str | None) -> dict[str, Any]:
@@ -189,11 +190,12 @@ def _part(text: str) -> dict[str, Any]:
 
 def response_usage(summary: Summary) -> dict[str, Any]:
     """`usage` under the names of responses."""
-    prompt = summary.context_tokens + summary.prompt_tokens
+    usage = summary.usage
+    prompt = usage.cached + usage.prompt
     return {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": summary.context_tokens, "cache_write_tokens": 0},
-        "output_tokens": summary.completion_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.completion,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + summary.completion_tokens,
+        "total_tokens": prompt + usage.completion,
     }

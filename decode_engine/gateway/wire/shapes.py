@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from msgspec import UNSET, Struct
@@ -37,7 +37,10 @@ from decode_engine.gateway.wire.reply_structs import (
     WholeFunction,
 )
 from decode_engine.gateway.wire.sent_events import event
-from decode_engine.rpc.client import Piece, Summary, TokenLogprob, ToolCallPart
+from decode_engine.layers.figures import Figures as Counted
+from decode_engine.orders.events import TokenLogprob
+from decode_engine.rpc.answers.answering import Said, Summary
+from index_store.models.conversation.call_syntax import CallPart
 from index_store.models.conversation.messages import ToolCall
 
 DONE = "[DONE]"
@@ -45,14 +48,33 @@ _LOWEST = -9999.0
 """Of a token that cannot come: JSON has no infinity."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """One of the answers to a request. logprobs: of its tokens, where they are wanted. calls: that it makes."""
+BytesOf = Callable[[int], bytes]
+"""What a token stands for, which may be a part of a character."""
 
-    text: str
-    logprobs: tuple[TokenLogprob, ...]
-    summary: Summary
-    calls: tuple[ToolCall, ...] = ()
+
+@dataclass(slots=True)
+class Answered:
+    """One of the answers to a request. texts: its parts. logprobs: of its tokens, where they are wanted. calls: that it
+    makes."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def add(self, said: Said) -> None:
+        """Takes in what is said next of it."""
+        self.texts.append(said.text)
+        self.logprobs += said.logprobs
+        for part in said.calls:
+            if part.index == len(self.calls):
+                self.calls.append(ToolCall(part.name, "", part.id))
+            before = self.calls[part.index]
+            self.calls[part.index] = replace(before, arguments=before.arguments + part.arguments)
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.texts)
 
 
 class Shape(ABC):
@@ -61,21 +83,22 @@ class Shape(ABC):
     prefix: str
     """Of the reply's id."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: Asked, bytes_of: BytesOf) -> None:
         self.asked = asked
+        self.bytes_of = bytes_of
         self.created = int(time.time())
         self.id = self.prefix + secrets.token_hex(16)
 
     @abstractmethod
-    def whole(self, answers: Sequence[Answered]) -> Struct | dict[str, Any]:
-        """The reply at once."""
+    def whole(self, answers: Sequence[Answered], summaries: Sequence[Summary]) -> Struct | dict[str, Any]:
+        """The reply at once. summaries: of all answers."""
 
     @abstractmethod
     def begin(self) -> bytes:
         """Events before the first text."""
 
     @abstractmethod
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, said: Said) -> bytes:
         """Events of a piece of an answer."""
 
     @abstractmethod
@@ -96,16 +119,16 @@ class _Choices(Shape):
     def begin(self) -> bytes:
         return b""
 
-    def piece(self, piece: Piece) -> bytes:
-        if not (piece.text or piece.logprobs or piece.tool_calls):
+    def piece(self, said: Said) -> bytes:
+        if not (said.text or said.logprobs or said.calls):
             return b""
-        return self._chunk([self._choice(piece, None)])
+        return self._chunk([self._choice(said, None)])
 
     def end(self, summaries: Sequence[Summary]) -> bytes:
         events = []
         for index, summary in enumerate(summaries):
-            ending = self._choice(Piece((), "", index), finish_reason(summary))
-            events.append(self._chunk([ending], told=summary if summary.kept_context else None))
+            ending = self._choice(Said(index), finish_reason(summary))
+            events.append(self._chunk([ending], told=summary if summary.end.kept else None))
         if self.asked.include_usage:
             events.append(self._chunk([], usage(summaries), summaries[0]))
         return b"".join([*events, event(DONE)])
@@ -114,7 +137,7 @@ class _Choices(Shape):
         return event(error) + event(DONE)
 
     @abstractmethod
-    def _choice(self, piece: Piece, finished: FinishReason | None) -> Any:
+    def _choice(self, said: Said, finished: FinishReason | None) -> Any:
         """The one choice of a chunk."""
 
     def _chunk(self, choices: list[Any], used: Usage | None = None, told: Summary | None = None) -> bytes:
@@ -143,17 +166,16 @@ class ChatShape(_Choices):
         choices = (ChatChunkChoice(index, delta, None, None) for index in range(self.asked.order.answers))
         return b"".join(self._chunk([choice]) for choice in choices)
 
-    def whole(self, answers: Sequence[Answered]) -> ChatReply:
+    def whole(self, answers: Sequence[Answered], summaries: Sequence[Summary]) -> ChatReply:
         choices = []
-        for index, answer in enumerate(answers):
+        for index, (answer, summary) in enumerate(zip(answers, summaries, strict=True)):
             message = ChatMessage("assistant", answer.text)
             if answer.calls:
                 message = ChatMessage(
                     "assistant", answer.text or None, tool_calls=list(map(_call, answer.calls))
                 )
-            told = chat_logprobs(answer.logprobs)
-            choices.append(ChatChoice(index, message, told, finish_reason(answer.summary)))
-        summaries = [answer.summary for answer in answers]
+            told = chat_logprobs(answer.logprobs, self.bytes_of)
+            choices.append(ChatChoice(index, message, told, finish_reason(summary)))
         return ChatReply(
             self.id,
             "chat.completion",
@@ -164,11 +186,11 @@ class ChatShape(_Choices):
             figures_of(summaries[0]),
         )
 
-    def _choice(self, piece: Piece, finished: FinishReason | None) -> ChatChunkChoice:
-        calls = [_call_delta(part) for part in piece.tool_calls] if piece.tool_calls else UNSET
-        said = piece.text if piece.text or not (piece.tool_calls or finished) else UNSET
-        delta = ChatDelta(tool_calls=calls, content=said)
-        return ChatChunkChoice(piece.index, delta, chat_logprobs(piece.logprobs), finished)
+    def _choice(self, said: Said, finished: FinishReason | None) -> ChatChunkChoice:
+        calls = [_call_delta(part) for part in said.calls] if said.calls else UNSET
+        text = said.text if said.text or not (said.calls or finished) else UNSET
+        delta = ChatDelta(tool_calls=calls, content=text)
+        return ChatChunkChoice(said.answer, delta, chat_logprobs(said.logprobs, self.bytes_of), finished)
 
 
 class CompletionShape(_Choices):
@@ -178,16 +200,15 @@ class CompletionShape(_Choices):
     chunk = CompletionChunk
     kind = "text_completion"
 
-    def __init__(self, asked: Asked) -> None:
-        super().__init__(asked)
+    def __init__(self, asked: Asked, bytes_of: BytesOf) -> None:
+        super().__init__(asked, bytes_of)
         self._offsets: dict[int, int] = {}
 
-    def whole(self, answers: Sequence[Answered]) -> CompletionReply:
+    def whole(self, answers: Sequence[Answered], summaries: Sequence[Summary]) -> CompletionReply:
         choices = [
-            self._choice(Piece((), answer.text, index, answer.logprobs), finish_reason(answer.summary))
-            for index, answer in enumerate(answers)
+            self._choice(Said(index, text=answer.text, logprobs=answer.logprobs), finish_reason(summary))
+            for index, (answer, summary) in enumerate(zip(answers, summaries, strict=True))
         ]
-        summaries = [answer.summary for answer in answers]
         return CompletionReply(
             self.id,
             self.kind,
@@ -198,75 +219,75 @@ class CompletionShape(_Choices):
             figures_of(summaries[0]),
         )
 
-    def _choice(self, piece: Piece, finished: FinishReason | None) -> CompletionChoice:
-        before = self._offsets.get(piece.index, 0)
-        told = completion_logprobs(piece.logprobs, before)
-        self._offsets[piece.index] = before + len(piece.text)
-        return CompletionChoice(piece.index, piece.text, told, finished)
+    def _choice(self, said: Said, finished: FinishReason | None) -> CompletionChoice:
+        before = self._offsets.get(said.answer, 0)
+        told = completion_logprobs(said.logprobs, before, self.bytes_of)
+        self._offsets[said.answer] = before + len(said.text)
+        return CompletionChoice(said.answer, said.text, told, finished)
 
 
 def finish_reason(summary: Summary) -> FinishReason:
     """Why an answer ended, in OpenAI's words."""
-    if summary.finish_reason == "length":
-        return "length"
-    return "tool_calls" if summary.finish_reason == "tool_calls" else "stop"
+    return "stop" if summary.reason == "end_of_sequence" else summary.reason
 
 
 def usage(summaries: Sequence[Summary]) -> Usage:
     """Tokens of all answers."""
-    prompt = summaries[0].context_tokens + summaries[0].prompt_tokens
-    generated = sum(summary.completion_tokens for summary in summaries)
-    return Usage(prompt, generated, prompt + generated, PromptDetails(summaries[0].context_tokens))
+    cached = summaries[0].usage.cached
+    prompt = cached + summaries[0].usage.prompt
+    generated = sum(summary.usage.completion for summary in summaries)
+    return Usage(prompt, generated, prompt + generated, PromptDetails(cached))
 
 
 def figures_of(summary: Summary) -> Figures:
     """How an answer was made."""
+    begins, end = summary.begins, summary.end
     return Figures(
-        method=summary.method,
-        method_reason=summary.method_reason,
-        budget=summary.budget,
-        remainder=summary.remainder,
-        seed=summary.seed,
-        fraction_of_keys=summary.selection.fraction_all,
-        first_token_ms=summary.timings.first_token_ns / 1e6,
-        total_ms=summary.timings.total_ns / 1e6,
-        cached_context=summary.context.removeprefix("contexts/") or None,
-        context=summary.kept_context.removeprefix("contexts/") or None,
+        method=begins.method,
+        method_reason=begins.reason,
+        budget=begins.budget,
+        remainder=begins.remainder,
+        seed=end.seed,
+        fraction_of_keys=Counted(**end.figures).fraction,
+        first_token_ms=(summary.before_ns + end.times.first_token_ns) / 1e6,
+        total_ms=(summary.before_ns + end.times.total_ns) / 1e6,
+        cached_context=begins.context or None,
+        context=end.kept or None,
     )
 
 
-def chat_logprobs(tokens: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+def chat_logprobs(tokens: Sequence[TokenLogprob], bytes_of: BytesOf) -> ChatLogprobs | None:
     """Of chat completions; None where there are none."""
     if not tokens:
         return None
     return ChatLogprobs(
         [
             TokenChosen(
-                _text(token),
-                _finite(token.logprob),
-                list(token.text),
-                [
-                    TokenTold(_text(other), _finite(other.logprob), list(other.text))
-                    for other in token.alternatives
-                ],
+                *_told(bytes_of(token.token_id), token.logprob),
+                [TokenTold(*_told(bytes_of(other), logprob)) for other, logprob in token.alternatives],
             )
             for token in tokens
         ]
     )
 
 
-def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs | None:
+def completion_logprobs(
+    tokens: Sequence[TokenLogprob], offset: int, bytes_of: BytesOf
+) -> CompletionLogprobs | None:
     """Of completions; None where there are none. offset: of the first token, in characters of the answer."""
     if not tokens:
         return None
     offsets, decoded = [], b""
     for token in tokens:
         offsets.append(offset + len(decoded.decode("utf-8", "replace")))
-        decoded += token.text
+        decoded += bytes_of(token.token_id)
     return CompletionLogprobs(
-        [_text(token) for token in tokens],
+        [_text(bytes_of(token.token_id)) for token in tokens],
         [_finite(token.logprob) for token in tokens],
-        [{_text(other): _finite(other.logprob) for other in token.alternatives} for token in tokens],
+        [
+            {_text(bytes_of(other)): _finite(logprob) for other, logprob in token.alternatives}
+            for token in tokens
+        ],
         offsets,
     )
 
@@ -275,14 +296,18 @@ def _call(call: ToolCall) -> Call:
     return Call(call.id, "function", WholeFunction(call.name, call.arguments))
 
 
-def _call_delta(part: ToolCallPart) -> CallDelta:
+def _call_delta(part: CallPart) -> CallDelta:
     if not part.id:
-        return CallDelta(part.index, CalledFunction(part.arguments_json))
-    return CallDelta(part.index, CalledFunction(part.arguments_json, part.name), part.id, "function")
+        return CallDelta(part.index, CalledFunction(part.arguments))
+    return CallDelta(part.index, CalledFunction(part.arguments, part.name), part.id, "function")
 
 
-def _text(token: Any) -> str:
-    return bytes(token.text).decode("utf-8", "replace")
+def _told(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
+    return _text(token), _finite(logprob), list(token)
+
+
+def _text(token: bytes) -> str:
+    return token.decode("utf-8", "replace")
 
 
 def _finite(logprob: float) -> float:

@@ -7,7 +7,7 @@
         async for said in answer:
             ...
 
-`call` is whoever asks (`Asker`): gRPC's `Call` is one. Closing the generator, or cancelling the task that reads it,
+`call` is whoever asks (`Asker`). Closing the generator, or cancelling the task that reads it,
 ends the request. Errors are raised, as the classes that they are everywhere. Who reads slowly holds nobody up: what
 comes meanwhile waits here, and who never reads is ended by the gate.
 """
@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 from msgspec.structs import replace
 
@@ -44,6 +44,7 @@ from decode_engine.rpc.answers.text import TextStream
 from decode_engine.rpc.prompts.stored_messages import StoredMessages
 from decode_engine.rpc.prompts.tool_fields import CallPlan, plan_calls
 from decode_engine.rpc.transport.appointments import Appointments, Clients
+from decode_engine.rpc.transport.asker import Asker
 from decode_engine.rpc.transport.bound import Bound
 from index_store.models.conversation.call_syntax import CallPart
 from index_store.models.tokenizer import Tokenizer
@@ -58,24 +59,6 @@ _SHORT = 4096
 
 Note = Callable[..., None]
 """Takes facts, by name, for the log line of a request."""
-
-
-class Asker(Protocol):
-    """Whoever asks. host: its address, by which requests are counted. caller: name of its token. deadline_s: on
-    `time.monotonic`; None without one."""
-
-    host: str
-    caller: str
-    deadline_s: float | None
-
-    def check(self) -> None:
-        """Raises once nobody needs the answer any more. By any thread."""
-
-    def run(self, function: Callable[[], ResultT]) -> Awaitable[ResultT]:
-        """Short blocking work."""
-
-    def run_alone(self, function: Callable[[], ResultT]) -> Awaitable[ResultT]:
-        """Blocking work that may take long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,8 +91,9 @@ def check_named_tokens(order: Order, identity: ModelIdentity) -> None:
 
 def check_tokens(field: str, ids: Iterable[int], identity: ModelIdentity) -> None:
     """Raises InvalidArgumentError for a token that the model has not."""
-    largest = max(ids, default=0)
-    if largest >= identity.vocab_size:
+    for found in (max(ids, default=0), min(ids, default=0)):
+        if 0 <= found < identity.vocab_size:
+            continue
         raise InvalidArgumentError(
-            f"{field} contains {largest}, expected ids of 0 to {identity.vocab_size - 1}", field=field
+            f"{field} contains {found}, expected ids of 0 to {identity.vocab_size - 1}", field=field
         )

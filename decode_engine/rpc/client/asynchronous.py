@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from copy import copy
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from decode_engine.rpc.client import create_verbs, verbs
@@ -18,7 +19,6 @@ from decode_engine.rpc.client.batch_results import AsyncBatch
 from decode_engine.rpc.client.connection import (
     HEALTH_TIMEOUT_S,
     REPEATED,
-    Metadata,
     ServerHealth,
     caller_metadata,
     channel_credentials,
@@ -34,12 +34,14 @@ from decode_engine.rpc.client.replies import (
     TokenizedText,
     Waiting,
     WarmResult,
+    read_context,
+    read_nothing,
+    read_reply,
 )
-from decode_engine.rpc.client.verbs import Call, ContextChanges, GenerateOptions
+from decode_engine.rpc.client.verbs import Call, Content, ContextChanges, GenerateOptions
 from decode_engine.rpc.door.options import DEFAULT_LISTEN, Credentials
 from index_store.models.conversation.messages import Conversation
 from index_store.models.conversation.messages import Message as ChatMessage
-from sparsekv.v1 import context_pb2_grpc, generation_pb2_grpc
 from sparsekv.v1.generation_pb2 import BatchGenerateRequest, BatchGenerateResponse, GenerateResponse
 
 ReplyT = TypeVar("ReplyT")
@@ -66,8 +68,6 @@ class AsyncClient:
         self._metadata = caller_metadata(credentials)
         self._wire = wire(address, channel_credentials(credentials))
         self._channel = self._wire.channel
-        self._contexts = context_pb2_grpc.ContextServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._generations = generation_pb2_grpc.GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -81,12 +81,6 @@ class AsyncClient:
     async def close(self) -> None:
         """Closes the connection; calls that go on are cancelled."""
         await self._wire.close()
-
-    def showing(self, metadata: Metadata) -> AsyncClient:
-        """The same connection for another caller, whose calls show this and no more. Closing either closes both."""
-        other = copy(self)
-        other._metadata = metadata
-        return other
 
     async def is_serving(self) -> bool:
         """Whether the server has loaded its model and takes calls; False also when no server answers."""
@@ -125,7 +119,7 @@ class AsyncClient:
 
     async def get_context(self, name: str) -> ContextInfo:
         """One context by its resource name, `contexts/<id>`. Raises ContextNotFoundError."""
-        return await self._run(verbs.get_context(name))
+        return await self._run(verbs.call("GetContext", read_context, name=name))
 
     async def find_context(self, reference: str) -> ContextInfo:
         """The context that a reference means: an id, its first 6 or more digits, a resource or display name.
@@ -151,7 +145,7 @@ class AsyncClient:
 
     async def warm_context(self, name: str) -> WarmResult:
         """Loads a context into the server's memory and verifies it."""
-        return await self._run(verbs.warm_context(name))
+        return await self._run(verbs.call("WarmContext", partial(read_reply, WarmResult), name=name))
 
     async def create_context(
         self,
@@ -184,7 +178,7 @@ class AsyncClient:
         """Sends a UTF-8 text ahead of the request that uses it."""
         try:
             sent, _ = await self._wire.reply(
-                self._contexts.UploadDocument,
+                self._method("UploadDocument"),
                 create_verbs.upload_parts(document),
                 timeout=self._timeout_s,
                 metadata=self._metadata,
@@ -229,15 +223,15 @@ class AsyncClient:
 
     async def delete_operation(self, name: str) -> None:
         """Forgets an operation that has ended. Raises JobUnfinishedError."""
-        await self._run(create_verbs.delete_operation(name))
+        await self._run(verbs.call("DeleteOperation", read_nothing, name=name))
 
     async def list_methods(self) -> MethodList:
         """The server's methods, with their sizes for its model."""
-        return await self._run(verbs.list_methods())
+        return await self._run(verbs.call("ListMethods", partial(read_reply, MethodList)))
 
     async def server_status(self) -> ServerStatus:
         """What the server does now, and did since it started."""
-        return await self._run(verbs.server_status())
+        return await self._run(verbs.call("GetServerStatus", partial(read_reply, ServerStatus)))
 
     def generate(
         self,
@@ -263,7 +257,7 @@ class AsyncClient:
         """Continues one context, or none, by many prompts, 1 to 1,000: as many at once as the server has sessions."""
         return AsyncBatch(*self._batch(context, requests, timeout_s))
 
-    async def tokenize(self, content: str | Sequence[ChatMessage] | Conversation) -> TokenizedText:
+    async def tokenize(self, content: Content) -> TokenizedText:
         """A text, or a conversation from its beginning, as the model's tokens."""
         return await self._run(verbs.tokenize(content))
 
@@ -271,7 +265,7 @@ class AsyncClient:
         """The text of tokens."""
         return await self._run(verbs.detokenize(ids))
 
-    async def count_tokens(self, content: str | Sequence[ChatMessage] | Conversation) -> int:
+    async def count_tokens(self, content: Content) -> int:
         """How many tokens these would be."""
         return await self._run(verbs.count_tokens(content))
 
@@ -279,18 +273,27 @@ class AsyncClient:
         self, context: str, timeout_s: float | None, patience_s: float, options: GenerateOptions
     ) -> Stream[GenerateResponse]:
         request = verbs.generate_request(context, options)
-        return self._stream(self._generations.Generate, request, timeout_s, patience_s)
+        return self._stream("Generate", request, timeout_s, patience_s)
 
     def _batch(
         self, context: str, requests: Sequence[GenerateOptions], timeout_s: float | None
     ) -> tuple[Stream[BatchGenerateResponse], BatchGenerateRequest]:
         request = verbs.batch_request(context, requests)
-        return self._stream(self._generations.BatchGenerate, request, timeout_s), request
+        return self._stream("BatchGenerate", request, timeout_s), request
+
+    def _method(self, name: str) -> Any:
+        """What sends to a method."""
+        method = verbs.METHODS[name]
+        ways = {False: "unary", True: "stream"}
+        way = f"{ways[method.client_streaming]}_{ways[method.server_streaming]}"
+        sent, read = (GetMessageClass(each) for each in (method.input_type, method.output_type))
+        path = f"/{method.containing_service.full_name}/{name}"
+        return getattr(self._channel, way)(path, sent.SerializeToString, read.FromString)
 
     def _stream(
-        self, send: Any, request: object, timeout_s: float | None, patience_s: float = 0.0
+        self, method: str, request: object, timeout_s: float | None, patience_s: float = 0.0
     ) -> Stream[Any]:
-        repeats = Repeats(self._address, timeout_s or self._timeout_s, patience_s)
+        repeats, send = Repeats(self._address, timeout_s or self._timeout_s, patience_s), self._method(method)
         return Stream(
             self._wire,
             lambda left_s: send(request, timeout=left_s, metadata=self._metadata),
@@ -298,10 +301,7 @@ class AsyncClient:
         )
 
     async def _run(self, call: Call[ReplyT]) -> ReplyT:
-        send = self._channel.unary_unary(
-            call.path, type(call.request).SerializeToString, call.response.FromString
-        )
-        repeats = Repeats(self._address, self._timeout_s)
+        repeats, send = Repeats(self._address, self._timeout_s), self._method(call.method)
         while True:
             try:
                 response, _ = await self._wire.reply(
@@ -310,6 +310,6 @@ class AsyncClient:
                 return call.read(response)
             except grpc.RpcError as error:
                 failed = repeats.translate(error)
-            if call.path not in REPEATED:
+            if call.method not in REPEATED:
                 raise failed
             await self._wire.sleep(repeats.wait_s(failed), threading.Event())

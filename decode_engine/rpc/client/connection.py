@@ -16,8 +16,6 @@ from decode_engine.errors import (
     ServerUnreachableError,
     error_by_reason,
 )
-from decode_engine.rpc.client.create_verbs import OPERATIONS
-from decode_engine.rpc.client.verbs import CONTEXTS, GENERATIONS
 from decode_engine.rpc.door.options import Credentials
 from decode_engine.rpc.transport.starting import PHASE_KEY
 from decode_engine.rpc.transport.status import error_info, retry_info
@@ -26,16 +24,16 @@ from index_store.errors import InvalidArgumentError, SparseKVError
 HEALTH_TIMEOUT_S = 5.0
 
 REPEATED = frozenset(
-    f"/{service}/{method}"
-    for service, methods in {
-        # CreateContext always has a request_id.
-        CONTEXTS: "CreateContext GetContext ListContexts WarmContext UpdateContext",
-        GENERATIONS: "ListMethods GetServerStatus Tokenize Detokenize CountTokens",
-        OPERATIONS: "ListOperations GetOperation WaitOperation CancelOperation",
-    }.items()
-    for method in methods.split()
+    (
+        *("CreateContext", "GetContext", "ListContexts", "WarmContext", "UpdateContext"),
+        *("ListMethods", "GetServerStatus", "Tokenize", "Detokenize", "CountTokens"),
+        *("ListOperations", "GetOperation", "WaitOperation", "CancelOperation"),
+    )
 )
-"""Calls with one reply that may be made twice, and are where no server took them. Of streams all are."""
+"""Methods with one reply that may be called twice, and are where no server took them. Of streams all are.
+
+CreateContext always has a request_id.
+"""
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [("grpc.max_receive_message_length", -1)]
 

@@ -11,10 +11,9 @@ from uuid import uuid4
 
 from google.longrunning import operations_pb2
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.empty_pb2 import Empty
 
-from decode_engine.rpc.client.replies import ContextInfo, read_context
-from decode_engine.rpc.client.verbs import CONTEXTS, Call, message
+from decode_engine.rpc.client.replies import ContextInfo, read_context, read_nothing
+from decode_engine.rpc.client.verbs import Call, call
 from decode_engine.rpc.prompts.wire_messages import write_conversation
 from decode_engine.rpc.transport.status import error_of
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
@@ -22,8 +21,6 @@ from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.models.conversation.messages import Conversation
 from index_store.models.conversation.messages import Message as ChatMessage
 from sparsekv.v1 import context_pb2
-
-OPERATIONS = operations_pb2.DESCRIPTOR.services_by_name["Operations"].full_name
 
 ONE_MESSAGE_BYTES = MAX_REQUEST_BYTES // 2
 """Text of more bytes is uploaded ahead of the request."""
@@ -122,23 +119,15 @@ def create_context(
     if sum(source is not None for source in (text, token_ids, messages, upload)) != 1:
         raise InvalidArgumentError("give exactly one of text, token_ids, messages, upload", field="source")
     ttl_s = options.get("ttl_s")
-    request = message(
-        context_pb2.CreateContextRequest,
-        text=text,
-        token_ids=token_ids,
-        messages=None if messages is None else write_conversation(messages),
-        upload=upload,
-        display_name=options.get("display_name"),
-        ttl=None if ttl_s is None else _duration(ttl_s, "ttl_s"),
-        methods=options.get("methods"),
-        request_id=options.get("request_id") or str(uuid4()),
-        priority=options.get("priority"),
-        parent=options.get("parent"),
-        labels=options.get("labels"),
-        rows=options.get("rows"),
-        move_name=options.get("move_name"),
-    )
-    return Call(f"/{CONTEXTS}/CreateContext", request, operations_pb2.Operation, read_operation)
+    others = {
+        **options,
+        "ttl": None if ttl_s is None else _duration(ttl_s, "ttl_s"),
+        "request_id": options.get("request_id") or str(uuid4()),
+    }
+    others.pop("ttl_s", None)
+    said = None if messages is None else write_conversation(messages)
+    document = {"text": text, "token_ids": token_ids, "messages": said, "upload": upload}
+    return call("CreateContext", read_operation, **document, **others)
 
 
 def large_document(text: str | None) -> bytes | None:
@@ -170,28 +159,19 @@ def read_upload(response: context_pb2.Upload) -> UploadInfo:
 
 
 def get_operation(name: str) -> Call[OperationInfo]:
-    request = message(operations_pb2.GetOperationRequest, name=name)
-    return Call(f"/{OPERATIONS}/GetOperation", request, operations_pb2.Operation, read_operation)
+    return call("GetOperation", read_operation, name=name)
 
 
 def wait_operation(name: str, wait_s: float) -> Call[OperationInfo]:
-    request = message(operations_pb2.WaitOperationRequest, name=name, timeout=_duration(wait_s, "wait_s"))
-    return Call(f"/{OPERATIONS}/WaitOperation", request, operations_pb2.Operation, read_operation)
+    return call("WaitOperation", read_operation, name=name, timeout=_duration(wait_s, "wait_s"))
 
 
 def list_operations(page_size: int, page_token: str) -> Call[OperationPage]:
-    request = message(operations_pb2.ListOperationsRequest, page_size=page_size, page_token=page_token)
-    return Call(f"/{OPERATIONS}/ListOperations", request, operations_pb2.ListOperationsResponse, _read_page)
+    return call("ListOperations", _read_page, page_size=page_size, page_token=page_token)
 
 
 def cancel_operation(name: str) -> Call[None]:
-    request = message(operations_pb2.CancelOperationRequest, name=name)
-    return Call(f"/{OPERATIONS}/CancelOperation", request, Empty, lambda response: None)
-
-
-def delete_operation(name: str) -> Call[None]:
-    request = message(operations_pb2.DeleteOperationRequest, name=name)
-    return Call(f"/{OPERATIONS}/DeleteOperation", request, Empty, lambda response: None)
+    return call("CancelOperation", read_nothing, name=name)
 
 
 def read_operation(operation: operations_pb2.Operation) -> OperationInfo:

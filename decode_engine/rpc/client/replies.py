@@ -334,9 +334,8 @@ def read_context(message: context_pb2.Context) -> ContextInfo:
     return read_reply(ContextInfo, message, state=state, create_time=message.create_time.ToDatetime(UTC))
 
 
-def read_page(message: context_pb2.ListContextsResponse) -> ContextPage:
-    """A page of contexts as a plain value."""
-    return read_reply(ContextPage, message)
+def read_nothing(message: Message) -> None:
+    """Of a reply that says no more than that it came."""
 
 
 def read_summary(message: generation_pb2.GenerationSummary) -> Summary:

@@ -7,21 +7,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import Enum
+from functools import partial
 from typing import Any, Generic, Literal, TypedDict, TypeVar
 
-from google.protobuf.empty_pb2 import Empty
+from google.longrunning import operations_pb2
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from decode_engine.rpc.client.replies import (
     ContextInfo,
     ContextPage,
-    MethodList,
-    ServerStatus,
     TokenizedText,
-    WarmResult,
     read_context,
-    read_page,
+    read_nothing,
     read_reply,
 )
 from decode_engine.rpc.prompts.wire_messages import write_conversation, write_messages
@@ -34,24 +33,33 @@ from sparsekv.v1 import context_pb2, conversation_pb2, generation_pb2
 ReplyT = TypeVar("ReplyT")
 MessageT = TypeVar("MessageT", bound=Message)
 
-CONTEXTS = context_pb2.DESCRIPTOR.services_by_name["ContextService"].full_name
-GENERATIONS = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+METHODS = {
+    method.name: method
+    for file in (context_pb2, generation_pb2, operations_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
+"""Those of all services, by their names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[ReplyT]):
-    """One request with one response. path: `/SERVICE/METHOD`. response: its message; read: what is made of it.
+    """One request with one response. method: of METHODS. read: what is made of the response.
 
     Raises InvalidArgumentError for a request that is larger than servers take: gRPC would refuse it without our reason.
     """
 
-    path: str
+    method: str
     request: Message
-    response: type[Message]
     read: Callable[[Any], ReplyT]
 
     def __post_init__(self) -> None:
         _check_size(self.request, "send less, or upload a document in parts", "request")
+
+
+def call(method: str, read: Callable[[Any], ReplyT], **fields: Any) -> Call[ReplyT]:
+    """The call of a method, by the fields of its request. Raises InvalidArgumentError as `message` does."""
+    return Call(method, message(GetMessageClass(METHODS[method].input_type), **fields), read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,25 +141,13 @@ _PROMPTS = ("question", "text", "token_ids", "messages")
 _BUDGETS = ("keep_ratio", "target_mass", "token_budget")
 
 
-def get_context(name: str) -> Call[ContextInfo]:
-    request = message(context_pb2.GetContextRequest, name=name)
-    return Call(f"/{CONTEXTS}/GetContext", request, context_pb2.Context, read_context)
-
-
 def find_context(reference: str) -> Call[ContextInfo]:
-    request = message(context_pb2.GetContextRequest, reference=reference)
-    return Call(f"/{CONTEXTS}/GetContext", request, context_pb2.Context, read_context)
+    return call("GetContext", read_context, reference=reference)
 
 
 def list_contexts(page_size: int, page_token: str, filter: str, order_by: str) -> Call[ContextPage]:
-    request = message(
-        context_pb2.ListContextsRequest,
-        page_size=page_size,
-        page_token=page_token,
-        filter=filter,
-        order_by=order_by,
-    )
-    return Call(f"/{CONTEXTS}/ListContexts", request, context_pb2.ListContextsResponse, read_page)
+    asked = {"page_size": page_size, "page_token": page_token, "filter": filter, "order_by": order_by}
+    return call("ListContexts", partial(read_reply, ContextPage), **asked)
 
 
 class Never(Enum):
@@ -193,48 +189,13 @@ def update_context(name: str, changes: ContextChanges) -> Call[ContextInfo]:
             raise _unfit("expire_time", expires.isoformat(), error) from error
     others = [field for field in ("display_name", "expire_time", "pinned") if changes.get(field) is not None]
     paths = [*(f"labels.{key}" for key in labels), *others]
-    request = message(
-        context_pb2.UpdateContextRequest,
-        context=changed,
-        update_mask=message(FieldMask, paths=paths),
-        move_name=changes.get("move_name"),
-    )
-    return Call(f"/{CONTEXTS}/UpdateContext", request, context_pb2.Context, read_context)
+    mask = message(FieldMask, paths=paths)
+    moves = changes.get("move_name")
+    return call("UpdateContext", read_context, context=changed, update_mask=mask, move_name=moves)
 
 
 def delete_context(name: str, allow_missing: bool, force: bool) -> Call[None]:
-    request = message(context_pb2.DeleteContextRequest, name=name, allow_missing=allow_missing, force=force)
-    return Call(f"/{CONTEXTS}/DeleteContext", request, Empty, lambda response: None)
-
-
-def warm_context(name: str) -> Call[WarmResult]:
-    request = message(context_pb2.WarmContextRequest, name=name)
-    return Call(
-        f"/{CONTEXTS}/WarmContext",
-        request,
-        context_pb2.WarmContextResponse,
-        lambda response: read_reply(WarmResult, response),
-    )
-
-
-def list_methods() -> Call[MethodList]:
-    request = generation_pb2.ListMethodsRequest()
-    return Call(
-        f"/{GENERATIONS}/ListMethods",
-        request,
-        generation_pb2.ListMethodsResponse,
-        lambda response: read_reply(MethodList, response),
-    )
-
-
-def server_status() -> Call[ServerStatus]:
-    request = generation_pb2.GetServerStatusRequest()
-    return Call(
-        f"/{GENERATIONS}/GetServerStatus",
-        request,
-        generation_pb2.ServerStatus,
-        lambda response: read_reply(ServerStatus, response),
-    )
+    return call("DeleteContext", read_nothing, name=name, allow_missing=allow_missing, force=force)
 
 
 def generate_request(context: str, options: GenerateOptions) -> generation_pb2.GenerateRequest:
@@ -307,37 +268,24 @@ def _check_size(request: Message, advice: str, field: str) -> None:
         )
 
 
-def tokenize(content: str | Sequence[ChatMessage] | Conversation) -> Call[TokenizedText]:
-    return Call(
-        f"/{GENERATIONS}/Tokenize",
-        _content(generation_pb2.TokenizeRequest, content),
-        generation_pb2.TokenizeResponse,
-        lambda response: read_reply(TokenizedText, response),
-    )
+Content = str | Sequence[ChatMessage] | Conversation
+"""A text, or messages from the beginning of a conversation."""
+
+
+def tokenize(content: Content) -> Call[TokenizedText]:
+    return call("Tokenize", partial(read_reply, TokenizedText), **_content(content))
 
 
 def detokenize(ids: Sequence[int]) -> Call[str]:
-    return Call(
-        f"/{GENERATIONS}/Detokenize",
-        message(generation_pb2.DetokenizeRequest, ids=ids),
-        generation_pb2.DetokenizeResponse,
-        lambda response: str(response.text),
-    )
+    return call("Detokenize", lambda response: str(response.text), ids=ids)
 
 
-def count_tokens(content: str | Sequence[ChatMessage] | Conversation) -> Call[int]:
-    return Call(
-        f"/{GENERATIONS}/CountTokens",
-        _content(generation_pb2.CountTokensRequest, content),
-        generation_pb2.CountTokensResponse,
-        lambda response: int(response.tokens),
-    )
+def count_tokens(content: Content) -> Call[int]:
+    return call("CountTokens", lambda response: int(response.tokens), **_content(content))
 
 
-def _content(kind: type[MessageT], content: str | Sequence[ChatMessage] | Conversation) -> MessageT:
-    if isinstance(content, str):
-        return message(kind, text=content)
-    return message(kind, messages=write_conversation(content))
+def _content(content: Content) -> dict[str, Any]:
+    return {"text": content} if isinstance(content, str) else {"messages": write_conversation(content)}
 
 
 def message(kind: type[MessageT], **fields: Any) -> MessageT:

@@ -69,8 +69,6 @@ def _prompt(request: generation_pb2.GenerateRequest) -> dict[str, Any]:
         turns, tools = parse_messages(request.messages)
         return {"turns": turns, "tools": tools}
     content: Any = request.token_ids.ids if given == "token_ids" else getattr(request, given)
-    if not content:
-        raise InvalidArgumentError(f"{given} is empty, expected at least one token", field=given)
     if given == "question":
         if not content.strip():
             raise InvalidArgumentError("the question is blank, expected words", field=given)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -28,22 +27,19 @@ from decode_engine.errors import (
     UnreadAnswerError,
 )
 from decode_engine.rpc.door.rules import Door
-from decode_engine.rpc.transport.stalled import Abandoned, Stalls, forget_error, hang_up, host_of
-from decode_engine.rpc.transport.status import Paths, code_of, public_error, reason_of, to_trailers
+from decode_engine.rpc.transport.asker import Asker
+from decode_engine.rpc.transport.stalled import Abandoned, Stalls, forget_error, hang_up
+from decode_engine.rpc.transport.status import Paths, code_of, reason_of, to_trailers
 from decode_engine.rpc.transport.work import BlockingWork
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError
 
-ResultT = TypeVar("ResultT")
-
 logger = logging.getLogger(__name__)
 
-_ANSWER_S = 60.0  # for work that is short unless a disk or a network hangs
 _LONGEST_DEADLINE_S = 10 * 365 * 86400.0
 _OPEN_SERVICE = "/grpc.health.v1.Health/"  # for whoever looks whether the server is up
 _QUIET = ("OK", CancelledError.reason)  # as health checks end, one every few seconds
-_FORWARDED = "sparsekv-forwarded-for"
-_LARGE_BYTES = 2**16  # of a message whose parsing others would wait for
+LARGE_BYTES = 2**16  # of a message whose parsing others would wait for
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,69 +79,21 @@ class AbortError(Exception):
         self.details = details
 
 
-class Call:
-    """One call, as its handler sees it. To be used on the loop's thread, except for `check`.
-
-    open: a health check. inner: a part of a request to this process's own gateway, which logs that.
-    peer: where it comes from, with its port. host: the same without. caller: the name of its token, "" where none was
-    asked for. deadline_s: on `time.monotonic`; None without one.
-    """
+class Call(Asker):
+    """One call, as its handler sees it. open: a health check."""
 
     def __init__(self, gate: Gate, name: str, context: Any) -> None:
+        shown = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        left_s: float | None = context.time_remaining()
+        if left_s is not None and left_s >= _LONGEST_DEADLINE_S:
+            left_s = None
+        super().__init__(gate.work, context.peer(), shown.get("authorization"), left_s)
         self.name = name.rpartition("/")[2]
         self.open = name.startswith(_OPEN_SERVICE)
-        self.id = secrets.token_hex(8)
-        shown = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        self.authorization = shown.get("authorization")
-        self.peer: str = context.peer()
-        self.inner = self.peer.startswith(
-            "unix:"
-        )  # of this process's own gateway, which says for whom it asks
-        if self.inner:
-            self.peer = shown.get(_FORWARDED, self.peer)
-        self.host = host_of(self.peer)
-        self.caller = ""
-        self.started = time.monotonic()
-        remaining: float | None = context.time_remaining()
-        bounded = remaining is not None and remaining < _LONGEST_DEADLINE_S
-        self.deadline_s = self.started + remaining if bounded and remaining is not None else None
-        self.facts: dict[str, object] = {"peer": self.peer}
         self.context = context
         self.serialize: Callable[[Any], bytes] = bytes
         self.begun = False
         self._gate = gate
-        self._ended = False
-
-    def check(self) -> None:
-        """Raises DeadlineExceededError or CancelledError once nobody needs the answer any more. From any thread."""
-        if self.deadline_s is not None and time.monotonic() >= self.deadline_s:
-            raise DeadlineExceededError("the deadline passed before the server had an answer")
-        if self._ended:
-            raise CancelledError("the client ended the call")
-
-    def end(self) -> None:
-        """The call is over; for the gate."""
-        self._ended = True
-
-    def note(self, **facts: object) -> None:
-        """Adds to what the log line of this call says."""
-        self.facts.update(facts)
-
-    async def run(self, function: Callable[[], ResultT]) -> ResultT:
-        """Short blocking work. Raises TooManyRequestsError, and DeadlineExceededError where it takes a minute."""
-        task = asyncio.ensure_future(self._gate.work.run(function))
-        task.add_done_callback(forget_error)
-        try:
-            async with asyncio.timeout(_ANSWER_S):
-                return await task
-        except TimeoutError as error:
-            raise DeadlineExceededError(
-                f"the server did not get to an answer in {_ANSWER_S:g} s; its disk may not respond"
-            ) from error
-
-    def run_alone(self, function: Callable[[], ResultT]) -> Coroutine[Any, Any, ResultT]:
-        """Blocking work that may take long, and which ends by itself once `check` raises."""
-        return self._gate.work.run_alone(function)
 
     def traffic(self) -> Traffic:
         """What the gate holds now."""
@@ -208,9 +156,7 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
     async def _answer(self, call: Call, handler: Any) -> None:
         call.serialize = handler.response_serializer
         if not call.open:
-            call.caller = self._door.check(call.authorization, call.host)
-            if call.caller:
-                call.note(caller=call.caller)
+            call.enter(self._door)
         if handler.request_streaming:
             request: Any = self._requests(call, handler)
         else:
@@ -246,7 +192,7 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
                 f"the client ended the call without a message, or sent one of more than {MAX_REQUEST_BYTES} bytes"
             )
         try:
-            if len(data) > _LARGE_BYTES:
+            if len(data) > LARGE_BYTES:
                 return await call.run(lambda: handler.request_deserializer(data))
             return handler.request_deserializer(data)
         except DecodeError as error:
@@ -281,12 +227,9 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
             self._log(call, error.code.name, error.details)
             ending = call.context.abort(error.code, error.details)
         else:
-            public = public_error(error, call.id, self._paths)
-            if public is not error and reason_of(public) == "INTERNAL":
-                logger.error("request %s failed", call.id, exc_info=error, extra={"request_id": call.id})
-                self._log(call, reason_of(public), public.message)
-            else:
-                self._log(call, reason_of(public), str(error))
+            public = call.public(error, self._paths)
+            told = public.message if reason_of(public) == "INTERNAL" else str(error)
+            self._log(call, reason_of(public), told)
             ending = call.context.abort(code_of(public), public.message, to_trailers(public))
         task = asyncio.ensure_future(ending)
         task.add_done_callback(forget_error)
@@ -300,24 +243,8 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
         task.add_done_callback(forget_error)
 
     def _log(self, call: Call, reason: str, message: str = "") -> None:
-        spent = (time.monotonic() - call.started) * 1000
-        facts = " ".join(f"{name}={fact_text(value)}" for name, value in call.facts.items())
-        logger.log(
-            logging.DEBUG if call.inner or (call.open and reason in _QUIET) else logging.INFO,
-            "%s %s in %.1f ms %s%s",
-            call.name,
-            reason,
-            spent,
-            facts,
-            f": {message}" if message else "",
-            extra={
-                "rpc": call.name,
-                "reason": reason,
-                "milliseconds": round(spent, 3),
-                "request_id": call.id,
-                **call.facts,
-            },
-        )
+        level = logging.DEBUG if call.open and reason in _QUIET else logging.INFO
+        call.log(call.name, reason, message, level, rpc=call.name, reason=reason)
 
 
 def _behaviour(handler: Any) -> Any:
@@ -325,8 +252,3 @@ def _behaviour(handler: Any) -> Any:
     if handler.request_streaming:
         return handler.stream_stream if handler.response_streaming else handler.stream_unary
     return handler.unary_stream if handler.response_streaming else handler.unary_unary
-
-
-def fact_text(value: object) -> str:
-    """What a log line says of a fact."""
-    return f"{value:.1f}" if isinstance(value, float) else str(value)

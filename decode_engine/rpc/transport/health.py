@@ -28,6 +28,16 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._changed = asyncio.Event()
         self._watchers = 0
 
+    @property
+    def serving(self) -> bool:
+        """Whether calls are taken."""
+        return self._serving
+
+    @property
+    def phase(self) -> str:
+        """What goes on before they are taken for the first time; "" after that."""
+        return "" if self._begun or self._stopping else self._phase()
+
     def set(self, serving: bool) -> None:
         """Whether calls are taken. Has no effect after `stop`."""
         self._serving = serving and not self._stopping
@@ -46,7 +56,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         """The state now. NOT_FOUND for a service that is not here."""
         if request.service not in self._services:
             await call.abort(grpc.StatusCode.NOT_FOUND, "no such service")
-        if not self._begun and not self._stopping and (phase := self._phase()):
+        if phase := self.phase:
             call.context.set_trailing_metadata(((PHASE_KEY, phase),))
         return health_pb2.HealthCheckResponse(status=self._state(request.service))
 

@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -53,20 +52,18 @@ class Listener:
         paths: Paths | None = None,
         door: Door | None = None,
         certificates: Certificates | None = None,
-        inside: Path | None = None,
         phase: Callable[[], str] = lambda: "",
         shared: bool = False,
     ) -> None:
-        """register: adds the services, of these names, to the server. inside: a socket for this process alone.
+        """register: adds the services, of these names, to the server. phase: what goes on while it is not healthy yet.
 
-        phase: what goes on while it is not healthy yet. shared: other doors listen at the address, too. Raises
-        AddressError.
+        shared: other doors listen at the address, too. Raises AddressError.
         """
         self._shared = shared
         self._phase = phase
         self._door = door or Door()
         self._certificates = certificates
-        self._inside = inside
+        self._stops: list[Callable[[float], Coroutine[Any, Any, None]]] = []
         self._limits = limits or Limits()
         self._paths = paths or Paths()
         self.loop = asyncio.new_event_loop()
@@ -80,7 +77,11 @@ class Listener:
 
     def set_serving(self, serving: bool) -> None:
         """What health says; without effect once stopping."""
-        self._soon(lambda: self._health.set(serving))
+        self._soon(lambda: self.health.set(serving))
+
+    def also_stop(self, stop: Callable[[float], Coroutine[Any, Any, None]]) -> None:
+        """Has another port on the same loop stop with this one. stop: as `begin_stop`."""
+        self._stops.append(stop)
 
     def begin_stop(self, grace_s: float) -> Future[None]:
         """Takes no new calls, and ends those that are open after the grace; done when all are."""
@@ -89,17 +90,18 @@ class Listener:
     def close(self) -> None:
         """Ends the thread, after a stop. Idempotent."""
         if not self.loop.is_closed():
-            self._gate.work.close()
+            self.work.close()
             self._end_loop()
 
     async def _start(
         self, address: str, services: Sequence[str], register: Callable[[aio.Server], None]
     ) -> str:
         self._gate = Gate(self._limits, self._paths, self._door)
-        self._health = Health(services, self._phase)
+        self.work = self._gate.work
+        self.health = Health(services, self._phase)
         self._server = aio.server(interceptors=[self._gate], options=_options(self._limits, self._shared))
         register(self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         reflection = ReflectionServicer((*services, HEALTH_SERVICE, *REFLECTION_SERVICES))
         self._server.add_generic_rpc_handlers(
             [_reflection_handler(service, reflection) for service in REFLECTION_SERVICES]
@@ -109,16 +111,14 @@ class Listener:
                 port = self._server.add_insecure_port(address)
             else:
                 port = self._server.add_secure_port(address, _server_credentials(self._certificates))
-            if self._inside is not None:
-                self._server.add_insecure_port(f"unix:{self._inside}")
         except RuntimeError as error:
             raise AddressError.of(address) from error
         await self._server.start()
         return f"{address.rpartition(':')[0]}:{port}"
 
     async def _stop(self, grace_s: float) -> None:
-        self._health.stop()
-        await self._server.stop(grace_s)
+        self.health.stop()
+        await asyncio.gather(self._server.stop(grace_s), *(stop(grace_s) for stop in self._stops))
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)

@@ -11,7 +11,8 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 from decode_engine.rpc.client import AsyncClient
@@ -35,32 +36,48 @@ class Ask:
 
 @dataclass(frozen=True)
 class Heard:
-    """One stream. arrivals: of messages with a part of the answer. step_s: the mean time of its decode steps by the
-    server, None by HTTP. error: why it failed."""
+    """One stream. asked: when. arrivals: of messages with a part of the answer. step_s: the mean time of its decode
+    steps by the server. counts: tokens of each message. step_s, counts, token_ids: not by HTTP. error: why it failed.
+    """
 
     asked: float
     arrivals: tuple[float, ...] = ()
     tokens: int = 0
     step_s: float | None = None
     error: str = ""
+    counts: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+
+    @property
+    def first_s(self) -> float:
+        """From the question to the first token."""
+        return self.arrivals[0] - self.asked
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between one message and the next."""
+        return [after - before for before, after in pairwise(self.arrivals)]
 
 
 @dataclass
 class Asked:
-    """Questions that are all asked at one moment."""
+    """Questions that are all asked at one moment, `begin`."""
 
-    parts: list[Future[list[Heard]]] = field(default_factory=list)
+    begin: float
+    parts: list[Future[list[Heard]]]
 
     @classmethod
     def at_once(cls, pool: Executor, processes: int, asks: Sequence[Ask], after_s: float = 0.0) -> Asked:
         """Shares the questions out among so many processes of the pool, which all ask at one time, so much later."""
         begin = time.monotonic() + _START_S + after_s
         shares = [asks[part::processes] for part in range(min(processes, len(asks)))]
-        return cls([pool.submit(_ask_all, begin, share) for share in shares])
+        return cls(begin, [pool.submit(_ask_all, begin, share) for share in shares])
 
     def heard(self) -> list[Heard]:
-        """Of all of them, in no order."""
-        return [one for part in self.parts for one in part.result()]
+        """Of all of them, in the order of the questions."""
+        shares = [part.result() for part in self.parts]
+        count = sum(map(len, shares))
+        return [shares[number % len(shares)][number // len(shares)] for number in range(count)]
 
 
 def _ask_all(begin: float, asks: Sequence[Ask]) -> list[Heard]:
@@ -70,6 +87,8 @@ def _ask_all(begin: float, asks: Sequence[Ask]) -> list[Heard]:
 async def _gather(begin: float, asks: Sequence[Ask]) -> list[Heard]:
     clients = {ask.address: AsyncClient(ask.address) for ask in asks if ask.door == "grpc"}
     try:
+        for client in clients.values():
+            await client.is_serving()  # connects
         return list(await asyncio.gather(*(_one(begin, ask, clients) for ask in asks)))
     finally:
         for client in clients.values():
@@ -88,15 +107,16 @@ async def _one(begin: float, ask: Ask, clients: Mapping[str, AsyncClient]) -> He
 
 
 async def _by_grpc(asked: float, ask: Ask, client: AsyncClient) -> Heard:
-    arrivals, tokens = [], 0
+    arrivals, counts, token_ids = list[float](), list[int](), list[int]()
     async with client.generate(ask.context, **ask.options) as generation:
         async for piece in generation:
             if piece.token_ids:
                 arrivals.append(time.monotonic())
-                tokens += len(piece.token_ids)
+                counts.append(len(piece.token_ids))
+                token_ids += piece.token_ids
         times = generation.summaries[0].timings
     step_s = times.decode_ns / times.decode_steps / 1e9 if times.decode_steps else None
-    return Heard(asked, tuple(arrivals), tokens, step_s)
+    return Heard(asked, tuple(arrivals), len(token_ids), step_s, "", tuple(counts), tuple(token_ids))
 
 
 async def _by_http(asked: float, ask: Ask) -> Heard:

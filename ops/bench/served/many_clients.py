@@ -44,10 +44,10 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import typer
 from harness.checks import CheckFailedError
+from harness.doors import Ask, Asked, Heard
 from harness.report import Report, reporting
 from harness.served import Shelf, serving
 from harness.steps.general_steps import percentile
-from harness.streams import AskedAtOnce, Heard, Question
 
 from decode_engine.evaluation.tasks import parse_length
 from decode_engine.rpc.client import Client
@@ -71,9 +71,9 @@ class Crowd:
     processes: int
     address: str
 
-    def ask(self, questions: Sequence[Question]) -> AskedAtOnce:
+    def ask(self, asks: Sequence[Ask]) -> Asked:
         """Has all of them asked at once."""
-        return AskedAtOnce(self.pool, self.processes, self.address, questions)
+        return Asked.at_once(self.pool, self.processes, asks)
 
 
 def main(
@@ -114,9 +114,9 @@ def main(
         }
         for method in names:
             for case, own in cases.items():
-                asked = questions(own, method, keep, answer_tokens)
-                crowd.ask(asked).heard()
-                heard = [crowd.ask(asked).heard() for _ in range(rounds)]
+                asked = questions(served.address, own, method, keep, answer_tokens)
+                hear(crowd.ask(asked))
+                heard = [hear(crowd.ask(asked)) for _ in range(rounds)]
                 report.add(base | {"case": case, "method": method, **figures(heard, answer_tokens)})
         ask_absurdly(report, crowd, contexts[SHARED], names[-1], base | {"clients": ABSURD_STREAMS})
 
@@ -128,9 +128,18 @@ def make_contexts(shelf: Shelf, tokens: int, clients: int) -> int:
     return sum(entry.nbytes for manifest in made for entry in manifest.arrays)
 
 
+def hear(asked: Asked) -> list[Heard]:
+    """All streams. Raises CheckFailedError for one that failed."""
+    streams = asked.heard()
+    for stream in streams:
+        if stream.error:
+            raise CheckFailedError(stream.error)
+    return streams
+
+
 def questions(
-    contexts: Sequence[str], method: str, keep: float, answer_tokens: int, seeds: bool = False
-) -> list[Question]:
+    address: str, contexts: Sequence[str], method: str, keep: float, answer_tokens: int, seeds: bool = False
+) -> list[Ask]:
     """A question to each context, none like another. seeds: whether tokens are drawn, each by a seed."""
     asked = []
     for number, context in enumerate(contexts):
@@ -143,7 +152,7 @@ def questions(
             options["keep_ratio"] = keep
         if seeds:
             options |= {"temperature": 1.0, "seed": number}
-        asked.append(Question(context, options))
+        asked.append(Ask("grpc", address, context, options))
     return asked
 
 
@@ -187,15 +196,17 @@ def times(of: str, seconds: Sequence[float]) -> dict[str, float]:
 
 def ask_absurdly(report: Report, crowd: Crowd, context: str, method: str, base: dict[str, Any]) -> None:
     """The line `absurd`. Raises CheckFailedError where the request is not refused, or changes an answer."""
-    asked = questions([context] * ABSURD_STREAMS, method, 0.01, base["answer_tokens"], seeds=True)
-    crowd.ask(asked).heard()
-    quiet = crowd.ask(asked).heard()
+    asked = questions(
+        crowd.address, [context] * ABSURD_STREAMS, method, 0.01, base["answer_tokens"], seeds=True
+    )
+    hear(crowd.ask(asked))
+    quiet = hear(crowd.ask(asked))
     first = statistics.median(stream.first_s for stream in quiet)
     whole = min(stream.arrivals[-1] - stream.asked for stream in quiet)
     asking = crowd.ask(asked)
     time.sleep(max(0.0, asking.begin + (first + whole) / 2 - time.monotonic()))
     sent, refused = refuse(crowd.address, context, method + ABSURD)
-    beside = asking.heard()
+    beside = hear(asking)
     if [stream.token_ids for stream in beside] != [stream.token_ids for stream in quiet]:
         raise CheckFailedError("an absurd request has changed the answers of others")
     row = base | {"case": "absurd", "method": method, **figures([beside], base["answer_tokens"])}

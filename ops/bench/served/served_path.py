@@ -33,7 +33,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
-from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -139,7 +138,7 @@ def figures(heard: Sequence[Heard]) -> dict[str, Any]:
 
 def longest_gap(heard: Sequence[Heard]) -> float:
     """Between two messages of any stream."""
-    return max((after - before for one in heard for before, after in pairwise(one.arrivals)), default=0.0)
+    return max((gap for one in heard for gap in one.gaps_s), default=0.0)
 
 
 def plain(

@@ -2,11 +2,10 @@
 
 usage: python ops/bench/served/service_kills.py [--kills 100] [--seed 0] [--callers 4]
 
-Starts `decode-engine serve --prefill --http-port`, a second `prefill-worker serve` and a `decode-engine gateway` with
-the reader over a new store. Callers create contexts of 200 to 1,200 tokens, ask, keep sessions, label, cancel and
-delete, over gRPC and both HTTP ports at random, while one of the four processes (the server's own worker is one) is
-killed (SIGKILL) at a random moment, again and again, and started anew. After every kill the callers pause between two
-calls, and it is checked:
+Starts `decode-engine serve --prefill --http-port` and a second `prefill-worker serve` with the reader over a new store.
+Callers create contexts of 200 to 1,200 tokens, ask, keep sessions, label, cancel and delete, over gRPC and HTTP at
+random, while one of the three processes (the server's own worker is one) is killed (SIGKILL) at a random moment, again
+and again, and started anew. After every kill the callers pause between two calls, and it is checked:
 
 - what was acknowledged is in the list, ready, with its labels and its parent; what was deleted or cancelled is not;
 - every context on the disk is whole, byte by byte, and is one that somebody asked for;
@@ -104,8 +103,8 @@ def main(
         began = time.monotonic()
         with service(folder, store.path, chunk) as running:
             client = Client(running.address, timeout_s=60)
-            webs = tuple(map(Web, running.urls))
-            crowd = Crowd([Caller(number, seed, client, webs) for number in range(callers)])
+            web = Web(running.url)
+            crowd = Crowd([Caller(number, seed, client, web) for number in range(callers)])
             moments, longest = Random(seed), 0.0
             try:
                 for number in range(kills):

@@ -16,7 +16,7 @@ MODEL = "model"
 
 @pytest.fixture(scope="session")
 def gateway(server: DecodeServer) -> Iterator[Gateway]:
-    with Gateway("127.0.0.1:0", server.address) as served:
+    with Gateway("127.0.0.1:0", server.grpc) as served:
         yield served
 
 

@@ -15,14 +15,15 @@ from typing import Any
 import httpx
 import pytest
 
+from decode_engine.errors import EngineCrashedError
 from decode_engine.gateway.bounds import HEAD_BYTES, Bounds
 from decode_engine.gateway.serving import Gateway
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.door.certificates import Certificates
-from decode_engine.rpc.door.rules import Door
 from decode_engine.rpc.door.tokens import TokenFile
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
+from tests.decode_engine.engine.fake_runner import Stream, make_client
 from tests.support.serving.service import wait_until
 
 CERTIFICATES = Path(__file__).parents[2] / "support" / "certificates"
@@ -62,7 +63,7 @@ def test_a_client_that_goes_ends_its_generation(gateway: Gateway, client: Client
 
 def test_a_client_that_reads_nothing_is_ended(server: DecodeServer, client: Client, lamp: str) -> None:
     bounds = Bounds(unread_s=0.2)
-    with Gateway("127.0.0.1:0", server.address, bounds=bounds) as gateway, raw(gateway) as connection:
+    with Gateway("127.0.0.1:0", server.grpc, bounds=bounds) as gateway, raw(gateway) as connection:
         ask = {**LONG, "n": 8, "temperature": 1, "logprobs": 20, "max_tokens": 2000}
         connection.sendall(post("/v1/completions", ask))
         wait_until(lambda: not idle(client), 60)
@@ -70,7 +71,7 @@ def test_a_client_that_reads_nothing_is_ended(server: DecodeServer, client: Clie
 
 
 def test_a_head_that_does_not_come_ends_the_connection(server: DecodeServer) -> None:
-    with Gateway("127.0.0.1:0", server.address, bounds=Bounds(head_s=1.0)) as gateway:
+    with Gateway("127.0.0.1:0", server.grpc, bounds=Bounds(head_s=1.0)) as gateway:
         for sent in (b"", b"GET /health HTTP/1.1\r\nHost"):
             with raw(gateway) as connection:
                 connection.sendall(sent)
@@ -132,13 +133,13 @@ def test_bodies_may_be_packed(web: httpx.Client, lamp: str) -> None:
 
 def test_connections_and_requests_are_bounded(server: DecodeServer, lamp: str, client: Client) -> None:
     with (
-        Gateway("127.0.0.1:0", server.address, bounds=Bounds(connections=2)) as gateway,
+        Gateway("127.0.0.1:0", server.grpc, bounds=Bounds(connections=2)) as gateway,
         raw(gateway),
         raw(gateway),
         raw(gateway) as third,
     ):
         assert _read(third) == b""
-    with Gateway("127.0.0.1:0", server.address, bounds=Bounds(requests=1)) as gateway, raw(gateway) as busy:
+    with Gateway("127.0.0.1:0", server.grpc, bounds=Bounds(requests=1)) as gateway, raw(gateway) as busy:
         busy.sendall(post("/v1/completions", LONG))
         assert busy.recv(100).startswith(b"HTTP/1.1 200")
         refused = httpx.get(f"{gateway.url}/v1/models")
@@ -195,34 +196,22 @@ def test_pages_of_other_origins_may_ask_only_where_that_is_said(
 ) -> None:
     asking = {"origin": "https://example.org", "access-control-request-method": "POST"}
     assert "access-control-allow-origin" not in web.options("/v1/models", headers=asking).headers
-    with Gateway("127.0.0.1:0", server.address, cors_origins=["https://example.org"]) as gateway:
+    with Gateway("127.0.0.1:0", server.grpc, cors_origins=["https://example.org"]) as gateway:
         allowed = httpx.options(f"{gateway.url}/v1/models", headers=asking)
         assert allowed.headers["access-control-allow-origin"] == "https://example.org"
         foreign = httpx.get(f"{gateway.url}/health", headers={"origin": "https://other.org"})
         assert "access-control-allow-origin" not in foreign.headers
 
 
-def test_tokens_are_asked_for_here_and_shown_to_the_server(
-    tmp_path: Path, server: DecodeServer, lamp: str
-) -> None:
+def test_tokens_of_the_server_are_asked_for_here(tmp_path: Path, library: Any, lamp: str) -> None:
     secret = TokenFile(tmp_path / "tokens").create("alice")
-    with Door(tmp_path / "tokens") as door, Gateway("127.0.0.1:0", server.address, door=door) as gateway:
+    config = library.config(tokens=tmp_path / "tokens")
+    with DecodeServer(config) as guarded, Gateway("127.0.0.1:0", guarded.grpc) as gateway:
+        guarded.load()
         assert httpx.get(f"{gateway.url}/health").status_code == 200
         for headers in ({}, {"authorization": "Bearer x"}, {"authorization": f"Basic {secret}"}):
             refused = httpx.get(f"{gateway.url}/v1/models", headers=headers)
             assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
-        asked = httpx.get(f"{gateway.url}/v1/models", headers={"authorization": f"Bearer {secret}"})
-        assert asked.status_code == 200
-
-
-def test_the_server_asks_for_tokens_behind_a_gateway_without_any(
-    tmp_path: Path, library: Any, lamp: str
-) -> None:
-    secret = TokenFile(tmp_path / "tokens").create("alice")
-    config = library.config(tokens=tmp_path / "tokens")
-    with DecodeServer(config) as guarded, Gateway("127.0.0.1:0", guarded.address) as gateway:
-        guarded.load()
-        assert httpx.get(f"{gateway.url}/v1/contexts").status_code == 401
         shown = {"authorization": f"Bearer {secret}"}
         assert httpx.get(f"{gateway.url}/v1/contexts", headers=shown).status_code == 200
         _check_owner(httpx.Client(base_url=f"{gateway.url}/v1", headers=shown, timeout=60))
@@ -245,7 +234,7 @@ def test_an_encrypted_gateway_asks_for_certificates(server: DecodeServer) -> Non
         CERTIFICATES / "server.pem", CERTIFICATES / "server.key", CERTIFICATES / "authority.pem"
     )
     trusting = ssl.create_default_context(cafile=CERTIFICATES / "authority.pem")
-    with Gateway("127.0.0.1:0", server.address, certificates=certificates) as gateway:
+    with Gateway("127.0.0.1:0", server.grpc, certificates=certificates) as gateway:
         assert gateway.url.startswith("https://")
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"{gateway.url}/health", verify=trusting)
@@ -253,9 +242,52 @@ def test_an_encrypted_gateway_asks_for_certificates(server: DecodeServer) -> Non
         assert httpx.get(f"{gateway.url}/health", verify=trusting).status_code == 200
 
 
-def test_a_server_that_is_not_there_is_told(lamp: str) -> None:
-    with Gateway("127.0.0.1:0", "127.0.0.1:1") as gateway:
-        assert httpx.get(f"{gateway.url}/health").status_code == 503
-        reply = httpx.get(f"{gateway.url}/v1/models")
-        assert (reply.status_code, reply.json()["error"]["code"]) == (502, "unreachable")
-        assert "127.0.0.1:1" not in reply.json()["error"]["message"]
+def test_a_server_that_starts_says_so(library: Any, lamp: str) -> None:
+    with DecodeServer(library.config()) as server, Gateway("127.0.0.1:0", server.grpc) as gateway:
+        server.phase.say("hash weights", "3 of 16 GB")
+        health = httpx.get(f"{gateway.url}/health")
+        told = {"status": "starting", "phase": "hash weights: 3 of 16 GB"}
+        assert (health.status_code, health.json()) == (503, told)
+        for asked in (httpx.get(f"{gateway.url}/v1/models"), _chat(gateway)):
+            assert (asked.status_code, asked.json()["error"]["code"]) == (503, "not_ready")
+            assert "hash weights" in asked.json()["error"]["message"]
+            assert asked.headers["x-should-retry"] == "true"
+
+
+def test_both_doors_say_the_same_of_an_engine_that_has_died(library: Any, lamp: str) -> None:
+    with DecodeServer(library.config()) as server, Gateway("127.0.0.1:0", server.grpc) as gateway:
+        server.load()
+        engine = server.backend.engine
+        work = make_client("fatal", start=_die).work
+        engine.submit(engine.reserve(), work, Stream(engine.wake))  # type: ignore[arg-type]
+        wait_until(lambda: httpx.get(f"{gateway.url}/health").status_code == 503)
+        with Client(server.address) as client, pytest.raises(EngineCrashedError) as told:
+            client.generate(lamp, text="x").read()
+        for stream in (False, True):
+            asked = _chat(gateway, context=lamp, stream=stream)
+            assert (asked.status_code, asked.json()["error"]["code"]) == (500, "engine_crashed")
+            assert asked.json()["error"]["message"] == told.value.message
+
+
+def _die() -> Any:
+    raise SystemExit("the scheduler's thread must not survive this")
+
+
+def test_a_fault_is_told_by_the_number_under_which_the_log_has_it(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*given: object) -> None:
+        raise RuntimeError("nobody is told of this")
+
+    monkeypatch.setattr("decode_engine.rpc.answers.answering.plan_calls", fail)
+    for stream in (False, True):
+        asked = _chat(gateway, stream=stream)
+        assert asked.status_code == 500
+        assert asked.headers["x-request-id"] in asked.json()["error"]["message"]
+        assert "nobody is told" not in asked.text
+    assert caplog.text.count("RuntimeError: nobody is told of this") == 2
+
+
+def _chat(gateway: Gateway, **more: object) -> httpx.Response:
+    asked = {"model": "model", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2, **more}
+    return httpx.post(f"{gateway.url}/v1/chat/completions", json=asked, timeout=60)

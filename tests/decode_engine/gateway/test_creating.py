@@ -25,7 +25,7 @@ def document(name: str) -> str:
 @pytest.fixture(scope="module")
 def gateway(tool_server: DecodeServer) -> Iterator[Gateway]:
     """In front of a server that makes contexts itself."""
-    with Gateway("127.0.0.1:0", tool_server.address) as served:
+    with Gateway("127.0.0.1:0", tool_server.grpc) as served:
         yield served
 
 

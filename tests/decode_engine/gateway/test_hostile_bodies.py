@@ -154,7 +154,7 @@ def test_odd_addresses_are_refused(web: httpx.Client) -> None:
 
 
 def test_a_line_of_the_log_is_one(web: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "decode_engine.gateway.app"):
+    with caplog.at_level("INFO", "decode_engine.rpc.transport.asker"):
         web.get("/v1/contexts/a%0AINFO%20forged%1b[31m")
         web.get("/v1/nothing%0AINFO%20forged")
 
@@ -170,7 +170,7 @@ def test_a_line_of_the_log_is_one(web: httpx.Client, caplog: pytest.LogCaptureFi
 def test_bodies_of_all_requests_are_bounded_together(server: DecodeServer, lamp: str) -> None:
     """One that comes slowly holds what has come of it; what it leaves is free again when it goes."""
     large, most = 2**19, 2**20
-    with Gateway("127.0.0.1:0", server.address, bounds=Bounds(body_bytes=most)) as gateway:
+    with Gateway("127.0.0.1:0", server.grpc, bounds=Bounds(body_bytes=most)) as gateway:
 
         def status() -> int:
             return httpx.post(f"{gateway.url}/v1/completions", content=b" " * (most - large // 2)).status_code
@@ -185,7 +185,7 @@ def test_bodies_of_all_requests_are_bounded_together(server: DecodeServer, lamp:
 
 
 def test_health_is_told_however_many_ask(server: DecodeServer) -> None:
-    with Gateway("127.0.0.1:0", server.address, bounds=Bounds(requests=0)) as gateway:
+    with Gateway("127.0.0.1:0", server.grpc, bounds=Bounds(requests=0)) as gateway:
         assert httpx.get(f"{gateway.url}/v1/models").status_code == 429
         assert httpx.get(f"{gateway.url}/health").status_code == 200
 
@@ -195,7 +195,7 @@ def test_a_file_that_comes_drop_by_drop_has_an_end(
 ) -> None:
     monkeypatch.setattr(exchange, "_FILE_S", 0.3)
     kind = "Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 10000\r\n\r\n--b\r\n"
-    with Gateway("127.0.0.1:0", server.address, bounds=Bounds(head_s=1.0)) as gateway:
+    with Gateway("127.0.0.1:0", server.grpc, bounds=Bounds(head_s=1.0)) as gateway:
         answer = dripped(gateway, f"POST /v1/files HTTP/1.1\r\nHost: x\r\n{kind}")
     assert answer.startswith(b"HTTP/1.1 408"), answer
 
@@ -203,7 +203,7 @@ def test_a_file_that_comes_drop_by_drop_has_an_end(
 def test_who_goes_on_sending_what_was_answered_is_ended(server: DecodeServer) -> None:
     """Of a body that nobody reads any more, neither drops nor silence hold the connection."""
     head = "POST /v1/nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
-    with Gateway("127.0.0.1:0", server.address, bounds=Bounds(head_s=1.0, idle_s=1000)) as gateway:
+    with Gateway("127.0.0.1:0", server.grpc, bounds=Bounds(head_s=1.0, idle_s=1000)) as gateway:
         assert dripped(gateway, head).startswith(b"HTTP/1.1 404")
         with raw(gateway) as connection:
             connection.sendall(head.encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai.types import Completion, Model
@@ -198,3 +199,12 @@ def test_prompts_without_a_context_are_answered(official: openai.OpenAI, lamp: s
         model="model", prompt="Who?", max_tokens=5, extra_body={"context": "lamp"}
     )
     assert named.model_extra["sparsekv"]["cached_context"] == lamp.removeprefix("contexts/")
+
+
+@pytest.mark.parametrize("token", [-1, 10**6, 2**40])
+def test_tokens_that_the_model_has_not_are_refused(web: httpx.Client, lamp: str, token: int) -> None:
+    for context in ({}, {"context": "lamp"}):
+        asked = {"model": "model", "prompt": [5, token], **context}
+        error = web.post("/v1/completions", json=asked).json()["error"]
+        assert (error["code"], error["param"]) == ("invalid_argument", "prompt")
+        assert f"contains {token}, expected ids of 0 to" in error["message"]

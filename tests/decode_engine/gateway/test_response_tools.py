@@ -13,9 +13,9 @@ from pydantic import TypeAdapter
 
 from decode_engine.gateway.wire.bodies import response_order
 from decode_engine.gateway.wire.response_shape import ResponseShape
-from decode_engine.rpc.client import Piece, Summary, ToolCallPart
-from decode_engine.rpc.client.replies import read_summary
-from sparsekv.v1 import generation_pb2
+from decode_engine.orders.events import Begins, Ends, Times
+from decode_engine.rpc.answers.answering import Said, Summary, TokenUsage
+from index_store.models.conversation.call_syntax import CallPart
 from tests.decode_engine.gateway.test_replies import valid
 from tests.decode_engine.gateway.test_tools import BEGUN, PARAMETERS, QUESTION, gateway, spoken
 
@@ -158,27 +158,27 @@ def test_wrong_values_are_named(web: httpx.Client, spoken: dict[str, Any], chang
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
 
 
-def summary(finish_reason: str) -> Summary:
-    told = generation_pb2.GenerationSummary(finish_reason=finish_reason.upper(), usage={"context_tokens": 5})
-    return read_summary(told)
+CUT = Summary(
+    "length",
+    TokenUsage(prompt=1, cached=5, limit=9),
+    Begins("", "full", 5, 1, 9),
+    Ends(0, "length", 0, 0, Times(0, 0, 0, 0, 0, 0, 0), {}),
+    before_ns=0,
+)
 
 
 def test_text_and_calls_are_items_of_their_own() -> None:
     """Text, two calls, and text again: what no test's model says by itself."""
     order = response_order({"model": "model", "input": "x", "tools": TOOLS, "stream": True})
-    shape = ResponseShape(order)
-    parts = [
-        ToolCallPart(0, "a", "look", ""),
-        ToolCallPart(0, "", "", '{"at"'),
-        ToolCallPart(0, "", "", ":1}"),
-    ]
+    shape = ResponseShape(order, lambda token: b"")
+    parts = [CallPart(0, "a", "look", ""), CallPart(0, "", "", '{"at"'), CallPart(0, "", "", ":1}")]
     pieces = [
-        *(Piece((), "I "), Piece((), "look.")),
-        *(Piece((), "", tool_calls=(part,)) for part in parts),
-        Piece((), "", tool_calls=(ToolCallPart(1, "b", "wait", "{}"),)),
-        Piece((), "Done"),
+        *(Said(text="I "), Said(text="look.")),
+        *(Said(calls=(part,)) for part in parts),
+        Said(calls=(CallPart(1, "b", "wait", "{}"),)),
+        Said(text="Done"),
     ]
-    stream = shape.begin() + b"".join(map(shape.piece, pieces)) + shape.end([summary("length")])
+    stream = shape.begin() + b"".join(map(shape.piece, pieces)) + shape.end([CUT])
     events = [json.loads(text.partition("data: ")[2]) for text in stream.decode().split("\n\n") if text]
     for number, event in enumerate(events):
         assert TypeAdapter(ResponseStreamEvent).validate_python(event).sequence_number == number

@@ -45,7 +45,7 @@ NAMED: Any = {"type": "function", "function": {"name": "look"}}
 @pytest.fixture(scope="module")
 def gateway(tool_server: DecodeServer) -> Iterator[Gateway]:
     """In front of a server that makes contexts itself, of a model with tools."""
-    with Gateway("127.0.0.1:0", tool_server.address) as served:
+    with Gateway("127.0.0.1:0", tool_server.grpc) as served:
         yield served
 
 

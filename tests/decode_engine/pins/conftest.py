@@ -62,9 +62,9 @@ def _serve(library: Library, names: dict[str, str], apart: bool, **changes: obje
             door = stack.enter_context(door_beside(server.backend, config))
             address, url = door.address, door.url
         else:
-            address, url = server.address, stack.enter_context(Gateway("127.0.0.1:0", server.address)).url
+            address, url = server.address, stack.enter_context(Gateway("127.0.0.1:0", server.grpc)).url
         channel = stack.enter_context(grpc.insecure_channel(address))
-        web = stack.enter_context(httpx.Client(base_url=url, timeout=120))
+        web = stack.enter_context(httpx.Client(base_url=url, timeout=600))
         yield Service(channel, web, {"absent": ABSENT, **names}, work)
 
 

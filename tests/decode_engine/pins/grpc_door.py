@@ -22,7 +22,7 @@ from tests.decode_engine.pins.recording import Line, hide_call_ids, hide_seeds, 
 
 _FILES = (generation_pb2, context_pb2, operations_pb2, health_pb2)
 _STREAMED = {"Generate", "BatchGenerate"}
-_CALL_S = 120.0
+_CALL_S = 600.0
 _ORDER = [*generation_pb2.GenerateResponse.DESCRIPTOR.fields_by_name, "error"]
 
 

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from harness.checks import CheckFailedError
-from harness.streams import Heard
+from harness.doors import Heard
 
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.settings.config import ServeConfig
@@ -57,10 +57,10 @@ def test_all_cases_are_reported(
 
 
 def test_tokens_count_while_all_are_running(bench: ModuleType) -> None:
-    long = Heard(0.0, (1.0, 2.0, 3.0, 4.0), (1, 1, 2, 1), (5,) * 5)
-    short = Heard(0.5, (1.5, 2.5, 3.5), (1, 1, 1), (5,) * 3)
+    long = Heard(0.0, (1.0, 2.0, 3.0, 4.0), counts=(1, 1, 2, 1), token_ids=(5,) * 5)
+    short = Heard(0.5, (1.5, 2.5, 3.5), counts=(1, 1, 1), token_ids=(5,) * 3)
     assert bench.tokens_per_s([long, short]) == (1 + 2 + 1 + 1) / (3.5 - 1.5)
-    assert bench.tokens_per_s([short, Heard(0.0, (4.0, 5.0), (1, 1), (5, 5))]) is None
+    assert bench.tokens_per_s([short, Heard(0.0, (4.0, 5.0), counts=(1, 1), token_ids=(5, 5))]) is None
     found = bench.figures([[long], [short]], 5)
     assert found["gap_p50_ms"] == found["gap_longest_ms"] == 1000
     assert (found["first_p50_ms"], found["first_p99_ms"]) == (1000, 1000)
@@ -75,9 +75,8 @@ def test_changed_answers_are_not_reported(bench: ModuleType, monkeypatch: pytest
 
         def ask(self, questions: object) -> SimpleNamespace:
             token = next(answers)
-            return SimpleNamespace(
-                begin=0.0, heard=lambda: [Heard(0.0, (0.1, 0.2), (1, 1), (token, token))] * 16
-            )
+            heard = Heard(0.0, (0.1, 0.2), counts=(1, 1), token_ids=(token, token))
+            return SimpleNamespace(begin=0.0, heard=lambda: [heard] * 16)
 
     monkeypatch.setattr(bench, "refuse", lambda *asked: (0.1, 0.2))
     with pytest.raises(CheckFailedError, match="changed the answers"):

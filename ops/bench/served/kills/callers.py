@@ -48,7 +48,7 @@ class Caller:
     number: of the caller. The order of what it does is drawn from its number and the seed.
     """
 
-    def __init__(self, number: int, seed: int, client: Client, webs: tuple[Web, ...]) -> None:
+    def __init__(self, number: int, seed: int, client: Client, web: Web) -> None:
         self.contexts: dict[str, Made] = {}  # by title
         self.perhaps: dict[str, Made] = {}  # sessions whose keeping was broken off; by title
         self.open: dict[str, str] = {}  # titles of what operations make, by the operation's name
@@ -59,7 +59,7 @@ class Caller:
         self._made = 0
         self._choices = Random(1000 * seed + number)
         self._client = client
-        self._webs = webs
+        self._web_port = web
 
     def act(self) -> None:
         """One verb, and for operations that go on a look at one."""
@@ -236,7 +236,7 @@ class Caller:
 
     def _web(self) -> Web | None:
         """One of the HTTP ports, or None for gRPC."""
-        return self._choices.choice((None, *self._webs))
+        return self._choices.choice((None, self._web_port))
 
     def _give_up(self, verb: str, error: Exception) -> None:
         if not broken_off(error):

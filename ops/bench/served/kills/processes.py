@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-VICTIMS = ("server", "worker", "own worker", "gateway")
+VICTIMS = ("server", "worker", "own worker")
 """Who is killed. A killed server takes its own worker and its HTTP port along."""
 
 
@@ -49,16 +49,12 @@ class Process:
 
 @dataclass
 class Service:
-    """A server with a worker of its own and an HTTP port, a second worker and a gateway before the server.
-
-    address: of gRPC. urls: of the server's HTTP port and of the gateway.
-    """
+    """A server with a worker of its own, and a second worker. address: of gRPC. url: of HTTP."""
 
     server: Process
     worker: Process
-    gateway: Process
     address: str
-    urls: tuple[str, str]
+    url: str
     killed: Counter[str] = field(default_factory=Counter)
 
     def kill_one(self, choices: Random) -> str:
@@ -71,7 +67,7 @@ class Service:
             else:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        processes = {"server": self.server, "worker": self.worker, "gateway": self.gateway}
+        processes = {"server": self.server, "worker": self.worker}
         if victim in processes:
             processes[victim].kill()
             processes[victim].start()
@@ -80,7 +76,7 @@ class Service:
 
     def end(self) -> None:
         """Kills all."""
-        for process in (self.gateway, self.worker, self.server):
+        for process in (self.worker, self.server):
             process.kill()
 
 
@@ -88,17 +84,15 @@ class Service:
 def service(folder: Path, store: Path, chunk: int) -> Iterator[Service]:
     """Starts all of it over a store that is there. folder: for logs. chunk: tokens of a pass of the second worker."""
     common = ["--store", str(store), "--model", "reader", "--device", "cpu", "--format", "json"]
-    address, http, front = (_free_port() for _ in range(3))
+    address, http = _free_port(), _free_port()
     python = [sys.executable, "-m"]
     ports = ["--listen", f"127.0.0.1:{address}", "--http-port", str(http)]
     serve = ["decode_engine", "serve", *common, "--prefill", "--no-warm-up", *ports]
-    sides = ["--server", f"127.0.0.1:{address}", "--listen", f"127.0.0.1:{front}"]
     started = Service(
         Process([*python, *serve], folder / "server.log"),
         Process([*python, "prefill_worker", "serve", *common, "--chunk", str(chunk)], folder / "worker.log"),
-        Process([*python, "decode_engine", "gateway", *sides], folder / "gateway.log"),
         f"127.0.0.1:{address}",
-        (f"http://127.0.0.1:{http}", f"http://127.0.0.1:{front}"),
+        f"http://127.0.0.1:{http}",
     )
     try:
         yield started

@@ -37,7 +37,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     )
     with DecodeServer(config) as server:
         server.load()
-        with Gateway("127.0.0.1:0", server.address) as gateway:
+        with Gateway("127.0.0.1:0", server.grpc) as gateway:
             with httpx.Client(base_url=gateway.url, timeout=60) as web:
                 made(web, text=NOTES * 4, display_name="notes")
             yield f"{gateway.url}/v1"

@@ -36,7 +36,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     Store(library.store, create=True)
     with DecodeServer(library.config(prefill=True)) as started:
         started.load()
-        with Gateway("127.0.0.1:0", started.address) as served:
+        with Gateway("127.0.0.1:0", started.grpc) as served:
             yield served
 
 

@@ -209,7 +209,7 @@ def test_a_damaged_child_is_refused_and_its_parent_is_not(
     chunk.write_bytes(data)
     with pytest.raises(ContextCorruptError, match="crc32c"):
         ask(client, child)
-    with Gateway("127.0.0.1:0", running.address) as gateway:
+    with Gateway("127.0.0.1:0", running.grpc) as gateway:
         asked = {"model": "model", "prompt": "The lamp", "max_tokens": 2}
         for stream in (False, True):
             body = {**asked, "context": child, "stream": stream}
@@ -263,7 +263,7 @@ def test_a_full_disk_is_told_and_nothing_stays(
         patched.setattr("index_store.store.writer.sync_tree", refuse)
         with pytest.raises(StoreFullError, match="no space is left"):
             ask(client, shelf.root, "Twice ", keep=Keep())
-        with Gateway("127.0.0.1:0", running.address) as gateway:
+        with Gateway("127.0.0.1:0", running.grpc) as gateway:
             body = {"model": "model", "prompt": "Twice ", "max_tokens": 2, "context": shelf.root, "keep": {}}
             reply = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=60)
     error = reply.json()["error"]

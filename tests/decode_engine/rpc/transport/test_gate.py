@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from decode_engine.errors import DeadlineExceededError
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.client.connection import translate
-from decode_engine.rpc.transport import calls as calls_module
+from decode_engine.rpc.transport import asker
 from decode_engine.rpc.transport import listener as listener_module
 from decode_engine.rpc.transport.calls import Call, Limits, Traffic
 from decode_engine.rpc.transport.listener import Listener
@@ -260,7 +260,7 @@ def test_store_work_takes_a_few_threads_however_many_ask() -> None:
 
 
 def test_store_work_that_hangs_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls_module, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(asker, "_ANSWER_S", 0.05)
     with listening() as (listener, scripted), Client(listener.address) as client:
         responding = threading.Event()
         scripted.work = partial(responding.wait, 60)

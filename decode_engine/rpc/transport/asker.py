@@ -1,0 +1,111 @@
+"""Whoever asks, by whichever door: what answers have to know of it, and the threads that may work for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from decode_engine.errors import CancelledError, DeadlineExceededError
+from decode_engine.rpc.door.rules import Door
+from decode_engine.rpc.transport.stalled import forget_error, host_of
+from decode_engine.rpc.transport.status import Paths, public_error, reason_of
+from decode_engine.rpc.transport.work import BlockingWork
+from index_store.errors import SparseKVError
+
+ResultT = TypeVar("ResultT")
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 60.0  # for work that is short unless a disk or a network hangs
+
+
+class Asker:
+    """Who asks for one thing. To be used on the loop's thread, except for `check`.
+
+    id: of this request in logs. peer: where it comes from, with its port. host: its address without, by which requests
+    are counted. authorization: what it shows. caller: the name of its token, "" where none was asked for. started,
+    deadline_s: on `time.monotonic`; None without a deadline. facts: what the log line says.
+    """
+
+    def __init__(
+        self, work: BlockingWork, peer: str, authorization: str | None, left_s: float | None = None
+    ) -> None:
+        """left_s: until the deadline."""
+        self.id = secrets.token_hex(8)
+        self.started = time.monotonic()
+        self.peer = peer
+        self.host = host_of(peer)
+        self.caller = ""
+        self.authorization = authorization
+        self.deadline_s = None if left_s is None else self.started + left_s
+        self.facts: dict[str, object] = {"peer": peer}
+        self._work = work
+        self._ended = False
+
+    def check(self) -> None:
+        """Raises DeadlineExceededError or CancelledError once nobody needs the answer any more. From any thread."""
+        if self.deadline_s is not None and time.monotonic() >= self.deadline_s:
+            raise DeadlineExceededError("the deadline passed before the server had an answer")
+        if self._ended:
+            raise CancelledError("the client ended the call")
+
+    def end(self) -> None:
+        """It is over, and nobody needs an answer any more."""
+        self._ended = True
+
+    def enter(self, door: Door) -> None:
+        """Raises UnauthenticatedError, TooManyAttemptsError for who is not let in."""
+        self.caller = door.check(self.authorization, self.host)
+        if self.caller:
+            self.note(caller=self.caller)
+
+    def note(self, **facts: object) -> None:
+        """Adds to what the log line says."""
+        self.facts.update(facts)
+
+    def public(self, error: Exception, paths: Paths) -> SparseKVError:
+        """An error as clients may see it; what is none of ours goes to the log."""
+        public = public_error(error, self.id, paths)
+        if public is not error and reason_of(public) == "INTERNAL":
+            logger.error("request %s failed", self.id, exc_info=error, extra={"request_id": self.id})
+        return public
+
+    def log(self, what: str, outcome: str, message: str, level: int, **more: object) -> None:
+        """The line about what became of it. more: for programs that read it."""
+        spent = (time.monotonic() - self.started) * 1000
+        logger.log(
+            level,
+            "%s %s in %.1f ms %s%s",
+            what,
+            outcome,
+            spent,
+            " ".join(f"{name}={_text(value)}" for name, value in self.facts.items()),
+            f": {_text(message)}" if message else "",
+            extra={"milliseconds": round(spent, 3), "request_id": self.id, **more, **self.facts},
+        )
+
+    async def run(self, function: Callable[[], ResultT]) -> ResultT:
+        """Short blocking work. Raises TooManyRequestsError, and DeadlineExceededError where it takes a minute."""
+        task = asyncio.ensure_future(self._work.run(function))
+        task.add_done_callback(forget_error)
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await task
+        except TimeoutError as error:
+            raise DeadlineExceededError(
+                f"the server did not get to an answer in {_ANSWER_S:g} s; its disk may not respond"
+            ) from error
+
+    def run_alone(self, function: Callable[[], ResultT]) -> Coroutine[Any, Any, ResultT]:
+        """Blocking work that may take long, and which ends by itself once `check` raises."""
+        return self._work.run_alone(function)
+
+
+def _text(value: object) -> str:
+    """A fact, or what a client may have written, without what begins a line of its own."""
+    text = f"{value:.1f}" if isinstance(value, float) else str(value)
+    return "".join(letter if letter.isprintable() else " " for letter in text)
