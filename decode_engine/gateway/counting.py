@@ -54,7 +54,7 @@ TOKENIZE = Endpoint(
         *taken("model", "one model is served"),
         refused("add_special_tokens", "a template says them all; of a text the tokens of its words are told"),
         Parameter("return_token_strs", FLAG, "Whether the tokens' texts are told, too."),
-        *TEMPLATE,
+        *(each for each in TEMPLATE if each.name != "add_special_tokens"),
     ),
 )
 DETOKENIZE = Endpoint(

@@ -138,7 +138,6 @@ def test_a_session_is_kept(
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"tool_choice": {"type": "function", "function": {"name": "run"}}}, "tool_choice"),
-        ({"tool_choice": "auto", "response_format": {"type": "json_object"}}, "response_format"),
         ({"keep": {"colour": 1}}, "keep.colour"),
         ({"regex": "("}, "regex"),
         ({"method": "magic"}, "method"),

@@ -73,7 +73,7 @@ class Kept:
 
     def found(self, text: str) -> str:
         """The id of the context that a text begins with; "" without one."""
-        ground = self.server.backend.beginning(list(self.client.tokenize(text).ids))
+        ground, _ = self.server.backend.beginning(list(self.client.tokenize(text).ids))
         return ground.named.id if ground.named.token_count else ""
 
     def close(self) -> None:
