@@ -65,14 +65,18 @@ def test_a_context_is_made_with_progress_asked_and_deleted(
     assert changed["expire_time"].startswith("2090-01-01")
     (found,) = web.get("/v1/contexts", params={"filter": "labels.team = sea"}).json()["data"]
     assert found["id"] == context["id"]
+    changed = web.patch("/v1/contexts/crimson", json={"ttl_seconds": 600}).json()
+    assert changed["expire_time"] < "2090"
     restored = {"display_name": "red", "labels": {"team": None}, "expire_time": "never"}
     changed = web.patch("/v1/contexts/crimson", json=restored).json()
     assert (changed["labels"], changed["expire_time"]) == ({}, None)
     for wrong in ({"expire_time": "soon"}, {"colour": 1}, {"labels": {"a": 1}}, {}, {"labels": {}}):
         refused = web.patch("/v1/contexts/red", json=wrong)
         assert (refused.status_code, "update_mask" in refused.json()["error"]["message"]) == (400, False)
+    until = "2090-01-01T00:00:00+00:00"
     continued = {"text": "And on.", "display_name": "pink", "parent": "red", "stream": True}
-    assert [name for name, _ in events(web, continued)][-2] == "context"
+    told = events(web, {**continued, "expire_time": until})
+    assert (told[-2][0], told[-2][1]["expire_time"] >= until) == ("context", True)
     refused = web.delete("/v1/contexts/red")
     assert (refused.status_code, "force in requests" in refused.json()["error"]["message"]) == (400, True)
     assert web.delete("/v1/contexts/red", params={"force": "yes"}).status_code == 400

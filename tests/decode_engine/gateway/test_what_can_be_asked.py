@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +17,8 @@ from decode_engine.gateway.wire.endpoints import CHAT, COMPLETIONS, RESPONSES
 from decode_engine.gateway.wire.parameters import Endpoint, Fate
 from decode_engine.rpc.client import Client
 from index_store.models.conversation.messages import Message, Role
-from tests.decode_engine.conftest import MAX_POSITIONS
+from index_store.store.catalog import Store
+from tests.decode_engine.conftest import MAX_POSITIONS, Library
 from tests.decode_engine.gateway.test_replies import ASK, valid
 
 
@@ -163,6 +167,19 @@ def test_turns_are_sent_as_they_are(official: openai.OpenAI, client: Client, lam
 def test_one_of_a_few_texts(official: openai.OpenAI, lamp: str) -> None:
     ask = {**ASK, "extra_body": {"context": "lamp", "choices": ["the keeper", "the ships"]}, "max_tokens": 20}
     assert official.chat.completions.create(**ask).choices[0].message.content in ("the keeper", "the ships")
+
+
+def test_a_context_of_another_model_says_what_is_served(
+    web: httpx.Client, library: Library, tmp_path: Path
+) -> None:
+    other = shutil.copytree(library.model, tmp_path / "other")
+    id_ = replace(library, model=other).prefill("foreign", text="It hailed. " * 20)
+    reply = web.post(
+        "/v1/completions", json={"model": "model", "prompt": "x", "context": id_, "max_tokens": 1}
+    )
+    Store(library.store).delete(id_)
+    assert reply.status_code == 404
+    assert "this server serves 'model': serve 'other' for this context" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
