@@ -165,6 +165,7 @@ class Stream(Generic[ResponseT]):
             ):  # what reads was cancelled, or by gRPC's account the call, with `cancel`
                 task = asyncio.current_task()
                 if not self._cancelled.is_set() or (task is not None and task.cancelling()):
+                    self.cancel()  # gRPC does so, too, but not where the task was cancelled with a response in hand
                     raise
                 raise CancelledError("the call was cancelled") from None
             if self._begun and isinstance(failed, ServerUnreachableError):
