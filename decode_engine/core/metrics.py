@@ -201,18 +201,18 @@ class Metrics:
 
     def families(self, prefix: str, model: str) -> Iterator[Metric]:
         """All that was counted."""
-        with self._lock:
-            for name, (_, said) in _HISTOGRAMS.items():
-                histogram = HistogramMetricFamily(f"{prefix}:{name}", said, labels=["model_name"])
-                rows, total = self.histograms[name].told()
-                histogram.add_metric([model], rows, total)
-                yield histogram
-            for name, (said, labels) in _COUNTERS.items():
-                counter = CounterMetricFamily(f"{prefix}:{name}", said, labels=["model_name", *labels])
-                counted = self.counters[name] or (Counter() if labels else Counter({"": 0}))
-                for label, count in counted.items():
-                    counter.add_metric([model, label] if labels else [model], count)
-                yield counter
+        with self._lock:  # for a copy alone: who is told a token waits for it
+            values = {name: histogram.told() for name, histogram in self.histograms.items()}
+            counts = {name: dict(counter) for name, counter in self.counters.items()}
+        for name, (_, said) in _HISTOGRAMS.items():
+            histogram = HistogramMetricFamily(f"{prefix}:{name}", said, labels=["model_name"])
+            histogram.add_metric([model], *values[name])
+            yield histogram
+        for name, (said, labels) in _COUNTERS.items():
+            counter = CounterMetricFamily(f"{prefix}:{name}", said, labels=["model_name", *labels])
+            for label, count in (counts[name] if labels else {"": 0} | counts[name]).items():
+                counter.add_metric([model, label] if labels else [model], count)
+            yield counter
 
 
 @dataclass(frozen=True, slots=True)

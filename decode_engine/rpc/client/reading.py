@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -24,7 +25,7 @@ def finish(coroutine: Coroutine[Any, Any, ReplyT]) -> ReplyT:
     raise RuntimeError("a coroutine over a blocking wire waited for a loop")
 
 
-class Running(Generic[ResponseT, ItemT]):
+class Running(ABC, Generic[ResponseT, ItemT]):
     """A stream, and what its messages mean."""
 
     def __init__(self, stream: Stream[ResponseT]) -> None:
@@ -34,9 +35,9 @@ class Running(Generic[ResponseT, ItemT]):
         """Ends the work on the server. Harmless when it has ended."""
         self._stream.cancel()
 
+    @abstractmethod
     def _take(self, response: ResponseT) -> ItemT | None:
         """What a message brought; None where that is nothing for the reader."""
-        raise NotImplementedError
 
     async def _next(self) -> ItemT | None:
         """What is read next, None at the end."""
