@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from typer import Option
-from typer.models import ParameterInfo
+from typer.models import ArgumentInfo, ParameterInfo
 
 from index_store.cli.checks import AtLeast, Check, FileCheck, OneOf
 from index_store.errors import InvalidArgumentError, SparseKVError
@@ -143,6 +143,8 @@ def flag_of(field: Field[Any], marks: tuple[Any, ...]) -> str:
         info.default,
         *(info.param_decls or ()),
     )  # typer has the first one there until it makes the command
+    if isinstance(info, ArgumentInfo):
+        return (info.metavar or field.name).upper()
     flags = [flag for flag in told if isinstance(flag, str) and flag.startswith("--")]
     return flags[0].partition("/")[0] if flags else "--" + field.name.replace("_", "-")
 

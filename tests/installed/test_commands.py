@@ -187,7 +187,7 @@ def test_files_that_do_not_fit_are_refused(
 ) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("x")
-    if option.flag != "--runs":
+    if option.flag != "RUN":
         for value in ("s3://bucket/x", "file:///x"):  # which would be folders named `s3:` and `file:`
             refuse(option, value)
     if option.mark(InputFile):
@@ -200,7 +200,7 @@ def test_files_that_do_not_fit_are_refused(
         for value in (tmp_path / "file", tmp_path / "file" / "new"):
             refuse(option, str(value))
     else:
-        assert option.flag in ("--store", "--runs")  # which the store, and what reads results, look at
+        assert option.flag in ("--store", "RUN")  # which the store, and what reads results, look at
 
 
 @pytest.mark.parametrize(
