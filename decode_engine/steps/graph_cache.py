@@ -106,6 +106,8 @@ class GraphCache(Generic[KeptT]):
                 if not self.drop_idle():
                     raise
             gc.collect()  # of what failed, and of what was dropped, nothing may stay
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.empty_cache()
 
 
 class AllocationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -93,7 +93,7 @@ class Captures:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._lane = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.capturing = torch.cuda.Stream(device) if lane else None  # type: ignore[no-untyped-call]
+        self.capturing = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
     def nbytes(self) -> int:
@@ -312,21 +312,17 @@ class StepGraph:
             for _ in range(_WARM_UPS):
                 self.compute()
         here.wait_stream(side)
-        torch.cuda.synchronize()
+        side.synchronize()
         graph, before = torch.cuda.CUDAGraph(), self.captures.nbytes
         try:
-            # Other threads load contexts meanwhile: what they allocate must not spoil the capture. The outer context
-            # brings this thread back to its stream, which a capture that fails does not.
-            with (
-                torch.cuda.stream(here),
-                torch.cuda.graph(
-                    graph,
-                    pool=self.captures.pool,
-                    stream=self.captures.capturing,
-                    capture_error_mode="thread_local",
-                ),
-            ):
-                self.compute()
+            # Other threads load contexts meanwhile: what they allocate must not spoil the capture. `torch.cuda.graph`
+            # would wait for all that the device does, and give back memory that running steps then wait for.
+            with torch.cuda.stream(self.captures.capturing):
+                graph.capture_begin(pool=self.captures.pool, capture_error_mode="thread_local")
+                try:
+                    self.compute()
+                finally:
+                    graph.capture_end()
         except torch.OutOfMemoryError:
             self._captures_left[self._choice] += 1  # whoever can make room tries again
             raise

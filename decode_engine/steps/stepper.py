@@ -49,8 +49,8 @@ class Stepper:
     Where `flies`, a step may be launched before the tokens of the one before were read (`LaunchedStep.follow`), if the
     host has no part in either: no session's tokens are chosen by hand, and no threads search or lanes take turns.
 
-    A batch's size is rounded up to a power of two, and its graph captured when a batch of that kind and size first
-    comes; the graphs used longest ago are dropped where memory for graphs, or of the device, is short.
+    A batch's size is rounded up to a power of two. It steps in the smallest graph that was prepared and has room for
+    it; where there is none, one is captured when a batch of that kind and size first comes. The graphs used longest ago are dropped where memory for graphs, or of the device, is short.
     """
 
     flies: ClassVar[bool] = True
@@ -94,6 +94,7 @@ class Stepper:
         self._beside = Captures(device, self._searching.lanes) if device.type == "cuda" else None
         self._made: SimpleQueue[tuple[Hashable, StepGraph]] = SimpleQueue()
         self._handed: set[Hashable] = set()
+        self._prepared: set[Hashable] = set()
         self._kinds = BatchKinds(dtype, self._caps)
         # Of the sessions that came last: most steps are of the same ones as the step before.
         self._divided: tuple[_Stepping, list[list[Part]]] = (([], []), [])
@@ -114,9 +115,14 @@ class Stepper:
                     self._graphs.begin_turn()
                     with self._on_stream(lane):
                         self._graph(kind, fitted.method, size, kind.max_keys, 0, lane)
+                    self._prepared.add((kind.key, size, kind.max_keys, 0, lane))
 
-    def prepare_beside(self, fitted: FittedMethod, sessions: int, placement: Placement) -> None:
+    def prepare_beside(
+        self, fitted: FittedMethod, sessions: int, placement: Placement, least: int = 1
+    ) -> None:
         """As `prepare`, for another thread than the one that steps, which finds the graphs with its next step.
+
+        The largest batches come first: smaller ones can step in their graphs. least: sessions of the smallest.
 
         Only compiling and capturing happen here: rows are idle, and buffers nobody else's. What is searched for by
         threads of the host, or steps in lanes, shares mailboxes or turns with steps, and is left to the first of them.
@@ -125,9 +131,9 @@ class Stepper:
         kind = self._kinds.sort(fitted, placement)
         if not isinstance(kind, BatchKind) or HostSteps in kind.layers or self._lanes(kind) > 1:
             return
-        for size in _sizes(sessions):
+        for size in reversed([*_sizes(sessions)]):
             key = (kind.key, size, kind.max_keys, 0, 0)
-            if key in self._graphs or key in self._handed:
+            if size < min(least, MAX_ROWS) or key in self._graphs or key in self._handed:
                 continue
             plan = self._plan(kind, fitted.method, size, kind.max_keys)
             with nullcontext() if self._beside is None else self._beside.beside():
@@ -168,6 +174,7 @@ class Stepper:
         while not self._made.empty():
             key, graph = self._made.get()
             self._graphs.add(key, graph)
+            self._prepared.add(key)
             self._handed.discard(key)
         self._graphs.begin_turn()
         if self._divided[0] != stepping:
@@ -244,7 +251,16 @@ class Stepper:
         """
         kind = self._required(sessions[0])
         max_keys = max(self._required(session).max_keys for session in sessions)
-        return self._graph(kind, sessions[0].method, batch_size(len(sessions)), max_keys, part, lane)
+        size = self._ready_size(kind, batch_size(len(sessions)), max_keys, part, lane)
+        return self._graph(kind, sessions[0].method, size, max_keys, part, lane)
+
+    def _ready_size(self, kind: BatchKind, rows: int, max_keys: int, part: int, lane: int) -> int:
+        """Rows of the graph for a batch of so many: of a larger one that was prepared, where there is none of its own."""
+        for size in (size for size in _sizes(MAX_ROWS) if size >= rows):
+            key = (kind.key, size, max_keys, part, lane)
+            if key in self._graphs and (size == rows or key in self._prepared):
+                return size
+        return rows
 
     def _required(self, session: Session) -> BatchKind:
         """The kind of batch that the session goes into. Raises SparseKVError when it cannot run in any."""
@@ -274,7 +290,10 @@ class Stepper:
         """
         of = step.of
         with self._on_stream(of.lane):
-            graph = self._graph(of.kind, of.sessions[0].method, of.rows, of.max_keys, of.part, of.lane)
+            rows = of.rows
+            if not any(sampler.repeatable for sampler in step.samplers):
+                rows = self._ready_size(of.kind, rows, of.max_keys, of.part, of.lane)
+            graph = self._graph(of.kind, of.sessions[0].method, rows, of.max_keys, of.part, of.lane)
             self._graphs.with_room(lambda: graph.prepare(Choice.of(step.samplers)))
             self._graphs.trim()
         seats = graph.batch.seat(of.sessions)
