@@ -7,6 +7,7 @@ from decode_engine.cli.chat_command import chat
 from decode_engine.cli.contexts.contexts_command import contexts
 from decode_engine.cli.contexts.operations_command import operations
 from decode_engine.cli.evaluate_command import evaluate_command, evaluate_merge_command
+from decode_engine.cli.fetch_command import fetch_model_command
 from decode_engine.cli.make_document_command import make_document_command
 from decode_engine.cli.methods_command import methods
 from decode_engine.cli.serving.gateway_command import gateway
@@ -31,5 +32,6 @@ app.command("status")(status)
 app.command("methods")(methods)
 app.command("evaluate")(evaluate_command)
 app.command("evaluate-merge")(evaluate_merge_command)
+app.command("fetch-model")(fetch_model_command)
 app.command("make-document")(make_document_command)
 app.command("tune")(tune_command)

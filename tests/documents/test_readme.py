@@ -125,6 +125,7 @@ def test_commands_in_the_documents_exist(document: Path) -> None:
             "methods",
             "evaluate",
             "evaluate-merge",
+            "fetch-model",
             "gateway",
             "make-document",
             "token",
