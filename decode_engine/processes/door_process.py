@@ -22,7 +22,8 @@ from decode_engine.orders.core import Facts
 from decode_engine.processes.attached import Parent, Serving, Setup, run_attached
 from decode_engine.processes.link.remote import RemoteCore
 from decode_engine.rpc.door.options import certificates_of
-from decode_engine.rpc.door.rules import Door
+from decode_engine.rpc.door.rules import Door, FailedAttempts
+from decode_engine.rpc.door.sharing import Sharing
 from decode_engine.rpc.server import LAST_WORDS_S, GrpcDoor
 from decode_engine.rpc.transport.starting import Phase
 from index_store.errors import SparseKVError
@@ -117,9 +118,11 @@ def _gateway(setup: Setup, inside: Path, door: Door) -> Iterator[Gateway | None]
 def serve_door(parent: Parent) -> int:
     """Serves until told to stop. Returns the exit code."""
     setup, phase = parent.setup, Phase()
-    with TemporaryDirectory(prefix="sparsekv-") as folder, Door(setup.config.tokens) as door:
+    sharing = Sharing(setup.config.doors, setup.key)
+    attempts = FailedAttempts().of_one(sharing)
+    with TemporaryDirectory(prefix="sparsekv-") as folder, Door(setup.config.tokens, attempts) as door:
         inside = Path(folder, "inside")
-        grpc = GrpcDoor(setup.config, phase, door=door, inside=inside, shared=True)
+        grpc = GrpcDoor(setup.config, phase, door=door, inside=inside, sharing=sharing)
         with _gateway(setup, inside, door) as gateway:
             process = DoorProcess(parent, grpc, phase)
             grace_s = parent.wait()

@@ -18,6 +18,7 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 from decode_engine.rpc.creation.own_worker import OwnWorker, worker_command
 from decode_engine.rpc.door.options import certificates_of, warn_of_exposure
 from decode_engine.rpc.door.rules import Door
+from decode_engine.rpc.door.sharing import Sharing
 from decode_engine.rpc.transport.calls import Limits
 from decode_engine.rpc.transport.listener import Listener
 from decode_engine.rpc.transport.starting import Phase, Services
@@ -65,11 +66,11 @@ class GrpcDoor:
         *,
         door: Door | None = None,
         inside: Path | None = None,
-        shared: bool = False,
+        sharing: Sharing | None = None,
     ) -> None:
         """door: who may call; by the configuration's tokens if not given. inside: a socket beside the port, for this
-        process's own gateway. shared: other processes listen at the port, too."""
-        self._config = config
+        process's own gateway. sharing: where other processes listen at the port, too."""
+        self._sharing = sharing or Sharing()
         self.store = Store(config.store, create=config.prefill)
         if config.prefill:
             self.store.folders.check_writable()
@@ -82,7 +83,7 @@ class GrpcDoor:
             streams=config.max_streams,
             idle_s=config.idle_timeout,
             unread_s=config.unread_timeout,
-        )
+        ).of_one(self._sharing)
         self._door = door or Door(config.tokens)
         try:
             self.listener = Listener(
@@ -95,7 +96,7 @@ class GrpcDoor:
                 certificates_of(config),
                 inside,
                 phase=lambda: phase.text,
-                shared=shared,
+                shared=sharing is not None,
             )
         except BaseException:
             self._door.close()
@@ -111,16 +112,16 @@ class GrpcDoor:
         from decode_engine.rpc.library import Library
 
         library = Library(self.store, workshop, core, self.listener.loop, self._paths)
-        answering = Answering(
-            core, facts, self.store, tokenizer, vocabulary, self._config.max_client_requests
-        )
-        contexts = ContextService(library, facts.identity.fingerprint)
+        answering = Answering(core, facts, self.store, tokenizer, vocabulary, self._sharing)
+        contexts = ContextService(library, facts.identity.fingerprint, self._sharing)
         services = self._services
         context_pb2_grpc.add_ContextServiceServicer_to_server(contexts, services)  # type: ignore[no-untyped-call]
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(  # type: ignore[no-untyped-call]
-            GenerationService(answering, self._paths), services
+            GenerationService(answering, self._paths, self._sharing), services
         )
-        operations_pb2_grpc.add_OperationsServicer_to_server(OperationsService(library), services)
+        operations_pb2_grpc.add_OperationsServicer_to_server(
+            OperationsService(library, self._sharing), services
+        )
         services.open()
         self.listener.set_serving(True)
 

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import grpc
@@ -28,6 +28,7 @@ from decode_engine.errors import (
     UnreadAnswerError,
 )
 from decode_engine.rpc.door.rules import Door
+from decode_engine.rpc.door.sharing import Sharing
 from decode_engine.rpc.transport.stalled import Abandoned, Stalls, forget_error, hang_up, host_of
 from decode_engine.rpc.transport.status import Paths, code_of, public_error, reason_of, to_trailers
 from decode_engine.rpc.transport.work import BlockingWork
@@ -53,6 +54,7 @@ class Limits:
     connections: at once. streams: calls at once on one connection. idle_s: of a connection without calls.
     message_s, unfinished: how long a call may wait for its message, and how many at once. unread_s, unread: how long an
     answer may wait to be read, and how many at once. abandoned: calls given up, whose clients have not been told.
+    waiting: calls that wait for the store.
     """
 
     connections: int = 4096
@@ -63,6 +65,18 @@ class Limits:
     unread_s: float = 60.0
     unread: int = 128
     abandoned: int = 128
+    waiting: int = 64
+
+    def of_one(self, sharing: Sharing) -> Limits:
+        """Those of one of several doors, which have these together."""
+        return replace(
+            self,
+            connections=sharing.part(self.connections),
+            unfinished=sharing.part(self.unfinished),
+            unread=sharing.part(self.unread),
+            abandoned=sharing.part(self.abandoned),
+            waiting=sharing.part(self.waiting),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +178,7 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
     """Stands before all handlers; see the module."""
 
     def __init__(self, limits: Limits, paths: Paths, door: Door) -> None:
-        self.work = BlockingWork()
+        self.work = BlockingWork(waiting=limits.waiting)
         self._door = door
         self._limits = limits
         self._paths = paths

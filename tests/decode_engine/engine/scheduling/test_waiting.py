@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.job import new_job
-from decode_engine.engine.places import Place
+from decode_engine.engine.places import Place, Places
 from decode_engine.engine.queues import Job, Waiting
 from decode_engine.engine.reply import Outbox, Reply
+from decode_engine.errors import TooManyRequestsError
 from decode_engine.orders.events import Ends, Event, Says, Waits
 from tests.decode_engine.engine.fake_runner import (
     FakeEngine,
@@ -79,3 +81,21 @@ def test_who_waits_is_told_how_many_are_ahead_at_every_change() -> None:
         Waits("session", 0),
         Waits(""),
     ]
+
+
+def test_places_are_counted_by_client_too() -> None:
+    places = Places(6, 2)
+    own = [places.take(f"context {number}", "a") for number in range(4)]
+    with pytest.raises(TooManyRequestsError, match="4 requests of this client"):
+        places.take("another", "a")
+    nobody = [places.take("another", "") for _ in range(2)]
+    with pytest.raises(TooManyRequestsError, match="6 requests are running"):
+        places.take("another", "b")
+    for place in (*own, *nobody):
+        place.release()
+    narrow = Places(6, 2, client=1)
+    narrow.take("one", "a").release()
+    narrow.take("one", "a")
+    narrow.take("one", "b")
+    with pytest.raises(TooManyRequestsError, match="limit for one client"):
+        narrow.take("another", "a")
