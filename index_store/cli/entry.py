@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
 INTERRUPTED = 130  # what shells report for Ctrl-C
+_AGAIN_S = 0.1
 
 
 def run_command(name: str, module: str, argv: Sequence[str] | None = None) -> NoReturn:
@@ -42,7 +44,20 @@ def end_in_order() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             signal.signal(number, _exit)
+    sys.unraisablehook = _exit_again
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
+
+
+def _exit_again(unraisable: sys.UnraisableHookArgs) -> None:
+    """An exit that began in a finalizer or a callback, where Python drops it, begins once more a moment later."""
+    error = unraisable.exc_value
+    if isinstance(error, (SystemExit, KeyboardInterrupt)):
+        number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
+        again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
+    else:
+        sys.__unraisablehook__(unraisable)
