@@ -74,8 +74,13 @@ Word = Phase | Serving | Silent | Failed
 
 
 def setup_line(setup: Setup) -> bytes:
-    """As `Parent` reads it."""
+    """As `read_setup` reads it."""
     return msgspec.json.encode(setup, enc_hook=str) + b"\n"
+
+
+def read_setup(line: bytes) -> Setup:
+    """What `setup_line` wrote. Imports no torch."""
+    return msgspec.json.decode(line, type=Setup, dec_hook=_decode_hook)
 
 
 def _decode_hook(kind: type, value: str) -> object:
@@ -94,7 +99,7 @@ class Parent:
         if sys.platform == "linux":  # where this process hangs, the end of its input is not enough
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         self._input = os.fdopen(os.dup(0), "rb", buffering=0)
-        self.setup = msgspec.json.decode(self._input.readline(), type=Setup, dec_hook=_decode_hook)
+        self.setup = read_setup(self._input.readline())
         self._lock = threading.Lock()
         self._serves = False
         self._ends: SimpleQueue[float | None] = SimpleQueue()

@@ -305,11 +305,6 @@ class ServeConfig:
                 "token; answer at 127.0.0.1, or add --allow-remote where a network or a proxy keeps others out",
                 field="metrics",
             )
-        check_device(self.device)
-        check_placement(self.placement, self.device, self.device_memory)
-        check_compilation(self.compilation, self.device)
-        check_prefill(self.prefill, self.device)
-        check_weights(self.weights, self.device)
         cores = os.cpu_count() or 1
         for flag, threads in (("--threads", self.threads), ("--search-threads", self.search_threads)):
             if threads > cores:
@@ -317,3 +312,14 @@ class ServeConfig:
                     f"{flag} is {threads}, expected at most {cores}, the cores of this machine; 0 leaves the number "
                     "to the program"
                 )
+
+    def check_devices(self) -> None:
+        """Refuses what the devices of this machine cannot do. Imports torch, which doors do without.
+
+        Raises InvalidArgumentError.
+        """
+        check_device(self.device)
+        check_placement(self.placement, self.device, self.device_memory)
+        check_compilation(self.compilation, self.device)
+        check_prefill(self.prefill, self.device)
+        check_weights(self.weights, self.device)

@@ -57,6 +57,7 @@ def serve(
     error, as JSON lines with --format json.
     """
     as_json = output is OutputFormat.JSON
+    config.check_devices()
     with logging_to_stderr(log_level, as_json):
         try:
             config = _check_served(config)

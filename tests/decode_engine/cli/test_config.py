@@ -55,7 +55,7 @@ def test_slots_are_as_many_as_contexts_have_otherwise() -> None:
 @pytest.mark.parametrize("device", ["cuda:0", "gpu", "CPU", ""])
 def test_unknown_devices_are_refused(device: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"--device is '{device}', expected auto, cpu or cuda"):
-        ServeConfig(Path(), "reader", device=device)
+        ServeConfig(Path(), "reader", device=device).check_devices()
     with pytest.raises(InvalidArgumentError, match="expected auto, cpu or cuda"):
         pick_device(device)
 
@@ -63,7 +63,7 @@ def test_unknown_devices_are_refused(device: str) -> None:
 def test_auto_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device("auto").type == pick_device("cpu").type == "cpu"
-    for refuse in (pick_device, lambda name: ServeConfig(Path(), "reader", device=name)):
+    for refuse in (pick_device, lambda name: ServeConfig(Path(), "reader", device=name).check_devices()):
         with pytest.raises(InvalidArgumentError, match="--device is cuda, but torch sees no CUDA device"):
             refuse("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -113,19 +113,19 @@ def test_placement_and_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory_budget(cuda, 7, 9, 2**40) == MemoryBytes(7, 9)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InvalidArgumentError, match="expected auto, device, hybrid"):
-        ServeConfig(Path(), "reader", placement="disk")
+        ServeConfig(Path(), "reader", placement="disk").check_devices()
     with pytest.raises(InvalidArgumentError, match="--placement is hybrid, but the CPU computes"):
-        ServeConfig(Path(), "reader", placement="hybrid")
+        ServeConfig(Path(), "reader", placement="hybrid").check_devices()
     with pytest.raises(InvalidArgumentError, match="--device-memory is given, but the CPU computes"):
-        ServeConfig(Path(), "reader", device_memory=5)
+        ServeConfig(Path(), "reader", device_memory=5).check_devices()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert ServeConfig(Path(), "reader", placement="hybrid", device_memory=5).device_memory == 5
+    ServeConfig(Path(), "reader", placement="hybrid", device_memory=5).check_devices()
 
 
 def test_a_cpu_compiles_no_steps() -> None:
-    ServeConfig(store=Path("store"), model="reader", device="cpu")
+    ServeConfig(store=Path("store"), model="reader", device="cpu").check_devices()
     with pytest.raises(InvalidArgumentError, match="--compile is default, but the CPU computes here"):
-        ServeConfig(store=Path("store"), model="reader", device="cpu", compilation=Compilation.DEFAULT)
+        ServeConfig(store=Path("store"), model="reader", device="cpu", compilation=Compilation.DEFAULT).check_devices()
 
 
 @pytest.mark.parametrize("config", [ServeConfig, EvaluationConfig, TuneConfig])
