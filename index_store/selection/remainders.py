@@ -27,7 +27,6 @@ from torch import Tensor
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.compiled.launch import on_host
-from index_store.selection.budgets import Selection
 from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
 from index_store.selection.pieces import Piece, ScoredRows
 from index_store.selection.remainders_numba import cluster_sums, leave_out, leave_out_reference
@@ -144,26 +143,6 @@ class Coarse(PieceRemainder[ScoredRows]):
         elsewhere = [_take_away(logits, keys.ids_HTK, keys.valid_HTK, piece.first_id) for keys in exact]
         none = logits.new_full(logits.shape[:-1], -torch.inf)
         return piece.attend(logits, reduce(torch.logaddexp, elsewhere, none))
-
-    def states(self, asked: Sequence[tuple[Sequence[Piece], Selection]]) -> list[AttentionState | None]:
-        """`state` of several sessions, each without its own selection; pieces that they share are read once.
-
-        None where there are no pieces. Each gets the bits that it gets alone. Logits are without a cap.
-        """
-        every: list[ScoredRows] = []
-        elsewhere: list[Tensor] = []
-        for pieces, selection in asked:
-            width = torch.arange(selection.ids_HTK.shape[2], device=selection.ids_HTK.device)
-            valid = width < selection.counts_HT[..., None]
-            for piece in self._checked(pieces):
-                every.append(piece)
-                elsewhere.append(_take_away(piece.logits_HTGX, selection.ids_HTK, valid, piece.first_id))
-        if not every:
-            return [None] * len(asked)
-        logits = [piece.logits_HTGX for piece in every]
-        found = iter(type(every[0]).attend_together(every, logits, elsewhere))
-        parts = [[next(found) for _ in pieces] for pieces, _ in asked]
-        return [reduce(AttentionState.merge, own) if own else None for own in parts]
 
 
 class ClusterRemainder(PieceRemainder[ScoredClusters]):
