@@ -16,9 +16,8 @@ from decode_engine.layers.figures import Figures
 from decode_engine.layers.host_rows import pick_rows
 from decode_engine.layers.partial_attention import attend_logits
 from index_store.attention.attention_state import AttentionState
-from index_store.attention.listed_keys_numba import Listed, attend_listed, attend_row_lists
+from index_store.attention.listed_keys_numba import Listed, attend_listed, readable
 from index_store.attention.logit_form import PLAIN, LogitForm
-from index_store.compiled.launch import on_host
 from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
 from index_store.selection.budgets import Selection
 from index_store.selection.pieces import Piece
@@ -68,6 +67,18 @@ class KeyRows:
             out[:, part] = torch.matmul(keys, queries_HTGD[:, part].unsqueeze(-1)).squeeze(-1)
         return out
 
+    def attend_in_place(self, q_HTGD: Tensor, ids_HTK: Tensor, counts_HT: Tensor) -> AttentionState | None:
+        """Attention to listed rows without a copy of them, on a CPU; None where no loop can read them so.
+
+        Lists may be [H, 1, K] and [H, 1], the same for all positions.
+        """
+        context, tail, positions = self.context_HN2D, self.tail_Ht2D, q_HTGD.shape[1]
+        if self.on_host or not isinstance(context, Tensor) or not readable(q_HTGD, context, [tail]):
+            return None
+        lists = ids_HTK.expand(-1, positions, -1), counts_HT.expand(-1, positions)
+        end = context.shape[1] + tail.shape[1]
+        return attend_listed(context, Listed.of_positions(q_HTGD, tail, end, *lists))
+
     def heads(self, part: slice) -> KeyRows:
         """The same for some KV heads."""
         context = self.context_HN2D
@@ -88,6 +99,10 @@ class HeldRows:
     def gather(self, ids_HTK: Tensor) -> Tensor:
         """The first of them, as many as there are ids."""
         return self.rows_HTK2D[:, :, : ids_HTK.shape[2]]
+
+    def attend_in_place(self, q_HTGD: Tensor, ids_HTK: Tensor, counts_HT: Tensor) -> AttentionState | None:
+        """None: they are a copy, which products of matrices take."""
+        return None
 
     def heads(self, part: slice) -> HeldRows:
         """The same for some KV heads."""
@@ -232,11 +247,14 @@ def _attend_block(
     figures.count_kept(int(counts.sum()) * (queries.shape[1] // counts.shape[1]))
     rows = rows.heads(block.heads)
     plain = left.form.cap is None and not left.remainder.takes_out_rows
-    in_place = plain and isinstance(rows, KeyRows) and not rows.on_host and on_host(queries)
-    if in_place and isinstance(rows, KeyRows) and isinstance(rows.context_HN2D, Tensor):
-        state, exact = _attend_in_place(queries, rows, rows.context_HN2D, ids, counts, figures)
-    else:
+    begin = perf_counter_ns()
+    state = rows.attend_in_place(queries, ids, counts) if plain else None
+    if state is None:
         state, exact = _attend_gathered(queries, rows, ids, counts, left.form, figures)
+    else:  # ids suffice
+        nothing = queries.new_empty(0)
+        exact = ExactKeys(ids, _counted(ids, counts), nothing, nothing)
+        figures.attend_ns += perf_counter_ns() - begin
     begin = perf_counter_ns()
     taken_out = [exact]
     if left.elsewhere is not None:
@@ -267,19 +285,6 @@ def _attend_gathered(
     state = AttentionState(state.out.view(queries.shape), state.lse.view(queries.shape[:-1]))
     figures.attend_ns += perf_counter_ns() - gathered_at
     return state, ExactKeys(ids, valid, logits.view(*queries.shape[:-1], ids.shape[2]), values)
-
-
-def _attend_in_place(
-    queries: Tensor, rows: KeyRows, context: Tensor, ids: Tensor, counts: Tensor, figures: Figures
-) -> tuple[AttentionState, ExactKeys]:
-    """The same without a copy of the rows, on a CPU; the keys have ids alone."""
-    begin = perf_counter_ns()
-    positions = queries.shape[1]
-    each_ids, each_counts = ids.expand(-1, positions, -1), counts.expand(-1, positions)
-    state = attend_row_lists(queries, context, rows.tail_Ht2D, each_ids, each_counts)
-    nothing = queries.new_empty(0)
-    figures.attend_ns += perf_counter_ns() - begin
-    return state, ExactKeys(ids, _counted(ids, counts), nothing, nothing)
 
 
 def _counted(ids: Tensor, counts: Tensor) -> Tensor:

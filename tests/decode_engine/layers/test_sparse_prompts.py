@@ -113,7 +113,7 @@ def test_the_best_keys_are_those_with_the_largest_average_weight() -> None:
 @pytest.mark.parametrize("name", ["csattention", "multipole-tree", "tactic", "oracle"])
 def test_in_host_memory_and_in_small_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Rows are gathered in both, as on a device.
-    monkeypatch.setattr("decode_engine.layers.selected_attention.on_host", lambda tensor: False)
+    monkeypatch.setattr("decode_engine.layers.selected_attention.readable", lambda *rows: False)
     method, kv = small_windows(ALL_METHODS[name]), make_kv()
     search = build_search(method, kv, GROUP)
     expected = SparseLayer(kv, search, method, Figures())

@@ -10,8 +10,6 @@ from index_store.attention.listed_keys_numba import (
     Listed,
     attend_listed,
     attend_listed_reference,
-    attend_row_lists,
-    attend_row_lists_reference,
 )
 
 H, G = 3, 2
@@ -88,11 +86,13 @@ def test_attention_of_positions_equals_that_to_gathered_rows(
     order = torch.rand(H, positions, context + tail, generator=generator).argsort(-1)
     counts = torch.randint(0, context + tail + 1, (H, positions), generator=generator)
     counts[0, 0], counts[1, 0] = 0, context + tail
-    given = (rows(context, head_dim, dtype), rows(tail, head_dim, dtype), order.int(), counts.int())
-    found, expected = attend_row_lists(queries, *given), attend_row_lists_reference(queries, *given)
+    kv, own, end = rows(context, head_dim, dtype), rows(tail, head_dim, dtype), context + tail
+    listed = Listed.of_positions(queries, own, end, order.int(), counts.int())
+    found, expected = attend_listed(kv, listed), attend_listed_reference(kv, listed)
     torch.testing.assert_close(found.out, expected.out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.lse, expected.lse, rtol=1e-5, atol=1e-5)
-    alone = attend_row_lists(queries[:, -1:, :1], *given[:2], given[2][:, -1:], given[3][:, -1:])
+    last = Listed.of_positions(queries[:, -1:, :1], own, end, order[:, -1:], counts[:, -1:])
+    alone = attend_listed(kv, last)
     assert torch.equal(alone.out, found.out[:, -1:, :1])
 
 
@@ -101,6 +101,7 @@ def test_far_apart_logits_are_attended_to_without_overflow() -> None:
     kv[0, :, 0, 0] = torch.linspace(-1000, 1000, 200)
     kv[0, :, 1, 3] = torch.arange(200.0)
     ids = torch.arange(200, dtype=torch.int32).view(1, 1, -1)
-    state = attend_row_lists(torch.ones(1, 1, 1, 16), kv, kv[:, :0], ids, torch.tensor([[200]]))
+    counts = torch.tensor([[200]])
+    state = attend_listed(kv, Listed.of_positions(torch.ones(1, 1, 1, 16), kv[:, :0], 200, ids, counts))
     assert state.out[0, 0, 0, 3] == pytest.approx(199.0, abs=1e-3)
     assert state.lse.item() == pytest.approx(1000.0)
