@@ -8,7 +8,6 @@ Shape legend: H KV heads, T positions, G group heads, N keys, d head dim.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Self
@@ -28,7 +27,7 @@ from index_store.indexes.coarse_rows.product_rows import ProductRows, code_produ
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
 from index_store.indexes.coarse_rows.scalars.row_sizes import value_groups
 from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
-from index_store.indexes.coarse_rows.scored_codes import CodedRows, ScoredCodes, Wanted, score_rows
+from index_store.indexes.coarse_rows.scored_codes import CodedRows, ScoredCodes, score_rows
 from index_store.indexes.interface.layer_index import (
     AppendedKeys,
     Asked,
@@ -77,16 +76,12 @@ class CoarseRows(CoarseKind, LayerIndex):
         """Loops over scalar codes on a host do: no row of theirs depends on those beside it."""
         return isinstance(self.rows, ScalarRows) and on_host(self.rows.key_codes_HNC)
 
-    def rank_together(self, asked: Sequence[Asked]) -> list[Ranking]:
-        self._check(asked)
-        return [
-            self._ranking(each, *found) for each, found in zip(asked, self._score_all(asked), strict=True)
-        ]
-
     def best_together(self, asked: Sequence[Asked], keeps: Sequence[int]) -> Best:
         if not self.shares:
             return super().best_together(asked, keeps)
-        self._check(asked)
+        for each in asked:
+            self._check_held(each.end_key, each.appended)
+            self.parse_search(each.search)
         searched = [self._searched(each) for each in asked]
         ids, counts, others = attend_best(self.scalars, searched, keeps)
         ids += torch.tensor([each.first_key for each in asked], dtype=torch.int32, device="cpu")[:, None]
@@ -111,11 +106,6 @@ class CoarseRows(CoarseKind, LayerIndex):
         appended = range(max(0, asked.first_key - own.first_id), max(0, asked.end_key - own.first_id))
         return Searched.of(asked.queries_HTGD[:, 0], shared, own, appended)
 
-    def _check(self, asked: Sequence[Asked]) -> None:
-        for each in asked:
-            self._check_held(each.end_key, each.appended)
-            self.parse_search(each.search)
-
     def _score(
         self,
         queries_HTGD: Tensor,
@@ -126,13 +116,10 @@ class CoarseRows(CoarseKind, LayerIndex):
         position: int | None,
     ) -> Ranking:
         self.parse_search(search)
-        asked = Asked(queries_HTGD, first_key, end_key, appended, search, position)
-        return self._ranking(asked, *self._score_all([asked])[0])
-
-    def _ranking(self, asked: Asked, logits_HTGM: Tensor, pieces: tuple[ScoredCodes, ...]) -> Ranking:
-        count = max(0, asked.end_key - asked.first_key)
-        items = Items(asked.first_key, asked.end_key)
-        return Ranking(logits_HTGM, items, pieces, float(count), self.rows.key_bytes(count))
+        logits, pieces = self._scored(queries_HTGD, first_key, end_key, appended)
+        count = logits.shape[3]
+        items = Items(first_key, end_key)
+        return Ranking(logits, items, pieces, float(count), self.rows.key_bytes(count))
 
     def pieces(
         self,
@@ -142,51 +129,26 @@ class CoarseRows(CoarseKind, LayerIndex):
         appended: AppendedKeys | None,
         position: int | None = None,
     ) -> tuple[ScoredCodes, ...]:
-        return self._score_all([Asked(queries_HTGD, first_key, end_key, appended, {}, position)])[0][1]
+        return self._scored(queries_HTGD, first_key, end_key, appended)[1]
 
-    def _score_all(self, asked: Sequence[Asked]) -> list[tuple[Tensor, tuple[ScoredCodes, ...]]]:
-        """Logits [H, T, G, M] of the keys that each asks for, and the pieces whose logits are views of them.
-
-        All lie in one piece of memory.
-        """
-        logits = _new_logits(asked)
-        parts = [self._parts(each, own) for each, own in zip(asked, logits, strict=True)]
-        found = iter(score_rows(self.rows, [wanted for wanted, *_ in parts if wanted is not None]))
-        scored = []
-        for own, (wanted, appended, rows) in zip(logits, parts, strict=True):
-            pieces = [] if wanted is None else [next(found)]
-            if appended is not None:
-                pieces += score_rows(rows, [appended])
-            scored.append((own, tuple(pieces)))
-        return scored
-
-    def _parts(self, asked: Asked, columns_HTGM: Tensor) -> tuple[Wanted | None, Wanted | None, CodedRows]:
-        """The columns of the context's rows, those of appended ones, and these rows; None for no columns."""
-        rows = self._own_rows(asked.appended)
-        return self._wanted(asked, self.rows, columns_HTGM), self._wanted(asked, rows, columns_HTGM), rows
-
-    @staticmethod
-    def _wanted(asked: Asked, rows: CodedRows, logits_HTGM: Tensor) -> Wanted | None:
-        """Which of the rows are asked for; None where none is."""
-        first = max(0, asked.first_key - rows.first_id)
-        end = min(rows.count, asked.end_key - rows.first_id)
-        if first >= end:
-            return None
-        begin = rows.first_id + first - asked.first_key
-        return Wanted(asked.queries_HTGD, first, end, logits_HTGM[..., begin : begin + end - first])
+    def _scored(
+        self, queries_HTGD: Tensor, first_key: int, end_key: int, appended: AppendedKeys | None
+    ) -> tuple[Tensor, tuple[ScoredCodes, ...]]:
+        """Logits [H, T, G, M] of keys first_key..end_key-1, and the pieces whose logits are views of them."""
+        logits = queries_HTGD.new_empty(*queries_HTGD.shape[:3], max(0, end_key - first_key))
+        pieces = []
+        for rows in (self.rows, self._own_rows(appended)):
+            first = max(0, first_key - rows.first_id)
+            end = min(rows.count, end_key - rows.first_id)
+            if first < end:
+                begin = rows.first_id + first - first_key
+                pieces.append(score_rows(rows, queries_HTGD, first, logits[..., begin : begin + end - first]))
+        return logits, tuple(pieces)
 
     def _own_rows(self, appended: AppendedKeys | None) -> CodedRows:
         if isinstance(self.rows, ScalarRows):
             return self._own(appended, AppendedScalars).rows
         return self._own(appended, AppendedProducts).rows
-
-
-def _new_logits(asked: Sequence[Asked]) -> list[Tensor]:
-    """[H, T, G, M] of each, M being the keys that it asks for, in one piece of memory."""
-    shapes = [(*each.queries_HTGD.shape[:3], max(0, each.end_key - each.first_key)) for each in asked]
-    sizes = [math.prod(shape) for shape in shapes]
-    parts = asked[0].queries_HTGD.new_empty(sum(sizes)).split_with_sizes(sizes)
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _rows(parameters: CoarseParameters, arrays: Mapping[str, Tensor]) -> CodedRows:
