@@ -26,8 +26,7 @@ from index_store.errors import (
     QueueFullError,
     StoreUnavailableError,
 )
-from index_store.jobs.job_folder import JobFolder, ReadRecord
-from index_store.jobs.job_record import JobRecord, JobState, is_job_id
+from index_store.jobs.job_record import JobFolder, JobRecord, JobState, ReadRecord, is_job_id
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     TRASH_PREFIX,

@@ -12,7 +12,7 @@ from decode_engine.engine.session_memory import fitting_tokens, session_bytes
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
 from index_store.indexes.interface.layer_index import Growth
-from index_store.indexes.key_clusters.online import OnlineClusters, online_bytes
+from index_store.indexes.key_clusters.index import OnlineClusters, online_bytes
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import INDEX_SPECS

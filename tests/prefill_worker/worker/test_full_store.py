@@ -12,8 +12,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from index_store.errors import SparseKVError, StoreFullError, StoreUnavailableError
-from index_store.jobs.job_folder import JobFolder
-from index_store.jobs.job_record import JobRecord
+from index_store.jobs.job_record import JobFolder, JobRecord
 from index_store.store.description.manifest import Manifest
 from index_store.store.files import durable
 from index_store.store.writer import ContextWriter
