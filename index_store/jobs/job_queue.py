@@ -1,6 +1,6 @@
 """A durable queue of prefill jobs beside a store's contexts: workers take jobs from it, servers add and watch them.
 
-`jobs/<id>/` holds one job (`job_folder`). Only who holds the job's lock writes its record; the lock dies with its
+`jobs/<id>/` holds one job (`job_record`). Only who holds the job's lock writes its record; the lock dies with its
 process, so a job without one is nobody's. A job appears by one rename.
 """
 
