@@ -44,10 +44,6 @@ COMPARED_WITH: Mapping[Place, Place | str] = {
     ),
     ("decode_engine.kernels.clusters.lookup", "look_up"): _CLUSTERS,
     ("decode_engine.kernels.clusters.remainder", "correct_clusters"): _CLUSTERS,
-    ("index_store.attention.listed_keys_numba", "_launch"): (
-        "index_store.attention.listed_keys_numba",
-        "attend_listed_reference",
-    ),
     ("index_store.indexes.coarse_rows.scalars.value_sums_numba", "add_values"): (
         "index_store.indexes.coarse_rows.scalars.reference",
         "attend_values_reference",

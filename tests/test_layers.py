@@ -148,7 +148,7 @@ PLACES = {
     "grpc_status": GRPC_PLACES,
     "grpc_health": GRPC_PLACES,
     "grpc_reflection": GRPC_PLACES,
-    "zarr": ("index_store/store/writer.py", "index_store/store/files/array_files.py"),
+    "zarr": ("index_store/store/writer.py",),
     "faiss": ("index_store/indexes/kmeans/kmeans.py",),
     "transformers": (
         "index_store/models/gguf/*.py",

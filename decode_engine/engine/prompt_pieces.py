@@ -40,7 +40,7 @@ _COPIED = 1 / 32
 _PRICED = 256
 """Tokens of a prompt that count as costing the same: those before them are keys that each attends to, too."""
 
-_REFINEMENTS = 3  # passes of k-means over the open block for every append, see `key_clusters.online`
+_REFINEMENTS = 3  # passes of k-means over the open block for every append, see `key_clusters.index`
 
 
 class _Machine(NamedTuple):

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from index_store.compiled.launch import njit
 from index_store.indexes.query_tables.search_numba import TILE, add_rows, combine_tile, exponentiate_tile
-from index_store.selection.top_k_numba import sortable
+from index_store.selection.top_k_numba import keep_best, sortable
 
 BINS = 1024
 """Of a histogram. Few enough to be cleared and merged for every tile, and a few per cent of the keys that are kept."""
@@ -328,28 +328,6 @@ def list_reaching(
 
 
 @njit(cache=True)
-def kth_largest_key(keys_X: NDArray[np.uint32], k: int) -> np.uint32:  # pragma: no cover - compiled
-    """The k-th largest, bit by bit: counting all keys once for every bit is vectorised, sorting into bins is not."""
-    differing = np.uint32(0)
-    for j in range(keys_X.shape[0]):
-        differing |= keys_X[j] ^ keys_X[0]
-    bit = np.uint32(1)
-    while differing > np.uint32(1):
-        differing >>= np.uint32(1)
-        bit <<= np.uint32(1)
-    found = keys_X[0] & ~((bit << np.uint32(1)) - np.uint32(1))
-    while bit > 0:
-        tried = np.uint32(found | bit)
-        count = np.uint32(0)
-        for j in range(keys_X.shape[0]):
-            count += np.uint32(keys_X[j] >= tried)
-        if count >= k:
-            found = tried
-        bit >>= np.uint32(1)
-    return found  # type: ignore[no-any-return]
-
-
-@njit(cache=True)
 def best_listed(
     ids_X: NDArray[np.int32],
     scores_X: NDArray[np.float32],
@@ -374,20 +352,8 @@ def best_listed(
             listed[place + j] = ids_X[first + j]
             keys[place + j] = sortable(bits[j])
         place += count
-    keep = min(keep, total, out.shape[0])
-    if keep == 0:
-        return 0
-    threshold = kth_largest_key(keys, keep)
-    ties = keep
-    for j in range(total):
-        ties -= keys[j] > threshold
-    kept = 0
-    for j in range(total):
-        # Written first, and kept on a hit.
-        listed[kept] = listed[j]
-        equal = keys[j] == threshold
-        kept += (keys[j] > threshold) | (equal & (ties > 0))
-        ties -= equal
+    keep = min(keep, out.shape[0])
+    kept = keep_best(listed, keys, keep) if keep > 0 else 0
     for j in range(kept):
         out[j] = listed[j]
     return kept

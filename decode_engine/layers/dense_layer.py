@@ -16,7 +16,7 @@ from decode_engine.layers.figures import Figures
 from decode_engine.layers.partial_attention import attend_shared, attend_streamed
 from decode_engine.layers.tail import Tail
 from index_store.attention.attention_state import AttentionState
-from index_store.attention.listed_keys_numba import attend_tails
+from index_store.attention.listed_keys_numba import Listed, attend_listed, readable
 from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
 
@@ -89,7 +89,9 @@ class DenseLayer:
         kv_HN2D = self._kv_HN2D
         if isinstance(kv_HN2D, TwoPlanes) or self._form.cap is not None:
             return None
-        return attend_tails(q_HSGD, kv_HN2D, tails, context)
+        if not readable(q_HSGD, kv_HN2D, tails):
+            return None
+        return attend_listed(kv_HN2D, Listed.of_tails(q_HSGD, tails, context, kv_HN2D.shape[1]))
 
     def add_sink(self, state: AttentionState) -> AttentionState:
         """Adds the layer's sink, if it has one."""

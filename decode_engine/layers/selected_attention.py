@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,26 +15,17 @@ from torch import Tensor
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.host_rows import pick_rows
 from decode_engine.layers.partial_attention import attend_logits
-from decode_engine.layers.tail import Tail
 from index_store.attention.attention_state import AttentionState
-from index_store.attention.listed_keys_numba import Listed, attend_listed, attend_row_lists
+from index_store.attention.listed_keys_numba import Listed, attend_listed, readable
 from index_store.attention.logit_form import PLAIN, LogitForm
-from index_store.compiled.launch import on_host
-from index_store.indexes.best_keys import find_best
-from index_store.indexes.interface.layer_index import Asked, Best, LayerIndex
 from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
-from index_store.methods.method import Method
-from index_store.selection.budgets import Budget
 from index_store.selection.pieces import Piece
 from index_store.selection.remainder_states import ExactKeys, remainder_state
-from index_store.selection.remainders import COARSE, Remainder
-from index_store.selection.selected import Selection, Step
+from index_store.selection.remainders import Remainder
+from index_store.selection.selected import Selection
 
 GATHER_BYTES = 16 * 2**20
 """Gathered rows in float32 at a time; larger blocks gain nothing and cost page faults."""
-
-GROUP_SCORE_BYTES = 128 * 2**20
-"""Scores of sessions that search together; of more of them one part after another does."""
 
 DEVICE_GATHER_BYTES = 256 * 2**20
 """Gathered rows in device memory, where every block costs launches and a wait."""
@@ -78,6 +68,18 @@ class KeyRows:
             out[:, part] = torch.matmul(keys, queries_HTGD[:, part].unsqueeze(-1)).squeeze(-1)
         return out
 
+    def attend_in_place(self, q_HTGD: Tensor, ids_HTK: Tensor, counts_HT: Tensor) -> AttentionState | None:
+        """Attention to listed rows without a copy of them, on a CPU; None where no loop can read them so.
+
+        Lists may be [H, 1, K] and [H, 1], the same for all positions.
+        """
+        context, tail, positions = self.context_HN2D, self.tail_Ht2D, q_HTGD.shape[1]
+        if self.on_host or not isinstance(context, Tensor) or not readable(q_HTGD, context, [tail]):
+            return None
+        lists = ids_HTK.expand(-1, positions, -1), counts_HT.expand(-1, positions)
+        end = context.shape[1] + tail.shape[1]
+        return attend_listed(context, Listed.of_positions(q_HTGD, tail, end, *lists))
+
     def heads(self, part: slice) -> KeyRows:
         """The same for some KV heads."""
         context = self.context_HN2D
@@ -98,6 +100,10 @@ class HeldRows:
     def gather(self, ids_HTK: Tensor) -> Tensor:
         """The first of them, as many as there are ids."""
         return self.rows_HTK2D[:, :, : ids_HTK.shape[2]]
+
+    def attend_in_place(self, q_HTGD: Tensor, ids_HTK: Tensor, counts_HT: Tensor) -> AttentionState | None:
+        """None: they are a copy, which products of matrices take."""
+        return None
 
     def heads(self, part: slice) -> HeldRows:
         """The same for some KV heads."""
@@ -141,106 +147,11 @@ class Observation:
     form: LogitForm = PLAIN
 
 
-def attends_together(
-    method: Method, index: LayerIndex, partition: LayerIndex | None, form: LogitForm
-) -> bool:
-    """Whether decode steps of sessions in such a layer can go through `attend_sparse_together`."""
-    return (
-        index.shares
-        and partition is None
-        and method.remainder is COARSE
-        and method.budget is not None
-        and not method.budget.needs_exact
-        and not method.schedule.by_step
-        and form.cap is None
-    )
-
-
-class SharingLayer(Protocol):
-    """A searching layer whose decode steps can be taken with those of other sessions (`SparseLayer`).
-
-    sharing: the index, one for all of them; None where the layer cannot. form: what they do to logits, one for all of
-    them, too.
-    """
-
-    sharing: LayerIndex | None
-    budget: Budget
-    context_HN2D: ContextRows
-    tail: Tail
-    form: LogitForm
-
-    def ask(self, q_H1GD: Tensor, keys_H1D: Tensor, values_H1D: Tensor, position: int) -> Asked:
-        """Adds a new key, and says what its query wants of the index."""
-
-    def length(self, asked: Asked) -> int:
-        """Tokens of sinks, searched keys and recent window together."""
-
-    def step(self, asked: Asked) -> Step:
-        """What the budget may know besides the ranking."""
-
-    def note(self, asked: Asked, position: int, best: Best, number: int, out_H1GD: Tensor) -> None:
-        """Counts what was done for the session of that number, and tells who measures."""
-
-    def count_time(self, search_ns: int, attend_ns: int) -> None:
-        """Notes time spent on this session's attention."""
-
-
-def attend_sparse_together(
-    calls: Sequence[tuple[SharingLayer, Tensor, Tensor, Tensor, int]],
-) -> list[Tensor]:
-    """`SparseLayer.attend` of decode steps of sessions that share an index: each gets the bits that it gets alone.
-
-    The index is read once for all of them, and so are the values that stand for what nobody selected. Time counts in
-    full for every session, as that of any batched work.
-    """
-    begin = perf_counter_ns()
-    layers = [layer for layer, *_ in calls]
-    index, form = layers[0].sharing, layers[0].form
-    if index is None:
-        raise ValueError("layers of this method do not attend together")
-    asked = [layer.ask(q, keys, values, position) for layer, q, keys, values, position in calls]
-    outs: list[Tensor] = []
-    score_bytes = max(4 * each.queries_HTGD[..., 0].numel() * each.end_key for each in asked)
-    at_once = max(1, GROUP_SCORE_BYTES // score_bytes)
-    search_ns = perf_counter_ns() - begin
-    for first in range(0, len(calls), at_once):
-        some, own = asked[first : first + at_once], layers[first : first + at_once]
-        searched_at = perf_counter_ns()
-        best = _find_best(index, some, own)
-        search_ns += perf_counter_ns() - searched_at
-        state = form.add_sink(_attend_best(layers[0].context_HN2D, some, own, best))
-        found = state.out.split_with_sizes([1] * len(own), dim=1)
-        for number, (layer, each, out) in enumerate(zip(own, some, found, strict=True)):
-            layer.note(each, calls[first + number][4], best, number, out)
-        outs += found
-    attend_ns = perf_counter_ns() - begin - search_ns
-    for layer in layers:
-        layer.count_time(search_ns, attend_ns)
-    return outs
-
-
-def _find_best(index: LayerIndex, asked: Sequence[Asked], layers: Sequence[SharingLayer]) -> Best:
-    lengths = [layer.length(each) for layer, each in zip(layers, asked, strict=True)]
-    budgets = [layer.budget for layer in layers]
-    return find_best(index, asked, budgets, lengths, lambda number: layers[number].step(asked[number]))
-
-
-def _attend_best(
-    context: ContextRows, asked: Sequence[Asked], layers: Sequence[SharingLayer], best: Best
-) -> AttentionState:
-    """Attention [H, S, G, d] to what was selected, to sinks, recent window and tail, and to all others."""
-    listed = Listed(
-        torch.cat([each.queries_HTGD for each in asked], dim=1),
-        [layer.tail.rows for layer in layers],
-        best.ids_HSK,
-        best.counts_HS,
-        [each.first_key for each in asked],
-        [each.end_key for each in asked],
-        best.others,
-    )
+def attend_listed_rows(context: ContextRows, keys: Listed) -> AttentionState:
+    """Attention [H, S, G, d] of sessions on one context to the keys that each lists, on a host."""
     if not isinstance(context, TwoPlanes):
-        return attend_listed(context, listed)
-    each_alone = (listed.of(number) for number in range(len(asked)))
+        return attend_listed(context, keys)
+    each_alone = (keys.of(number) for number in range(len(keys.tails)))
     states = [attend_listed(*decode_listed_keys(context, own)) for own in each_alone]
     return AttentionState.concatenate(states, dim=1)
 
@@ -337,11 +248,14 @@ def _attend_block(
     figures.count_kept(int(counts.sum()) * (queries.shape[1] // counts.shape[1]))
     rows = rows.heads(block.heads)
     plain = left.form.cap is None and not left.remainder.takes_out_rows
-    in_place = plain and isinstance(rows, KeyRows) and not rows.on_host and on_host(queries)
-    if in_place and isinstance(rows, KeyRows) and isinstance(rows.context_HN2D, Tensor):
-        state, exact = _attend_in_place(queries, rows, rows.context_HN2D, ids, counts, figures)
-    else:
+    begin = perf_counter_ns()
+    state = rows.attend_in_place(queries, ids, counts) if plain else None
+    if state is None:
         state, exact = _attend_gathered(queries, rows, ids, counts, left.form, figures)
+    else:  # ids suffice
+        nothing = queries.new_empty(0)
+        exact = ExactKeys(ids, _counted(ids, counts), nothing, nothing)
+        figures.attend_ns += perf_counter_ns() - begin
     begin = perf_counter_ns()
     taken_out = [exact]
     if left.elsewhere is not None:
@@ -372,19 +286,6 @@ def _attend_gathered(
     state = AttentionState(state.out.view(queries.shape), state.lse.view(queries.shape[:-1]))
     figures.attend_ns += perf_counter_ns() - gathered_at
     return state, ExactKeys(ids, valid, logits.view(*queries.shape[:-1], ids.shape[2]), values)
-
-
-def _attend_in_place(
-    queries: Tensor, rows: KeyRows, context: Tensor, ids: Tensor, counts: Tensor, figures: Figures
-) -> tuple[AttentionState, ExactKeys]:
-    """The same without a copy of the rows, on a CPU; the keys have ids alone."""
-    begin = perf_counter_ns()
-    positions = queries.shape[1]
-    each_ids, each_counts = ids.expand(-1, positions, -1), counts.expand(-1, positions)
-    state = attend_row_lists(queries, context, rows.tail_Ht2D, each_ids, each_counts)
-    nothing = queries.new_empty(0)
-    figures.attend_ns += perf_counter_ns() - begin
-    return state, ExactKeys(ids, _counted(ids, counts), nothing, nothing)
 
 
 def _counted(ids: Tensor, counts: Tensor) -> Tensor:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from decode_engine.layers.dense_layer import DenseLayer, attend_dense_together
-from decode_engine.layers.selected_attention import attend_sparse_together
-from decode_engine.layers.sparse_layer import SparseLayer
+from decode_engine.layers.sparse_layer import SparseLayer, attend_sparse_together
 from decode_engine.steps.operator import attend_step
 from index_store.attention.widths import narrow, widen
 from index_store.errors import InvalidArgumentError

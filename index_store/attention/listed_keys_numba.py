@@ -1,7 +1,7 @@
 """Exact attention to listed keys on a host, read where and as they are stored: neither gathered nor converted before.
 
-One loop does it for sessions on one context (`attend_listed`), for positions of one session (`attend_row_lists`), and
-for sessions' own tails behind a context (`attend_tails`). What it finds for one depends on no other.
+One loop does it for sessions on one context, for positions of one session (`Listed.of_positions`), and for sessions'
+own tails behind a context (`Listed.of_tails`). What it finds for one depends on no other.
 
 Shape legend: H KV heads, S sessions, T query positions, G query heads per KV head, K listed keys, N keys of the
 context, t keys of the tail, d head dim.
@@ -59,6 +59,24 @@ class Listed:
     begins: Sequence[int]
     others: AttentionState
 
+    @classmethod
+    def of_positions(
+        cls, q_HTGD: Tensor, tail_Ht2D: Tensor, end: int, ids_HTK: Tensor, counts_HT: Tensor
+    ) -> Listed:
+        """What positions of one session list, and nothing else. end: of all keys."""
+        heads, positions, group, head_dim = q_HTGD.shape
+        nothing = AttentionState.empty((heads, positions, group), head_dim)
+        ids, counts = ids_HTK.to(torch.int32), counts_HT.to(torch.int32)
+        return cls(q_HTGD, [tail_Ht2D] * positions, ids, counts, [0] * positions, [end] * positions, nothing)
+
+    @classmethod
+    def of_tails(cls, q_HSGD: Tensor, tails: Sequence[Tensor], context: AttentionState, count: int) -> Listed:
+        """Sessions' own tails. context: the state over all `count` keys of the context."""
+        heads, sessions = q_HSGD.shape[:2]
+        ids = torch.zeros(heads, sessions, 0, dtype=torch.int32, device="cpu")
+        counts = torch.zeros(heads, sessions, dtype=torch.int32, device="cpu")
+        return cls(q_HSGD, tails, ids, counts, [0] * sessions, [count] * sessions, context)
+
     def of(self, number: int) -> Listed:
         """The same of one session, its list no wider than it has to be."""
         row = slice(number, number + 1)
@@ -77,77 +95,41 @@ class Listed:
 def attend_listed(context_HN2D: Tensor, listed: Listed) -> AttentionState:
     """Attention of sessions on one context to the keys that each lists: out [H, S, G, d] and lse [H, S, G], float32.
 
-    Each gets the bits that it gets alone.
+    0 and -inf where nothing is listed and nothing was merged. Each gets the bits that it gets alone. Only for rows that
+    are `readable`.
     """
     numbers = [_numbers(*each) for each in zip(listed.tails, listed.sinks, listed.begins, strict=True)]
-    ids, counts = listed.ids_HSK.contiguous().numpy(), listed.counts_HS.contiguous().numpy()
-    return _launch(listed.q_HSGD, context_HN2D, numbers, ids, counts, listed.others)
-
-
-def attend_tails(
-    queries_HSGD: Tensor, context_HN2D: Tensor, tails: Sequence[Tensor], context: AttentionState
-) -> AttentionState | None:
-    """Attention of sessions to all keys of a context, which `context` is, and of their own tails [H, t, 2, d].
-
-    queries: float32, scaled. context: [H, S, G, d] and [H, S, G], as is the result. Each session gets the bits that it
-    gets alone. None for rows that the loop cannot read.
-    """
-    if not all(_readable(queries_HSGD, context_HN2D, tail) for tail in tails):
-        return None
-    numbers = [_numbers(tail, 0, context_HN2D.shape[1]) for tail in tails]
-    ids = np.zeros((*queries_HSGD.shape[:2], 0), np.int32)
-    return _launch(queries_HSGD, context_HN2D, numbers, ids, np.zeros(ids.shape[:2], np.int32), context)
-
-
-def attend_row_lists(
-    queries_HTGD: Tensor, context_HN2D: Tensor, tail_Ht2D: Tensor, ids_HTK: Tensor, counts_HT: Tensor
-) -> AttentionState:
-    """Attention to keys and values [H, N, 2, d] of the context and, from id N on, [H, t, 2, d] of the tail.
-
-    queries: float32, scaled by 1/sqrt(d). ids: int32, of which the first `counts` of a row count. Returns out [H, T, G,
-    d] and lse [H, T, G], float32; 0 and -inf where no key is listed. A query's result does not depend on others.
-    """
-    if not _readable(queries_HTGD, context_HN2D, tail_Ht2D):
-        return attend_row_lists_reference(queries_HTGD, context_HN2D, tail_Ht2D, ids_HTK, counts_HT)
-    end = context_HN2D.shape[1] + tail_Ht2D.shape[1]
-    return _launch(
-        queries_HTGD,
-        context_HN2D,
-        [_numbers(tail_Ht2D, 0, end)] * queries_HTGD.shape[1],
-        ids_HTK.to(torch.int32).contiguous().numpy(),
-        counts_HT.to(torch.int32).contiguous().numpy(),
-        AttentionState.empty(queries_HTGD.shape[:3], queries_HTGD.shape[3]),
-    )
-
-
-def _launch(
-    queries_HSGD: Tensor,
-    context_HN2D: Tensor,
-    numbers: Sequence[_Numbers],
-    ids: NDArray[np.int32],
-    counts: NDArray[np.int32],
-    others: AttentionState,
-) -> AttentionState:
-    """State of the keys that sessions, or positions, list, and of others."""
     form = torch.contiguous_format
-    state = AttentionState(others.out.clone(memory_format=form), others.lse.clone(memory_format=form))
+    state = AttentionState(
+        listed.others.out.clone(memory_format=form), listed.others.lse.clone(memory_format=form)
+    )
     heads, count, _, head_dim = context_HN2D.shape
     always = sum(sinks + max(0, count + tail - begin) for *_, tail, sinks, begin in numbers)
     launch(
         _attend,
-        queries_HSGD.contiguous().numpy(),
+        listed.q_HSGD.contiguous().numpy(),
         *_table(context_HN2D),
         count,
         head_dim * context_HN2D.element_size(),
         _KINDS[context_HN2D.dtype],
         np.array(numbers, np.int64),
-        ids,
-        counts,
+        listed.ids_HSK.contiguous().numpy(),
+        listed.counts_HS.contiguous().numpy(),
         state.out.numpy(),
         state.lse.numpy(),
-        work=0.6 * head_dim * (heads * always + int(counts.sum())),
+        work=0.6 * head_dim * (heads * always + int(listed.counts_HS.sum())),
     )
     return state
+
+
+def readable(queries_HSGD: Tensor, context_HN2D: Tensor, tails: Sequence[Tensor]) -> bool:
+    """Whether the loop takes these rows as they are."""
+    rows = (context_HN2D, *tails)
+    return (
+        all(on_host(tensor) for tensor in (queries_HSGD, *rows))
+        and context_HN2D.dtype in _KINDS
+        and all(each.dtype == context_HN2D.dtype and _is_table(each) for each in rows)
+    )
 
 
 def _numbers(tail_Ht2D: Tensor, sinks: int, begin: int) -> _Numbers:
@@ -158,17 +140,6 @@ def _numbers(tail_Ht2D: Tensor, sinks: int, begin: int) -> _Numbers:
 def _table(kv_Hn2D: Tensor) -> tuple[int, int]:
     """Where the first row is, and rows from one head to the next."""
     return kv_Hn2D.data_ptr(), kv_Hn2D.stride(0) // (2 * kv_Hn2D.shape[3])
-
-
-def _readable(queries_HTGD: Tensor, context_HN2D: Tensor, tail_Ht2D: Tensor) -> bool:
-    """Whether the loop takes these rows as they are."""
-    both = (context_HN2D, tail_Ht2D)
-    return (
-        all(on_host(tensor) for tensor in (queries_HTGD, *both))
-        and context_HN2D.dtype == tail_Ht2D.dtype
-        and context_HN2D.dtype in _KINDS
-        and all(_is_table(rows) for rows in both)
-    )
 
 
 def _is_table(rows_HN2D: Tensor) -> bool:
@@ -187,21 +158,9 @@ def attend_listed_reference(context_HN2D: Tensor, listed: Listed) -> AttentionSt
             seen_HN[head, listed.ids_HSK[head, number, :count].long()] = True
         logits = torch.einsum("hsgd,hnd->hsgn", listed.q_HSGD[:, number : number + 1], kv[:, :, 0])
         logits.masked_fill_(~seen_HN[:, None, None], -torch.inf)
-        states.append(AttentionState(logits.softmax(-1) @ kv[:, None, :, 1], logits.logsumexp(-1)))
+        weights = logits.softmax(-1).nan_to_num(0.0)
+        states.append(AttentionState(weights @ kv[:, None, :, 1], logits.logsumexp(-1)))
     return AttentionState.concatenate(states, dim=1).merge(listed.others)
-
-
-def attend_row_lists_reference(
-    queries_HTGD: Tensor, context_HN2D: Tensor, tail_Ht2D: Tensor, ids_HTK: Tensor, counts_HT: Tensor
-) -> AttentionState:
-    """The same by gathering rows, on any device."""
-    heads, device = torch.arange(len(ids_HTK), device=ids_HTK.device)[:, None, None], queries_HTGD.device
-    rows = torch.cat([context_HN2D.to(device), tail_Ht2D.to(device)], dim=1)[heads, ids_HTK.long()].float()
-    logits = queries_HTGD @ rows[:, :, :, 0].transpose(2, 3)
-    counts = torch.arange(ids_HTK.shape[2], device=device) < counts_HT[..., None]
-    logits.masked_fill_(~counts[:, :, None], -torch.inf)
-    weights = logits.softmax(-1).nan_to_num(0.0)
-    return AttentionState(weights @ rows[:, :, :, 1], logits.logsumexp(-1))
 
 
 @njit()

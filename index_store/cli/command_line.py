@@ -12,7 +12,7 @@ import typer
 
 from index_store.cli import report
 from index_store.cli.app import new_app
-from index_store.cli.console import byte_progress, on_terminal, print_json, print_table
+from index_store.cli.console import byte_progress, print_json
 from index_store.cli.labels import LabelArguments, labels_text, parse_labels, with_labels
 from index_store.cli.options import FormatOption, MoveNameOption, OutputFormat, StoreOption
 from index_store.errors import (
@@ -65,19 +65,10 @@ def list_contexts(store: StoreOption, output: FormatOption = OutputFormat.TEXT) 
         print_json({"store": str(store), "contexts": contexts, "leftovers": report.leftover_list(leftovers)})
         return
     if entries:
-        _print_contexts(entries)
+        report.print_contexts([report.ShownContext.of(entry, expired=expired) for entry, expired in entries])
     else:
         typer.echo(f"{store} holds no contexts.")
     _tell_leftovers(leftovers)
-
-
-def _print_contexts(entries: Sequence[tuple[Manifest | BrokenContext, bool]]) -> None:
-    id_length = 12 if on_terminal() else 64
-    rows = [report.list_row(*entry, id_length) for entry in entries]
-    print_table(report.LIST_COLUMNS, rows, right=report.LIST_RIGHT, optional=report.LIST_OPTIONAL)
-    for entry, _ in entries:
-        if isinstance(entry, BrokenContext):
-            typer.echo(f"{entry.id[:id_length]}: {entry.error.message}", err=True)
 
 
 @app.command("show")
@@ -90,10 +81,7 @@ def show_context(ref: RefArgument, store: StoreOption, output: FormatOption = Ou
     if output is OutputFormat.JSON:
         print_json(report.details(manifest, expired, children))
         return
-    rows = report.detail_rows(manifest, expired, children)
-    width = max(len(label) for label, _ in rows)
-    for label, value in rows:
-        typer.echo(f"{label:<{width}}  {value}")
+    report.print_rows(report.detail_rows(manifest, expired, children))
 
 
 @app.command("verify")

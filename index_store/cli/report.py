@@ -1,13 +1,15 @@
-"""Contexts as the `index-store` command shows them: JSON objects and table rows."""
+"""Contexts as commands show them, whether a folder or a server tells of them, and as JSON what a folder tells."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime
 
+import typer
+
 from index_store.attention.layer_shape import WindowLayers
-from index_store.cli.console import format_time
+from index_store.cli.console import format_time, on_terminal, print_table
 from index_store.cli.labels import labels_text
 from index_store.errors import SparseKVError, format_bytes
 from index_store.selection.threshold_curve import KEEP_GRID
@@ -17,10 +19,66 @@ from index_store.store.description.manifest import HIGH_PLANE, IndexEntry, Manif
 from index_store.store.files.leftovers import Leftover
 from index_store.store.listing import BrokenContext, state_of
 
-LIST_COLUMNS = ("ID", "NAME", "STATE", "MODEL", "METHODS", "TOKENS", "KV", "INDEX", "CREATED", "EXPIRES")
-LIST_RIGHT = ("TOKENS", "KV", "INDEX")
-LIST_OPTIONAL = ("CREATED", "MODEL", "EXPIRES", "METHODS", "INDEX", "KV", "STATE")
+_MEMORY = "MEMORY"
+COLUMNS = ("ID", "NAME", "STATE", _MEMORY, "METHODS", "TOKENS", "KV", "INDEX", "MODEL", "CREATED", "EXPIRES")
+_RIGHT = ("TOKENS", "KV", "INDEX")
+_OPTIONAL = ("CREATED", "MODEL", "EXPIRES", "METHODS", "INDEX", "KV", _MEMORY, "STATE")
 """What a narrow terminal does not show, the first of them first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownContext:
+    """A context of a list. cells: those of COLUMNS behind MEMORY, empty where it cannot be used, for the reason
+    `problem`. memory: where a server has it; None of a folder, which has no such column."""
+
+    id: str
+    name: str
+    state: str
+    cells: tuple[str, ...] = ()
+    memory: str | None = None
+    problem: str = ""
+
+    @classmethod
+    def of(cls, entry: Manifest | BrokenContext, *, expired: bool) -> ShownContext:
+        """As a folder tells."""
+        state = state_of(entry, expired=expired)
+        if isinstance(entry, BrokenContext):
+            return cls(entry.id, "-", state, problem=entry.error.message)
+        sizes = (entry.token_count, entry.kv_bytes, entry.index_bytes)
+        times = (entry.created_at, entry.expires_at)
+        return cls(
+            entry.id, entry.name, state, list_cells(",".join(entry.methods), sizes, entry.model.name, times)
+        )
+
+
+def list_cells(
+    methods: str, sizes: tuple[int, int, int], model: str, times: tuple[datetime, datetime | None]
+) -> tuple[str, ...]:
+    """Cells of a `ShownContext`. sizes: tokens, bytes of keys and values, of indexes. times: made, expires."""
+    tokens, *nbytes = sizes
+    return (methods, str(tokens), *map(format_bytes, nbytes), model, *map(format_time, times))
+
+
+def print_contexts(contexts: Sequence[ShownContext]) -> None:
+    """A table of them, and on standard error what is wrong with some."""
+    shown = [column for column in COLUMNS if column != _MEMORY or any(each.memory for each in contexts)]
+    id_length = 12 if on_terminal() else 64
+    rows = []
+    for each in contexts:
+        memory = [each.memory or "-"] if _MEMORY in shown else []
+        first = [each.id[:id_length], each.name, each.state, *memory]
+        rows.append([*first, *(each.cells or ["-"] * (len(shown) - len(first)))])
+    print_table(shown, rows, right=_RIGHT, optional=[column for column in _OPTIONAL if column in shown])
+    for each in contexts:
+        if each.problem:
+            typer.echo(f"{each.id[:id_length]}: {each.problem}", err=True)
+
+
+def print_rows(rows: Sequence[tuple[str, str]]) -> None:
+    """What is known of one thing, a row for each."""
+    width = max(len(label) for label, _ in rows)
+    for label, value in rows:
+        typer.echo(f"{label:<{width}}  {value}")
 
 
 def summary(entry: Manifest | BrokenContext, expired: bool) -> dict[str, object]:
@@ -47,25 +105,6 @@ def summary(entry: Manifest | BrokenContext, expired: bool) -> dict[str, object]
         "labels": dict(entry.labels),
         "messages": entry.conversation is not None,
     }
-
-
-def list_row(entry: Manifest | BrokenContext, expired: bool, id_length: int) -> list[str]:
-    """One context of a listing, as the cells of LIST_COLUMNS."""
-    id_ = entry.id[:id_length]
-    if isinstance(entry, BrokenContext):
-        return [id_, "-", state_of(entry, expired=False), *["-"] * 7]
-    return [
-        id_,
-        entry.name,
-        state_of(entry, expired=expired),
-        entry.model.name,
-        ",".join(entry.methods),
-        str(entry.token_count),
-        format_bytes(entry.kv_bytes),
-        format_bytes(entry.index_bytes),
-        format_time(entry.created_at),
-        format_time(entry.expires_at),
-    ]
 
 
 def details(manifest: Manifest, expired: bool, children: int) -> dict[str, object]:
@@ -114,7 +153,11 @@ def detail_rows(manifest: Manifest, expired: bool, children: int) -> list[tuple[
         ),
         *([] if model.window is None else [("windows", _window(model.window))]),
         ("tokens", str(manifest.token_count)),
-        *_family(manifest, children),
+        *(
+            family_rows("", 0, children)
+            if manifest.parent is None
+            else family_rows(manifest.parent.id, manifest.parent.token_count, children)
+        ),
         (
             "kv",
             f"{_size(manifest.kv_bytes, manifest.own_tokens)}, {rows_text(manifest.rows, manifest.dtype)}",
@@ -146,23 +189,35 @@ def detail_rows(manifest: Manifest, expired: bool, children: int) -> list[tuple[
             "seconds",
             ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in manifest.seconds.items()) or "-",
         ),
-        ("created", format_time(manifest.created_at)),
-        ("expires", expiry_text(manifest.expires_at, manifest.pinned)),
-        ("labels", labels_text(manifest.labels)),
-        ("made of", "text or tokens" if manifest.conversation is None else "messages"),
+        *note_rows(
+            (manifest.created_at, manifest.expires_at),
+            manifest.pinned,
+            manifest.labels,
+            manifest.owner,
+            manifest.conversation is not None,
+        ),
     ]
     return rows
 
 
-def _family(manifest: Manifest, children: int) -> list[tuple[str, str]]:
-    parent = manifest.parent
-    continues = [] if parent is None else [("continues", f"{parent.id}, {parent.token_count} tokens")]
+def family_rows(parent: str, parent_tokens: int, children: int) -> list[tuple[str, str]]:
+    """What a context continues, by id, "" for nothing, and what continues it."""
+    continues = [("continues", f"{parent}, {parent_tokens} tokens")] if parent else []
     return [*continues, *([("children", str(children))] if children else [])]
 
 
-def expiry_text(time: datetime | None, pinned: bool) -> str:
-    """When a context expires, for people."""
-    return f"pinned; otherwise {format_time(time)}" if pinned else format_time(time)
+def note_rows(
+    times: tuple[datetime, datetime | None], pinned: bool, labels: Mapping[str, str], owner: str, talk: bool
+) -> list[tuple[str, str]]:
+    """What is noted of a context. times: made, expires. talk: whether it was made of messages."""
+    made, expires = map(format_time, times)
+    return [
+        ("created", made),
+        ("expires", f"pinned; otherwise {expires}" if pinned else expires),
+        ("labels", labels_text(labels)),
+        *([("owner", owner)] if owner else []),
+        ("made of", "messages" if talk else "text or tokens"),
+    ]
 
 
 def leftover_list(leftovers: Sequence[Leftover]) -> list[dict[str, object]]:

@@ -1,6 +1,6 @@
 """A durable queue of prefill jobs beside a store's contexts: workers take jobs from it, servers add and watch them.
 
-`jobs/<id>/` holds one job (`job_folder`). Only who holds the job's lock writes its record; the lock dies with its
+`jobs/<id>/` holds one job (`job_record`). Only who holds the job's lock writes its record; the lock dies with its
 process, so a job without one is nobody's. A job appears by one rename.
 """
 
@@ -26,8 +26,7 @@ from index_store.errors import (
     QueueFullError,
     StoreUnavailableError,
 )
-from index_store.jobs.job_folder import JobFolder, ReadRecord
-from index_store.jobs.job_record import JobRecord, JobState, is_job_id
+from index_store.jobs.job_record import JobFolder, JobRecord, JobState, ReadRecord, is_job_id
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     TRASH_PREFIX,

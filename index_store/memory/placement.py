@@ -54,13 +54,6 @@ def parse_placement(text: str) -> Placement | None:
         ) from None
 
 
-def possible_placements(chosen: Placement | None, on_gpu: bool) -> tuple[Placement, ...]:
-    """Where contexts may come to lie. chosen: None for `auto`. on_gpu: whether a GPU computes."""
-    if not on_gpu:
-        return (Placement.DEVICE,)
-    return tuple(Placement) if chosen is None else (chosen,)
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryBytes:
     """Bytes of host memory, and of a device's own memory."""

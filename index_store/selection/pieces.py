@@ -8,7 +8,6 @@ Shape legend: H KV heads, T query positions, G group heads, X keys, K key ids, d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -55,10 +54,3 @@ class ScoredRows(Piece):
         elsewhere_HTG: log-sum-exp of the logits of keys of the piece that count elsewhere: next to what these and the
         others weigh, keys may be too light to be read. Returns out [H, T, G, d] and lse [H, T, G].
         """
-
-    @classmethod
-    def attend_together(
-        cls, pieces: Sequence[Self], logits: Sequence[Tensor], elsewhere: Sequence[Tensor]
-    ) -> list[AttentionState]:
-        """`attend` of several sessions' pieces, each of which gets the bits that it gets alone."""
-        return [piece.attend(own, rest) for piece, own, rest in zip(pieces, logits, elsewhere, strict=True)]

@@ -28,7 +28,6 @@ from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
 from index_store.selection.pieces import Piece, ScoredRows
 from index_store.selection.remainders import COARSE, DIPOLE, DROPPED, MONOPOLE, Remainder
 from index_store.selection.remainders_numba import cluster_sums, leave_out, leave_out_reference
-from index_store.selection.selected import Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,27 +74,6 @@ def remainder_state(
     else:
         parts = [_cluster_state(remainder, _clusters(remainder, piece), exact, form) for piece in pieces]
     return reduce(AttentionState.merge, parts) if parts else None
-
-
-def coarse_states(asked: Sequence[tuple[Sequence[Piece], Selection]]) -> list[AttentionState | None]:
-    """The state of COARSE for several sessions, each without its own selection; pieces that they share are read once.
-
-    None where there are no pieces. Each gets the bits that it gets alone. Logits are without a cap.
-    """
-    every: list[ScoredRows] = []
-    elsewhere: list[Tensor] = []
-    for pieces, selection in asked:
-        width = torch.arange(selection.ids_HTK.shape[2], device=selection.ids_HTK.device)
-        valid = width < selection.counts_HT[..., None]
-        for piece in _rows(pieces):
-            every.append(piece)
-            elsewhere.append(_take_away(piece.logits_HTGX, selection.ids_HTK, valid, piece.first_id))
-    if not every:
-        return [None] * len(asked)
-    logits = [piece.logits_HTGX for piece in every]
-    found = iter(type(every[0]).attend_together(every, logits, elsewhere))
-    parts = [[next(found) for _ in pieces] for pieces, _ in asked]
-    return [reduce(AttentionState.merge, own) if own else None for own in parts]
 
 
 def _rows(pieces: Sequence[Piece]) -> list[ScoredRows]:

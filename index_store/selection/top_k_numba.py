@@ -19,6 +19,8 @@ from index_store.compiled.launch import launch, njit, on_host, spread
 
 _BLOCKS_PER_KEPT = 4
 _MAX_FOLD = 64
+_COARSE_BIT = np.uint32(1 << 21)
+"""A float32's last bit where two bits of its fraction are left."""
 
 
 def top_k(scores_HTM: Tensor, keep: int) -> tuple[Tensor, Tensor]:
@@ -60,33 +62,79 @@ def sortable(bits: np.uint32) -> np.uint32:  # pragma: no cover - compiled
 
 
 @njit()
-def _kth_largest(
-    bits: NDArray[np.uint32], count: int, k: int, coarse: bool = False
-) -> np.uint32:  # pragma: no cover - compiled
-    """The k-th largest of bits[:count] in sortable form: radix select, 11 + 11 + 10 bits.
+def sortable_keys(numbers: NDArray[np.float32]) -> NDArray[np.uint32]:  # pragma: no cover - compiled
+    """`sortable` of all numbers."""
+    bits, keys = numbers.view(np.uint32), np.empty(numbers.shape[0], np.uint32)
+    for j in range(keys.shape[0]):
+        keys[j] = sortable(bits[j])
+    return keys
 
-    coarse: only the first bits, the others 0.
+
+@njit()
+def kth_largest(
+    keys: NDArray[np.uint32], k: int, last_bit: np.uint32
+) -> np.uint32:  # pragma: no cover - compiled
+    """The k-th largest, without the bits below `last_bit`.
+
+    Bit by bit: counting all keys once for every bit is vectorised, sorting them into bins is not. Keys that cannot be
+    the one any more are left behind once they are most of them.
     """
-    histogram = np.empty(2048, np.int64)
-    prefix = np.uint32(0)
-    mask = np.uint32(0)
-    remaining = k
-    for shift, width in ((21, 11), (10, 11), (0, 10)):
-        histogram[:] = 0
-        low = np.uint32((1 << width) - 1)
-        for i in range(count):
-            key = sortable(bits[i])
-            if (key & mask) == prefix:
-                histogram[(key >> np.uint32(shift)) & low] += 1
-        digit = (1 << width) - 1
-        while histogram[digit] < remaining:
-            remaining -= histogram[digit]
-            digit -= 1
-        prefix = np.uint32(prefix | np.uint32(np.uint32(digit) << np.uint32(shift)))
-        mask = np.uint32(mask | np.uint32(low << np.uint32(shift)))
-        if coarse:
-            break
-    return prefix
+    differing = np.uint32(0)
+    for j in range(keys.shape[0]):
+        differing |= keys[j] ^ keys[0]
+    bit = np.uint32(1)
+    while differing > np.uint32(1):
+        differing >>= np.uint32(1)
+        bit <<= np.uint32(1)
+    found = keys[0] & ~((bit << np.uint32(1)) - np.uint32(1))
+    reaching, above = (
+        keys.shape[0],
+        0,
+    )  # how many are at least `found`, and how many larger than all that begin as it
+    while bit >= last_bit:
+        tried = np.uint32(found | bit)
+        count = np.uint32(0)
+        for j in range(keys.shape[0]):
+            count += np.uint32(keys[j] >= tried)
+        counted = int(np.int64(count))
+        if counted >= k:
+            found, reaching = tried, counted
+        else:
+            above = counted
+        if 8 * (reaching - above) < keys.shape[0]:
+            some, kept = np.empty(reaching - above + 1, np.uint32), 0
+            for j in range(keys.shape[0]):
+                some[kept] = keys[j]
+                kept += int(np.uint32(keys[j] - found) < bit)
+            keys, k = some[:kept], k - above
+            reaching, above = kept, 0
+        bit >>= np.uint32(1)
+    return np.uint32(found & ~(last_bit - np.uint32(1)))
+
+
+@njit()
+def keep_best(
+    ids: NDArray[np.int32], keys: NDArray[np.uint32], keep: int
+) -> int:  # pragma: no cover - compiled
+    """Brings the ids with the `keep` largest keys to the front, in their order; how many they are.
+
+    Ties go to the first. Keys are in sortable form.
+    """
+    count = ids.shape[0]
+    if count <= keep:
+        return int(count)
+    threshold = kth_largest(keys, keep, np.uint32(1))
+    ties = keep
+    for j in range(count):
+        ties -= keys[j] > threshold
+    kept = 0
+    for j in range(count):
+        # Written first, and kept on a hit: a mispredicted branch costs more.
+        ids[kept] = ids[j]
+        equal = keys[j] == threshold
+        kept += (keys[j] > threshold) | (equal & (ties > 0))
+        ties -= equal
+    return kept
 
 
 @njit()
@@ -94,7 +142,7 @@ def lower_bound(numbers: NDArray[np.float32], k: int) -> np.float32:  # pragma: 
     """What k of the numbers reach, at most a fifth less than the k-th largest; 0 if that is less, or there is none."""
     if numbers.shape[0] < k:
         return np.float32(0)
-    bound = _kth_largest(numbers.view(np.uint32), numbers.shape[0], k, True)
+    bound = kth_largest(sortable_keys(numbers), k, _COARSE_BIT)
     if bound < np.uint32(0x80000000):
         return np.float32(0)
     bits = np.empty(1, np.uint32)
@@ -103,10 +151,9 @@ def lower_bound(numbers: NDArray[np.float32], k: int) -> np.float32:  # pragma: 
 
 
 @njit()
-def _folded_maxima(row: NDArray[np.float32], keep: int) -> NDArray[np.float32]:  # pragma: no cover - compiled
+def _folded_maxima(row: NDArray[np.float32], fold: int) -> NDArray[np.float32]:  # pragma: no cover - compiled
     """Maxima of strided blocks: block j holds columns j, j + B, j + 2B, ... of B = len(result) blocks."""
     columns = row.shape[0]
-    fold = max(1, min(_MAX_FOLD, columns // (_BLOCKS_PER_KEPT * keep)))
     blocks = (columns + fold - 1) // fold
     maxima = row[:blocks].copy()
     for part in range(1, fold):
@@ -121,7 +168,7 @@ def _folded_maxima(row: NDArray[np.float32], keep: int) -> NDArray[np.float32]: 
 def _columns_reaching(
     row: NDArray[np.float32], maxima: NDArray[np.float32], bound: np.uint32
 ) -> NDArray[np.int32]:  # pragma: no cover - compiled
-    """Columns with a finite score of at least `bound` (in sortable form), ascending."""
+    """Columns with a score of at least `bound` (in sortable form), ascending."""
     blocks = maxima.shape[0]
     bits = maxima.view(np.uint32)
     # Both loops write first and advance on a hit: hits come at random, and a mispredicted branch costs more.
@@ -140,36 +187,24 @@ def _columns_reaching(
             i = part * blocks + hits[h]
             if i < columns:
                 reached[found] = i
-                found += int((sortable(row_bits[i]) >= bound) & (row[i] != -np.inf))
+                found += int(sortable(row_bits[i]) >= bound)
     return reached[:found]
 
 
 @njit()
 def top_k_row(row: NDArray[np.float32], ids: NDArray[np.int32]) -> int:  # pragma: no cover - compiled
     keep = ids.shape[0]
-    maxima = _folded_maxima(row, keep)
-    bound = _kth_largest(maxima.view(np.uint32), maxima.shape[0], keep)
-    reached = _columns_reaching(row, maxima, bound)
-    found = reached.shape[0]
-    if found <= keep:
-        for place in range(found):
-            ids[place] = reached[place]
-        return int(found)
-    row_bits, bits = row.view(np.uint32), np.empty(found, np.uint32)
-    for c in range(found):
-        bits[c] = row_bits[reached[c]]
-    threshold = _kth_largest(bits, found, keep)
-    ties = keep
-    for c in range(found):
-        if sortable(bits[c]) > threshold:
-            ties -= 1
+    fold = min(_MAX_FOLD, row.shape[0] // (_BLOCKS_PER_KEPT * keep))
+    if fold > 1:
+        maxima = _folded_maxima(row, fold)
+        reached = _columns_reaching(row, maxima, kth_largest(sortable_keys(maxima), keep, np.uint32(1)))
+        keys = sortable_keys(row[reached])
+    else:
+        reached, keys = np.arange(row.shape[0], dtype=np.int32), sortable_keys(row)
     kept = 0
-    for c in range(found):
-        key = sortable(bits[c])
-        if key > threshold or (key == threshold and ties > 0):
-            if key == threshold:
-                ties -= 1
-            ids[kept] = reached[c]
+    for place in range(keep_best(reached, keys, keep)):
+        if row[reached[place]] != -np.inf:
+            ids[kept] = reached[place]
             kept += 1
     return kept
 

@@ -1,7 +1,7 @@
 """Writing one context, or more of one that is there: into a temporary folder, made durable, then renamed into place.
 
-Arrays are created through zarr, so that any zarr v3 reader opens them. Chunks bypass it: the raw little-endian array is
-written without a copy, and its crc32c behind it.
+zarr describes arrays and groups, so that any zarr v3 reader opens them. Chunks bypass it: the raw little-endian array
+is written without a copy, and its crc32c behind it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ import zarr
 from numpy.typing import NDArray
 from torch import Tensor
 from zarr.codecs import Crc32cCodec
+from zarr.storage import MemoryStore
 
 from index_store.errors import ContextNotFoundError, InvalidArgumentError, MissingChunkError
 from index_store.store.description.array_entry import ArrayEntry, join_checksums
@@ -28,7 +29,7 @@ from index_store.store.description.array_shapes import conversation_entry, token
 from index_store.store.description.dtypes import STORED_DTYPES, dtype_name
 from index_store.store.description.manifest import FORMAT_VERSION, MANIFEST_NAME, MANIFESTS, Manifest
 from index_store.store.files.additions import move_arrays, move_indexes
-from index_store.store.files.array_files import FolderStore
+from index_store.store.files.array_files import ArrayFiles
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     new_file,
@@ -42,32 +43,30 @@ from index_store.store.files.durable import (
 from index_store.store.files.locks import locked_file
 from index_store.store.files.replacing import move_into_place
 from index_store.store.stored_context import raw_bytes
-from index_store.store.zarr_io import METADATA_NAME, check_chunks, check_indices, check_metadata, chunk_path
+from index_store.store.zarr_io import check_chunks, check_indices, check_metadata, chunk_path
 
 
 class _ArrayWriter:
-    """Creates arrays below one folder, through zarr, and writes their chunks as it does.
+    """Creates arrays below one folder, as zarr describes them, and writes their chunks as it does.
 
     Chunks may be written by several threads, at the same time. After an error nothing more can be written.
     """
 
     def __init__(self, folder: Path, permissions: int) -> None:
-        self._store = FolderStore(folder, permissions)
-        self._begun: set[PurePosixPath] = set()
+        self._files = ArrayFiles(folder, permissions)
+        self._described: dict[str, Any] = {}
+        self._written: set[str] = set()
 
     def open(self) -> None:
         """Creates the root group. Comes first."""
-        self._forget(PurePosixPath())
-        zarr.create_group(self._store, zarr_format=3)
+        zarr.create_group(MemoryStore(self._described), zarr_format=3)
+        self._write_described()
 
     def create(self, entry: ArrayEntry) -> None:
         """Creates the array without any chunk; it is complete once every chunk has been written or adopted."""
-        path = PurePosixPath(entry.path)
-        for group in (path, *path.parents):  # zarr makes the groups above it that are missing
-            self._forget(group)
         dtype = STORED_DTYPES[entry.dtype]
         zarr.create_array(
-            self._store,
+            MemoryStore(self._described),
             name=entry.path,
             shape=entry.shape,
             chunks=entry.chunks,
@@ -77,6 +76,7 @@ class _ArrayWriter:
             fill_value=0,
             attributes={"dtype": dtype.name},
         )
+        self._write_described()
 
     def write_rows(self, entry: ArrayEntry, indices: Sequence[int], start: int, data: Tensor) -> None:
         """Writes rows of one chunk, from row `start` on; see `ContextWriter.write_rows`.
@@ -94,17 +94,17 @@ class _ArrayWriter:
                 f"{entry.path}: a chunk is {entry.dtype}, got {dtype_name(data.dtype)}"
             )
         raw = raw_bytes(data.detach().cpu().contiguous())
-        self._store.write_part(key, start * (entry.chunk_bytes // count), raw, entry.chunk_bytes)
+        self._files.write_part(key, start * (entry.chunk_bytes // count), raw, entry.chunk_bytes)
 
     def adopt_chunk(self, entry: ArrayEntry, indices: Sequence[int], checksum: int) -> bool:
         """Whether an earlier writer left the chunk with this checksum, which then counts as written."""
-        return self._store.adopt_chunk(self._key(entry, indices), entry.chunk_bytes, checksum)
+        return self._files.adopt_chunk(self._key(entry, indices), entry.chunk_bytes, checksum)
 
     def checksum(self, entry: ArrayEntry, indices: Sequence[int]) -> int:
         """Of a chunk that was written. Raises MissingChunkError."""
-        trailer = self._store.trailer(self._key(entry, indices))
+        trailer = self._files.trailer(self._key(entry, indices))
         if trailer is None:
-            path = chunk_path(self._store.root, entry, indices)
+            path = chunk_path(self._files.root, entry, indices)
             raise MissingChunkError(
                 f"{path}: a chunk of array {entry.path!r} was never written", path=path, array=entry.path
             )
@@ -119,20 +119,20 @@ class _ArrayWriter:
 
     def sync(self, on_bytes: Callable[[int], None]) -> None:
         """Returns when all chunks are durable."""
-        self._store.sync(on_bytes)
+        self._files.sync(on_bytes)
 
     def close(self) -> None:
-        """Ends all writing, also by threads that zarr has left running."""
-        self._store.seal()
+        """Ends all writing, also by threads that nobody waits for any more."""
+        self._files.seal()
 
-    def _forget(self, path: PurePosixPath) -> None:
-        """Removes the metadata of an array or group that is new to this writer: an earlier one may have left half."""
-        if path not in self._begun:
-            self._begun.add(path)
-            self._store.forget((path / METADATA_NAME).as_posix())
+    def _write_described(self) -> None:
+        """Writes what zarr has said of an array, and of new groups above it, over what an earlier writer left."""
+        for key in sorted(self._described.keys() - self._written):
+            self._files.write(key, self._described[key].to_bytes())
+            self._written.add(key)
 
     def _key(self, entry: ArrayEntry, indices: Sequence[int]) -> str:
-        return chunk_path(self._store.root, entry, indices).relative_to(self._store.root).as_posix()
+        return chunk_path(self._files.root, entry, indices).relative_to(self._files.root).as_posix()
 
 
 class ContextWriter:

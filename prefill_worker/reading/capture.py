@@ -29,9 +29,8 @@ from index_store.store.description.context_id import ModelIdentity
 from index_store.store.stored_context import QuerySample
 from prefill_worker.muse.ranges import RangeAttention
 from prefill_worker.reading.causal_attention import attend_causally
-from prefill_worker.reading.kept_layers import DeviceLayers, HostLayers, KeptLayers
+from prefill_worker.reading.kept_layers import DeviceLayers, HostLayers, KeptLayers, WindowRows
 from prefill_worker.reading.query_sample import SampledPositions
-from prefill_worker.reading.window_rows import WindowRows
 
 ATTENTION = "sparsekv_capture"
 

@@ -4,6 +4,8 @@ In host memory they are page-locked, one contiguous range a layer. Every chunk's
 the layer attends, and later chunks read them back in blocks, of which one is on its way while the one before it is
 attended to (`index_store.memory.host_blocks`). Where the device is the CPU, the same code makes plain copies.
 
+Of layers whose queries see a sliding window, no more than a window's rows are kept, always on the device.
+
 Shape legend: H KV heads, T tokens of a chunk, N tokens of the context, n tokens of a block, d head dim.
 """
 
@@ -251,3 +253,29 @@ def _present(kv: Tensor | None, layer: int) -> Tensor:
     if kv is None:
         raise ValueError(f"keys and values of layer {layer} were released")
     return kv
+
+
+class WindowRows:
+    """Rows [H, <= window, 2, d] of some layers, in the dtype in which they are stored."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._rows: dict[int, Tensor] = {}
+
+    def add(self, layer: int, chunk_HT2D: Tensor) -> Tensor:
+        """Keeps a chunk; returns what was kept before and the chunk, [H, <= window + T, 2, d]."""
+        kept = self._rows.get(layer)
+        rows = chunk_HT2D if kept is None else torch.cat([kept, chunk_HT2D], dim=1)
+        # A copy, so that a long chunk does not stay with its last rows.
+        self._rows[layer] = rows[:, max(0, rows.shape[1] - self._window) :].clone()
+        return rows
+
+    def kept(self, layer: int) -> Tensor:
+        """What is kept of a layer. Raises ValueError before anything was added, and once released."""
+        if layer not in self._rows:
+            raise ValueError(f"the window of layer {layer} has not seen any key, or was released")
+        return self._rows[layer]
+
+    def release(self, layer: int) -> None:
+        """Frees a layer."""
+        self._rows.pop(layer, None)

@@ -80,7 +80,7 @@ def use_manifest(manifest: Manifest) -> None:
     """Does with it what listing, showing, placing and describing it does."""
     shown = {"summary": report.details(manifest, False, 0), "rows": report.detail_rows(manifest, False, 0)}
     json.dumps(shown, ensure_ascii=False, allow_nan=False).encode()
-    report.list_row(manifest, False, 64)
+    report.ShownContext.of(manifest, expired=False)
     MessageToDict(describe_context(manifest, expired=False, resident=False))
     placed_bytes(manifest)
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from index_store.memory.context_loading import LoadedContext, placed_bytes, start_loading
-from index_store.memory.device_memory import DeviceBlock, device_bytes
+from index_store.memory.context_loading import (
+    DeviceBlock,
+    LoadedContext,
+    device_bytes,
+    placed_bytes,
+    start_loading,
+)
 from index_store.memory.placement import Placement
 from index_store.memory.resident import IndexKinds
 from index_store.store.description.manifest import Manifest

@@ -12,13 +12,13 @@ from typer import Option
 
 from decode_engine.cli.contexts.create_command import create_context, extend_context
 from decode_engine.cli.contexts.references import RecursiveOption, ReferenceArgument, ReferenceArguments
-from decode_engine.cli.contexts.shown import context_object, detail_rows, id_of, print_contexts, print_rows
+from decode_engine.cli.contexts.shown import context_object, detail_rows, id_of, listed
 from decode_engine.rpc.client import NEVER, Client, ContextChanges, ContextInfo
 from decode_engine.rpc.door.options import ServerConfig
 from decode_engine.settings.request_bounds import MAX_NAME_CHARACTERS
 from index_store.cli.app import new_group
 from index_store.cli.checks import Characters
-from index_store.cli.console import on_terminal, print_json
+from index_store.cli.console import print_json
 from index_store.cli.labels import LabelArguments, labels_text, parse_labels
 from index_store.cli.options import (
     FormatOption,
@@ -28,6 +28,7 @@ from index_store.cli.options import (
     configured,
     parse_ttl,
 )
+from index_store.cli.report import print_contexts, print_rows
 from index_store.errors import InvalidArgumentError
 
 contexts = new_group("Create, show, change, label, pin and remove contexts.")
@@ -59,8 +60,7 @@ def list_contexts(
     if not found:
         typer.echo(f"The server at {config.server} has no contexts{' that fit' if wanted else ''}.")
         return
-    id_length = 12 if on_terminal() else 64
-    print_contexts(found, id_length)
+    print_contexts([listed(context) for context in found])
 
 
 @contexts.command("show")

@@ -12,7 +12,7 @@ from typer import Option
 
 from decode_engine.cli.asking.operation_progress import operation_progress
 from decode_engine.cli.contexts.references import ReferenceArgument
-from decode_engine.cli.contexts.shown import context_object, detail_rows, id_of, operation_object, print_rows
+from decode_engine.cli.contexts.shown import context_object, detail_rows, id_of, operation_object
 from decode_engine.rpc.client import Client, Keep
 from decode_engine.rpc.door.options import ServerConfig
 from decode_engine.settings.request_bounds import MAX_NAME_CHARACTERS
@@ -31,6 +31,7 @@ from index_store.cli.options import (
     parse_ttl,
 )
 from index_store.cli.progress import reporter_for
+from index_store.cli.report import print_rows
 from index_store.errors import InvalidArgumentError, format_bytes
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.store.description.dtypes import AS_DTYPE, ROW_CODINGS

@@ -7,17 +7,18 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any
 
-import typer
-
 from decode_engine.rpc.client import ContextInfo, IndexInfo, OperationInfo
 from index_store.cli.console import format_time, print_table
-from index_store.cli.labels import labels_text
-from index_store.cli.report import error_object, expiry_text, layers_text, rows_text
+from index_store.cli.report import (
+    ShownContext,
+    error_object,
+    family_rows,
+    layers_text,
+    list_cells,
+    note_rows,
+    rows_text,
+)
 from index_store.errors import format_bytes
-
-_COLUMNS = ("ID", "NAME", "STATE", "MEMORY", "METHOD", "TOKENS", "KV", "INDEX", "MODEL", "CREATED", "EXPIRES")
-_RIGHT = ("TOKENS", "KV", "INDEX")
-_OPTIONAL = ("CREATED", "MODEL", "EXPIRES", "METHOD", "INDEX", "KV", "MEMORY", "STATE")
 
 
 def context_object(context: ContextInfo) -> dict[str, Any]:
@@ -37,18 +38,17 @@ def operation_object(operation: OperationInfo) -> dict[str, Any]:
     return {**asdict(plain), **times, "context": context, "error": error}
 
 
-def print_contexts(contexts: Sequence[ContextInfo], id_length: int) -> None:
-    """A table of them. id_length: digits of their ids."""
-    print_table(
-        _COLUMNS, [_row(context, id_length) for context in contexts], right=_RIGHT, optional=_OPTIONAL
+def listed(context: ContextInfo) -> ShownContext:
+    """As a table of contexts shows it."""
+    sizes = (context.token_count, context.kv_bytes, context.index_bytes)
+    times = (context.create_time, context.expire_time)
+    cells = list_cells(context.default_method or "-", sizes, context.model or "-", times)
+    name = context.display_name or "-"
+    broken = context.state not in ("READY", "EXPIRED")
+    problem = context.state_message if broken else ""
+    return ShownContext(
+        id_of(context), name, context.state, () if broken else cells, _memory(context), problem
     )
-
-
-def print_rows(rows: Sequence[tuple[str, str]]) -> None:
-    """What is known of one thing, a row for each."""
-    width = max(len(label) for label, _ in rows)
-    for label, value in rows:
-        typer.echo(f"{label:<{width}}  {value}")
 
 
 def id_of(context: ContextInfo) -> str:
@@ -58,22 +58,6 @@ def id_of(context: ContextInfo) -> str:
 
 def _memory(context: ContextInfo) -> str:
     return (context.placement or "loaded") if context.resident else "-"
-
-
-def _row(context: ContextInfo, id_length: int) -> list[str]:
-    return [
-        id_of(context)[:id_length],
-        context.display_name or "-",
-        context.state,
-        _memory(context),
-        context.default_method or "-",
-        str(context.token_count),
-        format_bytes(context.kv_bytes),
-        format_bytes(context.index_bytes),
-        context.model or "-",
-        format_time(context.create_time),
-        format_time(context.expire_time),
-    ]
 
 
 def detail_rows(context: ContextInfo) -> list[tuple[str, str]]:
@@ -87,27 +71,19 @@ def detail_rows(context: ContextInfo) -> list[tuple[str, str]]:
         ("model", f"{context.model} ({context.architecture})"),
         ("tokens", str(context.token_count)),
         ("kv", f"{format_bytes(context.kv_bytes)}, {rows_text(context.rows, context.dtype)}"),
-        *_family(context),
+        *family_rows(context.parent.removeprefix("contexts/"), context.parent_token_count, context.children),
         *((f"index {index.name}", _index_text(index)) for index in context.indexes),
         ("indexes", format_bytes(context.index_bytes)),
         ("methods", ", ".join(context.methods)),
         ("default", f"{default}, tuned" if context.tuned else default),
         ("dense layers", layers_text(context.dense_layers)),
-        ("created", format_time(context.create_time)),
-        ("expires", expiry_text(context.expire_time, context.pinned)),
-        ("labels", labels_text(context.labels)),
-        *([("owner", context.owner)] if context.owner else []),
-        ("made of", "messages" if context.is_conversation else "text or tokens"),
-    ]
-
-
-def _family(context: ContextInfo) -> list[tuple[str, str]]:
-    parent = [
-        ("continues", f"{context.parent.removeprefix('contexts/')}, {context.parent_token_count} tokens")
-    ]
-    return [
-        *(parent if context.parent else []),
-        *([("children", str(context.children))] if context.children else []),
+        *note_rows(
+            (context.create_time, context.expire_time),
+            context.pinned,
+            context.labels,
+            context.owner,
+            context.is_conversation,
+        ),
     ]
 
 

@@ -1,6 +1,6 @@
 """Steps of several sessions over one coarse copy on a host: the best keys of each, and attention to all others.
 
-What `rank_together`, a cut and the remainder `coarse` do one after the other, with one exponential for each logit, and
+What a ranking, a cut and the remainder `coarse` do one after the other, with one exponential for each logit, and
 as many KV heads at a time as there is memory for that is kept.
 
 Shape legend: H KV heads, Q sessions, G group heads, R = Q * G rows of queries, M columns (searched keys) of a session,

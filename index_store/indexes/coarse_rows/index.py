@@ -3,12 +3,16 @@
 The coarse copy is a search and a partition of its own: a query's products with the coarse keys rank all keys, and the
 remainder `coarse` takes the same products for the logits of those that were not selected.
 
+Rows that a session adds are coded block by block. Scales and offsets of scalar-coded keys belong to blocks of positions
+that do not depend on how keys arrive: the first block goes from the end of the context to the next multiple of 128. A
+block that is not full is kept as it came and coded anew whenever keys join it, so rows appended in pieces equal rows
+appended at once.
+
 Shape legend: H KV heads, T positions, G group heads, N keys, d head dim.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Self
@@ -18,17 +22,14 @@ from torch import Tensor
 
 from index_store.compiled.launch import on_host
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.coarse_rows.appended import (
-    AppendedProducts,
-    AppendedScalars,
-)
 from index_store.indexes.coarse_rows.best_rows import Searched, attend_best
 from index_store.indexes.coarse_rows.parameters import CoarseKind, CoarseParameters
-from index_store.indexes.coarse_rows.product_rows import ProductRows, code_products
+from index_store.indexes.coarse_rows.product_rows import ProductRows, code_products, find_codes
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
-from index_store.indexes.coarse_rows.scalars.row_sizes import value_groups
+from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK, value_groups
 from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
-from index_store.indexes.coarse_rows.scored_codes import CodedRows, ScoredCodes, Wanted, score_rows
+from index_store.indexes.coarse_rows.scored_codes import CodedRows, ScoredCodes, score_rows
+from index_store.indexes.interface.growing import GrowingRows
 from index_store.indexes.interface.layer_index import (
     AppendedKeys,
     Asked,
@@ -39,6 +40,131 @@ from index_store.indexes.interface.layer_index import (
 )
 from index_store.selection.ranking import Items, Ranking
 from index_store.store.description.json_fields import Scalar
+
+_ADDRESSED = 32_768
+"""Rows up to which a decode step copies none of those before: copies of 16,384 take 10 ms in a layer of 8 KV heads."""
+
+
+class AppendedScalars(AppendedKeys):
+    """Rows with scales and offsets of their own. shared: rows of the context, whose shapes and bits they have.
+
+    Those of a block that is not full are held besides in float32.
+    """
+
+    def __init__(self, shared: ScalarRows) -> None:
+        heads, device = len(shared.key_codes_HNC), shared.key_codes_HNC.device
+        super().__init__(heads, shared.head_dim)
+        self._first_id = shared.count
+        self._key_bits, self._value_bits = shared.key_bits, shared.value_bits
+        self._groups = shared.value_scales_HNV.shape[2]
+
+        def growing(like: Tensor) -> GrowingRows:
+            return GrowingRows(heads, like.shape[2], dtype=like.dtype, addressed=_ADDRESSED, device=device)
+
+        self._key_codes, self._value_codes = growing(shared.key_codes_HNC), growing(shared.value_codes_HNC)
+        self._key_scales, self._key_offsets = growing(shared.key_scales_HBD), growing(shared.key_offsets_HBD)
+        self._value_scales = growing(shared.value_scales_HNV)
+        self._value_offsets = growing(shared.value_offsets_HNV)
+        self._open = GrowingRows(heads, 2, shared.head_dim, device=device, limit=BLOCK)
+        self._rows: ScalarRows | None = None
+
+    @property
+    def rows(self) -> ScalarRows:
+        """All of them: the same views until there are more."""
+        if self._rows is None:
+            self._rows = self._view_rows()
+        return self._rows
+
+    def fork(self) -> Self:
+        other = super().fork()
+        other._rows = None  # those are views of this one's
+        return other
+
+    def _view_rows(self) -> ScalarRows:
+        return ScalarRows(
+            self._key_codes.rows,
+            self._key_scales.rows,
+            self._key_offsets.rows,
+            self._value_codes.rows,
+            self._value_scales.rows,
+            self._value_offsets.rows,
+            self._key_bits,
+            self._value_bits,
+            self._first_id,
+        )
+
+    def _extend(self, kv_HT2D: Tensor) -> None:
+        if not kv_HT2D.shape[1]:
+            return
+        raw = torch.cat([self._open.rows, kv_HT2D.float()], dim=1)
+        end = self.count + kv_HT2D.shape[1]
+        first = end - raw.shape[1]
+        coded = code_rows(raw, self._first_id + first, self._key_bits, self._value_bits, self._groups)
+        block = (self._first_id % BLOCK + first) // BLOCK
+        for growing, start, rows in (
+            (self._key_codes, first, coded.key_codes_HNC),
+            (self._key_scales, block, coded.key_scales_HBD),
+            (self._key_offsets, block, coded.key_offsets_HBD),
+            (self._value_codes, first, coded.value_codes_HNC),
+            (self._value_scales, first, coded.value_scales_HNV),
+            (self._value_offsets, first, coded.value_offsets_HNV),
+        ):
+            growing.put(start, rows)
+        left = min(raw.shape[1], (self._first_id + end) % BLOCK)
+        if left:
+            self._open.reserve(
+                BLOCK
+            )  # for good: how much room there is depends on no more than where keys end
+        self._open.put(0, raw[:, raw.shape[1] - left :])
+        self._rows = None
+
+    @property
+    def nbytes(self) -> int:
+        held = (
+            self._key_codes,
+            self._key_scales,
+            self._key_offsets,
+            self._value_codes,
+            self._value_scales,
+            self._value_offsets,
+            self._open,
+        )
+        return sum(rows.nbytes for rows in held)
+
+
+class AppendedProducts(AppendedKeys):
+    """Rows coded with the codebooks of the context's."""
+
+    def __init__(self, shared: ProductRows) -> None:
+        heads, device = len(shared.key_codes_HNS), shared.key_codes_HNS.device
+        super().__init__(heads, shared.head_dim)
+        self._shared = shared
+
+        def growing(like: Tensor) -> GrowingRows:
+            return GrowingRows(heads, like.shape[2], dtype=torch.uint8, device=device)
+
+        self._keys, self._values = growing(shared.key_codes_HNS), growing(shared.value_codes_HNS)
+
+    @property
+    def rows(self) -> ProductRows:
+        """All of them."""
+        shared = self._shared
+        return ProductRows(
+            self._keys.rows,
+            shared.key_codebooks_HSWw,
+            self._values.rows,
+            shared.value_codebooks_HSWw,
+            shared.count,
+        )
+
+    def _extend(self, kv_HT2D: Tensor) -> None:
+        keys, values = kv_HT2D.unbind(2)
+        self._keys.append(find_codes(keys, self._shared.key_codebooks_HSWw))
+        self._values.append(find_codes(values, self._shared.value_codebooks_HSWw))
+
+    @property
+    def nbytes(self) -> int:
+        return self._keys.nbytes + self._values.nbytes
 
 
 class CoarseRows(CoarseKind, LayerIndex):
@@ -77,16 +203,12 @@ class CoarseRows(CoarseKind, LayerIndex):
         """Loops over scalar codes on a host do: no row of theirs depends on those beside it."""
         return isinstance(self.rows, ScalarRows) and on_host(self.rows.key_codes_HNC)
 
-    def rank_together(self, asked: Sequence[Asked]) -> list[Ranking]:
-        self._check(asked)
-        return [
-            self._ranking(each, *found) for each, found in zip(asked, self._score_all(asked), strict=True)
-        ]
-
     def best_together(self, asked: Sequence[Asked], keeps: Sequence[int]) -> Best:
         if not self.shares:
             return super().best_together(asked, keeps)
-        self._check(asked)
+        for each in asked:
+            self._check_held(each.end_key, each.appended)
+            self.parse_search(each.search)
         searched = [self._searched(each) for each in asked]
         ids, counts, others = attend_best(self.scalars, searched, keeps)
         ids += torch.tensor([each.first_key for each in asked], dtype=torch.int32, device="cpu")[:, None]
@@ -111,11 +233,6 @@ class CoarseRows(CoarseKind, LayerIndex):
         appended = range(max(0, asked.first_key - own.first_id), max(0, asked.end_key - own.first_id))
         return Searched.of(asked.queries_HTGD[:, 0], shared, own, appended)
 
-    def _check(self, asked: Sequence[Asked]) -> None:
-        for each in asked:
-            self._check_held(each.end_key, each.appended)
-            self.parse_search(each.search)
-
     def _score(
         self,
         queries_HTGD: Tensor,
@@ -126,13 +243,10 @@ class CoarseRows(CoarseKind, LayerIndex):
         position: int | None,
     ) -> Ranking:
         self.parse_search(search)
-        asked = Asked(queries_HTGD, first_key, end_key, appended, search, position)
-        return self._ranking(asked, *self._score_all([asked])[0])
-
-    def _ranking(self, asked: Asked, logits_HTGM: Tensor, pieces: tuple[ScoredCodes, ...]) -> Ranking:
-        count = max(0, asked.end_key - asked.first_key)
-        items = Items(asked.first_key, asked.end_key)
-        return Ranking(logits_HTGM, items, pieces, float(count), self.rows.key_bytes(count))
+        logits, pieces = self._scored(queries_HTGD, first_key, end_key, appended)
+        count = logits.shape[3]
+        items = Items(first_key, end_key)
+        return Ranking(logits, items, pieces, float(count), self.rows.key_bytes(count))
 
     def pieces(
         self,
@@ -142,51 +256,26 @@ class CoarseRows(CoarseKind, LayerIndex):
         appended: AppendedKeys | None,
         position: int | None = None,
     ) -> tuple[ScoredCodes, ...]:
-        return self._score_all([Asked(queries_HTGD, first_key, end_key, appended, {}, position)])[0][1]
+        return self._scored(queries_HTGD, first_key, end_key, appended)[1]
 
-    def _score_all(self, asked: Sequence[Asked]) -> list[tuple[Tensor, tuple[ScoredCodes, ...]]]:
-        """Logits [H, T, G, M] of the keys that each asks for, and the pieces whose logits are views of them.
-
-        All lie in one piece of memory.
-        """
-        logits = _new_logits(asked)
-        parts = [self._parts(each, own) for each, own in zip(asked, logits, strict=True)]
-        found = iter(score_rows(self.rows, [wanted for wanted, *_ in parts if wanted is not None]))
-        scored = []
-        for own, (wanted, appended, rows) in zip(logits, parts, strict=True):
-            pieces = [] if wanted is None else [next(found)]
-            if appended is not None:
-                pieces += score_rows(rows, [appended])
-            scored.append((own, tuple(pieces)))
-        return scored
-
-    def _parts(self, asked: Asked, columns_HTGM: Tensor) -> tuple[Wanted | None, Wanted | None, CodedRows]:
-        """The columns of the context's rows, those of appended ones, and these rows; None for no columns."""
-        rows = self._own_rows(asked.appended)
-        return self._wanted(asked, self.rows, columns_HTGM), self._wanted(asked, rows, columns_HTGM), rows
-
-    @staticmethod
-    def _wanted(asked: Asked, rows: CodedRows, logits_HTGM: Tensor) -> Wanted | None:
-        """Which of the rows are asked for; None where none is."""
-        first = max(0, asked.first_key - rows.first_id)
-        end = min(rows.count, asked.end_key - rows.first_id)
-        if first >= end:
-            return None
-        begin = rows.first_id + first - asked.first_key
-        return Wanted(asked.queries_HTGD, first, end, logits_HTGM[..., begin : begin + end - first])
+    def _scored(
+        self, queries_HTGD: Tensor, first_key: int, end_key: int, appended: AppendedKeys | None
+    ) -> tuple[Tensor, tuple[ScoredCodes, ...]]:
+        """Logits [H, T, G, M] of keys first_key..end_key-1, and the pieces whose logits are views of them."""
+        logits = queries_HTGD.new_empty(*queries_HTGD.shape[:3], max(0, end_key - first_key))
+        pieces = []
+        for rows in (self.rows, self._own_rows(appended)):
+            first = max(0, first_key - rows.first_id)
+            end = min(rows.count, end_key - rows.first_id)
+            if first < end:
+                begin = rows.first_id + first - first_key
+                pieces.append(score_rows(rows, queries_HTGD, first, logits[..., begin : begin + end - first]))
+        return logits, tuple(pieces)
 
     def _own_rows(self, appended: AppendedKeys | None) -> CodedRows:
         if isinstance(self.rows, ScalarRows):
             return self._own(appended, AppendedScalars).rows
         return self._own(appended, AppendedProducts).rows
-
-
-def _new_logits(asked: Sequence[Asked]) -> list[Tensor]:
-    """[H, T, G, M] of each, M being the keys that it asks for, in one piece of memory."""
-    shapes = [(*each.queries_HTGD.shape[:3], max(0, each.end_key - each.first_key)) for each in asked]
-    sizes = [math.prod(shape) for shape in shapes]
-    parts = asked[0].queries_HTGD.new_empty(sum(sizes)).split_with_sizes(sizes)
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _rows(parameters: CoarseParameters, arrays: Mapping[str, Tensor]) -> CodedRows:

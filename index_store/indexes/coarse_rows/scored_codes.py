@@ -5,10 +5,8 @@ Shape legend: H KV heads, T query positions, G group heads, R = T*G rows of quer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
@@ -42,75 +40,21 @@ class ScoredCodes(ScoredRows):
         return self.rows.value_bytes(count) + (0.0 if searched else self.rows.key_bytes(count))
 
     def attend(self, logits_HTGX: Tensor, elsewhere_HTG: Tensor) -> AttentionState:
-        return self.attend_together([self], [logits_HTGX], [elsewhere_HTG])[0]
-
-    @classmethod
-    def attend_together(
-        cls, pieces: Sequence[ScoredCodes], logits: Sequence[Tensor], elsewhere: Sequence[Tensor]
-    ) -> list[AttentionState]:
-        """Those over the same coded rows are attended in one pass, if their logits are in one piece of memory."""
-        together: dict[tuple[int, int, int], list[int]] = {}
-        for number, (piece, own) in enumerate(zip(pieces, logits, strict=True)):
-            memory = own.untyped_storage().data_ptr()
-            together.setdefault((id(piece.rows), piece.first, memory), []).append(number)
-        states: dict[int, AttentionState] = {}
-        for numbers in together.values():
-            some, rest = ([all_of[number] for number in numbers] for all_of in (logits, elsewhere))
-            states |= zip(numbers, _attend(pieces[numbers[0]], some, rest), strict=True)
-        return [states[number] for number in range(len(pieces))]
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Rows first..end-1 for queries [H, T, G, d]; out: [H, T, G, end - first], columns of a contiguous tensor."""
-
-    queries_HTGD: Tensor
-    first: int
-    end: int
-    out_HTGX: Tensor
-
-
-def score_rows(rows: CodedRows, wanted: Sequence[Wanted]) -> list[ScoredCodes]:
-    """Scores what each wants into its out.
-
-    Those that begin at the same row are scored in one pass, and have to be in one piece of memory.
-    """
-    together: dict[int, list[Wanted]] = {}
-    for each in wanted:
-        together.setdefault(each.first, []).append(each)
-    for first, some in together.items():
-        queries = [each.queries_HTGD.flatten(1, 2) for each in some]
-        outs = [
-            each.out_HTGX.view(len(own), own.shape[1], -1) for each, own in zip(some, queries, strict=True)
-        ]
-        if isinstance(rows, ScalarRows) and on_host(rows.key_codes_HNC):
-            asked = torch.cat(queries, dim=1)
-            score_keys([CodedPass(rows, first, range(asked.shape[1]))], asked, RowsInLine.of(outs))
+        logits, rest = logits_HTGX.flatten(1, 2), elsewhere_HTG.flatten(1, 2)
+        if isinstance(self.rows, ScalarRows) and on_host(self.rows.key_codes_HNC):
+            state = attend_values(self.rows, RowsInLine.of([logits]), self.first, rest)
         else:
-            for each, own, out in zip(some, queries, outs, strict=True):
-                score_keys_reference(rows, own, first, each.end, out)
-    return [ScoredCodes(each.out_HTGX, rows.first_id + each.first, rows, each.first) for each in wanted]
+            state = attend_values_reference(self.rows, logits, self.first, rest)
+        shape = logits_HTGX.shape[:3]
+        return AttentionState(state.out.reshape(*shape, -1), state.lse.reshape(shape))
 
 
-def _attend(
-    piece: ScoredCodes, logits: Sequence[Tensor], elsewhere: Sequence[Tensor]
-) -> list[AttentionState]:
-    """Attention to the values of a piece's rows by several sessions' logits [H, T, G, X], X as many as each has.
-
-    elsewhere: [H, T, G] of each, see `ScoredRows.attend`.
-    """
-    flat, rest = [each.flatten(1, 2) for each in logits], [each.flatten(1, 2) for each in elsewhere]
-    if isinstance(piece.rows, ScalarRows) and on_host(piece.rows.key_codes_HNC):
-        state = attend_values(piece.rows, RowsInLine.of(flat), piece.first, torch.cat(rest, dim=1))
-        counts = [each.shape[1] for each in flat]
-        outs, lses = state.out.split_with_sizes(counts, 1), state.lse.split_with_sizes(counts, 1)
-        states = [AttentionState(out, lse) for out, lse in zip(outs, lses, strict=True)]
+def score_rows(rows: CodedRows, queries_HTGD: Tensor, first: int, out_HTGX: Tensor) -> ScoredCodes:
+    """Scores rows from `first` on, as many as there are columns, into these columns of a contiguous tensor."""
+    queries = queries_HTGD.flatten(1, 2)
+    out = out_HTGX.view(len(queries), queries.shape[1], -1)
+    if isinstance(rows, ScalarRows) and on_host(rows.key_codes_HNC):
+        score_keys([CodedPass(rows, first, range(queries.shape[1]))], queries, RowsInLine.of([out]))
     else:
-        states = [
-            attend_values_reference(piece.rows, each, piece.first, own)
-            for each, own in zip(flat, rest, strict=True)
-        ]
-    return [
-        AttentionState(state.out.reshape(*each.shape[:3], -1), state.lse.reshape(each.shape[:3]))
-        for state, each in zip(states, logits, strict=True)
-    ]
+        score_keys_reference(rows, queries, first, first + out.shape[2], out)
+    return ScoredCodes(out_HTGX, rows.first_id + first, rows, first)

@@ -15,7 +15,6 @@ from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from index_store.attention.attention_state import AttentionState
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
@@ -67,14 +66,14 @@ class LayerSource:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one session asks of `LayerIndex.rank_together`: the arguments of `LayerIndex.rank`."""
+    """What one session asks of `LayerIndex.best_together`: the arguments of `LayerIndex.rank`."""
 
     queries_HTGD: Tensor
     first_key: int
     end_key: int
     appended: AppendedKeys | None
     search: Mapping[str, Scalar]
-    position: int | None = None
+    position: int
 
 
 @dataclass(frozen=True)
@@ -108,22 +107,6 @@ class Best:
             [self.vectors_read[row] for row in rows],
             [self.bytes_read[row] for row in rows],
             [self.remainder_bytes[row] for row in rows],
-        )
-
-    @classmethod
-    def join(cls, parts: Sequence[Best]) -> Best:
-        """The sessions of all parts, one part behind the other."""
-        if len(parts) == 1:
-            return parts[0]
-        width = max(part.ids_HSK.shape[2] for part in parts)
-        ids = [pad(part.ids_HSK, (0, width - part.ids_HSK.shape[2])) for part in parts]
-        return cls(
-            torch.cat(ids, dim=1),
-            torch.cat([part.counts_HS for part in parts], dim=1),
-            AttentionState.concatenate([part.others for part in parts], dim=1),
-            [read for part in parts for read in part.vectors_read],
-            [read for part in parts for read in part.bytes_read],
-            [read for part in parts for read in part.remainder_bytes],
         )
 
 
@@ -238,17 +221,8 @@ class LayerIndex(IndexKind):
 
     @property
     def shares(self) -> bool:
-        """Whether `rank_together` and `best_together` read the index once for several sessions."""
+        """Whether `best_together` reads the index once for several sessions."""
         return False
-
-    def rank_together(self, asked: Sequence[Asked]) -> list[Ranking]:
-        """`rank` for several sessions, each of which gets the bits that it gets alone."""
-        return [
-            self.rank(
-                each.queries_HTGD, each.first_key, each.end_key, each.appended, each.search, each.position
-            )
-            for each in asked
-        ]
 
     def best_together(self, asked: Sequence[Asked], keeps: Sequence[int]) -> Best:
         """The keys with the largest weights, added up over a group's heads, of sessions that decode one token each.

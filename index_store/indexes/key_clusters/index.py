@@ -4,26 +4,257 @@ Keys are clustered by k-means, block by block; a cluster's mean key stands for a
 vector where there are 16 keys or so, and a remainder can approximate the clusters that were not selected (Multipole
 Attention section 3.2). Keys that arrive while decoding join clusters of the session's own.
 
-Shape legend: H KV heads, T positions, G group heads, N keys, C clusters, d head dim.
+Those that arrive are clustered in blocks of W consecutive keys (Multipole Attention section 3.3). Only the last, open
+block changes: it grows to W + W/2 keys, then its first W become a closed block of their own and the others stay open.
+Appended keys first join the nearest cluster of the open block, some of them as seeds of new clusters, then a few
+k-means iterations over all of the open block refine it.
+
+Shape legend: H KV heads, T positions or appended keys, G group heads, N keys, X keys of a block or all, C clusters,
+d head dim, E = d + 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
+from index_store.indexes.interface.growing import GrowingRows
 from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource
 from index_store.indexes.key_clusters.build import build_clusters
-from index_store.indexes.key_clusters.online import OnlineClusters
-from index_store.indexes.key_clusters.parameters import ClusterKind, ClusterParameters, ClusterSearch
-from index_store.indexes.key_clusters.windowed_rope import move_queries
+from index_store.indexes.key_clusters.moments import check_moments, measure, sum_by_cluster
+from index_store.indexes.key_clusters.parameters import (
+    ClusterKind,
+    ClusterParameters,
+    ClusterSearch,
+    most_open,
+)
+from index_store.indexes.key_clusters.windowed_rope import check_frequencies, move_queries, undo_rotary
+from index_store.indexes.kmeans.first_centroids import METRICS
 from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
 from index_store.selection.ranking import Items, Members, Ranking
 from index_store.store.description.json_fields import Scalar
+
+_REFINEMENTS = 3
+_SCORES = 2**19  # products of keys and centroids held at a time: more would leave the second-level cache
+_DEVICE_SCORES = 2**26  # the same on a GPU
+
+
+class OnlineClusters(AppendedKeys):
+    """A session's own clusters over all keys appended so far.
+
+    The caller keeps the newest keys apart and appends them in batches; every append costs a clustering of the open
+    block. The number of clusters is that of one for every `keys_per_cluster` keys of a block; a cluster that loses
+    its last key has a count of 0 until newer keys seed it again.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        first_id: int,
+        keys_per_cluster: int,
+        metric: str,
+        block: int,
+        moments: str,
+        frequencies: Tensor | None,
+        seed: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """first_id: of the first appended key. metric: one of METRICS. block: W; 0 never splits.
+
+        moments: one of MOMENTS. frequencies: [d/2] inverse frequencies of the rotary embedding,
+        which is undone before anything else, a key's id being its position (windowed RoPE); None keeps keys as they
+        are. device: of the keys that will come. Raises InvalidArgumentError for a value out of range.
+        """
+        check_moments(moments)
+        if metric not in METRICS:
+            raise InvalidArgumentError(f"metric is {metric!r}, expected one of {', '.join(METRICS)}")
+        if keys_per_cluster < 1 or block < 0:
+            raise InvalidArgumentError(
+                f"online clusters: {keys_per_cluster} keys per cluster in blocks of {block}; expected at least 1 "
+                "key and a block of at least 0"
+            )
+        super().__init__(heads, head_dim)
+        self._first_id = first_id
+        self._keys_per_cluster = keys_per_cluster
+        self._cosine = metric == "cosine"
+        self._block = block
+        self._limit = most_open(block)
+        self._moments = moments
+        self._frequencies = None if frequencies is None else check_frequencies(frequencies, head_dim)
+        self._generator = torch.Generator("cpu").manual_seed(seed)
+        self._keys = GrowingRows(heads, head_dim, limit=self._limit, device=device)
+        self._values = GrowingRows(heads, head_dim, limit=self._limit, device=device)
+        # Clusters of the open block, counted from 0.
+        self._open_HX = torch.empty(heads, 0, dtype=torch.int64, device=device)
+        self._closed_keys = 0
+        self._closed_clusters = 0
+        self._assignment = GrowingRows(heads, dtype=torch.int32, device=device)
+        self._closed_members = GrowingRows(heads, dtype=torch.int32, device=device)
+        self._counts = GrowingRows(heads, device=device)
+        self._means = GrowingRows(heads, head_dim, device=device)
+        self._value_sums = GrowingRows(heads, head_dim, device=device)
+        self._variances = None if moments == "none" else GrowingRows(heads, head_dim, device=device)
+        self._covariances = (
+            GrowingRows(heads, head_dim, head_dim, device=device) if moments == "full" else None
+        )
+        self._members: Members | None = None
+
+    def _extend(self, kv_HT2D: Tensor) -> None:
+        keys, values = kv_HT2D[:, :, 0].float(), kv_HT2D[:, :, 1].float()
+        if self._frequencies is not None:
+            keys = undo_rotary(keys, self._first_id + self.count, self._frequencies)
+        done = 0
+        while done < keys.shape[1]:
+            room = keys.shape[1] if self._limit is None else self._limit - self._keys.count
+            self._join(keys[:, done : done + room], values[:, done : done + room])
+            done += room
+        self._members = None
+
+    @property
+    def nbytes(self) -> int:
+        members = () if self._members is None else (self._members.offsets_HM, self._members.keys_HX)
+        held: int = sum(tensor.numel() * tensor.element_size() for tensor in (self._open_HX, *members))
+        return held + sum(rows.nbytes for rows in self._buffers())
+
+    @property
+    def clusters(self) -> ClusteredKeys:
+        """The clusters of all appended keys, closed blocks first; views that the next append may overwrite."""
+        return ClusteredKeys(
+            counts_HC=self._counts.rows,
+            means_HCD=self._means.rows,
+            value_sums_HCD=self._value_sums.rows,
+            assignment_HX=self._assignment.rows,
+            first_id=self._first_id,
+            variances_HCD=None if self._variances is None else self._variances.rows,
+            covariances_HCDD=None if self._covariances is None else self._covariances.rows,
+        )
+
+    @property
+    def members(self) -> Members:
+        """The key ids of every cluster."""
+        if self._members is None:
+            ends = self._counts.rows.to(torch.int32).cumsum(1, dtype=torch.int32)
+            self._members = Members(
+                torch.nn.functional.pad(ends, (1, 0)),
+                torch.cat([self._closed_members.rows, self._open_members()], dim=1),
+            )
+        return self._members
+
+    def _buffers(self) -> Sequence[GrowingRows]:
+        optional = [rows for rows in (self._variances, self._covariances) if rows is not None]
+        always = (self._keys, self._values, self._assignment, self._closed_members)
+        return (*always, self._counts, self._means, self._value_sums, *optional)
+
+    def _join(self, keys_HTD: Tensor, values_HTD: Tensor) -> None:
+        """Clusters new keys with the open block, which has room for them, and splits it when that fills it."""
+        old = self._keys.count
+        self._keys.append(keys_HTD)
+        self._values.append(values_HTD)
+        clusters = self._clusters_for(self._keys.count)
+        points = self._points(self._keys.rows)
+        sums = sum_by_cluster(points[:, :old], self._open_HX, clusters)
+        joined = _nearest(points[:, old:], self._centroids(self._seed(points[:, old:], sums)))
+        if self._keys.count == self._limit:
+            self._split(points, torch.cat([self._open_HX, joined], dim=1))
+        else:
+            sums += sum_by_cluster(points[:, old:], joined, clusters)
+            self._open_HX = self._refine(points, sums)
+            self._store(self._keys.rows, self._values.rows, clusters)
+
+    def _split(self, points_HXE: Tensor, assignment_HX: Tensor) -> None:
+        """Closes the first W keys and leaves the others open, each part with clusters of its own."""
+        both = self._clusters_for(points_HXE.shape[1])
+        all_keys, all_values = self._keys.rows.clone(), self._values.rows.clone()
+        for closes, part in ((True, slice(0, self._block)), (False, slice(self._block, None))):
+            points, keys, values = points_HXE[:, part], all_keys[:, part], all_values[:, part]
+            clusters = self._clusters_for(points.shape[1])
+            sums = sum_by_cluster(points, assignment_HX[:, part], both)
+            # Clusters span both parts; each part goes on with as many as it has keys for, those it fills most.
+            largest = sums[..., -1].topk(clusters, dim=1).indices
+            sums = sums.gather(1, largest[..., None].expand(-1, -1, sums.shape[2]))
+            self._open_HX = self._refine(points, self._seed(points, sums))
+            self._store(keys, values, clusters)
+            if closes:
+                self._closed_members.append(self._open_members())
+                self._closed_keys += keys.shape[1]
+                self._closed_clusters += clusters
+        self._keys.put(0, keys)
+        self._values.put(0, values)
+
+    def _open_members(self) -> Tensor:
+        """[H, X] int32: ids of the open block's keys, ordered by cluster."""
+        ids = self._open_HX.argsort(dim=1, stable=True) + (self._first_id + self._closed_keys)
+        return ids.to(torch.int32)
+
+    def _store(self, keys_HXD: Tensor, values_HXD: Tensor, clusters: int) -> None:
+        """Writes the open block's clusters behind those of the closed blocks."""
+        moments = measure(keys_HXD, values_HXD, self._open_HX, clusters, self._moments)
+        self._assignment.put(self._closed_keys, self._open_HX + self._closed_clusters)
+        for rows, of_clusters in (
+            (self._counts, moments.counts_HC),
+            (self._means, moments.means_HCD),
+            (self._value_sums, moments.value_sums_HCD),
+            (self._variances, moments.variances_HCD),
+            (self._covariances, moments.covariances_HCDD),
+        ):
+            if rows is not None and of_clusters is not None:
+                rows.put(self._closed_clusters, of_clusters)
+
+    def _clusters_for(self, keys: int) -> int:
+        return -(-keys // self._keys_per_cluster)
+
+    def _points(self, keys_HXD: Tensor) -> Tensor:
+        """What is clustered, [H, X, E]: keys or their directions, and a 1, so that sums hold counts."""
+        points = torch.nn.functional.normalize(keys_HXD, dim=-1) if self._cosine else keys_HXD
+        return torch.nn.functional.pad(points, (0, 1), value=1.0)
+
+    def _seed(self, points_HTE: Tensor, sums_HCE: Tensor) -> Tensor:
+        """The sums with one point drawn at random in every empty cluster, while there are points."""
+        heads, new, width = points_HTE.shape
+        empty = sums_HCE[..., -1] == 0
+        # On the CPU, so that every device draws the same.
+        drawn = torch.rand(heads, new, generator=self._generator, device="cpu").argsort(dim=1)
+        drawn = drawn.to(points_HTE.device)
+        number = empty.cumsum(1) - 1
+        picked = drawn.gather(1, number.clamp(min=0, max=new - 1))
+        seeds = points_HTE.gather(1, picked[..., None].expand(-1, -1, width))
+        return torch.where((empty & (number < new))[..., None], seeds, sums_HCE)
+
+    def _centroids(self, sums_HCE: Tensor) -> Tensor:
+        """[H, C, E]: the centroid nearest to a point is the one of the largest product."""
+        counts = sums_HCE[..., -1:]
+        if self._cosine:
+            centroids = torch.nn.functional.normalize(sums_HCE[..., :-1], dim=-1)
+            biases = torch.zeros_like(counts)
+        else:
+            centroids = sums_HCE[..., :-1] / counts.clamp(min=1)
+            biases = -0.5 * centroids.square().sum(-1, keepdim=True)
+        return torch.cat([centroids, biases.masked_fill_(counts == 0, -torch.inf)], dim=-1)
+
+    def _refine(self, points_HXE: Tensor, sums_HCE: Tensor) -> Tensor:
+        """[H, X] int64: the points' clusters after a few iterations of k-means from the given sums."""
+        assignment = _nearest(points_HXE, self._centroids(sums_HCE))
+        for _ in range(_REFINEMENTS - 1):
+            sums = sum_by_cluster(points_HXE, assignment, sums_HCE.shape[1])
+            assignment = _nearest(points_HXE, self._centroids(sums))
+        return assignment
+
+
+def _nearest(points_HXE: Tensor, centroids_HCE: Tensor) -> Tensor:
+    """[H, X] int64: the centroid of the largest product with every point."""
+    heads, count, _ = points_HXE.shape
+    nearest = torch.empty(heads, count, dtype=torch.int64, device=points_HXE.device)
+    scores = _SCORES if points_HXE.device.type == "cpu" else _DEVICE_SCORES
+    step = max(1, scores // (heads * centroids_HCE.shape[1]))
+    transposed = centroids_HCE.transpose(1, 2)
+    for low in range(0, count, step):
+        nearest[:, low : low + step] = torch.bmm(points_HXE[:, low : low + step], transposed).max(-1).indices
+    return nearest
 
 
 class KeyClusters(ClusterKind, LayerIndex):

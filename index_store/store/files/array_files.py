@@ -13,8 +13,6 @@ from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
-from zarr.core.buffer import Buffer
-from zarr.storage import LocalStore
 
 from index_store.store.files.checksums import extend_crc32c
 from index_store.store.files.durable import CHECKSUM_BYTES, FSYNC_THREADS, new_file, sync_path
@@ -33,15 +31,15 @@ class _Part:
     unsynced: int = 0
 
 
-class FolderStore(LocalStore):  # type: ignore[misc]  # zarr is not type-checked here
+class ArrayFiles:
     """The files of arrays in a folder, none of which is begun after `seal` or a failed write.
 
-    zarr writes several files at once and, when one fails or its caller is interrupted, leaves the others to finish
-    whenever they do: they would come back into a folder that is being removed.
+    Several threads write at once; when one fails, or whoever waits for them is interrupted, the others would come back
+    into a folder that is being removed.
     """
 
     def __init__(self, root: Path, permissions: int) -> None:
-        super().__init__(root)
+        self.root = root
         self._permissions = permissions
         self._state = threading.Condition()
         self._writing = 0
@@ -124,13 +122,10 @@ class FolderStore(LocalStore):  # type: ignore[misc]  # zarr is not type-checked
         self._trailers[key] = trailer
         return True
 
-    def forget(self, key: str) -> None:
-        """Removes a file that an earlier writer may have left."""
-        (self.root / key).unlink(missing_ok=True)
-
-    def set_sync(self, key: str, value: Buffer) -> None:
+    def write(self, key: str, data: bytes) -> None:
+        """Writes a small file as a whole. Raises OSError."""
         with self._file(key) as file:
-            file.write(value.as_numpy_array().data)
+            file.write(data)
 
     @contextmanager
     def _file(self, key: str, fresh: bool = True) -> Iterator[BinaryIO]:
@@ -157,10 +152,3 @@ class FolderStore(LocalStore):  # type: ignore[misc]  # zarr is not type-checked
         if path != self.root and not path.is_dir():
             self._make_folder(path.parent)
             path.mkdir(self._permissions, exist_ok=True)
-
-    async def set(self, key: str, value: Buffer) -> None:
-        self.set_sync(key, value)
-
-    async def set_if_not_exists(self, key: str, value: Buffer) -> None:
-        if not (self.root / key).exists():
-            self.set_sync(key, value)

@@ -89,7 +89,7 @@ def test_input_that_is_no_text_is_refused(run: Run, monkeypatch: pytest.MonkeyPa
 def test_contexts_are_listed_and_shown(run: Run, client: Client, lamp: str) -> None:
     id_ = lamp.removeprefix("contexts/")
     header, *lines = run("contexts", "ls").stdout.splitlines()
-    assert header.split()[:5] == ["ID", "NAME", "STATE", "MEMORY", "METHOD"]
+    assert header.split()[:5] == ["ID", "NAME", "STATE", "MEMORY", "METHODS"]
     (line,) = [line for line in lines if line.startswith(id_)]
     assert line.split()[1:3] == ["lamp", "READY"]
     listed = json.loads(run("contexts", "ls", "--format", "json").stdout)

@@ -12,7 +12,7 @@ from decode_engine.engine.session_memory import fitting_tokens, session_bytes
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
 from index_store.indexes.interface.index_kind import Growth
-from index_store.indexes.key_clusters.online import OnlineClusters
+from index_store.indexes.key_clusters.index import OnlineClusters
 from index_store.indexes.key_clusters.parameters import online_bytes
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.memory.resident import ResidentContext

@@ -10,7 +10,6 @@ from decode_engine.host_search.table_lists_numba import (
     best_listed,
     count_blocks,
     fold_of,
-    kth_largest_key,
     list_reaching,
     lower_bound,
 )
@@ -53,15 +52,3 @@ def test_a_bound_leaves_the_keys_that_are_kept_and_few_others(case: str) -> None
     # A stable sort gives ties to lower ids.
     expected = np.sort(np.argsort(-scores, kind="stable")[:keep])
     assert np.array_equal(out[:kept], expected)
-
-
-def test_the_kth_largest_key() -> None:
-    rng = np.random.default_rng(0)
-    for keys in (
-        rng.integers(0, 2**32, 1000, dtype=np.uint32),
-        rng.integers(7, 12, 300, dtype=np.uint32),
-        np.full(5, 2**32 - 1, np.uint32),
-        np.array([3], np.uint32),
-    ):
-        for k in {1, len(keys) // 2 + 1, len(keys)}:
-            assert kth_largest_key(keys, k) == np.sort(keys)[len(keys) - k]

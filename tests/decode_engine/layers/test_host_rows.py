@@ -175,7 +175,7 @@ def test_dense_layers_of_one_context_read_it_once(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", ALL_METHODS)
 def test_searching_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Rows are gathered in both, as on a device.
-    monkeypatch.setattr("decode_engine.layers.selected_attention.on_host", lambda tensor: False)
+    monkeypatch.setattr("decode_engine.layers.selected_attention.readable", lambda *rows: False)
     method, kv = small_windows(ALL_METHODS[name]), make_kv()
     search = build_search(method, kv, GROUP)
     seen: list[list[Observation]] = [[], []]

@@ -9,8 +9,7 @@ from torch import Tensor
 from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.host_rows import copy_rows, pick_rows, stream_blocks
-from decode_engine.layers.selected_attention import attend_sparse_together
-from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
+from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer, attend_sparse_together
 from index_store.attention.logit_form import LogitForm
 from index_store.indexes.exact_index import ExactIndex
 from index_store.indexes.row_planes.two_planes import TwoPlanes

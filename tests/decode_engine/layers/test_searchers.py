@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
@@ -29,8 +31,8 @@ class Searches:
             ids = torch.full((*queries.shape[:2], 1), len(self.made), dtype=torch.int32)
             return MadeSelection(Selection(ids, torch.ones_like(ids[..., 0])), queries, position, end, ())
 
-        searcher = self.searchers.choose(q_HTGD.shape[1])
-        choice = searcher.choose(q_HTGD, position, usual, search)
+        searcher = self.searchers.choose(q_HTGD.shape[1], shared=False)
+        choice = searcher.choose(q_HTGD, position, usual, SimpleNamespace(each=search))
         assert searcher.search_end(position, usual) == choice.search_end
         return choice
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.layers.figures import Figures
-from decode_engine.layers.prompt_selection import PromptWeights
+from decode_engine.layers.searchers import PromptWeights
 from decode_engine.layers.selected_attention import KeyRows, Observation
 from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
 from index_store.indexes.interface.layer_index import LayerIndex
@@ -72,8 +72,9 @@ def test_equal_tokens_select_what_one_of_them_selects(name: str) -> None:
     weights = PromptWeights()
     for _ in range(3):
         weights.add(ranking)
-    repeated = (q.expand(-1, 3, -1, -1), lse.expand(-1, 3, -1))
-    found = weights.cut(method.budget, *repeated, rows, 300, lambda keep: 0.01)
+    repeated, average = q.expand(-1, 3, -1, -1), weights.average(lse.expand(-1, 3, -1))
+    together = Step(300, lambda keep: 0.01, lambda ids: weights.average_logits(repeated, rows, ids), average)
+    found = cut(method.budget, weights.ranking(), together)
     for head in range(HEADS):
         kept = [
             set(each.ids_HTK[head, 0, : int(each.counts_HT[head, 0])].tolist()) for each in (found, expected)
@@ -114,7 +115,7 @@ def test_the_best_keys_are_those_with_the_largest_average_weight() -> None:
 @pytest.mark.parametrize("name", ["csattention", "multipole-tree", "tactic", "oracle"])
 def test_in_host_memory_and_in_small_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Rows are gathered in both, as on a device.
-    monkeypatch.setattr("decode_engine.layers.selected_attention.on_host", lambda tensor: False)
+    monkeypatch.setattr("decode_engine.layers.selected_attention.readable", lambda *rows: False)
     method, kv = small_windows(ALL_METHODS[name]), make_kv()
     search = build_search(method, kv, GROUP)
     expected = SparseLayer(kv, search, method, Figures())
@@ -125,7 +126,7 @@ def test_in_host_memory_and_in_small_pieces(name: str, monkeypatch: pytest.Monke
     for name_ in (
         "sparse_layer._SCORE_BYTES",
         "selected_attention.GATHER_BYTES",
-        "prompt_selection._LOGIT_BYTES",
+        "searchers._LOGIT_BYTES",
     ):
         monkeypatch.setattr(f"decode_engine.layers.{name_}", 4096)
     pieces = SparseLayer(kv, search, method, Figures())
@@ -152,8 +153,7 @@ def test_keys_that_no_token_retrieved_are_not_taken() -> None:
     logits[0, 0, 0, 1], logits[0, 1, 0, 4] = 0.5, -2.0
     weights = PromptWeights()
     weights.add(Ranking(logits, Items(10, 16)))
-    q, rows = torch.zeros(1, 2, 1, 4), KeyRows(torch.zeros(1, 20, 2, 4), torch.zeros(1, 0, 2, 4))
-    found = weights.cut(Ratio(1.0), q, torch.zeros(1, 2, 1), rows, 20, None)
+    found = cut(Ratio(1.0), weights.ranking(), Step(20, None, lambda ids: ids, torch.zeros(1, 1, 1)))
     assert found.ids_HTK[0, 0, : int(found.counts_HT[0, 0])].tolist() == [11, 14]
     with pytest.raises(ValueError, match="no position"):
         PromptWeights().ranking()

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decode_engine.layers import selected_attention
+from decode_engine.layers import sparse_layer
 from decode_engine.layers.figures import Figures
-from decode_engine.layers.selected_attention import attend_sparse_together
-from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
+from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer, attend_sparse_together
 from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.indexes.interface.layer_index import Asked
 from index_store.methods.method import Method
@@ -56,7 +55,7 @@ class Sessions:
         return attend_sparse_together(calls)
 
 
-BUDGETS = [Ratio(0.02), Ratio(0.3), TokenCount(7), Threshold(threshold=0.01), Ratio(0.1, "union")]
+BUDGETS = [Ratio(0.02), Ratio(0.3), TokenCount(7)]
 
 
 @settings(max_examples=15, deadline=None)
@@ -87,7 +86,7 @@ def test_groups_whose_scores_are_many_attend_in_parts(monkeypatch: pytest.Monkey
     methods = [get_method("refined", 0.05)] * 7
     whole, parts = Sessions(methods, 400), Sessions(methods, 400)
     expected = whole.step(list(range(7)))
-    monkeypatch.setattr(selected_attention, "GROUP_SCORE_BYTES", 4 * 4 * H * G * 256)
+    monkeypatch.setattr(sparse_layer, "_GROUP_SCORE_BYTES", 4 * 4 * H * G * 256)
     ranked: list[int] = []
     rank = parts.layers[0].sharing
     assert rank is not None
@@ -111,21 +110,8 @@ def test_which_layers_attend_together() -> None:
 
     assert {name for name, method in ALL_METHODS.items() if sharing(method)} == {"refined", "refined-3"}
     refined = ALL_METHODS["refined"]
-    assert not sharing(replace(refined, budget=Mass(0.9)))
+    for budget in (Mass(0.9), Threshold(threshold=0.01), Ratio(0.1, "union"), TokenCount(3, "max")):
+        assert not sharing(replace(refined, budget=budget))
     assert not sharing(replace(refined, schedule=Schedule(period=2)))
     assert not sharing(refined, LogitForm(cap=20.0))
     assert sharing(replace(refined, budget=TokenCount(3)))
-
-
-@pytest.mark.parametrize("name", ["refined", "refined-codes", "quest"])
-def test_sessions_may_ask_any_index_together(name: str) -> None:
-    method, kv = ALL_METHODS[name], context(150)
-    assert method.index is not None
-    index = build_index(method.index, kv, G)
-    asked = [
-        Asked(turn(number, 0)[0], method.sinks, 120 + number, None, method.search, 150) for number in (0, 5)
-    ]
-    for each, ranking in zip(asked, index.rank_together(asked), strict=True):
-        alone = index.rank(each.queries_HTGD, each.first_key, each.end_key, None, each.search, each.position)
-        assert torch.equal(alone.logits_HTGM, ranking.logits_HTGM)
-        assert alone.vectors_read == ranking.vectors_read

@@ -11,9 +11,7 @@ from index_store.attention.listed_keys_numba import (
     Listed,
     attend_listed,
     attend_listed_reference,
-    attend_row_lists,
-    attend_row_lists_reference,
-    attend_tails,
+    readable,
 )
 from index_store.attention.pooled_weights_numba import pooled_weights, pooled_weights_reference
 
@@ -91,11 +89,13 @@ def test_attention_of_positions_equals_that_to_gathered_rows(
     order = torch.rand(H, positions, context + tail, generator=generator).argsort(-1)
     counts = torch.randint(0, context + tail + 1, (H, positions), generator=generator)
     counts[0, 0], counts[1, 0] = 0, context + tail
-    given = (rows(context, head_dim, dtype), rows(tail, head_dim, dtype), order.int(), counts.int())
-    found, expected = attend_row_lists(queries, *given), attend_row_lists_reference(queries, *given)
+    kv, own, end = rows(context, head_dim, dtype), rows(tail, head_dim, dtype), context + tail
+    listed = Listed.of_positions(queries, own, end, order.int(), counts.int())
+    found, expected = attend_listed(kv, listed), attend_listed_reference(kv, listed)
     torch.testing.assert_close(found.out, expected.out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.lse, expected.lse, rtol=1e-5, atol=1e-5)
-    alone = attend_row_lists(queries[:, -1:, :1], *given[:2], given[2][:, -1:], given[3][:, -1:])
+    last = Listed.of_positions(queries[:, -1:, :1], own, end, order[:, -1:], counts[:, -1:])
+    alone = attend_listed(kv, last)
     assert torch.equal(alone.out, found.out[:, -1:, :1])
 
 
@@ -104,7 +104,8 @@ def test_far_apart_logits_are_attended_to_without_overflow() -> None:
     kv[0, :, 0, 0] = torch.linspace(-1000, 1000, 200)
     kv[0, :, 1, 3] = torch.arange(200.0)
     ids = torch.arange(200, dtype=torch.int32).view(1, 1, -1)
-    state = attend_row_lists(torch.ones(1, 1, 1, 16), kv, kv[:, :0], ids, torch.tensor([[200]]))
+    counts = torch.tensor([[200]])
+    state = attend_listed(kv, Listed.of_positions(torch.ones(1, 1, 1, 16), kv[:, :0], 200, ids, counts))
     assert state.out[0, 0, 0, 3] == pytest.approx(199.0, abs=1e-3)
     assert state.lse.item() == pytest.approx(1000.0)
 
@@ -138,8 +139,7 @@ def test_tails_are_added_to_what_the_context_gave(head_dim: int, dtype: torch.dt
     q = torch.randn(HEADS, len(TAILS), GROUP, head_dim, generator=generator) * head_dim**-0.5
     given = textbook(q, [context] * len(TAILS))
     before = given.out.clone(), given.lse.clone()
-    found = attend_tails(q, context, tails, given)
-    assert found is not None
+    found = attend_listed(context, Listed.of_tails(q, tails, given, count))
     expected = textbook(q, [torch.cat([context, tail], dim=1) for tail in tails])
     torch.testing.assert_close(found.out, expected.out, **TOLERANCE)
     torch.testing.assert_close(found.lse, expected.lse, **TOLERANCE)
@@ -147,22 +147,21 @@ def test_tails_are_added_to_what_the_context_gave(head_dim: int, dtype: torch.dt
     assert torch.equal(given.lse, before[1])
     for session, tail in enumerate(tails):
         own = AttentionState(given.out[:, session : session + 1], given.lse[:, session : session + 1])
-        alone = attend_tails(q[:, session : session + 1], context, [tail], own)
-        assert alone is not None
+        alone = attend_listed(context, Listed.of_tails(q[:, session : session + 1], [tail], own, count))
         assert torch.equal(alone.out[:, 0], found.out[:, session])
         assert torch.equal(alone.lse[:, 0], found.lse[:, session])
 
 
 def test_rows_that_the_loop_cannot_read_are_left_to_others() -> None:
     context, q = torch.zeros(HEADS, 5, 2, 64), torch.zeros(HEADS, 1, GROUP, 64)
-    good, given = torch.zeros(HEADS, 3, 2, 64), AttentionState.empty((HEADS, 1, GROUP), 64)
-    assert attend_tails(q, context, [good], given) is not None
+    good = torch.zeros(HEADS, 3, 2, 64)
+    assert readable(q, context, [good])
     for kv, tails in (
         (context, [good, good.bfloat16()]),
         (context, [good.transpose(0, 1).contiguous().transpose(0, 1)]),
         (context.double(), [good.double()]),
     ):
-        assert attend_tails(q, kv, tails, given) is None
+        assert not readable(q, kv, tails)
 
 
 @pytest.mark.parametrize("count", [1, 63, 1024, 20_000])

@@ -178,16 +178,16 @@ def test_ls_in_a_pipe(command: Command, context: SyntheticContext, expired: Synt
         "ID",
         "NAME",
         "STATE",
-        "MODEL",
         "METHODS",
         "TOKENS",
         "KV",
         "INDEX",
+        "MODEL",
         "CREATED",
         "EXPIRES",
     ]
     rows = {line.split()[0]: line.split()[1:] for line in lines}
-    assert rows[context.id][:5] == ["handbook", "READY", "toy", "csattention", "37"]
+    assert rows[context.id][:5] == ["handbook", "READY", "csattention", "37", "6.9"]
     assert rows[context.id][-3:] == ["2026-01-02", "03:04:05Z", "never"]
     assert rows[expired.id][:2] == ["old", "EXPIRED"]
     assert "6.9 KiB" in lines[0]
@@ -268,7 +268,7 @@ def test_ls_fits_a_terminal(
     assert shown[:2] == ["ID", "NAME"]
     rows, hint = lines[:2], " ".join(lines[2:])
     assert {row[:12] for row in rows} == {id_[:12] for id_ in (context.id, other.id)}
-    left_out = [column for column in report.LIST_COLUMNS if column not in shown]
+    left_out = [column for column in report.COLUMNS if column not in (*shown, "MEMORY")]
     assert ("CREATED" in left_out) == (hint != "")
     assert all(column in hint for column in left_out)
 

@@ -23,7 +23,6 @@ from index_store.errors import (
     QueueFullError,
     SparseKVError,
 )
-from index_store.jobs.job_folder import ReadRecord
 from index_store.jobs.job_queue import KEPT_ENDED, BrokenJob, JobQueue
 from index_store.jobs.job_record import (
     JOBS,
@@ -32,6 +31,7 @@ from index_store.jobs.job_record import (
     JobProgress,
     JobRecord,
     JobState,
+    ReadRecord,
 )
 from index_store.store.catalog import Store
 from index_store.store.files import locks

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from decode_engine.layers.session import Session
 from index_store.errors import ChecksumError, InvalidArgumentError, MemoryBudgetError
-from index_store.memory import device_memory
+from index_store.memory import context_loading
 from index_store.memory.arena import Arena
-from index_store.memory.device_memory import DeviceBlock, StagedArray, StagingBuffers, device_bytes
+from index_store.memory.context_loading import DeviceBlock, StagedArray, StagingBuffers, device_bytes
 from index_store.memory.resident import ResidentContext
 from index_store.methods.presets import get_method
 from index_store.store.catalog import Store
@@ -33,7 +33,7 @@ from tests.support.store import KINDS, SyntheticContext, indexed_context, synthe
 def test_contents(
     store: Store, device: torch.device, piece: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_memory, "PIECE_BYTES", piece)
+    monkeypatch.setattr(context_loading, "PIECE_BYTES", piece)
     context = synthetic_context(tokens=tokens, index_dtypes=tuple(STORED_DTYPES))
     context.write(store)
     needed = resident_bytes(context.manifest, device)
@@ -70,7 +70,7 @@ def test_copies_are_padded_alike() -> None:
 
 @pytest.mark.parametrize("piece", [1, 5, 16, 40, 41, 120])
 def test_every_piece_finds_its_place(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_memory, "PIECE_BYTES", piece)
+    monkeypatch.setattr(context_loading, "PIECE_BYTES", piece)
     contents = torch.randint(-128, 128, (3, 8, 40), dtype=torch.int8)
     out = copy_padded(torch.zeros(2, 3, 8, 40, dtype=torch.int8), CPU)[1]
     pieces = StagedArray(out, StagingBuffers(CPU))

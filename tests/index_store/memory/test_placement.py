@@ -20,7 +20,6 @@ from index_store.memory.placement import (
     Placement,
     SlotRoom,
     parse_placement,
-    possible_placements,
     slot_bytes,
 )
 from index_store.store.catalog import Store
@@ -132,12 +131,6 @@ def test_names() -> None:
     assert [parse_placement(name) for name in ("auto", "device", "hybrid", "host")] == [None, *Placement]
     with pytest.raises(InvalidArgumentError, match="expected auto, device, hybrid, host"):
         parse_placement("disk")
-
-
-def test_which_placements_are_possible() -> None:
-    assert possible_placements(None, on_gpu=False) == (Placement.DEVICE,)
-    assert possible_placements(Placement.HYBRID, on_gpu=True) == (Placement.HYBRID,)
-    assert possible_placements(None, on_gpu=True) == (Placement.DEVICE, Placement.HYBRID, Placement.HOST)
 
 
 def test_what_fits_goes_to_the_device(store: Store, caplog: pytest.LogCaptureFixture) -> None:

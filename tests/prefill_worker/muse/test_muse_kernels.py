@@ -13,13 +13,12 @@ from torch import Tensor
 
 from prefill_worker.muse import MuseSettings, muse_attention
 from prefill_worker.muse.backend import EAGER, kernels
-from prefill_worker.muse.kernels.clustering import move_centroids, place_points
+from prefill_worker.muse.kernels.clustering import draw_seeds, move_centroids, place_points
 from prefill_worker.muse.kernels.clusters import STRETCH, BoundedClusters
 from prefill_worker.muse.kernels.clusters import draw_seeds_reference as seeds_reference
 from prefill_worker.muse.kernels.clusters import move_centroids_reference as move_reference
 from prefill_worker.muse.kernels.clusters import place_points_reference as place_reference
 from prefill_worker.muse.kernels.reference import KeyValueMoments, QueryGrads, Summaries
-from prefill_worker.muse.kernels.seeds import draw_seeds
 from tests.prefill_worker.muse.muse_points import error, make_points
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 from index_store.errors import SparseKVError, StoreFullError, StoreUnavailableError
-from index_store.jobs.job_folder import JobFolder
 from index_store.jobs.job_queue import JobQueue
-from index_store.jobs.job_record import JobOrder, JobProgress, JobRecord
+from index_store.jobs.job_record import JobFolder, JobOrder, JobProgress, JobRecord
 from index_store.store.catalog import Store
 from index_store.store.description.manifest import Manifest
 from index_store.store.files import durable

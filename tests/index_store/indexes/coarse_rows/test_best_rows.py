@@ -22,7 +22,8 @@ from index_store.indexes.interface.layer_index import Asked, Best, LayerSource
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.selection.budgets import TokenCount
 from index_store.selection.cutting import cut
-from index_store.selection.remainder_states import coarse_states
+from index_store.selection.remainder_states import ExactKeys, remainder_state
+from index_store.selection.remainders import COARSE
 
 HEADS, GROUP = 2, 3
 
@@ -91,10 +92,15 @@ def ask(index: CoarseRows, first: int, end: int, head_dim: int, seed: int) -> As
 
 def by_rankings(index: CoarseRows, asked: Asked, keep: int) -> Best:
     """The general way."""
-    ranking = index.rank_together([asked])[0]
+    ranking = index.rank(
+        asked.queries_HTGD, asked.first_key, asked.end_key, asked.appended, {}, asked.position
+    )
     selection = cut(TokenCount(keep), ranking, None)  # type: ignore[arg-type]
     read = sum(piece.remainder_bytes("none", True) for piece in ranking.pieces)
-    others = coarse_states([(ranking.pieces, selection)])[0]
+    width = torch.arange(selection.ids_HTK.shape[2])
+    nothing = torch.empty(0)
+    exact = ExactKeys(selection.ids_HTK, width < selection.counts_HT[..., None], nothing, nothing)
+    others = remainder_state(COARSE, ranking.pieces, [exact])
     assert others is not None
     totals = ([ranking.vectors_read], [ranking.bytes_read], [read])
     return Best(selection.ids_HTK, selection.counts_HT, others, *totals)

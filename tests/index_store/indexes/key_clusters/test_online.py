@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.key_clusters.online import OnlineClusters
+from index_store.indexes.key_clusters.index import OnlineClusters
 from index_store.indexes.key_clusters.windowed_rope import undo_rotary
 from index_store.indexes.kmeans.kmeans import assign_clusters
 
