@@ -117,9 +117,10 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, 
 
 
 @pytest.fixture
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches of few programs, which the interpreter runs one by one."""
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Launches of few programs, which interpreters run one by one, also of kernels of one warp."""
     from decode_engine.kernels.slots.gather_rows import CopyShape
+    from tests.support.warps.warp_launches import warps_interpreted
 
     monkeypatch.setattr("decode_engine.steps.batch_kinds._LEAST_KEYS", 256)
     monkeypatch.setattr("decode_engine.kernels.attention.sparse_attention._PROGRAMS", 8)
@@ -127,6 +128,8 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if "TRITON_INTERPRET" in os.environ:  # on a GPU as many race as where contexts are served
         fetch = CopyShape(programs=5)  # beside three that claim slots; many rows take several rounds
         monkeypatch.setattr("decode_engine.kernels.slots.slot_fetch._FETCH", fetch)
+    with warps_interpreted():
+        yield
 
 
 @pytest.fixture

@@ -87,33 +87,29 @@ QUERY_TABLES = Family(
 COARSE_ROWS = Family("the kernels over coarse rows take", (64, 128, 256), LARGEST_GROUP, (32, MAX_KEYS))
 HOST_TABLES = Family("threads on the host search for", (64, 128), 8)
 
-COARSE_BITS = MappingProxyType({False: (2, 3, 4), True: (2, 4)})
-"""Bits of a channel in coarse rows, by whether they are product codes."""
-CODES_OF_BYTE = MappingProxyType({2: 4, 3: 4, 4: 2})
-"""Of so many bits, where third bits lie elsewhere. Their channels lie far apart: a group has some of them."""
-COARSE_IN_REGISTERS = MappingProxyType({64: (4,), 128: (2, 3, 4), 256: (2, 3, 4)})
-"""Bits of scalar codes that kernels of one warp take, by head dimension."""
-GROUPS_IN_REGISTERS = (1, 2)
-"""Groups of channels of a value that these take."""
+COARSE_SIZES = MappingProxyType(
+    {64: (LARGEST_GROUP, (4,)), 128: (LARGEST_GROUP, (2, 3, 4)), 256: (LARGEST_GROUP // 2, (2, 3, 4))}
+)
+"""Of coarse rows, by head dimension: query heads of a KV head at most, and bits of a channel. Sums are in registers."""
+COARSE_GROUPS = 2
+"""Groups of channels of a value with a scale each, at most."""
 
 
 def coarse_refusal(
-    group: int, head_dim: int, bits: tuple[int, int], value_groups: int, keys: int, product: bool = False
+    group: int, head_dim: int, bits: tuple[int, int], value_groups: int, keys: int
 ) -> str | None:
     """`COARSE_ROWS.refusal`, and of rows: bits of a channel of keys and of values, groups of a value's channels."""
     refusal = COARSE_ROWS.refusal(group, head_dim, keys)
     if refusal is not None:
         return refusal
-    if not {*bits} <= {*COARSE_BITS[product]}:
-        kind = "product" if product else "scalar"
+    takes, (most, widths) = COARSE_ROWS.takes, COARSE_SIZES[head_dim]
+    if group > most:
+        return f"group {group}, head dimension {head_dim}; {takes} groups of 1 to {most} of that dimension"
+    if not {*bits} <= {*widths}:
         return (
-            f"{kind} codes of {bits[0]} bits a channel of keys and {bits[1]} of values; {COARSE_ROWS.takes} "
-            f"{', '.join(map(str, COARSE_BITS[product]))}"
+            f"codes of {bits[0]} bits a channel of keys and {bits[1]} of values, head dimension {head_dim}; {takes} "
+            f"{', '.join(map(str, widths))} of that dimension"
         )
-    most = CODES_OF_BYTE[bits[1]]
-    if most % value_groups:
-        return (
-            f"{value_groups} groups of channels in a value of {bits[1]} bits; {COARSE_ROWS.takes} 1 to {most}, a power "
-            "of two"
-        )
+    if not 1 <= value_groups <= COARSE_GROUPS:
+        return f"{value_groups} groups of channels in a value; {takes} 1 to {COARSE_GROUPS}"
     return None

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from decode_engine.kernels import records
-from index_store.indexes.coarse_rows import product_rows
 from index_store.indexes.coarse_rows.scalars import row_sizes
 
 KV = tl.constexpr(records.KV)
@@ -50,7 +49,6 @@ VALUE_SCALES = tl.constexpr(records.VALUE_SCALES)
 VALUE_OFFSETS = tl.constexpr(records.VALUE_OFFSETS)
 _FIELDS = tl.constexpr(records.RECORD_FIELDS)
 _BLOCK = tl.constexpr(row_sizes.BLOCK)
-_CODEWORDS = tl.constexpr(product_rows.CODEWORDS)
 
 
 @triton.jit
@@ -120,22 +118,4 @@ def value_pointers(
         aligned_pointer(records_ptr, b, before * (DIM * BITS // 8), VALUE_CODES, tl.uint8),
         aligned_pointer(records_ptr, b, before * GROUPS, VALUE_SCALES, tl.float16),
         aligned_pointer(records_ptr, b, before * GROUPS, VALUE_OFFSETS, tl.float16),
-    )
-
-
-@triton.jit
-def product_pointers(
-    records_ptr: tl.tensor,
-    b: tl.tensor,
-    head: tl.tensor,
-    DIM: tl.constexpr,
-    BITS: tl.constexpr,
-    CODES: tl.constexpr,
-    BOOKS: tl.constexpr,
-) -> tl.tensor:
-    """Product codes of a KV head's keys, or of its values, and its codebooks, whose addresses these fields hold."""
-    before = head * field(records_ptr, b, KEYS)
-    return (
-        aligned_pointer(records_ptr, b, before * (DIM * BITS // 8), CODES, tl.uint8),
-        aligned_pointer(records_ptr, b, head * (_CODEWORDS * DIM), BOOKS, tl.float16),
     )

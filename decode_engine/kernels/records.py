@@ -48,8 +48,7 @@ of other keys that no query sees any more, no row may be there."""
 
 KEY_CODES, VALUE_CODES, KEY_SCALES, KEY_OFFSETS, VALUE_SCALES, VALUE_OFFSETS = range(32, 38)
 """A coarse copy of the context's keys and values, all of KEYS rows: see `coarse.sizes`. Of rows in two planes it is the
-high one, whatever is searched. Of product codes [H, KEYS, S] uint8 KEY_SCALES and VALUE_SCALES are the addresses of
-codebooks [H, S, 256, w] float16, and there are no offsets."""
+high one, whatever is searched."""
 MISSED = 38
 """Address of the slot cache's marks, a bit for every key [H, ceil(KEYS / 32)] int32: see `slot_fetch`."""
 

@@ -22,16 +22,15 @@ from decode_engine.kernels.border import (
 )
 from decode_engine.kernels.coarse.sizes import CHUNKS, RUN, CoarseSizes, CoarseWork
 from index_store.attention.attention_state import AttentionState
-from index_store.indexes.coarse_rows.product_rows import ProductRows
 from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
-from index_store.indexes.coarse_rows.scored_codes import CodedRows
+from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
 
 
 @dataclass(frozen=True, slots=True)
 class CoarseSequence:
     """What a record says of a sequence's coarse copy; rows are those of a context, contiguous."""
 
-    rows: CodedRows
+    rows: ScalarRows
     first: int
     end: int
     keep: int
@@ -39,22 +38,14 @@ class CoarseSequence:
     def fields(self) -> dict[int, int]:
         """Of its record."""
         rows = self.rows
-        if isinstance(rows, ProductRows):
-            arrays = {
-                records.KEY_CODES: rows.key_codes_HNS,
-                records.KEY_SCALES: rows.key_codebooks_HSWw,
-                records.VALUE_CODES: rows.value_codes_HNS,
-                records.VALUE_SCALES: rows.value_codebooks_HSWw,
-            }
-        else:
-            arrays = {
-                records.KEY_CODES: rows.key_codes_HNC,
-                records.KEY_SCALES: rows.key_scales_HBD,
-                records.KEY_OFFSETS: rows.key_offsets_HBD,
-                records.VALUE_CODES: rows.value_codes_HNC,
-                records.VALUE_SCALES: rows.value_scales_HNV,
-                records.VALUE_OFFSETS: rows.value_offsets_HNV,
-            }
+        arrays = {
+            records.KEY_CODES: rows.key_codes_HNC,
+            records.KEY_SCALES: rows.key_scales_HBD,
+            records.KEY_OFFSETS: rows.key_offsets_HBD,
+            records.VALUE_CODES: rows.value_codes_HNC,
+            records.VALUE_SCALES: rows.value_scales_HNV,
+            records.VALUE_OFFSETS: rows.value_offsets_HNV,
+        }
         counts = {
             records.KEYS: rows.count,
             records.FIRST: self.first,
@@ -87,14 +78,14 @@ def find_cuts_reference(
         work.cuts_RX[row] = torch.tensor([int(number) for number in cut])
 
 
-def list_keys_reference(
+def weigh_keys_reference(
     q_BHGD: Tensor,
     sequences: Sequence[CoarseSequence | None],
     sizes: CoarseSizes,
     work: CoarseWork,
     lists: KeyLists,
 ) -> None:
-    """What `list_keys` lists by the cuts in `work`."""
+    """What `weigh_keys` lists by the cuts in `work`."""
     lists.counts_RP.zero_()
     segments = lists.counts_RP.shape[1]
     for row, sequence, h, q_GD in _searching(q_BHGD, sequences):
@@ -151,7 +142,7 @@ def _sample(sequence: CoarseSequence, sizes: CoarseSizes) -> Tensor:
 
 
 def _normalisers(logits_GM: Tensor, stands_for: float) -> Tensor:
-    """log2 of every head's sum of weights over all searched keys, estimated: see `search.find_cut`."""
+    """log2 of every head's sum of weights over all searched keys, estimated: see `warp_search.cut_kernel`."""
     logits_GCM = logits_GM.double().view(len(logits_GM), CHUNKS, -1)
     highest_G = logits_GCM.amax((1, 2))
     weights_GCM = torch.exp2(logits_GCM - highest_G[:, None, None])

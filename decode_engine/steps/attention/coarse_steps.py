@@ -14,7 +14,7 @@ from torch import Tensor
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials, merge_partials
-from decode_engine.kernels.coarse.coarse_pass import attend_all, attend_others, list_keys, weigh_keys
+from decode_engine.kernels.coarse.coarse_pass import attend_all, attend_others, weigh_keys
 from decode_engine.kernels.coarse.search import find_cuts
 from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork, coarse_shape
 from decode_engine.kernels.families import coarse_refusal
@@ -29,19 +29,13 @@ from index_store.methods.method import Method
 from index_store.store.description.dtypes import INT8
 from index_store.store.description.manifest import HIGH_PLANE, Manifest
 
-_SCALAR_ADDRESSES = {
+_ADDRESSES = {
     records.KEY_CODES: "key_codes",
     records.KEY_SCALES: "key_scales",
     records.KEY_OFFSETS: "key_offsets",
     records.VALUE_CODES: "value_codes",
     records.VALUE_SCALES: "value_scales",
     records.VALUE_OFFSETS: "value_offsets",
-}
-_PRODUCT_ADDRESSES = {
-    records.KEY_CODES: "key_codes",
-    records.KEY_SCALES: "key_codebooks",
-    records.VALUE_CODES: "value_codes",
-    records.VALUE_SCALES: "value_codebooks",
 }
 
 
@@ -59,10 +53,9 @@ class CoarseSelection(KeySelection):
             model.head_dim,
             parameters.key_bits,
             parameters.value_bits,
-            _value_groups(parameters, model.head_dim),
+            value_groups(model.head_dim, parameters.value_group),
             plan.max_keys,
             coarse_shape(plan.device, plan.max_keys),
-            parameters.coding == "product",
         )
         self.work = CoarseWork.make(self.sizes, plan.size, plan.device, attends=False)
         self.lists = KeyLists.allocate(
@@ -73,8 +66,7 @@ class CoarseSelection(KeySelection):
     @property
     def attends_alone(self) -> bool:
         method = self.plan.method
-        over_others = method.partition is None and not method.drops_remainder
-        return over_others and self.sizes.in_registers and self.plan.dtype == torch.bfloat16
+        return method.partition is None and not method.drops_remainder and self.plan.dtype == torch.bfloat16
 
     @property
     def slots(self) -> int:
@@ -91,15 +83,12 @@ class CoarseSelection(KeySelection):
         return merge_partials(self._partials, q_BHGD.dtype, sink_HG)[0].view_as(q_BHGD)
 
     def attend_too(self, partials: Partials) -> None:
-        """From now on all keys that are not listed are attended to as well, into the first slots.
-
-        By the launch that lists the others; for sizes in registers by one of its own, `attend_others`.
-        """
+        """From now on the launch that lists keys leaves what `attend_others` needs of all others."""
         self._partials = partials
         self.work = CoarseWork.make(self.sizes, self.plan.size, self.plan.device)
 
     def attend_others(self, q_BHGD: Tensor, records_BF: Tensor, partials: Partials) -> None:
-        """After `select`, for sizes in registers: coarse attention to all keys that are not listed."""
+        """After `select`: coarse attention to all keys that are not listed, into the first slots."""
         attend_others(q_BHGD, records_BF, self.sizes, self.work, self.lists, partials)
 
     @classmethod
@@ -109,13 +98,14 @@ class CoarseSelection(KeySelection):
                 f"it searches {spec.name}, and a record has room for one coarse copy, here that of the rows"
             )
         parameters, model = CoarseParameters.parse(spec.parameters), manifest.model
+        if parameters.coding == "product":
+            return f"{spec.name} has product codes; the kernels over coarse rows take scalar ones"
         return coarse_refusal(
             model.query_heads // model.kv_heads,
             model.head_dim,
             (parameters.key_bits, parameters.value_bits),
-            _value_groups(parameters, model.head_dim),
+            value_groups(model.head_dim, parameters.value_group),
             manifest.token_count,
-            parameters.coding == "product",
         )
 
     @classmethod
@@ -124,19 +114,18 @@ class CoarseSelection(KeySelection):
 
     def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
         find_cuts(q_BHGD, records_BF, self.sizes, self.work)
-        if self.sizes.in_registers:
-            weigh = self._partials is not None
-            weigh_keys(q_BHGD, records_BF, self.sizes, self.work, self.lists, weigh=weigh)
-        else:
-            list_keys(q_BHGD, records_BF, self.sizes, self.work, self.lists, self._partials)
+        weigh = self._partials is not None
+        weigh_keys(q_BHGD, records_BF, self.sizes, self.work, self.lists, weigh=weigh)
         return self.lists
 
 
 class CoarseOthers(StepRemainder):
     """Attention to the coarse copies of all keys that a search over the same copy has not listed: by that search.
 
-    Where its launches leave weights for another one, that one runs beside a fetch of the listed rows.
+    Its launches leave weights for another one, which runs beside a fetch of the listed rows.
     """
+
+    turn = Turn.AFTER_SEARCH
 
     def __init__(self, plan: StepPlan, selection: KeySelection, in_place: bool) -> None:
         """Raises TypeError for a search over anything else."""
@@ -144,7 +133,6 @@ class CoarseOthers(StepRemainder):
             raise TypeError(f"{type(selection).__name__} scores no coarse rows")
         self._search = selection
         self.splits = selection.sizes.value_programs(plan.rows)
-        self.turn = Turn.AFTER_SEARCH if selection.sizes.in_registers else Turn.IN_SEARCH
 
     @classmethod
     def refusal(cls, method: Method, manifest: Manifest) -> str | None:
@@ -162,10 +150,4 @@ class CoarseOthers(StepRemainder):
 def coarse_fields(context: ResidentContext, index: str, layer: int) -> Mapping[int, int]:
     """What a layer's record says about a coarse copy."""
     arrays = context.index(index, layer).arrays()
-    addresses = _PRODUCT_ADDRESSES if "key_codebooks" in arrays else _SCALAR_ADDRESSES
-    return {field: arrays[name].data_ptr() for field, name in addresses.items()}
-
-
-def _value_groups(parameters: CoarseParameters, head_dim: int) -> int:
-    """Groups of channels of a value with scales of their own; product codes have none, so all are of one."""
-    return value_groups(head_dim, parameters.value_group) if parameters.coding == "scalar" else 1
+    return {field: arrays[name].data_ptr() for field, name in _ADDRESSES.items()}

@@ -8,7 +8,7 @@ or, with --head-dim, 64 or 256, bfloat16; keys, values and their coarse copies i
 batch on a context of its own. Several layers' worth of everything take turns, so that no step finds its data in the
 second-level cache. Figures come twice: `random` keys and values are normal numbers; `clustered` ones are as a trained
 model's are: runs of tokens gather around centres, channels lie apart and have spreads of their own, and queries are
-near some centres, so that a few blocks hold most of what is kept. Figures that begin with `codes` have product codes.
+near some centres, so that a few blocks hold most of what is kept.
 
 `graph_us` is one layer inside a CUDA graph of all of them: sample and cut, one pass over the coarse copy, attention to
 the listed keys, sinks, recent window and tail, and the merge; `eager_us` the same launched from Python; medians after a
@@ -63,11 +63,10 @@ from harness.timing import copy_bandwidth, full_attention_us, graph_us
 
 from decode_engine.kernels.coarse.reference import attend_others_reference
 from decode_engine.kernels.coarse.sizes import CoarseShape, coarse_shape
-from decode_engine.kernels.families import COARSE_ROWS
+from decode_engine.kernels.families import COARSE_ROWS, coarse_refusal
 from decode_engine.steps.attention.coarse_steps import CoarseSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from index_store.attention.attention_state import AttentionState
-from index_store.indexes.coarse_rows.product_rows import CODEWORDS
 from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import Method
@@ -77,23 +76,22 @@ from index_store.selection.budgets import Ratio
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What is measured. bars: least ratio to full attention at each kept share; 0 where none is asked for.
-
-    product: the copy has product codes.
-    """
+    """What is measured. bars: least ratio to full attention at each kept share; 0 where none is asked for."""
 
     name: str
     batch: int
     bits: int
     bars: Mapping[float, float]
-    product: bool = False
 
     def without_bars(self) -> Figure:
         return replace(self, bars=dict.fromkeys(self.bars, 0.0))
 
+    def takes(self, group: int, head_dim: int) -> bool:
+        """Whether there are kernels for it."""
+        return coarse_refusal(group, head_dim, (self.bits, self.bits), 1, LENGTH) is None
+
     def method(self) -> Method:
-        name = "coarse_codes" if self.product else "coarse_rows"
-        spec = INDEX_SPECS[name].with_parameters(key_bits=self.bits, value_bits=self.bits)
+        spec = INDEX_SPECS["coarse_rows"].with_parameters(key_bits=self.bits, value_bits=self.bits)
         return replace(METHODS["refined"], index=spec, budget=Ratio(max(self.bars)))
 
 
@@ -104,9 +102,6 @@ FIGURES = (
     Figure("4-bits-128k-b16", 16, 4, {0.01: 2.9, 0.0025: 2.9}),
     Figure("3-bits-128k-b16", 16, 3, {0.01: 0.0}),
     Figure("2-bits-128k-b16", 16, 2, {0.01: 4.8}),
-    Figure("codes-4-bits-128k-b1", 1, 4, {0.01: 0.0}, product=True),
-    Figure("codes-2-bits-128k-b1", 1, 2, {0.01: 0.0}, product=True),
-    Figure("codes-2-bits-128k-b16", 16, 2, {0.01: 0.0}, product=True),
 )
 
 
@@ -121,7 +116,7 @@ class Bench(Steps):
     ) -> None:
         super().__init__(memory, share)
         self.figure = figure
-        memory.code(figure.bits, self.keep, product=figure.product)
+        memory.code(figure.bits, self.keep)
         plan = step_plan(
             figure.method(), memory.layers, self.batch, self.length, head_dim=self.head_dim, group=self.group
         )
@@ -144,7 +139,6 @@ class Bench(Steps):
     def neighbours(self) -> list[CoarseShape]:
         shape = self.shape
         tries = [
-            replace(shape, registers=not shape.registers),
             *(replace(shape, tile=tile) for tile in (16, 64)),
             *(replace(shape, ahead=ahead) for ahead in (1, 2, 4)),
             *(replace(shape, values_ahead=ahead) for ahead in (1, 2, 5, 7)),
@@ -152,11 +146,6 @@ class Bench(Steps):
             *(replace(shape, exact_share=share) for share in (5, 8)),
             *(replace(shape, programs=shape.programs * part // 8) for part in (4, 6, 7)),
         ]
-        if self.figure.product:  # what the kernels of several warps depend on
-            tries = [
-                *(replace(shape, warps=warps) for warps in (2, 8)),
-                *(replace(shape, programs=shape.programs * part // 4) for part in (2, 3, 6)),
-            ]
         return [other for other in dict.fromkeys(tries) if other != shape]
 
     def check(self, layer: int = 0) -> None:
@@ -191,8 +180,6 @@ class Bench(Steps):
 
     def index_bytes(self) -> int:
         codes, steps = 2 * self.head_dim * self.figure.bits // 8, 4 * self.head_dim
-        if self.figure.product:
-            return self.rows * (self.length * codes + CODEWORDS * steps)
         levels = 4 * self.selection.sizes.value_groups
         return self.rows * (self.length * (codes + levels) + self.length // BLOCK * steps)
 
@@ -221,7 +208,7 @@ def main(
         raise typer.BadParameter(refusal)
     if flashinfer:
         load_flashinfer()  # refused before any work where it is missing
-    chosen = [figure for figure in FIGURES if figure.name.startswith(prefixes)]
+    chosen = [each for each in FIGURES if each.name.startswith(prefixes) and each.takes(group, head_dim)]
     if (head_dim, group) != (HEAD_DIM, GROUP):
         chosen = [figure.without_bars() for figure in chosen]
     with reporting("refined_gpu", bars) as report:

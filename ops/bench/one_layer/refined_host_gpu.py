@@ -80,9 +80,9 @@ class HostMemory(CoarseMemory):
             self.host_rows.append(block.take(each.shape, each.dtype).copy_(each))
             block.lock()
 
-    def code(self, bits: int, keep: int, *, product: bool = False) -> None:
+    def code(self, bits: int, keep: int) -> None:
         """Of rows in 8 bits nothing is coded again: decoded numbers have other ranges."""
-        super().code(bits, keep, product=product)
+        super().code(bits, keep)
         for own, sequences in zip(self.planes, self.sequences, strict=False):
             sequences[0] = replace(sequences[0], rows=own.coarse)
 

@@ -47,10 +47,28 @@ def test_what_lies_at_a_bound_is_taken_and_what_lies_beyond_it_is_refused(name: 
             assert f"{parts[0]} {word} of {parts[1]} {of_word} for head dimension 64; {family.takes}" in words
 
 
-def test_coarse_rows_have_bits_and_groups() -> None:
-    for bits, product_codes, taken in (((2, 4), True, True), ((3, 4), True, False), ((3, 2), False, True)):
-        refused = families.coarse_refusal(4, 128, bits, 1, 1000, product_codes)
-        assert (refused is None) == taken
-    for groups, bits in ((1, 4), (2, 4), (4, 3)):
-        assert families.coarse_refusal(4, 128, (4, bits), groups, 1000) is None
-    assert "4 groups of channels" in str(families.coarse_refusal(4, 128, (4, 4), 4, 1000))
+@pytest.mark.parametrize("bits", [(4, 4), (4, 2), (2, 2), (3, 3), (4, 3)])
+def test_coarse_rows_have_bits_and_groups(bits: tuple[int, int]) -> None:
+    """What kernels of one warp have room for in registers."""
+    for head_dim, group, groups in product((64, 128, 256), (1, 8, 9, 16), (1, 2, 4)):
+        refused = str(families.coarse_refusal(group, head_dim, bits, groups, 1000))
+        expected = "None"
+        if head_dim == 256 and group > 8:
+            expected = (
+                f"group {group}, head dimension 256; the kernels over coarse rows take groups of 1 to 8"
+            )
+        elif head_dim == 64 and bits != (4, 4):
+            expected = f"codes of {bits[0]} bits a channel of keys and {bits[1]} of values, head dimension 64"
+        elif groups == 4:
+            expected = "4 groups of channels in a value; the kernels over coarse rows take 1 to 2"
+        assert refused.startswith(expected)
+
+
+def test_coarse_rows_refuse_what_their_family_refuses() -> None:
+    for arguments, words in (
+        ((17, 128, (4, 4), 1, 1000), "group 17"),
+        ((4, 80, (4, 4), 1, 1000), "head dimension 80"),
+        ((4, 128, (4, 4), 1, 2**22), "4194304 keys"),
+        ((4, 128, (4, 5), 1, 1000), "codes of 4 bits a channel of keys and 5 of values"),
+    ):
+        assert words in str(families.coarse_refusal(*arguments))

@@ -23,7 +23,7 @@ from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.partials import Partials, merge_partials
 from decode_engine.kernels.coarse import coarse_pass
-from decode_engine.kernels.coarse.coarse_pass import attend_all, list_keys, weigh_keys
+from decode_engine.kernels.coarse.coarse_pass import attend_all, weigh_keys
 from decode_engine.kernels.coarse.reference import CoarseSequence, attend_others_reference
 from decode_engine.kernels.coarse.search import find_cuts
 from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
@@ -43,12 +43,10 @@ from tests.decode_engine.kernels.problems.coarse_problems import (
     make_sizes,
 )
 from tests.support.warps.warp_interpreter import Language, prefetched
-from tests.support.warps.warp_launches import interpreted
-from tests.support.warps.warp_modules import WARP_MODULES
+from tests.support.warps.warp_launches import WARP_MODULES, interpreted
 from tests.support.warps.warp_numbers import Numbers
 
 ROOT = Path(__file__).resolve().parents[3]
-IN_REGISTERS = replace(SMALL, registers=True, samplers=8)
 CODES = ((128, 4), (128, 3), (128, 2), (64, 4), (256, 4), (256, 3), (256, 2))
 """Head dimensions and bits of codes."""
 GROUPS = {128: (1, 4, 5, 8, 9, 16), 64: (1, 3, 8, 13), 256: (1, 7, 8)}
@@ -125,10 +123,9 @@ def with_rows(sizes: CoarseSizes, keys: int, first: int, end: int, keep: int, ta
 def test_kernels_find_what_the_references_find(
     group: int, head_dim: int, bits: tuple[int, int], apart: bool, tile: int, groups: int
 ) -> None:
-    sizes = make_sizes(group, head_dim, *bits, groups, shape=replace(IN_REGISTERS, tile=tile), kv_heads=2)
-    assert sizes.in_registers
+    sizes = make_sizes(group, head_dim, *bits, groups, shape=replace(SMALL, tile=tile), kv_heads=2)
     sequences = [make_sequence(sizes, 300, 3, 259, 20), None, make_sequence(sizes, 77, 8, 60, 10)]
-    with interpreted(*WARP_MODULES):
+    with interpreted():
         assert_equals_reference(sizes, torch.float32, sequences, apart=apart, tolerance=ROUNDED)
 
 
@@ -138,10 +135,10 @@ def test_kernels_find_what_the_references_find(
 )
 def test_queries_as_bytes_lose_little(head_dim: int, bits: int, group: int) -> None:
     """Of these, less than one percent of what logits differ by; what a block's logits lose together is made up for."""
-    sizes = make_sizes(group, head_dim, bits, bits, shape=IN_REGISTERS, kv_heads=2)
+    sizes = make_sizes(group, head_dim, bits, bits, kv_heads=2)
     sequence, q_BHGD = make_sequence(sizes, 300, 3, 259, 20), make_queries(sizes, torch.float32, 1)
     work = CoarseWork.make(sizes, 1, "cpu")
-    with interpreted(*WARP_MODULES):
+    with interpreted():
         find_cuts(q_BHGD, records_of([sequence], "cpu"), sizes, work)
     for head in range(2):
         logits_GN = sequence.logits(q_BHGD[0, head], head)[:, 3:259]
@@ -153,10 +150,10 @@ def test_queries_as_bytes_lose_little(head_dim: int, bits: int, group: int) -> N
 @pytest.mark.parametrize(("head_dim", "bits"), CODES)
 def test_sums_over_many_flat_keys_stay_exact(head_dim: int, bits: int) -> None:
     """Tensor cores drop what is below a sum's last bit: with codes lifted by 1024 this was off by 1 and 4 %."""
-    sizes = make_sizes(1, head_dim, bits, bits, shape=replace(IN_REGISTERS, programs=1), max_keys=2048)
+    sizes = make_sizes(1, head_dim, bits, bits, shape=replace(SMALL, programs=1), max_keys=2048)
     sequence = make_sequence(sizes, 2048, 0, 2048, 0)
     q_BHGD = 0.01 * make_queries(sizes, torch.float32, 1)
-    with interpreted(*WARP_MODULES):
+    with interpreted():
         found = Searched(sizes, q_BHGD, [sequence], apart=False)
     expected = attend_others_reference(q_BHGD, [sequence], found.lists)
     assert float((found.out_RGD - expected.out).norm() / expected.out.norm()) < 5e-3
@@ -169,7 +166,7 @@ def test_everything_is_attended_to(head_dim: int, bits: int, group: int) -> None
     """Also where all keys are kept, where nothing is searched, and to a tail longer than a tile."""
     # As it is by default, and with two groups at one of the sizes that would have one.
     groups = 2 if head_dim == 256 or (head_dim, bits, group) == (128, 4, 4) else 1
-    sizes = make_sizes(group, head_dim, bits, bits, groups, shape=IN_REGISTERS, kv_heads=2)
+    sizes = make_sizes(group, head_dim, bits, bits, groups, kv_heads=2)
     sizes_of = ((300, 3, 259, 20, 37), (140, 0, 140, 140, 5), (90, 40, 40, 3, 1))
     sequences = [with_rows(sizes, *each) for each in sizes_of]
     batch: list[Sequence | None] = [sequences[0], None, *sequences[1:]]
@@ -179,7 +176,7 @@ def test_everything_is_attended_to(head_dim: int, bits: int, group: int) -> None
     lists = KeyLists.allocate(rows, sizes.splits(rows), sizes.width(rows), "cpu")
     slots = sizes.slots(rows)
     partials = Partials.allocate(rows, slots, group, head_dim, torch.device("cpu"))
-    with interpreted(*WARP_MODULES):
+    with interpreted():
         records_BF = records_of(batch, "cpu")
         find_cuts(q_BHGD, records_BF, sizes, work)
         attend_all(q_BHGD, records_BF, sizes, work, lists, partials)
@@ -199,18 +196,17 @@ def test_everything_is_attended_to(head_dim: int, bits: int, group: int) -> None
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_search_that_only_lists_leaves_no_weights(head_dim: int) -> None:
-    sizes = make_sizes(3, head_dim, shape=IN_REGISTERS, kv_heads=2)
+    sizes = make_sizes(3, head_dim, kv_heads=2)
     batch = [with_rows(sizes, 300, 3, 259, 20, 5), None]
     q_BHGD, rows = make_queries(sizes, torch.float32, 2), 2 * sizes.kv_heads
     found = []
-    with interpreted(*WARP_MODULES):
+    with interpreted():
         records_BF = records_of(batch, "cpu")
         for attends in (True, False):
             work = CoarseWork.make(sizes, 2, "cpu", attends=attends)
             lists = KeyLists.allocate(rows, sizes.splits(rows), sizes.width(rows), "cpu")
-            partials = Partials.allocate(rows, sizes.slots(rows), 3, head_dim, torch.device("cpu"))
             find_cuts(q_BHGD, records_BF, sizes, work)
-            list_keys(q_BHGD, records_BF, sizes, work, lists, partials if attends else None)
+            weigh_keys(q_BHGD, records_BF, sizes, work, lists, weigh=attends)
             found.append([listed_keys(lists, row) for row in range(rows)])
     assert found[0] == found[1]
     assert 0 < len(found[1][0]) < 256
@@ -220,7 +216,7 @@ def test_a_search_that_only_lists_leaves_no_weights(head_dim: int) -> None:
 @pytest.mark.parametrize(("head_dim", "bits"), CODES)
 def test_two_tiles_share_a_result(head_dim: int, bits: int) -> None:
     """Where query heads fill half of a product's columns: each half is what its tile gives alone."""
-    sizes = make_sizes(3, head_dim, bits, bits, shape=IN_REGISTERS, kv_heads=1)
+    sizes = make_sizes(3, head_dim, bits, bits, kv_heads=1)
     sequence, q_BHGD = make_sequence(sizes, 128, 0, 128, 20), make_queries(sizes, torch.float32, 1)
     codes, scales, offsets = (
         Numbers(np.uint64(each.data_ptr()), None, kind)
@@ -230,7 +226,7 @@ def test_two_tiles_share_a_result(head_dim: int, bits: int) -> None:
             (sequence.rows.key_offsets_HBD, np.float16),
         )
     )
-    with interpreted(*WARP_MODULES):
+    with interpreted():
         for module in WARP_MODULES:
             module.gl = Language((0, 0), (1, 1))
         row, block = Numbers(np.int32(0)), Numbers(np.int32(0))
@@ -255,13 +251,13 @@ def test_only_what_a_context_has_is_brought_near(
     head_dim: int, keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device may refuse addresses where nothing is."""
-    sizes = make_sizes(3, head_dim, shape=IN_REGISTERS, kv_heads=2, max_keys=keys)
+    sizes = make_sizes(3, head_dim, kv_heads=2, max_keys=keys)
     sequence = with_rows(sizes, keys, 3, keys - 40, 20, 5)
     work, rows = CoarseWork.make(sizes, 1, "cpu"), sizes.kv_heads
     lists = KeyLists.allocate(rows, sizes.splits(rows), sizes.width(rows), "cpu")
     prefetched.clear()
     monkeypatch.setattr(coarse_pass, "chained", lambda device: {"CHAINED": True})
-    with interpreted(*WARP_MODULES):
+    with interpreted():
         records_BF, q_BHGD = records_of([sequence], "cpu"), make_queries(sizes, torch.float32, 1)
         find_cuts(q_BHGD, records_BF, sizes, work)
         weigh_keys(q_BHGD, records_BF, sizes, work, lists)
@@ -280,7 +276,7 @@ def test_only_what_a_context_has_is_brought_near(
 @pytest.mark.parametrize(("head_dim", "group"), [(128, 3), (64, 16), (256, 1)])
 def test_values_of_next_to_no_weight_are_not_read(head_dim: int, group: int) -> None:
     """Tile by tile, of those of which no key is kept; of a tile in which a key counts all are read."""
-    sizes = make_sizes(group, head_dim, shape=IN_REGISTERS)
+    sizes = make_sizes(group, head_dim)
     kv = torch.randn(1, 512, 2, head_dim, generator=torch.Generator().manual_seed(1))
     q_BHGD = make_queries(sizes, torch.float32, 1)
     q_BHGD[:] = q_BHGD[:, :, :1].clone()
@@ -297,7 +293,7 @@ def test_values_of_next_to_no_weight_are_not_read(head_dim: int, group: int) -> 
     for part in light:
         for step in steps.values():
             step[:, part] = torch.nan
-    with interpreted(*WARP_MODULES):
+    with interpreted():
         found = Searched(sizes, q_BHGD, [poisoned], apart=False)
         steps["value_offsets_HNV"][:, mixed] = torch.nan
         read = Searched(sizes, q_BHGD, [poisoned], apart=False)
@@ -309,7 +305,7 @@ def test_values_of_next_to_no_weight_are_not_read(head_dim: int, group: int) -> 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_exact_weights_far_above_all_others_do_not_overflow(head_dim: int) -> None:
-    sizes = make_sizes(1, head_dim, shape=IN_REGISTERS)
+    sizes = make_sizes(1, head_dim)
     sequence = with_rows(sizes, 300, 3, 259, 5, 2)
     q_BHGD = make_queries(sizes, torch.float32, 1)
     sequence.kv_HN2D[:, 1, 0] = 40.0 * q_BHGD[0, 0, 0]  # a sink
@@ -317,7 +313,7 @@ def test_exact_weights_far_above_all_others_do_not_overflow(head_dim: int) -> No
     lists = KeyLists.allocate(1, sizes.splits(1), sizes.width(1), "cpu")
     slots = sizes.slots(1)
     partials = Partials.allocate(1, slots, 1, head_dim, torch.device("cpu"))
-    with interpreted(*WARP_MODULES):
+    with interpreted():
         records_BF = records_of([sequence], "cpu")
         find_cuts(q_BHGD, records_BF, sizes, work)
         attend_all(q_BHGD, records_BF, sizes, work, lists, partials)
@@ -328,20 +324,13 @@ def test_exact_weights_far_above_all_others_do_not_overflow(head_dim: int) -> No
 @pytest.mark.parametrize("ahead", [{"ahead": 0}, {"values_ahead": 0}, {"values_ahead": 33}])
 def test_tiles_ahead_that_have_no_place_are_refused(ahead: dict[str, int]) -> None:
     with pytest.raises(InvalidArgumentError, match="tiles of keys ahead"):
-        replace(IN_REGISTERS, **ahead)
+        replace(SMALL, **ahead)
 
 
-@pytest.mark.parametrize("group", [1, 8, 9, 16])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("bits", [(4, 4), (4, 2), (2, 2), (3, 3), (4, 3)])
-def test_which_sizes_they_take(head_dim: int, bits: tuple[int, int], group: int) -> None:
-    sizes = make_sizes(group, head_dim, *bits, shape=IN_REGISTERS)
-    taken = {64: bits == (4, 4), 128: True, 256: group <= 8}[head_dim]
-    assert sizes.in_registers == taken
-    assert replace(sizes, value_groups=2).in_registers == taken
-    if bits[1] == 2:  # others have not four codes in a byte
-        assert not replace(sizes, value_groups=4).in_registers
-    assert not replace(sizes, shape=replace(IN_REGISTERS, registers=False)).in_registers
+def test_samples_that_lanes_share_unevenly_are_refused() -> None:
+    assert SMALL.sampled == 512
+    with pytest.raises(InvalidArgumentError, match="a sample of 128 keys, expected a multiple of 512"):
+        replace(SMALL, samplers=2)
 
 
 def test_kernels_stay_in_registers() -> None:

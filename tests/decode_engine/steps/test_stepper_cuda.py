@@ -39,8 +39,6 @@ METHODS = (
     "pq",
     "pq+dropped",
     "refined",
-    "refined-3",
-    "refined-codes",
     "refined+dropped",
 )
 GREEDY = SamplingParameters()

@@ -1,11 +1,12 @@
-"""Launches of kernels of one warp, run program by program by `warp_interpreter`."""
+"""Launches of kernels of one warp, run program by program by `warp_interpreter`; the modules of these kernels."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FunctionType, ModuleType
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,39 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import ConstexprFunction
 
+from decode_engine.kernels.coarse import coarse_pass, search
+from decode_engine.kernels.coarse.warp import (
+    warp_findings,
+    warp_pass,
+    warp_records,
+    warp_rings,
+    warp_scores,
+    warp_search,
+    warp_values,
+)
+from decode_engine.kernels.coarse.warp.tiles import (
+    byte_sums,
+    channel_places,
+    folding,
+    key_tiles,
+    operands,
+    registers,
+    value_tiles,
+)
 from tests.support.warps.warp_interpreter import Language, Numbers, multiply
+
+WARP_MODULES = (
+    warp_pass, warp_values, warp_search, warp_records, warp_rings, value_tiles, byte_sums, channel_places,
+    operands, registers, folding, key_tiles, warp_findings, warp_scores, search, coarse_pass,
+)  # fmt: skip
+"""And those that launch them."""
 
 
 class _Launched:
     """A kernel as launches call it: kernel[grid](...)."""
 
-    def __init__(self, kernel: FunctionType, modules: tuple[ModuleType, ...]) -> None:
-        self._kernel, self._modules = kernel, modules
+    def __init__(self, kernel: FunctionType) -> None:
+        self._kernel = kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         sizes = (*grid, 1)[:2]
@@ -30,7 +56,7 @@ class _Launched:
             numbers = [_argument(each) for each in arguments]
             for program in itertools.product(*map(range, sizes)):
                 language = Language(program, sizes)
-                for module in self._modules:
+                for module in WARP_MODULES:
                     module.gl = language  # type: ignore[attr-defined]
                     if hasattr(module, "async_copy"):
                         module.async_copy = language.copies
@@ -48,15 +74,15 @@ def _argument(value: Any) -> Any:
 
 
 @contextmanager
-def interpreted(*modules: ModuleType) -> Iterator[None]:
-    """Kernels of these modules, and those that they import of each other, run here."""
-    kept = [dict(vars(module)) for module in modules]
+def interpreted() -> Iterator[None]:
+    """Inside, kernels of one warp run here."""
+    kept = [dict(vars(module)) for module in WARP_MODULES]
     try:
-        for module in modules:
+        for module in WARP_MODULES:
             for name, value in list(vars(module).items()):
                 if isinstance(value, GluonJITFunction):
                     launched = value.__name__.endswith("_kernel")
-                    vars(module)[name] = _Launched(value.fn, modules) if launched else value.fn
+                    vars(module)[name] = _Launched(value.fn) if launched else value.fn
                 elif isinstance(value, ConstexprFunction):
                     vars(module)[name] = value.fn
                 elif isinstance(value, gl.constexpr):
@@ -65,5 +91,10 @@ def interpreted(*modules: ModuleType) -> Iterator[None]:
                     vars(module)[name] = multiply
         yield
     finally:
-        for module, before in zip(modules, kept, strict=True):
+        for module, before in zip(WARP_MODULES, kept, strict=True):
             vars(module).update(before)
+
+
+def warps_interpreted() -> AbstractContextManager[None]:
+    """`interpreted` where Triton's interpreter runs the other kernels."""
+    return interpreted() if "TRITON_INTERPRET" in os.environ else nullcontext()

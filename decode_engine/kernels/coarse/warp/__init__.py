@@ -1,1 +1,1 @@
-"""Kernels over coarse copies of which each program is one warp, for sizes that fit its registers."""
+"""Kernels over coarse copies, of which each program is one warp."""

@@ -1,4 +1,4 @@
-"""The kernel of `coarse_pass` for one warp each, where tensor cores and registers suffice (`value_tiles`): its keys.
+"""The kernel of `coarse_pass` that goes over keys, for one warp each (`value_tiles`).
 
 It scores coded keys, lists those that are kept, and leaves the weights of the others for `warp_values`, tile by tile. A
 tile of next to no weight is left out, so that its values are never read. Both launches keep the registers of a warp

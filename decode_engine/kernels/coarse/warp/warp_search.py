@@ -1,7 +1,7 @@
-"""Kernels of `search` for one warp each: they score a sample of keys, and find cuts with most sums in registers.
+"""Kernels of `search`: they score a sample of keys, and find cuts with most sums in registers.
 
-They do what those do, by the same sample; sums differ by rounding. Of the one that finds cuts a warp has a chunk of the
-sample: for numbers of several heads at once Triton chooses layouts of its own, in which they go through shared memory.
+Of the one that finds cuts a warp has a chunk of the sample: for numbers of several heads at once Triton chooses layouts
+of its own, in which they go through shared memory.
 
 Shape legend: as in `coarse.sizes`; C chunks, a warp each, of K x 32 keys.
 """
@@ -53,7 +53,7 @@ def sample_kernel(
     RUN: gl.constexpr,
     CHAINED: gl.constexpr,
 ) -> None:
-    """Program (s, row): RUNS of the TAKEN runs of RUN keys that are sampled, as in `search.sample_kernel`.
+    """Program (s, row): RUNS of the TAKEN runs of RUN keys that are sampled, evenly spread, or all where they are few.
 
     Codes, scales and offsets are on their way before the launch before has ended: no launch of a step writes them.
     """
@@ -145,8 +145,10 @@ def cut_kernel(
     SAMPLED: gl.constexpr,
     CHAINED: gl.constexpr,
 ) -> None:
-    """Program row, CHUNKS warps: normalisers and the cut, as in `search.cut_kernel`.
+    """Program row, CHUNKS warps: estimates the normalisers from the sampled keys, and what a kept key has to weigh.
 
+    A few keys may hold most of a softmax. So each chunk's largest weight stands for itself alone, and its others for
+    the keys that were not sampled.
     The next launch may begin at once, since this one began when all programs of the one before had waited. So what
     came before the sample, such as queries, is there for both.
     """

@@ -10,10 +10,8 @@ from decode_engine.kernels.coarse.reference import CoarseSequence
 from decode_engine.kernels.records import records_of
 from harness.layer import COLD_BYTES, DEVICE, DTYPE, GROUP, HEAD_DIM, KV_HEADS, RECENT, SINKS, TAIL, Memory
 from harness.made_up.trained_rows import TrainedRows
-from index_store.indexes.coarse_rows.product_rows import code_products
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
 from index_store.indexes.coarse_rows.scalars.row_sizes import value_groups
-from index_store.indexes.coarse_rows.scored_codes import CodedRows
 from index_store.methods.index_specs import INDEX_SPECS
 
 LENGTH, CENTRES, RUN = 131072, 1024, 64
@@ -48,22 +46,13 @@ class CoarseMemory(Memory):
                 self.q[layer, b] = trained.q(number, KV_HEADS, group, head_dim).to(DTYPE)
         self.sequences: list[list[CoarseSequence]] = []
 
-    def code(self, bits: int, keep: int, *, product: bool = False) -> None:
-        """Codes keys and values as presets have it, and says how many keys are kept.
-
-        product: by codewords that one iteration of k-means finds, since better ones cost as much.
-        """
+    def code(self, bits: int, keep: int) -> None:
+        """Codes keys and values as presets have it, and says how many keys are kept."""
         length, head_dim = self.kv.shape[3], self.kv.shape[5]
         groups = value_groups(head_dim, int(INDEX_SPECS["coarse_rows"].parameters["value_group"]))
-
-        def coded(kv_HN2D: Tensor) -> CodedRows:
-            if product:
-                return code_products(kv_HN2D, 8 // bits, 8 // bits, 1, 0)
-            return code_rows(kv_HN2D, 0, bits, bits, groups)
-
         self.sequences.clear()  # copies of other bits are not needed any more
         for layer in range(self.layers):
-            copies = (coded(kv) for kv in self.kv[layer])
+            copies = (code_rows(kv, 0, bits, bits, groups) for kv in self.kv[layer])
             self.sequences.append([CoarseSequence(rows, SINKS, length - RECENT, keep) for rows in copies])
 
     def records(self, layer: int) -> Tensor:

@@ -10,8 +10,7 @@ from decode_engine.kernels.coarse.warp import warp_findings
 from decode_engine.kernels.coarse.warp.tiles import byte_sums, channel_places, key_tiles, value_tiles
 from index_store.indexes.coarse_rows.scalars.packing import pack
 from tests.support.warps.warp_interpreter import Language
-from tests.support.warps.warp_launches import interpreted
-from tests.support.warps.warp_modules import WARP_MODULES
+from tests.support.warps.warp_launches import WARP_MODULES, interpreted
 from tests.support.warps.warp_numbers import Numbers
 
 SIZES = [
@@ -30,7 +29,7 @@ def test_sums_are_those_of_integers(tile: int, head_dim: int, bits: int, groups:
     evens_VC = generator.standard_normal((groups, heads)).astype(np.float32)
     packed = pack(torch.from_numpy(codes_TD).to(torch.uint8), bits).numpy().view(np.int32)
     rows = max(8, heads)
-    with interpreted(*WARP_MODULES):
+    with interpreted():
         for module in WARP_MODULES:
             module.gl = Language((0, 0), (1, 1))
         order = key_tiles.key_of(Numbers(np.arange(tile, dtype=np.int32)), tile).array
@@ -64,7 +63,7 @@ def test_sums_are_those_of_integers(tile: int, head_dim: int, bits: int, groups:
 @pytest.mark.parametrize(("tile", "rows", "together"), [(16, 8, 1), (32, 8, 2), (32, 16, 1), (64, 8, 2)])
 def test_small_weights_are_rounded_evenly(tile: int, rows: int, together: int) -> None:
     """As often up as they are parts of one: else what many keys of a flat context weigh together would be lost."""
-    with interpreted(*WARP_MODULES):
+    with interpreted():
         for module in WARP_MODULES:
             module.gl = Language((0, 0), (1, 1))
         found = warp_findings.thresholds(tile, rows, together).array - np.float32(2**15)
@@ -78,7 +77,7 @@ def test_weights_have_15_bits_in_a_unit_above_them() -> None:
     """Also one that is just below a power of two, and is rounded up."""
     below = np.nextafter(np.float32(2.0) ** np.arange(-60, 20, dtype=np.float32), np.float32(0))
     numbers = np.concatenate([below, np.float32([0.0, 1e-38, 3.0, 2.5e-7])])
-    with interpreted(*WARP_MODULES):
+    with interpreted():
         for module in WARP_MODULES:
             module.gl = Language((0, 0), (1, 1))
         units = warp_findings.unit_above(Numbers(numbers)).array

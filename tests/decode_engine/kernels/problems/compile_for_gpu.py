@@ -34,16 +34,15 @@ CARD = SimpleNamespace(multi_processor_count=132, total_memory=80 * 2**30)
 HEADS, SIZE, KEYS = 8, 4, 65536
 METHODS = (
     "full", "csattention", "csattention+dropped", "csattention+dropped@group=pooled", "csattention+centred",
-    "multipole", "pq", "refined", "refined+dropped", "refined-codes",
+    "multipole", "pq", "refined", "refined+dropped",
 )  # fmt: skip
 LARGE_GROUPS = ("full", "csattention", "csattention+dropped@group=pooled", "multipole", "pq", "refined-3")
-SMALL_DIMENSIONS = ("full", "csattention+dropped", "multipole", "pq", "refined", "refined-3", "refined-codes")
-WIDE_SHAPES = ((16, 128), (9, 64), (2, 256), (16, 256))
+SMALL_DIMENSIONS = ("full", "csattention+dropped", "multipole", "pq", "refined")
+WIDE_SHAPES = ((16, 128), (9, 64), (2, 256))
 WIDE_METHODS = ("full", "refined")
 """What takes groups of more than 8 and heads of 256 channels, and some of these."""
-COARSE = ((16, 128, 4), (9, 128, 3), (4, 256, 4), (8, 256, 2), (16, 256, 3))
-PRODUCT = ((8, 64, 4), (16, 128, 4), (16, 256, 2))
-"""Groups, channels and bits of coarse rows, of scalar codes and of product codes."""
+COARSE = ((16, 128, 4), (9, 128, 3), (4, 256, 4), (8, 256, 2))
+"""Groups, channels and bits of coarse rows."""
 IN_HOST_MEMORY = ("csattention+dropped", "refined")
 IN_PLANES = ("full", "csattention", "csattention+dropped", "multipole", "refined")
 
@@ -222,29 +221,24 @@ def go_over_coarse_rows() -> None:
     from decode_engine.kernels import records
     from decode_engine.kernels.attention.key_lists import KeyLists
     from decode_engine.kernels.attention.partials import Partials
-    from decode_engine.kernels.coarse.coarse_pass import attend_all, list_keys
+    from decode_engine.kernels.coarse.coarse_pass import attend_all, attend_others, weigh_keys
     from decode_engine.kernels.coarse.search import find_cuts
     from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork, coarse_shape
 
     records_BF = torch.zeros(SIZE, records.RECORD_FIELDS, dtype=torch.int64)
     rows = SIZE * HEADS
-    usual = coarse_shape(GPU, KEYS)
-    layers = [
-        *((*each, usual, False) for each in COARSE),
-        *((*each, usual, True) for each in PRODUCT),
-    ]
-    for group, head_dim, bits, shape, product in layers:
-        sizes = CoarseSizes(HEADS, group, head_dim, bits, bits, 1, KEYS, shape, product)
+    for group, head_dim, bits in COARSE:
+        sizes = CoarseSizes(HEADS, group, head_dim, bits, bits, 1, KEYS, coarse_shape(GPU, KEYS))
         queries = torch.zeros(SIZE, HEADS, group, head_dim, dtype=torch.bfloat16)
         work = CoarseWork.make(sizes, SIZE, GPU)
         lists = KeyLists.allocate(rows, sizes.splits(rows), sizes.width(rows), GPU)
         slots = sizes.slots(rows)
         partials = Partials.allocate(rows, slots, group, head_dim, GPU)
         find_cuts(queries, records_BF, sizes, work)
-        list_keys(queries, records_BF, sizes, work, lists)
-        list_keys(queries, records_BF, sizes, work, lists, partials)
-        if sizes.in_registers:
-            attend_all(queries, records_BF, sizes, work, lists, partials)
+        weigh_keys(queries, records_BF, sizes, work, lists, weigh=False)
+        weigh_keys(queries, records_BF, sizes, work, lists)
+        attend_others(queries, records_BF, sizes, work, lists, partials)
+        attend_all(queries, records_BF, sizes, work, lists, partials)
 
 
 def main() -> None:
@@ -267,6 +261,9 @@ def main() -> None:
             take_steps(*shape, WIDE_METHODS[1:], "hybrid")
             take_steps(*shape, WIDE_METHODS[1:], "hybrid", planes=True)
             attend_window_of(*shape)
+        for planes in (False, True):
+            take_steps(16, 256, WIDE_METHODS[:1], planes=planes)
+        attend_window_of(16, 256)
         copy_some()
         edit_some()
         attend_window_of(4, 128)

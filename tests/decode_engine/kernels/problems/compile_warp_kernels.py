@@ -18,8 +18,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from decode_engine.kernels.coarse.search import CUT_REGISTERS, most_runs_alone
-from decode_engine.kernels.coarse.sizes import RUN, CoarseShape, CoarseSizes
+from decode_engine.kernels.coarse.search import CUT_REGISTERS, most_runs
+from decode_engine.kernels.coarse.sizes import RUN, CoarseSizes
 from decode_engine.kernels.coarse.warp import warp_pass, warp_search, warp_values
 from index_store.indexes.coarse_rows.scalars.row_sizes import value_groups
 
@@ -56,13 +56,12 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
     yield "cut", warp_search.cut_kernel, {"CHUNKS": 16, "SAMPLED": 4096, "GROUP": 4}, launch
     for kind, sizes in _SIZES.items():
         for group, head_dim, key_bits, value_bits in sizes:
-            shape = CoarseShape(registers=True)
             groups = value_groups(head_dim, 128)
-            layer = CoarseSizes(8, group, head_dim, key_bits, value_bits, groups, 2**17, shape)
-            constants = {**layer.constants_alone(), "KEY_BITS": key_bits, "VALUE_BITS": value_bits}
+            layer = CoarseSizes(8, group, head_dim, key_bits, value_bits, groups, 2**17)
+            constants = {**layer.constants(), "KEY_BITS": key_bits, "VALUE_BITS": value_bits}
             constants["VALUE_GROUPS"] = groups
             if kind == "sample":
-                runs = most_runs_alone(head_dim, layer.columns)
+                runs = most_runs(head_dim, layer.columns)
                 constants |= {"TAKEN": 512, "RUNS": runs, "RUN": RUN}
                 yield (
                     f"sample-{group}-{head_dim}-{key_bits}",
@@ -79,7 +78,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
                     f"{kind}-{group}-{head_dim}-{key_bits}-{value_bits}",
                     kernel,
                     constants,
-                    layer.launch_alone(keys=of_keys),
+                    layer.launch(keys=of_keys),
                 )
 
 

@@ -43,7 +43,6 @@ METHODS = (
     "pq",
     "pq+dropped",
     "refined",
-    "refined-codes",
 )
 LENGTHS = (4000, 1500)
 
