@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ import torch
 from decode_engine.__main__ import main
 from decode_engine.evaluation.comparison.evaluate import evaluate, question_segment, share_questions
 from decode_engine.evaluation.comparison.summary import Score
-from decode_engine.evaluation.prefill_command import PrefillCommand, PrefillFailedError
+from decode_engine.evaluation.prefill_command import PrefillCommand, PrefillFailedError, attention_flags
 from decode_engine.evaluation.settings import EvaluationConfig
 from decode_engine.evaluation.tasks import Document, DocumentSet, Question, held_out_text
 from index_store.cli.progress import show_stages
@@ -143,14 +144,6 @@ def test_a_wrong_configuration_is_refused_before_any_work(
 ) -> None:
     with pytest.raises(error):
         EvaluationConfig(Path("x"), **wrong)
-
-
-@pytest.mark.usefixtures("prefilled_here")
-def test_a_failed_prefill_is_quoted(tmp_path: Path) -> None:
-    command = PrefillCommand("no-such-model", tmp_path / "store", ["csattention"])
-    (tmp_path / "text").write_text("Some text.")
-    with pytest.raises(PrefillFailedError, match="no-such-model"):
-        command.run(tmp_path / "text", "name")
 
 
 def test_a_context_is_prefilled_by_a_process_of_its_own(tmp_path: Path) -> None:
@@ -373,3 +366,60 @@ def test_contexts_that_share_text_are_one_draw(tmp_path: Path) -> None:
     with show_stages(io.StringIO()) as start_stage:
         (score,) = evaluate(config, start_stage).scores
     assert (score.questions, score.contexts, score.exact_match_se, score.kl_se) == (4, 1, None, None)
+
+
+def test_expressions_become_flags() -> None:
+    assert attention_flags("exact") == []
+    assert attention_flags("muse") == ["--attention", "muse"]
+    assert attention_flags("muse:block=1024, cap=2.0,monopole") == [
+        *("--attention", "muse", "--muse-block", "1024", "--muse-cap", "2.0", "--no-muse-dipole")
+    ]
+    for expression in (
+        "fast",
+        "exact:block=3",
+        "muse:",
+        "muse:block",
+        "muse:speed=2",
+        "muse:dipole",
+        "muse:block=x",
+        "muse:block=1.5",
+    ):
+        with pytest.raises(InvalidArgumentError, match="attention is"):
+            attention_flags(expression)
+
+
+def test_what_a_usage_error_says_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said = "computing on cpu\nerror: invalid value for '--chunk'\n"
+    done = subprocess.CompletedProcess([], 2, stdout="", stderr=said)
+    monkeypatch.setattr("decode_engine.evaluation.prefill_command.subprocess.run", lambda *_, **__: done)
+    with pytest.raises(PrefillFailedError, match=r"text: invalid value for '--chunk'$"):
+        PrefillCommand("reader", tmp_path, ["full"]).run(tmp_path / "text", "name")
+
+
+def test_variants_are_there_twice() -> None:
+    config = EvaluationConfig(Path("o"), methods=("full",), attention="muse:block=512")
+    assert [variant.name for variant in config.variants()] == ["full"]
+    assert [variant.name for variant in config.approximated()] == ["full after muse:block=512"]
+    assert EvaluationConfig(Path("o")).approximated() == []
+    with pytest.raises(InvalidArgumentError, match="cannot read 'speed=2'"):
+        EvaluationConfig(Path("o"), attention="muse:speed=2")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prefilled_here")
+def test_the_cost_of_an_approximate_prefill_is_shown(run: Run, tmp_path: Path) -> None:
+    attention = "muse:block=128,clusters=4"
+    results = run(
+        *("evaluate", "--out", str(tmp_path), "--context-length", "700", "--questions", "2"),
+        *("--facts", "2", "--text-tokens", "16", "--methods", "full", "--attention", attention),
+        "--no-picture",
+    )
+    exact, approximated = results["scores"]
+    assert exact["method"] == "full"
+    assert exact["kl"] == 0.0
+    assert approximated["method"] == f"full after {attention}"
+    assert approximated["kl_text"] > 0.0
+    assert approximated["questions"] == exact["questions"] == 2
+    kept = {manifest.prefill["attention"] for manifest in Store(tmp_path / "store").list()}
+    assert kept == {"exact", "muse"}
+    assert json.loads((tmp_path / "results.json").read_text())["settings"]["attention"] == attention

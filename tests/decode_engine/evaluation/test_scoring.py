@@ -267,17 +267,3 @@ def test_standard_errors() -> None:
     assert cluster_mean(parts, [part % 2 for part in range(20)]) == pytest.approx((0.5, 0.5))
     # Each part its own context: the error of independent draws.
     assert cluster_mean(parts, range(20))[1] == pytest.approx(torch.cat(parts).std() / 20**0.5)
-
-
-def test_a_standard_error_is_that_of_other_contexts() -> None:
-    """Questions of a context that fail together: the error foretells how the mean varies between sets of contexts."""
-    torch.manual_seed(0)
-    asked, contexts = 25, 8
-    means, errors = [], []
-    for _ in range(400):
-        ease = torch.rand(contexts, 1)
-        answers = (torch.rand(contexts, asked) < ease).double()
-        mean, error = cluster_mean(list(answers), range(contexts))
-        means.append(mean)
-        errors.append(error or 0.0)
-    assert torch.tensor(errors).mean() == pytest.approx(float(torch.tensor(means).std()), rel=0.1)

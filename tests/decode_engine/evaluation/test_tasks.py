@@ -77,14 +77,6 @@ def novels() -> str:
     return held_out_text()
 
 
-@pytest.mark.parametrize("encoder", [Bytes(), Words(), ReaderTokens()], ids=["bytes", "words", "reader"])
-@pytest.mark.parametrize("tokens", [1500, 4096])
-def test_a_document_has_exactly_the_wanted_tokens(encoder: Encoder, tokens: int, novels: str) -> None:
-    document = make_document(encoder, novels[:60_000], tokens, facts=4, seed=1)
-    assert len(encoder.encode(document.text)) == document.token_count == tokens
-    assert len(document.questions) == 4
-
-
 ENCODERS = {"bytes": Bytes(), "words": Words(), "marked": Marked(), "reader": ReaderTokens()}
 
 
@@ -296,12 +288,6 @@ def test_taking_the_statements_out_gives_the_source_back(novels: str) -> None:
     assert novels == rest + document.continuation
 
 
-def test_the_seed_decides(novels: str) -> None:
-    first, again, other = (make_document(Bytes(), novels, 3000, facts=5, seed=seed) for seed in (7, 7, 8))
-    assert first == again
-    assert first.questions != other.questions
-
-
 def test_fewer_questions_than_facts_spread_over_the_document(novels: str) -> None:
     document = make_document(ReaderTokens(), novels, 4096, facts=20, seed=0, questions=5)
     depths = [question.depth for question in document.questions]
@@ -366,7 +352,7 @@ def test_held_out_words_are_plain_and_many() -> None:
     [
         ({"tokens": 4096, "facts": 3, "questions": 4}, "4 questions about 3 facts"),
         ({"tokens": 4096, "facts": 0}, "0 questions about 0 facts"),
-        ({"tokens": 300, "facts": 20}, "20 facts of task 'single' take"),
+        ({"tokens": 1200, "facts": 20}, "20 facts of task 'single' take"),
         ({"tokens": 100_000, "facts": 3}, "longer text"),
     ],
 )

@@ -105,10 +105,6 @@ def test_values_are_read(arguments: list[str], changes: dict[str, Any]) -> None:
     assert type(config.kind) is str
 
 
-def test_a_command_has_options_of_its_own() -> None:
-    assert invoke(*REQUIRED, "--own")[1] is True
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

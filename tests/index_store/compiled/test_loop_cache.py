@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import index_store
 from index_store.compiled import loop_cache
 from index_store.compiled.launch import njit
 from index_store.compiled.loop_cache import LoopCache, compiled_from
 from index_store.compiled.places import distrust, make, remove_unused
-
-_ROOT = Path(index_store.__file__).parent.parent
-_COMPILED = sorted(
-    path
-    for package in ("index_store", "decode_engine")
-    for path in (_ROOT / package).rglob("*.py")
-    if path.name.endswith("_numba.py")
-)
 
 
 def test_a_loop_is_named_by_all_that_it_is_compiled_from() -> None:
@@ -98,8 +88,3 @@ def test_files_that_nobody_used_for_months_are_removed(tmp_path: Path) -> None:
     os.utime(old, (time.time() - 100 * 24 * 3600,) * 2)
     remove_unused(tmp_path)
     assert (old.exists(), new.exists()) == (False, True)
-
-
-def test_every_compiled_module_can_be_found() -> None:
-    for path in _COMPILED:
-        assert find_spec(".".join(path.relative_to(_ROOT).with_suffix("").parts)) is not None

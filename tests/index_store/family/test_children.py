@@ -1,7 +1,12 @@
-"""Children in a store: what they hold, what their parents are kept for, and what is refused."""
+"""Children in a store: what they hold, what their parents are kept for, and what is refused.
+
+What nobody can read now may be a living child: what it may need stays.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 from dataclasses import replace
@@ -22,6 +27,8 @@ from index_store.errors import (
     InvalidArgumentError,
     ManifestError,
     ParentMissingError,
+    StoreError,
+    StoreUnavailableError,
     UnexpectedFileError,
 )
 from index_store.family.children import (
@@ -33,6 +40,7 @@ from index_store.family.children import (
 )
 from index_store.family.parents import parent_of
 from index_store.memory.arena import Arena
+from index_store.store import listing
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up, find_leftovers
 from index_store.store.description.array_shapes import kv_entry, window_entry
@@ -347,3 +355,94 @@ def test_random_families_keep_their_rules(shelf: Shelf) -> None:
             if not shelf.store.expired(entry):
                 parent_of(shelf.store, entry)
                 assert entry.parent is None or len(read_own_rows(shelf.store, entry).token_ids) == 2
+
+
+def clock() -> datetime:
+    return NOW
+
+
+@pytest.fixture
+def outlived(tmp_path: Path) -> Store:
+    """An expired context and a living one that continues it."""
+    store = Store(tmp_path, create=True, clock=clock)
+    id_ = synthetic_context().write(store)
+    publish_child(store, continuation(store, id_))
+    store.update(id_, lambda present: replace(present, expires_at=NOW - timedelta(hours=1)))
+    return store
+
+
+def family(store: Store) -> tuple[Manifest, Manifest]:
+    """Parent and child."""
+    (child,) = [entry for entry in store.list() if entry.parent is not None]
+    assert child.parent is not None
+    return store.manifest(child.parent.id), child
+
+
+def fail_to_read(monkeypatch: pytest.MonkeyPatch, id_: str) -> None:
+    """As when the process has too many open files."""
+    original = listing.read_file
+
+    def read_file(path: Path, most: int) -> tuple[bytes, os.stat_result]:
+        if path.parent.name == id_:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return original(path, most)
+
+    monkeypatch.setattr(listing, "read_file", read_file)
+
+
+def test_gc_keeps_what_an_unreadable_child_may_need(outlived: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent, child = family(outlived)
+    failures: list[StoreError] = []
+    with monkeypatch.context() as patch:
+        fail_to_read(patch, child.id)
+        assert clean_up(Store(outlived.path, clock=clock), on_failure=failures.append) == []
+    (failure,) = failures
+    assert f"expired contexts are kept, since context {child.id}" in failure.message
+    assert outlived.manifest(parent.id) == parent
+    outlived.delete(child.id)
+    assert [item.kind for item in clean_up(outlived)] == ["expired"]
+
+
+def test_gc_looks_again_before_it_removes(outlived: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that came, and cannot be read, after the expired contexts were found."""
+    parent, child = family(outlived)
+    hidden = outlived.path / "hidden"
+    folder = outlived.folders.context(child.id)
+    folder.rename(hidden)
+    store = Store(outlived.path, clock=clock)
+    (item,) = clean_up(store, dry_run=True)
+    hidden.rename(folder)
+    with monkeypatch.context() as patch:
+        fail_to_read(patch, child.id)
+        with pytest.raises(StoreError, match="expired contexts are kept"):
+            item.remove()
+    assert not item.remove()
+    assert outlived.manifest(parent.id) == parent
+
+
+def test_gc_keeps_what_a_damaged_child_may_need(outlived: Store) -> None:
+    parent, child = family(outlived)
+    (outlived.folders.context(child.id) / "manifest.json").write_text("{")
+    failures: list[StoreError] = []
+    assert clean_up(Store(outlived.path, clock=clock), on_failure=failures.append) == []
+    assert len(failures) == 1
+    assert outlived.manifest(parent.id) == parent
+    outlived.delete(child.id)
+    assert [item.kind for item in clean_up(outlived, on_failure=failures.append)] == ["expired"]
+    assert len(failures) == 1
+
+
+def test_no_parent_is_deleted_while_a_child_may_be_unreadable(
+    outlived: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent, child = family(outlived)
+    with monkeypatch.context() as patch:
+        fail_to_read(patch, child.id)
+        for recursive in (False, True):
+            with pytest.raises(StoreUnavailableError, match=f"whether context {child.id[:12]} continues it"):
+                Store(outlived.path, clock=clock).delete(parent.id, recursive=recursive)
+        assert outlived.manifest(parent.id) == parent
+        assert Store(outlived.path, clock=clock).delete(child.id) == [child.id]  # whatever its own state
+    assert outlived.delete(parent.id) == [parent.id]
+    with pytest.raises(ContextNotFoundError):
+        outlived.manifest(parent.id)

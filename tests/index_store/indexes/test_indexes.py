@@ -18,6 +18,7 @@ from index_store.indexes.key_pages import Pages
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.memory.arena import Arena
+from index_store.methods.index_specs import INDEX_SPECS
 from index_store.selection.budgets import Ratio
 from index_store.selection.cutting import cut
 from index_store.selection.ranking import Ranking
@@ -34,41 +35,29 @@ POSITION = PLANTED + 64
 """Of queries: as far behind that key as indexes with windowed RoPE take every key to be."""
 FREQUENCIES = 100.0 ** -(torch.arange(DIM // 2) / (DIM // 2))
 
-DENSE: dict[str, Scalar] = {
-    "layout": "dense",
-    "subspaces": 8,
-    "centroids": 16,
-    "split": "strided",
-    "scores": "dot",
-    "alpha": 0.2,
-    "iterations": 5,
-}
+
+def small(name: str, **changes: Scalar) -> dict[str, Scalar]:
+    """Parameters of a listed index, of sizes for a few hundred keys."""
+    return {**INDEX_SPECS[name].parameters, **changes}
+
+
+DENSE = small("query_tables", subspaces=8, iterations=5, centroids=16)
 PROJECTED: dict[str, Scalar] = {"group": "per_head", "weights": "projection"}
-PAPER: dict[str, Scalar] = {
-    "group": "pooled",
-    "weights": "uniform",
-    "backoff_cosine": 0.5,
-    "backoff_centroids": 2,
-}
-CLUSTERS: dict[str, Scalar] = {
-    "keys_per_cluster": 4,
-    "metric": "euclidean",
-    "block": 300,
-    "iterations": 5,
-    "moments": "diagonal",
-    "window": 0,
-    "sinks": 0,
-}
-CODES: dict[str, Scalar] = {"subspaces": 8, "bits": 6, "split": "strided", "iterations": 5}
+UNIFORM: dict[str, Scalar] = {"group": "pooled", "weights": "uniform"}
+BACKOFF: dict[str, Scalar] = {**UNIFORM, "backoff_cosine": 0.5, "backoff_centroids": 2}
+CLUSTERS = small(
+    "key_clusters",
+    keys_per_cluster=4,
+    metric="euclidean",
+    block=300,
+    iterations=5,
+    moments="diagonal",
+    sinks=0,
+)
 WINDOWED: dict[str, Scalar] = {**CLUSTERS, "window": 64}
 TREE: dict[str, Scalar] = {"keys_per_coarse": 50}
-COARSE: dict[str, Scalar] = {
-    "coding": "scalar",
-    "key_bits": 4,
-    "value_bits": 4,
-    "value_group": 128,
-    "iterations": 3,
-}
+CODES = small("product_codes", subspaces=8, bits=6, iterations=5)
+COARSE = small("coarse_rows", iterations=3)
 
 
 @dataclass(frozen=True)
@@ -90,7 +79,7 @@ CASES = [
         "paper",
         QueryTables,
         {**DENSE, "layout": "lists", "split": "contiguous", "scores": "cosine"},
-        PAPER,
+        BACKOFF,
         0.12,
     ),
     Case("clusters", KeyClusters, CLUSTERS, {}, 0.2),

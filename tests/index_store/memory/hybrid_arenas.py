@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from decode_engine.layers.session import Session
 from index_store.memory.arena import Arena
 from index_store.memory.context_loading import placed_bytes
 from index_store.memory.placement import MemoryBytes, Placement
@@ -71,3 +72,18 @@ def no_collector() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def decode(session: Session, prompt: int, device: torch.device = CPU) -> Tensor:
+    """A prompt, then three steps, of a session at position 150; outputs of layers that search, [2, T, 2, 16]."""
+    generator = torch.Generator().manual_seed(1)
+    outs, position = [], 150
+    for count in (prompt, 1, 1, 1):
+        q = torch.randn(2, count, 2, 16, generator=generator)
+        k, v = torch.randn(2, 2, count, 16, generator=generator)
+        outs += [
+            layer.attend(q.to(device), k.to(device), v.to(device), position).cpu()
+            for layer in session.layers[1:]
+        ]
+        position += count
+    return torch.cat(outs, dim=1)

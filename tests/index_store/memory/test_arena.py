@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -243,35 +242,6 @@ def test_an_interrupted_load_frees_its_place(many: tuple[Store, list[SyntheticCo
     touch(arena, store, contexts[0])
 
 
-def test_stress(many: tuple[Store, list[SyntheticContext]]) -> None:
-    store, contexts = many
-    arena = Arena(2 * SIZE, RecordingLocker())
-    refused: list[int] = []
-
-    def use(seed: int) -> None:
-        chooser = random.Random(seed)
-        for _ in range(15):
-            context = chooser.choice(contexts)
-            layer = chooser.randrange(3)
-            try:
-                with arena.acquire(store, context.id) as resident:
-                    assert bits(resident.kv(layer)) == bits(context.kv[layer])
-                    if chooser.random() < 0.2:
-                        arena.drop(chooser.choice(contexts).id)
-                    assert bits(resident.kv(layer)) == bits(context.kv[layer])
-            except MemoryBudgetError:
-                refused.append(seed)
-            assert arena.stats().used_bytes <= 2 * SIZE
-
-    with ThreadPoolExecutor(6) as pool:
-        for future in [pool.submit(use, seed) for seed in range(6)]:
-            future.result()
-    stats = arena.stats()
-    assert stats.leases == stats.leased_bytes == 0
-    assert stats.contexts <= 2
-    assert stats.loads + stats.hits == 6 * 15 - len(refused)
-
-
 def test_drop(many: tuple[Store, list[SyntheticContext]]) -> None:
     store, contexts = many
     a, b, *_ = contexts
@@ -315,11 +285,6 @@ def test_an_expired_context_is_not_served_from_memory(store: Store) -> None:
     with pytest.raises(ContextExpiredError):
         touch(arena, ticking, context)
     assert arena.stats().used_bytes == 0
-
-
-def test_unknown_context(store: Store) -> None:
-    with pytest.raises(ContextNotFoundError), Arena(SIZE).acquire(store, "0" * 64):
-        pytest.fail("leased a context that is not there")
 
 
 def test_an_error_of_the_user_ends_the_lease(many: tuple[Store, list[SyntheticContext]]) -> None:

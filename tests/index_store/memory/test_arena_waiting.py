@@ -119,13 +119,6 @@ def test_what_can_never_fit_is_refused_at_once(many: tuple[Store, list[Synthetic
     assert not interest.asked.is_set()
 
 
-def test_nobody_waits_for_memory_unless_told_to(many: tuple[Store, list[SyntheticContext]]) -> None:
-    store, (a, b, *_) = many
-    arena = Arena(SIZE)
-    with arena.acquire(store, a.id), pytest.raises(MemoryBudgetError), arena.acquire(store, b.id):
-        pytest.fail("leased what does not fit")
-
-
 def test_waiting_for_a_load_ends_with_the_interest(
     pool: ThreadPoolExecutor, many: tuple[Store, list[SyntheticContext]]
 ) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from decode_engine.layers.session import Session
 from index_store.errors import ChecksumError, InvalidArgumentError, MemoryBudgetError
@@ -21,7 +20,7 @@ from index_store.memory.resident import ResidentContext
 from index_store.methods.presets import get_method
 from index_store.store.catalog import Store
 from index_store.store.description.dtypes import STORED_DTYPES
-from tests.index_store.memory.hybrid_arenas import CPU, DEVICES, check_contents, no_collector
+from tests.index_store.memory.hybrid_arenas import CPU, DEVICES, check_contents, decode, no_collector
 from tests.support.layers import build_index, small_spec
 from tests.support.memory import copy_padded, load_context, resident_bytes
 from tests.support.store import KINDS, SyntheticContext, indexed_context, synthetic_context
@@ -56,16 +55,6 @@ def test_padding_counts() -> None:
     manifest = synthetic_context(index_dtypes=("int8",)).manifest
     # Two layers of an array [2, 4, 37].
     assert resident_bytes(manifest, CPU) - resident_bytes(manifest) == 2 * (2 * 4 * 256 - 512)
-
-
-def test_copies_are_padded_alike() -> None:
-    tables = torch.randint(-128, 128, (2, 3, 5, 300), dtype=torch.int8)
-    copied = copy_padded(tables, CPU)
-    assert torch.equal(copied, tables)
-    assert copied.stride() == (3 * 5 * 512, 5 * 512, 512, 1)
-    assert copied.flatten(1, 2).data_ptr() == copied.data_ptr()
-    keys = torch.randn(2, 3, 5)
-    assert copy_padded(keys, CPU).is_contiguous()
 
 
 @pytest.mark.parametrize("piece", [1, 5, 16, 40, 41, 120])
@@ -110,15 +99,17 @@ def test_a_context_too_large_for_the_budget_is_refused(stored: Store, context: S
         DeviceBlock(1 << 60, CPU)
 
 
-def test_memory_is_freed(many: tuple[Store, list[SyntheticContext]]) -> None:
+@pytest.mark.parametrize("device", [None, CPU])
+def test_memory_is_freed(many: tuple[Store, list[SyntheticContext]], device: torch.device | None) -> None:
     store, contexts = many
-    arena = Arena(resident_bytes(contexts[0].manifest, CPU), device=CPU)
+    arena = Arena(resident_bytes(contexts[0].manifest, device), device=device)
     with no_collector():
         with arena.acquire(store, contexts[0].id) as resident:
             storage = weakref.ref(resident.kv(0).untyped_storage())
             kept = resident.derived("twice", partial(torch.mul, resident.kv(0), 2))
             derived = weakref.ref(kept)
         del resident, kept
+        assert storage() is not None
         with arena.acquire(store, contexts[1].id):
             assert storage() is None
             assert derived() is None
@@ -139,24 +130,8 @@ def test_padding_changes_no_answer(store: Store, name: str, device: torch.device
     outs = []
     for where in (None, device):
         with Arena(2**24, device=where).acquire(store, context.id) as resident:
-            outs.append(decode(Session(resident, method.on(resident.manifest)), where or CPU))
+            outs.append(decode(Session(resident, method.on(resident.manifest)), 40, where or CPU))
     torch.testing.assert_close(outs[0], outs[1], rtol=1e-4, atol=1e-5)
-
-
-def decode(session: Session, device: torch.device) -> Tensor:
-    """A prompt, part of which leaves the recent window, then three steps; outputs of layers that search."""
-    generator = torch.Generator().manual_seed(1)
-    outs, position = [], 150
-    for count in (40, 1, 1, 1):
-        q = torch.randn(2, count, 2, 16, generator=generator)
-        k, v = torch.randn(2, 2, count, 16, generator=generator)
-        outs += [
-            layer.attend(q.to(device), k.to(device), v.to(device), position).cpu()
-            for layer in session.layers[1:]
-        ]
-        position += count
-    session.close()
-    return torch.cat(outs, dim=1)
 
 
 def resident_context() -> ResidentContext:

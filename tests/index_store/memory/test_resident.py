@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,18 +16,15 @@ from index_store.errors import (
     MethodUnsupportedError,
 )
 from index_store.indexes.classes import INDEX_CLASSES
-from index_store.indexes.exact_index import ExactIndex
-from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.memory.arena import Arena
-from index_store.memory.host_memory import ALIGNMENT, HostBlock
+from index_store.memory.host_memory import HostBlock
 from index_store.memory.resident import LayerGate
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
 from index_store.store.catalog import Store
 from index_store.store.description.dtypes import STORED_DTYPES
-from index_store.store.description.manifest import IndexEntry
-from tests.index_store.memory.hybrid_arenas import CPU, check_contents, no_collector, same
+from tests.index_store.memory.hybrid_arenas import CPU, check_contents, decode, no_collector, same
 from tests.support.layers import build_index, small_spec
 from tests.support.memory import resident_bytes
 from tests.support.store import (
@@ -66,30 +62,9 @@ def test_contents(store: Store, dtype: str) -> None:
         assert resident.nbytes <= arena.stats().used_bytes == resident_bytes(context.manifest)
 
 
-def test_one_block_holds_a_context(many: tuple[Store, list[SyntheticContext]]) -> None:
-    store, contexts = many
-    with Arena(SIZE).acquire(store, contexts[0].id) as resident:
-        starts = [resident.kv(layer).data_ptr() for layer in range(3)]
-        assert max(starts) - min(starts) < SIZE
-        assert all((start - starts[0]) % ALIGNMENT == 0 for start in starts)
-        assert resident.kv(0).untyped_storage().data_ptr() == resident.kv(2).untyped_storage().data_ptr()
-
-
 def test_the_machine_refuses_memory() -> None:
     with pytest.raises(MemoryBudgetError, match="refused"):
         HostBlock(1 << 60)
-
-
-@no_collector()
-def test_memory_is_freed(many: tuple[Store, list[SyntheticContext]]) -> None:
-    store, contexts = many
-    arena = Arena(SIZE)
-    with arena.acquire(store, contexts[0].id) as resident:
-        storage = weakref.ref(resident.kv(0).untyped_storage())
-    del resident
-    assert storage() is not None
-    touch(arena, store, contexts[1])
-    assert storage() is None
 
 
 def searched_context(method: Method) -> SyntheticContext:
@@ -98,18 +73,6 @@ def searched_context(method: Method) -> SyntheticContext:
     assert method.index is not None
     built = [build_index(method.index, kv[layer], group=2) for layer in (1, 2)]
     return indexed_context(method.index.name, small_spec(method.index).parameters, built, kv, group=2)
-
-
-def decode(session: Session) -> None:
-    """A prompt that is long enough for some of its tokens to leave the recent window, then three steps."""
-    generator = torch.Generator().manual_seed(1)
-    position = 150
-    for count in (140, 1, 1, 1):
-        q = torch.randn(2, count, 2, 16, generator=generator)
-        k, v = torch.randn(2, 2, count, 16, generator=generator)
-        for layer in session.layers:
-            layer.attend(q, k, v, position)
-        position += count
 
 
 FREED = (
@@ -139,7 +102,7 @@ def test_memory_that_indexes_and_a_session_used_is_freed(store: Store, name: str
     arena = Arena(1 << 24)
     with arena.acquire(store, context.id) as resident:
         # The first calls compile the kernels, and the compiler leaves cycles behind that hold their arguments.
-        decode(Session(resident, method.on(resident.manifest)))
+        decode(Session(resident, method.on(resident.manifest)), 140)
     assert arena.drop(context.id)
     with no_collector():
         with arena.acquire(store, context.id) as resident:
@@ -147,7 +110,7 @@ def test_memory_that_indexes_and_a_session_used_is_freed(store: Store, name: str
             assert type(resident.index(method.index.name, 1)) is INDEX_CLASSES[method.index.kind]
             session = Session(resident, method.on(resident.manifest))
             if used:
-                decode(session)
+                decode(session, 140)
                 assert session.figures.searches > 0
                 assert session.figures.append_ns > 0
             session.close()
@@ -196,27 +159,6 @@ def test_index_that_is_not_there(many: tuple[Store, list[SyntheticContext]]) -> 
         pytest.raises(InvalidArgumentError, match="layer 3"),
     ):
         resident.kv(3)
-
-
-def test_index_without_arrays(store: Store) -> None:
-    context = synthetic_context(index_dtypes=())
-    entry = IndexEntry("oracle", ExactIndex.kind, {}, (1, 2), ())
-    context = replace(context, draft=replace(context.draft, indexes=(entry,)))
-    context.write(store)
-    with Arena(1 << 20).acquire(store, context.id) as resident:
-        assert isinstance(resident.index("oracle", 2), LayerIndex)
-
-
-def test_page_locking(many: tuple[Store, list[SyntheticContext]]) -> None:
-    store, contexts = many
-    locker = RecordingLocker()
-    arena = Arena(2 * SIZE, locker)
-    for context in contexts:
-        touch(arena, store, context)
-    assert len(locker.locked) == 2
-    assert arena.stats().page_locked_bytes == 2 * SIZE
-    arena.clear()
-    assert locker.locked == []
 
 
 @no_collector()

@@ -21,21 +21,9 @@ def specs_of(method: Method) -> list[str]:
 
 def test_names_and_defaults() -> None:
     assert list(METHODS) == [
-        "full",
-        "oracle",
-        "csattention",
-        "csattention-paper",
-        "squeezed",
-        "squeezed-tree",
-        "multipole",
-        "multipole-windowed",
-        "multipole-tree",
-        "tactic",
-        "quest",
-        "pq",
-        "refined",
-        "refined-3",
-        "refined-codes",
+        *("full", "oracle", "csattention", "csattention-paper", "squeezed", "squeezed-tree"),
+        *("multipole", "multipole-windowed", "multipole-tree", "tactic", "quest", "pq"),
+        *("refined", "refined-3", "refined-codes"),
     ]
     assert specs_of(METHODS[DEFAULT_METHOD]) == ["coarse_rows"]  # one pass over keys and values, no k-means
     for name, method in METHODS.items():
@@ -45,20 +33,6 @@ def test_names_and_defaults() -> None:
         assert method.schedule == Schedule()
     tables = INDEX_SPECS["query_tables"].parameters
     assert (tables["subspaces"], tables["centroids"]) == (16, 32)
-
-
-@pytest.mark.parametrize("spec", INDEX_SPECS.values(), ids=INDEX_SPECS)
-def test_listed_indexes_know_their_parameters_and_sizes(spec: IndexSpec) -> None:
-    size = INDEX_KINDS[spec.kind].bytes_per_token(spec.parameters, 128)
-    assert size > 0.0 if spec.stored else size == 0.0
-
-
-def test_stored_indexes() -> None:
-    assert specs_of(METHODS["full"]) == specs_of(METHODS["oracle"]) == []
-    assert specs_of(METHODS["csattention"]) == ["query_tables", "remainder_clusters"]
-    assert specs_of(METHODS["csattention"].without_remainder()) == ["query_tables"]
-    assert specs_of(METHODS["multipole"]) == ["key_clusters"]
-    assert specs_of(get_method("oracle+dipole")) == ["dipole_clusters"]
 
 
 def test_a_ratio_may_have_a_least_number_of_keys() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
-from index_store.selection.budgets import Budget, Ratio, Threshold, TokenCount
+from index_store.selection.budgets import Budget, Mass, Ratio, Threshold, TokenCount
 from index_store.selection.cutting import cut
 from index_store.selection.ranking import Items, Members, Ranking
 from index_store.selection.selected import Selection
@@ -121,6 +120,18 @@ def test_a_ratio_is_of_all_tokens_and_rounds_up() -> None:
         (lambda: Ratio(0.1, "sum"), "group rule is 'sum'"),
         (lambda: TokenCount(0), "token budget is 0"),
         (lambda: TokenCount(5, "sum"), "group rule is 'sum'"),
+        (lambda: Threshold(None, None), "keep ratio is None and threshold is None, expected one of the two"),
+        (lambda: Threshold(0.1, 0.1), "expected one of the two"),
+        (lambda: Threshold(0.0, None), "keep ratio is 0.0"),
+        (lambda: Threshold(1.1, None), "keep ratio is 1.1"),
+        (lambda: Threshold(None, 0.0), "threshold is 0.0"),
+        (lambda: Threshold(0.1, None, "median"), "group rule is 'median'"),
+        (lambda: Mass(0.0), "attention mass is 0.0"),
+        (lambda: Mass(1.5), "attention mass is 1.5"),
+        (lambda: Mass(0.9, group="average"), "group rule is 'average', expected union"),
+        (lambda: Mass(0.9, head=0.0), "measured head of the curve is 0.0"),
+        (lambda: Mass(0.9, window=0), "window is 0 keys, expected 1 to 64"),
+        (lambda: Mass(0.9, window=65), "window is 65 keys"),
     ],
 )
 def test_other_parameters_are_refused(make: type[Budget], message: str) -> None:
@@ -128,8 +139,18 @@ def test_other_parameters_are_refused(make: type[Budget], message: str) -> None:
         make()
 
 
-def test_labels() -> None:
-    assert (Ratio(0.05).label, TokenCount(128).label) == ("5.00%", "128 keys")
+@pytest.mark.parametrize(
+    ("budget", "label"),
+    [
+        (Ratio(0.05), "5.00%"),
+        (TokenCount(128), "128 keys"),
+        (Threshold(keep=0.02), "2.00% by threshold"),
+        (Threshold(threshold=0.00125), "S > 0.00125"),
+        (Mass(0.95), "0.95 of the mass"),
+    ],
+)
+def test_labels(budget: Budget, label: str) -> None:
+    assert budget.label == label
 
 
 def item_weights(ranking: Ranking, problem: Problem, single: bool) -> tuple[Tensor, list[list[list[int]]]]:
@@ -167,13 +188,15 @@ def reference(
 
 @pytest.mark.parametrize("group", ["average", "max", "union"])
 @pytest.mark.parametrize("positions", [1, 5])
-@pytest.mark.parametrize("items", ["single", "clusters", "two groups"])
+@pytest.mark.parametrize("items", ["single", "clusters", "two groups", "pruned"])
 def test_keeps_what_exceeds_the_threshold(group: str, positions: int, items: str) -> None:
     problem = make_problem(300, positions=positions, group=3, sharpness=3.0)
     single = items == "single"
     ranking = problem.single_keys() if single else problem.clusters(6, groups=1 + (items == "two groups"))
+    if items == "pruned":
+        ranking.logits_HTGM[..., 1::2] = -torch.inf
     sizes = set()
-    for threshold in (1e-5, 1e-3, 3e-3, 0.02, 1.0):
+    for threshold in (1e-30, 1e-5, 1e-3, 3e-3, 0.02, 1.0):
         selection = cut(Threshold(threshold=threshold, group=group), ranking, problem.step())
         expected = reference(ranking, problem, threshold, group, single)
         found = [[selected(selection, head, t) for t in range(positions)] for head in range(2)]
@@ -196,54 +219,6 @@ def test_positions_of_a_prompt_share_memory() -> None:
     assert selection.ids_HTK.shape[1] == selection.counts_HT.shape[1] == 7
 
 
-def test_union_equals_max_in_a_decode_step() -> None:
-    problem = make_problem(400, group=4, sharpness=3.0)
-    ranking = problem.clusters(8)
-    union, largest = (
-        cut(Threshold(threshold=2e-3, group=group), ranking, problem.step()) for group in ("union", "max")
-    )
-    assert torch.equal(union.counts_HT, largest.counts_HT)
-    assert [selected(union, h, 0) for h in (0, 1)] == [selected(largest, h, 0) for h in (0, 1)]
-
-
-def test_flat_heads_keep_more_than_peaked_ones_at_one_threshold() -> None:
-    """Until flatness falls below the threshold itself: S of uniform attention is one over the number of keys."""
-    flat, peaked = (make_problem(500, sharpness=sharpness) for sharpness in (1.0, 8.0))
-    threshold = 0.5 / 500
-    counts = [
-        int(cut(Threshold(threshold=threshold), problem.clusters(8), problem.step()).counts_HT.sum())
-        for problem in (flat, peaked)
-    ]
-    assert counts[0] > 2 * counts[1] > 0
-
-
-def test_nothing_may_exceed_the_threshold() -> None:
-    problem = make_problem(200, sharpness=0.1)
-    selection = cut(Threshold(threshold=0.5), problem.clusters(8), problem.step())
-    assert selection.counts_HT.tolist() == [[0], [0]]
-    assert selection.ids_HTK.shape == (2, 1, 0)
-
-
-def test_items_below_nothing_exceed_no_threshold() -> None:
-    problem = make_problem(200)
-    full = problem.clusters(8)
-    logits = full.logits_HTGM.clone()
-    logits[..., 1::2] = -torch.inf
-    ranking = Ranking(logits, full.items)
-    selection = cut(Threshold(threshold=1e-30), ranking, problem.step())
-    for head in range(2):
-        bounds = full.items.groups[0].offsets_HM[head].tolist()
-        keys = full.items.groups[0].keys_HX[head].tolist()
-        kept = [
-            key
-            for column in range(0, len(bounds) - 1, 2)
-            for key in keys[bounds[column] : bounds[column + 1]]
-        ]
-        assert selected(selection, head, 0) == sorted(
-            key for key in kept if problem.first <= key < problem.end
-        )
-
-
 def test_a_wanted_share_becomes_a_threshold_through_the_calibration() -> None:
     problem = make_problem(300)
     asked: list[float] = []
@@ -264,24 +239,3 @@ def test_a_wanted_share_needs_a_calibration() -> None:
     problem = make_problem(100)
     with pytest.raises(MethodUnsupportedError, match="no calibrated thresholds; prefill the document again"):
         cut(Threshold(keep=0.05), problem.clusters(8), problem.step())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ((None, None), "keep ratio is None and threshold is None, expected one of the two"),
-        ((0.1, 0.1), "expected one of the two"),
-        ((0.0, None), "keep ratio is 0.0"),
-        ((1.1, None), "keep ratio is 1.1"),
-        ((None, 0.0), "threshold is 0.0"),
-        ((0.1, None, "median"), "group rule is 'median'"),
-    ],
-)
-def test_other_thresholds_are_refused(options: Sequence[object], message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=message):
-        Threshold(*options)  # type: ignore[arg-type]
-
-
-def test_labels_of_thresholds() -> None:
-    assert Threshold(keep=0.02).label == "2.00% by threshold"
-    assert Threshold(threshold=0.00125).label == "S > 0.00125"

@@ -1,4 +1,4 @@
-"""Manifests: round trip, one error per way of being wrong, model and dtype checks, and the version before.
+"""Manifests and ids of contexts: round trip, an error per way of being wrong, checks of model and dtype, versions.
 
 What is wrong by its type alone is found as in every sealed file (`tests/sealed_records`).
 """
@@ -10,17 +10,22 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import google_crc32c
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from index_store.attention.layer_shape import WindowLayers
 from index_store.errors import (
     DtypeMismatchError,
+    InvalidArgumentError,
     ManifestError,
     ModelMismatchError,
 )
 from index_store.selection.threshold_curve import KEEP_GRID
+from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.array_shapes import (
     conversation_entry,
     index_array_entry,
@@ -29,7 +34,7 @@ from index_store.store.description.array_shapes import (
     tokens_entry,
     window_entry,
 )
-from index_store.store.description.context_id import ModelIdentity
+from index_store.store.description.context_id import ModelIdentity, context_id
 from index_store.store.description.manifest import (
     MANIFESTS,
     IndexEntry,
@@ -190,77 +195,70 @@ def test_labels_pins_and_messages_survive_and_are_bounded(context: SyntheticCont
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        (("name",), "a\x1b[2Jb", r"'name' is .*expected 1-500 printable"),
-        (("id",), "../../etc", r"'id' is '../../etc', expected 64"),
-        (("created_at",), "2026-01-01T00:00:00", r"'created_at' .*a time in UTC"),
-        (("dtype",), "int8", r"'dtype' is 'int8', expected one of float32"),
-        (("token_count",), 36, r"'tokens' is .*37.*expected .*36"),
-        (("token_count",), 5000, r"'token_count' is 5000, expected at most 4096"),
-        (("dense_layers",), [3], r"'dense_layers' is \(3,\), expected ascending layers of 0..2"),
-        (("dense_layers",), [1, 0], r"'dense_layers'"),
-        (("methods",), [], r"'methods' is \(\), expected one or more different names"),
-        (("methods",), ["full", "full"], r"'methods' .*one or more different names"),
-        (("methods",), ["full", "a\nb"], r"'methods\[1\]' is .*printable"),
+        ("name", "a\x1b[2Jb", r"'name' is .*expected 1-500 printable"),
+        ("id", "../../etc", r"'id' is '../../etc', expected 64"),
+        ("created_at", "2026-01-01T00:00:00", r"'created_at' .*a time in UTC"),
+        ("dtype", "int8", r"'dtype' is 'int8', expected one of float32"),
+        ("token_count", 36, r"'tokens' is .*37.*expected .*36"),
+        ("token_count", 5000, r"'token_count' is 5000, expected at most 4096"),
+        ("dense_layers", [3], r"'dense_layers' is \(3,\), expected ascending layers of 0..2"),
+        ("dense_layers", [1, 0], r"'dense_layers'"),
+        ("methods", [], r"'methods' is \(\), expected one or more different names"),
+        ("methods", ["full", "full"], r"'methods' .*one or more different names"),
+        ("methods", ["full", "a\nb"], r"'methods\[1\]' is .*printable"),
         (
-            ("selection_errors",),
+            "selection_errors",
             [0.5, 0.1],
             r"'selection_errors' is .*expected 3 numbers, one per layer, or none",
         ),
-        (("model", "kv_heads"), 3, r"'model.query_heads' is 4, expected a multiple of 3"),
-        (("model", "layers"), 4, r"'kv' is .*expected .*4, 2"),
-        (("model", "head_dim"), 0, r"'model.head_dim' is 0, expected an integer of 1 to"),
-        (("kv", "dtype"), "float16", r"'kv' is"),
-        (("kv", "path"), "../kv", r"'path' is '../kv'"),
-        (("kv", "chunks"), [1, 1], r"'kv.chunks' is \(1, 1\), expected sizes that divide"),
-        (("indexes", 0, "name"), "a/b", r"'index.name' is 'a/b'"),
-        (("indexes", 0, "layers"), [0, 5], r"'indexes.tables.layers' is \(0, 5\)"),
-        (("indexes", 0, "layers"), [1], r"leading sizes \(1, 2\)"),
-        (("indexes", 0, "arrays", 0, "path"), "index/other/x", r"'path' is 'index/other/x'"),
-        (("indexes", 0, "arrays", 0, "dtype"), "complex64", r"dtype' is 'complex64', expected one of int8"),
+        ("model.kv_heads", 3, r"'model.query_heads' is 4, expected a multiple of 3"),
+        ("model.layers", 4, r"'kv' is .*expected .*4, 2"),
+        ("model.head_dim", 0, r"'model.head_dim' is 0, expected an integer of 1 to"),
+        ("kv.dtype", "float16", r"'kv' is"),
+        ("kv.path", "../kv", r"'path' is '../kv'"),
+        ("kv.chunks", [1, 1], r"'kv.chunks' is \(1, 1\), expected sizes that divide"),
+        ("indexes.0.name", "a/b", r"'index.name' is 'a/b'"),
+        ("indexes.0.layers", [0, 5], r"'indexes.tables.layers' is \(0, 5\)"),
+        ("indexes.0.layers", [1], r"leading sizes \(1, 2\)"),
+        ("indexes.0.arrays.0.path", "index/other/x", r"'path' is 'index/other/x'"),
+        ("indexes.0.arrays.0.dtype", "complex64", r"dtype' is 'complex64', expected one of int8"),
+        ("indexes.0.arrays.0.shape", [2, 2, 0, 37], r"shape' is \(2, 2, 0, 37\), expected .*positive"),
+        ("indexes.0.arrays.0.chunks", [2, 1, 2, 37], r"expected one chunk per layer and KV head"),
         (
-            ("indexes", 0, "arrays", 0, "shape"),
-            [2, 2, 0, 37],
-            r"shape' is \(2, 2, 0, 37\), expected .*positive",
-        ),
-        (("indexes", 0, "arrays", 0, "chunks"), [2, 1, 2, 37], r"expected one chunk per layer and KV head"),
-        (
-            ("indexes", 0, "arrays", 0, "chunks"),
+            "indexes.0.arrays.0.chunks",
             [2, 2, 4, 37],
             r"'index/tables/array_int8.checksums' is '4 checksums, .*expected 1 of 8",
         ),
-        (("kv", "checksums"), "0" * 40, r"'kv.checksums' is '5 checksums, 0.*expected 6 of 8 .*hex digits"),
-        (("kv", "checksums"), "0" * 56, r"'kv.checksums' is '7 checksums, 0.*expected 6 of 8"),
-        (("kv", "checksums"), "0" * 47, r"'kv.checksums' is '5.875 checksums, 0.*expected 6 of 8"),
-        (("kv", "checksums"), "A" * 48, r"'kv.checksums' is '6 checksums, A.*expected 6 of 8 lower-case hex"),
-        (("kv", "checksums"), "0" * 47 + "\n", r"'kv.checksums' is '6 checksums, 0"),
-        (("tokens", "checksums"), "", r"'tokens.checksums' is '0 checksums, ', expected 1 of 8"),
-        (("indexes", 0, "thresholds"), [0.5], r"'index.tables.thresholds' is \(0.5,\), expected 28 positive"),
-        (("indexes", 0, "thresholds"), THRESHOLDS[::-1], r"thresholds' is .*none above the one before"),
-        (("indexes", 0, "thresholds"), [*THRESHOLDS[:-1], 0], r"thresholds' is .*expected 28 positive"),
+        ("kv.checksums", "0" * 40, r"'kv.checksums' is '5 checksums, 0.*expected 6 of 8 .*hex digits"),
+        ("kv.checksums", "0" * 56, r"'kv.checksums' is '7 checksums, 0.*expected 6 of 8"),
+        ("kv.checksums", "0" * 47, r"'kv.checksums' is '5.875 checksums, 0.*expected 6 of 8"),
+        ("kv.checksums", "A" * 48, r"'kv.checksums' is '6 checksums, A.*expected 6 of 8 lower-case hex"),
+        ("kv.checksums", "0" * 47 + "\n", r"'kv.checksums' is '6 checksums, 0"),
+        ("tokens.checksums", "", r"'tokens.checksums' is '0 checksums, ', expected 1 of 8"),
+        ("indexes.0.thresholds", [0.5], r"'index.tables.thresholds' is \(0.5,\), expected 28 positive"),
+        ("indexes.0.thresholds", THRESHOLDS[::-1], r"thresholds' is .*none above the one before"),
+        ("indexes.0.thresholds", [*THRESHOLDS[:-1], 0], r"thresholds' is .*expected 28 positive"),
+        ("queries", None, r"'queries' is None, expected ArrayEntry\(path='queries', shape=\(3, 2, 3, 2, 8\)"),
+        ("queries.dtype", "float16", r"'queries' is .*float16.*expected .*float32"),
+        ("queries.path", "kv", r"'queries' is .*path='kv'"),
+        ("queries.checksums", "0" * 40, r"'queries.checksums' is '5 checksums"),
+        ("query_positions", [], r"'queries' is .*expected None"),
         (
-            ("queries",),
-            None,
-            r"'queries' is None, expected ArrayEntry\(path='queries', shape=\(3, 2, 3, 2, 8\)",
-        ),
-        (("queries", "dtype"), "float16", r"'queries' is .*float16.*expected .*float32"),
-        (("queries", "path"), "kv", r"'queries' is .*path='kv'"),
-        (("queries", "checksums"), "0" * 40, r"'queries.checksums' is '5 checksums"),
-        (("query_positions",), [], r"'queries' is .*expected None"),
-        (
-            ("query_positions",),
+            "query_positions",
             [5, 4, 3],
             r"'query_positions' is \(5, 4, 3\), expected ascending token positions",
         ),
-        (("query_positions",), [-1, 4, 5], r"'query_positions' is \(-1, 4, 5\), expected ascending"),
-        (("query_positions",), [3, 4], r"'queries' is .*expected .*\(3, 2, 2, 2, 8\)"),
+        ("query_positions", [-1, 4, 5], r"'query_positions' is \(-1, 4, 5\), expected ascending"),
+        ("query_positions", [3, 4], r"'queries' is .*expected .*\(3, 2, 2, 2, 8\)"),
     ],
 )
-def test_bad_field(context: SyntheticContext, path: tuple[Any, ...], value: object, named: str) -> None:
+def test_bad_field(context: SyntheticContext, path: str, value: object, named: str) -> None:
     altered = document(context)
     place: Any = altered
-    for step in path[:-1]:
-        place = place[step]
-    place[path[-1]] = value
+    *steps, last = path.split(".")
+    for step in steps:
+        place = place[int(step) if step.isdigit() else step]
+    place[last] = value
     with pytest.raises(ManifestError, match=named) as caught:
         MANIFESTS.parse(render_document(altered), WHERE)
     assert caught.value.message.startswith(f"{WHERE}: ")
@@ -321,3 +319,56 @@ def test_the_version_before(context: SyntheticContext) -> None:
         MANIFESTS.parse(render_document(document(context) | {"format_version": 2}), WHERE)
     with pytest.raises(ManifestError, match="'salt' is 'owner', expected no such field"):
         MANIFESTS.parse(render_document(document(context) | {"salt": "owner"}), WHERE)
+
+
+def test_context_id_follows_content_only() -> None:
+    ids = [5, 6, 7]
+    first = context_id(MODEL, "bfloat16", {"a": 1, "b": {"c": [2]}}, "", ids)
+    assert len(first) == 64
+    same = [
+        context_id(MODEL, "bfloat16", {"b": {"c": [2]}, "a": 1}, "", ids),
+        context_id(MODEL, "bfloat16", {"a": 1, "b": {"c": [2]}}, "", np.array(ids)),
+        context_id(MODEL, "bfloat16", {"a": 1, "b": {"c": [2]}}, "", torch.tensor(ids)),
+        context_id(other_model(name="renamed"), "bfloat16", {"a": 1, "b": {"c": [2]}}, "", ids),
+    ]
+    assert set(same) == {first}
+    different = [
+        context_id(other_model(fingerprint="c"), "bfloat16", {"a": 1, "b": {"c": [2]}}, "", ids),
+        context_id(other_model(tokenizer_fingerprint="c"), "bfloat16", {"a": 1, "b": {"c": [2]}}, "", ids),
+        context_id(MODEL, "float16", {"a": 1, "b": {"c": [2]}}, "", ids),
+        context_id(MODEL, "bfloat16", {"a": 2, "b": {"c": [2]}}, "", ids),
+        context_id(MODEL, "bfloat16", {"a": 1, "b": {"c": [2]}}, "salt", ids),
+        context_id(MODEL, "bfloat16", {"a": 1, "b": {"c": [2]}}, "", [5, 6]),
+        context_id(MODEL, "bfloat16", {"a": 1, "b": {"c": [2]}}, "", [5, 6, 8]),
+    ]
+    assert len({first, *different}) == 1 + len(different)
+
+
+@pytest.mark.parametrize("tokens", [[], [-1], [1000], [1.5], [[1]]])
+def test_context_id_refuses_bad_tokens(tokens: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="token ids"):
+        context_id(MODEL, "bfloat16", {}, "", tokens)
+
+
+def test_context_id_refuses_parameters_that_are_not_json() -> None:
+    for value in (float("nan"), object()):
+        with pytest.raises(InvalidArgumentError, match="options of the reading"):
+            context_id(MODEL, "bfloat16", {"a": value}, "", [1])
+
+
+def test_checksums_follow_the_chunks(context: SyntheticContext) -> None:
+    kv = context.manifest.kv
+    assert kv.layout == context.draft.kv
+    assert kv.layout.checksums is None
+    assert len(kv.checksums or "") == 8 * 3 * 2
+    for layer, head, *_ in kv.chunk_indices():
+        raw = context.kv[layer, head].view(torch.int16).numpy().tobytes()
+        assert kv.checksum((layer, head)) == kv.checksum((layer, head, 0, 0, 0)) == google_crc32c.value(raw)
+    assert kv.checksum((1,)) == kv.checksum((1, 0))
+    assert MANIFESTS.parse(MANIFESTS.render(context.manifest), WHERE).kv.checksums == kv.checksums
+
+
+@pytest.mark.parametrize("path", ["", "/kv", "a//b", "../x", "a/../b", "a/.hidden", "a\\b", "a b", "ä"])
+def test_array_paths_stay_inside(path: str) -> None:
+    with pytest.raises(ManifestError, match="'path'"):
+        ArrayEntry(path, (1,), (1,), "int8")

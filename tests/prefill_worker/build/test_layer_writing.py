@@ -259,16 +259,6 @@ def test_an_interrupt_waits_for_what_has_begun_and_drops_the_rest(
     assert [path.name for path in (tmp_path / "contexts").iterdir() if path.name != ".locks"] == []
 
 
-def test_a_full_disk_in_a_writing_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: ContextWriter, *arguments: object) -> None:
-        assert threading.current_thread() is not threading.main_thread()
-        raise StoreFullError("no space is left")
-
-    monkeypatch.setattr(ContextWriter, "write_rows", full)
-    with pytest.raises(StoreFullError, match="no space is left"):
-        write(tmp_path, make_capture())
-
-
 def test_a_full_disk_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told at the next pass over the layer, not when all has been read."""
 
@@ -314,21 +304,6 @@ def test_larger_rows_than_a_buffer_and_several_buffers_of_rows(
                 assert writer.checksum("a", (0, head)) == expected
         assert sum(fetched) == data.nbytes
         assert max(fetched) <= max(staging, 3 * 4)
-
-
-def test_a_stage_without_threads_runs_at_once() -> None:
-    ran: list[int] = []
-    with Stage(0, "none") as stage:
-        future = stage.submit(lambda: ran.append(1))
-        assert future.done()
-        assert ran == [1]
-
-        def fail() -> None:
-            raise BrokenError("at once")
-
-        failed = stage.submit(fail)
-        with pytest.raises(BrokenError, match="at once"):
-            failed.result()
 
 
 def test_the_clock_adds_up_over_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,18 +148,6 @@ def test_a_damaged_context_is_made_again(make_config: MakeConfig) -> None:
     assert Store(make_config().store).verify(first.id) == []
 
 
-def test_a_context_with_exchanged_chunks_is_made_again(make_config: MakeConfig) -> None:
-    first = run(make_config()).manifest
-    one, other, *_ = sorted((make_config().store / "contexts" / first.id / "kv").rglob("c/*/*/*/*/*"))
-    contents = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(contents)
-    again = run(make_config())
-    assert again.created
-    assert Store(make_config().store).manifest(first.id) == again.manifest
-    assert Store(make_config().store).verify(first.id) == []
-
-
 @pytest.mark.parametrize("length", [1, 2, 17])
 def test_short_documents(make_config: MakeConfig, length: int) -> None:
     config = make_config(input=(Path("-"),), dense_layers="auto")

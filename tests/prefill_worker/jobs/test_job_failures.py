@@ -32,23 +32,12 @@ TABLES = ("csattention",)
     [
         ({"model": "nowhere"}, SparseKVError, "neither a packaged model"),
         ({"method": ("nonsense",)}, MethodUnsupportedError, "nonsense"),
-        ({"centroids": 8}, InvalidArgumentError, "shape query tables, but refined stores none"),
         ({"dense_layers": "0,2"}, InvalidArgumentError, "names layer 2, model 'tiny' has layers 0 to 1"),
         ({"method": TABLES, "subspaces": 3}, InvalidArgumentError, "does not split into 3 subspaces"),
         (
             {"method": TABLES, "centroids": 10**4},
             InvalidArgumentError,
             r"--centroids is 10000, expected at most \d+: that many queries",
-        ),
-        (
-            {"method": ("csattention-paper",), "centroids": 8},
-            InvalidArgumentError,
-            "fixed by the paper.*--method csattention for",
-        ),
-        (
-            {"method": ("csattention-paper", "full"), "tables": "dense"},
-            InvalidArgumentError,
-            "fixed by the paper",
         ),
     ],
 )

@@ -19,7 +19,7 @@ from index_store.errors import (
 )
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.memory.arena import Arena
-from index_store.methods.presets import METHODS, get_method
+from index_store.methods.presets import get_method
 from index_store.models.loading import load_model, load_tokenizer, resolve_model
 from index_store.selection.budgets import Threshold
 from index_store.selection.cutting import cut
@@ -55,18 +55,6 @@ def test_several_methods_share_a_context(make_config: MakeConfig) -> None:
     assert manifest.selection_errors == ()
 
 
-def test_flags_of_the_index_leave_the_published_method_as_it_is(make_config: MakeConfig) -> None:
-    manifest = run(
-        make_config(method=("csattention-paper", "csattention"), tables="lists", centroids=8)
-    ).manifest
-    indexes = {index.name: index.parameters for index in manifest.indexes}
-    paper, improved = METHODS["csattention-paper"].index, METHODS["csattention"].index
-    assert paper is not None
-    assert improved is not None
-    assert indexes["paper_tables"] == paper.parameters
-    assert indexes["query_tables"] == {**improved.parameters, "centroids": 8, "layout": "lists"}
-
-
 def test_as_many_centroids_as_sampled_queries_and_no_more(make_config: MakeConfig) -> None:
     """17 positions, each with the queries of two heads to a KV head."""
     most = make_config(method=("csattention",), input=(Path("-"),), centroids=34)
@@ -74,22 +62,6 @@ def test_as_many_centroids_as_sampled_queries_and_no_more(make_config: MakeConfi
     with pytest.raises(InvalidArgumentError, match="--centroids is 35, expected at most 34"):
         run(replace(most, centroids=35), b"x" * 17)
     assert run(replace(most, centroids=32), b"x").created  # the method's own number
-
-
-def test_named_indexes_join_those_of_the_methods(make_config: MakeConfig) -> None:
-    config = make_config(method=("squeezed",), index=("pages:size=8", "cluster_tree"), dense_layers="1")
-    manifest = run(config).manifest
-    assert manifest.methods == ("squeezed",)
-    indexes = {index.name: index for index in manifest.indexes}
-    assert {name: index.layers for name, index in indexes.items()} == {
-        "key_clusters": (0, 1),
-        "cluster_tree": (0, 1),
-        "pages": (0, 1),
-    }
-    assert indexes["pages"].parameters == {"size": 8}
-    assert Store(config.store).verify(manifest.id) == []
-    alone = run(make_config(method=(), index=("key_clusters",), salt="alone")).manifest
-    assert alone.methods == ("squeezed", "multipole", "tactic")
 
 
 def test_indexes_with_clusters_are_calibrated(make_config: MakeConfig) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ from index_store.models.files.digests import HashingStoppedError, hash_file, has
 from index_store.models.files.folder import ModelFolder
 from index_store.models.identity import identify, identifying
 from index_store.models.loading import load_model, load_tokenizer, resolve_model
-
-LONG_AGO = 1_600_000_000
 
 
 @pytest.fixture(autouse=True)
@@ -235,42 +232,6 @@ def test_shards_are_hashed_and_loaded_without_what_lies_beside_them(sharded: Pat
     assert loaded.identity.fingerprint == before
     for name, tensor in expected.model.state_dict().items():
         assert torch.equal(tensor, loaded.model.state_dict()[name])
-
-
-def whole_file(folder: Path) -> None:
-    save_file({"x": torch.zeros(1)}, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def adapter(folder: Path) -> None:
-    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "."}))
-
-
-def other_name(folder: Path) -> None:
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps({**settings, "transformers_weights": "part-0.safetensors"})
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            whole_file,
-            r"weights twice: model\.safetensors, and 2 files that model\.safetensors\.index\.json names; remove",
-        ),
-        (adapter, r"has an adapter \(adapter_config\.json\) beside its weights; merge"),
-        (other_name, r"names the weights 'part-0\.safetensors' \(transformers_weights\); rename"),
-    ],
-)
-def test_folders_of_two_models_are_refused(
-    sharded: Path, change: Callable[[Path], None], message: str
-) -> None:
-    change(sharded)
-    with pytest.raises(ModelUnsupportedError, match=message):
-        identify(resolve_model(str(sharded)))
-    with pytest.raises(ModelUnsupportedError, match=message):
-        load_model(resolve_model(str(sharded)), "sdpa")
 
 
 def test_the_fingerprint_is_the_digest_of_whole_files_in_order(sharded: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -200,109 +201,64 @@ def test_factors_for_short_and_long_texts_are_used(tmp_path: Path) -> None:
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
 
 
-def bias(folder: Path) -> dict[str, Any]:
-    return {"tensors": {"blk.0.attn_q.bias": torch.zeros(64)}}
+UNUSABLE: list[tuple[str, Mapping[str, Any], str]] = [
+    ("llama", {"rope.scaling.type": "su"}, "rope.scaling.type"),
+    (
+        "llama",
+        {"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0},
+        "rope.scaling.type",
+    ),  # without factors
+    ("llama", {**YARN_KEYS, "rope.scaling.yarn_log_multiplier": 0.5}, "rope.scaling.yarn_log_multiplier"),
+    ("llama", {**YARN_KEYS, "rope.scaling.yarn_ext_factor": 0.5}, "rope.scaling.yarn_ext_factor"),
+    ("llama", {"rope.scaling.factor": 2.0, "rope.scaling.attn_factor": 1.5}, "rope.scaling.attn_factor"),
+    ("llama", {"rope.dimension_count": 8}, "rope.dimension_count"),
+    ("llama", {"attention.value_length": 8}, "attention.value_length"),
+    ("llama", {"attention.scale": 0.5}, "attention.scale"),
+    ("llama", {"attention.sliding_window": 24}, "attention.sliding_window"),
+    ("qwen2", {"attention.sliding_window": 24}, "attention.sliding_window"),  # that is not used
+    ("qwen2", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),
+    ("llama", {"expert_count": 4}, "expert_count"),
+    ("qwen3", {"expert_gating_func": 2}, "expert_gating_func"),
+    ("llama", {"attention.twist": 1}, "attention.twist"),  # which nobody knows
+]
+"""Families, settings of the architecture, and the one that a refusal names with its value."""
+
+OTHERWISE: list[tuple[Mapping[str, Any], str]] = [
+    (
+        {"tensors": {"rope_freqs.weight": torch.ones(8)}, "settings": YARN_KEYS},
+        "rope_freqs.weight beside llama.rope.scaling.factor",
+    ),
+    (
+        {"tensors": {"blk.0.attn_q.bias": torch.zeros(64)}},
+        "blk.0.attn_q.bias has no place",
+    ),  # of queries alone
+    ({"tensors": {"blk.1.attn_sinks.weight": torch.zeros(4)}}, "blk.1.attn_sinks.weight has no place"),
+    ({"without": "blk.1.ffn_up.weight"}, "no tensor for model.layers.1.mlp.up_proj.weight"),
+    ({"settings": {"vocab_size": 300}}, "embed_tokens.weight is [259, 64], expected [300, 64]"),
+    ({"architecture": "bloom"}, "general.architecture is 'bloom'"),
+    ({"more": {"split.count": 3}}, "split.count is 3"),
+    ({"more": {"general.type": "adapter"}}, "general.type is 'adapter'"),
+    ({"more": {"pre": "exotic"}}, "tokenizer.ggml.pre is 'exotic'"),
+    ({"more": {"add_eos_token": True}}, "tokenizer.ggml.add_eos_token is True"),
+    ({"more": {"model": "rwkv"}}, "rwkv"),
+]
+"""Arguments of `write_gguf`, and what a refusal says."""
+
+REFUSED = [
+    *(
+        (family, {"settings": settings}, f"{family}.{name} is {settings[name]!r}")
+        for family, settings, name in UNUSABLE
+    ),
+    *(("llama", arguments, message) for arguments, message in OTHERWISE),
+]
 
 
-def odd_tensor(folder: Path) -> dict[str, Any]:
-    return {"tensors": {"blk.1.attn_sinks.weight": torch.zeros(4)}}
-
-
-def factors_and_yarn(folder: Path) -> dict[str, Any]:
-    return {"tensors": {"rope_freqs.weight": torch.ones(8)}, "settings": YARN_KEYS}
-
-
-REFUSED: Mapping[str, tuple[str, Mapping[str, Any] | Callable[[Path], dict[str, Any]], str]] = {
-    "a kind of scaling": (
-        "llama",
-        {"settings": {"rope.scaling.type": "su"}},
-        r"llama\.rope\.scaling\.type is 'su'",
-    ),
-    "longrope without its factors": (
-        "llama",
-        {"settings": {"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}},
-        r"llama\.rope\.scaling\.type is 'longrope'",
-    ),
-    "yarn otherwise": (
-        "llama",
-        {"settings": {**YARN_KEYS, "rope.scaling.yarn_log_multiplier": 0.1}},
-        r"llama\.rope\.scaling\.yarn_log_multiplier",
-    ),
-    "yarn without extrapolation": (
-        "llama",
-        {"settings": {**YARN_KEYS, "rope.scaling.yarn_ext_factor": 0.5}},
-        r"llama\.rope\.scaling\.yarn_ext_factor",
-    ),
-    "linear, and louder": (
-        "llama",
-        {"settings": {"rope.scaling.factor": 2.0, "rope.scaling.attn_factor": 1.5}},
-        r"llama\.rope\.scaling\.attn_factor",
-    ),
-    "factors and yarn": (
-        "llama",
-        factors_and_yarn,
-        r"rope_freqs\.weight beside llama\.rope\.scaling\.factor",
-    ),
-    "half a rotation": (
-        "llama",
-        {"settings": {"rope.dimension_count": 8}},
-        r"llama\.rope\.dimension_count is 8",
-    ),
-    "values of another width": (
-        "llama",
-        {"settings": {"attention.value_length": 8}},
-        r"llama\.attention\.value_length is 8",
-    ),
-    "another scale": ("llama", {"settings": {"attention.scale": 0.5}}, r"llama\.attention\.scale is 0\.5"),
-    "a window": (
-        "llama",
-        {"settings": {"attention.sliding_window": 24}},
-        r"llama\.attention\.sliding_window is 24",
-    ),
-    "a window that is not used": (
-        "qwen2",
-        {"settings": {"attention.sliding_window": 24}},
-        r"qwen2\.attention\.sliding_window is 24",
-    ),
-    "a cap": (
-        "qwen2",
-        {"settings": {"attn_logit_softcapping": 5.0}},
-        r"qwen2\.attn_logit_softcapping is 5\.0",
-    ),
-    "experts": ("llama", {"settings": {"expert_count": 4}}, r"llama\.expert_count is 4"),
-    "another gate": ("qwen3", {"settings": {"expert_gating_func": 2}}, r"qwen3\.expert_gating_func is 2"),
-    "what nobody knows": ("llama", {"settings": {"attention.twist": 1}}, r"llama\.attention\.twist is 1"),
-    "biases of queries alone": ("llama", bias, r"blk\.0\.attn_q\.bias has no place"),
-    "a tensor more": ("llama", odd_tensor, r"blk\.1\.attn_sinks\.weight has no place"),
-    "a tensor less": (
-        "llama",
-        {"without": "blk.1.ffn_up.weight"},
-        r"no tensor for model\.layers\.1\.mlp\.up_proj\.weight",
-    ),
-    "another vocabulary": (
-        "llama",
-        {"settings": {"vocab_size": 300}},
-        r"embed_tokens\.weight is \[259, 64\], expected \[300, 64\]",
-    ),
-    "an architecture": ("llama", {"architecture": "bloom"}, r"general\.architecture is 'bloom'"),
-    "a part": ("llama", {"more": {"split.count": 3}}, r"split\.count is 3"),
-    "an adapter": ("llama", {"more": {"general.type": "adapter"}}, r"general\.type is 'adapter'"),
-    "another cutting": ("llama", {"more": {"pre": "exotic"}}, r"tokenizer\.ggml\.pre is 'exotic'"),
-    "an end of texts": (
-        "llama",
-        {"more": {"add_eos_token": True}},
-        r"tokenizer\.ggml\.add_eos_token is True",
-    ),
-    "another tokenizer": ("llama", {"more": {"model": "rwkv"}}, r"rwkv"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_would_be_lost_is_refused_by_name(tmp_path: Path, case: str) -> None:
-    family, how, message = REFUSED[case]
-    folder = make(tmp_path, family, {})
-    file = write_gguf(folder, tmp_path / "file.gguf", **(how(folder) if callable(how) else how))
-    with pytest.raises(ModelUnsupportedError, match=message):
+@pytest.mark.parametrize(("family", "arguments", "message"), REFUSED)
+def test_what_would_be_lost_is_refused_by_name(
+    tmp_path: Path, family: str, arguments: Mapping[str, Any], message: str
+) -> None:
+    file = write_gguf(make(tmp_path, family, {}), tmp_path / "file.gguf", **arguments)
+    with pytest.raises(ModelUnsupportedError, match=re.escape(message)):
         resolve_model(str(file))
     assert not list((tmp_path / "cache").rglob("config.json"))
 

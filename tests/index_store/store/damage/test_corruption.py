@@ -1,6 +1,7 @@
 """Every way in which stored bytes can differ from what was written is found, with an error that names file and array.
 
-A chunk may be altered, cut, gone, or intact but not the one that was written in its place, wherever it came from.
+A chunk may be altered, cut, gone, or intact but not the one that was written in its place, wherever it came from. No
+file hides other contexts, and none that does not belong there stays unnamed.
 """
 
 from __future__ import annotations
@@ -20,20 +21,26 @@ from index_store.errors import (
     ArrayMetadataError,
     ChecksumError,
     ContextCorruptError,
+    ContextNotFoundError,
     FormatVersionError,
     InvalidArgumentError,
     ManifestError,
     MissingChunkError,
     TruncatedChunkError,
+    UnexpectedFileError,
 )
 from index_store.memory.arena import Arena
 from index_store.store.catalog import Store
+from index_store.store.clean_up import clean_up
 from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.array_shapes import index_array_entry
+from index_store.store.description.manifest import MANIFESTS
 from index_store.store.description.sealed import render_document
+from index_store.store.listing import BrokenContext
 from index_store.store.stored_context import raw_bytes
 from index_store.store.zarr_io import CHECKSUM_BYTES, chunk_path, read_chunk_into
 from tests.support.memory import load_context
+from tests.support.serving.many_contexts import write_manifests
 from tests.support.store import KINDS, SyntheticContext, synthetic_context
 
 ARRAYS = [entry.path for entry in synthetic_context().manifest.arrays]
@@ -333,3 +340,69 @@ def test_reading_needs_checksums_and_without_verification_still_checks_sizes(
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(TruncatedChunkError):
         read_chunk_into(where, entry, (0, 0), raw_bytes(buffer), verify=False)
+
+
+BAD = {"empty": b"", "newer": render_document({"format_version": 2**40})}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_one_bad_context_hides_no_other(tmp_path: Path, context: SyntheticContext, kind: str) -> None:
+    store = Store(tmp_path / "store", create=True)
+    context.write(store)
+    (bad,) = write_manifests(store.path, 1)
+    path = store.path / "contexts" / bad / "manifest.json"
+    path.write_bytes(BAD[kind])
+    entry, broken = store.entries()
+    assert entry == context.manifest
+    assert isinstance(broken, BrokenContext)
+    assert (broken.id, str(path) in broken.error.message) == (bad, True)
+    assert store.resolve("handbook") == context.id
+    assert store.resolve(bad[:10]) == bad
+    assert clean_up(store) == []
+    assert store.verify(context.id) == []
+    with pytest.raises((ContextCorruptError, FormatVersionError)):
+        store.manifest(bad)
+    store.delete(bad)
+    with pytest.raises(ContextNotFoundError):
+        store.manifest(bad)
+    assert store.entries() == [context.manifest]
+
+
+def test_a_manifest_of_absurd_size_is_not_read(stored: Store, context: SyntheticContext) -> None:
+    path = stored.path / "contexts" / context.id / "manifest.json"
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)  # a hole, which takes no space
+    with pytest.raises(ManifestError, match="a file of more than 67108864 bytes"):
+        stored.manifest(context.id)
+
+
+def test_sizes_that_no_memory_holds_are_not_allocated(store: Store) -> None:
+    """Verifying what claims to be immense says which file is too short."""
+    context = synthetic_context()
+    document = json.loads(MANIFESTS.render(context.manifest))
+    del document["checksum"]
+    tokens = 2**40
+    document["model"]["max_positions"] = document["token_count"] = tokens
+    document["tokens"].update(shape=[tokens], chunks=[tokens])
+    for field in ("shape", "chunks"):
+        document["kv"][field][2] = tokens
+    context.write(store)
+    path = store.path / "contexts" / context.id / "manifest.json"
+    path.write_bytes(render_document(document))
+    errors = store.verify(context.id)
+    assert {"CHUNK_TRUNCATED", "ARRAY_METADATA_INVALID"} == {error.reason for error in errors}
+
+
+def test_verify_names_files_that_are_not_part_of_the_context(
+    stored: Store, context: SyntheticContext, tmp_path: Path
+) -> None:
+    folder = stored.path / "contexts" / context.id
+    strays = [folder / "kv" / "c" / "notes.txt", folder / "left" / "over", folder / "link"]
+    strays[0].write_text("stray")
+    strays[1].parent.mkdir()
+    strays[1].touch()
+    strays[2].symlink_to(tmp_path, target_is_directory=True)
+    problems = stored.verify(context.id)
+    assert {type(problem) for problem in problems} == {UnexpectedFileError}
+    assert sorted(problem.metadata["path"] for problem in problems) == sorted(map(str, strays))
+    stored.open(context.id).close()
