@@ -153,7 +153,7 @@ _BIAS = Kind(
 _MOST_TOKENS = Kind(
     "an integer of 1 or more; -1 for as many as fit",
     lambda value: is_integer(value) and (value >= 1 or value == -1),
-    {"anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}]},
+    {"type": "integer", "anyOf": [{"minimum": 1}, {"const": -1}]},
 )
 
 FIELDS = (
