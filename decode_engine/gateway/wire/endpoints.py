@@ -188,7 +188,7 @@ CHAT = Endpoint(
         Parameter(
             "messages",
             MESSAGES,
-            "The new turns after the context, or all from the beginning; the last is none of an assistant.",
+            "The new turns after the context, or all from the beginning.",
             required=True,
             inside=MESSAGE,
         ),
