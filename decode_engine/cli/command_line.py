@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from decode_engine.cli.ask_command import ask
-from decode_engine.cli.chat_command import chat
-from decode_engine.cli.contexts.contexts_command import contexts
-from decode_engine.cli.contexts.operations_command import operations
-from decode_engine.cli.evaluate_command import evaluate_command, evaluate_merge_command
-from decode_engine.cli.fetch_model_command import fetch_model
-from decode_engine.cli.make_document_command import make_document_command
-from decode_engine.cli.methods_command import methods
-from decode_engine.cli.serving.serve_command import serve
-from decode_engine.cli.serving.token_command import tokens
-from decode_engine.cli.status_command import status
-from decode_engine.cli.tune_command import tune_command
+from importlib import import_module
+
+from typer import Typer
+
 from index_store.cli.app import GroupedCommand, new_app
 
-# Modules of commands import nothing that takes seconds: what they need of it they import when they run.
-app = new_app(
-    "Serve stored contexts over gRPC, ask and chat, watch the server; list, evaluate and tune methods."
-)
-app.command("serve", cls=GroupedCommand)(serve)
-app.command("ask")(ask)
-app.command("chat")(chat)
-app.add_typer(contexts, name="contexts")
-app.add_typer(operations, name="operations")
-app.add_typer(tokens, name="token")
-app.command("status")(status)
-app.command("methods")(methods)
-app.command("evaluate")(evaluate_command)
-app.command("evaluate-merge")(evaluate_merge_command)
-app.command("make-document")(make_document_command)
-app.command("tune")(tune_command)
-app.command("fetch-model")(fetch_model)
+_COMMANDS = {
+    "serve": "serving.serve_command:serve",
+    "ask": "ask_command:ask",
+    "chat": "chat_command:chat",
+    "contexts": "contexts.contexts_command:contexts",
+    "operations": "contexts.operations_command:operations",
+    "token": "serving.token_command:tokens",
+    "status": "status_command:status",
+    "methods": "methods_command:methods",
+    "evaluate": "evaluate_command:evaluate_command",
+    "evaluate-merge": "evaluate_command:evaluate_merge_command",
+    "make-document": "make_document_command:make_document_command",
+    "tune": "tune_command:tune_command",
+    "fetch-model": "fetch_model_command:fetch_model",
+}
+"""By name: the module in this package, and what of it is the command, or the group of commands."""
+
+
+def commands(word: str = "") -> Typer:
+    """The command line. word: the first of what was typed; where it names a command, no other one is imported.
+
+    Modules of commands import nothing that takes seconds: what they need of it they import when they run.
+    """
+    app = new_app(
+        "Serve stored contexts over gRPC, ask and chat, watch the server; list, evaluate and tune methods."
+    )
+    for name in [word] if word in _COMMANDS else _COMMANDS:
+        module, _, what = _COMMANDS[name].partition(":")
+        command = getattr(import_module(f"decode_engine.cli.{module}"), what)
+        if isinstance(command, Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name, cls=GroupedCommand if name == "serve" else None)(command)
+    return app

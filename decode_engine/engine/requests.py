@@ -12,7 +12,7 @@ from torch import Tensor
 from decode_engine.engine.prompt_pieces import Piece, PromptCost, cut_prompt
 from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.sampling.grammar import Grammar
-from decode_engine.engine.sampling.parameters import parameters_of
+from decode_engine.engine.sampling.parameters import SamplingParameters
 from decode_engine.layers.figures import Figures
 from decode_engine.orders.order import Order
 
@@ -151,7 +151,7 @@ class Work(ABC, Generic[SessionT]):
     def sampler(self, answer: int) -> Sampler:
         """What draws one of the answers."""
         drawn, said = self.order.sampling, [*self.before, *self.prompt] if self.before else self.prompt
-        parameters = parameters_of(drawn, self.grammar).for_answer(answer)
+        parameters = SamplingParameters.of(drawn, self.grammar).for_answer(answer)
         return Sampler(parameters, said, self.end_ids | self.order.stop_token_ids)
 
 

@@ -169,7 +169,7 @@ class Sampler:
         """prompt: what stands before the answer. end_ids: tokens that end it."""
         self.parameters = parameters
         self.logprob: TokenLogprob | None = None
-        self._ruled = None if parameters.rules.neutral else RuledLogits(parameters.rules, prompt, end_ids)
+        self._ruled = RuledLogits(parameters, prompt, end_ids) if parameters.rules_logits else None
         self._obeyed = None if parameters.grammar is None else parameters.grammar.start()
         self.waits = self._obeyed is not None
         self.edited = self.waits or self._ruled is not None or parameters.top_logprobs is not None

@@ -26,7 +26,7 @@ from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import (
     MAX_MESSAGES,
     MAX_NAME,
-    Role,
+    MAX_TOOLS,
     check_tools,
     refused,
 )
@@ -129,20 +129,14 @@ def _check_turns(order: Order) -> None:
     if count > MAX_MESSAGES:
         raise refused("messages", f"{count} messages", f"1 to {MAX_MESSAGES}")
     check_tools(order.tools)
-    if order.turns[-1].role is Role.ASSISTANT:
-        raise refused(
-            f"messages[{count - 1}].role",
-            order.turns[-1].role,
-            "user, tool, system or developer, which the model answers; it does not go on with what it said",
-        )
 
 
 def _check_choice(order: Order) -> None:
     choice: ToolChoice = order.choice
-    if len(choice.name) > MAX_NAME or (choice.name and choice.mode != "required"):
-        raise refused(
-            "tool_choice.name", ascii(choice.name[:60]), "the name of a tool, and the mode REQUIRED"
-        )
+    check_count("tool_choice", choice.names, MAX_TOOLS, "names")
+    for name in choice.names:
+        if len(name) > MAX_NAME or choice.mode == "none":
+            raise refused("tool_choice.name", ascii(name[:60]), "the name of a tool that may be called")
     if choice.mode == "none":
         return
     for field, given in (

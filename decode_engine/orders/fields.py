@@ -49,8 +49,11 @@ MAX_METHOD_CHARACTERS = 128
 class Sampling(Struct, frozen=True, omit_defaults=True):
     """How tokens are drawn.
 
-    temperature: 0 takes the likeliest token. top_k: 0 keeps all tokens. seed: None draws a fresh one. top_logprobs: how
-    many likeliest tokens are told beside each; None tells no log probabilities. The others: see `LogitRules`.
+    temperature: 0 takes the likeliest token. top_k: 0 keeps all tokens. top_p: 1 keeps all. seed: None draws a fresh
+    one. top_logprobs: how many likeliest tokens are told beside each with its log probability; None tells none. Logits
+    are changed before: presence_penalty is taken from every token of the answer so far, frequency_penalty as often as
+    it came; repetition_penalty divides positive logits of all tokens of prompt and answer, and multiplies negative
+    ones, where the stored context does not count; logit_bias is added, by token id; min_tokens come before an end.
     """
 
     temperature: float = 0.0
@@ -68,6 +71,12 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     def greedy(self) -> bool:
         """Whether nothing is drawn: the likeliest token is always taken."""
         return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def rules_logits(self) -> bool:
+        """Whether logits are changed by what was said so far, or by token."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return bool(penalties or self.logit_bias or self.min_tokens)
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -153,7 +162,7 @@ _BIAS = Kind(
 _MOST_TOKENS = Kind(
     "an integer of 1 or more; -1 for as many as fit",
     lambda value: is_integer(value) and (value >= 1 or value == -1),
-    {"anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}]},
+    {"type": "integer", "anyOf": [{"minimum": 1}, {"const": -1}]},
 )
 
 FIELDS = (

@@ -47,10 +47,10 @@ class KeepOptions(Struct, frozen=True, omit_defaults=True):
 
 
 class ToolChoice(Struct, frozen=True):
-    """What a request says of calls. name: of the tool that is called; "" for any. single: at most one call."""
+    """What a request says of calls. names: of the tools that may be called; none for any. single: at most one call."""
 
     mode: CallMode = "none"
-    name: str = ""
+    names: tuple[str, ...] = ()
     single: bool = False
 
 

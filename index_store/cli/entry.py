@@ -6,17 +6,21 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from importlib import import_module
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from typer import Typer
 
 INTERRUPTED = 130  # what shells report for Ctrl-C
 _AGAIN_S = 0.1
 
 
-def run_command(name: str, module: str, argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the typer application `app` of a module under a program's name and exits as `index_store.cli.app` says.
+def run_command(name: str, make_app: Callable[[str], Typer], argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs a command line under a program's name and exits as `index_store.cli.app` says.
+
+    make_app: imports and makes it, and is told the first word of what was typed, "" without.
 
     An interrupt exits with 130, a termination request or a closed terminal with 128 and the signal's number, after
     all clean-ups. `argv`: arguments; the process's own by default.
@@ -24,7 +28,7 @@ def run_command(name: str, module: str, argv: Sequence[str] | None = None) -> No
     try:
         _open_what_is_closed()
         end_in_order()
-        app = import_module(module).app
+        app = make_app(next(iter(sys.argv[1:] if argv is None else argv), ""))
         from index_store.cli.app import run_app
 
         run_app(app, name, argv)

@@ -84,6 +84,12 @@ class CommandOption:
         return next((mark for mark in self.marks if isinstance(mark, kind)), None)
 
 
+def _app(package: str) -> Typer:
+    module = import_module(f"{package}.cli.command_line")
+    app: Typer = module.commands() if package == "decode_engine" else module.app
+    return app
+
+
 def _callbacks(app: Typer, name: str) -> Iterator[tuple[str, Callable[..., None]]]:
     for command in app.registered_commands:
         assert command.callback is not None
@@ -101,7 +107,7 @@ def _kinds(hint: Any) -> frozenset[type]:
 
 def _configured() -> Iterator[CommandOption]:
     for name, package in PACKAGES.items():
-        for command, callback in _callbacks(import_module(f"{package}.cli.command_line").app, name):
+        for command, callback in _callbacks(_app(package), name):
             config = getattr(callback, "config", None)
             if config is None:
                 assert package == "index_store", f"{command} is not made from a configuration"
@@ -215,7 +221,7 @@ def test_what_is_no_address_is_refused(
 
 def _helps() -> Iterator[tuple[str, ...]]:
     for name, package in PACKAGES.items():
-        app = import_module(f"{package}.cli.command_line").app
+        app = _app(package)
         groups = [name, *(f"{name} {group.name}" for group in app.registered_groups)]
         for command in (*groups, *(command for command, _ in _callbacks(app, name))):
             yield tuple(command.split())

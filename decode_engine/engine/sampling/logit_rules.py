@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from decode_engine.engine.sampling.edits import COUNT, ENDS, SAID, Edits
-from decode_engine.engine.sampling.parameters import LogitRules
+from decode_engine.orders.fields import Sampling
 
 
 class RuledLogits:
@@ -24,7 +24,7 @@ class RuledLogits:
     of biases for every token of the vocabulary. A choice on that device counts the token that it takes.
     """
 
-    def __init__(self, rules: LogitRules, prompt: Sequence[int], end_ids: Collection[int]) -> None:
+    def __init__(self, rules: Sampling, prompt: Sequence[int], end_ids: Collection[int]) -> None:
         """end_ids: tokens that end the answer."""
         self._rules = rules
         self._end_ids = sorted(end_ids) if rules.min_tokens else []

@@ -76,7 +76,7 @@ _NEIGHBOURS = (
 TEMPLATE = (
     refused("add_special_tokens", "the model's template adds them", True, False),
     refused("add_generation_prompt", "an answer always follows", True),
-    refused("continue_final_message", "the last message is of a user, a tool or a system"),
+    refused("continue_final_message", "every message is a finished one, and an answer follows the last"),
     refused("chat_template", "the model's own is used"),
     Parameter(
         "chat_template_kwargs",
@@ -188,7 +188,7 @@ CHAT = Endpoint(
         Parameter(
             "messages",
             MESSAGES,
-            "The new turns after the context, or all from the beginning; the last is none of an assistant.",
+            "The new turns after the context, or all from the beginning.",
             required=True,
             inside=MESSAGE,
         ),

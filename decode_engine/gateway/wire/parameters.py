@@ -241,6 +241,8 @@ class Reading:
                     f"{where} is {found}, expected {parameter.kind.shown}", field=where
                 )
             return None
+        if parameter.kind.schema.get("type") == "integer" and isinstance(value, float) and value.is_integer():
+            value = int(value)
         if any(type(value) is type(one) and value == one for one in parameter.asks_nothing):
             return None
         if parameter.fate is Fate.REFUSED:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from decode_engine.gateway.wire.parameters import JSON_TEXT, Members, Parameter, Variants, refused
-from decode_engine.orders.kinds import FLAG, OBJECT, TEXT, Kind
+from decode_engine.orders.kinds import FLAG, OBJECT, TEXT, Kind, list_of, listed
 from decode_engine.orders.order import ToolChoice
 from index_store.errors import InvalidArgumentError
-from index_store.models.conversation.messages import Tool, check_tools, read_tools
+from index_store.models.conversation.messages import MAX_TOOLS, Tool, check_tools, read_tools
 
 _WORDS = ("none", "auto", "required")
 _FUNCTION = (
@@ -40,21 +40,40 @@ TOOL = Variants(
 
 
 TOOL_CHOICE = Kind(
-    "`none`, `auto`, `required`, or a function by its name",
+    "`none`, `auto`, `required`, a function by its name, or `allowed_tools`",
     lambda value: value in _WORDS if isinstance(value, str) else isinstance(value, dict),
     {"anyOf": [{"enum": list(_WORDS)}, OBJECT.schema]},
 )
 _CHOSEN = Parameter("name", TEXT, "The function's name.")
+_FUNCTION_CHOSEN = Members(
+    "a choice",
+    (
+        Parameter("function", OBJECT, "Which.", inside=Members("a function that is chosen", (_CHOSEN,))),
+        _CHOSEN,
+    ),
+)
+_ALLOWED = (
+    Parameter(
+        "mode", Kind("`auto` or `required`", lambda value: value in _WORDS[1:]), "Whether one is called."
+    ),
+    Parameter(
+        "tools",
+        Kind("a list of functions by their names", list_of(OBJECT, MAX_TOOLS), listed(OBJECT, MAX_TOOLS)),
+        "Those of the tools that may be called; the model is told of all.",
+        inside=Variants("type", {"function": _FUNCTION_CHOSEN}, usual="function"),
+    ),
+)
 CHOICE = Variants(
     "type",
     {
-        "function": Members(
-            "a choice",
+        "function": _FUNCTION_CHOSEN,
+        "allowed_tools": Members(
+            "a choice of several",
             (
                 Parameter(
-                    "function", OBJECT, "Which.", inside=Members("a function that is chosen", (_CHOSEN,))
+                    "allowed_tools", OBJECT, "Which.", inside=Members("tools that are allowed", _ALLOWED)
                 ),
-                _CHOSEN,
+                *_ALLOWED,
             ),
         ),
         **dict.fromkeys(_WORDS, Members("a choice by a word", ())),
@@ -65,20 +84,25 @@ CHOICE = Variants(
 
 def choice_of(given: dict[str, Any]) -> ToolChoice:
     """Whether tools are called. Raises InvalidArgumentError."""
-    choice, name = given.get("tool_choice"), ""
+    choice, names = given.get("tool_choice"), list[str]()
     mode: Any = "auto" if given.get("tools") else "none"
     if isinstance(choice, dict) and choice["type"] in _WORDS:
         choice = choice["type"]
     if isinstance(choice, str):
         mode = choice
     elif choice is not None:
-        name = choice.get("function", choice).get("name")
-        if name is None:
+        allowed = choice.get("allowed_tools", choice) if choice["type"] == "allowed_tools" else None
+        chosen = [choice] if allowed is None else allowed.get("tools", [])
+        mode = "required" if allowed is None else allowed.get("mode", "auto")
+        names = [one.get("function", one).get("name", "") for one in chosen]
+        if not names or "" in names:
             raise InvalidArgumentError(
                 f"tool_choice names no function, expected {TOOL_CHOICE.shown}", field="tool_choice"
             )
-        mode = "required"
-    return ToolChoice(mode, name, mode != "none" and given.get("parallel_tool_calls") is False)
+        if allowed is None:
+            return ToolChoice(mode, tuple(names), single=True)
+    single = mode != "none" and given.get("parallel_tool_calls") is False
+    return ToolChoice(mode, tuple(names), single)
 
 
 def tools_of(tools: list[dict[str, Any]]) -> tuple[Tool, ...]:

@@ -15,6 +15,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from decode_engine.orders.fields import SamplingOptions
 from decode_engine.rpc.client.replies import (
     ContextInfo,
     ContextPage,
@@ -89,7 +90,7 @@ class Keep:
         return made
 
 
-class GenerateOptions(TypedDict, total=False):
+class GenerateOptions(SamplingOptions, total=False):
     """What `generate` takes beside the context; what is missing or None is left to the server.
 
     Exactly one of question, text, token_ids and messages, at most one of keep_ratio, target_mass and token_budget,
@@ -110,10 +111,6 @@ class GenerateOptions(TypedDict, total=False):
     tool_name: str | None
     single_call: bool | None
     max_tokens: int | None
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    seed: int | None
     stop: str | Sequence[str] | None
     method: str | None
     keep_ratio: float | None
@@ -121,15 +118,9 @@ class GenerateOptions(TypedDict, total=False):
     token_budget: int | None
     search_period: int | None
     n: int | None
-    top_logprobs: int | None
     prompt_logprobs: bool | None
     explain: bool | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    repetition_penalty: float | None
-    logit_bias: Mapping[int, float] | None
     stop_token_ids: Sequence[int] | None
-    min_tokens: int | None
     json_schema: str | Mapping[str, Any] | None
     regex: str | None
     choices: str | Sequence[str] | None

@@ -95,7 +95,12 @@ def _tool_choice(request: generation_pb2.GenerateRequest) -> ToolChoice:
         mode = "auto" if request.messages.tools else "none"
     else:
         mode = modes.Name(choice.mode).lower()
-    return ToolChoice(cast(CallMode, mode), choice.name, choice.single)
+    if choice.name and mode != "required":
+        raise refused(
+            "tool_choice.name", ascii(choice.name[:60]), "the name of a tool, and the mode REQUIRED"
+        )
+    names = (choice.name,) if choice.name else ()
+    return ToolChoice(cast(CallMode, mode), names, choice.single or bool(names))
 
 
 def _keep(request: generation_pb2.GenerateRequest) -> KeepOptions:

@@ -60,19 +60,21 @@ def plan_calls(
 
     Raises InvalidArgumentError as `check_told` does, and for tools that cannot be called.
     """
-    if choice.mode == "none" or (choice.mode == "auto" and not tools):
+    if choice.mode == "none" or (choice.mode == "auto" and not (tools or choice.names)):
         return None
     syntax = check_told(choice, tokenizer, name)
-    named = tuple(tool for tool in tools if choice.name in ("", tool.name))
-    if not named:
-        known = f"one of {', '.join(tool.name for tool in tools)}"[:300] if tools else "tools in the request"
-        raise refused(_FIELD, ascii(choice.name) if choice.name else choice.mode.upper(), known)
+    known = [tool.name for tool in tools]
+    unknown = ", ".join(ascii(name) for name in choice.names if name not in known)
+    if unknown or not known:
+        expected = f"one of {', '.join(known)}"[:300] if known else "tools in the request"
+        raise refused(_FIELD, unknown or choice.mode.upper(), expected)
+    named = tuple(tool for tool in tools if tool.name in choice.names or not choice.names)
     forced = choice.mode == "required"
     constraint = call_constraint(
         syntax,
         named,
         forced=forced,
-        several=not (choice.single or choice.name),
+        several=not choice.single,
         hidden=tokenizer.hidden,
         ends=tokenizer.eos_ids,
         answer=answer,

@@ -25,7 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,7 +48,7 @@ from harness.timing import event_ms
 
 from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.sampling.grammar import Grammar
-from decode_engine.engine.sampling.parameters import LogitRules, SamplingParameters
+from decode_engine.engine.sampling.parameters import SamplingParameters
 from decode_engine.engine.stepping import Flight, choose_together
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.layers.session import Session
@@ -74,16 +74,14 @@ def kinds(grammar: Grammar, vocabulary: int) -> Mapping[str, SamplingParameters]
     """What is measured, by name."""
     bias = {token: (-1.0) ** token * 5 for token in range(7, vocabulary, -(-vocabulary // 300))}
     return {
-        "penalties": SamplingParameters(
-            rules=LogitRules(presence_penalty=0.4, frequency_penalty=0.3, repetition_penalty=1.1)
-        ),
-        "bias": SamplingParameters(rules=LogitRules(logit_bias=bias)),
-        "min_tokens": SamplingParameters(rules=LogitRules(min_tokens=10_000)),
+        "penalties": SamplingParameters(presence_penalty=0.4, frequency_penalty=0.3, repetition_penalty=1.1),
+        "bias": SamplingParameters(logit_bias=bias),
+        "min_tokens": SamplingParameters(min_tokens=10_000),
         "logprobs": SamplingParameters(top_logprobs=5),
         "logprobs_20": SamplingParameters(top_logprobs=20),
         "schema": SamplingParameters(grammar=grammar),
-        "drawn": SamplingParameters(0.8, seed=3, rules=LogitRules(frequency_penalty=0.3), top_logprobs=5),
-        "filtered": SamplingParameters(0.8, 0.9, 50, seed=3, rules=LogitRules(frequency_penalty=0.3)),
+        "drawn": SamplingParameters(0.8, seed=3, frequency_penalty=0.3, top_logprobs=5),
+        "filtered": SamplingParameters(0.8, 0.9, 50, seed=3, frequency_penalty=0.3),
     }
 
 
@@ -127,7 +125,8 @@ def graph_of(lanes: Lanes, samplers: Sequence[Sampler]) -> StepGraph:
 
 def without_edits(parameters: SamplingParameters) -> SamplingParameters:
     """For steps of the same bits: as repeatable as these, but nothing is done to logits."""
-    return replace(parameters, rules=LogitRules(), grammar=None, top_logprobs=None)
+    drawn = parameters.temperature, parameters.top_p, parameters.top_k, parameters.seed
+    return SamplingParameters(*drawn)
 
 
 def share_alike(lanes: Lanes, method: Method, samplers: Sequence[Sampler], flown: Flown) -> float:

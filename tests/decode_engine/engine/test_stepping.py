@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from decode_engine.engine.prompt_pieces import PromptCost, cut_prompt, prompt_cost
 from decode_engine.engine.sampler import Sampler, SamplingParameters, any_filters
-from decode_engine.engine.sampling.logit_rules import LogitRules
 from decode_engine.engine.stepping import choose_each, choose_together, decode_by_forward, forward_each
 from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.model.runner import ModelRunner
@@ -128,13 +128,16 @@ def test_rows_are_sorted_only_where_something_filters(options: list[dict[str, fl
 
 def test_rows_that_are_edited_are_chosen_together_as_alone() -> None:
     logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(3)) * 3
-    rules = LogitRules(
-        presence_penalty=2.0, repetition_penalty=1.5, logit_bias={7: 4.0, 8: -100.0}, min_tokens=9
-    )
+    rules: Any = {
+        "presence_penalty": 2.0,
+        "repetition_penalty": 1.5,
+        "logit_bias": {7: 4.0, 8: -100.0},
+        "min_tokens": 9,
+    }
     options = [
         SamplingParameters(),
-        SamplingParameters(1.0, seed=1, rules=rules),
-        SamplingParameters(rules=rules, top_logprobs=3),
+        SamplingParameters(1.0, seed=1, **rules),
+        SamplingParameters(**rules, top_logprobs=3),
         SamplingParameters(1.0, 0.9, 20, seed=2, top_logprobs=0),
     ]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from decode_engine.cli.command_line import app
+from decode_engine.cli.command_line import commands
 from decode_engine.evaluation.tuning.candidates import KEEPS, MASSES, BudgetSweep, Candidate, find_sweeps
 from decode_engine.evaluation.tuning.meters import KlMeter, MassMeter, Measurement, continuation
 from decode_engine.evaluation.tuning.trials import tune
@@ -196,7 +196,7 @@ def test_kl_is_small_for_large_budgets(served: Served) -> None:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["tune", *arguments])
+    return CliRunner().invoke(commands(), ["tune", *arguments])
 
 
 def tune_toy(served: Served, *arguments: str) -> Result:
@@ -258,7 +258,7 @@ def test_nothing_that_is_enough_ends_with_1_and_the_best(
     before = served.store.default_method(served.context.manifest.id)
     with pytest.raises(SystemExit) as ended:
         run_app(
-            app,
+            commands(),
             "decode-engine",
             [*arguments, "--target-mass", "1", "--methods", "quest,squeezed", "--format", "json"],
         )

@@ -136,7 +136,7 @@ TOLD = {"type": "function_call_output", "call_id": "a", "output": "x"}
         ({"tools": [{"type": "function", "name": "x", "defer_loading": True}]}, "tools[0].defer_loading"),
         ({"tools": "look"}, "tools"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "run"}}, "tool_choice"),
         ({"input": []}, "input"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
@@ -147,7 +147,6 @@ TOLD = {"type": "function_call_output", "call_id": "a", "output": "x"}
         ({"input": [QUESTION, {**CALL, "name": "x" * 300}, TOLD]}, "input[1].name"),
         ({"input": [QUESTION, CALL, {**TOLD, "output": [{"type": "input_image"}]}]}, "input[2].output[0]"),
         ({"input": [QUESTION, CALL, {**TOLD, "call_id": 5}]}, "input[2].call_id"),
-        ({"input": [QUESTION, {"role": "assistant", "content": "x"}]}, "input[1].role"),
     ],
 )
 def test_wrong_values_are_named(web: httpx.Client, spoken: dict[str, Any], changes: Any, param: str) -> None:

@@ -40,6 +40,7 @@ ASK: Any = {
     "extra_body": {"context": "spoken"},
 }
 NAMED: Any = {"type": "function", "function": {"name": "look"}}
+ALLOWED: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def test_a_context_is_made_of_messages(web: httpx.Client, spoken: dict[str, Any]
     assert refused["param"] == "tools"
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED], ids=["any", "named"])
+@pytest.mark.parametrize("choice", ["required", NAMED, ALLOWED], ids=["any", "named", "allowed"])
 def test_calls_come_whole_and_in_pieces(official: openai.OpenAI, spoken: dict[str, Any], choice: Any) -> None:
     options = {**ASK, "tool_choice": choice, "parallel_tool_calls": False}
     reply = valid(ChatCompletion, official.chat.completions.create(**options))
@@ -135,8 +136,11 @@ def test_a_session_is_kept(
         ),
         ({"tools": [{"type": "function", "function": {"name": "x"}}]}, "tools"),
         ({"tools": "look"}, "tools"),
+        ({"tools": [], "tool_choice": {**ALLOWED, "mode": "auto"}, "context": None}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "none", "tools": [NAMED]}}, "tool_choice.mode"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": [NAMED, {"name": "run"}]}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "run"}}}, "tool_choice"),
         ({"keep": {"colour": 1}}, "keep.colour"),
         ({"regex": "("}, "regex"),

@@ -46,7 +46,7 @@ ORDER = Order(
     context="c" * 64,
     turns=(Message(Role.ASSISTANT, "hm", tool_calls=(ToolCall("look", "{}", "1"),)),),
     tools=(Tool("look", "looks", "{}", strict=True),),
-    choice=ToolChoice("required", "look", True),
+    choice=ToolChoice("required", ("look",), True),
     prompt=[1, 2**31, 3],
     max_tokens=3,
     sampling=Sampling(0.5, 0.9, 40, 2**63 - 1, 0.1, 0.2, 1.1, {7: -100.0}, 2, 5),

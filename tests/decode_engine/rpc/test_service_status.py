@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 from typer.testing import CliRunner
 
-from decode_engine.cli.command_line import app
+from decode_engine.cli.command_line import commands
 from decode_engine.cli.status_command import rate_lines, status_lines
 from decode_engine.engine.session_memory import session_bytes
 from decode_engine.errors import SessionMemoryError
@@ -86,7 +86,7 @@ def test_the_command_tells_what_the_server_tells(server: DecodeServer, client: C
     wait_until(lambda: client.server_status().requests == 0)
     told = client.server_status()
     arguments = ["status", "--server", server.address]
-    as_json = CliRunner().invoke(app, [*arguments, "--format", "json"])
+    as_json = CliRunner().invoke(commands(), [*arguments, "--format", "json"])
     choices, reads = list(told.method_choices), list(told.template_reads)
     assert json.loads(as_json.stdout) == {
         **asdict(told),
@@ -94,7 +94,7 @@ def test_the_command_tells_what_the_server_tells(server: DecodeServer, client: C
         "method_choices": choices,
         "template_reads": reads,
     }
-    text = CliRunner().invoke(app, arguments).stdout
+    text = CliRunner().invoke(commands(), arguments).stdout
     assert "requests: 0 decoding, 0 reading their prompts, 0 waiting, 0 loading" in text
     assert f"{told.prompt_tokens} prompt tokens, {told.decode_tokens} decoded" in text
 
@@ -119,7 +119,9 @@ def test_a_status_is_watched_until_interrupted(
     for output in ("text", "json"):
         looks: list[float] = []
         monkeypatch.setattr("decode_engine.cli.status_command.sleep", ask)
-        told = CliRunner().invoke(app, ["status", "--watch", "--server", server.address, "--format", output])
+        told = CliRunner().invoke(
+            commands(), ["status", "--watch", "--server", server.address, "--format", output]
+        )
         monkeypatch.undo()
         if output == "text":
             assert told.stdout.count("requests: 0 decoding") == 2

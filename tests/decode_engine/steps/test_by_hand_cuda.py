@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
-from decode_engine.engine.sampling.logit_rules import LogitRules
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
@@ -59,7 +58,7 @@ def test_tokens_chosen_by_hand_are_those_of_the_graph_and_forks_say_the_same(
     inside = [SamplingParameters(), SamplingParameters(1.0, 0.9, 50, seed=5), SamplingParameters(1.2, seed=6)]
     outside = [
         SamplingParameters(top_logprobs=3),
-        SamplingParameters(1.0, 0.9, 50, seed=5, rules=LogitRules(logit_bias={7: 0.0})),
+        SamplingParameters(1.0, 0.9, 50, seed=5, logit_bias={7: 0.0}),
         SamplingParameters(1.2, seed=6, top_logprobs=0),
     ]
     session = start(runner, name)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
-from decode_engine.engine.sampling.logit_rules import LogitRules
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
@@ -46,11 +45,11 @@ def test_sessions_on_contexts_of_other_lengths_decode_as_one_by_one(
 def test_sessions_with_rules_grammars_and_log_probabilities_step_with_the_others(
     runner: ModelRunner, stepper: Stepper
 ) -> None:
-    prompts, rules = [[5, 9, 2], [4, 4]], LogitRules(frequency_penalty=2.0, logit_bias={9: 3.0})
+    prompts, rules = [[5, 9, 2], [4, 4]], {"frequency_penalty": 2.0, "logit_bias": {9: 3.0}}
     grammars = [OnlyEven(), OnlyEven()]
 
     def samplers(grammar: OnlyEven) -> list[Sampler]:
-        by_hand = SamplingParameters(rules=rules, grammar=grammar, top_logprobs=2)  # type: ignore[arg-type]
+        by_hand = SamplingParameters(**rules, grammar=grammar, top_logprobs=2)  # type: ignore[arg-type]
         return [Sampler(GREEDY), Sampler(by_hand, prompts[1])]
 
     alone, together = (samplers(grammar) for grammar in grammars)

@@ -29,8 +29,10 @@ from decode_engine.engine.sampling.edits_triton import (
     tell_tokens,
     write_edits,
 )
-from decode_engine.engine.sampling.logit_rules import LogitRules, RuledLogits
+from decode_engine.engine.sampling.logit_rules import RuledLogits
+from decode_engine.engine.sampling.parameters import SamplingParameters
 from decode_engine.orders.events import TokenLogprob
+from decode_engine.orders.fields import Sampling
 from index_store.errors import InvalidArgumentError
 from tests.support.devices import DEVICE, DTYPES
 
@@ -166,7 +168,7 @@ LOGITS = torch.tensor([2.0, -1.0, 0.5, 3.0, 0.0, 1.0])
 
 
 def ruled(answer: list[int], prompt: tuple[int, ...] = (), **options: Any) -> list[float]:
-    rules = RuledLogits(LogitRules(**options), prompt, end_ids=[5])
+    rules = RuledLogits(Sampling(**options), prompt, end_ids=[5])
     for token in answer:
         rules.take(token)
     edits = rules.edits(LOGITS.device, len(LOGITS), 0)
@@ -218,5 +220,5 @@ def test_the_models_logits_stay_as_they_are() -> None:
 )
 def test_values_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
-        LogitRules(**options)
+        SamplingParameters(**options)
     assert caught.value.metadata["field"] in options

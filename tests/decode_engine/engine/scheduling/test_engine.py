@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from decode_engine.engine.engine import Engine
-from decode_engine.engine.sampling.parameters import SamplingParameters, parameters_of
+from decode_engine.engine.sampling.parameters import SamplingParameters
 from decode_engine.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -219,7 +219,7 @@ def test_the_prompt_is_read_once_and_every_answer_has_its_own_events() -> None:
         assert [each.token_ids for each in said] == [(4,), (5,), (6,), (7,)]
         [end] = [event for event in events if isinstance(event, Ends) and event.answer == answer]
         assert (end.reason, end.completion_tokens) == ("length", 4)
-        assert end.seed == parameters_of(COLD).for_answer(answer).seed
+        assert end.seed == SamplingParameters.of(COLD).for_answer(answer).seed
     assert client.session.closed == 1
     assert client.closes == [1], "what all answers share is given back once, after the last of them"
     assert engine.places == 0
