@@ -128,7 +128,8 @@ def load_service(
 
     def note_step(sessions: Sequence[Session], seconds: float) -> None:
         first = sessions[0]
-        if all(each.context is first.context and each.method == first.method for each in sessions):
+        alike = (each.context is first.context and each.method == first.method for each in sessions)
+        if all(alike) and not any(each.watched for each in sessions):
             tokens, where = first.context.manifest.token_count, first.context.placement
             costs.note(first.method, where, tokens, len(sessions), seconds)
 

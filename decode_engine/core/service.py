@@ -24,13 +24,14 @@ from decode_engine.engine.prompt_pieces import stored_cost
 from decode_engine.engine.reply import Outbox, Reply, Sink
 from decode_engine.engine.session_memory import fitting_tokens
 from decode_engine.errors import CancelledError, DeadlineExceededError
-from decode_engine.layers.session import Session
+from decode_engine.layers.looking import Looking
+from decode_engine.layers.session import Session, Watch
 from decode_engine.model.continuing import Ground, SessionKeeper, SessionWork
 from decode_engine.model.method_choice import AUTO, StepCosts
 from decode_engine.model.preparing import Preparation
 from decode_engine.model.runner import ModelRunner
 from decode_engine.orders.core import Facts, Residency, Status, Warmed
-from decode_engine.orders.events import Begins, Lookup, Tier, Waits
+from decode_engine.orders.events import Begins, LayersLooked, Looks, Lookup, Tier, Waits
 from decode_engine.orders.order import Order
 from decode_engine.rpc.contexts.defaults import remainder_name
 from decode_engine.rpc.creation.orders import Workshop
@@ -42,7 +43,8 @@ from index_store.errors import (
     MethodUnsupportedError,
     SparseKVError,
 )
-from index_store.family.prefixes import Missed, longest_prefix
+from index_store.family.missed import Missed
+from index_store.family.prefixes import longest_prefix
 from index_store.memory.arena import Arena
 from index_store.memory.devices import describe_device
 from index_store.methods.method import FittedMethod, Method
@@ -367,6 +369,8 @@ class EngineService:
         own = choose_method(order, base, self.store.default_method(base.id) if left_open else None)
         if not left_open or not (order.method or self.auto):
             return own, ""
+        if order.map_every is not None:
+            return own, "the context's own, as full attention selects nothing that a map could show"
         if order.has_budget or order.search_period is not None:
             return own, "the context's own, as the request sets its budget or search period"
         drawn = order.sampling
@@ -411,6 +415,19 @@ class EngineService:
             self._fail(reply, error)
         else:
             self.outboxes.flush()
+
+    def _watch(self, meaning: Meaning, reply: Reply) -> Watch | None:
+        """What tells where the first answer's tokens were looked for, where that is wanted and something searches."""
+        every, tokens = meaning.order.map_every, meaning.ground.named.token_count
+        searching = sorted(meaning.fitted.searching)
+        if every is None or not searching:
+            return None
+
+        def tell(token: int, layers: list[LayersLooked]) -> None:
+            reply.tell(Looks(0, token, layers))
+
+        first = tokens - meaning.again + len(meaning.prompt) - 1
+        return Looking(first, every, tokens, searching, tell).observe
 
     def _work(self, meaning: Meaning, reply: Reply) -> SessionWork:
         """What the engine works with. Waits until the context is in memory, or being loaded, and the method ready."""
@@ -474,5 +491,6 @@ class EngineService:
                 again=again,
                 waiting=self.engine.give_way,
                 keeper=keeper,
+                watch=self._watch(meaning, reply),
                 release=stack.pop_all().close,  # last: until here, what fails ends the lease
             )

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import google_crc32c
 import numpy as np
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from index_store.errors import SparseKVError
+from index_store.family.missed import Missed
 from index_store.family.parents import parent_of
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import DIGEST_DIGITS, PREFIX_BLOCK, continued_digests
@@ -26,24 +26,6 @@ from index_store.store.description.manifest import Manifest
 
 LEAST_TOKENS = 32
 """Of a context that is looked for: fewer are read in the time that loading takes."""
-
-
-MissReason = Literal["not_stored", "partial", "expired", "too_large", "unreadable", "not_looked_for"]
-
-
-@dataclass(frozen=True, slots=True)
-class Missed:
-    """Why no longer stored context was taken for a prompt, by the one that comes nearest.
-
-    not_stored: none has more of the prompt's first tokens. partial: one has, but goes on in another way, or is longer
-    than the prompt. expired, too_large (for the memory), unreadable (or damaged): one would have been taken otherwise.
-    not_looked_for: all of the prompt has to be read. context: its id, "" of none. tokens: of the prompt that it begins
-    with; where it goes on in another way, whole blocks of them alone.
-    """
-
-    reason: MissReason
-    context: str = ""
-    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,7 @@ class GenerateOptions(TypedDict, total=False):
     top_logprobs: int | None
     prompt_logprobs: bool | None
     explain: bool | None
+    map_every: int | None
     presence_penalty: float | None
     frequency_penalty: float | None
     repetition_penalty: float | None
