@@ -13,6 +13,7 @@ import torch
 
 from decode_engine.core.housekeeping import Housekeeping
 from decode_engine.core.kept_beginnings import KeepingRules, KeptBeginnings
+from decode_engine.core.kv_events import KVEvents
 from decode_engine.core.metrics import Exporter
 from decode_engine.core.service import EngineService, Outboxes
 from decode_engine.engine.engine import Engine
@@ -166,6 +167,7 @@ def load_service(
         costs,
         auto,
         None if config.metrics is None else Exporter(config.metrics, config.metrics_alias),
+        None if config.kv_events is None else KVEvents(config.kv_events, config.kv_events_topic),
     )
 
 

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from decode_engine.core.housekeeping import Housekeeping
 from decode_engine.core.kept_beginnings import KeptBeginnings
+from decode_engine.core.kv_events import KVEvents
 from decode_engine.core.meaning import choose_method, fit_max_tokens
 from decode_engine.core.metrics import Exporter, Present
 from decode_engine.engine.engine import Engine
@@ -25,13 +26,13 @@ from decode_engine.engine.reply import Outbox, Reply, Sink
 from decode_engine.engine.session_memory import fitting_tokens
 from decode_engine.errors import CancelledError, DeadlineExceededError
 from decode_engine.layers.looking import Looking
-from decode_engine.layers.session import Session, Watch
+from decode_engine.layers.session import Session
 from decode_engine.model.continuing import Ground, SessionKeeper, SessionWork
 from decode_engine.model.method_choice import AUTO, StepCosts
 from decode_engine.model.preparing import Preparation
 from decode_engine.model.runner import ModelRunner
 from decode_engine.orders.core import Facts, Residency, Status, Warmed
-from decode_engine.orders.events import Begins, LayersLooked, Looks, Lookup, Tier, Waits
+from decode_engine.orders.events import Begins, Lookup, Tier, Waits
 from decode_engine.orders.order import Order
 from decode_engine.rpc.contexts.defaults import remainder_name
 from decode_engine.rpc.creation.orders import Workshop
@@ -127,8 +128,9 @@ class EngineService:
 
     workshop: where kept beginnings are ordered. housekeeping: of what has expired. preparation: of methods, before
     requests run by them. costs: of decode steps, by which a method is chosen where requests leave that to the server;
-    auto: whether those do that name none. exporter: of metrics, None where none are wanted. max_waiting: requests
-    beside those in progress. outboxes: by which doors get events, one batch for each turn of the engine.
+    auto: whether those do that name none. exporter: of metrics, kv_events: of what is held, None where none are
+    wanted. max_waiting: requests beside those in progress. outboxes: by which doors get events, one batch for each turn
+    of the engine.
     """
 
     store: Store
@@ -144,12 +146,16 @@ class EngineService:
     costs: StepCosts = field(default_factory=StepCosts)
     auto: bool = True
     exporter: Exporter | None = None
+    kv_events: KVEvents | None = None
     threads: BlockingWork = field(default_factory=partial(BlockingWork, name="core"))
 
     def start(self) -> None:
-        """Begins to take orders. Raises AddressError where metrics cannot be told at their address."""
+        """Begins to take orders. Raises AddressError where metrics or events cannot be told at their address."""
         if self.exporter is not None:
             self.exporter.start(self._present)
+        if self.kv_events is not None:
+            first = first_digest(self.runner.identity, self.runner.kv_dtype, "")
+            self.kv_events.start(self.store, self.arena, first)
         self.engine.start()
         self.housekeeping.start()
 
@@ -161,6 +167,8 @@ class EngineService:
         """
         if self.exporter is not None:
             self.exporter.close()
+        if self.kv_events is not None:
+            self.kv_events.close()
         self.preparation.close()
         self.beginnings.close()
         self.housekeeping.stop()
@@ -416,19 +424,6 @@ class EngineService:
         else:
             self.outboxes.flush()
 
-    def _watch(self, meaning: Meaning, reply: Reply) -> Watch | None:
-        """What tells where the first answer's tokens were looked for, where that is wanted and something searches."""
-        every, tokens = meaning.order.map_every, meaning.ground.named.token_count
-        searching = sorted(meaning.fitted.searching)
-        if every is None or not searching:
-            return None
-
-        def tell(token: int, layers: list[LayersLooked]) -> None:
-            reply.tell(Looks(0, token, layers))
-
-        first = tokens - meaning.again + len(meaning.prompt) - 1
-        return Looking(first, every, tokens, searching, tell).observe
-
     def _work(self, meaning: Meaning, reply: Reply) -> SessionWork:
         """What the engine works with. Waits until the context is in memory, or being loaded, and the method ready."""
         order, ground, fitted = meaning.order, meaning.ground, meaning.fitted
@@ -468,6 +463,11 @@ class EngineService:
                     self.workshop.room,
                 )
                 keeper.check()
+            looking = None
+            if order.map_every is not None and fitted.searching:
+                tokens = ground.named.token_count
+                first = tokens - meaning.again + len(meaning.prompt) - 1
+                looking = Looking(first, order.map_every, tokens, sorted(fitted.searching), reply.tell)
             cost = runner.prompt_cost(fitted, ground.own_tokens)
             grammar = None if order.constraint is None else runner.grammars.compile(order.constraint)
             return SessionWork(
@@ -491,6 +491,6 @@ class EngineService:
                 again=again,
                 waiting=self.engine.give_way,
                 keeper=keeper,
-                watch=self._watch(meaning, reply),
+                watch=None if looking is None else looking.observe,
                 release=stack.pop_all().close,  # last: until here, what fails ends the lease
             )

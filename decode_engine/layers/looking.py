@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.layers.selected_attention import Observation
-from decode_engine.orders.events import LayersLooked
+from decode_engine.orders.events import LayersLooked, Looks
 
 MOST_LOOKS = 256
 """Tokens of an answer that are told of."""
@@ -21,20 +21,19 @@ GROUPS = 4
 MOST_PLACES = 24
 """Of a group of layers, for one token."""
 
-OnLook = Callable[[int, list[LayersLooked]], None]
-"""Is told the place of a token in the answer, and where it was looked for."""
-
 
 class Looking:
     """Collects what searching layers selected for one in `every` tokens of an answer (`Session.watch`).
 
     first: position of the query that the answer's first token comes from. tokens: of the context; what the layers look
     at behind it is not told. searching: the layers that search. Costs one more read of the selected keys for each of
-    these tokens; and a session that is watched takes no captured steps.
+    these tokens; and a session that is watched takes no captured steps. tell: is told of the first answer.
     """
 
-    def __init__(self, first: int, every: int, tokens: int, searching: list[int], on_look: OnLook) -> None:
-        self._first, self._every, self._tokens, self._on_look = first, every, tokens, on_look
+    def __init__(
+        self, first: int, every: int, tokens: int, searching: list[int], tell: Callable[[Looks], None]
+    ) -> None:
+        self._first, self._every, self._tokens, self._tell = first, every, tokens, tell
         size = max(1, math.ceil(len(searching) / GROUPS))
         self._groups = [searching[at : at + size] for at in range(0, len(searching), size)]
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
@@ -51,7 +50,7 @@ class Looking:
             told = [
                 _most(group, [seen_all[one] for one in group if one in seen_all]) for group in self._groups
             ]
-            self._on_look(place * self._every, told)
+            self._tell(Looks(0, place * self._every, told))
 
 
 def looked_at(seen: Observation, row: int, tokens: int) -> tuple[Tensor, Tensor]:

@@ -61,7 +61,7 @@ def longest_beginning(
     found = [
         Beginning(manifest, _equal(stored, ids))
         for common, manifest in fits
-        if common == most and (stored := _tokens(store, manifest)) is not None
+        if common == most and (stored := stored_tokens(store, manifest)) is not None
     ]
     return max(found, key=lambda beginning: beginning.tokens, default=None)
 
@@ -96,7 +96,7 @@ def longest_prefix(
             fits.append(manifest)
     found: Manifest | None = None
     for manifest in sorted(fits, key=lambda fit: fit.token_count, reverse=True):
-        stored = _tokens(store, manifest)
+        stored = stored_tokens(store, manifest)
         if stored is None or _equal(stored, ids) < manifest.token_count:
             missed.append(Missed("unreadable", manifest.id, manifest.token_count))
         elif not suits(manifest):
@@ -135,7 +135,7 @@ def _equal(stored: Tensor, ids: Tensor) -> int:
     return int(differing[0]) if len(differing) else count
 
 
-def _tokens(store: Store, manifest: Manifest) -> Tensor | None:
+def stored_tokens(store: Store, manifest: Manifest) -> Tensor | None:
     """All tokens of a context, a child's parent's among them; None where they cannot be read now, or are damaged."""
     try:
         base = parent_of(store, manifest)

@@ -9,7 +9,7 @@ from torch import Tensor
 from decode_engine.layers.looking import MOST_PLACES, Looking, looked_at
 from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.sparse_layer import SparseLayer
-from decode_engine.orders.events import LayersLooked
+from decode_engine.orders.events import Looks
 from index_store.methods.presets import get_method
 from tests.support.layers import build_layer, with_everything
 
@@ -47,8 +47,8 @@ def test_with_all_keys_selected_the_weights_are_those_of_attention(name: str) ->
 
 
 def test_one_in_so_many_tokens_is_told_by_groups_of_layers() -> None:
-    layers, told = [layer_of("csattention") for _ in range(6)], list[tuple[int, list[LayersLooked]]]()
-    looking = Looking(TOKENS + 9, 3, TOKENS, [1, 2, 4, 5, 6, 7], lambda *look: told.append(look))
+    layers, told = [layer_of("csattention") for _ in range(6)], list[Looks]()
+    looking = Looking(TOKENS + 9, 3, TOKENS, [1, 2, 4, 5, 6, 7], told.append)
     kept: dict[int, set[int]] = {}
 
     def observe(number: int, seen: Observation) -> None:
@@ -63,8 +63,8 @@ def test_one_in_so_many_tokens_is_told_by_groups_of_layers() -> None:
     for position, count in ((TOKENS, 6), (TOKENS + 6, 4), *((TOKENS + at, 1) for at in range(10, 18))):
         for layer in layers:
             step(layer, position, count)
-    assert [token for token, _ in told] == [0, 3, 6]
-    for token, groups in told:
+    assert [look.token for look in told] == [0, 3, 6]
+    for token, groups in ((look.token, look.layers) for look in told):
         assert [(group.first, group.last) for group in groups] == [(1, 2), (4, 5), (6, 7)]
         for group in groups:
             assert 0 < len(group.positions) <= MOST_PLACES
