@@ -299,7 +299,8 @@ class EngineService:
             self._check(order, reply)
             meaning = self._mean(order, arrived_ns)
             reply.tell(meaning.begins())
-            place = self.engine.reserve(meaning.fitted.manifest.id, meaning.memory * order.answers)
+            memory = meaning.memory * order.answers
+            place = self.engine.reserve(meaning.fitted.manifest.id, memory, order.client)
         except Exception as error:
             self._fail(reply, error)
             return

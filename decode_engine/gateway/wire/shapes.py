@@ -136,7 +136,7 @@ class _Choices(Shape):
                 self._chunk([ending], told=summary if summary.end.kept or summary.explanation else None)
             )
         if self.asked.include_usage:
-            events.append(self._chunk([], usage(summaries), summaries[0]))
+            events.append(self._chunk([], usage(summaries, self.asked.order.answers), summaries[0]))
         return b"".join([*events, event(DONE)])
 
     def fail(self, error: ErrorReply) -> bytes:
@@ -195,7 +195,7 @@ class ChatShape(_Choices):
             self.created,
             self.asked.model,
             choices,
-            usage(summaries),
+            usage(summaries, self.asked.order.answers),
             figures_of(summaries[0]),
             looks_of(answers[0].looks),
         )
@@ -229,7 +229,7 @@ class CompletionShape(_Choices):
             self.created,
             self.asked.model,
             choices,
-            usage(summaries),
+            usage(summaries, self.asked.order.answers),
             figures_of(summaries[0]),
             looks_of(answers[0].looks),
         )
@@ -246,10 +246,11 @@ def finish_reason(summary: Summary) -> FinishReason:
     return "stop" if summary.reason == "end_of_sequence" else summary.reason
 
 
-def usage(summaries: Sequence[Summary]) -> Usage:
-    """Tokens of all answers."""
-    cached = summaries[0].usage.cached
-    prompt = cached + summaries[0].usage.prompt
+def usage(summaries: Sequence[Summary], each: int) -> Usage:
+    """Tokens of all answers. each: to how many the prompt is the same."""
+    prompts = [summary.usage for summary in summaries[::each]]
+    cached = sum(used.cached for used in prompts)
+    prompt = cached + sum(used.prompt for used in prompts)
     generated = sum(summary.usage.completion for summary in summaries)
     return Usage(prompt, generated, prompt + generated, PromptDetails(cached))
 
