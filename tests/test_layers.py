@@ -166,7 +166,7 @@ PLACES = {
     "uvicorn": ("decode_engine/gateway/*",),
     "h11": ("decode_engine/gateway/bounds.py",),
     "llguidance": ("decode_engine/engine/sampling/*",),
-    "zmq": ("decode_engine/processes/link/*",),
+    "zmq": ("decode_engine/processes/link/*", "decode_engine/core/kv_events.py"),
     "pickle": (),
     "shelve": (),
     "dill": (),

@@ -13,6 +13,7 @@ import torch
 
 from decode_engine.core.housekeeping import Housekeeping
 from decode_engine.core.kept_beginnings import KeepingRules, KeptBeginnings
+from decode_engine.core.kv_events import KVEvents
 from decode_engine.core.metrics import Exporter
 from decode_engine.core.service import EngineService, Outboxes
 from decode_engine.engine.engine import Engine
@@ -128,7 +129,8 @@ def load_service(
 
     def note_step(sessions: Sequence[Session], seconds: float) -> None:
         first = sessions[0]
-        if all(each.context is first.context and each.method == first.method for each in sessions):
+        alike = (each.context is first.context and each.method == first.method for each in sessions)
+        if all(alike) and not any(each.watched for each in sessions):
             tokens, where = first.context.manifest.token_count, first.context.placement
             costs.note(first.method, where, tokens, len(sessions), seconds)
 
@@ -166,6 +168,7 @@ def load_service(
         costs,
         auto,
         None if config.metrics is None else Exporter(config.metrics, config.metrics_alias),
+        None if config.kv_events is None else KVEvents(config.kv_events, config.kv_events_topic),
     )
 
 

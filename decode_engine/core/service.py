@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from decode_engine.core.housekeeping import Housekeeping
 from decode_engine.core.kept_beginnings import KeptBeginnings
+from decode_engine.core.kv_events import KVEvents
 from decode_engine.core.meaning import choose_method, fit_max_tokens
 from decode_engine.core.metrics import Exporter, Present
 from decode_engine.engine.engine import Engine
@@ -24,6 +25,7 @@ from decode_engine.engine.prompt_pieces import stored_cost
 from decode_engine.engine.reply import Outbox, Reply, Sink
 from decode_engine.engine.session_memory import fitting_tokens
 from decode_engine.errors import CancelledError, DeadlineExceededError
+from decode_engine.layers.looking import Looking
 from decode_engine.layers.session import Session
 from decode_engine.model.continuing import Ground, SessionKeeper, SessionWork
 from decode_engine.model.method_choice import AUTO, StepCosts
@@ -42,7 +44,8 @@ from index_store.errors import (
     MethodUnsupportedError,
     SparseKVError,
 )
-from index_store.family.prefixes import Missed, longest_prefix
+from index_store.family.missed import Missed
+from index_store.family.prefixes import longest_prefix
 from index_store.memory.arena import Arena
 from index_store.memory.devices import describe_device
 from index_store.methods.method import FittedMethod, Method
@@ -125,8 +128,9 @@ class EngineService:
 
     workshop: where kept beginnings are ordered. housekeeping: of what has expired. preparation: of methods, before
     requests run by them. costs: of decode steps, by which a method is chosen where requests leave that to the server;
-    auto: whether those do that name none. exporter: of metrics, None where none are wanted. max_waiting: requests
-    beside those in progress. outboxes: by which doors get events, one batch for each turn of the engine.
+    auto: whether those do that name none. exporter: of metrics, kv_events: of what is held, None where none are
+    wanted. max_waiting: requests beside those in progress. outboxes: by which doors get events, one batch for each turn
+    of the engine.
     """
 
     store: Store
@@ -142,12 +146,16 @@ class EngineService:
     costs: StepCosts = field(default_factory=StepCosts)
     auto: bool = True
     exporter: Exporter | None = None
+    kv_events: KVEvents | None = None
     threads: BlockingWork = field(default_factory=partial(BlockingWork, name="core"))
 
     def start(self) -> None:
-        """Begins to take orders. Raises AddressError where metrics cannot be told at their address."""
+        """Begins to take orders. Raises AddressError where metrics or events cannot be told at their address."""
         if self.exporter is not None:
             self.exporter.start(self._present)
+        if self.kv_events is not None:
+            first = first_digest(self.runner.identity, self.runner.kv_dtype, "")
+            self.kv_events.start(self.store, self.arena, first)
         self.engine.start()
         self.housekeeping.start()
 
@@ -159,6 +167,8 @@ class EngineService:
         """
         if self.exporter is not None:
             self.exporter.close()
+        if self.kv_events is not None:
+            self.kv_events.close()
         self.preparation.close()
         self.beginnings.close()
         self.housekeeping.stop()
@@ -368,6 +378,8 @@ class EngineService:
         own = choose_method(order, base, self.store.default_method(base.id) if left_open else None)
         if not left_open or not (order.method or self.auto):
             return own, ""
+        if order.map_every is not None:
+            return own, "the context's own, as full attention selects nothing that a map could show"
         if order.has_budget or order.search_period is not None:
             return own, "the context's own, as the request sets its budget or search period"
         drawn = order.sampling
@@ -452,6 +464,11 @@ class EngineService:
                     self.workshop.room,
                 )
                 keeper.check()
+            looking = None
+            if order.map_every is not None and fitted.searching:
+                tokens = ground.named.token_count
+                first = tokens - meaning.again + len(meaning.prompt) - 1
+                looking = Looking(first, order.map_every, tokens, sorted(fitted.searching), reply.tell)
             cost = runner.prompt_cost(fitted, ground.own_tokens)
             grammar = None if order.constraint is None else runner.grammars.compile(order.constraint)
             return SessionWork(
@@ -475,5 +492,6 @@ class EngineService:
                 again=again,
                 waiting=self.engine.give_way,
                 keeper=keeper,
+                watch=None if looking is None else looking.observe,
                 release=stack.pop_all().close,  # last: until here, what fails ends the lease
             )

@@ -13,7 +13,7 @@ from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from decode_engine.errors import CancelledError, TooManyRequestsError
-from decode_engine.gateway import counting, creating, generating, listing
+from decode_engine.gateway import counting, creating, generating, listing, page
 from decode_engine.gateway.bounds import Bounds
 from decode_engine.gateway.exchange import Exchange, HeldBodies
 from decode_engine.gateway.failures import HttpError, refusal
@@ -40,9 +40,11 @@ ROUTES = (
     Route("/v1/operations/{operation}", creating.get_operation, methods=["GET"]),
     Route("/v1/operations/{operation}/cancel", creating.cancel_operation, methods=["POST"]),
     Route("/v1/files", creating.create_file, methods=["POST"]),
+    Route("/v1/contexts/{context:path}/tokens", page.context_tokens, methods=["GET"]),
     Route("/v1/contexts/{context:path}", listing.get_context, methods=["GET"]),
     Route("/v1/contexts/{context:path}", listing.update_context, methods=["PATCH"]),
     Route("/v1/contexts/{context:path}", listing.delete_context, methods=["DELETE"]),
+    Route("/v1/status", page.server_status, methods=["GET"]),
     Route("/health", listing.health, methods=["GET"]),
 )
 
@@ -57,7 +59,7 @@ async def openapi(_: Request) -> Response:
 
 def make_app(beside: GrpcDoor, bounds: Bounds, cors_origins: Sequence[str] = ()) -> ASGIApp:
     """The application. beside: whose answers and tokens these are. cors_origins: whose pages may ask from browsers."""
-    routes = (*ROUTES, Route("/openapi.json", openapi, methods=["GET"]))
+    routes = (*ROUTES, *page.PAGE, Route("/openapi.json", openapi, methods=["GET"]))
     front = Front(Router(routes, redirect_slashes=False), beside, bounds)
     if not cors_origins:
         return front

@@ -29,7 +29,7 @@ from index_store.errors import InvalidArgumentError
 
 ResultT = TypeVar("ResultT")
 
-_OPEN_PATHS = frozenset({"/health"})
+_OPEN_PATHS = frozenset({"/health", "/", "/page.css", "/page.js"})
 _BODY_S = 20.0
 """How long a body may take to arrive."""
 _FILE_S = 600.0

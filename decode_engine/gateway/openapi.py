@@ -12,6 +12,7 @@ from starlette.routing import Route
 from decode_engine.gateway.counting import DETOKENIZE, INPUT_TOKENS, TOKENIZE
 from decode_engine.gateway.creating import CREATE
 from decode_engine.gateway.listing import UPDATE
+from decode_engine.gateway.page import MOST_TOKENS
 from decode_engine.gateway.wire.endpoints import CHAT, COMPLETIONS, RESPONSES
 from decode_engine.gateway.wire.parameters import Endpoint, Fate, Members, Parameter, Variants
 from decode_engine.gateway.wire.reply_structs import (
@@ -54,6 +55,12 @@ _OPERATIONS: Mapping[str, _Operation] = {
         query={
             "page_size": {"type": "integer", "minimum": 0, "maximum": 1000},
             **dict.fromkeys(("page_token", "filter", "order_by"), _TEXT),
+        }
+    ),
+    "context_tokens": _Operation(
+        query={
+            "start": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+            "count": {"type": "integer", "minimum": 0, "maximum": MOST_TOKENS},
         }
     ),
     "delete_context": _Operation(query={"force": {"enum": ["true", "false"]}}),

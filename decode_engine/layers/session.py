@@ -11,6 +11,7 @@ import torch
 
 from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.figures import Figures
+from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.sparse_layer import LayerAttention, LayerSearch, SparseLayer
 from decode_engine.layers.window_layer import WindowLayer
 from index_store.attention.logit_form import PLAIN, LogitForm
@@ -21,6 +22,9 @@ from index_store.indexes.row_planes.two_planes import TwoPlanes
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import FittedMethod
+
+Watch = Callable[[int, Observation], None]
+"""Is told a layer's number, and what it found."""
 
 
 class Layers(Sequence[LayerAttention]):
@@ -80,11 +84,13 @@ class Session:
         *,
         check: Callable[[], None] = lambda: None,
         again: int = 0,
+        watch: Watch | None = None,
     ) -> None:
         """forms: what every layer of the model does to logits; nothing where there are none.
 
         check: called now and then while a layer of the context is waited for; what it raises ends the wait. again: last
-        tokens of the context that are fed first: their keys and values are there, what follows them is wanted.
+        tokens of the context that are fed first: their keys and values are there, what follows them is wanted. watch:
+        is told what every searching layer finds, which takes the general path.
         """
         if fitted.manifest.id != context.manifest.id:
             raise InvalidArgumentError(
@@ -98,7 +104,8 @@ class Session:
         self._forms = forms
         self.position = context.manifest.token_count - again
         self.device = context.device
-        make = partial(_make_layer, context, fitted, self.figures, forms)
+        self.watched = watch is not None
+        make = partial(_make_layer, context, fitted, self.figures, forms, watch)
         self._layers = Layers(
             context.manifest.model.layers, make, lambda layer: context.wait_for_layer(layer, check)
         )
@@ -192,6 +199,7 @@ def _make_layer(
     fitted: FittedMethod,
     figures: Figures,
     forms: Sequence[LogitForm],
+    watch: Watch | None,
     layer: int,
 ) -> LayerAttention:
     """A layer of a session. Waits until the context has it in memory."""
@@ -209,7 +217,9 @@ def _make_layer(
         None if partition is None else _index(context, partition, layer),
         fitted.thresholds,
     )
-    return SparseLayer(kv, search, fitted.method, figures, beside, form)
+    searching = SparseLayer(kv, search, fitted.method, figures, beside, form)
+    searching.observer = None if watch is None else partial(watch, layer)
+    return searching
 
 
 def _index(context: ResidentContext, spec: IndexSpec, layer: int) -> LayerIndex:

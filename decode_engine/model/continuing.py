@@ -14,7 +14,7 @@ import torch
 
 from decode_engine.engine.requests import Work
 from decode_engine.errors import InternalError
-from decode_engine.layers.session import Session
+from decode_engine.layers.session import Session, Watch
 from decode_engine.model.runner import ModelRunner
 from decode_engine.orders.order import KeepOptions
 from decode_engine.settings.command_options import Prompts
@@ -70,7 +70,8 @@ class SessionWork(Work[Session]):
     """An order on a stored context, or on none. resident: what is searched; own: rows that the session begins with.
 
     again: 1 where the prompt begins with the context's last token, which is read for what follows it. waiting: see
-    `ModelRunner.start`. keeper: makes a child of the session. release: gives the context's lease back.
+    `ModelRunner.start`. keeper: makes a child of the session. watch: see `Session`. release: gives the context's
+    lease back.
     """
 
     runner: ModelRunner
@@ -80,6 +81,7 @@ class SessionWork(Work[Session]):
     again: int
     waiting: Callable[[], None]
     keeper: SessionKeeper | None
+    watch: Watch | None
     release: Callable[[], None]
 
     @property
@@ -89,7 +91,7 @@ class SessionWork(Work[Session]):
 
     def start(self) -> Session:
         """See `ModelRunner.start`."""
-        return self.runner.start(self.resident, self.fitted, self.waiting, self.again)
+        return self.runner.start(self.resident, self.fitted, self.waiting, self.again, self.watch)
 
     def restore(self, session: Session, start: int, end: int) -> None:
         """Adds a child's own tokens."""

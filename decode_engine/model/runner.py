@@ -18,7 +18,7 @@ from decode_engine.engine.sampling.trial import VocabularySource
 from decode_engine.engine.sampling.vocabulary import Vocabulary
 from decode_engine.engine.stepping import Chosen, decode_by_forward
 from decode_engine.host_search.workers import SearchThreads
-from decode_engine.layers.session import Session
+from decode_engine.layers.session import Session, Watch
 from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.model.decode_attention import ATTENTION_NAME, packed, register_attention
 from decode_engine.model.decode_check import check_decoding
@@ -157,14 +157,15 @@ class ModelRunner:
         fitted: FittedMethod,
         waiting: Callable[[], None] = lambda: None,
         again: int = 0,
+        watch: Watch | None = None,
     ) -> Session:
         """A new session.
 
         waiting: called now and then while it waits for a layer that is being loaded; what it raises ends the wait.
-        again: 1 where the prompt begins with the context's last token, which is read for what follows it. The context
-        has been checked (`check`). Raises what `Session` raises.
+        again: 1 where the prompt begins with the context's last token, which is read for what follows it. watch: see
+        `Session`. The context has been checked (`check`). Raises what `Session` raises.
         """
-        return Session(context, fitted, self.forms, check=waiting, again=again)
+        return Session(context, fitted, self.forms, check=waiting, again=again, watch=watch)
 
     def prompt_cost(self, fitted: FittedMethod, tail: int = 0) -> PromptCost:
         """What tokens of a prompt cost that `read` reads, behind `tail` other tokens of the session."""
@@ -261,7 +262,7 @@ class ModelRunner:
         """
         if self._stepper is None:
             return Chosen(decode_by_forward(self.forward, sessions, last_tokens, samplers))
-        taken = [self._stepper.takes(session) for session in sessions]
+        taken = [self.has_graph(session) for session in sessions]
         if all(taken):
             return self._stepper.launch(sessions, last_tokens, samplers)
         results: dict[int, int | Exception] = {}
@@ -278,10 +279,10 @@ class ModelRunner:
 
     def has_graph(self, session: Session) -> bool:
         """Whether the session's decode steps go through captured graphs."""
-        return self._stepper is not None and self._stepper.takes(session)
+        return self._stepper is not None and not session.watched and self._stepper.takes(session)
 
     def feed(self, session: Session, token: int) -> Tensor:
         """A decode step as `decode` takes it, with a token that is given: float32 logits [1, V] after it."""
-        if self._stepper is not None and self._stepper.takes(session):
+        if self._stepper is not None and self.has_graph(session):
             return self._stepper.feed(session, token)
         return self.forward([session], [[token]])[0]

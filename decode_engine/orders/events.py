@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from decode_engine.errors import InternalError, error_by_reason
 from index_store.errors import SparseKVError
-from index_store.family.prefixes import Missed
+from index_store.family.missed import Missed
 
 Cause = Literal["", "context", "method", "session"]
 Lookup = Literal["named", "found", "none"]
@@ -79,6 +79,24 @@ class Says(Struct, frozen=True, array_like=True, tag="s"):
     last: bool = False
 
 
+class LayersLooked(Struct, frozen=True, array_like=True):
+    """Where layers first..last that search looked: positions of the context, the most looked at first, and the share of
+    these layers' attention to all keys that they attend to exactly that went there, a mean over their heads."""
+
+    first: int
+    last: int
+    positions: Sequence[int]
+    weights: Sequence[float]
+
+
+class Looks(Struct, frozen=True, array_like=True, tag="l"):
+    """Where in its context a token of an answer was looked for; said before it. token: its place in the answer."""
+
+    answer: int
+    token: int
+    layers: Sequence[LayersLooked]
+
+
 class Times(Struct, frozen=True, array_like=True):
     """Wall-clock times of a request in nanoseconds, from its arrival at the engine; `decode_ns` sums its decode steps.
 
@@ -124,7 +142,7 @@ class Fails(Struct, frozen=True, array_like=True, tag="f"):
     retry_after_s: float | None = None
 
 
-Event = Waits | Begins | PromptRead | Says | Ends | Fails
+Event = Waits | Begins | PromptRead | Looks | Says | Ends | Fails
 
 
 def event_of_error(error: Exception) -> Fails:

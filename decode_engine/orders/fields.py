@@ -29,6 +29,7 @@ from decode_engine.settings.request_bounds import (
     MAX_CHOICES,
     MAX_INT32,
     MAX_LOGIT_BIAS,
+    MAX_MAP_EVERY,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
     MAX_SEARCH_PERIOD,
@@ -301,6 +302,14 @@ FIELDS = (
         kind=FLAG,
         says="Tell which stored beginning was used, why no longer one, and what took how long.",
         flag="--explain",
+    ),
+    _number(
+        "map_every",
+        _integers(1, MAX_MAP_EVERY),
+        "Tell of one in so many tokens of the answer where in the context it was looked for.",
+        zero=True,
+        http=_of_choices("map_every"),
+        flag="",
     ),
     Field(
         name="regex",

@@ -83,6 +83,7 @@ class Order(Struct, frozen=True, omit_defaults=True, kw_only=True):
     answers: int = 1
     prompt_logprobs: bool = False
     explain: bool = False
+    map_every: int | None = None
     keep: KeepOptions | None = None
     deadline_ns: int | None = None
     client: str = ""

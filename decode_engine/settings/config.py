@@ -113,6 +113,19 @@ class ServeConfig:
             "--metrics-alias", help="With --metrics: under vLLM's names, too, for boards that have those."
         ),
     ] = False
+    kv_events: Annotated[
+        str | None,
+        Option(
+            "--kv-events",
+            metavar="HOST:PORT",
+            help="Publish there over ZeroMQ which contexts are held where, as vLLM does; the next port sends events "
+            "again that were missed.",
+        ),
+        Address(),
+    ] = None
+    kv_events_topic: Annotated[
+        str, Option("--kv-events-topic", help="With --kv-events: what subscribers filter by.")
+    ] = ""
     tls_cert: TlsCertOption = None
     tls_key: TlsKeyOption = None
     tls_client_ca: TlsClientCaOption = None
@@ -299,12 +312,14 @@ class ServeConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         check_door(self, {"--listen": self.listen})
-        if self.metrics is not None and not (self.allow_remote or is_loopback(self.metrics)):
-            raise InvalidArgumentError(
-                f"--metrics is {self.metrics}, which other machines can reach, and there is neither encryption nor any "
-                "token; answer at 127.0.0.1, or add --allow-remote where a network or a proxy keeps others out",
-                field="metrics",
-            )
+        for name, place in (("metrics", self.metrics), ("kv_events", self.kv_events)):
+            if place is not None and not (self.allow_remote or is_loopback(place)):
+                raise InvalidArgumentError(
+                    f"--{name.replace('_', '-')} is {place}, which other machines can reach, and there is neither "
+                    "encryption nor any token; answer at 127.0.0.1, or add --allow-remote where a network or a proxy "
+                    "keeps others out",
+                    field=name,
+                )
         cores = os.cpu_count() or 1
         for flag, threads in (("--threads", self.threads), ("--search-threads", self.search_threads)):
             if threads > cores:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import google_crc32c
 import numpy as np
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from index_store.errors import SparseKVError
+from index_store.family.missed import Missed
 from index_store.family.parents import parent_of
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import DIGEST_DIGITS, PREFIX_BLOCK, continued_digests
@@ -26,24 +26,6 @@ from index_store.store.description.manifest import Manifest
 
 LEAST_TOKENS = 32
 """Of a context that is looked for: fewer are read in the time that loading takes."""
-
-
-MissReason = Literal["not_stored", "partial", "expired", "too_large", "unreadable", "not_looked_for"]
-
-
-@dataclass(frozen=True, slots=True)
-class Missed:
-    """Why no longer stored context was taken for a prompt, by the one that comes nearest.
-
-    not_stored: none has more of the prompt's first tokens. partial: one has, but goes on in another way, or is longer
-    than the prompt. expired, too_large (for the memory), unreadable (or damaged): one would have been taken otherwise.
-    not_looked_for: all of the prompt has to be read. context: its id, "" of none. tokens: of the prompt that it begins
-    with; where it goes on in another way, whole blocks of them alone.
-    """
-
-    reason: MissReason
-    context: str = ""
-    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +61,7 @@ def longest_beginning(
     found = [
         Beginning(manifest, _equal(stored, ids))
         for common, manifest in fits
-        if common == most and (stored := _tokens(store, manifest)) is not None
+        if common == most and (stored := stored_tokens(store, manifest)) is not None
     ]
     return max(found, key=lambda beginning: beginning.tokens, default=None)
 
@@ -114,7 +96,7 @@ def longest_prefix(
             fits.append(manifest)
     found: Manifest | None = None
     for manifest in sorted(fits, key=lambda fit: fit.token_count, reverse=True):
-        stored = _tokens(store, manifest)
+        stored = stored_tokens(store, manifest)
         if stored is None or _equal(stored, ids) < manifest.token_count:
             missed.append(Missed("unreadable", manifest.id, manifest.token_count))
         elif not suits(manifest):
@@ -153,7 +135,7 @@ def _equal(stored: Tensor, ids: Tensor) -> int:
     return int(differing[0]) if len(differing) else count
 
 
-def _tokens(store: Store, manifest: Manifest) -> Tensor | None:
+def stored_tokens(store: Store, manifest: Manifest) -> Tensor | None:
     """All tokens of a context, a child's parent's among them; None where they cannot be read now, or are damaged."""
     try:
         base = parent_of(store, manifest)

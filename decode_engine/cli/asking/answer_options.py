@@ -33,6 +33,7 @@ ClassT = TypeVar("ClassT", bound=type[Any])
 _FLAGS = {"json_schema": "--json-schema"} | {
     said: said.replace(field.name, field.flag)
     for field in FIELDS
+    if field.flag
     for said in ([field.name] if "_" in field.name or field.name in CONSTRAINTS else [f"{field.name} is"])
 }
 """What people write for fields that the server's errors name; a name that is a word, too, where it is one."""
@@ -87,7 +88,7 @@ def _option(field: Field) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-@asking(*BY_NAME)
+@asking(*(name for name, field in BY_NAME.items() if field.flag))
 class AnswerConfig(ServerConfig):
     """How answers are made: a member for every field of the table, None where it is left to the server, and these. At
     most one of the budgets is given, and at most one of json_schema, regex and choices.
@@ -122,7 +123,7 @@ class AnswerConfig(ServerConfig):
     @property
     def given(self) -> dict[str, Any]:
         """Fields of the table that say something, by their names."""
-        return {name: value for name in BY_NAME if (value := getattr(self, name)) not in (None, ())}
+        return {name: value for name in BY_NAME if (value := getattr(self, name, None)) not in (None, ())}
 
     @property
     def answers(self) -> int:

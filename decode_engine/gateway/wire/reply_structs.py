@@ -164,6 +164,22 @@ class CompletionChoice(Struct, frozen=True):
     finish_reason: FinishReason | None
 
 
+class LayersLooked(Struct, frozen=True):
+    """Where layers first..last looked: positions of the context, and the shares of attention that went there."""
+
+    first: int
+    last: int
+    positions: Sequence[int]
+    weights: Sequence[float]
+
+
+class Look(Struct, frozen=True):
+    """Where in its context a token of the answer was looked for. token: which one."""
+
+    token: int
+    layers: list[LayersLooked]
+
+
 class _Reply(Struct, frozen=True):
     id: str
     object: str
@@ -177,6 +193,7 @@ class ChatReply(_Reply, frozen=True):
     choices: list[ChatChoice]
     usage: Usage
     sparsekv: Figures
+    looks: list[Look] | UnsetType = UNSET
 
 
 class ChatChunk(_Reply, frozen=True):
@@ -185,6 +202,7 @@ class ChatChunk(_Reply, frozen=True):
     choices: Sequence[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     sparsekv: Figures | UnsetType = UNSET
+    looks: list[Look] | UnsetType = UNSET
 
 
 class CompletionReply(_Reply, frozen=True):
@@ -193,6 +211,7 @@ class CompletionReply(_Reply, frozen=True):
     choices: list[CompletionChoice]
     usage: Usage
     sparsekv: Figures
+    looks: list[Look] | UnsetType = UNSET
 
 
 class CompletionChunk(_Reply, frozen=True):
@@ -201,6 +220,7 @@ class CompletionChunk(_Reply, frozen=True):
     choices: Sequence[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     sparsekv: Figures | UnsetType = UNSET
+    looks: list[Look] | UnsetType = UNSET
 
 
 class TextDelta(Struct, frozen=True):

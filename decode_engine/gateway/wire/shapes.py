@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType, structs
 
 from decode_engine.gateway.wire.bodies import Asked
 from decode_engine.gateway.wire.reply_structs import (
@@ -30,6 +30,8 @@ from decode_engine.gateway.wire.reply_structs import (
     ErrorReply,
     Figures,
     FinishReason,
+    LayersLooked,
+    Look,
     PromptDetails,
     TokenChosen,
     TokenTold,
@@ -38,7 +40,7 @@ from decode_engine.gateway.wire.reply_structs import (
 )
 from decode_engine.gateway.wire.sent_events import event
 from decode_engine.layers.figures import Figures as Counted
-from decode_engine.orders.events import TokenLogprob
+from decode_engine.orders.events import Looks, TokenLogprob
 from decode_engine.rpc.answers.answering import Said, Summary
 from index_store.models.conversation.call_syntax import CallPart
 from index_store.models.conversation.messages import ToolCall
@@ -55,16 +57,18 @@ BytesOf = Callable[[int], bytes]
 @dataclass(slots=True)
 class Answered:
     """One of the answers to a request. texts: its parts. logprobs: of its tokens, where they are wanted. calls: that it
-    makes."""
+    makes. looks: where its tokens were looked for, where that is wanted."""
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
+    looks: list[Looks] = field(default_factory=list)
 
     def add(self, said: Said) -> None:
         """Takes in what is said next of it."""
         self.texts.append(said.text)
         self.logprobs += said.logprobs
+        self.looks += said.looks
         for part in said.calls:
             if part.index == len(self.calls):
                 self.calls.append(ToolCall(part.name, "", part.id))
@@ -120,9 +124,9 @@ class _Choices(Shape):
         return b""
 
     def piece(self, said: Said) -> bytes:
-        if not (said.text or said.logprobs or said.calls):
+        if not (said.text or said.logprobs or said.calls or said.looks):
             return b""
-        return self._chunk([self._choice(said, None)])
+        return self._chunk([self._choice(said, None)], looks=said.looks)
 
     def end(self, summaries: Sequence[Summary]) -> bytes:
         events = []
@@ -142,7 +146,13 @@ class _Choices(Shape):
     def _choice(self, said: Said, finished: FinishReason | None) -> Any:
         """The one choice of a chunk."""
 
-    def _chunk(self, choices: list[Any], used: Usage | None = None, told: Summary | None = None) -> bytes:
+    def _chunk(
+        self,
+        choices: list[Any],
+        used: Usage | None = None,
+        told: Summary | None = None,
+        looks: Sequence[Looks] = (),
+    ) -> bytes:
         return event(
             self.chunk(
                 self.id,
@@ -152,6 +162,7 @@ class _Choices(Shape):
                 choices,
                 used if self.asked.include_usage else UNSET,
                 UNSET if told is None else figures_of(told),
+                looks_of(looks),
             )
         )
 
@@ -186,6 +197,7 @@ class ChatShape(_Choices):
             choices,
             usage(summaries, self.asked.order.answers),
             figures_of(summaries[0]),
+            looks_of(answers[0].looks),
         )
 
     def _choice(self, said: Said, finished: FinishReason | None) -> ChatChunkChoice:
@@ -219,6 +231,7 @@ class CompletionShape(_Choices):
             choices,
             usage(summaries, self.asked.order.answers),
             figures_of(summaries[0]),
+            looks_of(answers[0].looks),
         )
 
     def _choice(self, said: Said, finished: FinishReason | None) -> CompletionChoice:
@@ -258,6 +271,13 @@ def figures_of(summary: Summary) -> Figures:
         context=end.kept or None,
         explanation=summary.explanation or UNSET,
     )
+
+
+def looks_of(looks: Sequence[Looks]) -> list[Look] | UnsetType:
+    """Where tokens were looked for; nothing where that is not told."""
+    if not looks:
+        return UNSET
+    return [Look(each.token, [LayersLooked(*structs.astuple(one)) for one in each.layers]) for each in looks]
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob], bytes_of: BytesOf) -> ChatLogprobs | None:

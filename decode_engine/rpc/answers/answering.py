@@ -32,6 +32,7 @@ from decode_engine.orders.events import (
     Ends,
     Event,
     Fails,
+    Looks,
     PromptRead,
     Says,
     TokenLogprob,
@@ -94,7 +95,8 @@ class Said:
 
     usage: with the first one. waiting: while there are no tokens; "" for what is being read. prompt_logprobs: of the
     prompt's tokens but the first. logprobs: one for each token, where they are wanted. calls: parts of calls of tools,
-    which are no part of the text. summary: with the last one.
+    which are no part of the text. looks: where these tokens, or earlier ones, were looked for. summary: with the
+    last one.
     """
 
     answer: int = 0
@@ -102,6 +104,7 @@ class Said:
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     calls: Sequence[CallPart] = ()
+    looks: list[Looks] = field(default_factory=list)
     usage: TokenUsage | None = None
     waiting: Waits | None = None
     prompt_logprobs: Sequence[TokenLogprob] = ()
@@ -241,6 +244,7 @@ class _Answer:
         self.reader = None if calls is None else calls.reader()
         self.count = 0
         self.stopped = False
+        self.looks: list[Looks] = []  # that were not told
 
     def tell(self, said: Said, text: str) -> None:
         """Adds text, and tells calls in it from what else is said."""
@@ -321,6 +325,8 @@ class _Asked:
                 ended.append(self._end(event))
             elif isinstance(event, Begins):
                 self._begin(event)
+            elif isinstance(event, Looks):
+                self._answers[event.answer].looks.append(event)
             elif isinstance(event, PromptRead):
                 told.append(Said(prompt_logprobs=event.logprobs))
             elif isinstance(event, Waits):
@@ -350,6 +356,8 @@ class _Asked:
     def _add(self, says: Says, said: Said) -> None:
         """Adds tokens up to the one that completes a stop string, which ends the answer."""
         answer = self._answers[says.answer]
+        said.looks += answer.looks
+        answer.looks = []
         for number, token_id in enumerate(says.token_ids):
             answer.count += 1
             self._generated += 1

@@ -159,14 +159,33 @@ class ToolCallPart:
 
 
 @dataclass(frozen=True, slots=True)
+class LayersLooked:
+    """Where a group of layers looked: positions of the context, and the shares of attention that went there."""
+
+    first: int
+    last: int
+    positions: tuple[int, ...]
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Where in its context a token of an answer was looked for, by groups of layers. token: which one."""
+
+    token: int
+    layers: tuple[LayersLooked, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """What one message of a generation brought. index: of which answer. logprobs: of token_ids, where wanted."""
+    """What one message of a generation brought. index: of which answer. logprobs, looks: where wanted."""
 
     token_ids: tuple[int, ...]
     text: str
     index: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
     tool_calls: tuple[ToolCallPart, ...] = ()
+    looks: tuple[Look, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +394,8 @@ def read_piece(message: generation_pb2.GenerateResponse) -> Piece:
     """The part of an answer that a message brought."""
     calls = tuple(read_reply(ToolCallPart, part) for part in message.tool_calls)
     told = read_logprobs(message.logprobs)
-    return Piece(tuple(message.token_ids), message.text, message.index, told, calls)
+    looks = tuple(read_reply(Look, look) for look in message.looks)
+    return Piece(tuple(message.token_ids), message.text, message.index, told, calls, looks)
 
 
 def calls_of(pieces: Iterable[Piece]) -> tuple[ToolCall, ...]:
@@ -403,6 +423,7 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "sparsekv.v1.Method": lambda message: read_reply(MethodInfo, message),
     "sparsekv.v1.Timings": lambda message: read_reply(Timings, message),
     "sparsekv.v1.SelectionFigures": lambda message: read_reply(SelectionFigures, message),
+    "sparsekv.v1.Look.Layers": lambda message: read_reply(LayersLooked, message),
     "sparsekv.v1.Explanation": lambda message: read_reply(Explanation, message) if message.lookup else None,
 }
 """What makes plain values of the messages inside messages."""

@@ -120,6 +120,7 @@ class GenerateOptions(SamplingOptions, total=False):
     n: int | None
     prompt_logprobs: bool | None
     explain: bool | None
+    map_every: int | None
     stop_token_ids: Sequence[int] | None
     json_schema: str | Mapping[str, Any] | None
     regex: str | None

@@ -239,6 +239,13 @@ def said_message(said: Said, bytes_of: Sequence[bytes]) -> generation_pb2.Genera
             )
             for part in said.calls
         ],
+        looks=[
+            generation_pb2.Look(
+                token=look.token,
+                layers=[generation_pb2.Look.Layers(**structs.asdict(each)) for each in look.layers],
+            )
+            for look in said.looks
+        ],
     )
 
 

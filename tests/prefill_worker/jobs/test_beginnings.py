@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from index_store.cli.progress import LineReporter
-from index_store.family.prefixes import Missed, longest_beginning, longest_prefix
+from index_store.family.missed import Missed
+from index_store.family.prefixes import longest_beginning, longest_prefix
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import continued_digests, first_digest
 from index_store.store.description.manifest import Manifest
