@@ -22,6 +22,7 @@ def specs_of(method: Method) -> list[str]:
 def test_names_and_defaults() -> None:
     assert list(METHODS) == [
         "full",
+        "exact",
         "oracle",
         "csattention",
         "csattention-paper",
@@ -59,6 +60,7 @@ def test_stored_indexes() -> None:
     assert specs_of(METHODS["csattention"].without_remainder()) == ["query_tables"]
     assert specs_of(METHODS["multipole"]) == ["key_clusters"]
     assert specs_of(get_method("oracle+dipole")) == ["dipole_clusters"]
+    assert specs_of(METHODS["exact"]) == ["coarse_rows"]
 
 
 def test_a_ratio_may_have_a_least_number_of_keys() -> None:
