@@ -52,6 +52,7 @@ FLOORS = (
     "decode_engine/steps/attention",
     "decode_engine/engine",
     "decode_engine/engine/sampling",
+    "decode_engine/engine/drafting",
     "decode_engine/layers",
     "decode_engine/host_search",
     "decode_engine/kernels/slots",

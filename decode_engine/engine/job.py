@@ -9,6 +9,7 @@ from typing import Generic
 
 from torch import Tensor
 
+from decode_engine.engine.drafting.drafter import Drafter
 from decode_engine.engine.places import Place
 from decode_engine.engine.prompt_pieces import Piece
 from decode_engine.engine.reply import Reply
@@ -32,9 +33,10 @@ class Job(Generic[SessionT]):
 
     pieces: of stored tokens, then of the prompt; read: how many of them were. patience: while others are admitted and
     its memory is not free. loaded_ns: when it was first seen that its context is not being loaded; None before. answer:
-    which one. tokens: of the answer, without those that end it. ending: why it ends, while a last step brings the last
-    token's keys and values. sessions: that it stands for, of all answers until the prompt was read. live: the order's
-    jobs that have not ended, itself included, in one list for all. ahead: what was last said of its place in the line.
+    which one. drafter: of its drafts, where there are any. tokens: of the answer, without those that end it. ending:
+    why it ends, while a last step brings the last token's keys and values. sessions: that it stands for, of all answers
+    until the prompt was read. live: the order's jobs that have not ended, itself included, in one list for all. ahead:
+    what was last said of its place in the line.
     """
 
     work: Work[SessionT]
@@ -57,6 +59,7 @@ class Job(Generic[SessionT]):
     decode_steps: int = 0
     decode_ns: int = 0
     answer: int = 0
+    drafter: Drafter | None = None
     sessions: int = 1
     live: list[Job[SessionT]] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -81,6 +84,8 @@ class Job(Generic[SessionT]):
         for answer in range(1, self.order.answers):
             session = self.running().fork()
             jobs.append(replace(self, answer=answer, sampler=self.work.sampler(answer), session=session))
+        for job in jobs:
+            job.drafter = self.work.drafter()
         return jobs
 
     @property
@@ -103,25 +108,43 @@ class Job(Generic[SessionT]):
             self.prompt_logprobs += token_logprobs(logits, following, top)
         self.read += 1
 
-    def take(self, token_id: int, now_ns: int) -> FinishReason | None:
-        """Says a token of the answer; why the answer ends, where that was its last."""
-        if self.ending is not None:  # the step was for the last token's keys and values
-            return self.ending
+    def take(self, token_ids: Sequence[int], now_ns: int) -> FinishReason | None:
+        """Says tokens of the answer up to its last; why the answer ends, where it does."""
+        self.first_token_ns = self.first_token_ns or now_ns
+        said: list[int] = []
+        reason: FinishReason | None = None
+        for token_id in token_ids:
+            if reason is None and self.ending is None:
+                reason = self._take(token_id, self.sampler.ended and len(said) + 1 == len(token_ids))
+                said.append(token_id)
+            elif reason is None:  # the row was for the last token's keys and values
+                reason = self.ending
+        if said:
+            self.running().figures.accepted += len(said) - 1
+            told = self.sampler.logprobs
+            logprobs = tuple(told.popleft() for _ in said) if told else ()
+            last = (reason or self.ending) is not None and self.awaits_stop
+            self.reply.tell(Says(self.answer, tuple(said), logprobs, last))
+        return reason
+
+    def _take(self, token_id: int, whole: bool) -> FinishReason | None:
+        """Adds a token to the answer; why it ends, where nothing has to come behind it.
+
+        whole: the answer is, by its grammar.
+        """
         ends_sequence = token_id in self.work.end_ids
         ends = ends_sequence or token_id in self.order.stop_token_ids
         self.last_token = token_id
         self.generated += 1
-        self.first_token_ns = self.first_token_ns or now_ns
+        if self.drafter is not None:
+            self.drafter.take(token_id)
         reason: FinishReason | None = None
-        if ends_sequence or (self.sampler.ended and not ends):
+        if ends_sequence or (whole and not ends):
             reason = "end_of_sequence"
         elif ends:
             reason = "stop"
         elif self.generated >= self.work.max_tokens:
             reason = "length"
-        logprobs = () if self.sampler.logprob is None else (self.sampler.logprob,)
-        last = reason is not None and self.awaits_stop
-        self.reply.tell(Says(self.answer, (token_id,), logprobs, last))
         keep = self.order.keep
         known = not ends or (keep is not None and keep.turns and ends_sequence)
         if known:
@@ -130,6 +153,11 @@ class Job(Generic[SessionT]):
             self.ending = reason
             return None
         return reason
+
+    @property
+    def room(self) -> int:
+        """Tokens that may be drafted behind the last one: what follows the answer's last token is not wanted."""
+        return 0 if self.ending is not None else self.work.max_tokens - self.generated - 1
 
     @property
     def awaits_stop(self) -> bool:
@@ -185,8 +213,8 @@ class Job(Generic[SessionT]):
 
     @property
     def goes_on(self) -> bool:
-        """Whether a token may follow the next one: that is not known to be the last."""
-        return self.ending is None and self.generated + 1 < self.work.max_tokens
+        """Whether a token may follow the next one before that is known: that is not known to be the last."""
+        return self.room > 0 and (self.drafter is None or not self.drafter.waits)
 
     def end(self, now_ns: int) -> Exception | None:
         """Why nobody waits for the job any more; None as long as somebody does."""

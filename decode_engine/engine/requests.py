@@ -9,6 +9,7 @@ from typing import Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
 
+from decode_engine.engine.drafting.drafter import Drafter
 from decode_engine.engine.prompt_pieces import Piece, PromptCost, cut_prompt
 from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.sampling.grammar import Grammar
@@ -27,9 +28,15 @@ class EngineSession(Protocol):
     def fork(self) -> Self:
         """Another session that has read the same, and goes on by itself. The caller closes it."""
 
+    def rewind(self, tokens: int) -> None:
+        """Takes back the last tokens that it was fed."""
+
     def close(self) -> None:
         """Frees the session's memory and lets go of the context."""
 
+
+Found = int | tuple[int, ...] | Exception
+"""A session's next token, several where drafts were fed, or what went wrong."""
 
 SessionT = TypeVar("SessionT", bound=EngineSession)
 SessionT_contra = TypeVar("SessionT_contra", bound=EngineSession, contravariant=True)
@@ -47,8 +54,8 @@ class Step(Protocol):
     def leave(self, number: int) -> None:
         """Takes out a session, which may then be closed: waits until the device is done with the step. Never raises."""
 
-    def tokens(self) -> list[int | Exception]:
-        """Waits for the step: the token, or what went wrong, of each session.
+    def tokens(self) -> Sequence[Found]:
+        """Waits for the step: what was found for each session.
 
         The fault of one session is not that of the others. A session and its sampler advance here, where a token comes
         back; those that have left do not, and what stands for them means nothing.
@@ -71,6 +78,19 @@ class Launcher(Protocol[SessionT_contra]):
 class Runner(Launcher[SessionT_contra], Protocol[SessionT_contra]):
     """What the engine needs of the model."""
 
+    def launch(
+        self,
+        sessions: Sequence[SessionT_contra],
+        last_tokens: Sequence[int],
+        samplers: Sequence[Sampler],
+        drafts: Sequence[Sequence[int]] = (),
+    ) -> Step:
+        """See `Launcher`. drafts: of each session tokens that may follow its last one; none of any by default.
+
+        They are fed behind it. What is chosen is what would be chosen one by one, as far as drafts are right, and one
+        token more.
+        """
+
     def read(
         self,
         sessions: Sequence[SessionT_contra],
@@ -86,6 +106,18 @@ class Runner(Launcher[SessionT_contra], Protocol[SessionT_contra]):
 
         When it raises, the same call may be made again with the same result: no session has advanced. Their figures
         may count what the failed attempt did.
+        """
+
+    def draft(
+        self,
+        sessions: Sequence[SessionT_contra],
+        last_tokens: Sequence[int],
+        samplers: Sequence[Sampler],
+        counts: Sequence[int],
+    ) -> list[list[int]]:
+        """So many tokens that may follow each session's last one, proposed by the method that it drafts with.
+
+        No session and no sampler advances. Raises what a step may.
         """
 
 
@@ -129,6 +161,10 @@ class Work(ABC, Generic[SessionT]):
     def restore(self, session: SessionT, start: int, end: int) -> None:
         """Adds the stored tokens start..end-1 to a session that has those before."""
         raise NotImplementedError
+
+    def drafter(self) -> Drafter | None:
+        """What drafts one of the answers; None where nothing does."""
+        return None
 
     def keep(self, session: SessionT, answer: Sequence[int]) -> Callable[[], str]:
         """What keeps a session that has ended, called on another thread; it returns the id of what was kept.

@@ -47,14 +47,14 @@ class Draws:
     uniform_B: Tensor
 
     @classmethod
-    def of(cls, samplers: Sequence[Sampler], device: torch.device | str = "cpu") -> Draws:
-        """The samplers' parameters and present numbers."""
+    def of(cls, samplers: Sequence[Sampler], device: torch.device | str = "cpu", ahead: int = 0) -> Draws:
+        """The samplers' parameters and present numbers, or those so many tokens ahead."""
         parameters = [sampler.parameters for sampler in samplers]
         return cls(
             torch.tensor([p.temperature for p in parameters], dtype=torch.float32, device=device),
             torch.tensor([p.top_p for p in parameters], dtype=torch.float32, device=device),
             torch.tensor([p.top_k for p in parameters], dtype=torch.int64, device=device),
-            torch.tensor([sampler.draw() for sampler in samplers], dtype=torch.float32, device=device),
+            torch.tensor([sampler.draw(ahead) for sampler in samplers], dtype=torch.float32, device=device),
         )
 
 
@@ -160,7 +160,7 @@ class Sampler:
     device nor what other sessions sample changes the result. repeatable: a seed was given to draw by, so that logits
     must have the same bits whatever other sessions do, too. edited: logits are changed before the choice, or more than
     it is wanted of them (`edits`). waits: how they are changed depends on the token before, which must have been taken.
-    logprob: of the last token, where that is wanted.
+    logprobs: of tokens that were taken and not told, where they are wanted.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Sampler:
     ) -> None:
         """prompt: what stands before the answer. end_ids: tokens that end it."""
         self.parameters = parameters
-        self.logprob: TokenLogprob | None = None
+        self.logprobs: deque[TokenLogprob] = deque()
         self._ruled = RuledLogits(parameters, prompt, end_ids) if parameters.rules_logits else None
         self._obeyed = None if parameters.grammar is None else parameters.grammar.start()
         self.waits = self._obeyed is not None
@@ -194,6 +194,11 @@ class Sampler:
         while len(self._uniforms) <= ahead:
             self._uniforms.append(float(torch.rand((), generator=self._generator, device="cpu")))
         return self._uniforms[ahead]
+
+    @property
+    def logprob(self) -> TokenLogprob | None:
+        """Of the last token that was taken, where that is wanted and was not told."""
+        return self.logprobs[-1] if self.logprobs else None
 
     @property
     def ended(self) -> bool:
@@ -224,7 +229,8 @@ class Sampler:
             self._ruled.take(token)
         if self._obeyed is not None:
             self._obeyed.take(token)
-        self.logprob = logprob
+        if logprob is not None:
+            self.logprobs.append(logprob)
 
     def sample(self, logits_V: Tensor) -> int:
         """Chooses a token from float logits [V] on any device, and advances.
@@ -241,12 +247,16 @@ class Sampler:
         self.take(token, logprob)
         return token
 
-    def _choose(self, logits_V: Tensor) -> int:
+    def guess(self, logits_V: Tensor, ahead: int) -> int:
+        """The token that logits like these give, so many behind the next one; without edits, and nothing advances."""
+        return self._choose(logits_V.detach(), ahead)
+
+    def _choose(self, logits_V: Tensor, ahead: int = 0) -> int:
         """`choose_tokens` for one row, or a shorter way to the same token."""
         p = self.parameters
         if self.greedy:
             return int(choose_greedy(logits_V[None]))
-        draws, filtered = Draws.of([self], logits_V.device), p.top_p < 1.0
+        draws, filtered = Draws.of([self], logits_V.device, ahead), p.top_p < 1.0
         limit = p.top_k or (_CANDIDATES if filtered else 0)
         if not 0 < limit < logits_V.numel():
             return int(choose_tokens(logits_V[None], draws, filtered=filtered))

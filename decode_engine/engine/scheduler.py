@@ -27,6 +27,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from decode_engine.engine.drafts import Batch, Drafts
 from decode_engine.engine.job import Job, call_all
 from decode_engine.engine.prompt_pieces import Pace, Piece
 from decode_engine.engine.queues import Pass, Queues
@@ -45,10 +46,6 @@ _KEEPERS = 2
 
 Keep = Callable[[], str]
 """Keeps a session, and returns the id of what was kept."""
-
-
-Batch = list[tuple[Job[SessionT], SessionT]]
-"""Jobs that decode together, and their sessions."""
 
 
 class CrashError(BaseException):
@@ -78,6 +75,7 @@ class Scheduler(Generic[SessionT]):
         """changed: guards the queues, and is notified when there is room in them. The others are as in `Engine`."""
         self._runner = runner
         self._flight = Flight(runner)
+        self._drafts = Drafts(runner, clock_ns)
         self._queues = queues
         self._changed = changed
         self._prompt_chunk = prompt_chunk
@@ -226,7 +224,7 @@ class Scheduler(Generic[SessionT]):
             except Exception as error:
                 self._endings.fail(each, error)
                 return
-            self._take_tokens([(each, token_id)])
+            self._take_tokens([(each, (token_id,))])
 
     def _put_back(self, job: Job[SessionT]) -> None:
         """Has a job wait that cannot go on before its context is loaded. It has passed no layer that is not there."""
@@ -244,21 +242,29 @@ class Scheduler(Generic[SessionT]):
             self._pace.note_step(0)
             self._note_batch(0)
             return
+        begun = self._clock_ns()
+        drafts = () if self._flight.flies else self._drafts.make(batch)
         before = self._clock_ns()
-        results = self._flight.step(*_fed(batch), follow=all(job.goes_on for job, _ in batch))
+        follow = not drafts and all(job.goes_on for job, _ in batch)
+        launch = partial(self._runner.launch, drafts=drafts) if drafts else None
+        results = self._flight.step(*_fed(batch), follow, launch)
         spent = self._clock_ns() - before
+        self._drafts.note(batch, drafts, results, spent * 1e-9)
         stepped = [(job, each) for (job, _), each in zip(batch, results, strict=True) if each is not None]
         self._note_batch(len(stepped))
-        if self._pace.note_step(len(batch)):
+        if self._pace.note_step(len(batch)) and not drafts:
             self._on_step([session for _, session in batch], spent * 1e-9)
         for job, _ in stepped:
             job.decode_steps += 1
-            job.decode_ns += spent
-        self._take_tokens((job, each) for job, each in stepped if not isinstance(each, Exception))
+            job.decode_ns += before + spent - begun
+        found = ((job, (each,) if isinstance(each, int) else each) for job, each in stepped)
+        self._take_tokens((job, tokens) for job, tokens in found if not isinstance(tokens, Exception))
         for job, each in stepped:
             if isinstance(each, Exception):
                 self._endings.fail(job, each)
-        self._flight.launch_ahead(*_fed(self._batch()))
+        batch = self._batch()
+        if not any(job.drafter is not None and job.drafter.waits for job, _ in batch):
+            self._flight.launch_ahead(*_fed(batch))
 
     def _batch(self) -> Batch[SessionT]:
         """All that decode."""
@@ -272,14 +278,14 @@ class Scheduler(Generic[SessionT]):
                 self._endings.fail(job, error)
         return batch
 
-    def _take_tokens(self, taken: Iterable[tuple[Job[SessionT], int]]) -> None:
+    def _take_tokens(self, taken: Iterable[tuple[Job[SessionT], Sequence[int]]]) -> None:
         """Emits tokens, and then ends the jobs for which it was the last one: that may wait for a step in flight."""
         ended: list[tuple[Job[SessionT], FinishReason]] = []
-        for job, token_id in taken:
+        for job, tokens in taken:
             if job.session is None:  # another answer to its request failed
                 continue
             try:
-                reason = job.take(token_id, self._clock_ns())
+                reason = job.take(tokens, self._clock_ns())
             except Exception as error:
                 self._endings.fail(job, error)
                 continue

@@ -15,7 +15,7 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from decode_engine.engine.requests import Launcher, SessionT, Step
+from decode_engine.engine.requests import Found, Launcher, SessionT, Step
 from decode_engine.engine.sampler import Draws, Sampler, any_filters, choose_greedy, choose_tokens, not_finite
 from decode_engine.engine.sampling.edits import Edits, edit_logits_reference, tell_tokens_reference
 from decode_engine.orders.events import TokenLogprob
@@ -30,6 +30,10 @@ Forward = Callable[[Sequence[SessionT], Sequence[Sequence[int]]], Sequence[Tenso
 
 When it raises, no session has advanced, and the same call may be made again.
 """
+
+
+Launch = Callable[[Sequence[SessionT], Sequence[int], Sequence[Sampler]], Step]
+"""See `Launcher.launch`."""
 
 
 def forward_each(
@@ -58,29 +62,60 @@ def decode_by_forward(
     sessions: Sequence[SessionT],
     last_tokens: Sequence[int],
     samplers: Sequence[Sampler],
-) -> list[int | Exception]:
-    """One decode step of all sessions: feeds each its last token and chooses its next one.
+    drafts: Sequence[Sequence[int]] = (),
+) -> list[Found]:
+    """One decode step of all sessions: feeds each its last token, and drafts behind it, and chooses what follows.
 
-    Those with a repeatable sampler go one by one: what a model computes for a row rounds otherwise with other numbers
-    of rows, and on a CPU even in other places among them. The others go together.
+    drafts: as in `Runner.launch`; with them `forward` returns all logits. Those with a repeatable sampler go one by
+    one: what a model computes for a row rounds otherwise with other numbers of rows, and on a CPU even in other places
+    among them. The others go together.
 
-    Returns the token, or the error, of each. A session with an error has not advanced, nor has its sampler; except
+    Returns what was found for each. A session with an error has not advanced, nor has its sampler; except
     that one that failed after its logits were there has taken its token in, and cannot go on.
     """
     together = [row for row, sampler in enumerate(samplers) if not sampler.repeatable]
     alone = [[row] for row, sampler in enumerate(samplers) if sampler.repeatable]
-    results: dict[int, int | Exception] = {}
+    results: dict[int, Found] = {}
     logits: dict[int, Tensor] = {}
     for batch in [together, *alone]:
-        found = forward_each(forward, [sessions[row] for row in batch], [[last_tokens[row]] for row in batch])
-        for row, result in zip(batch, found, strict=True):
-            if isinstance(result, Tensor):
-                logits[row] = result[-1]
-            else:
+        fed = [[last_tokens[row], *(drafts[row] if drafts else ())] for row in batch]
+        found = forward_each(forward, [sessions[row] for row in batch], fed)
+        for row, ids, result in zip(batch, fed, found, strict=True):
+            if isinstance(result, Exception):
                 results[row] = result
+            elif len(ids) > 1:
+                results[row] = verified = verify(result, samplers[row], ids[1:])
+                if isinstance(verified, tuple):
+                    sessions[row].rewind(len(ids) - len(verified))
+            else:
+                logits[row] = result[-1]
     chosen = choose_each(list(logits.values()), [samplers[row] for row in logits])
     results |= zip(logits, chosen, strict=True)
     return [results[row] for row in range(len(sessions))]
+
+
+def verify(logits_TV: Tensor, sampler: Sampler, drafts: Sequence[int]) -> tuple[int, ...] | Exception:
+    """Tokens that follow by logits after the last token and each draft: as long as drafts are right, and one more.
+
+    Each is the one that its logits and the sampler give where nothing was drafted, and so is their distribution: for
+    drafts of which nothing is random this is rejection sampling. Drafts that were drawn with the sampler's own numbers
+    (`Sampler.guess`) are mostly right where their logits are similar.
+
+    The sampler advances with each. What goes wrong behind the first one goes wrong again in the next step.
+    """
+    best = choose_greedy(logits_TV).tolist() if sampler.greedy and not sampler.edited else None
+    tokens: list[int] = []
+    for number, draft in enumerate([*drafts, None]):
+        try:
+            found = sampler.sample(logits_TV[number]) if best is None else take(sampler, best[number])
+        except Exception as error:
+            found = error
+        if isinstance(found, Exception):
+            return tuple(tokens) or found
+        tokens.append(found)
+        if found != draft or sampler.ended:
+            break
+    return tuple(tokens)
 
 
 def choose_each(logits: Sequence[Tensor], samplers: Sequence[Sampler]) -> list[int | Exception]:
@@ -163,7 +198,7 @@ def take(sampler: Sampler, token: int, logprob: TokenLogprob | None = None) -> i
 class Chosen:
     """A step that is over when it is launched (`requests.Step`)."""
 
-    results: list[int | Exception]
+    results: Sequence[Found]
 
     def follow(self) -> None:
         """Nothing: the host chose the tokens."""
@@ -171,7 +206,7 @@ class Chosen:
     def leave(self, number: int) -> None:
         """Nothing: no device uses the session."""
 
-    def tokens(self) -> list[int | Exception]:
+    def tokens(self) -> Sequence[Found]:
         """What was found."""
         return self.results
 
@@ -191,19 +226,21 @@ class Flight(Generic[SessionT]):
         last_tokens: Sequence[int],
         samplers: Sequence[Sampler],
         follow: bool,
-    ) -> list[int | Exception | None]:
-        """The next token of each session, or what went wrong; a runner that raises says that of all that step.
+        launch: Launch[SessionT] | None = None,
+    ) -> list[Found | None]:
+        """What was found for each session; a runner that raises says that of all that step.
 
-        None for those that are not in the step in flight, since they have joined after it was launched. Its other
-        sessions are those of the call before, but for those that have left. follow: whether all sessions are expected
-        to go on behind this step, so that the next one may be launched before its tokens are read.
+        launch: instead of the runner's, where no step is in flight. None for those that are not in the step in flight,
+        since they have joined after it was launched. Its other sessions are those of the call before, but for those
+        that have left. follow: whether all sessions are expected to go on behind this step, so that the next one may be
+        launched before its tokens are read.
         """
         step, self._step = self._step, None
         if step is None:
             self._sessions = [*sessions]
         flown = list(self._sessions)
         try:
-            step = step or self._runner.launch(sessions, last_tokens, samplers)
+            step = step or (launch or self._runner.launch)(sessions, last_tokens, samplers)
             if follow and flown == [*sessions]:
                 self._step = step.follow()
                 self._flew = self._step is not None

@@ -107,11 +107,12 @@ class DenseLayer:
 
 
 def attend_dense_together(
-    calls: Sequence[tuple[DenseLayer, Tensor, Tensor, Tensor, int]],
+    calls: Sequence[tuple[DenseLayer, Tensor, Tensor, Tensor, int]], *, rows: bool = False
 ) -> list[Tensor]:
     """`DenseLayer.attend` of several sessions on one context, which is read once for all of them.
 
-    The time counts in full for every session, as that of any batched work.
+    rows: on a CPU each token gets the bits that it gets when tokens are added one by one. The time counts in full for
+    every session, as that of any batched work.
     """
     begin = perf_counter_ns()
     queries = [q_HTGD for _, q_HTGD, _, _, _ in calls]
@@ -120,7 +121,7 @@ def attend_dense_together(
     for layer, _, keys_HTD, values_HTD, position in calls:
         layer.add(keys_HTD, values_HTD, position)
     context = first.read_context(_joined(queries))
-    out_HTGD = first.add_sink(_with_tails(layers, queries, context)).out
+    out_HTGD = first.add_sink(_with_tails(layers, queries, context, rows)).out
     spent = perf_counter_ns() - begin
     for layer in layers:
         layer.count_time(spent)
@@ -128,16 +129,25 @@ def attend_dense_together(
 
 
 def _with_tails(
-    layers: Sequence[DenseLayer], queries: Sequence[Tensor], context: AttentionState
+    layers: Sequence[DenseLayer], queries: Sequence[Tensor], context: AttentionState, rows: bool
 ) -> AttentionState:
     """Attention of each session's last tokens to the context, which is known, and to its own tail."""
-    first, tails = layers[0], [layer.tail.rows for layer in layers]
-    q_HTGD = _joined(queries)
-    if q_HTGD.shape[1] == len(layers):
+    first, q_HTGD = layers[0], _joined(queries)
+    if rows or q_HTGD.shape[1] == len(layers):
+        tails = [tail for layer, own in zip(layers, queries, strict=True) for tail in _tails_seen(layer, own)]
         state = first.add_tails(q_HTGD, tails, context)
         if state is not None:
             return state
+        if not q_HTGD.is_cuda:
+            each = zip(tails, q_HTGD.split_with_sizes([1] * len(tails), dim=1), strict=True)
+            return context.merge(AttentionState.concatenate([first.read_tails(*one) for one in each], dim=1))
     return context.merge(_read_tails(layers, queries))
+
+
+def _tails_seen(layer: DenseLayer, q_HTGD: Tensor) -> list[Tensor]:
+    """What each of a session's last tokens sees of its tail."""
+    rows, before = layer.tail.rows, layer.tail.count - q_HTGD.shape[1] + 1
+    return [rows[:, : before + number] for number in range(q_HTGD.shape[1])]
 
 
 def _read_tails(layers: Sequence[DenseLayer], queries: Sequence[Tensor]) -> AttentionState:

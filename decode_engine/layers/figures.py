@@ -18,6 +18,8 @@ class Figures:
     Of captured steps over keys and values in host memory: `host_bytes_read` of them by the device, `rows_reused` found
     in slots on the device, one for each token and KV head, and `device_wait_for_host_ns` in which the device stood
     still because the host was not done.
+
+    drafted: tokens that were proposed and verified. accepted: of these, those that were right.
     """
 
     search_ns: int = 0
@@ -35,6 +37,8 @@ class Figures:
     device_wait_for_host_ns: int = 0
     host_bytes_read: int = 0
     rows_reused: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def sparse_fraction(self) -> float:

@@ -72,8 +72,9 @@ class Session:
     """Decoding state over a resident context. The context is shared and never written.
 
     position: tokens so far, context included; the next token gets this position. method: as it runs over this context.
-    device: of queries, tails and indexes; keys and values of the context may be in host memory beside it.
-    Raises InvalidArgumentError when the method was fitted to another context.
+    drafts: whether it attends to everything but for drafts, by the same tails in searching layers. device: of queries,
+    tails and indexes; keys and values of the context may be in host memory beside it. Raises InvalidArgumentError when
+    the method was fitted to another context.
     """
 
     def __init__(
@@ -100,12 +101,13 @@ class Session:
         self.context = context
         self.fitted = fitted
         self.method = fitted.method
+        self.drafts = fitted.drafting is not None
         self.figures = Figures()
         self._forms = forms
         self.position = context.manifest.token_count - again
         self.device = context.device
         self.watched = watch is not None
-        make = partial(_make_layer, context, fitted, self.figures, forms, watch)
+        make = partial(_make_layer, context, fitted.drafting or fitted, self.figures, forms, watch)
         self._layers = Layers(
             context.manifest.model.layers, make, lambda layer: context.wait_for_layer(layer, check)
         )
@@ -157,6 +159,11 @@ class Session:
         for layer, rows_HT2D in zip(self.layers, rows, strict=True):
             layer.tail.put(start, rows_HT2D)
         self.position += rows[0].shape[1]
+
+    def rewind(self, tokens: int) -> None:
+        """Takes back the last tokens, of those that it has added."""
+        self.position -= tokens
+        self._advanced_to = self.tail_keys
 
     def tail_rows(self) -> list[torch.Tensor]:
         """Keys and values of all tokens that were added, of every layer [H, t, 2, d].

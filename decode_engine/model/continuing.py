@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 
+from decode_engine.engine.drafting.drafter import Drafter
 from decode_engine.engine.requests import Work
 from decode_engine.errors import InternalError
 from decode_engine.layers.session import Session, Watch
@@ -97,6 +98,19 @@ class SessionWork(Work[Session]):
         """Adds a child's own tokens."""
         if self.own is not None:
             self.runner.restore(session, [rows[:, start:end] for rows in self.own.rows])
+
+    def drafter(self) -> Drafter | None:
+        """For a method that drafts: from the context's text, and from what stands behind it.
+
+        On a GPU rounding follows from how many tokens are fed at once, which nothing but the tokens may say where a
+        seed was given.
+        """
+        if self.fitted.method.drafts is None:
+            return None
+        own = [] if self.own is None else self.own.token_ids.tolist()
+        text = self.runner.suffixes(self.resident)
+        timed = self.runner.device.type == "cpu" or self.order.sampling.seed is None
+        return Drafter(text, [*own, *self.prompt], by_method=self.fitted.drafting is not None, timed=timed)
 
     def keep(self, session: Session, answer: Sequence[int]) -> Callable[[], str]:
         """See `SessionKeeper.take`."""

@@ -33,13 +33,16 @@ class DecodeStep:
     """The sessions of one forward: their tokens are one sequence, one behind the other, or a row each (`packed`).
 
     counts: how many tokens each has. exact: every layer attends to everything, whatever the sessions' methods. shared:
-    the positions of a session share one selection in every layer. between: called after each layer's attention.
+    the positions of a session share one selection in every layer. rows: every token is computed as a step of its own
+    would be. drafts: sessions that draft do so. between: called after each layer's attention.
     """
 
     sessions: Sequence[Session]
     counts: Sequence[int]
     exact: bool = False
     shared: bool = False
+    rows: bool = False
+    drafts: bool = False
     between: Callable[[], None] = lambda: None
 
 
@@ -50,11 +53,13 @@ def packed(
     *,
     exact: bool = False,
     shared: bool = False,
+    rows: bool = False,
+    drafts: bool = False,
     between: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """What the model is called with to read new tokens of each session, any number of each, in one forward.
 
-    exact, shared, between: see `DecodeStep`. The caller advances the sessions' positions.
+    exact, shared, rows, drafts, between: see `DecodeStep`. The caller advances the sessions' positions.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -63,12 +68,14 @@ def packed(
         positions += range(session.position, session.position + len(own))
     both = torch.tensor([ids, positions], dtype=torch.long, device="cpu").to(device)
     # A decode step is a row for each session: `row_products_numba` multiplies these each by itself.
-    shape = (-1, 1) if len(ids) == len(sessions) else (1, -1)
+    shape = (-1, 1) if rows or len(ids) == len(sessions) else (1, -1)
     return {
         "input_ids": both[0].view(shape),
         "position_ids": both[1].view(shape),
         "use_cache": False,
-        "decode_step": DecodeStep(sessions, [len(own) for own in token_ids], exact, shared, between),
+        "decode_step": DecodeStep(
+            sessions, [len(own) for own in token_ids], exact, shared, rows, drafts, between
+        ),
     }
 
 
@@ -91,7 +98,7 @@ def decode_attention(
 ) -> tuple[Tensor, None]:
     """Attention of all tokens: query [B, Hq, T, d], key and value [B, H, T, d] -> out [B, T, Hq, d].
 
-    decode_step: the sessions of the tokens, B is 1 then, or T where each has one token. step_batch: instead of it
+    decode_step: the sessions of the tokens, B is 1 then, or T where each is a row. step_batch: instead of it
     the number of a live batch (`operator.register_batch`) of B sessions, T is 1 then. Raises InvalidArgumentError
     without either or with a mask (tokens are never padded).
     """
@@ -138,20 +145,29 @@ def _attend_sessions(
     sparse: dict[int, list[tuple[int, SparseLayer]]] = {}
     for row, session in enumerate(step.sessions):
         own = session.layers[layer]
-        attention = own.exact if step.exact else own
+        attention = own.exact if step.exact or (session.drafts and not step.drafts) else own
         if isinstance(attention, DenseLayer):
             dense.setdefault(attention.context, []).append((row, attention))
-        elif isinstance(attention, SparseLayer) and attention.sharing is not None and max(step.counts) == 1:
+        elif isinstance(attention, SparseLayer) and attention.sharing is not None and step.counts[row] == 1:
             sparse.setdefault(id(attention.sharing), []).append((row, attention))
         else:
-            new = (queries[row], keys[row], values[row])
-            outs[row] = attention.attend(*new, session.position, shared=step.shared)
+            sizes = [1] * step.counts[row] if step.rows else [step.counts[row]]
+            new = (each.split_with_sizes(sizes, dim=1) for each in (queries[row], keys[row], values[row]))
+            parts = [
+                attention.attend(
+                    own_queries, own_keys, own_values, session.position + number, shared=step.shared
+                )
+                for number, (own_queries, own_keys, own_values) in enumerate(zip(*new, strict=True))
+            ]
+            outs[row] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def call(row: int) -> tuple[Tensor, Tensor, Tensor, int]:
         return queries[row], keys[row], values[row], step.sessions[row].position
 
     for members in dense.values():
-        attended = attend_dense_together([(attention, *call(row)) for row, attention in members])
+        attended = attend_dense_together(
+            [(attention, *call(row)) for row, attention in members], rows=step.rows
+        )
         outs |= zip((row for row, _ in members), attended, strict=True)
     for searching in sparse.values():
         attended = attend_sparse_together([(attention, *call(row)) for row, attention in searching])

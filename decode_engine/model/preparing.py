@@ -142,6 +142,8 @@ class Preparation:
                 compiling = self._compiling = self._compile([fitted.method.name])
             compiling.result()
             self._check_open()
+        if fitted.drafting is not None:
+            warm_method(self._runner, fitted.drafting.method, placement, rows=fitted.manifest.rows)
         if warm_method(self._runner, fitted.method, placement, rows=fitted.manifest.rows):
             self._check_open()
             # Before there are requests all batches are captured. Beside them the largest, in whose graph all others can

@@ -6,12 +6,14 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from decode_engine.engine.drafting.suffixes import ContextSuffixes
 from decode_engine.engine.prompt_pieces import PromptCost, prompt_cost
-from decode_engine.engine.requests import Step
+from decode_engine.engine.requests import Found, Step
 from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.sampling.grammar import Grammars
 from decode_engine.engine.sampling.trial import VocabularySource
@@ -95,6 +97,7 @@ class ModelRunner:
         self.grammars = Grammars(self.vocabulary)
         say("compare decoding with the model's own attention", "")
         check_decoding(loaded)
+        self._suffixes: WeakKeyDictionary[ResidentContext, ContextSuffixes] = WeakKeyDictionary()
         self._stepper: Stepper | None = None
         self._searching = searching or SearchThreads(search_cores())
         if self.device.type == "cuda":
@@ -167,6 +170,15 @@ class ModelRunner:
         """
         return Session(context, fitted, self.forms, check=waiting, again=again, watch=watch)
 
+    def suffixes(self, context: ResidentContext) -> ContextSuffixes | None:
+        """What followed tokens in a context, made when it is first asked for; None where there is no text."""
+        if not context.manifest.token_count:
+            return None
+        found = self._suffixes.get(context)
+        if found is None:
+            found = self._suffixes[context] = ContextSuffixes(context.tokens().cpu().numpy())
+        return found
+
     def prompt_cost(self, fitted: FittedMethod, tail: int = 0) -> PromptCost:
         """What tokens of a prompt cost that `read` reads, behind `tail` other tokens of the session."""
         return prompt_cost(fitted, self.prompts, self.device, tail)
@@ -210,12 +222,14 @@ class ModelRunner:
         all_logits: bool = False,
         exact: bool = False,
         shared: bool = False,
+        rows: bool = False,
+        drafts: bool = False,
         between: Callable[[], None] = lambda: None,
     ) -> list[Tensor]:
         """Feeds each session its new tokens, any number of each, in one pass over the model.
 
-        exact: they attend to everything. shared: a session's new tokens share one selection in every layer. between:
-        called in every layer; other sessions may decode there.
+        exact: they attend to everything. shared: a session's new tokens share one selection in every layer. rows,
+        drafts: see `DecodeStep`. between: called in every layer; other sessions may decode there.
 
         What several sessions attend to of one context exactly is read once for all of them. Returns per session float32
         logits [1, vocab] after the last of its T >= 1 tokens, or [T, vocab] with `all_logits`, on the runner's device.
@@ -223,7 +237,16 @@ class ModelRunner:
         outside the vocabulary.
         """
         self._check_tokens(sessions, token_ids)
-        inputs = packed(sessions, token_ids, self.device, exact=exact, shared=shared, between=between)
+        inputs = packed(
+            sessions,
+            token_ids,
+            self.device,
+            exact=exact,
+            shared=shared,
+            rows=rows,
+            drafts=drafts,
+            between=between,
+        )
         counts = [len(ids) for ids in token_ids]
         ends = torch.tensor(counts, device="cpu").cumsum(0)
         steps = max(counts) == 1
@@ -249,33 +272,64 @@ class ModelRunner:
 
     def decode(
         self, sessions: Sequence[Session], last_tokens: Sequence[int], samplers: Sequence[Sampler]
-    ) -> list[int | Exception]:
+    ) -> Sequence[Found]:
         """One decode step: feeds each session its last token and chooses its next one, see `decode_by_forward`."""
         return self.launch(sessions, last_tokens, samplers).tokens()
 
     def launch(
-        self, sessions: Sequence[Session], last_tokens: Sequence[int], samplers: Sequence[Sampler]
+        self,
+        sessions: Sequence[Session],
+        last_tokens: Sequence[int],
+        samplers: Sequence[Sampler],
+        drafts: Sequence[Sequence[int]] = (),
     ) -> Step:
-        """Begins what `decode` does. The step that was launched before must have ended.
+        """Begins what `decode` does. The step that was launched before must have ended. drafts: see `Runner`.
 
-        On a GPU sessions of methods with kernels go through captured graphs (`steps.stepper`), the others as on a CPU.
+        On a GPU sessions of methods with kernels go through captured graphs (`steps.stepper`), the others, and those
+        with drafts, as on a CPU.
         """
+        forward = partial(self.forward, all_logits=True, rows=True)
         if self._stepper is None:
-            return Chosen(decode_by_forward(self.forward, sessions, last_tokens, samplers))
-        taken = [self.has_graph(session) for session in sessions]
-        if all(taken):
+            return Chosen(decode_by_forward(forward, sessions, last_tokens, samplers, drafts))
+        drafts = drafts or [()] * len(sessions)
+        captured = [
+            self.has_graph(session) and not draft for session, draft in zip(sessions, drafts, strict=True)
+        ]
+        if all(captured):
             return self._stepper.launch(sessions, last_tokens, samplers)
-        results: dict[int, int | Exception] = {}
-        for step, captured in ((self._stepper.step, True), (partial(decode_by_forward, self.forward), False)):
-            rows = [row for row, takes in enumerate(taken) if takes is captured]
-            if rows:
-                chosen = step(
-                    [sessions[row] for row in rows],
-                    [last_tokens[row] for row in rows],
-                    [samplers[row] for row in rows],
-                )
-                results |= zip(rows, chosen, strict=True)
+        results: dict[int, Found] = {}
+        for by_graph in (True, False):
+            rows = [row for row, own in enumerate(captured) if own is by_graph]
+            some, last = [sessions[row] for row in rows], [last_tokens[row] for row in rows]
+            own_samplers, own_drafts = [samplers[row] for row in rows], [drafts[row] for row in rows]
+            found: Sequence[Found] = ()
+            if rows and by_graph:
+                found = self._stepper.step(some, last, own_samplers)
+            elif rows:
+                found = decode_by_forward(forward, some, last, own_samplers, own_drafts)
+            results |= zip(rows, found, strict=True)
         return Chosen([results[row] for row in range(len(sessions))])
+
+    def draft(
+        self,
+        sessions: Sequence[Session],
+        last_tokens: Sequence[int],
+        samplers: Sequence[Sampler],
+        counts: Sequence[int],
+    ) -> list[list[int]]:
+        """See `Runner.draft`. Keys and values that drafts leave in tails are written anew when they are verified."""
+        drafts: list[list[int]] = [[] for _ in sessions]
+        try:
+            for ahead in range(max(counts)):
+                rows = [row for row, count in enumerate(counts) if count > ahead]
+                fed = [[(last_tokens[row], *drafts[row])[-1]] for row in rows]
+                logits = self.forward([sessions[row] for row in rows], fed, drafts=True)
+                for row, logits_1V in zip(rows, logits, strict=True):
+                    drafts[row].append(max(0, samplers[row].guess(logits_1V[0], ahead)))
+        finally:
+            for session, draft in zip(sessions, drafts, strict=True):
+                session.rewind(len(draft))
+        return drafts
 
     def has_graph(self, session: Session) -> bool:
         """Whether the session's decode steps go through captured graphs."""

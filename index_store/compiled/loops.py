@@ -45,6 +45,7 @@ _COARSE = (
 _OF_METHODS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "full": (),
+        "exact": _COARSE,
         "oracle": (_POOL, _TOP_K),
         "csattention": (_TABLE_SUMS, _TOP_K, _CLUSTER_SUMS),
         "csattention-paper": (_SCORE_LISTS, _TOP_K, _INSERT_KEYS),

@@ -38,6 +38,8 @@ class Method:
     append_block: the window of recent tokens moves on in steps of this many positions, and the tail tokens that it
         leaves become searchable; it holds `recent` to `recent + append_block - 1` tokens besides the query's own.
     schedule: when it searches. search: options of `LayerIndex.rank`.
+    drafts: of full attention, the method that proposes tokens, where the context has what it searches; full attention
+        verifies them, several in one step. None elsewhere.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Method:
     recent: int = 64
     append_block: int = 64
     schedule: Schedule = field(default_factory=Schedule)
+    drafts: Method | None = None
 
     def __post_init__(self) -> None:
         if (self.index is None) != (self.budget is None):
@@ -101,6 +104,7 @@ class Method:
         """The indexes that the method needs stored: what it searches, and what its remainder is computed over."""
         specs = (self.index, None if self.drops_remainder else self.partition)
         stored = [spec for spec in specs if spec is not None and spec.stored]
+        stored += () if self.drafts is None else self.drafts.index_specs()
         return tuple({spec.name: spec for spec in stored}.values())
 
     def misfit(self, head_dim: int) -> str:
@@ -126,7 +130,7 @@ class Method:
             return FittedMethod(method, manifest, frozenset(), None)
         thresholds = None
         if not method._searching_layers(manifest):  # every layer attends to everything: no index is needed
-            return FittedMethod(method, manifest, frozenset(), None)
+            return FittedMethod(method, manifest, frozenset(), None, self._drafting(manifest))
         for spec in method.index_specs():
             entry = method._require_entry(manifest, spec)
             searched = method.index is not None and spec.name == method.index.name
@@ -142,6 +146,14 @@ class Method:
             if searched:
                 thresholds = method._require_thresholds(manifest, entry)
         return FittedMethod(method, manifest, method._searching_layers(manifest), thresholds)
+
+    def _drafting(self, manifest: Manifest) -> FittedMethod | None:
+        """What proposes tokens over the context; None where nothing does, or the context lacks what that searches."""
+        try:
+            fitted = None if self.drafts is None else self.drafts.on(manifest)
+        except MethodUnsupportedError:
+            return None
+        return fitted if fitted is not None and fitted.searching else None
 
     def _as_built(self, manifest: Manifest) -> Method:
         """With the indexes as they were built; without the remainder where that may be and its clusters lack."""
@@ -268,13 +280,14 @@ class FittedMethod:
 
     method: with its indexes as they were built, and without its remainder where that is optional and its clusters
     lack. searching: layers that attend to less than everything. thresholds: the searched index's offline calibration,
-    from keep ratio to threshold; None when it has none.
+    from keep ratio to threshold; None when it has none. drafting: what proposes tokens; None where nothing does.
     """
 
     method: Method
     manifest: Manifest
     searching: frozenset[int]
     thresholds: Callable[[float], float] | None
+    drafting: FittedMethod | None = None
 
     @property
     def partition(self) -> IndexSpec | None:

@@ -34,6 +34,14 @@ _LISTED = (
         None,
     ),
     Method(
+        "exact",
+        "Full attention, which verifies several tokens a step that `refined` or texts read so far propose.",
+        "original",
+        None,
+        None,
+        drafts=_REFINED,
+    ),
+    Method(
         "oracle",
         "Exact top keys by true attention weight: the upper bound of any search, evaluation only.",
         "reference",

@@ -41,6 +41,7 @@ from harness.report import reporting
 from harness.steps.general_steps import first_tokens, forward, start_sessions
 from torch import Tensor
 
+from decode_engine.engine.requests import Found
 from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.sampling.parameters import SamplingParameters
 from decode_engine.engine.stepping import decode_by_forward
@@ -85,6 +86,7 @@ class Model:
         self, sessions: Sequence[Session], tokens: Sequence[int], samplers: Sequence[Sampler]
     ) -> list[int]:
         """The tokens that follow. Raises CheckFailedError where a session's step has failed."""
+        results: Sequence[Found]
         if self._stepper is None:
             results = decode_by_forward(self._forward, sessions, tokens, samplers)
         else:

@@ -125,7 +125,9 @@ def test_placement_and_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cpu_compiles_no_steps() -> None:
     ServeConfig(store=Path("store"), model="reader", device="cpu").check_devices()
     with pytest.raises(InvalidArgumentError, match="--compile is default, but the CPU computes here"):
-        ServeConfig(store=Path("store"), model="reader", device="cpu", compilation=Compilation.DEFAULT).check_devices()
+        ServeConfig(
+            store=Path("store"), model="reader", device="cpu", compilation=Compilation.DEFAULT
+        ).check_devices()
 
 
 @pytest.mark.parametrize("config", [ServeConfig, EvaluationConfig, TuneConfig])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -36,6 +37,9 @@ class FakeSession:
 
     def fork(self) -> FakeSession:
         return replace(self, fed=list(self.fed), figures=replace(self.figures))
+
+    def rewind(self, tokens: int) -> None:
+        del self.fed[len(self.fed) - tokens :]
 
     def close(self) -> None:
         self.closed += 1
@@ -101,9 +105,25 @@ class FakeRunner:
         ]
 
     def launch(
-        self, sessions: Sequence[FakeSession], last_tokens: Sequence[int], samplers: Sequence[Sampler]
+        self,
+        sessions: Sequence[FakeSession],
+        last_tokens: Sequence[int],
+        samplers: Sequence[Sampler],
+        drafts: Sequence[Sequence[int]] = (),
     ) -> Step:
-        return Chosen(decode_by_forward(self.forward, sessions, last_tokens, samplers))
+        forward = partial(self.forward, all_logits=True)
+        return Chosen(decode_by_forward(forward, sessions, last_tokens, samplers, drafts))
+
+    def draft(
+        self,
+        sessions: Sequence[FakeSession],
+        last_tokens: Sequence[int],
+        samplers: Sequence[Sampler],
+        counts: Sequence[int],
+    ) -> list[list[int]]:
+        """Every fourth token is wrong."""
+        after = [range(last + 1, last + 1 + count) for last, count in zip(last_tokens, counts, strict=True)]
+        return [[token % VOCABULARY if token % 4 else 0 for token in tokens] for tokens in after]
 
 
 @dataclass(kw_only=True, eq=False)

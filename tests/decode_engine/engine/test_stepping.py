@@ -224,8 +224,8 @@ def test_full_attention_of_an_ordinary_context_costs_one(
     exact = prompt_cost(METHODS[name].on(longer(manifest, 8192)), Prompts.EXACT, device)
     assert exact.token == 1.0
     each = prompt_cost(METHODS[name].on(longer(manifest, 8192)), Prompts.EACH, CPU)
-    assert (each.token == 1.0) == (name == "full")
-    assert (each.move > 0) == (name != "full")
+    assert (each.token == 1.0) == (not METHODS[name].sparse)
+    assert (each.move > 0) == METHODS[name].sparse
 
 
 def test_what_costs_more_makes_shorter_pieces(manifest: Manifest) -> None:

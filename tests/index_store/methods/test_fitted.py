@@ -20,7 +20,7 @@ BASE = synthetic_context(index_dtypes=()).draft
 STORED = tuple(name for name, spec in INDEX_SPECS.items() if spec.stored)
 PARTITIONS = ("remainder_clusters", "dipole_clusters")
 ALL, SOME = (0, 1, 2), (1, 2)
-FREE = {"full", "oracle"}
+FREE = {"full", "exact", "oracle"}
 """Presets that need nothing stored."""
 OPTIONAL = {"csattention", "pq"}
 """Presets that do without their remainder."""

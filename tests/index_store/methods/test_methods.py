@@ -21,7 +21,7 @@ def specs_of(method: Method) -> list[str]:
 
 def test_names_and_defaults() -> None:
     assert list(METHODS) == [
-        *("full", "oracle", "csattention", "csattention-paper", "squeezed", "squeezed-tree"),
+        *("full", "exact", "oracle", "csattention", "csattention-paper", "squeezed", "squeezed-tree"),
         *("multipole", "multipole-windowed", "multipole-tree", "tactic", "quest", "pq"),
         *("refined", "refined-3", "refined-codes"),
     ]

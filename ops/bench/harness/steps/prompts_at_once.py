@@ -72,10 +72,24 @@ class PromptRunner:
         return read_prompts(self.model, sessions, token_ids, self.prompts)
 
     def launch(
-        self, sessions: Sequence[Session], last_tokens: Sequence[int], samplers: Sequence[Sampler]
+        self,
+        sessions: Sequence[Session],
+        last_tokens: Sequence[int],
+        samplers: Sequence[Sampler],
+        drafts: Sequence[Sequence[int]] = (),
     ) -> Step:
         """Raises CheckFailedError: requests of one token are not decoded."""
         raise CheckFailedError(f"{len(sessions)} requests of one token were decoded")
+
+    def draft(
+        self,
+        sessions: Sequence[Session],
+        last_tokens: Sequence[int],
+        samplers: Sequence[Sampler],
+        counts: Sequence[int],
+    ) -> list[list[int]]:
+        """Raises CheckFailedError: nothing is decoded."""
+        raise CheckFailedError(f"{len(sessions)} requests of one token were drafted for")
 
 
 @dataclass(kw_only=True, eq=False)

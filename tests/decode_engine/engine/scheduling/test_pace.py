@@ -105,7 +105,11 @@ class FlyingRunner(FakeRunner):
         return found
 
     def launch(
-        self, sessions: Sequence[FakeSession], last_tokens: Sequence[int], samplers: Sequence[Sampler]
+        self,
+        sessions: Sequence[FakeSession],
+        last_tokens: Sequence[int],
+        samplers: Sequence[Sampler],
+        drafts: Sequence[Sequence[int]] = (),
     ) -> Step:
         self.steps.append(len(sessions))
         return Flying(self, sessions, last_tokens, samplers, self.device.give(STEP))

@@ -1,0 +1,96 @@
+"""How much is drafted follows what was right, and what it costs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from decode_engine.engine.drafting.drafter import Drafter, Plan
+from decode_engine.engine.drafting.suffixes import ContextSuffixes
+from decode_engine.engine.drafting.worth import MOST, Costs, Source
+
+TEXT = list(range(100, 200))
+
+
+def drafter(*, timed: bool = True) -> Drafter:
+    return Drafter(ContextSuffixes(np.array(TEXT)), TEXT[:20], timed=timed)
+
+
+def seen(row: float = 0.1, step: float | None = None) -> Costs:
+    return Costs(1.0, row, step)
+
+
+def test_what_follows_in_the_context_is_drafted() -> None:
+    assert drafter().plan(50, seen(), 0) == Plan(TEXT[20 : 20 + MOST])
+    assert drafter().plan(3, seen(), 0) == Plan(TEXT[20:23])
+    assert drafter().plan(0, seen(), 0) == Plan()
+    assert drafter().plan(50, Costs(), 0) == Plan()  # a step without drafts comes first
+    assert drafter(timed=False).plan(50, Costs(), 0) == Plan(TEXT[20 : 20 + MOST])
+
+
+@pytest.mark.parametrize(("row", "count"), [(0.001, MOST), (0.5, 1), (2.0, 0)])
+def test_expensive_rows_are_fewer(row: float, count: int) -> None:
+    assert Source(0.75).worth(row, MOST, 0)[0] == count
+
+
+@pytest.mark.parametrize(("chance", "count"), [(0.05, 0), (0.3, 1), (0.9, 9), (1.0, MOST)])
+def test_likely_drafts_are_longer(chance: float, count: int) -> None:
+    assert Source(chance).worth(0.1, MOST, 0)[0] == pytest.approx(count, abs=1)
+
+
+def test_among_other_sessions_a_row_has_to_win_more() -> None:
+    source = Source(0.5)
+    assert source.worth(0.2, MOST, 15)[0] == 0 < source.worth(0.2, MOST, 0)[0]
+
+
+def test_drafts_that_lose_end_and_are_tried_ever_more_rarely() -> None:
+    draft, steps = drafter(), []
+    for step in range(3000):
+        tokens = draft.plan(50, seen(), 0).tokens
+        draft.note(len(tokens), 0)
+        if tokens:
+            steps.append((step, len(tokens)))
+    late = [(step, size) for step, size in steps if step > 300]
+    assert 5 < len(late) < 20
+    assert {size for _, size in late} == {1}
+    assert sum(size for _, size in steps) * 0.1 / 3000 < 0.01  # of the time
+
+
+def test_a_source_that_is_right_again_is_used_again() -> None:
+    draft = drafter()
+    for _ in range(300):
+        draft.note(len(draft.plan(50, seen(), 0).tokens), 0)
+    for _ in range(600):
+        tokens = draft.plan(50, seen(), 0).tokens
+        draft.note(len(tokens), len(tokens))
+    assert len(draft.plan(50, seen(), 0).tokens or draft.plan(50, seen(), 0).tokens) == MOST
+
+
+def test_methods_draft_where_a_step_of_theirs_is_short() -> None:
+    nothing = [1, 2, 3]
+    slow, fast = (Drafter(None, nothing, by_method=True) for _ in range(2))
+    assert slow.plan(9, seen(step=1.2), 0) == Plan()
+    assert fast.plan(9, seen(step=0.1), 0).by_method > 3
+    assert fast.plan(9, seen(), 0) == Plan(by_method=1)  # how long a step takes is seen by trying
+    assert Drafter(None, nothing, by_method=True, timed=False).plan(9, seen(step=0.1), 0) == Plan()
+
+
+def test_now_and_then_a_step_goes_without() -> None:
+    draft, sizes = drafter(), []
+    for _ in range(200):
+        tokens = draft.plan(50, seen(), 0).tokens
+        draft.note(len(tokens), len(tokens))
+        sizes.append(len(tokens))
+    assert sizes.count(0) == 3
+
+
+def test_costs_are_learnt_from_steps() -> None:
+    costs = Costs()
+    costs.note_step(9.0, 5)  # nothing to compare with
+    assert costs == Costs()
+    for _ in range(60):
+        costs.note_step(2.0, 0)
+        costs.note_step(3.0, 10)
+        costs.note_drafting(5.0, 5)
+    assert (costs.plain_s, costs.step) == (2.0, 0.5)
+    assert costs.row == pytest.approx(0.05, abs=1e-3)

@@ -1,0 +1,226 @@
+"""Method `exact` says what `full` says: the same tokens, from the same bits, whatever is drafted and whoever is beside.
+
+Models that cap their logits or have experts, and rows in 8 bits, round otherwise in other company: of them tokens are
+compared, and bits nearly.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from decode_engine.engine.engine import Engine
+from decode_engine.engine.reply import Reply
+from decode_engine.engine.sampler import Sampler
+from decode_engine.engine.sampling.parameters import SamplingParameters
+from decode_engine.layers.session import Session
+from decode_engine.model.continuing import SessionWork
+from decode_engine.model.runner import ModelRunner
+from decode_engine.orders.events import Ends, Event, Fails, Says, TokenLogprob
+from decode_engine.orders.fields import Sampling
+from decode_engine.orders.order import Constraint, Order
+from index_store.cli.progress import LineReporter
+from index_store.memory.arena import Arena
+from index_store.memory.context_loading import placed_bytes
+from index_store.memory.resident import ResidentContext
+from index_store.methods.presets import get_method
+from index_store.models.loading import resolve_model
+from index_store.store.catalog import Store
+from prefill_worker.config import PrefillConfig
+from prefill_worker.jobs.job import run_job
+from tests.support.models import LAYER_KINDS, write_model_folder
+
+TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 6
+PROMPT = "\nQuestion: who lit it?\nAnswer:"
+TOKENS = 70
+
+
+@dataclass(frozen=True)
+class Kept:
+    context: ResidentContext
+    runner: ModelRunner
+
+    def start(self, method: str) -> Session:
+        return self.runner.start(self.context, get_method(method).on(self.context.manifest))
+
+
+def serve(path: Path, family: str = "llama", *, rows: str = "dtype", **settings: object) -> Iterator[Kept]:
+    folder = write_model_folder(path / "model", family, layers=3, **settings)  # type: ignore[arg-type]
+    (path / "text").write_text(TEXT)
+    config = PrefillConfig(
+        model=str(folder),
+        store=path / "store",
+        input=(path / "text",),
+        method=("refined",),
+        chunk=100,
+        rows=rows,
+    )
+    report = run_job(config, LineReporter(io.StringIO()))
+    store = Store(path / "store")
+    with Arena(placed_bytes(report.manifest)).acquire(store, report.manifest.id) as context:
+        runner = ModelRunner(resolve_model(str(folder)))
+        yield Kept(context, runner)
+        runner.close()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    yield from serve(tmp_path_factory.mktemp("llama"))
+
+
+KINDS = {"plain": ("llama", {}), "rows in 8 bits": ("llama", {"rows": "int8"})} | {
+    kind: LAYER_KINDS[kind] for kind in ("windows", "sinks", "experts", "caps")
+}
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    family, settings = KINDS[request.param]
+    yield from serve(tmp_path_factory.mktemp("kind"), family, **settings)
+
+
+def decode(
+    kept: Kept, method: str, sampler: Sampler, drafts: Sequence[int] | None = None
+) -> tuple[list[int], Session]:
+    """Tokens behind the prompt; drafts: of how many tokens, in turn."""
+    session, said = kept.start(method), []
+    [logits] = kept.runner.read([session], [kept.runner.tokenizer.encode(PROMPT)])
+    said.append(sampler.sample(logits[-1]))
+    while len(said) < TOKENS:
+        drafted: list[list[int]] = []
+        if drafts is not None:
+            drafted = kept.runner.draft([session], said[-1:], [sampler], [drafts[len(said) % len(drafts)]])
+        (found,) = kept.runner.launch([session], said[-1:], [sampler], drafted).tokens()
+        assert not isinstance(found, Exception)
+        said += [found] if isinstance(found, int) else found
+    return said, session
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_tokens_keys_and_values_are_those_of_full_bit_by_bit(
+    kept: Kept, request: pytest.FixtureRequest, temperature: float
+) -> None:
+    samplers = [Sampler(SamplingParameters(temperature=temperature, seed=4)) for _ in range(2)]
+    expected, full = decode(kept, "full", samplers[0])
+    said, exact = decode(kept, "exact", samplers[1], [4, 1, 7, 15])
+    assert len(set(expected)) > 3
+    assert said[:TOKENS] == expected
+    rounds = any(kind in request.node.name for kind in ("8 bits", "sinks", "experts", "caps"))
+    for one, other in zip(full.layers, exact.layers, strict=True):
+        own, others = one.tail.rows, other.tail.rows[:, : full.tail_keys]
+        if rounds:
+            torch.testing.assert_close(others, own, rtol=1e-3, atol=1e-3)
+        else:
+            assert torch.equal(others, own)
+
+
+def ask(kept: Kept, orders: Sequence[Order]) -> list[dict[int, tuple[list[int], list[TokenLogprob], Ends]]]:
+    """Tokens, log probabilities and end of every answer to orders that are asked at once."""
+    engine: Engine[Session] = Engine(kept.runner, max_sessions=16)
+    told: list[list[Event]] = [[] for _ in orders]
+    replies = []
+    for order, events in zip(orders, told, strict=True):
+        fitted = get_method(order.method).on(kept.context.manifest)
+        work = SessionWork(
+            order=order,
+            prompt=kept.runner.tokenizer.encode(PROMPT),
+            max_tokens=order.max_tokens or TOKENS,
+            end_ids=frozenset(kept.runner.tokenizer.eos_ids),
+            cost=kept.runner.prompt_cost(fitted),
+            grammar=None if order.constraint is None else kept.runner.grammars.compile(order.constraint),
+            runner=kept.runner,
+            fitted=fitted,
+            resident=kept.context,
+            own=None,
+            again=0,
+            waiting=lambda: None,
+            keeper=None,
+            release=lambda: None,
+        )
+        replies.append(Reply(events.append))
+        engine.submit(engine.reserve(), work, replies[-1])
+    ends = [0] * len(orders)
+    while ends != [order.answers for order in orders]:
+        assert not any(isinstance(event, Fails) for events in told for event in events), told
+        with torch.inference_mode():
+            engine.step()
+        ends = [sum(isinstance(event, Ends) for event in events) for events in told]
+    found: list[dict[int, tuple[list[int], list[TokenLogprob], Ends]]] = [{} for _ in orders]
+    for answers, events in zip(found, told, strict=True):
+        for end in events:
+            if isinstance(end, Ends):
+                says = [event for event in events if isinstance(event, Says) and event.answer == end.answer]
+                answers[end.answer] = (
+                    [token for event in says for token in event.token_ids],
+                    [logprob for event in says for logprob in event.logprobs],
+                    end,
+                )
+    return found
+
+
+WISHES = {
+    "greedy": Order(),
+    "log probabilities": Order(sampling=Sampling(top_logprobs=2)),
+    "drawn": Order(sampling=Sampling(temperature=0.6, seed=11)),
+    "nucleus": Order(sampling=Sampling(temperature=0.9, top_p=0.6, seed=12)),
+    "penalties": Order(sampling=Sampling(presence_penalty=0.4, repetition_penalty=1.1)),
+    "no early end": Order(sampling=Sampling(min_tokens=30), stop_token_ids=frozenset(range(0, 250, 3))),
+    "stop tokens": Order(stop_token_ids=frozenset(range(0, 250, 50))),
+    "expression": Order(constraint=Constraint("regex", "(harbour|lamp| ){5,30}")),
+    "schema": Order(constraint=Constraint("json_schema", '{"enum": ["harbour", "keeper"]}')),
+    "several": Order(answers=3, sampling=Sampling(temperature=0.6, seed=13)),
+    "one token": Order(max_tokens=1),
+    "two tokens": Order(max_tokens=2),
+}
+
+
+@pytest.mark.parametrize("wish", WISHES)
+def test_requests_get_what_they_get_by_full(llama: Kept, wish: str) -> None:
+    order = WISHES[wish]
+    [[full], [exact]] = ([ask(llama, [replace(order, method=name)])[0]] for name in ("full", "exact"))
+    assert full.keys() == exact.keys()
+    for number, (tokens, logprobs, end) in full.items():
+        said, told, own_end = exact[number]
+        assert said == tokens
+        assert told == logprobs
+        assert (own_end.reason, own_end.completion_tokens) == (end.reason, end.completion_tokens)
+        assert end.figures["drafted"] == 0
+        if len(tokens) > 40:
+            assert own_end.figures["drafted"] > own_end.figures["accepted"] > 0
+            assert own_end.times.decode_steps == len(tokens) - 1 - own_end.figures["accepted"]
+
+
+def test_sessions_with_drafts_step_beside_others(llama: Kept) -> None:
+    names = ["exact", "full", "exact", "refined", "exact"]
+    orders = [Order(method=name, max_tokens=40 + number) for number, name in enumerate(names)]
+    alone = [ask(llama, [order])[0][0][0] for order in orders]
+    together = [answers[0] for answers in ask(llama, orders)]
+    assert [tokens for tokens, _, _ in together] == alone
+    assert alone[0] == alone[1][:40]
+    assert [end.figures["drafted"] > 0 for _, _, end in together] == [name == "exact" for name in names]
+
+
+def test_a_failing_draft_costs_no_answer(llama: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    [[expected]] = [list(ask(llama, [Order(method="full")])[0].values())]
+
+    def fail(*_: object) -> list[list[int]]:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(ModelRunner, "draft", fail)
+    [[found]] = [list(ask(llama, [Order(method="exact")])[0].values())]
+    assert found[0] == expected[0]
+
+
+def test_a_prompt_on_no_context_is_drafted_for_from_its_own_text(llama: Kept) -> None:
+    nothing = llama.runner.no_context
+    fitted = get_method("exact").on(nothing.manifest)
+    assert fitted.drafting is None
+    assert llama.runner.suffixes(nothing) is None
+    session = llama.runner.start(nothing, fitted)
+    assert not session.drafts
