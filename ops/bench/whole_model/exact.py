@@ -94,6 +94,7 @@ def ask(
             own=None,
             again=0,
             waiting=lambda: None,
+            watch=None,
             keeper=None,
             release=lambda: None,
         )
