@@ -182,7 +182,7 @@ def _low_plane(kv_HN2D: torch.Tensor, high: LayerIndex) -> torch.Tensor:
     """Of rows whose high plane is a coarse copy."""
     if not isinstance(high, CoarseRows):
         raise TypeError(f"index {HIGH_PLANE} is a {type(high).__name__}")
-    return find_low_plane(kv_HN2D, high.scalars)
+    return find_low_plane(kv_HN2D, high.rows)
 
 
 def _place_arrays(index: LayerIndex, placement: Placement) -> dict[str, torch.Tensor]:

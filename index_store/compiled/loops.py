@@ -59,7 +59,6 @@ _OF_METHODS: Mapping[str, Sequence[str]] = MappingProxyType(
         "pq": (_POOL, _SCORE_CODES, _TOP_K, _CLUSTER_SUMS),
         "refined": _COARSE,
         "refined-3": _COARSE,
-        "refined-codes": (_POOL, _TOP_K, _LEAVE_OUT),
     }
 )
 

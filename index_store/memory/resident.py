@@ -211,7 +211,7 @@ class ResidentContext:
         coarse = self.index(HIGH_PLANE, layer)
         if not isinstance(coarse, CoarseRows):
             raise TypeError(f"index {HIGH_PLANE} is a {type(coarse).__name__}")
-        return TwoPlanes(coarse.scalars, stored, stored_dtype(self.manifest.dtype).torch_dtype)
+        return TwoPlanes(coarse.rows, stored, stored_dtype(self.manifest.dtype).torch_dtype)
 
     def kv(self, layer: int) -> Tensor:
         """`rows` that are a tensor. Raises InvalidArgumentError for a layer whose rows are two planes."""

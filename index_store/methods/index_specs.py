@@ -115,11 +115,6 @@ INDEX_SPECS: Mapping[str, IndexSpec] = MappingProxyType(
             ),
             IndexSpec("coarse_rows", "coarse_rows", _COARSE),
             IndexSpec("coarse_rows_3", "coarse_rows", {**_COARSE, "key_bits": 3, "value_bits": 3}),
-            IndexSpec(
-                "coarse_codes",
-                "coarse_rows",
-                {**_COARSE, "coding": "product", "key_bits": 2, "value_bits": 2},
-            ),
         )
     }
 )

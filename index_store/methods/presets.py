@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from index_store.indexes.coarse_rows.parameters import RETIRED
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.expressions import EXPRESSION_HELP, read_expression
 from index_store.methods.index_specs import INDEX_SPECS
@@ -151,13 +152,6 @@ _LISTED = (
         index=INDEX_SPECS["coarse_rows_3"],
         budget=Ratio(0.01, least=16),
     ),
-    replace(
-        _REFINED,
-        name="refined-codes",
-        summary="`refined` over product codes of 2 bits a channel, half the size.",
-        index=INDEX_SPECS["coarse_codes"],
-        budget=Ratio(0.01, least=16),
-    ),
 )
 
 
@@ -220,6 +214,8 @@ def _with_keep(method: Method, keep: float) -> Budget:
 def _parse(text: str) -> Method:
     expression = read_expression(text)
     method = preset = METHODS.get(expression.preset)
+    if expression.preset == "refined-codes":
+        raise MethodUnsupportedError(f"method is {text!r}: {RETIRED}", method=text)
     if method is None:
         raise MethodUnsupportedError(
             f"method is {text!r}, expected one of {', '.join(METHODS)}, or {EXPRESSION_HELP}", method=text

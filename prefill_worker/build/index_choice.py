@@ -10,6 +10,7 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.classes import INDEX_CLASSES
+from index_store.indexes.coarse_rows.parameters import RETIRED
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
 from index_store.methods.method import Method
@@ -148,6 +149,8 @@ def _named_spec(text: str) -> IndexSpec:
     """The index that one --index flag asks for."""
     name, separator, listed = text.partition(":")
     spec = INDEX_SPECS.get(name)
+    if name == "coarse_codes":
+        raise InvalidArgumentError(f"--index is {text!r}: {RETIRED}", index=name)
     if spec is None or not spec.stored:
         known = ", ".join(known.name for known in INDEX_SPECS.values() if known.stored)
         raise InvalidArgumentError(f"--index is {text!r}, expected one of {known}", index=name)

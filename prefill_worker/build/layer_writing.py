@@ -301,7 +301,7 @@ class LayerWriting:
         if not isinstance(built, CoarseRows):
             raise TypeError(f"index {HIGH_PLANE} is a {type(built).__name__}")
         with self._timer("index"), self._stream.running():
-            return captured.plane_chunks(layer, find_low_plane(kv_HN2D, built.scalars))
+            return captured.plane_chunks(layer, find_low_plane(kv_HN2D, built.rows))
 
 
 def _at_once() -> None:

@@ -22,6 +22,7 @@ from index_store.errors import InvalidArgumentError
 from index_store.family.children import OwnRows, attention_of, read_own_rows
 from index_store.family.parents import ATTENTION, parent_of
 from index_store.indexes.coarse_rows.index import CoarseRows
+from index_store.indexes.coarse_rows.parameters import RETIRED
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.indexes.row_planes.two_planes import find_low_plane
@@ -146,7 +147,9 @@ def _specs(parent: Manifest, reporter: Reporter) -> list[IndexSpec]:
     specs = []
     for entry in parent.indexes:
         lacks = None
-        if entry.parameters.get("window", 0):
+        if entry.parameters.get("coding") == "product":
+            lacks = RETIRED
+        elif entry.parameters.get("window", 0):
             lacks = "it undoes the model's rotary embedding, which the store does not have"
         elif INDEX_KINDS[entry.kind].needs_queries:
             wanted = _QUERIES_PER_CENTROID * int(entry.parameters.get("centroids", 0))
@@ -176,7 +179,7 @@ def _write_planes(writer: ContextWriter, rows: _JoinedRows, entry: ArrayEntry, p
     for place, layer in enumerate(parent.model.full_layers):
         kv_HN2D = rows.kv_on_device(layer)
         source = LayerSource(kv_HN2D, rows.query_sample(layer))
-        coarse = CoarseRows.build(high.parameters, source, 0).scalars
+        coarse = CoarseRows.build(high.parameters, source, 0).rows
         for head, low in enumerate(find_low_plane(kv_HN2D, coarse).cpu()):
             writer.write_chunk(entry.path, (place, head), low)
 

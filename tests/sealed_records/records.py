@@ -31,7 +31,15 @@ from index_store.store.tuned_defaults import DEFAULTS, TunedDefault
 from prefill_worker.build.dense_layers import Selectivity
 from prefill_worker.build.layer_records import KeptArray, KeptChunk, LayerRecord
 from prefill_worker.jobs.checkpoint import CHECKPOINTS
-from tests.support.store import CREATED, MODEL, THRESHOLDS, in_planes, other_model, synthetic_context
+from tests.support.store import (
+    CREATED,
+    MODEL,
+    RETIRED_INDEX,
+    THRESHOLDS,
+    in_planes,
+    other_model,
+    synthetic_context,
+)
 
 RECORDED = Path(__file__).parent / "recorded"
 CONTEXT = "5" * 64
@@ -45,7 +53,7 @@ _EVERY_KIND = tuple(
         (index_array_entry(spec.name, "rows", 2, (MODEL.kv_heads, 3), "uint8"),),
         THRESHOLDS if spec.name == "pages" else (),
     )
-    for spec in INDEX_SPECS.values()
+    for spec in (*INDEX_SPECS.values(), RETIRED_INDEX)
     if spec.stored
 )
 

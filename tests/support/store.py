@@ -16,7 +16,7 @@ from torch import Tensor
 
 from index_store.family.children import Continuation, OwnRows
 from index_store.indexes.interface.layer_index import LayerIndex
-from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
 from index_store.selection.threshold_curve import KEEP_GRID
 from index_store.store.catalog import Store
 from index_store.store.description.array_entry import ArrayEntry
@@ -245,8 +245,23 @@ class RecordingLocker:
         self.locked.remove(tensor.data_ptr())
 
 
+RETIRED_INDEX = IndexSpec(
+    "coarse_codes",
+    "coarse_rows",
+    {"coding": "product", "key_bits": 2, "value_bits": 2, "value_group": 128, "iterations": 10},
+)
+"""An index that stored contexts may have, and that nobody can search any more."""
+
+
 def add_index(
-    store: Store, present: Manifest, name: str = "more", seed: int = 0, **changes: Any
+    store: Store,
+    present: Manifest,
+    name: str = "more",
+    seed: int = 0,
+    *,
+    kind: str = RecordedIndex.kind,
+    parameters: Mapping[str, Scalar] = PARAMETERS,
+    **changes: Any,
 ) -> tuple[Manifest, dict[str, Tensor]]:
     """Adds an index of random numbers over all layers to a published context: its manifest, and the data by path.
 
@@ -262,7 +277,7 @@ def add_index(
             for layer in range(layers):
                 for head in range(heads):
                     writer.write_chunk(path, (layer, head), data[layer, head])
-        added = IndexEntry(name, RecordedIndex.kind, PARAMETERS, tuple(range(layers)), tuple(entries))
+        added = IndexEntry(name, kind, parameters, tuple(range(layers)), tuple(entries))
         wanted = replace(present, indexes=(*present.indexes, added), **changes)
         return writer.publish_into(present, wanted), arrays
 

@@ -98,8 +98,6 @@ class CoarseSelection(KeySelection):
                 f"it searches {spec.name}, and a record has room for one coarse copy, here that of the rows"
             )
         parameters, model = CoarseParameters.parse(spec.parameters), manifest.model
-        if parameters.coding == "product":
-            return f"{spec.name} has product codes; the kernels over coarse rows take scalar ones"
         return coarse_refusal(
             model.query_heads // model.kv_heads,
             model.head_dim,

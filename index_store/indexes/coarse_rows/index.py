@@ -3,7 +3,7 @@
 The coarse copy is a search and a partition of its own: a query's products with the coarse keys rank all keys, and the
 remainder `coarse` takes the same products for the logits of those that were not selected.
 
-Rows that a session adds are coded block by block. Scales and offsets of scalar-coded keys belong to blocks of positions
+Rows that a session adds are coded block by block. Scales and offsets of keys belong to blocks of positions
 that do not depend on how keys arrive: the first block goes from the end of the context to the next multiple of 128. A
 block that is not full is kept as it came and coded anew whenever keys join it, so rows appended in pieces equal rows
 appended at once.
@@ -21,14 +21,12 @@ import torch
 from torch import Tensor
 
 from index_store.compiled.launch import on_host
-from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.best_rows import Searched, attend_best
 from index_store.indexes.coarse_rows.parameters import CoarseKind, CoarseParameters
-from index_store.indexes.coarse_rows.product_rows import ProductRows, code_products, find_codes
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
 from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK, value_groups
 from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
-from index_store.indexes.coarse_rows.scored_codes import CodedRows, ScoredCodes, score_rows
+from index_store.indexes.coarse_rows.scored_codes import ScoredCodes, score_rows
 from index_store.indexes.interface.growing import GrowingRows
 from index_store.indexes.interface.layer_index import (
     AppendedKeys,
@@ -45,7 +43,7 @@ _ADDRESSED = 32_768
 """Rows up to which a decode step copies none of those before: copies of 16,384 take 10 ms in a layer of 8 KV heads."""
 
 
-class AppendedScalars(AppendedKeys):
+class AppendedRows(AppendedKeys):
     """Rows with scales and offsets of their own. shared: rows of the context, whose shapes and bits they have.
 
     Those of a block that is not full are held besides in float32.
@@ -132,41 +130,6 @@ class AppendedScalars(AppendedKeys):
         return sum(rows.nbytes for rows in held)
 
 
-class AppendedProducts(AppendedKeys):
-    """Rows coded with the codebooks of the context's."""
-
-    def __init__(self, shared: ProductRows) -> None:
-        heads, device = len(shared.key_codes_HNS), shared.key_codes_HNS.device
-        super().__init__(heads, shared.head_dim)
-        self._shared = shared
-
-        def growing(like: Tensor) -> GrowingRows:
-            return GrowingRows(heads, like.shape[2], dtype=torch.uint8, device=device)
-
-        self._keys, self._values = growing(shared.key_codes_HNS), growing(shared.value_codes_HNS)
-
-    @property
-    def rows(self) -> ProductRows:
-        """All of them."""
-        shared = self._shared
-        return ProductRows(
-            self._keys.rows,
-            shared.key_codebooks_HSWw,
-            self._values.rows,
-            shared.value_codebooks_HSWw,
-            shared.count,
-        )
-
-    def _extend(self, kv_HT2D: Tensor) -> None:
-        keys, values = kv_HT2D.unbind(2)
-        self._keys.append(find_codes(keys, self._shared.key_codebooks_HSWw))
-        self._values.append(find_codes(values, self._shared.value_codebooks_HSWw))
-
-    @property
-    def nbytes(self) -> int:
-        return self._keys.nbytes + self._values.nbytes
-
-
 class CoarseRows(CoarseKind, LayerIndex):
     """The coarse copy of one layer's keys and values."""
 
@@ -174,18 +137,11 @@ class CoarseRows(CoarseKind, LayerIndex):
         super().__init__(arrays, arrays["key_codes"].shape[1])
         self.rows = _rows(parameters, arrays)
 
-    @property
-    def scalars(self) -> ScalarRows:
-        """The rows of scalar codes. Raises InvalidArgumentError for product codes."""
-        if not isinstance(self.rows, ScalarRows):
-            raise InvalidArgumentError("the coarse copy has product codes, expected scalar ones")
-        return self.rows
-
     @classmethod
     def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:
         parsed = CoarseParameters.parse(parameters)
         check_keys(source.keys_HND)
-        return cls(parsed, _build_arrays(parsed, source, seed))
+        return cls(parsed, _build_arrays(parsed, source))
 
     @classmethod
     def from_arrays(
@@ -193,15 +149,13 @@ class CoarseRows(CoarseKind, LayerIndex):
     ) -> Self:
         return cls(CoarseParameters.parse(parameters), arrays)
 
-    def start_appending(self) -> AppendedScalars | AppendedProducts:
-        return (
-            AppendedScalars(self.rows) if isinstance(self.rows, ScalarRows) else AppendedProducts(self.rows)
-        )
+    def start_appending(self) -> AppendedRows:
+        return AppendedRows(self.rows)
 
     @property
     def shares(self) -> bool:
-        """Loops over scalar codes on a host do: no row of theirs depends on those beside it."""
-        return isinstance(self.rows, ScalarRows) and on_host(self.rows.key_codes_HNC)
+        """Loops on a host do: no row of theirs depends on those beside it."""
+        return on_host(self.rows.key_codes_HNC)
 
     def best_together(self, asked: Sequence[Asked], keeps: Sequence[int]) -> Best:
         if not self.shares:
@@ -210,7 +164,7 @@ class CoarseRows(CoarseKind, LayerIndex):
             self._check_held(each.end_key, each.appended)
             self.parse_search(each.search)
         searched = [self._searched(each) for each in asked]
-        ids, counts, others = attend_best(self.scalars, searched, keeps)
+        ids, counts, others = attend_best(self.rows, searched, keeps)
         ids += torch.tensor([each.first_key for each in asked], dtype=torch.int32, device="cpu")[:, None]
         keys = [max(0, each.end_key - each.first_key) for each in asked]
         return Best(
@@ -225,10 +179,10 @@ class CoarseRows(CoarseKind, LayerIndex):
     @cached_property
     def _no_rows(self) -> ScalarRows:
         """What a session has appended that has appended nothing."""
-        return AppendedScalars(self.scalars).rows
+        return AppendedRows(self.rows).rows
 
     def _searched(self, asked: Asked) -> Searched:
-        own = self._no_rows if asked.appended is None else self._own(asked.appended, AppendedScalars).rows
+        own = self._no_rows if asked.appended is None else self._own(asked.appended, AppendedRows).rows
         shared = range(asked.first_key, min(asked.end_key, self.rows.count))
         appended = range(max(0, asked.first_key - own.first_id), max(0, asked.end_key - own.first_id))
         return Searched.of(asked.queries_HTGD[:, 0], shared, own, appended)
@@ -264,7 +218,7 @@ class CoarseRows(CoarseKind, LayerIndex):
         """Logits [H, T, G, M] of keys first_key..end_key-1, and the pieces whose logits are views of them."""
         logits = queries_HTGD.new_empty(*queries_HTGD.shape[:3], max(0, end_key - first_key))
         pieces = []
-        for rows in (self.rows, self._own_rows(appended)):
+        for rows in (self.rows, self._own(appended, AppendedRows).rows):
             first = max(0, first_key - rows.first_id)
             end = min(rows.count, end_key - rows.first_id)
             if first < end:
@@ -272,20 +226,8 @@ class CoarseRows(CoarseKind, LayerIndex):
                 pieces.append(score_rows(rows, queries_HTGD, first, logits[..., begin : begin + end - first]))
         return logits, tuple(pieces)
 
-    def _own_rows(self, appended: AppendedKeys | None) -> CodedRows:
-        if isinstance(self.rows, ScalarRows):
-            return self._own(appended, AppendedScalars).rows
-        return self._own(appended, AppendedProducts).rows
 
-
-def _rows(parameters: CoarseParameters, arrays: Mapping[str, Tensor]) -> CodedRows:
-    if parameters.coding == "product":
-        return ProductRows(
-            arrays["key_codes"],
-            arrays["key_codebooks"],
-            arrays["value_codes"],
-            arrays["value_codebooks"],
-        )
+def _rows(parameters: CoarseParameters, arrays: Mapping[str, Tensor]) -> ScalarRows:
     return ScalarRows(
         arrays["key_codes"],
         arrays["key_scales"],
@@ -298,17 +240,8 @@ def _rows(parameters: CoarseParameters, arrays: Mapping[str, Tensor]) -> CodedRo
     )
 
 
-def _build_arrays(parameters: CoarseParameters, source: LayerSource, seed: int) -> dict[str, Tensor]:
+def _build_arrays(parameters: CoarseParameters, source: LayerSource) -> dict[str, Tensor]:
     """What is stored, made where keys and values are."""
-    if parameters.coding == "product":
-        widths = parameters.key_slice, parameters.value_slice
-        products = code_products(source.kv_HN2D, *widths, parameters.iterations, seed)
-        return {
-            "key_codes": products.key_codes_HNS,
-            "key_codebooks": products.key_codebooks_HSWw,
-            "value_codes": products.value_codes_HNS,
-            "value_codebooks": products.value_codebooks_HSWw,
-        }
     groups = value_groups(source.kv_HN2D.shape[3], parameters.value_group)
     rows = code_rows(source.kv_HN2D, 0, parameters.key_bits, parameters.value_bits, groups)
     return {

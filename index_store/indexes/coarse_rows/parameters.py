@@ -13,17 +13,20 @@ from index_store.indexes.interface.parameters import Parameters
 from index_store.selection.remainders import COARSE_ROWS
 from index_store.store.description.json_fields import Scalar
 
-CODINGS = ("scalar", "product")
-_SLICES = {2: 4, 4: 2}  # channels of a slice by bits for each of them: a slice's code has 8
+RETIRED = (
+    "product codes of coarse rows, the index coarse_codes and the method refined-codes were retired on 2026-11-27; "
+    "take refined over a copy of as few bits: make the context anew with --method refined --index "
+    "coarse_rows:key_bits=2,value_bits=2"
+)
+"""Why they are refused, wherever somebody asks for them. Contexts that have such an index serve all other methods."""
 
 
 @dataclass(frozen=True)
 class CoarseParameters(Parameters):
     """Build parameters of coarse rows.
 
-    coding: `scalar` rounds every channel, `product` names codewords of slices. key_bits, value_bits: for a channel, 2
-        to 4; 2 or 4 of product codes. value_group: most channels of a value that share a scale. iterations: of k-means.
-        The last but one counts for scalar, the last for product codes only.
+    key_bits, value_bits: for a channel, 2 to 4. value_group: most channels of a value that share a scale. coding,
+        iterations: `scalar`, and a number that says nothing; stored contexts have both.
     """
 
     coding: str
@@ -35,26 +38,16 @@ class CoarseParameters(Parameters):
     label: ClassVar[str] = "coarse rows"
 
     def __post_init__(self) -> None:
-        self._require_one_of("coding", CODINGS)
-        allowed = BITS if self.coding == "scalar" else tuple(_SLICES)
+        if self.coding == "product":
+            raise InvalidArgumentError(RETIRED)
+        self._require_one_of("coding", ("scalar",))
         for name in ("key_bits", "value_bits"):
             bits = getattr(self, name)
-            if bits not in allowed:
+            if bits not in BITS:
                 raise InvalidArgumentError(
-                    f"{self.label}: {name} is {bits}, expected one of {', '.join(map(str, allowed))} with coding "
-                    f"{self.coding!r}"
+                    f"{self.label}: {name} is {bits}, expected one of {', '.join(map(str, BITS))}"
                 )
         self._require_at_least(1, "value_group", "iterations")
-
-    @property
-    def key_slice(self) -> int:
-        """Channels of a slice of product-coded keys."""
-        return _SLICES[self.key_bits]
-
-    @property
-    def value_slice(self) -> int:
-        """Channels of a slice of product-coded values."""
-        return _SLICES[self.value_bits]
 
 
 class CoarseKind(IndexKind):
@@ -72,8 +65,6 @@ class CoarseKind(IndexKind):
     def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
         parsed = CoarseParameters.parse(parameters)
         codes = head_dim * (parsed.key_bits + parsed.value_bits) / 8
-        if parsed.coding == "product":
-            return codes
         scales_and_offsets = 4 * (head_dim / BLOCK + value_groups(head_dim, parsed.value_group))
         return codes + scales_and_offsets
 
@@ -86,9 +77,6 @@ def _appended_bytes(parameters: CoarseParameters, head_dim: int, growth: Growth)
     """What an extension's `nbytes` comes to, of one KV head."""
     if not growth.appended:
         return 0
-    if parameters.coding == "product":
-        slices = head_dim // parameters.key_slice + head_dim // parameters.value_slice
-        return slices * grown(growth.appended)
     groups = value_groups(head_dim, parameters.value_group)
     row = row_bytes(head_dim, parameters.key_bits) + row_bytes(head_dim, parameters.value_bits) + 4 * groups
     last = growth.keys + growth.appended

@@ -27,7 +27,7 @@ def read_rows(context: Context, layer: int) -> Tensor:
     if manifest.rows != INT8 or high is None or layer not in manifest.model.full_layers:
         return stored
     arrays = {entry.path.rpartition("/")[2]: _read(context, entry, layer) for entry in high.arrays}
-    coarse = CoarseRows.from_arrays(high.parameters, arrays, stored).scalars
+    coarse = CoarseRows.from_arrays(high.parameters, arrays, stored).rows
     return TwoPlanes(coarse, stored, stored_dtype(manifest.dtype).torch_dtype).decode(0, stored.shape[1])
 
 

@@ -316,7 +316,7 @@ def refined_rows(
         bench.check()
         appending = {"append_p99_us": append_us(index, problem, method.append_block)}
         yield {"method": "refined", "keep": keep, **bench.time(repeats), **built, **appending}
-    planes = TwoPlanes(index.scalars, find_low_plane(problem.kv_HN2D, index.scalars), torch.bfloat16)
+    planes = TwoPlanes(index.rows, find_low_plane(problem.kv_HN2D, index.rows), torch.bfloat16)
     yield {"method": "full-engine-int8", "step_us": time_engine(problem, planes, repeats) * 1e6}
     for keep in keeps:
         bench = SparseBench(problem, index, get_method("refined", keep), rows=planes)

@@ -217,10 +217,6 @@ def test_bytes_equal_a_count_by_hand(name: str) -> None:
         "query_tables": lambda: 4 * GROUP * searched,
         "key_clusters": lambda: arrays["counts"].shape[1] * DIM * 4,
     }
-    product = kind == "coarse_rows" and "key_codebooks" in arrays
-    if product:
-        by_hand["coarse_rows"] = lambda: searched * DIM / 4 + 256 * DIM * 2
-        coarse_value = DIM / 4
     if kind in by_hand and "ids" not in arrays:
         assert float(sample.search_bytes_T) == pytest.approx(HEADS * by_hand[kind]())
     moments = {"none": 0, "diagonal": DIM, "full": DIM + DIM * DIM}[method.remainder.moments]
@@ -228,7 +224,7 @@ def test_bytes_equal_a_count_by_hand(name: str) -> None:
         assert float(sample.remainder_bytes_T) == 0
     elif method.remainder.name == "coarse":
         own = method.partition is None
-        expected = searched * (coarse_value + (0 if own else coarse_key)) + (256 * DIM * 2 if product else 0)
+        expected = searched * (coarse_value + (0 if own else coarse_key))
         assert float(sample.remainder_bytes_T) == pytest.approx(HEADS * expected)
     elif "coarse_counts" not in layer._indexes[-1].arrays():
         means = 0 if method.partition is None else DIM

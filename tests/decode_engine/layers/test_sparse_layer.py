@@ -51,9 +51,6 @@ def test_full_budget_equals_dense_attention(
 
 ROOM = 96  # positions that one-hot values can tell apart
 
-WITH_EXACT_VALUES = [name for name in ALL_METHODS if name != "refined-codes"]
-"""Codebooks of the context's values do not hold those that a session adds."""
-
 
 def value_levels(method: Method) -> int:
     """Levels between the least and the largest channel of a value in a coarse copy."""
@@ -133,7 +130,7 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize("name", WITH_EXACT_VALUES)
+@pytest.mark.parametrize("name", ALL_METHODS)
 @settings(max_examples=40, deadline=None)
 @given(
     count=st.integers(1, ROOM // 2),
@@ -272,7 +269,7 @@ def test_other_chunks_after_a_failure_leave_no_trace_of_it(name: str) -> None:
     assert failed.nbytes == fresh.nbytes
 
 
-@pytest.mark.parametrize("name", WITH_EXACT_VALUES)
+@pytest.mark.parametrize("name", ALL_METHODS)
 def test_a_replayed_query_sees_no_later_key(name: str) -> None:
     """Queries of the context: a full budget is causal attention, and with q = 0 all keys seen count once."""
     kv = context(300)

@@ -90,7 +90,6 @@ CASES = [
     Case("codes", ProductCodes, CODES, {}, 0.5),
     Case("coarse", CoarseRows, COARSE, {}, 0.85),
     Case("coarse 3 and 2 bits", CoarseRows, {**COARSE, "key_bits": 3, "value_bits": 2}, {}, 0.7),
-    Case("coarse codes", CoarseRows, {**COARSE, "coding": "product", "key_bits": 2}, {}, 0.6),
     Case("codes contiguous", ProductCodes, {**CODES, "split": "contiguous"}, {}, 0.5),
 ]
 

@@ -38,9 +38,9 @@ WRONG: list[tuple[str, str, Scalar, str]] = [
     ("key_clusters", "sinks", 2.5, "type int"),
     ("cluster_tree", "moments", "full", "none, diagonal"),
     ("cluster_tree", "keys_per_coarse", 7, "at least keys_per_cluster"),
-    ("coarse_rows", "coding", "wavelet", "scalar, product"),
+    ("coarse_rows", "coding", "wavelet", "coding is 'wavelet', expected one of scalar"),
     ("coarse_rows", "key_bits", 5, "key_bits is 5, expected one of 2, 3, 4"),
-    ("coarse_codes", "value_bits", 3, "value_bits is 3, expected one of 2, 4"),
+    ("coarse_rows", "coding", "product", "coarse_codes and the method refined-codes were retired"),
     ("coarse_rows", "value_group", 0, "value_group"),
     ("coarse_rows", "iterations", 0, "iterations"),
 ]
@@ -75,7 +75,6 @@ def test_a_search_option_out_of_range_is_refused(name: str, search: dict[str, Sc
         ("query_tables", {"subspaces": 5}, 16, "divisor of 16"),
         ("product_codes", {"subspaces": 5}, 16, "divisor of 16"),
         ("coarse_rows_3", {}, 12, "multiple of 8"),
-        ("coarse_codes", {}, 10, "slices of 4"),
         ("windowed_clusters", {}, 16, "one rotary embedding"),
         ("pages", {"size": 0}, 16, "at least 1"),
     ],
@@ -93,9 +92,9 @@ def test_what_cannot_be_built_is_refused(
 
 
 def test_bytes_at_128_dimensions() -> None:
-    names = ("coarse_rows", "coarse_rows_3", "coarse_codes")
+    names = ("coarse_rows", "coarse_rows_3")
     kind = INDEX_KINDS["coarse_rows"]
-    assert [kind.bytes_per_token(INDEX_SPECS[name].parameters, 128) for name in names] == [136, 104, 64]
+    assert [kind.bytes_per_token(INDEX_SPECS[name].parameters, 128) for name in names] == [136, 104]
 
 
 def test_which_rankings_estimate_logits() -> None:

@@ -24,7 +24,7 @@ FREE = {"full", "exact", "oracle"}
 """Presets that need nothing stored."""
 OPTIONAL = {"csattention", "pq"}
 """Presets that do without their remainder."""
-APPROXIMATING = {"multipole", "multipole-windowed", "multipole-tree", "refined", "refined-3", "refined-codes"}
+APPROXIMATING = {"multipole", "multipole-windowed", "multipole-tree", "refined", "refined-3"}
 THRESHOLD = {"squeezed", "squeezed-tree"}
 
 

@@ -23,7 +23,7 @@ def test_names_and_defaults() -> None:
     assert list(METHODS) == [
         *("full", "exact", "oracle", "csattention", "csattention-paper", "squeezed", "squeezed-tree"),
         *("multipole", "multipole-windowed", "multipole-tree", "tactic", "quest", "pq"),
-        *("refined", "refined-3", "refined-codes"),
+        *("refined", "refined-3"),
     ]
     assert specs_of(METHODS[DEFAULT_METHOD]) == ["coarse_rows"]  # one pass over keys and values, no k-means
     for name, method in METHODS.items():
@@ -81,7 +81,6 @@ def test_full_attention_takes_no_budget_and_no_period(given: dict[str, float]) -
         ("refined", "coarse", ["coarse_rows"], False),
         ("refined-3+coarse", "coarse", ["coarse_rows_3"], False),
         ("refined+dropped", "dropped", ["coarse_rows"], False),
-        ("refined-codes+centred", "centred", ["coarse_codes", "remainder_clusters"], False),
         ("csattention+coarse", "coarse", ["query_tables", "coarse_rows"], False),
         ("csattention-paper+coarse", "coarse", ["paper_tables", "coarse_rows"], False),
         ("oracle+coarse", "coarse", ["coarse_rows"], False),

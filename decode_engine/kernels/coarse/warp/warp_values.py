@@ -1,6 +1,4 @@
-"""The kernel of `coarse_pass` that goes over values, for one warp each.
-
-They are coded ones, by the weights that `warp_pass` left, and exact rows.
+"""The kernel of `coarse_pass` for coded values, by the weights that `warp_pass` left, and for exact rows.
 
 Some programs of a row attend to exact rows, the others to coded values meanwhile: either would wait more than it works.
 Both share out what all segments together have, evenly, whatever one of them has. Which tiles are read is known before,

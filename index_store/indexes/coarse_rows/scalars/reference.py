@@ -5,8 +5,6 @@ Shape legend: H KV heads, R rows of queries of a KV head, G group heads, X keys,
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -14,31 +12,14 @@ from torch.nn.functional import pad
 from index_store.attention.attention_state import AttentionState
 from index_store.indexes.coarse_rows.scalars.negligible_runs_numba import NEGLIGIBLE
 from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
+from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
 from index_store.indexes.coarse_rows.scalars.spans import SPAN
 
 _TILE_BYTES, _DEVICE_TILE_BYTES = 4 * 2**20, 128 * 2**20  # of one tile's rows in float32
 
 
-class DecodedRows(Protocol):
-    """Coded rows that can be decoded: `ScalarRows`, `ProductRows`."""
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of a key, d."""
-
-    @property
-    def lead(self) -> int:
-        """Positions of the first row's block that lie before it."""
-
-    def decode_keys(self, first: int, end: int) -> Tensor:
-        """[H, n, d] float32."""
-
-    def decode_values(self, first: int, end: int) -> Tensor:
-        """[H, n, d] float32."""
-
-
 def score_keys_reference(
-    rows: DecodedRows, queries_HRD: Tensor, first: int, end: int, out_HRX: Tensor
+    rows: ScalarRows, queries_HRD: Tensor, first: int, end: int, out_HRX: Tensor
 ) -> None:
     """Writes products of queries [H, R, d] with the keys of rows first..end-1, [H, R, end - first], all float32."""
     for begin, stop in _tiles(rows, queries_HRD, first, end):
@@ -47,7 +28,7 @@ def score_keys_reference(
 
 
 def attend_values_reference(
-    rows: DecodedRows, logits_HRX: Tensor, first: int, elsewhere_HR: Tensor | None = None
+    rows: ScalarRows, logits_HRX: Tensor, first: int, elsewhere_HR: Tensor | None = None
 ) -> AttentionState:
     """Attention by logits [H, R, X] float32 to the values of rows first..first+X-1; -inf marks what does not count.
 
@@ -106,7 +87,7 @@ def take_best_reference(
     return ids.to(torch.int32), left
 
 
-def _tiles(rows: DecodedRows, beside_HRx: Tensor, first: int, end: int) -> list[tuple[int, int]]:
+def _tiles(rows: ScalarRows, beside_HRx: Tensor, first: int, end: int) -> list[tuple[int, int]]:
     """First and end of the rows that are decoded at a time; whole blocks, but for the last of them."""
     most = _TILE_BYTES if beside_HRx.device.type == "cpu" else _DEVICE_TILE_BYTES
     step = max(1, most // (4 * rows.head_dim * beside_HRx.shape[0] * BLOCK)) * BLOCK

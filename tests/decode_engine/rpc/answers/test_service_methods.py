@@ -27,7 +27,6 @@ REMAINDERS = {
     "multipole-tree": "monopole",
     "refined": "coarse",
     "refined-3": "coarse",
-    "refined-codes": "coarse",
 }
 
 Tune = Callable[..., None]

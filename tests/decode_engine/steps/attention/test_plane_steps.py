@@ -191,7 +191,6 @@ def test_rows_in_planes_and_in_one_piece_never_share_a_batch(runner: ModelRunner
         ("csattention+dropped@group=pooled", "ListedSteps"),
         ("full", "DenseSteps"),
         ("refined-3", "a record has room for one coarse copy"),
-        ("refined-codes", "a record has room for one coarse copy"),
     ],
 )
 def test_who_reads_planes(runner: ModelRunner, expression: str, expected: str) -> None:

@@ -172,7 +172,7 @@ def test_a_peak_that_is_kept_leaves_the_others_their_weights() -> None:
 
 
 def test_scores_do_not_depend_on_whether_they_are_weighed() -> None:
-    rows = build(2500, 64).scalars
+    rows = build(2500, 64).rows
     queries = random(HEADS, 5, 64)
     logits, weights = torch.empty(HEADS, 5, 2400), torch.empty(HEADS, 5, 2400)
     whole = [CodedPass(rows, 7, range(5))]

@@ -5,9 +5,7 @@ import torch
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.index import CoarseRows
-from index_store.indexes.coarse_rows.product_rows import ProductRows, find_codes
 from index_store.indexes.coarse_rows.scalars.negligible_runs_numba import NEGLIGIBLE
-from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
 from index_store.indexes.interface.index_kind import Growth
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.methods.index_specs import INDEX_SPECS
@@ -18,13 +16,13 @@ from index_store.store.stored_context import QuerySample
 from tests.index_store.indexes.coarse_rows.test_scalar_rows import random_rows
 
 HEADS, DIM, GROUP = 2, 32, 3
-PARAMETERS = {name: INDEX_SPECS[name].parameters for name in ("coarse_rows", "coarse_rows_3", "coarse_codes")}
+PARAMETERS = {name: INDEX_SPECS[name].parameters for name in ("coarse_rows", "coarse_rows_3")}
 NO_QUERIES = QuerySample(torch.empty(HEADS, 0, GROUP, DIM), torch.empty(0, dtype=torch.int64))
 
 ROUNDING = {"coarse_rows": 0.1, "coarse_rows_3": 0.2}
 """What rounding queries to 8 bits may do on a CPU to these logits, which reach 30."""
 
-every_coding = pytest.mark.parametrize("name", PARAMETERS)
+every_width = pytest.mark.parametrize("name", PARAMETERS)
 
 
 def build(name: str, kv: torch.Tensor, **changes: Scalar) -> CoarseRows:
@@ -36,7 +34,7 @@ def queries(positions: int = 2) -> torch.Tensor:
     return torch.randn(HEADS, positions, GROUP, DIM, generator=generator) / DIM**0.5
 
 
-@every_coding
+@every_width
 def test_it_is_built_without_queries_where_keys_and_values_are(name: str) -> None:
     kv = random_rows(300, DIM, dtype=torch.bfloat16)
     index = build(name, kv)
@@ -47,7 +45,7 @@ def test_it_is_built_without_queries_where_keys_and_values_are(name: str) -> Non
         ranking.logits_HTGM,
         torch.einsum("htgd,hnd->htgn", queries(), keys),
         rtol=1e-4,
-        atol=ROUNDING.get(name, 1e-4),
+        atol=ROUNDING[name],
     )
     error = (keys - kv[:, 5:290, 0].float()).norm() / kv[:, 5:290, 0].float().norm()
     assert float(error) < 0.15
@@ -66,7 +64,7 @@ def test_appended_rows_equal_those_of_one_context_where_a_block_ends(name: str) 
     assert torch.equal(appended.rows.decode_values(0, 316), longer.rows.decode_values(384, 700))
 
 
-@every_coding
+@every_width
 def test_a_range_is_scored_wherever_it_lies(name: str) -> None:
     index = build(name, random_rows(200, DIM))
     appended = index.start_appending()
@@ -98,7 +96,7 @@ def leave_out_light_runs(logits: torch.Tensor, every: torch.Tensor, first: int) 
         run[light] = -torch.inf
 
 
-@every_coding
+@every_width
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_is_not_exact_counts_by_its_coarse_copy(name: str, shared: bool) -> None:
     """Also of some KV heads and positions, and of a part that is nothing but exact keys."""
@@ -131,12 +129,10 @@ def test_what_is_not_exact_counts_by_its_coarse_copy(name: str, shared: bool) ->
             logits[head, position, :, out] = -torch.inf
     leave_out_light_runs(logits[..., :142], every[..., :142], 120)
     leave_out_light_runs(logits[..., 142:], every[..., 142:], 40)
-    torch.testing.assert_close(state.lse, logits.logsumexp(-1), rtol=1e-4, atol=ROUNDING.get(name, 1e-4))
+    torch.testing.assert_close(state.lse, logits.logsumexp(-1), rtol=1e-4, atol=ROUNDING[name])
     expected = torch.einsum("htgn,hnd->htgd", logits.softmax(-1), values)
     # Rounding of weights stays below half of that of a value.
-    quarter_step = (
-        float(index.rows.value_scales_HNV.max()) / 4 if isinstance(index.rows, ScalarRows) else 1e-3
-    )
+    quarter_step = float(index.rows.value_scales_HNV.max()) / 4
     torch.testing.assert_close(state.out, expected, rtol=1e-4, atol=quarter_step)
     some = [piece.part(slice(1, 2), slice(2, 4)) for piece in index.pieces(q, 8, 190, appended)]
     rows = slice(None) if shared else slice(2, 4)
@@ -153,7 +149,7 @@ def test_an_appended_key_that_cannot_be_coded_is_refused() -> None:
     assert appended.count == 10
 
 
-@every_coding
+@every_width
 @pytest.mark.parametrize("block", [16, 64, 100, 128, 256])
 def test_extensions_hold_what_is_said(name: str, block: int) -> None:
     index = build(name, random_rows(300, DIM))
@@ -165,17 +161,3 @@ def test_extensions_hold_what_is_said(name: str, block: int) -> None:
         appended.append(new[:, begin - 300 : end - 300])
         said = CoarseRows.appended_bytes(PARAMETERS[name], DIM, Growth(300, end - 300, block))
         assert appended.nbytes == HEADS * said
-
-
-def test_slices_get_their_nearest_codewords() -> None:
-    kv = random_rows(700, DIM)
-    index = build("coarse_codes", kv, key_bits=4)
-    rows = index.rows
-    assert isinstance(rows, ProductRows)
-    assert (rows.key_codes_HNS.shape[2], rows.value_codes_HNS.shape[2]) == (DIM // 2, DIM // 4)
-    books = rows.value_codebooks_HSWw.float()
-    slices = kv[:, :, 1].reshape(HEADS, 700, DIM // 4, 4)
-    distances = (slices[:, :, :, None] - books[:, None]).square().sum(-1)
-    chosen = distances.gather(-1, rows.value_codes_HNS.long()[..., None]).squeeze(-1)
-    assert (chosen <= distances.amin(-1) + 1e-3).all()
-    assert torch.equal(find_codes(kv[:, :, 1], rows.value_codebooks_HSWw), rows.value_codes_HNS)
