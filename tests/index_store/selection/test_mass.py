@@ -225,7 +225,6 @@ def test_nothing_to_search() -> None:
     [
         ({"mass": 0.0}, "attention mass is 0.0"),
         ({"mass": 1.5}, "attention mass is 1.5"),
-        ({"mass": 0.9, "group": "average"}, "group rule is 'average', expected union"),
         ({"mass": 0.9, "head": 0.0}, "measured head of the curve is 0.0"),
         ({"mass": 0.9, "window": 0}, "window is 0 keys, expected 1 to 64"),
         ({"mass": 0.9, "window": 65}, "window is 65 keys"),
