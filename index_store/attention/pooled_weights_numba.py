@@ -55,7 +55,7 @@ def pooled_weights_reference(logits_HTGM: Tensor) -> Tensor:
 
 
 @njit()
-def _sum_tile_of(
+def _sum_tile(
     task: int,
     logits: NDArray[np.float32],
     places: NDArray[np.int64],
@@ -64,9 +64,20 @@ def _sum_tile_of(
     totals: NDArray[np.float32],
     tiles: int,
 ) -> None:  # pragma: no cover - compiled
+    """Peaks of a tile's logits for every head, and the sums of their exponentials."""
     query, tile = task // tiles, task % tiles
     low, high = tile * _TILE, min((tile + 1) * _TILE, counts[query])
-    _sum_tile(logits, places[query], low, high, tile, peaks[query], totals[query])
+    if low >= high:
+        return
+    scratch, exponentials = np.empty((1, LANES), np.float32), np.empty((1, _PIECE), np.float32)
+    for g in range(places.shape[1]):
+        place = places[query, g]
+        peak, total = largest(logits, 0, place + low, place + high), np.float32(0)
+        if peak > -np.inf:
+            for begin in range(low, high, _PIECE):
+                count = min(_PIECE, high - begin)
+                total += exponentiate(logits, 0, place + begin, count, peak, scratch, exponentials)
+        peaks[query, g, tile], totals[query, g, tile] = peak, total
 
 
 @njit()
@@ -90,7 +101,7 @@ def _find_lse(
 
 
 @njit()
-def _pool_tile_of(
+def _pool_tile(
     task: int,
     logits: NDArray[np.float32],
     places: NDArray[np.int64],
@@ -100,9 +111,20 @@ def _pool_tile_of(
     out_places: NDArray[np.int64],
     tiles: int,
 ) -> None:  # pragma: no cover - compiled
+    """Weights of a tile's keys, of whose heads the first peak is the log-sum-exp."""
     query, tile = task // tiles, task % tiles
     low, high = tile * _TILE, min((tile + 1) * _TILE, counts[query])
-    _pool_tile(logits, places[query], low, high, peaks[query], out, out_places[query])
+    scratch, exponentials = np.empty((1, LANES), np.float32), np.empty((1, _PIECE), np.float32)
+    sums = np.empty((1, _PIECE), np.float32)
+    for begin in range(low, high, _PIECE):
+        count = min(_PIECE, high - begin)
+        vectors = (count + LANES - 1) // LANES
+        exponentiate(logits, 0, places[query, 0] + begin, count, peaks[query, 0, 0], scratch, sums)
+        for g in range(1, places.shape[1]):
+            place = places[query, g] + begin
+            exponentiate(logits, 0, place, count, peaks[query, g, 0], scratch, exponentials)
+            add_weighted(np.float32(1), exponentials, 0, 0, sums, 0, 0, vectors)
+        _put(sums, count, logits, places[query], begin, out, out_places[query] + begin)
 
 
 @njit("f4x2 i8x2 i8x1 f4x3 f4x3 f4x1 i8x1")
@@ -117,55 +139,9 @@ def _pooled_weights(
 ) -> None:  # pragma: no cover - compiled
     """logits: [1, .], where a query's rows of so many numbers have their places; its weights have one in the out."""
     queries, group, tiles = peaks.shape
-    spread(_sum_tile_of, queries * tiles, (logits, places, counts, peaks, totals, tiles))
+    spread(_sum_tile, queries * tiles, (logits, places, counts, peaks, totals, tiles))
     spread(_find_lse, queries * group, (counts, peaks, totals, group))
-    spread(_pool_tile_of, queries * tiles, (logits, places, counts, peaks, out, out_places, tiles))
-
-
-@njit()
-def _sum_tile(
-    logits: NDArray[np.float32],
-    places: NDArray[np.int64],
-    low: int,
-    high: int,
-    tile: int,
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
-    """Peaks of a tile's logits for every head, and the sums of their exponentials."""
-    if low >= high:
-        return
-    scratch, exponentials = np.empty((1, LANES), np.float32), np.empty((1, _PIECE), np.float32)
-    for g in range(places.shape[0]):
-        peak, total = largest(logits, 0, places[g] + low, places[g] + high), np.float32(0)
-        if peak > -np.inf:
-            for begin in range(low, high, _PIECE):
-                count = min(_PIECE, high - begin)
-                total += exponentiate(logits, 0, places[g] + begin, count, peak, scratch, exponentials)
-        peaks[g, tile], totals[g, tile] = peak, total
-
-
-@njit()
-def _pool_tile(
-    logits: NDArray[np.float32],
-    places: NDArray[np.int64],
-    low: int,
-    high: int,
-    lse: NDArray[np.float32],
-    out: NDArray[np.float32],
-    place: int,
-) -> None:  # pragma: no cover - compiled
-    """Weights of a tile's keys, from out[place] on those of all; lse: [G, .], the first column counts."""
-    scratch, exponentials = np.empty((1, LANES), np.float32), np.empty((1, _PIECE), np.float32)
-    sums = np.empty((1, _PIECE), np.float32)
-    for begin in range(low, high, _PIECE):
-        count = min(_PIECE, high - begin)
-        vectors = (count + LANES - 1) // LANES
-        exponentiate(logits, 0, places[0] + begin, count, lse[0, 0], scratch, sums)
-        for g in range(1, places.shape[0]):
-            exponentiate(logits, 0, places[g] + begin, count, lse[g, 0], scratch, exponentials)
-            add_weighted(np.float32(1), exponentials, 0, 0, sums, 0, 0, vectors)
-        _put(sums, count, logits, places, begin, out, place + begin)
+    spread(_pool_tile, queries * tiles, (logits, places, counts, peaks, out, out_places, tiles))
 
 
 @njit(_nrt=False)

@@ -95,9 +95,9 @@ class LayerGate:
             # A copy: every thread gets a traceback of its own.
             raise copy.copy(error) from error
 
-    def wait_for_all(self, check: Callable[[], None] | None = None) -> None:
+    def wait_for_all(self) -> None:
         """Returns when every layer is in memory. Raises as `wait` does."""
-        self.wait(self._layers - 1, check)
+        self.wait(self._layers - 1)
 
 
 IndexKinds = Mapping[str, type[LayerIndex]]
@@ -189,10 +189,10 @@ class ResidentContext:
         if self._gate is not None:
             self._gate.wait(layer, check)
 
-    def wait_for_layers(self, check: Callable[[], None] = lambda: None) -> None:
+    def wait_for_layers(self) -> None:
         """Returns when every layer is in memory; otherwise as `wait_for_layer`."""
         if self._gate is not None:
-            self._gate.wait_for_all(check)
+            self._gate.wait_for_all()
 
     def tokens(self) -> Tensor:
         """The context's token ids, [N] int64."""

@@ -205,7 +205,7 @@ def get_method(
 
 def _with_keep(method: Method, keep: float) -> Budget:
     if isinstance(method.budget, Threshold):
-        return Threshold(keep=keep, group=method.budget.group)
+        return Threshold(keep=keep)
     if isinstance(method.budget, Ratio):
         return replace(method.budget, keep=keep)
     return Ratio(keep)

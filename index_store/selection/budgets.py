@@ -9,16 +9,12 @@ from typing import ClassVar
 
 from index_store.errors import InvalidArgumentError
 
-GROUP_RULES = ("average", "max", "union")
-"""How a KV head's selection follows from those of its query heads: by the average or the largest of their estimated
-attention weights, or as the union of a selection for each head."""
-
 EXACT_KEYS = 512
 """Up to so many keys all of them are measured: a curve would save next to nothing."""
 
 
 class Budget(ABC):
-    """How much of a ranking is kept. `group`: one of GROUP_RULES.
+    """How much of a ranking is kept, by the average of the weights that a group's heads give.
 
     needs_logits: the ranking's logits must approximate q.k.
     """
@@ -49,36 +45,27 @@ def check_fraction(label: str, value: float, **details: object) -> None:
         raise InvalidArgumentError(f"{label} is {value}, expected a number above 0 and at most 1", **details)
 
 
-def check_group_rule(rule: str) -> None:
-    """Raises InvalidArgumentError for an unknown rule."""
-    if rule not in GROUP_RULES:
-        raise InvalidArgumentError(f"group rule is {rule!r}, expected one of {', '.join(GROUP_RULES)}")
-
-
 @dataclass(frozen=True, slots=True)
 class Ratio(Budget):
     """Keep the best ceil(keep * length) keys of every ranking (CSAttention section 3.3: Top-K, K = rho * N).
 
     Items of several keys are taken whole, best first; the last one is cut where the budget ends (Multipole Attention
-    section 4). group: `average` or `max` ranks once for the group; with `union` each of G heads chooses its share of
-    K / G keys. least: so many keys are kept where the ratio is fewer, over short contexts. Raises InvalidArgumentError
-    unless 0 < keep <= 1 and the rule is known.
+    section 4). least: so many keys are kept where the ratio is fewer, over short contexts. Raises InvalidArgumentError
+    unless 0 < keep <= 1.
     """
 
     keep: float
-    group: str = "average"
     least: int = 0
 
     def __post_init__(self) -> None:
         check_fraction("keep ratio", self.keep, keep_ratio=self.keep)
-        check_group_rule(self.group)
 
     @property
     def label(self) -> str:
         return f"{self.keep:.2%}"
 
     def best(self, length: int) -> int | None:
-        return self.count(length) if self.group == "average" else None
+        return self.count(length)
 
     def count(self, length: int) -> int:
         """How many of so many keys are kept; over very short contexts there may be fewer."""
@@ -89,25 +76,23 @@ class Ratio(Budget):
 class TokenCount(Budget):
     """Keep the best `tokens` keys whatever the context's length (Multipole Attention section 3.1: token budget).
 
-    Items and group rule as in `Ratio`. Raises InvalidArgumentError unless tokens is at least 1.
+    Items as in `Ratio`. Raises InvalidArgumentError unless tokens is at least 1.
     """
 
     tokens: int
-    group: str = "average"
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise InvalidArgumentError(
                 f"token budget is {self.tokens}, expected at least 1", tokens=self.tokens
             )
-        check_group_rule(self.group)
 
     @property
     def label(self) -> str:
         return f"{self.tokens} keys"
 
     def best(self, length: int) -> int | None:
-        return self.tokens if self.group == "average" else None
+        return self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +104,12 @@ class Threshold(Budget):
 
     keep: wanted fraction of the keys, turned into T by what was calibrated for the context's index.
     threshold: T itself. Exactly one of the two is given.
-    group: S_i is the `average` or `max` over the group's heads; with `union` an item is kept when it exceeds T for any
-        head by itself, in a decode step the same as `max`. Calibration is by the average: at the same `keep` the other
-        two keep more keys.
 
-    Raises InvalidArgumentError unless one of keep and threshold is given, above 0 and at most 1, and the rule is known.
+    Raises InvalidArgumentError unless one of keep and threshold is given, above 0 and at most 1.
     """
 
     keep: float | None = None
     threshold: float | None = None
-    group: str = "average"
 
     needs_logits: ClassVar[bool] = True
     per_prompt: ClassVar[bool] = True
@@ -142,7 +123,6 @@ class Threshold(Budget):
             check_fraction("keep ratio", self.keep, keep_ratio=self.keep)
         if self.threshold is not None:
             check_fraction("threshold", self.threshold, threshold=self.threshold)
-        check_group_rule(self.group)
 
     @property
     def label(self) -> str:
@@ -158,13 +138,12 @@ class Mass(Budget):
     Sinks, recent window and tail are always attended, so their weight counts as reached from the start. A KV head keeps
     the union of what its query heads need (section 4.5), and no head keeps less than one key.
 
-    mass: P, above 0 and at most 1; 1 keeps every key that the index retrieved. group: `union`, nothing else: each head
-    has a target of its own. head: fraction of the ranks that is measured. window: keys in each of the windows around
-    10 % and 60 % of the ranks. Raises InvalidArgumentError for anything else.
+    mass: P, above 0 and at most 1; 1 keeps every key that the index retrieved. head: fraction of the ranks that is
+    measured. window: keys in each of the windows around 10 % and 60 % of the ranks. Raises InvalidArgumentError for
+    anything else.
     """
 
     mass: float
-    group: str = "union"
     head: float = 0.02
     window: int = 64
 
@@ -173,12 +152,6 @@ class Mass(Budget):
     def __post_init__(self) -> None:
         check_fraction("attention mass", self.mass, mass=self.mass)
         check_fraction("measured head of the curve", self.head, head=self.head)
-        if self.group != "union":
-            raise InvalidArgumentError(
-                f"group rule is {self.group!r}, expected union: every query head keeps the keys that hold its own "
-                "share of the attention weight",
-                group=self.group,
-            )
         if not 1 <= self.window <= EXACT_KEYS // 8:
             raise InvalidArgumentError(
                 f"window is {self.window} keys, expected 1 to {EXACT_KEYS // 8}", window=self.window

@@ -43,7 +43,7 @@ class ThresholdCalibrator:
         heads, positions, _, columns = ranking.logits_HTGM.shape
         inside = searchable_members(items, heads, columns, ranking.logits_HTGM.device)
         searched = Ranking(ranking.logits_HTGM, Items(items.first_key, items.end_key, (inside,)))
-        weights_HTM = searched.weights("average").nan_to_num_(nan=0.0)
+        weights_HTM = searched.weights().nan_to_num_(nan=0.0)
         sizes_HM = inside.sizes_HM
         bins_HTM = ((weights_HTM.log() - _LOWEST) * _BINS_PER_UNIT).clamp_(0, _BINS - 1).long()
         keys_HTM = sizes_HM[:, None].expand(-1, positions, -1).double()

@@ -5,8 +5,6 @@ Shape legend: H KV heads, T query positions, G group heads, M ranked items, K ke
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -26,9 +24,9 @@ def cut(budget: Budget, ranking: Ranking, step: Step) -> Selection:
     """The selection of every KV head and position. Raises TypeError for a budget of another kind."""
     match budget:
         case Ratio():
-            return best_keys(ranking, budget.count(step.length), budget.group)
+            return best_keys(ranking, budget.count(step.length))
         case TokenCount():
-            return best_keys(ranking, budget.tokens, budget.group)
+            return best_keys(ranking, budget.tokens)
         case Threshold():
             return _cut_at_threshold(budget, ranking, step)
         case Mass():
@@ -36,16 +34,11 @@ def cut(budget: Budget, ranking: Ranking, step: Step) -> Selection:
     raise TypeError(f"a ranking cannot be cut by {type(budget).__name__}")
 
 
-def best_keys(ranking: Ranking, keep: int, group: str) -> Selection:
-    """The `keep` best keys of every row, whole items first; with `union` each head's keep / G best ones."""
+def best_keys(ranking: Ranking, keep: int) -> Selection:
+    """The `keep` best keys of every row, whole items first."""
     keep = min(keep, _MOST_KEYS)
     items = ranking.items
-    if group == "union":
-        log_weights = ranking.log_weights_HTGM()
-        share = math.ceil(keep / log_weights.shape[2])
-        limits = torch.full(log_weights.shape[:3], share, device=log_weights.device)
-        return take_in_order(ranking, log_weights, limits)
-    scores = ranking.scores(group)
+    scores = ranking.scores()
     if not items.groups:
         ids, counts = top_k(scores, min(scores.shape[-1], keep))
         return Selection(ids.add_(items.first_key), counts)
@@ -68,7 +61,7 @@ def _cut_at_threshold(budget: Threshold, ranking: Ranking, step: Step) -> Select
     InvalidArgumentError when the ratio is outside of what was calibrated.
     """
     threshold = _find_threshold(budget, step)
-    weights_H1GM = _weights(budget, ranking).mean(1, keepdim=True)
+    weights_H1GM = ranking.weights()[:, :, None].mean(1, keepdim=True)
     above_H1GM = weights_H1GM > threshold
     groups = ranking.items.groups
     kept_H1GM: Tensor = above_H1GM
@@ -90,10 +83,3 @@ def _find_threshold(budget: Threshold, step: Step) -> float:
             keep_ratio=budget.keep,
         )
     return step.thresholds(budget.keep)
-
-
-def _weights(budget: Threshold, ranking: Ranking) -> Tensor:
-    """[H, T, 1, M], with `union` [H, T, G, M]."""
-    if budget.group == "union":
-        return ranking.log_weights_HTGM().exp_()
-    return ranking.weights(budget.group)[:, :, None]

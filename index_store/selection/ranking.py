@@ -14,7 +14,6 @@ from torch import Tensor
 
 from index_store.attention.logit_form import LogitForm
 from index_store.attention.pooled_weights_numba import pooled_weights
-from index_store.errors import InvalidArgumentError
 from index_store.selection.pieces import Piece
 
 
@@ -96,23 +95,18 @@ class Ranking:
         # Where nothing was retrieved -inf - -inf would be nan.
         return logits - total.masked_fill_(torch.isneginf(total), 0.0)
 
-    def weights(self, rule: str) -> Tensor:
-        """Estimated attention weight of a single key of every item, by `average` or `max` over the group: [H, T, M]."""
-        weights = self.log_weights_HTGM().exp_()
-        if rule == "average":
-            return weights.mean(2)
-        if rule == "max":
-            return weights.amax(2)
-        raise InvalidArgumentError(f"group rule is {rule!r}, expected average or max")
+    def weights(self) -> Tensor:
+        """Estimated attention weight of a single key of every item, averaged over the group's heads: [H, T, M]."""
+        return self.log_weights_HTGM().exp_().mean(2)
 
-    def scores(self, rule: str) -> Tensor:
+    def scores(self) -> Tensor:
         """[H, T, M] in the order of `weights`; their scale means nothing. Cheaper where the index knows a way."""
         logits = self.logits_HTGM
         if logits.shape[2] == 1:
             return logits[:, :, 0]
-        if rule == "average" and not self.items.groups:
+        if not self.items.groups:
             return pooled_weights(logits)
-        scores = self.weights(rule)
+        scores = self.weights()
         # exp() of a retrieved item may underflow to the 0 of one that was not.
         return scores.masked_fill_(torch.isneginf(logits).all(2), -torch.inf)
 

@@ -113,12 +113,10 @@ def map_chunk(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> NDArra
         raise _unreadable(path, entry, error) from error
 
 
-def read_chunk_into(
-    folder: Path, entry: ArrayEntry, indices: Sequence[int], raw: NDArray[np.uint8], verify: bool = True
-) -> None:
+def read_chunk_into(folder: Path, entry: ArrayEntry, indices: Sequence[int], raw: NDArray[np.uint8]) -> None:
     """Reads the chunk straight into as many bytes of memory.
 
-    With `verify` its crc32c is computed while reading, and must be the one at the file's end and the entry's. Raises
+    Its crc32c is computed while reading, and must be the one at the file's end and the entry's. Raises
     MissingChunkError, TruncatedChunkError, ChecksumError or StoreUnavailableError, naming file and array; the buffer
     then holds garbage.
     """
@@ -127,7 +125,7 @@ def read_chunk_into(
             f"{entry.path}: a chunk has {entry.chunk_bytes} bytes, the buffer {raw.size}"
         )
     path = chunk_path(folder, entry, indices)
-    _read_chunk(path, entry, indices, lambda descriptor: _fill(path, descriptor, raw, verify), verify)
+    _read_chunk(path, entry, indices, lambda descriptor: _fill(path, descriptor, raw))
 
 
 class Pieces(Protocol):
@@ -166,17 +164,15 @@ def read_chunk_pieces(folder: Path, entry: ArrayEntry, indices: Sequence[int], p
         checksum = done = 0
         while done < entry.chunk_bytes:
             raw = pieces.buffer(done, entry.chunk_bytes - done)
-            checksum = _fill(path, descriptor, raw, verify=True, checksum=checksum)
+            checksum = _fill(path, descriptor, raw, checksum)
             pieces.filled(done, raw.size)
             done += raw.size
         return checksum
 
-    _read_chunk(path, entry, indices, fill, verify=True)
+    _read_chunk(path, entry, indices, fill)
 
 
-def _read_chunk(
-    path: Path, entry: ArrayEntry, indices: Sequence[int], fill: Callable[[int], int], verify: bool
-) -> None:
+def _read_chunk(path: Path, entry: ArrayEntry, indices: Sequence[int], fill: Callable[[int], int]) -> None:
     """Reads a chunk by `fill`, which is given the open file and returns the crc32c of what it read."""
     try:
         with open_regular(path) as (descriptor, status):
@@ -186,8 +182,7 @@ def _read_chunk(
                 trailer = int.from_bytes(os.read(descriptor, CHECKSUM_BYTES), "little")
     except OSError as error:
         raise _unreadable(path, entry, error) from error
-    if verify:
-        _check_checksum(path, entry, checksum, trailer, entry.checksum(indices))
+    _check_checksum(path, entry, checksum, trailer, entry.checksum(indices))
 
 
 def _check_checksum(path: Path, entry: ArrayEntry, found: int, trailer: int, expected: int) -> None:
@@ -226,8 +221,8 @@ def _trailer(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> int:
         raise _unreadable(path, entry, error) from error
 
 
-def _fill(path: Path, descriptor: int, raw: NDArray[np.uint8], verify: bool, checksum: int = 0) -> int:
-    """Fills the buffer from the file's position; returns `checksum` continued by what was read (with `verify`)."""
+def _fill(path: Path, descriptor: int, raw: NDArray[np.uint8], checksum: int = 0) -> int:
+    """Fills the buffer from the file's position; returns `checksum` continued by what was read."""
     done = 0
     while done < raw.size:
         # Pieces that stay in the cache between the read and the checksum.
@@ -235,8 +230,7 @@ def _fill(path: Path, descriptor: int, raw: NDArray[np.uint8], verify: bool, che
             count = os.readv(descriptor, [raw[done : done + _PIECE_BYTES].data])
         if count == 0:
             raise WrongFileError("a file that shrank while it was read")
-        if verify:
-            checksum = extend_crc32c(checksum, raw[done : done + count])
+        checksum = extend_crc32c(checksum, raw[done : done + count])
         done += count
     return checksum
 

@@ -65,6 +65,4 @@ def _refusal(method: Method, manifest: Manifest) -> str | None:
     budget = method.budget
     if not isinstance(budget, Ratio | TokenCount):
         return f"kernels keep a ratio or a number of keys, its budget is a {type(budget).__name__.lower()}"
-    if budget.group != "average":
-        return f"kernels average the weights of a group's heads, its group rule is {budget.group}"
     return DenseSteps.refusal(method, manifest)

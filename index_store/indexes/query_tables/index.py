@@ -240,7 +240,7 @@ class _TableRanking(Ranking):
         many = are_many(self._reads.rows_HTGJ)
         return (sum_rows_by_products if many else sum_rows)(self._reads).to(self._device)
 
-    def scores(self, rule: str) -> Tensor:
-        if rule == "average" and self._reads.rows_HTGJ.shape[2] > 1:
+    def scores(self) -> Tensor:
+        if self._reads.rows_HTGJ.shape[2] > 1:
             return softmax_sum_rows(self._reads).to(self._device)
-        return super().scores(rule)
+        return super().scores()

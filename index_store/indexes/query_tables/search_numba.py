@@ -328,60 +328,6 @@ def combine_tile(
 
 
 @njit()
-def _exponentiate(
-    table: NDArray[np.int8],
-    appended: NDArray[np.int8],
-    rows: NDArray[np.int32],
-    weights: NDArray[np.float32],
-    first: int,
-    part: int,
-    exponentials: NDArray[np.float32],
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
-    """One task of one position: its tiles' sums, exponentiated, with every tile's peak and total."""
-    group, columns = exponentials.shape
-    octave = np.empty(TILE, np.int32)
-    scratch = np.empty(TILE // 2, np.float32)
-    for tile in range(part * _TILES_PER_TASK, min((part + 1) * _TILES_PER_TASK, peaks.shape[1])):
-        low = tile * TILE
-        for g in range(group):
-            acc = exponentials[g, low : min(low + TILE, columns)]
-            _add_tile(table, appended, rows[g], weights[g], first + low, acc)
-            peaks[g, tile], totals[g, tile] = exponentiate_tile(acc, octave, scratch)
-
-
-@njit()
-def _rescale(peaks: NDArray[np.float32], totals: NDArray[np.float32]) -> None:  # pragma: no cover - compiled
-    """Overwrites the peaks of one position's tiles by the factors that turn their exponentials into softmax."""
-    group, tiles = peaks.shape
-    for g in range(group):
-        highest = peaks[g, 0]
-        for tile in range(1, tiles):
-            highest = max(highest, peaks[g, tile])
-        mass = 0.0
-        for tile in range(tiles):
-            peaks[g, tile] = np.exp(peaks[g, tile] - highest)
-            mass += totals[g, tile] * peaks[g, tile]
-        for tile in range(tiles):
-            peaks[g, tile] /= mass
-
-
-@njit()
-def _combine(
-    part: int, exponentials: NDArray[np.float32], factors: NDArray[np.float32], out: NDArray[np.float32]
-) -> None:  # pragma: no cover - compiled
-    """One task of one position: its tiles' exponentials, rescaled and summed over the group."""
-    shares = np.empty(factors.shape[0], np.float32)
-    for tile in range(part * _TILES_PER_TASK, min((part + 1) * _TILES_PER_TASK, factors.shape[1])):
-        for g in range(factors.shape[0]):
-            shares[g] = factors[g, tile]
-        low = tile * TILE
-        high = min(low + TILE, out.shape[0])
-        combine_tile(exponentials[:, low:high], shares, out[low:high])
-
-
-@njit()
 def _exponentiate_span(
     task: int,
     tables: NDArray[np.int8],
@@ -396,43 +342,58 @@ def _exponentiate_span(
     positions: int,
     start: int,
 ) -> None:  # pragma: no cover - compiled
-    slot = task // spans
+    """Sums of some tiles of one position, exponentiated, with every tile's peak and total."""
+    slot, part = task // spans, task % spans
     h, t = (start + slot) // positions, (start + slot) % positions
-    _exponentiate(
-        tables[h],
-        appended[h],
-        rows[h, t],
-        weights[h, t],
-        first,
-        task % spans,
-        exponentials[slot],
-        peaks[slot],
-        totals[slot],
-    )
+    columns = exponentials.shape[2]
+    octave = np.empty(TILE, np.int32)
+    scratch = np.empty(TILE // 2, np.float32)
+    for tile in range(part * _TILES_PER_TASK, min((part + 1) * _TILES_PER_TASK, peaks.shape[2])):
+        low = tile * TILE
+        for g in range(exponentials.shape[1]):
+            acc = exponentials[slot, g, low : min(low + TILE, columns)]
+            _add_tile(tables[h], appended[h], rows[h, t, g], weights[h, t, g], first + low, acc)
+            peaks[slot, g, tile], totals[slot, g, tile] = exponentiate_tile(acc, octave, scratch)
 
 
 @njit()
 def _rescale_slot(
-    slot: int,
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
+    slot: int, peaks: NDArray[np.float32], totals: NDArray[np.float32]
 ) -> None:  # pragma: no cover - compiled
-    _rescale(peaks[slot], totals[slot])
+    """Overwrites the peaks of one position's tiles by the factors that turn their exponentials into softmax."""
+    _, group, tiles = peaks.shape
+    for g in range(group):
+        highest = peaks[slot, g, 0]
+        for tile in range(1, tiles):
+            highest = max(highest, peaks[slot, g, tile])
+        mass = 0.0
+        for tile in range(tiles):
+            peaks[slot, g, tile] = np.exp(peaks[slot, g, tile] - highest)
+            mass += totals[slot, g, tile] * peaks[slot, g, tile]
+        for tile in range(tiles):
+            peaks[slot, g, tile] /= mass
 
 
 @njit()
 def _combine_span(
     task: int,
     exponentials: NDArray[np.float32],
-    peaks: NDArray[np.float32],
+    factors: NDArray[np.float32],
     out: NDArray[np.float32],
     spans: int,
     positions: int,
     start: int,
 ) -> None:  # pragma: no cover - compiled
-    slot = task // spans
+    """Exponentials of some tiles of one position, rescaled and summed over the group."""
+    slot, part = task // spans, task % spans
     h, t = (start + slot) // positions, (start + slot) % positions
-    _combine(task % spans, exponentials[slot], peaks[slot], out[h, t])
+    shares = np.empty(factors.shape[1], np.float32)
+    for tile in range(part * _TILES_PER_TASK, min((part + 1) * _TILES_PER_TASK, factors.shape[2])):
+        for g in range(factors.shape[1]):
+            shares[g] = factors[slot, g, tile]
+        low = tile * TILE
+        high = min(low + TILE, out.shape[2])
+        combine_tile(exponentials[slot, :, low:high], shares, out[h, t, low:high])
 
 
 @njit("i1x3 i1x3 i4x4 f4x4 i8 f4x3 f4x3 f4x3 f4x3")

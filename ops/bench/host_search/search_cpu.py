@@ -150,7 +150,7 @@ class Search:
         options = {"group": "pooled" if self.pooled else "per_head", "weights": "projection"}
         scaled_HTGD = (q_HGD * HEAD_DIM**-0.5)[:, None]
         ranking = self.tables.index.rank(scaled_HTGD, self.row.first, self.row.end, None, options)
-        expected = best_keys(ranking, self.row.keep, "average")
+        expected = best_keys(ranking, self.row.keep)
         self.step(q_HGD)
         for h in range(HEADS):
             wanted = expected.ids_HTK[h, 0, : int(expected.counts_HT[h, 0])]

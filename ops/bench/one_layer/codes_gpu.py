@@ -205,9 +205,9 @@ def quality(length: int, sharpness: float) -> Iterator[dict[str, Any]]:
     q_HGD = (sharpness * torch.randn(heads, GROUP, HEAD_DIM, device=DEVICE)).to(DTYPE)
     first, end = SINKS, length - RECENT
     scaled = q_HGD.float()[:, None] * SCALE
-    general = index.rank(scaled, first, end, None, {}).scores("average")[:, 0]
+    general = index.rank(scaled, first, end, None, {}).scores()[:, 0]
     logits = torch.einsum("htgd,hnd->htgn", scaled, kv[:, first:end, 0].float())
-    shares = Ranking(logits, Items(first, end)).weights("average")[:, 0]
+    shares = Ranking(logits, Items(first, end)).weights()[:, 0]
     arrays = index.arrays()
     for share in SHARES:
         plan = step_plan(method_of(share), 1, 1, length, heads)

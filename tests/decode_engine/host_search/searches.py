@@ -52,7 +52,7 @@ class Layer:
         q_HTGD = (q_X.view(HEADS, 1, GROUP, DIM) * DIM**-0.5).float()
         options: dict[str, Scalar] = {"group": "pooled" if pooled else "per_head", "weights": "projection"}
         ranking = self.index.rank(q_HTGD, row.first, row.end, None, options)
-        kept = best_keys(ranking, row.keep, "average")
+        kept = best_keys(ranking, row.keep)
         return [ids[0, : int(count[0])] for ids, count in zip(kept.ids_HTK, kept.counts_HT, strict=True)]
 
 

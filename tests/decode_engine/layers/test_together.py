@@ -110,7 +110,7 @@ def test_which_layers_attend_together() -> None:
 
     assert {name for name, method in ALL_METHODS.items() if sharing(method)} == {"refined", "refined-3"}
     refined = ALL_METHODS["refined"]
-    for budget in (Mass(0.9), Threshold(threshold=0.01), Ratio(0.1, "union"), TokenCount(3, "max")):
+    for budget in (Mass(0.9), Threshold(threshold=0.01)):
         assert not sharing(replace(refined, budget=budget))
     assert not sharing(replace(refined, schedule=Schedule(period=2)))
     assert not sharing(refined, LogitForm(cap=20.0))

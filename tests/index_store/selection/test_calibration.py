@@ -61,7 +61,7 @@ def test_single_keys_and_several_queries_count_alike() -> None:
     whole = calibrate([ranking]).thresholds
     parts = [Ranking(part, ranking.items) for part in ranking.logits_HTGM.split(2, dim=1)]
     assert calibrate(parts).thresholds == pytest.approx(whole, rel=1e-9)
-    weights = ranking.weights("average").flatten().sort(descending=True).values
+    weights = ranking.weights().flatten().sort(descending=True).values
     for fraction, threshold in zip(KEEP_GRID, whole, strict=True):
         assert float((weights > threshold).float().mean()) == pytest.approx(fraction, rel=0.1, abs=2e-4)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -23,28 +22,20 @@ def rows(selection: Selection) -> list[list[list[int]]]:
     return [[selected(selection, head, t) for t in range(positions)] for head in range(heads)]
 
 
-def best(ranking: Ranking, problem: Problem, keep: int, group: str) -> list[list[list[int]]]:
+def best(ranking: Ranking, problem: Problem, keep: int) -> list[list[list[int]]]:
     """By the definition: items in the order of S, whole until the budget ends inside of one."""
     weights = ranking.log_weights_HTGM().double().exp()
-    heads, positions, heads_of_group, _ = weights.shape
+    heads, positions = weights.shape[:2]
     found = []
     for head in range(heads):
         of_head = []
         for position in range(positions):
-            scored = weights[head, position]
-            if group == "union":
-                orders, share = list(scored), math.ceil(keep / heads_of_group)
-            else:
-                orders, share = [scored.mean(0) if group == "average" else scored.amax(0)], keep
-            row: set[int] = set()
-            for order in orders:
-                keys: list[int] = []
-                for item in order.sort(descending=True, stable=True).indices.tolist():
-                    keys += [
-                        key for key in listed(ranking.items, head, item) if problem.first <= key < problem.end
-                    ]
-                row |= set(keys[:share])
-            of_head.append(sorted(row))
+            keys: list[int] = []
+            for item in weights[head, position].mean(0).sort(descending=True, stable=True).indices.tolist():
+                keys += [
+                    key for key in listed(ranking.items, head, item) if problem.first <= key < problem.end
+                ]
+            of_head.append(sorted(keys[:keep]))
         found.append(of_head)
     return found
 
@@ -58,16 +49,15 @@ def listed(items: Items, head: int, item: int) -> list[int]:
     return keys
 
 
-@pytest.mark.parametrize("group", ["average", "max", "union"])
 @pytest.mark.parametrize("items", ["single", "clusters"])
 @pytest.mark.parametrize("keep", [1, 7, 50, 1000])
-def test_the_best_keys_are_kept(group: str, items: str, keep: int) -> None:
+def test_the_best_keys_are_kept(items: str, keep: int) -> None:
     problem = make_problem(300, positions=3, group=3, sharpness=3.0)
     ranking = problem.single_keys() if items == "single" else problem.clusters(6)
-    expected = best(ranking, problem, keep, group)
-    assert rows(cut(TokenCount(keep, group), ranking, step(300))) == expected
+    expected = best(ranking, problem, keep)
+    assert rows(cut(TokenCount(keep), ranking, step(300))) == expected
     if keep <= 300:
-        assert rows(cut(Ratio(keep / 300, group), ranking, step(300))) == expected
+        assert rows(cut(Ratio(keep / 300), ranking, step(300))) == expected
 
 
 def test_the_last_item_is_cut_where_the_budget_ends() -> None:
@@ -86,20 +76,11 @@ def test_the_last_item_is_cut_where_the_budget_ends() -> None:
     }
 
 
-def test_heads_that_agree_leave_a_union_smaller_than_the_budget() -> None:
-    problem = make_problem(200, group=2)
-    one = problem.single_keys().logits_HTGM[:, :, :1]
-    ranking = Ranking(one.expand(-1, -1, 2, -1), Items(problem.first, problem.end))
-    assert cut(TokenCount(20, "union"), ranking, step(200)).counts_HT.tolist() == [[10], [10]]
-    assert cut(TokenCount(20, "average"), ranking, step(200)).counts_HT.tolist() == [[20], [20]]
-
-
-@pytest.mark.parametrize("group", ["average", "max", "union"])
-def test_items_that_were_not_retrieved_are_never_kept(group: str) -> None:
+def test_items_that_were_not_retrieved_are_never_kept() -> None:
     problem = make_problem(100)
     logits = problem.single_keys().logits_HTGM.clone()
     logits[..., 5:] = -torch.inf
-    selection = cut(TokenCount(40, group), Ranking(logits, Items(problem.first, problem.end)), step(100))
+    selection = cut(TokenCount(40), Ranking(logits, Items(problem.first, problem.end)), step(100))
     assert rows(selection) == [[[4, 5, 6, 7, 8]]] * 2
 
 
@@ -117,18 +98,14 @@ def test_a_ratio_is_of_all_tokens_and_rounds_up() -> None:
     [
         (lambda: Ratio(0.0), "keep ratio is 0.0"),
         (lambda: Ratio(1.01), "keep ratio is 1.01"),
-        (lambda: Ratio(0.1, "sum"), "group rule is 'sum'"),
         (lambda: TokenCount(0), "token budget is 0"),
-        (lambda: TokenCount(5, "sum"), "group rule is 'sum'"),
         (lambda: Threshold(None, None), "keep ratio is None and threshold is None, expected one of the two"),
         (lambda: Threshold(0.1, 0.1), "expected one of the two"),
         (lambda: Threshold(0.0, None), "keep ratio is 0.0"),
         (lambda: Threshold(1.1, None), "keep ratio is 1.1"),
         (lambda: Threshold(None, 0.0), "threshold is 0.0"),
-        (lambda: Threshold(0.1, None, "median"), "group rule is 'median'"),
         (lambda: Mass(0.0), "attention mass is 0.0"),
         (lambda: Mass(1.5), "attention mass is 1.5"),
-        (lambda: Mass(0.9, group="average"), "group rule is 'average', expected union"),
         (lambda: Mass(0.9, head=0.0), "measured head of the curve is 0.0"),
         (lambda: Mass(0.9, window=0), "window is 0 keys, expected 1 to 64"),
         (lambda: Mass(0.9, window=65), "window is 65 keys"),
@@ -170,26 +147,19 @@ def item_weights(ranking: Ranking, problem: Problem, single: bool) -> tuple[Tens
     return exponentials / (sizes[:, None, None] * exponentials).sum(-1, keepdim=True), members
 
 
-def reference(
-    ranking: Ranking, problem: Problem, threshold: float, group: str, single: bool
-) -> list[list[int]]:
+def reference(ranking: Ranking, problem: Problem, threshold: float, single: bool) -> list[list[int]]:
     """Selected keys by head."""
     weights, members = item_weights(ranking, problem, single)
-    averaged = weights.mean(1)
-    if group == "union":
-        kept = (averaged > threshold).any(1)
-    else:
-        kept = (weights.mean(2) if group == "average" else weights.amax(2)).mean(1) > threshold
+    kept = weights.mean((1, 2)) > threshold
     return [
         sorted(key for item, keys in enumerate(members[head]) if kept[head, item] for key in keys)
         for head in range(len(members))
     ]
 
 
-@pytest.mark.parametrize("group", ["average", "max", "union"])
 @pytest.mark.parametrize("positions", [1, 5])
 @pytest.mark.parametrize("items", ["single", "clusters", "two groups", "pruned"])
-def test_keeps_what_exceeds_the_threshold(group: str, positions: int, items: str) -> None:
+def test_keeps_what_exceeds_the_threshold(positions: int, items: str) -> None:
     problem = make_problem(300, positions=positions, group=3, sharpness=3.0)
     single = items == "single"
     ranking = problem.single_keys() if single else problem.clusters(6, groups=1 + (items == "two groups"))
@@ -197,8 +167,8 @@ def test_keeps_what_exceeds_the_threshold(group: str, positions: int, items: str
         ranking.logits_HTGM[..., 1::2] = -torch.inf
     sizes = set()
     for threshold in (1e-30, 1e-5, 1e-3, 3e-3, 0.02, 1.0):
-        selection = cut(Threshold(threshold=threshold, group=group), ranking, problem.step())
-        expected = reference(ranking, problem, threshold, group, single)
+        selection = cut(Threshold(threshold=threshold), ranking, problem.step())
+        expected = reference(ranking, problem, threshold, single)
         found = [[selected(selection, head, t) for t in range(positions)] for head in range(2)]
         assert found == [[row] * positions for row in expected]
         sizes.add(sum(map(len, expected)))

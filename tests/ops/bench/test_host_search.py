@@ -42,7 +42,7 @@ def test_one_line_per_search(search: ModuleType, run: Run) -> None:
 
 def test_a_wrong_list_is_not_timed(search: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     right = search.best_keys
-    monkeypatch.setattr(search, "best_keys", lambda ranking, keep, group: right(ranking, keep - 1, group))
+    monkeypatch.setattr(search, "best_keys", lambda ranking, keep: right(ranking, keep - 1))
     found = run(search, lengths="3k", subspaces="8", threads=1, per_head=False)
     assert found == ([], 1, "error: the list of KV head 0 is not the general path's\n")
 

@@ -286,7 +286,7 @@ def check_lists(lanes: Lanes, method: Method) -> None:
             ranking = session.context.index(name, layer).rank(
                 q_HTGD, counts[records.FIRST], counts[records.END], None, method.search
             )
-            kept = best_keys(ranking, counts[records.KEEP], "average")
+            kept = best_keys(ranking, counts[records.KEEP])
             for h in range(model.kv_heads):
                 found = mailbox.answer(layer, row * model.kv_heads + h)
                 wanted = kept.ids_HTK[h, 0, : int(kept.counts_HT[h, 0])]

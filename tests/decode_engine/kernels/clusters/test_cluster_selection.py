@@ -95,7 +95,7 @@ def test_only_searched_keys_use_up_the_budget(
         }
         queries = problem.q_RGD[row].float().cpu()[None, None] * problem.scale
         ranking = KeyClusters(parameters, arrays).rank(queries, first, sequence.end, None, {})
-        selection = best_keys(ranking, budget, "average")
+        selection = best_keys(ranking, budget)
         wanted = set(selection.ids_HTK[0, 0, : int(selection.counts_HT[0, 0])].tolist())
         found = set(lists.of_row(row).tolist())
         assert found <= wanted

@@ -177,7 +177,7 @@ def test_selections_are_those_of_the_general_path(split: str) -> None:
     assert not lists.counts_RP[:2].any()
     index = context.index("product_codes", 1)
     ranking = index.rank(q[1].float()[:, None] / 8.0, first, end, None, method.search)
-    scores_HM = ranking.scores("average")[:, 0]
+    scores_HM = ranking.scores()[:, 0]
     kept_HN = torch.zeros(2, 1100, dtype=torch.bool, device=DEVICE)
     best_HN = torch.zeros_like(kept_HN)
     for h in range(2):

@@ -126,9 +126,9 @@ def test_selections_are_those_of_the_general_path(sharp: float) -> None:
     found = []
     for b in range(steps):
         scaled = q[b].float()[:, None] * plan.scale
-        scores = index.rank(scaled, first, end, None, {}).scores("average")[:, 0]
+        scores = index.rank(scaled, first, end, None, {}).scores()[:, 0]
         logits = torch.einsum("htgd,hnd->htgn", scaled, kv[:, first:end, 0].float())
-        shares = Ranking(logits, Items(first, end)).weights("average")[:, 0]
+        shares = Ranking(logits, Items(first, end)).weights()[:, 0]
         for h in range(heads):
             kept = torch.tensor(listed_keys(lists, b * heads + h), device="cuda") - first
             best = scores[h].topk(len(kept)).indices

@@ -19,7 +19,7 @@ from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.sparse_layer import LayerAttention, SparseLayer
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
-from index_store.selection.budgets import Budget, Mass, Ratio, Threshold, TokenCount
+from index_store.selection.budgets import Budget, Mass, Threshold, TokenCount
 from tests.support.layers import build_layer
 
 HEADS, GROUP, DIM, COUNT, PROMPT, STEPS = 2, 3, 16, 400, 45, 4
@@ -50,11 +50,9 @@ EXPRESSIONS = [
     "multipole@lag@correct=0.9",
 ]
 BUDGETS: dict[str, Budget] = {
-    "max": Ratio(0.1, "max"),
-    "union": Ratio(0.1, "union"),
     "tokens": TokenCount(20),
     "mass": Mass(0.5),
-    "threshold": Threshold(threshold=0.002, group="union"),
+    "threshold": Threshold(threshold=0.002),
 }
 
 

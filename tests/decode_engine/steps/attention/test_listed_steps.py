@@ -253,8 +253,6 @@ def refusal(method: Method) -> str:
         (get_method("tactic"), "budget"),
         (get_method("quest"), "no kernels"),
         (get_method("oracle"), "no kernels"),
-        (replace(get_method("multipole"), budget=Ratio(0.1, "max")), "group rule is max"),
-        (replace(get_method("csattention+dropped"), budget=Ratio(0.1, "union")), "group rule is union"),
         (replace(get_method("csattention+dropped"), budget=Mass(0.9)), "a ratio or a number of keys"),
         (replace(get_method("pq+dropped"), budget=Mass(0.5)), "a ratio or a number of keys"),
         (replace(get_method("multipole"), budget=Threshold(keep=0.05)), "budget"),

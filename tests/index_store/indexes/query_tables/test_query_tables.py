@@ -77,7 +77,7 @@ def expand(*group: Tensor) -> Tensor:
 
 def rank(layout: str, search: dict[str, Scalar], *group: Tensor) -> Tensor:
     """Scores [H, KEYS] for one position and its group of queries."""
-    return tables(layout).rank(expand(*group), 0, KEYS, None, search).scores("average")[:, 0]
+    return tables(layout).rank(expand(*group), 0, KEYS, None, search).scores()[:, 0]
 
 
 def query(first: float, second: float, lengths: tuple[float, float] = (1.0, 1.0)) -> Tensor:

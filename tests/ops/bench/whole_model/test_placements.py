@@ -164,9 +164,7 @@ def test_a_wrong_step_is_not_timed(bench: ModuleType, monkeypatch: pytest.Monkey
 
 def test_wrong_lists_are_not_timed(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     right = captured_steps.best_keys
-    monkeypatch.setattr(
-        captured_steps, "best_keys", lambda ranking, keep, group: right(ranking, keep - 1, group)
-    )
+    monkeypatch.setattr(captured_steps, "best_keys", lambda ranking, keep: right(ranking, keep - 1))
     (row,) = figures(bench, f"{TABLES}@host", 1)
     assert row["error"] == "the list of KV head 0 is not the general path's"
 
