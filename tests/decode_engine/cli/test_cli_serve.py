@@ -8,14 +8,17 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from decode_engine.cli.ask_command import summary_lines
@@ -24,7 +27,8 @@ from decode_engine.errors import ShuttingDownError
 from decode_engine.model.preparing import Preparation
 from decode_engine.model.runner import ModelRunner
 from decode_engine.rpc import server as server_module
-from decode_engine.rpc.client import Client, SelectionFigures, Summary, Timings
+from decode_engine.rpc.client import Client, Credentials, SelectionFigures, Summary, Timings
+from decode_engine.rpc.door.tokens import TokenFile
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.settings.config import ServeConfig
 from index_store.cli.logs import LogLevel, logging_to_stderr
@@ -223,37 +227,9 @@ def test_attention_of_prompts_is_prepared_by_the_thread_that_reads_them(
     assert threads[:2] == ["prepare_prompts: decode-engine", "read: decode-engine"]
 
 
-@pytest.mark.parametrize(("level", "told"), [("debug", 3), ("info", 2), ("warning", 1), ("error", 0)])
-def test_log_levels(capsys: pytest.CaptureFixture[str], level: str, told: int) -> None:
-    logger = logging.getLogger("decode_engine.rpc.server")
-    with logging_to_stderr(LogLevel(level), as_json=True):
-        logger.warning("one")
-        logger.info("two")
-        logger.debug("three")
-    lines = capsys.readouterr().err.splitlines()
-    assert [json.loads(line)["message"] for line in lines] == ["one", "two", "three"][:told]
-
-
-@pytest.mark.parametrize("command", ["serve", "evaluate", "tune"])
-def test_help_says_which_device_decodes(run: Run, command: str) -> None:
-    result = run(command, "--help")
-    assert result.returncode == 0
-    assert "auto (a GPU if there is one), cpu or cuda" in " ".join(result.stdout.replace("│", " ").split())
-
-
 def test_ask_streams_text(run: Run, server: DecodeServer, lamp: str) -> None:
-    arguments = [
-        "--context",
-        lamp,
-        "--raw",
-        "--max-tokens",
-        "30",
-        "--method",
-        "full",
-        "--server",
-        server.address,
-    ]
-    arguments += ["--temperature", "1", "--seed", "5", "--show-timings"]
+    arguments = ["--context", lamp, "--server", server.address, "--raw", "--method", "full", "--show-timings"]
+    arguments += ["--max-tokens", "30", "--temperature", "1", "--seed", "5"]
     result = run("ask", "Who lit it?", *arguments)
     assert result.returncode == 0, result.stderr
     again = run("ask", "Who lit it?", *arguments, "--format", "json")
@@ -273,36 +249,6 @@ def test_ask_ends_questions_at_line_breaks_unless_told_otherwise(
     other = json.loads(run(*arguments, "--stop", "never ever").stdout)
     assert other["finish_reason"] == "length"
     assert other["text"].startswith(default["text"] + "\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["--context", "no such book"], 1, "no such book"),
-        (["--context", "lamp", "--method", "guesswork"], 2, "error: --method is 'guesswork'"),
-        (["--context", "lamp", "--stop", ""], 2, "--stop is '' of 0 characters"),
-        (["--context", "lamp", *["--stop", "x"] * 17], 2, "--stop is given 17 times, expected at most 16"),
-        (["--context", "lamp", "--keep", "0.1", "--mass", "0.9"], 2, "--keep and --mass are given"),
-        (["--context", "lamp", "--method", "full", "--keep", "0.1"], 2, "full"),
-        (["--context", "lamp", "--method", "csattention+sixpole"], 2, "expected one of dropped, monopole"),
-        (["--context", "lamp", "--server", "127.0.0.1:1"], 1, "no server answers"),
-    ],
-)
-def test_ask_fails_with_a_sentence(
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    server: DecodeServer,
-    lamp: str,
-    arguments: list[str],
-    code: int,
-    message: str,
-) -> None:
-    monkeypatch.setenv("SPARSEKV_SERVER", server.address)
-    result = run("ask", "Who?", *arguments)
-    assert result.returncode == code
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
 
 
 def test_the_parts_of_the_time_add_up() -> None:
@@ -346,12 +292,6 @@ def test_methods_are_shown_with_parameters_and_sizes(run: Run) -> None:
     assert "  search: coarse_keep 0.5" in lines
 
 
-def test_methods_of_a_model_and_a_server_at_once_are_refused(run: Run) -> None:
-    result = run("methods", "--model", "reader", "--server", "127.0.0.1:1")
-    assert result.returncode == 2
-    assert result.stderr == "error: --server and --model are given, expected at most one of them\n"
-
-
 def test_options_of_serve_stand_under_headings(run: Run) -> None:
     parts = re.split(r"\n(\w[\w ]*):\n", run("serve", "--help").stdout)
     headings = dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -361,3 +301,66 @@ def test_options_of_serve_stand_under_headings(run: Run) -> None:
     assert {name for names in GROUPS.values() for name in names.split()} <= {
         field.name for field in fields(ServeConfig)
     }
+
+
+CERTIFICATES = Path(__file__).parents[2] / "support" / "certificates"
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[dict[str, Any]]:
+    """A command that serves, and what it says when it does; told to stop at the end, which has to go well."""
+    command = [sys.executable, "-m", "decode_engine", *arguments, "--format", "json"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ.copy()
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.communicate()[1]
+        yield json.loads(line)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, logs = process.communicate(timeout=120)
+    assert process.returncode == 0, logs
+    assert "Traceback" not in logs
+
+
+@pytest.mark.slow
+def test_both_doors_of_a_guarded_server(library: Library, lamp: str, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    secret = TokenFile(tokens).create("alice")
+    door = [
+        *("--tokens", str(tokens)),
+        *("--tls-cert", str(CERTIFICATES / "server.pem"), "--tls-key", str(CERTIFICATES / "server.key")),
+    ]
+    serve = ["serve", "--store", str(library.store), "--model", str(library.model), "--device", "cpu"]
+    trusting = ssl.create_default_context(cafile=CERTIFICATES / "authority.pem")
+    shown = {"authorization": f"Bearer {secret}"}
+    http = ["--http-port", "0", "--cors-origin", "https://example.org"]
+    with running(*serve, "--listen", "127.0.0.1:0", *http, "--no-warm-up", *door) as served:
+        credentials = Credentials(token=secret, ca_file=CERTIFICATES / "authority.pem")
+        with Client(served["address"], credentials=credentials) as client:
+            assert client.find_context("lamp").name == lamp
+        with httpx.Client(base_url=served["url"], verify=trusting) as web:
+            assert web.get("/v1/contexts").status_code == 401
+            assert web.get("/v1/contexts/lamp", headers=shown).json()["name"] == lamp
+            asking = {"origin": "https://example.org", "access-control-request-method": "POST"}
+            allowed = web.options("/v1/models", headers=asking).headers
+            assert allowed["access-control-allow-origin"] == "https://example.org"
+
+
+@pytest.mark.parametrize(("level", "told"), [("debug", 3), ("info", 2), ("warning", 1), ("error", 0)])
+def test_log_levels(capsys: pytest.CaptureFixture[str], level: str, told: int) -> None:
+    logger = logging.getLogger("decode_engine.rpc.server")
+    with logging_to_stderr(LogLevel(level), as_json=True):
+        logger.warning("one")
+        logger.info("two")
+        logger.debug("three")
+    lines = capsys.readouterr().err.splitlines()
+    assert [json.loads(line)["message"] for line in lines] == ["one", "two", "three"][:told]
+
+
+def test_methods_of_a_model_and_a_server_at_once_are_refused(run: Run) -> None:
+    result = run("methods", "--model", "reader", "--server", "127.0.0.1:1")
+    assert result.returncode == 2
+    assert result.stderr == "error: --server and --model are given, expected at most one of them\n"

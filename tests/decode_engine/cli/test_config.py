@@ -71,20 +71,6 @@ def test_auto_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> No
     assert pick_device("cpu").type == "cpu"
 
 
-def test_memory_for_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ServeConfig(Path(), "reader").memory is None
-    assert default_budget(torch.device("cpu")) == 8 * 2**30
-    assert context_device(torch.device("cpu")) is None
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 2**30, 140 * 2**30))
-    assert default_budget(torch.device("cuda")) == 50 * 2**30
-    assert context_device(torch.device("cuda")) == torch.device("cuda")
-
-
-def test_unknown_settings_are_errors() -> None:
-    with pytest.raises(TypeError):
-        ServeConfig(Path(), "reader", colour="blue")  # type: ignore[call-arg]
-
-
 @pytest.mark.parametrize(
     ("options", "stops"),
     [
@@ -106,11 +92,13 @@ def test_questions_end_at_the_line_break_unless_told_otherwise(
 def test_placement_and_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ServeConfig(Path(), "reader").placement == "auto"
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert memory_budget(cpu, None, None, 2**40) == MemoryBytes(host=8 * 2**30)
+    assert memory_budget(cpu, None, None, 2**40) == MemoryBytes(host=default_budget(cpu))
+    assert default_budget(cpu) == 8 * 2**30
     assert memory_budget(cpu, 7, None, 2**40) == MemoryBytes(host=7)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 2**30, 140 * 2**30))
     assert memory_budget(cuda, None, None, 2**40) == MemoryBytes(2**39, 50 * 2**30)
     assert memory_budget(cuda, 7, 9, 2**40) == MemoryBytes(7, 9)
+    assert (context_device(cpu), context_device(cuda)) == (None, cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InvalidArgumentError, match="expected auto, device, hybrid"):
         ServeConfig(Path(), "reader", placement="disk").check_devices()

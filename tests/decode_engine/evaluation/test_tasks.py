@@ -352,7 +352,7 @@ def test_held_out_words_are_plain_and_many() -> None:
     [
         ({"tokens": 4096, "facts": 3, "questions": 4}, "4 questions about 3 facts"),
         ({"tokens": 4096, "facts": 0}, "0 questions about 0 facts"),
-        ({"tokens": 1200, "facts": 20}, "20 facts of task 'single' take"),
+        ({"tokens": 3000, "facts": 20}, "20 facts of task 'single' take"),
         ({"tokens": 100_000, "facts": 3}, "longer text"),
     ],
 )

@@ -79,6 +79,10 @@ def test_rm(command: Command, context: SyntheticContext, expired: SyntheticConte
     assert list((command.store.path / "contexts").iterdir()) == []
 
 
+def test_rm_json(command: Command, context: SyntheticContext) -> None:
+    assert command.json("rm", context.id[:6]) == {"removed": [context.id]}
+
+
 def test_gc(command: Command, context: SyntheticContext, expired: SyntheticContext) -> None:
     left = command.store.path / "contexts" / f".tmp-{'0' * 64}-00"
     left.mkdir()

@@ -57,9 +57,15 @@ def test_a_question_is_one_more_turn(tmp_path: Path) -> None:
     assert tokenizer.format_question("Why?") == "<|begin|>user\nWhy?<|end|>\n<|begin|>assistant\n"
 
 
-def test_a_template_that_forgets_earlier_turns_is_refused(tmp_path: Path) -> None:
-    folder = write_model_folder(tmp_path / "model", chat_template="Q: {{ messages[-1]['content'] }} A:")
-    with pytest.raises(InvalidArgumentError, match="leaves earlier turns out"):
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [("Q: {{ messages[-1]['content'] }} A:", "leaves earlier turns out"), (None, "no chat template")],
+)
+def test_a_template_that_cannot_word_questions_is_refused(
+    tmp_path: Path, template: str | None, message: str
+) -> None:
+    folder = write_model_folder(tmp_path / "model", chat_template=template)
+    with pytest.raises(InvalidArgumentError, match=message):
         load_tokenizer(resolve_model(str(folder))).format_question("Why?")
 
 

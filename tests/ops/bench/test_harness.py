@@ -129,6 +129,78 @@ def test_options_are_parsed() -> None:
                 parse(wrong)
 
 
+REFINED = {
+    "method": "refined",
+    "shape": "llama-3.1-8b",
+    "context": 32768,
+    "keep": 0.01,
+    "append_p99_us": 2000.0,
+}
+TABLES = {"method": "csattention-dense", "shape": "llama-3.1-8b", "context": 32768, "keep": 0.05}
+SHARED = {"figure": "one-128k", "sessions": 16, "ratio": 1.0, "over_bytes": 1.3, "over_one": 1.1}
+MIXED = SHARED | {"figure": "mixed", "ratio": 2.0, "over_bytes": 1.05}
+LISTED = {"figure": "listed", "context": 131072, "batch": 16, "keep": 0.05, "speedup": 9.0, "fraction": 0.9}
+SEARCH = {
+    "context": 131072,
+    "threads": 16,
+    "group": "pooled",
+    "subspaces": 8,
+    "search_us": 149.0,
+    "of_read": 0.9,
+}
+LANES = {"method": "some", "tokens": 32768, "batch": 4, "lanes": 2, "waves": 0, "wait": 0.09}
+STEP = {"method": "csattention+dropped:0.01/m8", "batch": 4, "speedup": 2.6}
+BARS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] = {
+    "one_layer/attention_cpu": (
+        TABLES | {"speedup": 3.0},
+        [
+            REFINED | {"speedup": 2.5},
+            {"speedup": 2.9, "context": 8192},
+            {"speedup": 2.9, "method": "csattention-lists"},
+        ],
+        [{"speedup": 2.9}, REFINED | {"speedup": 2.4}, REFINED | {"speedup": 2.5, "append_p99_us": 2500.0}],
+    ),
+    "one_layer/shared_gpu": (
+        SHARED,
+        [MIXED, {"over_one": 1.3, "sessions": 64}],
+        [{"ratio": 1.1}, {"over_one": 1.2}, MIXED | {"over_bytes": 1.2}],
+    ),
+    "one_layer/clusters_gpu": (
+        LISTED,
+        [{"fraction": 0.1, "context": 8192}],
+        [{"fraction": 0.8}, {"figure": "multipole", "speedup": 6.4}],
+    ),
+    "host_search/search_cpu": (
+        SEARCH,
+        [{"subspaces": 16, "search_us": 279.0}, {"threads": 2, "search_us": 10_000.0}],
+        [{"search_us": 151.0}, {"of_read": 0.89}],
+    ),
+    "host_search/host_gpu": (
+        LANES,
+        [
+            {"waves": 1, "wait": 0.1},
+            {"lanes": 1, "wait": 0.1},
+            {"tokens": 131072, "wait": 0.1},
+            {"error": "wrong"},
+        ],
+        [{"wait": 0.1}, {"waves": 4, "wait": 0.1}],
+    ),
+    "whole_model/decode_gpu": (
+        STEP,
+        [{"method": "none", "rest_over_weights": 1.3}, {"method": "full", "speedup": 0.0}],
+        [{"method": "none", "rest_over_weights": 1.4}, {"speedup": 2.4}, {"speedup": 0.0}],
+    ),
+}
+"""By benchmark: a row that reaches its bars, changes after which it does, and changes after which it misses one."""
+
+
+@pytest.mark.parametrize("name", BARS)
+def test_bars_bind(name: str) -> None:
+    bench, (row, reaching, missing) = load_bench(name), BARS[name]
+    assert [bench.missed(row | changes) for changes in ({}, *reaching)] == [[]] * (1 + len(reaching))
+    assert [len(bench.missed(row | changes)) for changes in missing] == [1] * len(missing)
+
+
 def test_percentiles() -> None:
     values = [float(value) for value in range(100, 0, -1)]
     shares = [general_steps.percentile(values, share) for share in (0.0, 0.5, 0.99, 1.0)]

@@ -47,34 +47,6 @@ def test_a_wrong_list_is_not_timed(search: ModuleType, run: Run, monkeypatch: py
     assert found == ([], 1, "error: the list of KV head 0 is not the general path's\n")
 
 
-def test_bars_of_searches(search: ModuleType) -> None:
-    row = {
-        "context": 131072,
-        "threads": 16,
-        "group": "pooled",
-        "subspaces": 8,
-        "search_us": 149.0,
-        "of_read": 0.9,
-    }
-    assert search.missed(row) == []
-    assert len(search.missed({**row, "search_us": 151.0, "of_read": 0.89})) == 2
-    assert search.missed({**row, "subspaces": 16, "search_us": 279.0}) == []
-    assert search.missed({**row, "threads": 2, "search_us": 10_000.0}) == []
-
-
-def test_bars_of_steps(steps: ModuleType) -> None:
-    line = {"method": "some", "tokens": 32768, "batch": 4, "lanes": 2, "waves": 0, "wait": 0.1}
-    assert len(steps.missed(line)) == len(steps.missed({**line, "waves": 4})) == 1
-    for other in (
-        {"waves": 1},
-        {"wait": 0.09},
-        {"lanes": 1},
-        {"tokens": 131072},
-        {"wait": 0.0, "error": "wrong"},
-    ):
-        assert steps.missed({**line, **other}) == []
-
-
 def test_a_figure_that_fails_does_not_end_the_others(steps: ModuleType) -> None:
     class Measured:
         def shared(self, method: Any) -> tuple[Any, float]:

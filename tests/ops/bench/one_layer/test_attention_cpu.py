@@ -89,19 +89,3 @@ def test_a_spoiled_coarse_copy_fails_the_check(bench: ModuleType) -> None:
         patch.setattr(CoarseRows, "best_together", spoiled)
         with pytest.raises(CheckFailedError, match="coarse attention: relative error"):
             sparse.check()
-
-
-def test_bars_bind(bench: ModuleType) -> None:
-    row = {
-        "method": "csattention-dense",
-        "shape": "llama-3.1-8b",
-        "context": 32768,
-        "keep": 0.05,
-        "speedup": 2.9,
-    }
-    assert len(bench.missed(row)) == 1
-    for other in ({"speedup": 3.0}, {"context": 8192}, {"method": "csattention-lists"}):
-        assert bench.missed(row | other) == []
-    refined = {**row, "method": "refined", "keep": 0.01, "speedup": 2.4, "append_p99_us": 2500.0}
-    assert len(bench.missed(refined)) == 2
-    assert bench.missed(refined | {"speedup": 2.5, "append_p99_us": 2000.0}) == []

@@ -144,6 +144,7 @@ def test_wrong_attention_of_many_sessions_is_not_timed(
 ) -> None:
     bench = load("shared_gpu", monkeypatch)
     figure = bench.Figure("small", 128, (5, 1))
+    assert bench.SharedShape() not in bench.neighbours(bench.SharedShape())
     memory = bench.SharedMemory(128, 2, 6, head_dim, group)
     steps = bench.Bench(memory, figure, bench.shared_shape(group, head_dim, False))
     steps.check()
@@ -176,17 +177,6 @@ def test_wrong_attention_of_many_prompts_is_not_timed(monkeypatch: pytest.Monkey
         monkeypatch.setattr(bench, "attend_many", wrong)
         (row,) = bench.figures([100], [256], False)
         assert row["error"].startswith(message)
-
-
-def test_bars_of_many_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = load("shared_gpu", monkeypatch)
-    one = {"figure": "one-128k", "sessions": 16, "ratio": 1.0, "over_bytes": 1.3, "over_one": 1.1}
-    mixed = one | {"figure": "mixed", "ratio": 2.0, "over_bytes": 1.05}
-    for row in (one, mixed, one | {"over_one": 1.3, "sessions": 64}):
-        assert bench.missed(row) == []
-    for row in (one | {"ratio": 1.1}, one | {"over_one": 1.2}, mixed | {"over_bytes": 1.2}):
-        assert len(bench.missed(row)) == 1
-    assert bench.SharedShape() not in bench.neighbours(bench.SharedShape())
 
 
 def test_a_figure_says_how_it_misses_its_bar(tables: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,12 +235,4 @@ def test_wrong_attention_over_clusters_is_not_timed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(bench, "SCALE", -bench.SCALE)
     with pytest.raises(CheckFailedError, match="centred: relative error"):
         bench.random_figure(made, "centred")
-
-
-def test_bars_of_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = load("clusters_gpu", monkeypatch)
-    row = {"figure": "listed", "context": 131072, "batch": 16, "keep": 0.05, "speedup": 9.0, "fraction": 0.9}
-    assert bench.missed(row) == bench.missed({**row, "fraction": 0.1, "context": 8192}) == []
-    assert len(bench.missed({**row, "fraction": 0.8})) == 1
-    assert len(bench.missed({**row, "figure": "multipole", "speedup": 6.4})) == 1
     assert len(bench.missed({"figure": "build", "context": 131072, "both_ms": 12.5})) == 1

@@ -44,15 +44,6 @@ def test_every_kernel_has_a_kind(bench: ModuleType) -> None:
     assert {name: found for name, found in kinds.items() if len(found) != 1} == {}
 
 
-def test_bars(bench: ModuleType) -> None:
-    rest = {"method": "none", "batch": 1}
-    step = {"method": "csattention+dropped:0.01/m8", "batch": 4}
-    for line in (rest | {"rest_over_weights": 1.3}, step | {"speedup": 2.6}, step | {"method": "full"}):
-        assert bench.missed(line) == []
-    for line in (rest | {"rest_over_weights": 1.4}, step | {"speedup": 2.4}, step):
-        assert len(bench.missed(line)) == 1
-
-
 def test_a_method_that_fails_does_not_end_the_others(bench: ModuleType) -> None:
     class Measured:
         def measure(self, label: str, method: Any) -> dict[str, Any]:
