@@ -82,6 +82,7 @@ class Order(Struct, frozen=True, omit_defaults=True, kw_only=True):
     search_period: int | None = None
     answers: int = 1
     prompt_logprobs: bool = False
+    explain: bool = False
     keep: KeepOptions | None = None
     deadline_ns: int | None = None
     client: str = ""

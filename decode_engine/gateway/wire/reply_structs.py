@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from decode_engine.rpc.answers.explanation import Explanation
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -54,6 +56,7 @@ class Figures(Struct, frozen=True):
     total_ms: float
     cached_context: str | None
     context: str | None
+    explanation: Explanation | UnsetType = UNSET
 
 
 class CalledFunction(Struct, frozen=True):

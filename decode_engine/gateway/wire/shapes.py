@@ -128,7 +128,9 @@ class _Choices(Shape):
         events = []
         for index, summary in enumerate(summaries):
             ending = self._choice(Said(index), finish_reason(summary))
-            events.append(self._chunk([ending], told=summary if summary.end.kept else None))
+            events.append(
+                self._chunk([ending], told=summary if summary.end.kept or summary.explanation else None)
+            )
         if self.asked.include_usage:
             events.append(self._chunk([], usage(summaries, self.asked.order.answers), summaries[0]))
         return b"".join([*events, event(DONE)])
@@ -254,6 +256,7 @@ def figures_of(summary: Summary) -> Figures:
         total_ms=(summary.before_ns + end.times.total_ns) / 1e6,
         cached_context=begins.context or None,
         context=end.kept or None,
+        explanation=summary.explanation or UNSET,
     )
 
 

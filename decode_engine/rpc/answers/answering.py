@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeVar
 
+from msgspec import structs
 from msgspec.structs import replace
 
 from decode_engine.engine.sampling.vocabulary import Vocabulary
@@ -38,6 +39,7 @@ from decode_engine.orders.events import (
     error_of_event,
 )
 from decode_engine.orders.order import Order
+from decode_engine.rpc.answers.explanation import Explanation
 from decode_engine.rpc.answers.notices import Notices
 from decode_engine.rpc.answers.prompting import check_named_tokens, check_prompt, prompt_tokens, whole_tokens
 from decode_engine.rpc.answers.text import TextStream
@@ -75,13 +77,15 @@ class TokenUsage:
 @dataclass(frozen=True, slots=True)
 class Summary:
     """An answer that has ended. reason: why. begins, end: what the engine said of the request, and of the answer; what
-    the door knows better stands here. before_ns: from the arrival of the call to that of the order at the engine."""
+    the door knows better stands here. before_ns: from the arrival of the call to that of the order at the engine.
+    explanation: where it is wanted."""
 
     reason: Literal["stop", "length", "end_of_sequence", "tool_calls"]
     usage: TokenUsage
     begins: Begins
     end: Ends
     before_ns: int
+    explanation: Explanation | None = None
 
 
 @dataclass(slots=True)
@@ -375,11 +379,12 @@ class _Asked:
             if answer.reader.finished and reason != "length":
                 reason = "tool_calls"
         usage = TokenUsage(usage.prompt, usage.cached, usage.limit, completion)
-        said.summary = Summary(reason, usage, begins, end, self._before_ns)
-        times = end.times
+        why = Explanation.of(self._order, begins, end, self._before_ns)
+        asked = why if self._order.explain else None
+        said.summary = Summary(reason, usage, begins, end, self._before_ns, asked)
         self._note(
-            queue_ms=times.queue_ns / 1e6,
-            first_token_ms=(self._before_ns + times.first_token_ns) / 1e6,
-            total_ms=(self._before_ns + times.total_ns) / 1e6,
+            **structs.asdict(why),
+            first_token_ms=(self._before_ns + end.times.first_token_ns) / 1e6,
+            total_ms=(self._before_ns + end.times.total_ns) / 1e6,
         )
         return said

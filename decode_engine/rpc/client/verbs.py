@@ -119,6 +119,7 @@ class GenerateOptions(SamplingOptions, total=False):
     search_period: int | None
     n: int | None
     prompt_logprobs: bool | None
+    explain: bool | None
     stop_token_ids: Sequence[int] | None
     json_schema: str | Mapping[str, Any] | None
     regex: str | None
