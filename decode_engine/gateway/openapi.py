@@ -21,6 +21,7 @@ from decode_engine.gateway.wire.reply_structs import (
     CompletionChunk,
     CompletionReply,
     ErrorReply,
+    ResponseReply,
 )
 
 _REF = "#/components/schemas/{name}"
@@ -45,7 +46,7 @@ _EVENT = {"type": "object", "properties": {"event": _TEXT, "data": _TEXT}, "requ
 _OPERATIONS: Mapping[str, _Operation] = {
     "chat": _Operation(CHAT, ChatReply, streams=True, chunk=ChatChunk),
     "completions": _Operation(COMPLETIONS, CompletionReply, streams=True, chunk=CompletionChunk),
-    "responses": _Operation(RESPONSES, streams=True),
+    "responses": _Operation(RESPONSES, ResponseReply, streams=True),
     "count_input": _Operation(INPUT_TOKENS),
     "tokenize": _Operation(TOKENIZE),
     "detokenize": _Operation(DETOKENIZE),
@@ -66,7 +67,7 @@ _OPERATIONS: Mapping[str, _Operation] = {
     "delete_context": _Operation(query={"force": {"enum": ["true", "false"]}}),
 }
 """By the names of handlers; what is missing takes nothing and replies an object."""
-_REPLIES = (ErrorReply, ChatReply, ChatChunk, CompletionReply, CompletionChunk)
+_REPLIES = (ErrorReply, ChatReply, ChatChunk, CompletionReply, CompletionChunk, ResponseReply)
 _FORM = {
     "type": "object",
     "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "user_data"}},

@@ -1,15 +1,16 @@
-"""What chat completions and completions reply, member by member. What is UNSET is not sent."""
+"""What completions, chat completions and responses reply, member by member. What is UNSET is not sent."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
 from decode_engine.rpc.answers.explanation import Explanation
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class ErrorDetails(Struct, frozen=True):
@@ -233,3 +234,87 @@ class TextDelta(Struct, frozen=True):
     content_index: int
     delta: str
     logprobs: tuple[()] = ()
+
+
+class OutputText(Struct, frozen=True, kw_only=True):
+    """The text of a message."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: tuple[()] = ()
+    logprobs: tuple[()] = ()
+
+
+class MessageItem(Struct, kw_only=True, tag_field="type", tag="message"):
+    """What is said. content: none while it is open."""
+
+    id: str
+    role: Literal["assistant"] = "assistant"
+    status: ItemStatus = "in_progress"
+    content: list[OutputText]
+
+
+class CallItem(Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """A call of a function. arguments: none while it is open."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: ItemStatus = "in_progress"
+
+
+class InputDetails(Struct, frozen=True):
+    """cached_tokens: those of the context."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(Struct, frozen=True):
+    """Nothing is thought apart."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(Struct, frozen=True):
+    """Tokens, under the names of responses."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Incomplete(Struct, frozen=True):
+    """Why a response is cut."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseReply(Struct, kw_only=True):
+    """A response, as it is, with what was asked. The last three are there when it has ended."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: ItemStatus
+    error: None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | None
+    model: str
+    output: list[MessageItem | CallItem]
+    tools: list[dict[str, Any]]
+    tool_choice: Any
+    parallel_tool_calls: bool
+    store: bool = False
+    truncation: str = "disabled"
+    metadata: dict[str, str] = {}
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_output_tokens: int | None = None
+    text: dict[str, Any]
+    completed_at: int | UnsetType | None = UNSET
+    usage: ResponseUsage | UnsetType = UNSET
+    sparsekv: Figures | UnsetType = UNSET

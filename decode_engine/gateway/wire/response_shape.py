@@ -9,14 +9,24 @@ from typing import Any
 
 from decode_engine.gateway.wire.bodies import Asked
 from decode_engine.gateway.wire.parameters import pick
-from decode_engine.gateway.wire.reply_structs import ErrorReply, TextDelta
+from decode_engine.gateway.wire.reply_structs import (
+    CallItem,
+    ErrorReply,
+    Incomplete,
+    InputDetails,
+    ItemStatus,
+    MessageItem,
+    OutputDetails,
+    OutputText,
+    ResponseReply,
+    ResponseUsage,
+    TextDelta,
+)
 from decode_engine.gateway.wire.response_items import tool_objects
 from decode_engine.gateway.wire.sent_events import event
 from decode_engine.gateway.wire.shapes import Answered, BytesOf, Shape, figures_of
 from decode_engine.rpc.answers.answering import Said, Summary
 from index_store.models.conversation.call_syntax import CallPart
-
-_MESSAGE = "message"
 
 
 class ResponseShape(Shape):
@@ -27,18 +37,18 @@ class ResponseShape(Shape):
     def __init__(self, asked: Asked, bytes_of: BytesOf) -> None:
         super().__init__(asked, bytes_of)
         self._number = 0
-        self._items: list[dict[str, Any]] = []
+        self._items: list[MessageItem | CallItem] = []
         self._parts: list[str] = []
         """Text or arguments of the open item."""
 
-    def whole(self, answers: Sequence[Answered], summaries: Sequence[Summary]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Answered], summaries: Sequence[Summary]) -> ResponseReply:
         (answer,), (summary,) = answers, summaries
         if answer.text or not answer.calls:
             self._items.append(_message(answer.text))
         self._items += [_call(call.id, call.name, call.arguments) for call in answer.calls]
         status = _status(summary)
         for item in self._items:
-            item["status"] = "completed" if item is not self._items[-1] else status
+            item.status = "completed" if item is not self._items[-1] else status
         return self._ended(summary)
 
     def begin(self) -> bytes:
@@ -49,11 +59,11 @@ class ResponseShape(Shape):
     def piece(self, said: Said) -> bytes:
         events = b""
         if said.text:
-            if not (self._items and self._items[-1]["type"] == _MESSAGE):
+            if not (self._items and isinstance(self._items[-1], MessageItem)):
                 events += self._open(_message(None))
             self._parts.append(said.text)
             kind, place = "response.output_text.delta", len(self._items) - 1
-            delta = TextDelta(kind, self._next(), self._items[-1]["id"], place, 0, said.text)
+            delta = TextDelta(kind, self._next(), self._items[-1].id, place, 0, said.text)
             events += event(delta, kind)
         return events + b"".join(map(self._call_part, said.calls))
 
@@ -76,35 +86,35 @@ class ResponseShape(Shape):
         told = error.error
         return self._event("error", code=told.code, message=told.message, param=told.param)
 
-    def _open(self, item: dict[str, Any]) -> bytes:
+    def _open(self, item: MessageItem | CallItem) -> bytes:
         """Begins an item, and ends the one before."""
         events = self._close("completed") if self._items else b""
         self._items.append(item)
         events += self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
-        if item["type"] == _MESSAGE:
-            events += self._event("response.content_part.added", **self._place(), part=_part(""))
+        if isinstance(item, MessageItem):
+            events += self._event("response.content_part.added", **self._place(), part=OutputText(text=""))
         return events
 
-    def _close(self, status: str) -> bytes:
+    def _close(self, status: ItemStatus) -> bytes:
         item, text = self._items[-1], "".join(self._parts)
         self._parts.clear()
-        item["status"] = status
-        if item["type"] == _MESSAGE:
-            item["content"] = [_part(text)]
+        item.status = status
+        if isinstance(item, MessageItem):
+            item.content = [OutputText(text=text)]
             events = self._event("response.output_text.done", **self._place(), text=text, logprobs=[])
-            events += self._event("response.content_part.done", **self._place(), part=_part(text))
+            events += self._event("response.content_part.done", **self._place(), part=OutputText(text=text))
         else:
-            item["arguments"] = text
+            item.arguments = text
             events = self._event(
                 "response.function_call_arguments.done",
                 **self._item_place(),
-                name=item["name"],
+                name=item.name,
                 arguments=text,
             )
         return events + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _item_place(self) -> dict[str, Any]:
-        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        return {"item_id": self._items[-1].id, "output_index": len(self._items) - 1}
 
     def _place(self) -> dict[str, Any]:
         return {**self._item_place(), "content_index": 0}
@@ -117,85 +127,56 @@ class ResponseShape(Shape):
     def _event(self, kind: str, **fields: Any) -> bytes:
         return event({"type": kind, "sequence_number": self._next(), **fields}, kind)
 
-    def _ended(self, summary: Summary) -> dict[str, Any]:
-        status = _status(summary)
-        cut = status == "incomplete"
-        return {
-            **self._response(status),
-            "completed_at": None if cut else int(time.time()),
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "usage": response_usage(summary),
-            "sparsekv": figures_of(summary),
-        }
+    def _ended(self, summary: Summary) -> ResponseReply:
+        response = self._response(_status(summary))
+        cut = response.status == "incomplete"
+        response.completed_at = None if cut else int(time.time())
+        response.incomplete_details = Incomplete() if cut else None
+        response.usage, response.sparsekv = response_usage(summary), figures_of(summary)
+        return response
 
-    def _response(self, status: str) -> dict[str, Any]:
+    def _response(self, status: ItemStatus) -> ResponseReply:
         given = self.asked.given
         tools = tool_objects(self.asked.order.tools)
-        return {
-            "id": self.id,
-            "object": "response",
-            "created_at": self.created,
-            "status": status,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": given.get("instructions"),
-            "model": self.asked.model,
-            "output": self._items,
-            "tools": tools,
+        told: dict[str, Any] = {
             "tool_choice": "auto" if tools else "none",
             "parallel_tool_calls": bool(tools),
-            "store": False,
-            "truncation": "disabled",
-            "metadata": {},
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "max_output_tokens": None,
             **pick(given, _ECHOED),
-            "text": {"format": {"type": "text"}, **given.get("text", {})},
         }
+        return ResponseReply(
+            id=self.id,
+            created_at=self.created,
+            status=status,
+            instructions=given.get("instructions"),
+            model=self.asked.model,
+            output=self._items,
+            tools=tools,
+            text={"format": {"type": "text"}, **given.get("text", {})},
+            **told,
+        )
 
 
 _ECHOED = ("temperature", "top_p", "max_output_tokens", "tool_choice", "parallel_tool_calls")
 
 
-def _status(summary: Summary) -> str:
+def _status(summary: Summary) -> ItemStatus:
     return "incomplete" if summary.reason == "length" else "completed"
 
 
-def _message(text: str | None) -> dict[str, Any]:
+def _message(text: str | None) -> MessageItem:
     """A message of a text; None for one that is open."""
-    return {
-        "id": "msg_" + secrets.token_hex(16),
-        "type": _MESSAGE,
-        "role": "assistant",
-        "status": "in_progress",
-        "content": [] if text is None else [_part(text)],
-    }
+    return MessageItem(
+        id="msg_" + secrets.token_hex(16), content=[] if text is None else [OutputText(text=text)]
+    )
 
 
-def _call(id_: str, name: str, arguments: str) -> dict[str, Any]:
-    return {
-        "id": "fc_" + secrets.token_hex(16),
-        "type": "function_call",
-        "call_id": id_,
-        "name": name,
-        "arguments": arguments,
-        "status": "in_progress",
-    }
+def _call(id_: str, name: str, arguments: str) -> CallItem:
+    return CallItem(id="fc_" + secrets.token_hex(16), call_id=id_, name=name, arguments=arguments)
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def response_usage(summary: Summary) -> dict[str, Any]:
+def response_usage(summary: Summary) -> ResponseUsage:
     """`usage` under the names of responses."""
     usage = summary.usage
     prompt = usage.cached + usage.prompt
-    return {
-        "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
-        "output_tokens": usage.completion,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + usage.completion,
-    }
+    details = InputDetails(usage.cached), OutputDetails()
+    return ResponseUsage(prompt, details[0], usage.completion, details[1], prompt + usage.completion)
