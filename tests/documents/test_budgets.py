@@ -16,7 +16,7 @@ MOST_WORDS = {
     "docs/evaluation.md": 2_500,
     "docs/gpu.md": 2_500,
     "docs/methods.md": 2_500,
-    "docs/metrics.md": 400,
+    "docs/metrics.md": 1_000,
     "docs/models.md": 1_200,
     "docs/prefill.md": 2_000,
     "docs/start.md": 2_000,
