@@ -254,7 +254,7 @@ def summary_lines(summary: Summary) -> list[str]:
         else f"{keys.fraction_sparse:.2%} of the keys in the layers that search"
     )
     budget = f" ({summary.budget}, remainder {summary.remainder})" if summary.budget else ""
-    per_token = times.decode_ns / max(times.decode_steps, 1) / 1e6
+    per_token = times.decode_ns / max(times.decode_steps + summary.accepted_tokens, 1) / 1e6
     parts = {
         "load": times.load_ns,
         "queue": times.queue_ns,
@@ -277,6 +277,11 @@ def summary_lines(summary: Summary) -> list[str]:
         *([f"chosen: {summary.method_reason}"] if summary.method_reason else []),
         f"tokens: {summary.context_tokens} context, {summary.prompt_tokens} prompt, "
         f"{summary.completion_tokens} answer ({summary.finish_reason})",
+        *(
+            [f"drafts: {summary.accepted_tokens} of {summary.drafted_tokens} tokens were right"]
+            if summary.drafted_tokens
+            else []
+        ),
         f"time: {times.total_ns / 1e6:.1f} ms, first token after {times.first_token_ns / 1e6:.1f} ms, "
         f"{per_token:.1f} ms per token",
         *moved,

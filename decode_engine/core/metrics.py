@@ -84,6 +84,8 @@ _COUNTERS = {
         ("tier",),
     ),
     "requests_by_method": ("Requests by the method that decodes them.", ("method",)),
+    "spec_decode_num_draft_tokens": ("Tokens that were drafted and verified.", ()),
+    "spec_decode_num_accepted_tokens": ("Of these, tokens of answers.", ()),
     "keys_available": (
         "Keys that full attention would have read, over layers, heads and tokens.",
         ("method",),
@@ -202,6 +204,8 @@ class Metrics:
         method = "" if watched.begins is None else watched.begins.method
         self.counters["keys_available"][method] += event.figures.get("available", 0)
         self.counters["keys_read"][method] += event.figures.get("attended", 0)
+        self.counters["spec_decode_num_draft_tokens"][""] += event.figures.get("drafted", 0)
+        self.counters["spec_decode_num_accepted_tokens"][""] += event.figures.get("accepted", 0)
 
     def _note_failure(self, event: Fails) -> None:
         if event.reason == CancelledError.reason:

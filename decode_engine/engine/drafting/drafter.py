@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from decode_engine.engine.drafting.suffixes import ContextSuffixes, OwnText
-from decode_engine.engine.drafting.worth import MOST, Costs, Source
+from decode_engine.engine.drafting.worth import MOST, USUAL_ROW, Costs, Source
 
 _CHANCES = (0.0, 0.3, 0.5, 0.75, 0.95)
 """Of what followed 2, 4, 8 and 16 tokens the last time, before anything is known."""
@@ -70,15 +70,15 @@ class Drafter:
         if self._context is not None:
             match = max(match, self._context.find(self._own.tokens, most), key=lambda each: each.length)
         copies = self._copies[match.length.bit_length() - 1] if match.length else None
-        count, factor = 0, 1.0
+        count, factor, row = 0, 1.0, USUAL_ROW if costs.row is None else costs.row
         if copies is not None:
-            count, factor = copies.worth(costs.row, len(match.following), others)
+            count, factor = copies.worth(row, len(match.following), others)
             self._used = copies if count else None
         plan = Plan(match.following[:count])
         if self._method is not None:
             step = 0.0 if costs.step is None else costs.step  # it is seen by trying
             most = most if costs.step is not None else 1
-            count, gain = self._method.worth(costs.row + step, most, others)
+            count, gain = self._method.worth(row + step, most, others)
             if count and (gain > factor or not plan.tokens):
                 self._used, plan = self._method, Plan(by_method=count)
         return plan

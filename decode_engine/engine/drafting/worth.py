@@ -11,7 +11,7 @@ from dataclasses import dataclass
 MOST = 15
 """Tokens of a draft: with the last one they are 16 rows, and far less than any method's recent window."""
 
-_ROW = 0.1
+USUAL_ROW = 0.1
 _WEIGHT = 1 / 8
 _LEARNING = 0.1
 _LONGEST_WAIT = 256
@@ -24,11 +24,11 @@ def _blend(before: float | None, now: float) -> float:
 
 @dataclass(slots=True)
 class Costs:
-    """Of steps of batches like one. plain_s: seconds of a step without drafts, None before one was seen. row, step: see
-    the module; step is None before it was seen."""
+    """Of steps of batches like one, None before they were seen. plain_s: seconds of a step without drafts. row, step:
+    see the module."""
 
     plain_s: float | None = None
-    row: float = _ROW
+    row: float | None = None
     step: float | None = None
 
     def note_step(self, seconds: float, drafted: int) -> None:

@@ -34,6 +34,13 @@ class PromptDetails(Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionDetails(Struct, frozen=True):
+    """Tokens that were drafted and verified: those that the answers have, and the others."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(Struct, frozen=True):
     """Tokens of all answers. Those of the context count as part of the prompt that was not computed."""
 
@@ -41,6 +48,7 @@ class Usage(Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
 class Figures(Struct, frozen=True):

@@ -25,6 +25,7 @@ from decode_engine.gateway.wire.reply_structs import (
     ChatReply,
     CompletionChoice,
     CompletionChunk,
+    CompletionDetails,
     CompletionLogprobs,
     CompletionReply,
     ErrorReply,
@@ -252,7 +253,11 @@ def usage(summaries: Sequence[Summary], each: int) -> Usage:
     cached = sum(used.cached for used in prompts)
     prompt = cached + sum(used.prompt for used in prompts)
     generated = sum(summary.usage.completion for summary in summaries)
-    return Usage(prompt, generated, prompt + generated, PromptDetails(cached))
+    drafted, accepted = (
+        sum(summary.end.figures[name] for summary in summaries) for name in ("drafted", "accepted")
+    )
+    details = CompletionDetails(accepted, drafted - accepted) if drafted else UNSET
+    return Usage(prompt, generated, prompt + generated, PromptDetails(cached), details)
 
 
 def figures_of(summary: Summary) -> Figures:

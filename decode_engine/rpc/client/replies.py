@@ -269,7 +269,7 @@ class Summary:
     budget, remainder: those that were really used, "" where every key was attended. kept_context: name of the context
     that the session was kept as; "" where it was not. method_reason: why the server chose the method; "" where it did
     not. context: name of the one that was used, named or found; "" where all of the prompt was read. explanation: where
-    it was wanted.
+    it was wanted. drafted_tokens: that were verified; accepted_tokens: of these, those of the answer.
     """
 
     finish_reason: str
@@ -284,6 +284,8 @@ class Summary:
     seed: int
     cached_tokens: int = 0
     max_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     kept_context: str = ""
     method_reason: str = ""
     context: str = ""

@@ -280,9 +280,11 @@ def _summary(summary: Summary) -> generation_pb2.GenerationSummary:
     end, begins, why = summary.end, summary.begins, summary.explanation
     times, figures = end.times, Figures(**end.figures)
     searched = figures.sparse_available > 0
+    usage = _usage(summary.usage)
+    usage.drafted_tokens, usage.accepted_tokens = figures.drafted, figures.accepted
     return generation_pb2.GenerationSummary(
         finish_reason=summary.reason.upper(),
-        usage=_usage(summary.usage),
+        usage=usage,
         timings=generation_pb2.Timings(
             load_ns=times.load_ns,
             queue_ns=times.queue_ns,

@@ -176,6 +176,14 @@ def test_a_port_that_is_taken_or_that_others_reach_is_refused(scraped: Scraped, 
         server.load()
 
 
+def test_drafts_are_counted(scraped: Scraped, lamp: str) -> None:
+    with scraped.client.generate(lamp, text="Who? Who? Who?", max_tokens=60, method="exact") as generation:
+        generation.read()
+        summary = generation.summary
+    assert scraped.value("spec_decode_num_draft_tokens_total") == summary.drafted_tokens > 0
+    assert scraped.value("spec_decode_num_accepted_tokens_total") == summary.accepted_tokens
+
+
 def test_values_fall_below_the_least_bound_that_is_not_below_them() -> None:
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 7.0):

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from decode_engine.engine.drafting.drafter import Drafter
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.prompt_pieces import PromptCost
 from decode_engine.engine.reply import Reply
@@ -137,6 +138,7 @@ class FakeWork(Work[FakeSession]):
     is_loading: Callable[[], bool] = lambda: False
     restores: Callable[[FakeSession, int, int], None] = lambda session, start, end: None
     keeps: Callable[[FakeSession, Sequence[int]], Callable[[], str]] | None = None
+    drafts: Callable[[], Drafter | None] = lambda: None
 
     @property
     def loading(self) -> bool:
@@ -147,6 +149,9 @@ class FakeWork(Work[FakeSession]):
 
     def restore(self, session: FakeSession, start: int, end: int) -> None:
         self.restores(session, start, end)
+
+    def drafter(self) -> Drafter | None:
+        return self.drafts()
 
     def keep(self, session: FakeSession, answer: Sequence[int]) -> Callable[[], str]:
         assert self.keeps is not None

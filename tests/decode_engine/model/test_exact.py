@@ -19,6 +19,7 @@ from decode_engine.engine.engine import Engine
 from decode_engine.engine.reply import Reply
 from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.sampling.parameters import SamplingParameters
+from decode_engine.evaluation.tasks import source_text
 from decode_engine.layers.session import Session
 from decode_engine.model.continuing import SessionWork
 from decode_engine.model.runner import ModelRunner
@@ -52,9 +53,13 @@ class Kept:
 
 def serve(path: Path, family: str = "llama", *, rows: str = "dtype", **settings: object) -> Iterator[Kept]:
     folder = write_model_folder(path / "model", family, layers=3, **settings)  # type: ignore[arg-type]
-    (path / "text").write_text(TEXT)
+    yield from serve_text(path, str(folder), TEXT, rows)
+
+
+def serve_text(path: Path, model: str, text: str, rows: str = "dtype") -> Iterator[Kept]:
+    (path / "text").write_text(text)
     config = PrefillConfig(
-        model=str(folder),
+        model=model,
         store=path / "store",
         input=(path / "text",),
         method=("refined",),
@@ -64,7 +69,7 @@ def serve(path: Path, family: str = "llama", *, rows: str = "dtype", **settings:
     report = run_job(config, LineReporter(io.StringIO()))
     store = Store(path / "store")
     with Arena(placed_bytes(report.manifest)).acquire(store, report.manifest.id) as context:
-        runner = ModelRunner(resolve_model(str(folder)))
+        runner = ModelRunner(resolve_model(model))
         yield Kept(context, runner)
         runner.close()
 
@@ -129,7 +134,7 @@ def ask(kept: Kept, orders: Sequence[Order]) -> list[dict[int, tuple[list[int], 
         fitted = get_method(order.method).on(kept.context.manifest)
         work = SessionWork(
             order=order,
-            prompt=kept.runner.tokenizer.encode(PROMPT),
+            prompt=order.prompt or kept.runner.tokenizer.encode(PROMPT),
             max_tokens=order.max_tokens or TOKENS,
             end_ids=frozenset(kept.runner.tokenizer.eos_ids),
             cost=kept.runner.prompt_cost(fitted),
@@ -224,3 +229,23 @@ def test_a_prompt_on_no_context_is_drafted_for_from_its_own_text(llama: Kept) ->
     assert llama.runner.suffixes(nothing) is None
     session = llama.runner.start(nothing, fitted)
     assert not session.drafts
+
+
+@pytest.mark.parametrize("answers", [32, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_the_reader_says_what_it_says_by_full(tmp_path: Path, answers: int) -> None:
+    """Greedy answers behind passages of the text that it has read, and of text that it has not."""
+    text = source_text(())
+    for reader in serve_text(tmp_path, "reader", text[:8000]):
+        ids = reader.runner.tokenizer.encode(text[:400_000])
+        step = (len(ids) - 200) // answers
+        prompts = [ids[number * step : number * step + 20 + number % 40] for number in range(answers)]
+        accepted = 0
+        for first in range(0, answers, 16):
+            orders = [Order(prompt=prompt, max_tokens=24) for prompt in prompts[first : first + 16]]
+            full, exact = (
+                ask(reader, [replace(each, method=name) for each in orders]) for name in ("full", "exact")
+            )
+            for own, other in zip(full, exact, strict=True):
+                assert other[0][0] == own[0][0]
+                accepted += other[0][2].figures["accepted"]
+        assert accepted > answers

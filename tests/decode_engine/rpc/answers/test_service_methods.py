@@ -48,10 +48,25 @@ def test_every_method_answers_and_says_what_it_did(client: Client, shelf: str, n
     assert summary.completion_tokens == 4
     assert (summary.method, summary.budget) == (name, "" if budget is None else budget.label)
     assert summary.remainder == ("" if budget is None else REMAINDERS.get(name, "dropped"))
+    if name == "exact":  # what it drafts by depends on times
+        assert summary.drafted_tokens >= summary.accepted_tokens
+        return
     # searched: 4 prompt tokens and 3 steps, in the flat layer as well where the remainder is approximated
     layers = 0 if name == "full" else 2 if name in REMAINDERS else 1
     assert summary.selection.searches == 7 * layers
     assert summary.selection.fraction_all == 1.0 if name == "full" else summary.selection.fraction_all < 1.0
+
+
+def test_exact_says_what_full_says_and_how_much_was_drafted(client: Client, shelf: str) -> None:
+    def ask(method: str) -> tuple[str, Summary]:
+        generation = client.generate(shelf, text="Who? Who? Who?", max_tokens=60, method=method)
+        return generation.read(), generation.summary
+
+    (expected, full), (text, exact) = ask("full"), ask("exact")
+    assert text == expected
+    assert (exact.method, full.drafted_tokens) == ("exact", 0)
+    assert exact.drafted_tokens >= exact.accepted_tokens > 0
+    assert exact.timings.decode_steps == exact.completion_tokens - 1 - exact.accepted_tokens
 
 
 @pytest.fixture
@@ -111,7 +126,7 @@ def test_auto_can_be_asked_for_where_it_is_not_what_is_served(client: Client, la
 def test_a_context_names_the_methods_that_it_supports(library: Library, client: Client, shelf: str) -> None:
     assert client.get_context(shelf).methods == tuple(METHODS)
     bare = client.get_context("contexts/" + library.prefill("bare", method=("csattention+dropped",)))
-    assert bare.methods == ("full", "oracle", "csattention")
+    assert bare.methods == ("full", "exact", "oracle", "csattention")
     assert (bare.default_method, bare.default_budget) == ("csattention+dropped", "5.00%")
     assert summary_of(client, bare.name).method == "csattention+dropped"
 
@@ -131,7 +146,7 @@ def test_a_method_is_refused_over_an_index_that_was_built_for_other_ones(
 ) -> None:
     indexes = ("query_tables", "remainder_clusters:window=64")
     moved = "contexts/" + library.prefill("moved", method=("full",), index=indexes)
-    assert client.get_context(moved).methods == ("full", "oracle")
+    assert client.get_context(moved).methods == ("full", "exact", "oracle")
     with pytest.raises(MethodUnsupportedError, match="windowed RoPE"):
         summary_of(client, moved, method="csattention")
     assert summary_of(client, moved, method="csattention+monopole").remainder == "monopole"
