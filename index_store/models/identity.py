@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from index_store.attention.layer_shape import LayerShape, WindowLayers
 from index_store.errors import InvalidArgumentError
-from index_store.models.attention_reading import LayerReading, read_attention
+from index_store.models.attention_reading import LayerReading, read_layers
 from index_store.models.configuration import max_positions, read_config
 from index_store.models.files.digests import Progress, Stamp, hash_files
 from index_store.models.files.folder import ModelFolder
@@ -26,6 +26,7 @@ from index_store.models.files.weights import weight_files
 from index_store.models.tokenizer import tokenizer_fingerprint
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.dtypes import KV_DTYPES
+from index_store.store.description.state_parts import ModelStates
 
 _UNKNOWN = "unknown"  # in place of a fingerprint that is still being computed
 
@@ -83,7 +84,7 @@ def identifying(folder: ModelFolder, progress: Progress | None = None) -> Iterat
 def _describe(folder: ModelFolder) -> ModelIdentity:
     """Everything but the fingerprint."""
     config = read_config(folder)
-    readings = attention_of(folder)
+    readings, states = _read_once(folder, (folder.path / "config.json").read_bytes())
     full = _common(
         folder, "that see all keys", (shape for shape in _shapes(readings) if shape.window is None)
     )
@@ -111,17 +112,18 @@ def _describe(folder: ModelFolder) -> ModelIdentity:
         vocab_size=int(config.vocab_size),
         max_positions=max_positions(folder, config),
         window=window,
+        states=states,
     )
 
 
 def attention_of(folder: ModelFolder) -> tuple[LayerReading, ...]:
-    """How every layer of the model attends. Raises ModelUnsupportedError as `read_attention` does."""
-    return _read_once(folder, (folder.path / "config.json").read_bytes())
+    """How every layer of the model attends that does. Raises ModelUnsupportedError as `read_attention` does."""
+    return _read_once(folder, (folder.path / "config.json").read_bytes())[0]
 
 
 @lru_cache(maxsize=64)
-def _read_once(folder: ModelFolder, settings: bytes) -> tuple[LayerReading, ...]:
-    return read_attention(folder, read_config(folder))
+def _read_once(folder: ModelFolder, settings: bytes) -> tuple[tuple[LayerReading, ...], ModelStates | None]:
+    return read_layers(folder, read_config(folder))
 
 
 def checkpoint_dtype(folder: ModelFolder) -> str:

@@ -44,6 +44,6 @@ def test_older_version(context: SyntheticContext) -> None:
         del index["thresholds"]
     with pytest.raises(
         FormatVersionError,
-        match=f"{WHERE}.*version 1, .* reads versions 2 to 5; it was made by an older sparsekv: delete",
+        match=f"{WHERE}.*version 1, .* reads versions 2 to 6; it was made by an older sparsekv: delete",
     ):
         MANIFESTS.parse(render_document(older), WHERE)

@@ -233,7 +233,7 @@ def test_newer_format(stored: Store, context: SyntheticContext, arena: Arena) ->
     del document["checksum"]
     path.write_bytes(render_document(document | {"format_version": 7}))
     for use in (stored.manifest, stored.open, stored.verify):
-        with pytest.raises(FormatVersionError, match="version 7, this program reads versions 2 to 5"):
+        with pytest.raises(FormatVersionError, match="version 7, this program reads versions 2 to 6"):
             use(context.id)
     with pytest.raises(FormatVersionError):
         load(arena, stored, context)
