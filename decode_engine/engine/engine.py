@@ -6,6 +6,7 @@ What that thread does stands in `scheduler`, in which order in `queues`. The eng
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,10 @@ from decode_engine.orders.events import Waits
 from index_store.errors import InvalidArgumentError
 
 _QUIET_S = 1.0
+
+_SWITCH_S = 5e-4
+"""How long a thread keeps the interpreter's lock from one that wants it. A step takes it some dozens of times, and
+waits that long each time while another thread loads or compiles; 5 ms, as Python has it, would be many steps."""
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +99,8 @@ class Engine(Generic[SessionT]):
         self._thread = threading.Thread(target=self._run, name="decode-engine", daemon=True)
 
     def start(self) -> None:
-        """Starts the scheduler's thread."""
+        """Starts the scheduler's thread, for which others of the process give the interpreter's lock up soon."""
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         self._thread.start()
 
     @property

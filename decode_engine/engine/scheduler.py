@@ -344,7 +344,9 @@ class Endings(Generic[SessionT]):
             self._release(each)
         job.reply.fail(error)
         if isinstance(error, torch.AcceleratorError):
-            torch.accelerator.synchronize()  # raises where the device is lost: then nothing can run any more
+            # Raises where the device is lost: then nothing can run any more. A device cannot be waited for as a whole
+            # while another thread captures.
+            torch.accelerator.current_stream().synchronize()
 
     def close(self) -> None:
         """Waits for sessions that are being kept; those whose turn has not come are not kept."""

@@ -144,14 +144,16 @@ class Preparation:
             self._check_open()
         if warm_method(self._runner, fitted.method, placement, rows=fitted.manifest.rows):
             self._check_open()
-            # Before there are requests all batches are captured: beside them it would take turns from running streams.
+            # Before there are requests all batches are captured. Beside them the largest, in whose graph all others can
+            # step; who waits for the method need not wait for more.
             beside = self._beside
-            self._runner.prepare(fitted, 1 if beside else self._sessions, placement, beside=beside)
+            least = self._sessions if beside else 1
+            self._runner.prepare(fitted, self._sessions, placement, beside=beside, least=least)
             if beside:
-                self._todo.put(partial(self._prepare_larger, fitted, placement))
+                self._todo.put(partial(self._prepare_smaller, fitted, placement))
 
-    def _prepare_larger(self, fitted: FittedMethod, placement: Placement) -> None:
-        """Steps of larger batches, behind all that somebody waits for."""
+    def _prepare_smaller(self, fitted: FittedMethod, placement: Placement) -> None:
+        """Steps of smaller batches, behind all that somebody waits for."""
         try:
             self._runner.prepare(fitted, self._sessions, placement, beside=True)
         except Exception as error:

@@ -131,16 +131,20 @@ class ModelRunner:
         placement: Placement = Placement.DEVICE,
         *,
         beside: bool = False,
+        least: int = 1,
     ) -> None:
         """Captures decode steps of up to `sessions` sessions on such a context, where steps are captured.
 
-        placement: of the context. beside: on another thread than the one that feeds tokens (`Stepper.prepare_beside`).
-        Raises as `check` does.
+        placement: of the context. beside: on another thread than the one that feeds tokens (`Stepper.prepare_beside`),
+        for batches of at least so many. Raises as `check` does.
         """
         self.check(fitted.manifest)
-        if self._stepper is not None:
-            prepare = self._stepper.prepare_beside if beside else self._stepper.prepare
-            prepare(fitted, sessions, placement)
+        if self._stepper is None:
+            return
+        if beside:
+            self._stepper.prepare_beside(fitted, sessions, placement, least)
+        else:
+            self._stepper.prepare(fitted, sessions, placement)
 
     def steps_kind(self, fitted: FittedMethod, placement: Placement) -> Hashable:
         """What captured steps of such sessions have in common; None where steps take the general path."""

@@ -6,6 +6,7 @@ import gc
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from threading import Lock
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import ref
 
@@ -41,6 +42,8 @@ class GraphCache(Generic[KeptT]):
             OrderedDict()
         )  # with the turn of its last use
         self._turn = 0
+        self.alone = Lock()
+        """Held while a graph is captured, by whichever thread: nobody may give memory back then."""
 
     def __contains__(self, key: Hashable) -> bool:
         """Whether a graph of that key is kept; for any thread."""
@@ -94,18 +97,24 @@ class GraphCache(Generic[KeptT]):
         )
         return True
 
-    def with_room(self, make: Callable[[], MadeT]) -> MadeT:
-        """What `make` returns; when memory runs out, it is called again after idle graphs were dropped, one by one.
+    def with_room(self, make: Callable[[], MadeT], *, drop: bool = True) -> MadeT:
+        """What `make` returns; when memory runs out, it is called again, after idle graphs were dropped, one by one.
 
-        Raises torch.OutOfMemoryError when none is left to drop.
+        At first only what the allocator keeps for later is given back, which a capture cannot take by itself.
+        drop: False drops nothing, and is for any thread. Raises torch.OutOfMemoryError when none is left to drop.
         """
+        given_back = False
         while True:
             try:
                 return make()
             except torch.OutOfMemoryError:
-                if not self.drop_idle():
+                if given_back and not (drop and self.drop_idle()):
                     raise
+            given_back = True
             gc.collect()  # of what failed, and of what was dropped, nothing may stay
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                with self.alone:
+                    torch.cuda.empty_cache()
 
 
 class AllocationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -120,11 +121,13 @@ class Captures:
     Matrix products keep scratch memory for the stream that they were captured on, so that lanes must not share one.
     """
 
-    def __init__(self, device: torch.device, lane: int = 0) -> None:
+    def __init__(self, device: torch.device, alone: Lock) -> None:
+        """alone: held while a graph is captured."""
+        self.alone = alone
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._lane = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.capturing = torch.cuda.Stream(device) if lane else None  # type: ignore[no-untyped-call]
+        self.capturing = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
     def nbytes(self) -> int:
@@ -400,21 +403,17 @@ class StepGraph:
             for _ in range(_WARM_UPS):
                 work()
         here.wait_stream(side)
-        torch.cuda.synchronize()
+        side.synchronize()
         graph, before = torch.cuda.CUDAGraph(), captures.nbytes
         try:
-            # Other threads load contexts meanwhile: what they allocate must not spoil the capture. The outer context
-            # brings this thread back to its stream, which a capture that fails does not.
-            with (
-                torch.cuda.stream(here),
-                torch.cuda.graph(
-                    graph,
-                    pool=captures.pool,
-                    stream=captures.capturing,
-                    capture_error_mode="thread_local",
-                ),
-            ):
-                work()
+            # Other threads load contexts meanwhile: what they allocate must not spoil the capture. `torch.cuda.graph`
+            # would wait for all that the device does, and give back memory that running steps then wait for.
+            with captures.alone, torch.cuda.stream(captures.capturing):
+                graph.capture_begin(pool=captures.pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
         except torch.OutOfMemoryError:
             self._captures_left[part] += 1  # whoever can make room tries again
             raise

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from queue import SimpleQueue
 from typing import ClassVar
 from weakref import WeakKeyDictionary
@@ -47,8 +48,10 @@ class Stepper:
     Where `flies`, a step may be launched before the tokens of the one before were read (`LaunchedStep.follow`), if no
     threads search and no lanes take turns. Of a step whose choice needs those tokens, the layers are.
 
-    A batch's size is rounded up to a power of two, and its graph captured when a batch of that kind and size first
-    comes; the graphs used longest ago are dropped where memory for graphs, or of the device, is short.
+    A batch's size is rounded up to a power of two. It steps in the graph of that size, or in the smallest larger one
+    that was prepared; where there is none, one is captured when such a batch first comes. Idle rows of a graph change
+    nothing but how products round, so that sessions that draw by seeds keep to their number of rows. The graphs used
+    longest ago are dropped where memory for graphs, or of the device, is short.
     """
 
     flies: ClassVar[bool] = True
@@ -81,17 +84,19 @@ class Stepper:
         self._caps = any(form.cap is not None for form in forms)
         self._searching = searching or SearchThreads(1)
         self._turn_1 = torch.zeros(1, dtype=torch.int32, device=device)
-        # Lanes run at once: each has graphs, memory and a stream of its own.
-        self._captures = [
-            Captures(device, lane) if device.type == "cuda" else None for lane in range(self._searching.lanes)
-        ]
         if graph_bytes is None and device.type == "cuda":
             graph_bytes = torch.cuda.get_device_properties(device).total_memory // _GRAPH_SHARE
         self._graphs: GraphCache[StepGraph] = GraphCache(graph_bytes)
+        # Lanes run at once: each has graphs, memory and a stream of its own.
+        self._captures = [
+            Captures(device, self._graphs.alone) if device.type == "cuda" else None
+            for _ in range(self._searching.lanes)
+        ]
         # What another thread captures goes into memory, and over streams, of its own.
-        self._beside = Captures(device, self._searching.lanes) if device.type == "cuda" else None
+        self._beside = Captures(device, self._graphs.alone) if device.type == "cuda" else None
         self._made: SimpleQueue[tuple[Hashable, StepGraph]] = SimpleQueue()
         self._handed: set[Hashable] = set()
+        self._prepared: set[Hashable] = set()
         self._kinds = BatchKinds(dtype, self._caps)
         # Of the sessions that came last: most steps are of the same ones as the step before.
         self._divided: tuple[_Stepping, list[list[Part]]] = (([], []), [])
@@ -111,24 +116,30 @@ class Stepper:
                     self._graphs.begin_turn()
                     with self._on_stream(lane):
                         self._graph(kind, fitted.method, size, kind.max_keys, 0, lane)
+                    self._prepared.add((kind.key, size, kind.max_keys, 0, lane))
 
-    def prepare_beside(self, fitted: FittedMethod, sessions: int, placement: Placement) -> None:
+    def prepare_beside(
+        self, fitted: FittedMethod, sessions: int, placement: Placement, least: int = 1
+    ) -> None:
         """As `prepare`, for another thread than the one that steps, which finds the graphs with its next step.
+
+        The largest batches come first: smaller ones can step in their graphs. least: sessions of the smallest.
 
         Only compiling and capturing happen here: rows are idle, and buffers nobody else's. What is searched for by
         threads of the host, or steps in lanes, shares mailboxes or turns with steps, and is left to the first of them.
-        Raises torch.OutOfMemoryError where there is no room: nothing is dropped for it.
+        Raises torch.OutOfMemoryError where there is no room: no graph is dropped for it.
         """
         kind = self._kinds.sort(fitted, placement)
         if not isinstance(kind, BatchKind) or not kind.flies or self._lanes(kind) > 1:
             return
-        for size in _sizes(sessions):
+        for size in reversed([*_sizes(sessions)]):
             key = (kind.key, size, kind.max_keys, 0, 0)
-            if key in self._graphs or key in self._handed:
+            if size < min(least, MAX_ROWS) or key in self._graphs or key in self._handed:
                 continue
             plan = self._plan(kind, fitted.method, size, kind.max_keys)
             with nullcontext() if self._beside is None else self._beside.beside():
-                graph = self._make_graph(plan, kind, self._beside)
+                make = partial(self._make_graph, plan, kind, self._beside)
+                graph = self._graphs.with_room(make, drop=False)
                 self._queue.mark(self._device)()
             graph.captures = self._captures[0]
             self._handed.add(key)
@@ -165,6 +176,7 @@ class Stepper:
         while not self._made.empty():
             key, graph = self._made.get()
             self._graphs.add(key, graph)
+            self._prepared.add(key)
             self._handed.discard(key)
         self._graphs.begin_turn()
         if self._divided[0] != stepping:
@@ -234,7 +246,17 @@ class Stepper:
         kind = self._required(sessions[0])
         max_keys = max(self._required(session).max_keys for session in sessions)
         rows = FIXED_ROWS if repeatable else batch_size(len(sessions))
+        if not repeatable:
+            rows = self._ready_rows(kind, rows, max_keys, part, lane)
         return self._graph(kind, sessions[0].method, rows, max_keys, part, lane)
+
+    def _ready_rows(self, kind: BatchKind, rows: int, max_keys: int, part: int, lane: int) -> int:
+        """Rows of the graph for a batch of so many: of a larger one that was prepared, if there is none of its own."""
+        for size in (size for size in _sizes(MAX_ROWS) if size >= rows):
+            key = (kind.key, size, max_keys, part, lane)
+            if key in self._graphs and (size == rows or key in self._prepared):
+                return size
+        return rows
 
     def _required(self, session: Session) -> BatchKind:
         """The kind of batch that the session goes into. Raises SparseKVError when it cannot run in any."""
@@ -264,7 +286,10 @@ class Stepper:
         """
         of = step.of
         with self._on_stream(of.lane):
-            graph = self._graph(of.kind, of.sessions[0].method, of.rows, of.max_keys, of.part, of.lane)
+            rows = of.rows
+            if not any(sampler.repeatable for sampler in step.samplers):
+                rows = self._ready_rows(of.kind, rows, of.max_keys, of.part, of.lane)
+            graph = self._graph(of.kind, of.sessions[0].method, rows, of.max_keys, of.part, of.lane)
             self._graphs.with_room(lambda: graph.prepare(Choice.of(step.samplers)))
             self._graphs.trim()
         seats = graph.batch.seat(of.sessions)

@@ -275,7 +275,9 @@ class LayerWriting:
                 sample, starts = rows.query_sample(layer), rows.cluster_starts(layer)
             source = LayerSource(kv_HN2D, sample, self._frequencies, starts)
         if captured is not None:
-            self._submit(layer, captured.chunks(layer, sample))
+            with self._stream.running():  # which chunks wait for: they are copied by other streams
+                chunks = captured.chunks(layer, sample)
+            self._submit(layer, chunks)
         if sample is None:
             if self._measure:
                 self._measured[layer] = EXACT
@@ -288,7 +290,8 @@ class LayerWriting:
             if self._stopped:
                 return
             built = index.build(layer, source, form, self._timer, self._stream)
-            chunks = index.chunks(layer, built)
+            with self._stream.running():
+                chunks = index.chunks(layer, built)
             if captured is not None and captured.in_planes and index.name == HIGH_PLANE:
                 chunks += self._low_chunks(captured, layer, kv_HN2D, built)
             self._submit(layer, chunks)

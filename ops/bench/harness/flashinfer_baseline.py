@@ -17,11 +17,15 @@ import torch
 import typer
 from torch import Tensor
 
+from harness.checks import check_close
 from harness.timing import graph_us
 
 PAGE = 64
 WORKSPACE_BYTES = 512 * 2**20
 """For the outputs of parts of a context; four times what FlashInfer recommends."""
+
+FLOAT8_TOLERANCE = 0.1
+"""Of outputs, relative: XQA rounds queries and weights to float8, too."""
 
 Attend = Callable[[int], Tensor]
 """From a layer to [B, H, G, d]."""
@@ -123,6 +127,105 @@ def cascade(q_LBHGD: Tensor, kv_LHN2D: Tensor, tail_BHT2D: Tensor) -> Attend:
         return outs[1].view(q.shape)
 
     return attend
+
+
+class Float8Cache:
+    """Contexts' keys and values of one layer in pages of float8, read by rows of queries; without tails.
+
+    Rows of queries are divided evenly among the contexts, those of one next to each other.
+    """
+
+    def __init__(self, kv_BHN2D: Tensor) -> None:
+        self.contexts, self._heads, self.length, _, self._head_dim = kv_BHN2D.shape
+        self._pages = pages(kv_BHN2D).to(torch.float8_e4m3fn)
+
+    def reference(self, q_HGD: Tensor, context: int) -> Tensor:
+        """What a row of queries gets of the rounded keys and values, [H, G, d] in float64."""
+        some = self._pages.view(self.contexts, -1, *self._pages.shape[1:])[context]
+        keys_HND, values_HND = some.permute(1, 2, 0, 3, 4).flatten(2, 3).double()
+        weights = (q_HGD.double() @ keys_HND.mT * self._head_dim**-0.5).softmax(-1)
+        out_HGD: Tensor = weights @ values_HND
+        return out_HGD
+
+    def fa2(self, q_BHGD: Tensor) -> Callable[[Tensor], Tensor]:
+        """A planned attention to rows of queries of that shape and dtype, those of one context packed."""
+        rows, heads, group = q_BHGD.shape[:3]
+        share, per_context = rows // self.contexts, self.length // PAGE
+
+        def ints(last: int, step: int) -> Tensor:
+            return torch.arange(0, last + 1, step, dtype=torch.int32, device=q_BHGD.device)
+
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q_BHGD.device)
+        wrapper = load_flashinfer().BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
+        page_count = self.contexts * per_context
+        full_pages = torch.full((self.contexts,), PAGE, dtype=torch.int32, device=q_BHGD.device)
+        wrapper.plan(
+            ints(rows, share),
+            ints(page_count, per_context),
+            ints(page_count - 1, 1),
+            full_pages,
+            heads * group,
+            heads,
+            self._head_dim,
+            PAGE,
+            causal=False,
+            q_data_type=q_BHGD.dtype,
+            kv_data_type=self._pages.dtype,
+        )
+        out = torch.empty(rows, heads * group, self._head_dim, dtype=q_BHGD.dtype, device=q_BHGD.device)
+
+        def attend(q_BHGD: Tensor) -> Tensor:
+            wrapper.run(q_BHGD.flatten(1, 2), self._pages, out=out)
+            return out.view(q_BHGD.shape)
+
+        return attend
+
+    def xqa(self, q_BHGD: Tensor) -> Callable[[Tensor], Tensor]:
+        """The same by XQA, a row on every context."""
+        device, per_context = q_BHGD.device, self.length // PAGE
+        decode = load_flashinfer().decode.xqa_batch_decode_with_kv_cache
+        table = torch.arange(self.contexts * per_context, dtype=torch.int32, device=device)
+        lengths = torch.full((self.contexts,), self.length, dtype=torch.uint32, device=device)
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        out = torch.empty_like(q_BHGD.flatten(1, 2))
+
+        def attend(q_BHGD: Tensor) -> Tensor:
+            decode(
+                q_BHGD.flatten(1, 2), self._pages, workspace, table.view(self.contexts, -1), lengths, self.length,
+                bmm1_scale=self._head_dim**-0.5, bmm2_scale=1.0, kv_layout="HND", out=out,
+            )  # fmt: skip
+            return out.view(q_BHGD.shape)
+
+        return attend
+
+    def ways(self, q_BHGD: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
+        """The attentions that such rows of queries can have, by name, each compared with the reference beforehand.
+
+        Raises CheckFailedError for a wrong output.
+        """
+        found = {"fa2": self.fa2(q_BHGD)}
+        if len(q_BHGD) == self.contexts:
+            found["xqa"] = self.xqa(q_BHGD)
+        for name, attend in found.items():
+            out_BHGD = attend(q_BHGD)
+            for row in {0, len(q_BHGD) - 1}:
+                expected = self.reference(q_BHGD[row], row * self.contexts // len(q_BHGD))
+                check_close(f"{name} over float8, row {row}", out_BHGD[row], expected, FLOAT8_TOLERANCE)
+        return found
+
+
+def float8_us(q_LBHGD: Tensor, kv_LCHN2D: Tensor) -> dict[str, float]:
+    """Microseconds per layer of full attention over contexts in float8, by way.
+
+    The rows of queries of one context, B / C of them, stand next to each other.
+    """
+    caches = [Float8Cache(kv) for kv in kv_LCHN2D]
+    found: dict[str, float] = {}
+    ways = [cache.ways(q) for cache, q in zip(caches, q_LBHGD, strict=True)]
+    for name in ways[0]:
+        steps = [partial(each[name], q) for each, q in zip(ways, q_LBHGD, strict=True)]
+        found[name] = graph_us(steps, max(1, 8 // len(steps)))
+    return found
 
 
 def pages(kv_BHN2D: Tensor) -> Tensor:

@@ -141,10 +141,12 @@ def figure_rows(
     full: dict[str, float],
     bandwidth: float,
     sweeping: bool,
+    float8: Mapping[str, float] | None = None,
 ) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """One row per kept share, and how it misses its bar, the least ratio to full attention; 0 where none is asked for.
 
     make: steps at a share and with a launch shape, theirs for None. sweeping: also times other shapes, to stderr.
+    float8: microseconds of full attention over a cache in 8 bits, by way.
     """
     for share, bar in bars.items():
         steps = make(share, None)
@@ -158,5 +160,9 @@ def figure_rows(
         ratio = float(best["full_us"]) / result["graph_us"]
         row = {"figure": figure, "keep": share, "ratio": ratio, "bar": bar, **best, **result}
         row["fraction"] = result["bytes"] / (result["graph_us"] * 1e-6) / bandwidth
+        if float8:
+            way, took = min(float8.items(), key=lambda each: each[1])
+            row |= {"float8_us": took, "float8_way": way, "float8_ratio": took / result["graph_us"]}
+            row["float8_ways_us"] = dict(float8)
         row |= {"full_backends_us": full, "copy_tb_per_s": bandwidth / 1e12}
         yield row, [f"{figure} at {share}: {ratio:.2f}x, bar {bar}x"] if ratio < bar else []

@@ -1,7 +1,7 @@
 """Decode attention of `refined` on a GPU, against torch's best full attention on the same tensors in one run.
 
 usage: python ops/bench/one_layer/refined_gpu.py [--bars] [--trained] [--figures 4-bits-128k-b1,2-bits] [--head-dim 64]
-    [--group 16] [--sweep]
+    [--group 16] [--flashinfer] [--sweep]
 
 Regime: one layer of a decode step, 8 KV heads with 4 query heads each or as many as --group says, head dimension 128
 or, with --head-dim, 64 or 256, bfloat16; keys, values and their coarse copies in the GPU's memory, every sequence of a
@@ -17,6 +17,10 @@ memory-efficient attention (grouped heads), over keys and values as they are sto
 the least that a step has to read: the coarse copy, and the keys and values attended to exactly; `fraction` is how much
 of a plain copy's bandwidth that makes. Before a time is reported, the output is compared with attention to the listed
 keys as they are and to all others as they are coded, and the number of listed keys with the budget.
+
+--flashinfer also times full attention over a cache in 8 bits by FlashInfer (`pip install flashinfer-python`), in two
+ways: `float8_us` is the faster one (`flashinfer_baseline`), over float8 copies of the same keys and values without a
+tail, and `float8_ratio` how much longer that takes than `refined`.
 
 --sweep also times other launch shapes to stderr.
 
@@ -41,6 +45,7 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 import torch
 import typer
 from harness.checks import CheckFailedError, check_close
+from harness.flashinfer_baseline import float8_us, load_flashinfer
 from harness.layer import (
     DEVICE,
     GROUP,
@@ -204,6 +209,9 @@ def main(
     head_dim: Annotated[int, typer.Option(help="Channels of a head: 64, 128 or 256.")] = HEAD_DIM,
     group: Annotated[int, typer.Option(help="Query heads of a KV head: 1 to 16.")] = GROUP,
     trained: Annotated[bool, typer.Option("--trained", help="Also take a trained model's keys.")] = False,
+    flashinfer: Annotated[
+        bool, typer.Option("--flashinfer", help="Also time full attention over a cache in 8 bits.")
+    ] = False,
     sweep: Annotated[bool, typer.Option("--sweep", help="Also time other launch shapes, to stderr.")] = False,
 ) -> None:
     """Times one layer's decode attention of `refined` on a GPU; one JSON line per figure."""
@@ -211,6 +219,8 @@ def main(
     refusal = COARSE_ROWS.refusal(group, head_dim)
     if refusal is not None:
         raise typer.BadParameter(refusal)
+    if flashinfer:
+        load_flashinfer()  # refused before any work where it is missing
     chosen = [figure for figure in FIGURES if figure.name.startswith(prefixes)]
     if (head_dim, group) != (HEAD_DIM, GROUP):
         chosen = [figure.without_bars() for figure in chosen]
@@ -230,9 +240,12 @@ def main(
                     trained=rows if keys == "trained" else None,
                 )
                 full = full_attention_us(memory.q.flatten(2, 3), memory.kv)
+                float8 = float8_us(memory.q, memory.kv) if flashinfer else None
                 for figure in (figure for figure in chosen if figure.batch == batch):
                     make = partial(Bench, memory, figure)
-                    for row, missed in figure_rows(figure.name, figure.bars, make, full, bandwidth, sweep):
+                    for row, missed in figure_rows(
+                        figure.name, figure.bars, make, full, bandwidth, sweep, float8
+                    ):
                         report.add(row | {"head_dim": head_dim, "group": group, "keys": keys}, *missed)
                 del memory, make
                 torch.cuda.empty_cache()

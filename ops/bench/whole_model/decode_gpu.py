@@ -1,7 +1,7 @@
 """Decode steps of a whole model on a GPU, through the engine's own captured graphs: how long they take, and where.
 
 usage: python ops/bench/whole_model/decode_gpu.py [--bars] [--methods full,pq:0.01] [--shapes 131072x1]
-       [--placement hybrid] [--trained]
+       [--placement hybrid] [--rows int8] [--trained]
 
 The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16. Contexts are random and
 lie in the GPU's memory; several layers' worth of keys, values and indexes take turns over the model's layers, and
@@ -17,6 +17,9 @@ contexts in GPU memory, one for each sequence, and methods whose indexes are not
 - `none`: a stand-in for attention that reads nothing: what is left is the rest of the model.
 - `full`: attention to every key by the engine's own kernel, which reads a context once for all sessions on it; see
   `shared_gpu.py` for how it compares with torch's fastest.
+- `float8`: attention to every key of a copy in 8 bits by FlashInfer (`pip install flashinfer-python`), the faster of
+  the ways in `flashinfer_baseline`, without tails: what a step with such a cache takes at best. `full` with
+  `--rows int8` is our own over exact rows in 8 bits.
 - `streamed`: attention to every key by the general path, which streams them from host memory; no graph.
 - methods: as in `decode-engine methods`; `NAME:KEEP` gives the share of keys that is kept, `/m8` and `/pooled` variants
   of query tables. Those without kernels run on the general path, as they do when they are served (`captured` is false).
@@ -63,6 +66,7 @@ from harness.made_up.trained_rows import record_rows
 from harness.parsing import parse_method, parse_shared_shapes
 from harness.report import reporting
 from harness.steps.captured_steps import Lanes, tidy_up, time_captured, time_flight, whole_difference
+from harness.steps.float8_steps import float8_steps
 from harness.steps.general_steps import full_logits, measure_general
 from harness.steps.trained_queries import asked
 from harness.timing import copy_bandwidth, event_ms
@@ -79,6 +83,7 @@ from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.selection.budgets import Threshold
+from index_store.store.description.dtypes import AS_DTYPE
 from index_store.store.description.manifest import Manifest
 
 TURNS = 25
@@ -94,6 +99,10 @@ KINDS = {
 }
 """What kernels do, by their whole name; all others are the rest of the model. A lookup scores clusters, which
 is for the search or for the remainder; values are those of coarse rows, and of exact ones beside them."""
+
+
+STAND_INS = ("none", "float8")
+"""For the engine's own attention to all keys."""
 
 
 class NothingSteps(StepAttention):
@@ -126,14 +135,17 @@ class Bench:
 
     def measure(self, label: str, method: Method) -> dict[str, Any]:
         """The figures of a method. Raises CheckFailedError for wrong logits."""
-        with patch.object(batch_kinds, "DenseSteps", NothingSteps) if label == "none" else nullcontext():
+        stand_in: type[StepAttention] | None = NothingSteps if label == "none" else None
+        if label == "float8":
+            stand_in = float8_steps(self._contexts)
+        with nullcontext() if stand_in is None else patch.object(batch_kinds, "DenseSteps", stand_in):
             return self._measure(label, method)
 
     def _measure(self, label: str, method: Method) -> dict[str, Any]:
         lanes = Lanes(self._run, self._model, self._contexts, self._threads)
         if label == "streamed" or not lanes.takes(method):
             return measure_general(self._model, self._contexts, method, self._turns)
-        difference = 0.0 if label == "none" else whole_difference(lanes, method, self._expected())
+        difference = 0.0 if label in STAND_INS else whole_difference(lanes, method, self._expected())
         timed = time_captured(lanes, method, self._turns)
         moved = timed.moved() if self._contexts[0].placement.kv_on_host else {}
         attended = lanes.sessions[0].figures.sparse_fraction if method.sparse else 1.0
@@ -175,7 +187,7 @@ def shape_figures(bench: Bench, labels: Sequence[str], weights_ms: float) -> Ite
 
 def as_method(label: str) -> Method:
     """Of whose indexes and placement it makes use."""
-    return parse_method("full" if label in ("none", "streamed") else label)
+    return parse_method("full" if label in (*STAND_INS, "streamed") else label)
 
 
 def eager_ms(graph: StepGraph) -> float:
@@ -231,6 +243,7 @@ def main(
     placement: Annotated[Placement, typer.Option(help="Of the contexts.")] = Placement.DEVICE,
     host_gb: Annotated[float, typer.Option(help="Page-locked for keys and values in host memory.")] = HOST_GB,
     turns: Annotated[int, typer.Option(help="Steps that are timed, of every method.")] = TURNS,
+    coded: Annotated[str, typer.Option("--rows", help="Of contexts: dtype or int8.")] = AS_DTYPE,
     trained: Annotated[bool, typer.Option("--trained", help="A trained model's keys and queries.")] = False,
     bars: Annotated[
         bool, typer.Option(help="Fail when a figure misses its bar; bars are for contexts in GPU memory.")
@@ -250,7 +263,9 @@ def main(
         ranges = make_ranges(host_gb, searched) if placement.kv_on_host else []
         run, threads = step_model(model, compilation), SearchThreads(search_cores())
         for length, batch, count in sizes:
-            placed = PlacedContexts(identity, listed, length, count, model.device, ranges, trained=rows)
+            placed = PlacedContexts(
+                identity, listed, length, count, model.device, ranges, rows=coded, trained=rows
+            )
             made = placed.make(placement)
             queries = None if rows is None else placed.trained_queries(identity, rows)
             placed.release()
@@ -260,7 +275,7 @@ def main(
                     line: dict[str, Any] = {
                         "figure": "decode", "method": row["method"], "placement": placement.value, "tokens": length,
                         "batch": batch, "contexts": count, "layers": layers,
-                        "compilation": compilation.value, "trained": trained,
+                        "compilation": compilation.value, "rows": coded, "trained": trained,
                         "weights_ms": round(weights_ms, 3),
                     } | row  # fmt: skip
                     report.add(line, *missed(line))

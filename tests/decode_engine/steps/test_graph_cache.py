@@ -92,6 +92,26 @@ def test_who_runs_out_of_memory_gets_that_of_idle_graphs() -> None:
     assert used(cache, "") == "e", "what the last step used stays"
 
 
+def test_what_the_allocator_keeps_is_given_back_before_a_graph_is_dropped() -> None:
+    cache: GraphCache[Graph] = GraphCache()
+    used(cache, "abcd")
+    cache.begin_turn()
+    failures = 1
+
+    def make() -> str:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise torch.OutOfMemoryError("the device is full")
+        return "made"
+
+    assert cache.with_room(make) == "made"
+    failures = 2
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.with_room(make, drop=False)
+    assert used(cache, "") == "abcd"
+
+
 def test_other_errors_drop_nothing() -> None:
     cache: GraphCache[Graph] = GraphCache()
     used(cache, "abcd")

@@ -16,6 +16,7 @@ from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.dense_steps import DenseSteps
 from decode_engine.steps.attention.step_batch import StepBatch, step_counts
+from decode_engine.steps.batches import FIXED_ROWS
 from decode_engine.steps.graph_cache import GraphCache
 from decode_engine.steps.stepper import Stepper
 from index_store.memory.placement import Placement
@@ -230,3 +231,21 @@ def test_a_session_with_a_seed_gets_the_same_bits_alone_and_beside_others(runner
     alone = logits(1)
     for count in (2, 5, 9):
         assert torch.equal(logits(count), alone)
+
+
+def test_a_batch_steps_in_a_larger_graph_that_was_prepared(runner: ModelRunner) -> None:
+    """Nothing is captured for it; sessions with seeds alone wait for a graph of their number of rows."""
+    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    sessions = [start(runner, [5]) for _ in range(3)]
+    stepper.prepare_beside(sessions[0].fitted, 8, Placement.DEVICE, least=8)
+    for count in (1, 3, 2):
+        tokens = list(range(count))
+        found = stepper.step(sessions[:count], tokens, [Sampler(GREEDY)] * count)
+        assert found == [token + 1 for token in tokens]
+        assert stepper.graph(sessions[:count]).batch.plan.size == 8
+    assert [graph.batch.plan.size for graph in stepper._graphs.graphs()] == [8]
+    stepper.prepare_beside(sessions[0].fitted, 8, Placement.DEVICE)
+    stepper.step(sessions[:2], [1, 2], [Sampler(GREEDY)] * 2)
+    assert stepper.graph(sessions[:2]).batch.plan.size == 2
+    assert stepper.step(sessions[:1], [6], [seeded(1)]) is not None
+    assert FIXED_ROWS in {graph.batch.plan.size for graph in stepper._graphs.graphs()}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +103,30 @@ def test_side_by_side_and_one_after_the_other_write_the_same_bytes(tmp_path: Pat
         assert len(written.selectivity) == LAYERS
         assert {index.layers for index in written.indexes} == {tuple(range(LAYERS))}
         assert len(written.indexes[1].thresholds) == 28
+
+
+def test_all_that_is_written_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What threads copy with streams of their own comes from the stream that the building waits for."""
+    running = False
+
+    @contextmanager
+    def mark_running(stream: BuildStream) -> Iterator[None]:
+        nonlocal running
+        running = True
+        yield
+        running = False
+
+    made = []
+    for owner in (layer_arrays.CapturedWriting, layer_arrays.IndexWriting):
+
+        def chunks(self: Any, *given: Any, original: Any = owner.chunks) -> Any:
+            made.append(running)
+            return original(self, *given)
+
+        monkeypatch.setattr(owner, "chunks", chunks)
+    monkeypatch.setattr(BuildStream, "running", mark_running)
+    write(tmp_path, make_capture())
+    assert made == [True] * (5 * LAYERS)
 
 
 def test_layers_are_freed_as_they_are_written(tmp_path: Path) -> None:

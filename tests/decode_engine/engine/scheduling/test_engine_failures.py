@@ -225,11 +225,12 @@ def test_shutdown_without_grace_ends_requests(running: FakeEngine, runner: FakeR
 def test_the_loss_of_the_device_ends_the_scheduler(
     runner: FakeRunner, monkeypatch: pytest.MonkeyPatch, lost: bool
 ) -> None:
-    def synchronize() -> None:
-        if lost:
-            raise torch.AcceleratorError("an illegal memory access was encountered")
+    class Device:
+        def synchronize(self) -> None:
+            if lost:
+                raise torch.AcceleratorError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+    monkeypatch.setattr(torch.accelerator, "current_stream", Device)
     runner.gate = threading.Semaphore(0)
     engine = Engine(runner)
     engine.start()

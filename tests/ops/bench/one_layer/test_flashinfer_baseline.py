@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +18,8 @@ from torch import Tensor
 from tests.ops.bench.conftest import Run, load_bench
 
 LENGTH, KV_HEADS = 192, 2
-FIELDS = {"flashinfer_single_us", "flashinfer_cascade_us", "flashinfer"}
+TIMES = ("flashinfer_single_us", "flashinfer_cascade_us")
+FIELDS = {*TIMES, "flashinfer"}
 
 
 def attention(q_RQD: Tensor, keys_HND: Tensor, values_HND: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,6 +90,47 @@ class Cascade:
             level.tables, level.sizes = of_level, sizes
 
 
+class Paged(Level):
+    """Attention of packed rows of queries to requests' pages in float8."""
+
+    def __init__(self, workspace: Tensor, layout: str, backend: str) -> None:
+        assert (layout, backend, workspace.dtype) == ("HND", "fa2", torch.uint8)
+
+    def plan(self, *given: Any, causal: bool, q_data_type: torch.dtype, kv_data_type: torch.dtype) -> None:
+        assert (causal, q_data_type, kv_data_type) == (False, layer.DTYPE, torch.float8_e4m3fn)
+        self.tables, self.sizes = given[:4], given[4:]
+        assert all(part.dtype == torch.int32 for part in self.tables)
+
+    def run(self, q: Tensor, cache: Tensor, *, out: Tensor) -> None:  # type: ignore[override]
+        assert (q.shape[1:], cache.shape[2:]) == (
+            (self.sizes[0], self.sizes[2]),
+            (self.sizes[1], *self.sizes[3:], q.shape[2]),
+        )
+        for row in range(len(q)):
+            out[row : row + 1] = attention(q[row, None], *self.keys(cache.to(q.dtype), row))[0]
+
+
+def xqa(
+    q: Tensor,
+    cache: Tensor,
+    workspace: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    longest: int,
+    *,
+    bmm1_scale: float,
+    bmm2_scale: float,
+    kv_layout: str,
+    out: Tensor,
+) -> None:
+    assert (bmm1_scale, bmm2_scale, kv_layout) == (q.shape[2] ** -0.5, 1.0, "HND")
+    assert (table.dtype, lengths.dtype, workspace.dtype) == (torch.int32, torch.uint32, torch.uint8)
+    for row, pages in enumerate(table):
+        kv = cache[pages.long()].permute(1, 2, 0, 3, 4).flatten(2, 3).to(q.dtype)
+        assert kv.shape[2] == longest == int(lengths[row])
+        out[row : row + 1] = attention(q[row, None], *kv)[0]
+
+
 class TailOfTheFirstLevel(Level):
     def keys(self, cache: Tensor, row: int) -> Tensor:
         return super().keys(cache, 0)
@@ -115,6 +157,8 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         "single_prefill_with_kv_cache": single_prefill,
         "MultiLevelCascadeAttentionWrapper": Cascade,
         "merge_state_in_place": merge_state_in_place,
+        "BatchPrefillWithPagedKVCacheWrapper": Paged,
+        "decode": SimpleNamespace(xqa_batch_decode_with_kv_cache=xqa),
     }
     vars(fake).update(members)
     monkeypatch.setitem(sys.modules, "flashinfer", fake)
@@ -207,6 +251,34 @@ def test_wrong_attention_of_flashinfer_is_not_timed(
         flashinfer_baseline.flashinfer_us(*given, check)
 
 
+@pytest.mark.parametrize(("contexts", "ways"), [(1, {"fa2"}), (2, {"fa2"}), (4, {"fa2", "xqa"})])
+def test_rows_of_queries_attend_to_their_contexts_in_float8(
+    flashinfer: ModuleType, contexts: int, ways: set[str]
+) -> None:
+    kv_CHN2D = torch.randn(contexts, KV_HEADS, LENGTH, 2, 64)
+    cache = flashinfer_baseline.Float8Cache(kv_CHN2D)
+    q_BHGD = 3 * torch.randn(4, KV_HEADS, 2, 64)
+    found = cache.ways(q_BHGD)
+    assert set(found) == ways
+    rounded = kv_CHN2D.to(torch.float8_e4m3fn).float()
+    for row in range(4):
+        keys, values = rounded[row * contexts // 4].unbind(2)
+        expected = attention(q_BHGD[row].flatten(0, 1)[None], keys, values)[0].view(KV_HEADS, 2, 64)
+        for attend in found.values():
+            torch.testing.assert_close(attend(q_BHGD)[row], expected)
+
+
+def test_wrong_attention_over_float8_is_not_timed(
+    flashinfer: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = flashinfer_baseline.Float8Cache(torch.randn(2, KV_HEADS, LENGTH, 2, 64))
+    monkeypatch.setattr(
+        flashinfer.decode, "xqa_batch_decode_with_kv_cache", lambda *given, out, **named: out.zero_()
+    )
+    with pytest.raises(CheckFailedError, match=r"xqa over float8, row \d: relative error"):
+        cache.ways(3 * torch.randn(2, KV_HEADS, 2, 64))
+
+
 def test_a_release_whose_kernels_cannot_be_chosen_is_refused(
     bench: ModuleType, flashinfer: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,11 +293,8 @@ def test_rows_of_one_context_have_times_of_flashinfer(
     rows, code, _ = run(bench, head_dim=64, group=2, flashinfer=True)
     assert (code, [row["sessions"] for row in rows]) == (0, [1, 3, 3])
     for row in rows[:2]:
-        assert {name: row[name] for name in FIELDS} == {
-            "flashinfer_single_us": 1.0,
-            "flashinfer_cascade_us": 1.0,
-            "flashinfer": "1.2.3",
-        }
+        assert {row[name] for name in (*TIMES, "flashinfer_float8_us")} == {1.0}
+        assert row["flashinfer"] == "1.2.3"
     assert not FIELDS & set(rows[2])
     assert {row["ratio"] for row in rows} == {0.5, 0.25}  # of a mixed batch's two contexts
 
