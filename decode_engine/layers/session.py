@@ -215,9 +215,11 @@ def _make_layer(
     """A layer of a session. Waits until the context has it in memory."""
     kv, manifest = context.rows(layer), context.manifest
     form = forms[layer] if forms else PLAIN
-    window = manifest.model.shape(layer).window
-    if window is not None:
-        return WindowLayer(context.kv(layer), manifest.token_count, window, figures, form)
+    shape = manifest.model.shape(layer)
+    if shape.window is not None:
+        return WindowLayer(
+            context.kv(layer), manifest.token_count, shape.window, figures, form, chunked=shape.chunked
+        )
     beside = context.device if context.placement.kv_on_host else None
     index, partition = fitted.method.index, fitted.partition
     if index is None or layer not in fitted.searching:

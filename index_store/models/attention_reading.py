@@ -59,9 +59,9 @@ class LayerReading:
     """Attention of one layer.
 
     head_dim: of queries and keys, or of values where those are wider; the narrower ones are filled up with zeros.
-    window: a query sees so many keys, its own included; None for all. scale: of the logits. cap: see
-    `attention.logit_form`. sinks: name of the decoder's parameter with a learnt sink for every query head; None
-    without.
+    window: a query sees so many keys, its own included; None for all. chunked: those of its own chunk of so many.
+    scale: of the logits. cap: see `attention.logit_form`. sinks: name of the decoder's parameter with a learnt sink for
+    every query head; None without.
     """
 
     query_heads: int
@@ -71,6 +71,7 @@ class LayerReading:
     scale: float
     cap: float | None
     sinks: str | None
+    chunked: bool = False
 
 
 def logit_cap(readings: Sequence[LayerReading]) -> float | None:
@@ -203,14 +204,16 @@ def _read(folder: ModelFolder, config: Any, call: _Call, limit: int) -> LayerRea
     if sinks is not None and (call.sinks is None or sinks.numel() != query_heads):
         raise folder.refuse(f"layer {layer} has sinks that are not one learnt number for every query head")
     cap = given.get("softcap")
+    window, chunked = _window(folder, config, call, limit)
     return LayerReading(
         query_heads,
         kv_heads,
         max(head_dim, width),
-        _window(folder, config, call, limit),
+        window,
         call.scale,
         None if not cap else float(cap),
         call.sinks,
+        chunked,
     )
 
 
@@ -221,36 +224,35 @@ def _check_arguments(folder: ModelFolder, call: _Call) -> None:
             raise folder.refuse(f"layer {call.layer} needs {feature} (attention argument {name})")
 
 
-def _window(folder: ModelFolder, config: Any, call: _Call, limit: int) -> int | None:
-    """How many keys a query sees by the call's mask, where that is fewer than all positions."""
+def _window(folder: ModelFolder, config: Any, call: _Call, limit: int) -> tuple[int | None, bool]:
+    """How many keys a query sees by the call's mask, where that is fewer than all positions, and whether in chunks."""
     if call.mask is None:
-        return None
-    windows: set[int] = set()
+        return None, False
+    windows: dict[int, int] = {}
     chunk = value(config, "attention_chunk_size")
     for position in sorted({0, 1, limit // 3, limit // 2 + 1, limit - 1}):
         try:
             seen = _seen(call.mask, position)
         except Exception as error:
-            what = (
-                f"attends in chunks of {chunk} tokens"
-                if chunk
-                else f"has a mask that {type(error).__name__} hides"
-            )
+            if (
+                chunk
+            ):  # counted from padding of which there are no numbers; whether it is so shows in the self-check
+                return (int(chunk), True) if chunk < limit else (None, False)
+            what = f"has a mask that {type(error).__name__} hides"
             raise folder.refuse(f"layer {call.layer} {what}; {_EXPECTED}") from error
         size = int(seen.sum())
         if not bool(seen[len(seen) - size :].all()):
             raise folder.refuse(f"layer {call.layer} has an attention mask of another shape; {_EXPECTED}")
         if size < position + 1:
-            windows.add(size)
-    if len(windows) > 1 or 0 in windows:
-        what = (
-            f"attends in chunks of {chunk} tokens" if chunk else "has an attention mask whose width changes"
-        )
-        raise folder.refuse(f"layer {call.layer} {what}; {_EXPECTED}")
-    return windows.pop() if windows else None
+            windows[position] = size
+    if windows and chunk and all(size == position % chunk + 1 for position, size in windows.items()):
+        return int(chunk), True
+    if len(set(windows.values())) > 1 or 0 in windows.values():
+        raise folder.refuse(f"layer {call.layer} has an attention mask whose width changes; {_EXPECTED}")
+    return next(iter(windows.values()), None), False
 
 
-_EXPECTED = "every layer must see all earlier tokens, or a sliding window of them"
+_EXPECTED = "every layer must see all earlier tokens, a sliding window of them, or those of its chunk"
 
 
 def _seen(mask: Callable[..., Tensor], position: int) -> Tensor:

@@ -89,13 +89,18 @@ def _describe(folder: ModelFolder) -> ModelIdentity:
         folder, "that see all keys", (shape for shape in _shapes(readings) if shape.window is None)
     )
     windowed = _common(
-        folder, "with a sliding window", (shape for shape in _shapes(readings) if shape.window)
+        folder, "with a sliding window or chunks", (shape for shape in _shapes(readings) if shape.window)
     )
     window = None
     if windowed is not None and windowed.window is not None:
         layers = tuple(layer for layer, reading in enumerate(readings) if reading.window)
         window = WindowLayers(
-            layers, windowed.window, windowed.query_heads, windowed.kv_heads, windowed.head_dim
+            layers,
+            windowed.window,
+            windowed.query_heads,
+            windowed.kv_heads,
+            windowed.head_dim,
+            windowed.chunked,
         )
     shape = full or windowed
     if shape is None:
@@ -149,7 +154,9 @@ def check_positions(identity: ModelIdentity, count: int) -> None:
 
 
 def _shapes(readings: Sequence[LayerReading]) -> Iterable[LayerShape]:
-    return (LayerShape(own.query_heads, own.kv_heads, own.head_dim, own.window) for own in readings)
+    return (
+        LayerShape(own.query_heads, own.kv_heads, own.head_dim, own.window, own.chunked) for own in readings
+    )
 
 
 def _common(folder: ModelFolder, which: str, shapes: Iterable[LayerShape]) -> LayerShape | None:

@@ -195,7 +195,11 @@ def _attend_plainly(
     logits = form.capped(torch.einsum("hgtd,hsd->hgts", q_HGTD * reading.scale, key_HTD.float()))
     places = torch.arange(tokens, device=query.device)
     ages = places[:, None] - places
-    unseen = (ages < 0) if reading.window is None else (ages < 0) | (ages >= reading.window)
+    unseen = ages < 0
+    if reading.window is not None and reading.chunked:
+        unseen |= places[:, None] // reading.window != places // reading.window
+    elif reading.window is not None:
+        unseen |= ages >= reading.window
     logits.masked_fill_(unseen, -torch.inf)
     lse_HGT = logits.logsumexp(-1)
     if form.sink_HG is not None:
@@ -212,18 +216,19 @@ def _small_windows(model: Any, identity: ModelIdentity) -> Iterator[ModelIdentit
     if window is None or window.size <= _WINDOW:
         yield identity
         return
+    name = "attention_chunk_size" if window.chunked else "sliding_window"
     holders: list[Any] = []
     for module in model.modules():
         config = getattr(module, "config", None)
-        holders += [each for each in (module, config) if getattr(each, "sliding_window", None) == window.size]
+        holders += [each for each in (module, config) if getattr(each, name, None) == window.size]
     holders = list({id(holder): holder for holder in holders}.values())
     try:
         for holder in holders:
-            holder.sliding_window = _WINDOW
+            setattr(holder, name, _WINDOW)
         yield replace(identity, window=replace(window, size=_WINDOW))
     finally:
         for holder in holders:
-            holder.sliding_window = window.size
+            setattr(holder, name, window.size)
 
 
 def remembered(

@@ -118,7 +118,8 @@ def _describe(folder: Path) -> str:
         parts.append(f"{kinds} states {where} layers that attend")
     windows = sum(1 for own in readings if own.window)
     if windows:
-        parts.append("window in every layer" if windows == len(readings) else "windows beside full layers")
+        kind = "chunk" if any(own.chunked for own in readings) else "window"
+        parts.append(f"{kind} in every layer" if windows == len(readings) else f"{kind}s beside full layers")
     if len({(own.query_heads, own.kv_heads, own.head_dim) for own in readings}) > 1:
         parts.append("windows of other heads")
     if any(own.sinks for own in readings):

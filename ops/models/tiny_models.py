@@ -108,7 +108,7 @@ PARTICULAR: Mapping[str, Mapping[str, object]] = {
         "n_mamba_heads": 8,
         "mamba_headdim": 16,
     },
-    "zaya": {"layer_types": ["hybrid"] * 4},
+    "zaya": {"layer_types": ["hybrid"] * 4, "num_experts_per_tok": 1},
     "xmod": {"default_language": "en_XX"},
     "dots1": {"first_k_dense_replace": 1, "n_shared_experts": 1},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},

@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.logit_form import PLAIN, LogitForm
-from index_store.attention.sliding import attend_masked, attend_window
+from index_store.attention.sliding import attend_recent
 from index_store.attention.widths import narrow, widen
 from index_store.indexes.interface.layer_index import ClusterStarts
 from index_store.models.state_cache import StateCache, attending_layer
@@ -230,8 +230,8 @@ class Capture:
         self, layer: int, query_HGTD: Tensor, key_HTD: Tensor, value_HTD: Tensor, cap: float | None
     ) -> AttentionState:
         """Attention of a layer whose queries see the last keys only, always exact."""
-        windows, window, count = self._windows, self.identity.shape(layer).window, key_HTD.shape[1]
-        if windows is None or window is None:
+        windows, shape, count = self._windows, self.identity.shape(layer), key_HTD.shape[1]
+        if windows is None or shape.window is None:
             raise ValueError(f"layer {layer} has no window")
         if self._start < self.token_count:
             rows = windows.add(layer, torch.stack([key_HTD, value_HTD], dim=2).to(self.kv_dtype))
@@ -240,9 +240,7 @@ class Capture:
             self._add_to_prompt(layer, key_HTD, value_HTD)
             prompt = self._prompt_kv[layer]
             rows = windows.kept(layer) if prompt is None else torch.cat([windows.kept(layer), prompt], dim=1)
-        if cap is not None:
-            return attend_masked(query_HGTD, rows, rows.shape[1] - count, window, cap)
-        return attend_window(query_HGTD, rows, window)
+        return attend_recent(query_HGTD, rows, shape.window, self._start, chunked=shape.chunked, cap=cap)
 
     def _add_to_prompt(self, layer: int, key_HTD: Tensor, value_HTD: Tensor) -> Tensor:
         """Keeps a calibration prompt's keys and values until it is forgotten; returns them as they would be stored."""

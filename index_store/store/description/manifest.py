@@ -61,8 +61,8 @@ FORMAT_VERSION = 5
 """What is written: 2 added calibrated thresholds and a sample of the queries, 3 leaves the salt out and has layers with
 a sliding window, 4 has labels, pins and messages, children and digests of prefixes, 5 may have rows in 8 bits."""
 
-STATES_VERSION = 6
-"""What is written of a model with states, so that those who know none refuse it by its version."""
+LAYERS_VERSION = 6
+"""What is written of a model with states or chunks, so that programs that know none refuse it by its version."""
 
 READABLE_VERSIONS = (2, 3, 4, 5, 6)
 
@@ -263,7 +263,8 @@ class Manifest:
     @property
     def written_version(self) -> int:
         """The format version that it is written in."""
-        return FORMAT_VERSION if self.model.states is None else STATES_VERSION
+        chunked = self.model.window is not None and self.model.window.chunked
+        return LAYERS_VERSION if chunked or self.model.states is not None else FORMAT_VERSION
 
     def expired(self, now: datetime) -> bool:
         """Whether the context's time to live has passed at `now` (timezone-aware). A pinned one's does not."""

@@ -1,4 +1,7 @@
-"""Models with recurrent and convolution states: those behind a text's last token are part of what is stored."""
+"""Models with recurrent and convolution states: those behind a text's last token are part of what is stored.
+
+And models that attend in chunks, in every way in which tokens may come to stand behind a text.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from index_store.models.identity import identify
 from index_store.models.loading import resolve_model
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import ModelIdentity
-from index_store.store.description.manifest import FORMAT_VERSION, MANIFESTS, STATES_VERSION, Manifest
+from index_store.store.description.manifest import FORMAT_VERSION, LAYERS_VERSION, MANIFESTS, Manifest
 from index_store.store.description.sealed import plain
 from index_store.store.zarr_io import CHECKSUM_BYTES, chunk_path
 from prefill_worker.jobs.checkpoint import Checkpoint
@@ -36,9 +39,10 @@ TEXT = torch.randint(3, 259, (300,), generator=torch.Generator().manual_seed(1))
 PROMPT = list(range(70, 82))
 NEW_TOKENS = 24
 KINDS = ("states", "convolutions")
+with_states = pytest.mark.parametrize("own", KINDS, indirect=True)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=(*KINDS, "chunks"))
 def own(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A served model, and what it answers by itself."""
     path = tmp_path_factory.mktemp("states")
@@ -77,6 +81,7 @@ def test_a_gpu_answers_as_a_cpu(own: tuple[Served, list[int]], tmp_path: Path, w
         assert WAYS[way](on_gpu, PROMPT, NEW_TOKENS) == answer
 
 
+@with_states
 def test_a_pass_that_fails_may_be_made_again(own: tuple[Served, list[int]]) -> None:
     found, answer = own
     with found.session(found.manifest) as (session, _):
@@ -92,6 +97,7 @@ def _fail(*_: object) -> None:
     raise RuntimeError("half way")
 
 
+@with_states
 def test_a_reading_that_was_interrupted_ends_as_one_in_one_go(
     own: tuple[Served, list[int]], tmp_path: Path
 ) -> None:
@@ -122,6 +128,7 @@ def _capture(identity: ModelIdentity) -> Capture:
     return Capture(identity, len(TEXT), torch.bfloat16, plan_sample(len(TEXT), (), 100, 0))
 
 
+@with_states
 @pytest.mark.parametrize("change", ["flipped", "cut", "gone"])
 def test_damaged_states_are_found_and_never_decoded_with(
     own: tuple[Served, list[int]], tmp_path: Path, change: str
@@ -156,19 +163,18 @@ def _load(store: Store, manifest: Manifest) -> None:
         pass
 
 
-def test_a_manifest_with_states_has_a_version_of_its_own(
-    own: tuple[Served, list[int]], tmp_path: Path
-) -> None:
+def test_a_manifest_with_states_or_chunks_has_a_version_of_its_own(own: tuple[Served, list[int]]) -> None:
     """So that a program that knows of none refuses it by that; of other models everything is as it was."""
     manifest = own[0].manifest
     document = json.loads((own[0].store.path / "contexts" / manifest.id / "manifest.json").read_text())
-    assert document["format_version"] == manifest.format_version == STATES_VERSION
+    assert document["format_version"] == manifest.format_version == LAYERS_VERSION
     assert MANIFESTS.parse(MANIFESTS.render(manifest), "here") == manifest
-    other = unstored_manifest(replace(manifest.model, states=None), "float32", 3)
+    other = unstored_manifest(replace(manifest.model, states=None, window=None), "float32", 3)
     assert (other.state, other.written_version) == (None, FORMAT_VERSION)
     assert "states" not in plain(other)["model"]
-    with pytest.raises(ManifestError, match="state"):
-        replace(manifest, state=None)
+    if manifest.state is not None:
+        with pytest.raises(ManifestError, match="state"):
+            replace(manifest, state=None)
 
 
 @pytest.mark.parametrize(
