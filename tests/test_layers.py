@@ -158,6 +158,7 @@ PLACES = {
         "index_store/models/identity.py",
         "index_store/models/loading.py",
         "index_store/models/self_check.py",
+        "index_store/models/state_cache.py",
         "index_store/models/tokenizer.py",
         "prefill_worker/reading/capture.py",
         "decode_engine/model/decode_attention.py",

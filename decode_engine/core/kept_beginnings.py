@@ -24,7 +24,13 @@ from index_store.memory.arena import Arena
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.presets import METHODS
 from index_store.selection.calibration import CALIBRATION_QUERIES
-from index_store.store.description.array_shapes import kv_entry, queries_entry, tokens_entry, window_entry
+from index_store.store.description.array_shapes import (
+    kv_entry,
+    queries_entry,
+    state_entry,
+    tokens_entry,
+    window_entry,
+)
 from index_store.store.description.context_id import (
     DIGEST_DIGITS,
     PREFIX_BLOCK,
@@ -222,6 +228,7 @@ def stored_bytes(model: ModelIdentity, dtype: str, tokens: int, methods: Sequenc
         tokens_entry(tokens),
         kv_entry(model, tokens, dtype),
         window_entry(model, tokens, dtype),
+        state_entry(model, dtype),
         queries_entry(model, 2 * CALIBRATION_QUERIES),
     )
     specs = {spec.name: spec for name in methods if name in METHODS for spec in METHODS[name].index_specs()}

@@ -281,7 +281,10 @@ class EngineService:
 
         Contexts that do not fit into memory are passed over. And why it is no longer one.
         """
-        first = first_digest(self.runner.identity, self.runner.kv_dtype, "")
+        identity = self.runner.identity
+        if identity.states is not None:  # behind whose last token one has to come: it cannot be read again
+            token_ids = token_ids[:-1]
+        first = first_digest(identity, self.runner.kv_dtype, "")
         digests = continued_digests(first, token_ids)
         found, missed = longest_prefix(self.store, digests, token_ids, self._may_hold)
         return self.nothing if found is None else Ground.of(self.store, found), missed
@@ -338,11 +341,13 @@ class EngineService:
         prompt = whole if order.context else whole[min(named.token_count, len(whole) - 1) :]
         max_tokens = fit_max_tokens(order, named, identity, len(prompt))
         limit, least = self.engine.session_memory, max(1, order.sampling.min_tokens)
-        room = None if limit is None else limit // order.answers - ground.own_bytes
+        beside = ground.own_bytes
+        if order.keep is not None and identity.states is not None:
+            beside += identity.states.nbytes("float32")  # of the end of its prompt
+        room = None if limit is None else limit // order.answers - beside
         max_tokens, own = fitting_tokens(fitted, ground.own_tokens + len(prompt), least, max_tokens, room)
-        needed = own + ground.own_bytes
         return Meaning(
-            order, ground, fitted, prompt, max_tokens, needed, arrived_ns, reason, lookup, missed, tier
+            order, ground, fitted, prompt, max_tokens, own + beside, arrived_ns, reason, lookup, missed, tier
         )
 
     def _beginning(self, order: Order) -> tuple[Ground, Missed | None]:

@@ -30,6 +30,8 @@ def session_bytes(fitted: FittedMethod, tokens: int) -> int:
     if model.window is not None:
         own = model.window
         total += len(own.layers) * _tail_bytes(own.kv_heads, own.head_dim, dtype, tokens)
+    if model.states is not None:
+        total += model.states.nbytes("float32")  # the widest that is computed in
     growth = _growth(fitted, tokens)
     for spec in (fitted.method.index, fitted.partition):
         if spec is not None and fitted.searching:

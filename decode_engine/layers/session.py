@@ -22,6 +22,7 @@ from index_store.indexes.row_planes.two_planes import TwoPlanes
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import FittedMethod
+from index_store.models.states import TextStates
 
 Watch = Callable[[int, Observation], None]
 """Is told a layer's number, and what it found."""
@@ -72,7 +73,8 @@ class Session:
     """Decoding state over a resident context. The context is shared and never written.
 
     position: tokens so far, context included; the next token gets this position. method: as it runs over this context.
-    drafts: whether it attends to everything but for drafts, by the same tails in searching layers. device: of queries,
+    drafts: whether it attends to everything but for drafts, by the same tails in searching layers. states: of a model
+    with states, behind the last token; None of others. marked: those at an earlier position. device: of queries,
     tails and indexes; keys and values of the context may be in host memory beside it. Raises InvalidArgumentError when
     the method was fitted to another context.
     """
@@ -86,8 +88,10 @@ class Session:
         check: Callable[[], None] = lambda: None,
         again: int = 0,
         watch: Watch | None = None,
+        states: TextStates | None = None,
     ) -> None:
-        """forms: what every layer of the model does to logits; nothing where there are none.
+        """forms: what every layer of the model does to logits; nothing where there are none. states: of a model that
+        has some, those behind the context's last token, which become the session's.
 
         check: called now and then while a layer of the context is waited for; what it raises ends the wait. again: last
         tokens of the context that are fed first: their keys and values are there, what follows them is wanted. watch:
@@ -103,6 +107,9 @@ class Session:
         self.method = fitted.method
         self.drafts = fitted.drafting is not None
         self.figures = Figures()
+        self.states = states
+        self.marks = False
+        self.marked: tuple[int, TextStates] | None = None
         self._forms = forms
         self.position = context.manifest.token_count - again
         self.device = context.device
@@ -120,7 +127,9 @@ class Session:
         It shares the context, and so the lease on it; its tails and extensions of indexes are copies. Its figures begin
         with what was done so far.
         """
-        other = Session(self.context, self.fitted, self._forms)
+        states = None if self.states is None else self.states.copy()
+        other = Session(self.context, self.fitted, self._forms, states=states)
+        other.marks, other.marked = self.marks, self.marked
         for own in fields(Figures):
             setattr(other.figures, own.name, getattr(self.figures, own.name))
         with torch.inference_mode(False):
@@ -142,11 +151,20 @@ class Session:
         """Drops the tail and the layers' references to the context's memory; the session cannot be used afterwards."""
         self._layers.clear()
         self._advanced_to, self._room_until = None, 0
+        self.states = self.marked = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the session holds besides the shared context: its tail, and what was appended to the index."""
-        return sum(layer.nbytes for layer in self._layers.made())
+        """Bytes that the session holds besides the shared context: its tail and states, and what was appended to the
+        index."""
+        kept = (self.states, None if self.marked is None else self.marked[1])
+        states = sum(each.nbytes for each in kept if each is not None)
+        return states + sum(layer.nbytes for layer in self._layers.made())
+
+    def mark(self) -> None:
+        """Remembers the states here, where `marks` says that they may be asked for later."""
+        if self.marks and self.states is not None:
+            self.marked = self.position, self.states.copy()
 
     @property
     def tail_keys(self) -> int:
@@ -212,9 +230,11 @@ def _make_layer(
     """A layer of a session. Waits until the context has it in memory."""
     kv, manifest = context.rows(layer), context.manifest
     form = forms[layer] if forms else PLAIN
-    window = manifest.model.shape(layer).window
-    if window is not None:
-        return WindowLayer(context.kv(layer), manifest.token_count, window, figures, form)
+    shape = manifest.model.shape(layer)
+    if shape.window is not None:
+        return WindowLayer(
+            context.kv(layer), manifest.token_count, shape.window, figures, form, chunked=shape.chunked
+        )
     beside = context.device if context.placement.kv_on_host else None
     index, partition = fitted.method.index, fitted.partition
     if index is None or layer not in fitted.searching:

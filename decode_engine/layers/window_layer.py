@@ -1,4 +1,4 @@
-"""Layers whose queries see a sliding window of the last keys.
+"""Layers whose queries see a sliding window of the last keys, or those of their own chunk.
 
 Of the context only the last keys are there, and all of them are in memory of the device that computes. The tail holds
 all that the session added, of which as much as the window reaches back is attended to.
@@ -18,7 +18,7 @@ from decode_engine.layers.partial_attention import attend_shared
 from decode_engine.layers.tail import Tail
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.logit_form import PLAIN, LogitForm
-from index_store.attention.sliding import attend_masked, attend_window
+from index_store.attention.sliding import attend_recent
 
 
 class WindowLayer:
@@ -31,13 +31,16 @@ class WindowLayer:
         window: int,
         figures: Figures,
         form: LogitForm = PLAIN,
+        *,
+        chunked: bool = False,
     ) -> None:
-        """kv_HW2D: the last tokens of the context, which has `token_count`."""
+        """kv_HW2D: the last tokens of the context, which has `token_count`. chunked: see `LayerShape`."""
         heads, kept, _, head_dim = kv_HW2D.shape
         self._kv_HW2D = kv_HW2D
         self._first = token_count - kept
         self._token_count = token_count
         self._window = window
+        self._chunked = chunked
         self._figures = figures
         self._form = form
         self.tail = Tail(heads, head_dim, kv_HW2D.dtype, kv_HW2D.device)
@@ -70,11 +73,14 @@ class WindowLayer:
         self.tail.write(position - self._token_count, keys_HTD, values_HTD)
         heads, count = q_HTGD.shape[:2]
         oldest = max(0, position - self._window + 1)
+        if self._chunked:
+            oldest = position // self._window * self._window
         if count == 1:
             state = self._attend_runs(q_HTGD, oldest)
         else:
-            state = self._attend_rows(q_HTGD, self._rows(oldest, position + count))
-        self._figures.count_dense(heads * keys_in_window(position, count, self._window))
+            state = self._attend_rows(q_HTGD, self._rows(oldest, position + count), position)
+        seen = keys_in_chunks if self._chunked else keys_in_window
+        self._figures.count_dense(heads * seen(position, count, self._window))
         out = self._form.add_sink(state).out
         self._figures.attend_ns += perf_counter_ns() - begin
         return out
@@ -88,15 +94,12 @@ class WindowLayer:
             attend_shared(q_HTGD, tail, causal=False, cap=cap)
         )
 
-    def _attend_rows(self, q_HTGD: Tensor, rows_HS2D: Tensor) -> AttentionState:
+    def _attend_rows(self, q_HTGD: Tensor, rows_HS2D: Tensor, position: int) -> AttentionState:
         """Attention of the last positions of the rows to those up to themselves."""
-        count, head_dim = q_HTGD.shape[1], q_HTGD.shape[3]
-        queries_HGTD = q_HTGD.transpose(1, 2) * head_dim**0.5
-        if self._form.cap is None:
-            state = attend_window(queries_HGTD.to(_compute_dtype(rows_HS2D)), rows_HS2D, self._window)
-        else:
-            before = rows_HS2D.shape[1] - count
-            state = attend_masked(queries_HGTD, rows_HS2D, before, self._window, self._form.cap)
+        queries_HGTD, cap = q_HTGD.transpose(1, 2) * q_HTGD.shape[3] ** 0.5, self._form.cap
+        if cap is None:
+            queries_HGTD = queries_HGTD.to(_compute_dtype(rows_HS2D))
+        state = attend_recent(queries_HGTD, rows_HS2D, self._window, position, chunked=self._chunked, cap=cap)
         return AttentionState(state.out.transpose(1, 2), state.lse.transpose(1, 2))
 
     def _rows(self, start: int, end: int) -> Tensor:
@@ -115,3 +118,8 @@ def keys_in_window(position: int, positions: int, window: int) -> int:
     """Keys seen by `positions` queries, the first of which sits at `position`, through a window."""
     growing = max(0, min(positions, window - 1 - position))
     return growing * (position + 1) + growing * (growing - 1) // 2 + (positions - growing) * window
+
+
+def keys_in_chunks(position: int, positions: int, size: int) -> int:
+    """The same of queries that see the keys of their own chunk."""
+    return sum(place % size + 1 for place in range(position, position + positions))

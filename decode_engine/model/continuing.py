@@ -92,20 +92,23 @@ class SessionWork(Work[Session]):
 
     def start(self) -> Session:
         """See `ModelRunner.start`."""
-        return self.runner.start(self.resident, self.fitted, self.waiting, self.again, self.watch)
+        session = self.runner.start(self.resident, self.fitted, self.waiting, self.again, self.watch)
+        session.marks = self.keeper is not None
+        return session
 
     def restore(self, session: Session, start: int, end: int) -> None:
         """Adds a child's own tokens."""
         if self.own is not None:
-            self.runner.restore(session, [rows[:, start:end] for rows in self.own.rows])
+            state = self.own.state if end == len(self.own.token_ids) else None
+            self.runner.restore(session, [rows[:, start:end] for rows in self.own.rows], state)
 
     def drafter(self) -> Drafter | None:
         """For a method that drafts: from the context's text, and from what stands behind it.
 
         On a GPU rounding follows from how many tokens are fed at once, which nothing but the tokens may say where a
-        seed was given.
+        seed was given. A model with states drafts nothing: these do not go back to before a token.
         """
-        if self.fitted.method.drafts is None:
+        if self.fitted.method.drafts is None or self.resident.manifest.model.states is not None:
             return None
         own = [] if self.own is None else self.own.token_ids.tolist()
         text = self.runner.suffixes(self.resident)
@@ -165,14 +168,20 @@ class SessionKeeper:
         rows = [layer_rows[:, : len(token_ids)] for layer_rows in session.tail_rows()]
         if any(layer_rows.shape[1] != len(token_ids) for layer_rows in rows):
             raise InternalError(f"a session of {len(token_ids)} tokens has {rows[0].shape[1]} rows of them")
-        return lambda: self._publish(token_ids, rows)
+        if session.states is not None and session.tail_keys > len(token_ids):
+            rows = [layer_rows.clone() for layer_rows in rows]  # which are written again
+        states = self.runner.states_behind(session, token_ids.tolist())
+        state = None if states is None else states.pack(self.ground.named.dtype)
+        return lambda: self._publish(token_ids, rows, state)
 
-    def _publish(self, token_ids: torch.Tensor, rows: Sequence[torch.Tensor]) -> str:
+    def _publish(
+        self, token_ids: torch.Tensor, rows: Sequence[torch.Tensor], state: torch.Tensor | None
+    ) -> str:
         options, named = self.options, self.ground.named
         made = Continuation(
             parent=self.ground.base,
             before=self.resident.tokens().cpu(),
-            own=OwnRows(token_ids, [layer_rows.cpu() for layer_rows in rows]),
+            own=OwnRows(token_ids, [layer_rows.cpu() for layer_rows in rows], state),
             attention=joined(attention_of(named), self._attention()),
             name=options.name or named.name,
             expires_at=None if options.ttl_s is None else utc_now() + timedelta(seconds=options.ttl_s),

@@ -21,6 +21,7 @@ from decode_engine.layers.sparse_layer import SparseLayer, attend_sparse_togethe
 from decode_engine.steps.operator import attend_step
 from index_store.attention.widths import narrow, widen
 from index_store.errors import InvalidArgumentError
+from index_store.models.state_cache import StateCache, attending_layer
 
 if TYPE_CHECKING:
     from decode_engine.layers.session import Session
@@ -34,7 +35,8 @@ class DecodeStep:
 
     counts: how many tokens each has. exact: every layer attends to everything, whatever the sessions' methods. shared:
     the positions of a session share one selection in every layer. rows: every token is computed as a step of its own
-    would be. drafts: sessions that draft do so. between: called after each layer's attention.
+    would be. drafts: sessions that draft do so. between: called after each layer's attention. cache: of the states of a
+    model that has some.
     """
 
     sessions: Sequence[Session]
@@ -44,6 +46,14 @@ class DecodeStep:
     rows: bool = False
     drafts: bool = False
     between: Callable[[], None] = lambda: None
+    cache: StateCache | None = None
+
+    def advance(self) -> None:
+        """Has the sessions go on behind their tokens: the pass has succeeded."""
+        if self.cache is not None:
+            self.cache.commit()
+        for session, count in zip(self.sessions, self.counts, strict=True):
+            session.position += count
 
 
 def packed(
@@ -59,7 +69,8 @@ def packed(
 ) -> dict[str, Any]:
     """What the model is called with to read new tokens of each session, any number of each, in one forward.
 
-    exact, shared, rows, drafts, between: see `DecodeStep`. The caller advances the sessions' positions.
+    exact, shared, rows, drafts, between: see `DecodeStep`, which the caller has advance. Sessions of a model with
+    states come one by one, or with one token each behind others.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -69,13 +80,15 @@ def packed(
     both = torch.tensor([ids, positions], dtype=torch.long, device="cpu").to(device)
     # A decode step is a row for each session: `row_products_numba` multiplies these each by itself.
     shape = (-1, 1) if rows or len(ids) == len(sessions) else (1, -1)
+    states = [session.states for session in sessions if session.states is not None]
+    cache = StateCache.over(states) if states else None
+    counts = [len(own) for own in token_ids]
     return {
         "input_ids": both[0].view(shape),
         "position_ids": both[1].view(shape),
         "use_cache": False,
-        "decode_step": DecodeStep(
-            sessions, [len(own) for own in token_ids], exact, shared, rows, drafts, between
-        ),
+        "decode_step": DecodeStep(sessions, counts, exact, shared, rows, drafts, between, cache),
+        **({} if cache is None else {"cache": cache}),
     }
 
 
@@ -102,7 +115,7 @@ def decode_attention(
     the number of a live batch (`operator.register_batch`) of B sessions, T is 1 then. Raises InvalidArgumentError
     without either or with a mask (tokens are never padded).
     """
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = attending_layer(module, None if decode_step is None else decode_step.cache)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     width = value.shape[-1]
     if width != key.shape[-1]:

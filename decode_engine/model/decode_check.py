@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from index_store.memory.resident import ResidentContext
 from index_store.methods.presets import METHODS
 from index_store.models.loading import LoadedModel
 from index_store.models.self_check import CONTEXT, Examination, Verdict, differ, using_attention
+from index_store.models.states import TextStates
 from index_store.store.description.dtypes import dtype_name
 
 _STEPS = 8
@@ -25,24 +27,37 @@ def check_decoding(loaded: LoadedModel) -> None:
 
     def check(seen: Examination) -> Verdict:
         with using_attention(loaded.model, ATTENTION_NAME):
-            return {"decoding": _compare(loaded, seen)}
+            found = _compare(loaded, seen)
+            if (
+                found is not None
+                and seen.identity.states is not None
+                and _compare(loaded, seen, True) is None
+            ):
+                found += ": behind a state its layers read single tokens alone, so no text can come in pieces"
+            return {"decoding": found}
 
     loaded.verify("decoding", check)
 
 
 @torch.inference_mode()
-def _compare(loaded: LoadedModel, seen: Examination) -> str | None:
-    """Why logits after a context, read as a prompt and token by token, differ from the model's own."""
+def _compare(loaded: LoadedModel, seen: Examination, singly: bool = False) -> str | None:
+    """Why logits after a context, read as a prompt and token by token, differ from the model's own.
+
+    singly: the prompt as well.
+    """
     weights = next(loaded.model.parameters())
     ids = torch.tensor(seen.ids, device=weights.device)
+    states = seen.identity.states
     kept = min(CONTEXT, len(ids) - _STEPS - 1)
-    context = _context(seen, kept)
-    session = Session(context, METHODS["full"].on(context.manifest), loaded.forms)
+    context = _context(seen, kept if states is None else 0)
+    own = None if states is None else TextStates(states, weights.dtype, weights.device)
+    session = Session(context, METHODS["full"].on(context.manifest), loaded.forms, states=own)
     last = len(ids) - _STEPS
-    found = [_feed(loaded.model, session, ids[kept:last])]
-    found += [_feed(loaded.model, session, ids[place : place + 1]) for place in range(last, len(ids))]
+    # With states the context is read as well: as a prompt, behind which another one follows.
+    cuts = [*([] if states is None else [0]), kept, *range(kept + 1 if singly else last, len(ids) + 1)]
+    found = [_feed(loaded.model, session, ids[start:end]) for start, end in itertools.pairwise(cuts)]
     session.close()
-    return differ(seen.logits_TV[kept:], torch.cat(found), weights.dtype)
+    return differ(seen.logits_TV[cuts[0] :], torch.cat(found), weights.dtype)
 
 
 def _context(seen: Examination, tokens: int) -> ResidentContext:
@@ -57,6 +72,7 @@ def _context(seen: Examination, tokens: int) -> ResidentContext:
 
 def _feed(model: Any, session: Session, ids_T: Tensor) -> Tensor:
     """Logits [T, V] float32 after each of the tokens."""
-    out = model(**packed([session], [ids_T.tolist()], ids_T.device, exact=True))
-    session.position += len(ids_T)
+    inputs = packed([session], [ids_T.tolist()], ids_T.device, exact=True)
+    out = model(**inputs)
+    inputs["decode_step"].advance()
     return out.logits[0].float()  # type: ignore[no-any-return]

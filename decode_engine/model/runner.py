@@ -19,6 +19,7 @@ from decode_engine.engine.sampling.grammar import Grammars
 from decode_engine.engine.sampling.trial import VocabularySource
 from decode_engine.engine.sampling.vocabulary import Vocabulary
 from decode_engine.engine.stepping import Chosen, decode_by_forward
+from decode_engine.errors import InternalError
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.layers.session import Session, Watch
 from decode_engine.layers.sparse_layer import SparseLayer
@@ -36,6 +37,7 @@ from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
 from index_store.models.loading import ModelFolder, load_model, load_tokenizer
+from index_store.models.states import TextStates
 from index_store.store.description.dtypes import stored_dtype
 from index_store.store.description.manifest import Manifest, require_dtype, require_model
 
@@ -100,8 +102,16 @@ class ModelRunner:
         self._suffixes: WeakKeyDictionary[ResidentContext, ContextSuffixes] = WeakKeyDictionary()
         self._stepper: Stepper | None = None
         self._searching = searching or SearchThreads(search_cores())
-        if self.device.type == "cuda":
-            weight = next(loaded.model.parameters())
+        weight = next(loaded.model.parameters())
+        self._compute_dtype = weight.dtype
+        window = self.identity.window
+        unusual = self.identity.states is not None or (window is not None and window.chunked)
+        if unusual and self.device.type == "cuda":
+            logger.info(
+                "model %s has states, or attends in chunks: its steps take the general path",
+                self.identity.name,
+            )
+        elif self.device.type == "cuda":
             self._stepper = Stepper(
                 step_model(loaded.model, compilation),
                 self.identity,
@@ -168,7 +178,13 @@ class ModelRunner:
         again: 1 where the prompt begins with the context's last token, which is read for what follows it. watch: see
         `Session`. The context has been checked (`check`). Raises what `Session` raises.
         """
-        return Session(context, fitted, self.forms, check=waiting, again=again, watch=watch)
+        states = new_states(context, self._compute_dtype)
+        if states is not None and again:
+            raise InvalidArgumentError(
+                f"states of context {context.manifest.id[:12]} are behind its last token, which cannot be read again; "
+                "give a token that follows it"
+            )
+        return Session(context, fitted, self.forms, check=waiting, again=again, watch=watch, states=states)
 
     def suffixes(self, context: ResidentContext) -> ContextSuffixes | None:
         """What followed tokens in a context, made when it is first asked for; None where there is no text."""
@@ -196,15 +212,37 @@ class ModelRunner:
         logits = self.forward(
             sessions, token_ids, all_logits=all_logits, exact=exact, shared=shared, between=between
         )
-        if exact:
-            for session in sessions:
+        for session in sessions:
+            session.mark()
+            if exact:
                 self._catch_up(session)
         return logits
 
-    def restore(self, session: Session, rows: Sequence[Tensor]) -> None:
-        """Adds tokens to a session whose keys and values are known, and makes them searchable, as `read` does."""
+    def restore(self, session: Session, rows: Sequence[Tensor], state: Tensor | None = None) -> None:
+        """Adds tokens to a session whose keys and values are known, and makes them searchable, as `read` does.
+
+        state: packed, behind the last of them.
+        """
         session.restore(rows)
+        if state is not None and session.states is not None:
+            session.states.unpack(state, self.kv_dtype)
         self._catch_up(session)
+
+    def states_behind(self, session: Session, token_ids: Sequence[int]) -> TextStates | None:
+        """The states of a session that ends behind these tokens of its own; None of a model without.
+
+        Where it has read more (an answer that a stop string cuts), what follows the prompt is read again. The session
+        cannot be used after this.
+        """
+        position = session.context.manifest.token_count + len(token_ids)
+        if session.states is not None and session.position != position:
+            if session.marked is None or session.marked[0] > position:
+                raise InternalError(f"a session at {session.position} has no states of {position} tokens")
+            session.position, session.states = session.marked
+            again = token_ids[len(token_ids) - (position - session.position) :]
+            if again:
+                self.forward([session], [again], exact=True)
+        return session.states
 
     def _catch_up(self, session: Session) -> None:
         """Appends what left the window while tokens attended to everything; steps with kernels need it nowhere."""
@@ -237,25 +275,34 @@ class ModelRunner:
         outside the vocabulary.
         """
         self._check_tokens(sessions, token_ids)
-        inputs = packed(
-            sessions,
-            token_ids,
-            self.device,
-            exact=exact,
-            shared=shared,
-            rows=rows,
-            drafts=drafts,
-            between=between,
-        )
-        counts = [len(ids) for ids in token_ids]
-        ends = torch.tensor(counts, device="cpu").cumsum(0)
-        steps = max(counts) == 1
-        keep = 0 if all_logits or steps else 1 if len(counts) == 1 else (ends - 1).to(self.device)
-        with torch.inference_mode():
-            logits_TV = self.model(**inputs, logits_to_keep=keep).logits.flatten(0, 1).float()
-        for session, count in zip(sessions, counts, strict=True):
-            session.position += count
-        return list(logits_TV.split(counts if all_logits else 1))
+        # A state goes on through all tokens of a sequence, so these are of one session alone.
+        alone = self.identity.states is not None and not _steps(sessions, token_ids)
+        at_once = [[row] for row in range(len(sessions))] if alone else [list(range(len(sessions)))]
+        steps, logits = [], []
+        for some in at_once:
+            own = [token_ids[row] for row in some]
+            inputs = packed(
+                [sessions[row] for row in some],
+                own,
+                self.device,
+                exact=exact,
+                shared=shared,
+                rows=rows,
+                drafts=drafts,
+                between=between,
+            )
+            counts = [len(ids) for ids in own]
+            ends = torch.tensor(counts, device="cpu").cumsum(0)
+            keep = (
+                0 if all_logits or max(counts) == 1 else 1 if len(counts) == 1 else (ends - 1).to(self.device)
+            )
+            with torch.inference_mode():
+                logits_TV = self.model(**inputs, logits_to_keep=keep).logits.flatten(0, 1).float()
+            steps.append(inputs["decode_step"])
+            logits += logits_TV.split(counts if all_logits else 1)
+        for step in steps:
+            step.advance()
+        return logits
 
     def _check_tokens(self, sessions: Sequence[Session], token_ids: Sequence[Sequence[int]]) -> None:
         if len(sessions) != len(token_ids) or not token_ids or not all(token_ids):
@@ -340,3 +387,20 @@ class ModelRunner:
         if self._stepper is not None and self.has_graph(session):
             return self._stepper.feed(session, token)
         return self.forward([session], [[token]])[0]
+
+
+def new_states(context: ResidentContext, dtype: torch.dtype) -> TextStates | None:
+    """The states behind a context's last token, in a copy; None of a model without. dtype: that it computes in."""
+    manifest, stored = context.manifest, context.state()
+    if manifest.model.states is None:
+        return None
+    states = TextStates(manifest.model.states, dtype, context.device)
+    if stored is not None:
+        states.unpack(stored, manifest.dtype)
+    return states
+
+
+def _steps(sessions: Sequence[Session], token_ids: Sequence[Sequence[int]]) -> bool:
+    """Whether all of the sessions have states, behind which each has one token."""
+    begun = all(session.states is not None and session.states.begun for session in sessions)
+    return begun and max(map(len, token_ids)) == 1

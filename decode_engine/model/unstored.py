@@ -7,7 +7,13 @@ from datetime import UTC, datetime
 import torch
 
 from index_store.memory.resident import ResidentContext
-from index_store.store.description.array_shapes import kv_entry, plane_entry, tokens_entry, window_entry
+from index_store.store.description.array_shapes import (
+    kv_entry,
+    plane_entry,
+    state_entry,
+    tokens_entry,
+    window_entry,
+)
 from index_store.store.description.context_id import UNSTORED, ModelIdentity
 from index_store.store.description.dtypes import AS_DTYPE, INT8, stored_dtype
 from index_store.store.description.manifest import IndexEntry, Manifest
@@ -37,6 +43,7 @@ def unstored_manifest(
         tokens=tokens_entry(described),
         kv=plane_entry(model, described) if rows == INT8 else kv_entry(model, described, dtype),
         window=window_entry(model, described, dtype),
+        state=state_entry(model, dtype),
         indexes=indexes,
         prefill={},
         seconds={},

@@ -10,12 +10,14 @@ class LayerShape:
     """Heads of one layer. head_dim: d of queries, keys and values.
 
     window: a query sees so many keys, its own included, and no context keeps more of the layer; None for all keys.
+    chunked: a query sees those of its own chunk, of so many tokens, instead.
     """
 
     query_heads: int
     kv_heads: int
     head_dim: int
     window: int | None = None
+    chunked: bool = False
 
     @property
     def group(self) -> int:
@@ -31,7 +33,7 @@ class LayerShape:
 class WindowLayers:
     """The layers with a sliding window, all of one shape.
 
-    layers: ascending. size: keys that a query sees, its own included.
+    layers: ascending. size: keys that a query sees, its own included. chunked: those of its own chunk of so many.
     """
 
     layers: tuple[int, ...]
@@ -39,8 +41,14 @@ class WindowLayers:
     query_heads: int
     kv_heads: int
     head_dim: int
+    chunked: bool = False
+
+    @property
+    def unsaid(self) -> tuple[str, ...]:
+        """Fields that a manifest says nothing of."""
+        return () if self.chunked else ("chunked",)
 
     @property
     def shape(self) -> LayerShape:
         """Of each of them."""
-        return LayerShape(self.query_heads, self.kv_heads, self.head_dim, self.size)
+        return LayerShape(self.query_heads, self.kv_heads, self.head_dim, self.size, self.chunked)

@@ -18,6 +18,40 @@ from index_store.attention.fused import attend_to_all, attend_to_themselves
 _LOGIT_BYTES = 64 * 2**20  # of eager attention, at a time
 
 
+def attend_recent(
+    queries_HGTD: Tensor,
+    kv_HS2D: Tensor,
+    window: int,
+    position: int,
+    *,
+    chunked: bool = False,
+    cap: float | None = None,
+) -> AttentionState:
+    """Attention of the last T of S tokens, the first of which is at `position`, to those that a layer lets them see.
+
+    chunked: the keys of a query's own chunk, which begin at multiples of the window; by default the last ones. cap: of
+    the logits. Otherwise as `attend_window`.
+    """
+    count, keys = queries_HGTD.shape[2], kv_HS2D.shape[1]
+    before = keys - count
+    if not chunked:
+        if cap is not None:
+            return attend_masked(queries_HGTD, kv_HS2D, before, window, cap)
+        return attend_window(queries_HGTD, kv_HS2D, window)
+    parts, first = [], 0
+    while first < count:
+        start = (position + first) // window * window - position  # of the chunk, by the first of the queries
+        end = min(count, start + window)
+        rows = kv_HS2D[:, max(0, before + start) : before + end]
+        # Within a chunk the window ends nothing.
+        own = attend_recent(queries_HGTD[:, :, first:end], rows, window, position + first, cap=cap)
+        parts.append(own)
+        first = end
+    return AttentionState(
+        torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2)
+    )
+
+
 def attend_window(queries_HGTD: Tensor, kv_HS2D: Tensor, window: int) -> AttentionState:
     """Attention of the last T of S tokens to those up to themselves, each to `window` keys at most, its own included.
 

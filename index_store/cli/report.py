@@ -283,4 +283,5 @@ def layers_text(layers: Sequence[int], of: int | None = None) -> str:
 
 
 def _window(window: WindowLayers) -> str:
-    return f"the last {window.size} keys in layers {', '.join(map(str, window.layers))}"
+    seen = "chunks of" if window.chunked else "the last"
+    return f"{seen} {window.size} keys in layers {', '.join(map(str, window.layers))}"

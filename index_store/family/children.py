@@ -37,18 +37,22 @@ from index_store.store.files.reading import read_bounded
 
 @dataclass(frozen=True, slots=True)
 class OwnRows:
-    """What a child has of its own. token_ids: [D] int64. rows: by layer [H, D, 2, d] in the stored dtype."""
+    """What a child has of its own. token_ids: [D] int64. rows: by layer [H, D, 2, d] in the stored dtype.
+
+    state: packed states behind the last token; None of a model without.
+    """
 
     token_ids: Tensor
     rows: Sequence[Tensor]
+    state: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Of all layers."""
-        return sum(rows.nbytes for rows in self.rows)
+        return sum(rows.nbytes for rows in self.rows) + (0 if self.state is None else self.state.nbytes)
 
     def first(self, count: int) -> OwnRows:
-        """Of the first tokens alone."""
+        """Of the first tokens alone, without states."""
         return OwnRows(self.token_ids[:count], [rows[:, :count] for rows in self.rows])
 
 
@@ -139,6 +143,7 @@ def _write(store: Store, id_: str, made: Continuation) -> Manifest:
         for layer, (path, place) in enumerate(_places(made.parent)):
             for head, rows in enumerate(own.rows[layer]):
                 writer.write_chunk(path, (place, head), rows)
+        state = writer.write_state(own.state)
         messages = None if made.conversation is None else writer.write_conversation(made.conversation)
         manifest = Manifest(
             id=id_,
@@ -154,6 +159,7 @@ def _write(store: Store, id_: str, made: Continuation) -> Manifest:
             tokens=tokens_entry(count),
             kv=kv,
             window=window,
+            state=state,
             indexes=(),
             prefill={ATTENTION: made.attention},
             seconds={},
@@ -204,4 +210,4 @@ def read_own_rows(store: Store, child: Manifest) -> OwnRows:
                     context.read_head(child.layer_entry(layer).path, layer, head, out)
 
         read_bounded(read, context.read_limit_s)
-    return OwnRows(token_ids, rows)
+        return OwnRows(token_ids, rows, context.state())

@@ -237,6 +237,7 @@ def _array_bytes(manifest: Manifest, device: torch.device | None, placement: Pla
     """What is reserved when loading begins."""
     tokens = aligned(manifest.token_count * torch.int64.itemsize)
     host, shared = (tokens, 0) if placement.kv_on_host else (0, tokens)
+    shared += 0 if manifest.state is None else aligned(manifest.state.nbytes)
     for name, _, entry in _parts(manifest):
         if _on_host(manifest, name, entry, placement):
             host += paged(_layer_bytes(entry, None))
@@ -280,9 +281,9 @@ def start_loading(
 
     Each layer's keys and values are one contiguous [H, N, 2, d] tensor, each index array of a layer [H, ...]. Whoever
     asks the context for a layer waits for it; an error goes to all who wait for a layer that was not there by then.
-    Raises MemoryBudgetError, or the matching ContextCorruptError for the token ids, which are read here. The context
-    must stay open until loading has ended. A read that does not come back ends loading with StoreUnavailableError after
-    the context's limit; the memory is then let go of when it does come back.
+    Raises MemoryBudgetError, or the matching ContextCorruptError for token ids and states, which are read here. The
+    context must stay open until loading has ended. A read that does not come back ends loading with
+    StoreUnavailableError after the context's limit; the memory is then let go of when it does come back.
 
     device: into whose memory, through a few staging buffers, with rows padded as `device_memory` says; None for host
     memory, which is then page-locked by `locker`. placement: all but DEVICE need a device, and put keys and values into
@@ -296,6 +297,9 @@ def start_loading(
     memory = _Memory.reserve(manifest, locker, device, placement)
     try:
         memory.tokens.copy_(context.tokens())
+        stored = context.state()
+        if stored is not None and memory.state is not None:
+            memory.state.copy_(stored)
         gate = LayerGate(manifest.model.layers)
         resident = ResidentContext(
             manifest,
@@ -307,6 +311,7 @@ def start_loading(
             device=device,
             gate=gate,
             slots=slots,
+            state=memory.state,
         )
         loaded = LoadedContext(resident, memory)
         layers = _plan_reads(context, memory, device, placement)
@@ -332,6 +337,7 @@ class _Memory:
     """
 
     tokens: Tensor
+    state: Tensor | None = None
     kv: dict[int, Tensor] = field(default_factory=dict)
     arrays: dict[tuple[str, int], dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
     blocks: list[HostBlock | DeviceBlock] = field(default_factory=list)
@@ -351,7 +357,8 @@ class _Memory:
             if beside
             else shared.take(tokens_shape, torch.int64)
         )
-        memory = cls(tokens, blocks=[shared])
+        state = None if manifest.state is None else shared.take(manifest.state.shape, torch.uint8)
+        memory = cls(tokens, state, blocks=[shared])
         if not beside:
             memory.full[last] = shared
         try:

@@ -127,13 +127,14 @@ class ResidentContext:
         device: torch.device | None = None,
         gate: LayerGate | None = None,
         slots: SlotRoom = USUAL_ROOM,
+        state: Tensor | None = None,
     ) -> None:
         """Over loaded tensors.
 
         tokens: [N] int64. kv: layer -> [H, N, 2, d]. arrays: (index name, layer) -> array name -> [H, ...].
         kinds: index classes by kind; all that this package knows by default. placement: which memory they are in.
         device: what computes, and holds the indexes; that of keys and values by default. gate: which layers are there;
-        all without one. slots: for rows of keys and values in host memory.
+        all without one. slots: for rows of keys and values in host memory. state: packed, of a model with states.
         """
         self.manifest = manifest
         self.placement = placement
@@ -141,6 +142,7 @@ class ResidentContext:
         self._device = device or next((layer.device for layer in kv.values()), tokens.device)
         self._gate = gate
         self._tokens: Tensor | None = tokens
+        self._state = state
         self._kv = dict(kv)
         self._arrays = {key: dict(value) for key, value in arrays.items()}
         self._kinds = kinds
@@ -148,10 +150,11 @@ class ResidentContext:
         self._building = threading.Lock()
         self._derived: dict[Hashable, Any] = {}
         self._deriving = threading.RLock()
-        tensors = [
+        tensors: list[Tensor] = [
             tokens,
             *self._kv.values(),
             *(a for group in self._arrays.values() for a in group.values()),
+            *(() if state is None else (state,)),
         ]
         self._nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -199,6 +202,11 @@ class ResidentContext:
         if self._tokens is None:
             raise InvalidArgumentError(f"context {self.manifest.id[:12]} has been released")
         return self._tokens
+
+    def state(self) -> Tensor | None:
+        """Packed states behind the last token (`TextStates.unpack`); None without."""
+        self.tokens()  # raises once the context has been released
+        return self._state
 
     def rows(self, layer: int) -> ContextRows:
         """Keys and values of one layer, [H, N, 2, d], as they are stored. Waits for the layer.
@@ -269,7 +277,7 @@ class ResidentContext:
         """Lets go of every tensor and of all that was derived; later calls raise InvalidArgumentError."""
         with self._deriving, self._building:
             self._derived.clear()
-            self._tokens = None
+            self._tokens = self._state = None
             self._kv.clear()
             self._arrays.clear()
             self._indexes.clear()

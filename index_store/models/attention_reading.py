@@ -27,6 +27,8 @@ from transformers.utils import logging as transformers_logging
 
 from index_store.models.configuration import layer_kinds, max_positions, value
 from index_store.models.files.folder import ModelFolder, first_line
+from index_store.models.state_cache import StateCache
+from index_store.store.description.state_parts import ModelStates
 
 _NOTES = "sparsekv_notes"
 _TOKENS = 5
@@ -37,9 +39,6 @@ _FEATURES: Mapping[str, str] = {
     "block_indices": "blocks of keys that a learnt index of its own selects",
 }
 """Arguments of the attention interface that no store of keys and values can serve, in words."""
-
-_RECURRENT = frozenset({"linear_attention", "conv", "mamba", "recurrent"})
-"""Kinds of layers that keep something else than keys and values."""
 
 _UNDERSTOOD = frozenset({"sliding_window", "softcap", "s_aux", "is_causal"})
 _WITHOUT_EFFECT = frozenset(
@@ -60,9 +59,9 @@ class LayerReading:
     """Attention of one layer.
 
     head_dim: of queries and keys, or of values where those are wider; the narrower ones are filled up with zeros.
-    window: a query sees so many keys, its own included; None for all. scale: of the logits. cap: see
-    `attention.logit_form`. sinks: name of the decoder's parameter with a learnt sink for every query head; None
-    without.
+    window: a query sees so many keys, its own included; None for all. chunked: those of its own chunk of so many.
+    scale: of the logits. cap: see `attention.logit_form`. sinks: name of the decoder's parameter with a learnt sink for
+    every query head; None without.
     """
 
     query_heads: int
@@ -72,6 +71,7 @@ class LayerReading:
     scale: float
     cap: float | None
     sinks: str | None
+    chunked: bool = False
 
 
 def logit_cap(readings: Sequence[LayerReading]) -> float | None:
@@ -81,10 +81,11 @@ def logit_cap(readings: Sequence[LayerReading]) -> float | None:
 
 @dataclass(slots=True)
 class _Notes:
-    """Of one pass. names: of the decoder's parameters, by id. masks: those that were made, with the functions that they
-    show. calls: of attention, in order.
+    """Of one pass. cache: of a model with states. names: of the decoder's parameters, by id. masks: those that were
+    made, with the functions that they show. calls: of attention, in order.
     """
 
+    cache: StateCache | None
     names: dict[int, str] = field(default_factory=dict)
     masks: list[tuple[Tensor, Callable[..., Tensor]]] = field(default_factory=list)
     calls: list[_Call] = field(default_factory=list)
@@ -115,55 +116,75 @@ _running = threading.local()
 
 
 def read_attention(folder: ModelFolder, config: Any) -> tuple[LayerReading, ...]:
-    """How every layer attends.
+    """How every layer attends that does. Raises as `read_layers`."""
+    return read_layers(folder, config)[0]
 
-    Raises ModelUnsupportedError, naming the feature, for a layer that keeps no keys and values, whose mask is neither
-    causal nor a sliding window, or that needs what the attention function here does not do.
+
+def read_layers(folder: ModelFolder, config: Any) -> tuple[tuple[LayerReading, ...], ModelStates | None]:
+    """How every layer attends that does, and what the others keep.
+
+    Raises ModelUnsupportedError, naming the feature, for a layer that keeps what no cache of transformers holds, whose
+    mask is neither causal nor a sliding window, or that needs what the attention function here does not do.
     """
-    recurrent = sorted(set(layer_kinds(config)) & _RECURRENT)
-    if recurrent:
-        raise folder.refuse(f"it has layers of kind {', '.join(recurrent)}, whose state no store here holds")
-    calls = _take_notes(folder, config)
-    layers = int(config.num_hidden_layers)
-    _check_order(folder, config, [call.layer for call in calls], layers)
+    notes = _take_notes(folder, config)
+    calls = notes.calls
+    attending = [call.layer for call in calls]
+    states = _check_order(folder, config, notes, attending)
     if not calls[0].handed_on:
         raise folder.refuse("its layers do not hand on to the attention function what they are called with")
     limit = max_positions(folder, config)
     readings = tuple(_read(folder, config, call, limit) for call in calls)
-    _check_cache(folder, config, readings, limit)
-    return readings
+    _check_cache(folder, config, dict(zip(attending, readings, strict=True)), limit)
+    return readings, states
 
 
-def _check_cache(folder: ModelFolder, config: Any, readings: Sequence[LayerReading], limit: int) -> None:
+def _check_cache(
+    folder: ModelFolder, config: Any, readings: Mapping[int | None, LayerReading], limit: int
+) -> None:
     """Refuses a model that would see other keys with transformers' own cache than its masks show."""
     try:
         cached = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
     except Exception:  # a configuration that caches know nothing about
         return
-    for layer, (size, reading) in enumerate(zip(cached, readings, strict=False)):
-        kept = size if isinstance(size, int) and size < limit else None
-        if kept is not None and reading.window != kept:
+    for layer, size in enumerate(cached):
+        kept, reading = size if isinstance(size, int) and size < limit else None, readings.get(layer)
+        if kept is not None and reading is not None and reading.window != kept:
             raise folder.refuse(
                 f"layer {layer} sees {reading.window or 'all'} keys by its mask and {kept} by transformers' cache of it"
             )
 
 
-def _check_order(folder: ModelFolder, config: Any, found: Sequence[int | None], layers: int) -> None:
-    """Every layer must attend exactly once, one after another."""
+def _check_order(
+    folder: ModelFolder, config: Any, notes: _Notes, found: Sequence[int | None]
+) -> ModelStates | None:
+    """Every layer must attend exactly once, one after another, or keep a state; returns what those keep."""
+    layers = int(config.num_hidden_layers)
+    if not found and notes.cache is not None:
+        raise folder.refuse(
+            "none of its layers attends: there are no keys to be searched, and only a state to be kept"
+        )
     if not found:
         raise folder.refuse("its attention does not go through transformers' attention interface")
     if len(set(found)) < len(found):
         raise folder.refuse(
             f"its {len(set(found))} layers attend {len(found)} times in a pass; every layer must attend once"
         )
-    without = sorted(set(range(layers)) - set(found))
+    attending = [layer for layer in found if layer is not None]
+    if attending != sorted(found, key=lambda layer: -1 if layer is None else layer):
+        raise folder.refuse(f"its layers attend in the order {list(found)}, expected one after another")
+    without = sorted(set(range(layers)) - set(attending))
+    states = None if notes.cache is None else notes.cache.found(attending)
+    if states is not None and notes.cache is not None:  # others neither attend nor keep anything
+        kept = {layer for part in states.parts for layer in part.layers}
+        without = [layer for layer in without if notes.cache.numbers[layer] and layer not in kept]
     if without:
         kinds = layer_kinds(config)
         named = sorted({kinds[layer] for layer in without if layer < len(kinds)})
         which = f"layer {without[0]} and others ({len(without)} of {layers}{': ' if named else ''}{', '.join(named)})"
-        raise folder.refuse(f"{which} keep a state of another kind in place of keys and values")
-    if list(found) != list(range(layers)):
-        raise folder.refuse(f"its layers attend in the order {list(found)}, expected one after another")
+        raise folder.refuse(
+            f"{which} keep a state that is not in transformers' cache, so no session can have its own"
+        )
+    return states
 
 
 def _read(folder: ModelFolder, config: Any, call: _Call, limit: int) -> LayerReading:
@@ -183,14 +204,16 @@ def _read(folder: ModelFolder, config: Any, call: _Call, limit: int) -> LayerRea
     if sinks is not None and (call.sinks is None or sinks.numel() != query_heads):
         raise folder.refuse(f"layer {layer} has sinks that are not one learnt number for every query head")
     cap = given.get("softcap")
+    window, chunked = _window(folder, config, call, limit)
     return LayerReading(
         query_heads,
         kv_heads,
         max(head_dim, width),
-        _window(folder, config, call, limit),
+        window,
         call.scale,
         None if not cap else float(cap),
         call.sinks,
+        chunked,
     )
 
 
@@ -201,36 +224,35 @@ def _check_arguments(folder: ModelFolder, call: _Call) -> None:
             raise folder.refuse(f"layer {call.layer} needs {feature} (attention argument {name})")
 
 
-def _window(folder: ModelFolder, config: Any, call: _Call, limit: int) -> int | None:
-    """How many keys a query sees by the call's mask, where that is fewer than all positions."""
+def _window(folder: ModelFolder, config: Any, call: _Call, limit: int) -> tuple[int | None, bool]:
+    """How many keys a query sees by the call's mask, where that is fewer than all positions, and whether in chunks."""
     if call.mask is None:
-        return None
-    windows: set[int] = set()
+        return None, False
+    windows: dict[int, int] = {}
     chunk = value(config, "attention_chunk_size")
     for position in sorted({0, 1, limit // 3, limit // 2 + 1, limit - 1}):
         try:
             seen = _seen(call.mask, position)
         except Exception as error:
-            what = (
-                f"attends in chunks of {chunk} tokens"
-                if chunk
-                else f"has a mask that {type(error).__name__} hides"
-            )
+            if (
+                chunk
+            ):  # counted from padding of which there are no numbers; whether it is so shows in the self-check
+                return (int(chunk), True) if chunk < limit else (None, False)
+            what = f"has a mask that {type(error).__name__} hides"
             raise folder.refuse(f"layer {call.layer} {what}; {_EXPECTED}") from error
         size = int(seen.sum())
         if not bool(seen[len(seen) - size :].all()):
             raise folder.refuse(f"layer {call.layer} has an attention mask of another shape; {_EXPECTED}")
         if size < position + 1:
-            windows.add(size)
-    if len(windows) > 1 or 0 in windows:
-        what = (
-            f"attends in chunks of {chunk} tokens" if chunk else "has an attention mask whose width changes"
-        )
-        raise folder.refuse(f"layer {call.layer} {what}; {_EXPECTED}")
-    return windows.pop() if windows else None
+            windows[position] = size
+    if windows and chunk and all(size == position % chunk + 1 for position, size in windows.items()):
+        return int(chunk), True
+    if len(set(windows.values())) > 1 or 0 in windows.values():
+        raise folder.refuse(f"layer {call.layer} has an attention mask whose width changes; {_EXPECTED}")
+    return next(iter(windows.values()), None), False
 
 
-_EXPECTED = "every layer must see all earlier tokens, or a sliding window of them"
+_EXPECTED = "every layer must see all earlier tokens, a sliding window of them, or those of its chunk"
 
 
 def _seen(mask: Callable[..., Tensor], position: int) -> Tensor:
@@ -240,8 +262,8 @@ def _seen(mask: Callable[..., Tensor], position: int) -> Tensor:
     return torch.as_tensor(seen).expand(position + 1)
 
 
-def _take_notes(folder: ModelFolder, config: Any) -> list[_Call]:
-    """Runs the model's skeleton; the attention calls of one pass over a few tokens."""
+def _take_notes(folder: ModelFolder, config: Any) -> _Notes:
+    """Runs the model's skeleton; notes of one pass over a few tokens."""
     AttentionInterface.register(_NOTES, _note_call)
     AttentionMaskInterface.register(_NOTES, _note_mask)
     try:
@@ -252,11 +274,9 @@ def _take_notes(folder: ModelFolder, config: Any) -> list[_Call]:
             ).eval()
     except Exception as error:
         raise folder.refuse(_why_it_fails("its configuration does not make a model", error)) from error
-    if getattr(skeleton, "_is_stateful", False):
-        raise folder.refuse(
-            "it keeps a recurrent state (as Mamba and linear attention do), which no store here holds"
-        )
     decoder = decoder_of(skeleton)
+    if getattr(skeleton, "_is_stateful", False) and StateCache.noting(decoder.config) is None:
+        raise folder.refuse("it keeps a recurrent state that is not in transformers' cache of such layers")
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         raise folder.refuse("its decoder takes no position_ids, so it cannot go on after a stored text")
     first: Exception | None = None
@@ -266,9 +286,10 @@ def _take_notes(folder: ModelFolder, config: Any) -> list[_Call]:
         "cpu": lambda: decoder_of(_hollow(skeleton)),
     }
     for device, made in tries.items():
-        notes = _Notes()
+        notes = _Notes(StateCache.noting(decoder.config))
         try:
-            return _run(made(), device, notes)
+            _run(made(), device, notes)
+            return notes
         except Exception as error:
             for call in notes.calls:  # a feature that has a name says more than what it broke
                 _check_arguments(folder, call)
@@ -290,17 +311,18 @@ def _why_it_fails(what: str, error: Exception | None) -> str:
     return what if error is None else f"{what} ({type(error).__name__}: {first_line(error)})"
 
 
-def _run(decoder: Any, device: str, notes: _Notes) -> list[_Call]:
+def _run(decoder: Any, device: str, notes: _Notes) -> None:
     notes.names.update({id(parameter): name for name, parameter in decoder.named_parameters()})
     _running.notes = notes
     try:
         with torch.device(device), torch.inference_mode(), _quietly():
             # Without position_ids, which count from 0, and with a mask, so that nobody looks for numbers in them.
             ids = torch.zeros(1, _TOKENS, dtype=torch.long)
-            decoder(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, attention_notes=True)
+            states = {} if notes.cache is None else {"cache": notes.cache}
+            mask = torch.ones_like(ids)
+            decoder(input_ids=ids, attention_mask=mask, use_cache=False, attention_notes=True, **states)
     finally:
         _running.notes = None
-    return notes.calls
 
 
 def _hollow(skeleton: Any) -> Any:
@@ -354,7 +376,7 @@ def _note_call(
         mask = next((seen for made, seen in notes.masks if made.untyped_storage()._cdata == memory), None)
     notes.calls.append(
         _Call(
-            getattr(module, "layer_idx", None),
+            getattr(module, "layer_idx", None) if notes.cache is None else notes.cache.attending,
             tuple(query.shape),
             tuple(key.shape),
             tuple(value.shape),

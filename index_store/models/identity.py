@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from index_store.attention.layer_shape import LayerShape, WindowLayers
 from index_store.errors import InvalidArgumentError
-from index_store.models.attention_reading import LayerReading, read_attention
+from index_store.models.attention_reading import LayerReading, read_layers
 from index_store.models.configuration import max_positions, read_config
 from index_store.models.files.digests import Progress, Stamp, hash_files
 from index_store.models.files.folder import ModelFolder
@@ -26,6 +26,7 @@ from index_store.models.files.weights import weight_files
 from index_store.models.tokenizer import tokenizer_fingerprint
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.dtypes import KV_DTYPES
+from index_store.store.description.state_parts import ModelStates
 
 _UNKNOWN = "unknown"  # in place of a fingerprint that is still being computed
 
@@ -83,18 +84,23 @@ def identifying(folder: ModelFolder, progress: Progress | None = None) -> Iterat
 def _describe(folder: ModelFolder) -> ModelIdentity:
     """Everything but the fingerprint."""
     config = read_config(folder)
-    readings = attention_of(folder)
+    readings, states = _read_once(folder, (folder.path / "config.json").read_bytes())
     full = _common(
         folder, "that see all keys", (shape for shape in _shapes(readings) if shape.window is None)
     )
     windowed = _common(
-        folder, "with a sliding window", (shape for shape in _shapes(readings) if shape.window)
+        folder, "with a sliding window or chunks", (shape for shape in _shapes(readings) if shape.window)
     )
     window = None
     if windowed is not None and windowed.window is not None:
         layers = tuple(layer for layer, reading in enumerate(readings) if reading.window)
         window = WindowLayers(
-            layers, windowed.window, windowed.query_heads, windowed.kv_heads, windowed.head_dim
+            layers,
+            windowed.window,
+            windowed.query_heads,
+            windowed.kv_heads,
+            windowed.head_dim,
+            windowed.chunked,
         )
     shape = full or windowed
     if shape is None:
@@ -111,17 +117,18 @@ def _describe(folder: ModelFolder) -> ModelIdentity:
         vocab_size=int(config.vocab_size),
         max_positions=max_positions(folder, config),
         window=window,
+        states=states,
     )
 
 
 def attention_of(folder: ModelFolder) -> tuple[LayerReading, ...]:
-    """How every layer of the model attends. Raises ModelUnsupportedError as `read_attention` does."""
-    return _read_once(folder, (folder.path / "config.json").read_bytes())
+    """How every layer of the model attends that does. Raises ModelUnsupportedError as `read_attention` does."""
+    return _read_once(folder, (folder.path / "config.json").read_bytes())[0]
 
 
 @lru_cache(maxsize=64)
-def _read_once(folder: ModelFolder, settings: bytes) -> tuple[LayerReading, ...]:
-    return read_attention(folder, read_config(folder))
+def _read_once(folder: ModelFolder, settings: bytes) -> tuple[tuple[LayerReading, ...], ModelStates | None]:
+    return read_layers(folder, read_config(folder))
 
 
 def checkpoint_dtype(folder: ModelFolder) -> str:
@@ -147,7 +154,9 @@ def check_positions(identity: ModelIdentity, count: int) -> None:
 
 
 def _shapes(readings: Sequence[LayerReading]) -> Iterable[LayerShape]:
-    return (LayerShape(own.query_heads, own.kv_heads, own.head_dim, own.window) for own in readings)
+    return (
+        LayerShape(own.query_heads, own.kv_heads, own.head_dim, own.window, own.chunked) for own in readings
+    )
 
 
 def _common(folder: ModelFolder, which: str, shapes: Iterable[LayerShape]) -> LayerShape | None:

@@ -26,6 +26,8 @@ from index_store.attention.logit_form import LogitForm
 from index_store.attention.widths import narrow, widen
 from index_store.models.attention_reading import LayerReading
 from index_store.models.files.kept import keep, recall
+from index_store.models.state_cache import StateCache, attending_layer
+from index_store.models.states import TextStates
 from index_store.store.description.context_id import ModelIdentity
 
 TOKENS, CONTEXT = 96, 48
@@ -53,12 +55,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class PlainPass:
-    """One pass with plain attention. queries: [Hq, T, d] of every layer as the model gives them. kv: [H, T, 2, d]."""
+    """One pass with plain attention. queries: [Hq, T, d] of every layer as the model gives them. kv: [H, T, 2, d].
 
+    cache: where a model with states puts them, which nobody reads.
+    """
+
+    identity: ModelIdentity
     readings: Sequence[LayerReading]
     forms: Sequence[LogitForm]
     queries: dict[int, Tensor] = field(default_factory=dict)
     kv: dict[int, Tensor] = field(default_factory=dict)
+    cache: StateCache | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +93,7 @@ def examine(
     with _small_windows(model, identity) as small:
         size = None if small.window is None else small.window.size
         own = _logits(model, ids, "eager")
-        plain = PlainPass([replace(r, window=size if r.window else None) for r in readings], forms)
+        plain = PlainPass(identity, [replace(r, window=size if r.window else None) for r in readings], forms)
         AttentionInterface.register(_PLAIN, _attend_plainly)
         found = _logits(model, ids, _PLAIN, plain_pass=plain)
     difference = differ(own, found, next(model.parameters()).dtype)
@@ -121,7 +128,7 @@ def rotation_differs(
     shift = min(_SHIFT, seen.identity.max_positions - len(seen.ids))
     if shift < 1:
         return "there are too few positions to see how keys are rotated"
-    moved = PlainPass(seen.plain.readings, seen.plain.forms)
+    moved = PlainPass(seen.identity, seen.plain.readings, seen.plain.forms)
     _logits(model, torch.tensor(seen.ids), _PLAIN, first=shift, plain_pass=moved)
     angles = shift * frequencies_F.double()
     for layer in layers:
@@ -147,12 +154,23 @@ def using_attention(model: Any, name: str) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def _logits(model: Any, ids: Tensor, attention: str, first: int = 0, **more: Any) -> Tensor:
-    """[T, V] float32 after every token of a text that begins at position `first`."""
-    device = next(model.parameters()).device
-    positions = torch.arange(first, first + len(ids), device=device)
+def _logits(
+    model: Any, ids: Tensor, attention: str, first: int = 0, plain_pass: PlainPass | None = None
+) -> Tensor:
+    """[T, V] float32 after every token of a text that begins at position `first`.
+
+    plain_pass: notes of plain attention.
+    """
+    weight = next(model.parameters())
+    positions = torch.arange(first, first + len(ids), device=weight.device)
+    more: dict[str, Any] = {} if plain_pass is None else {"plain_pass": plain_pass}
+    if plain_pass is not None and plain_pass.identity.states is not None:
+        texts = [TextStates(plain_pass.identity.states, weight.dtype, weight.device)]
+        more["cache"] = plain_pass.cache = StateCache.over(texts)
     with torch.inference_mode(), using_attention(model, attention):
-        out = model(input_ids=ids.to(device)[None], position_ids=positions[None], use_cache=False, **more)
+        out = model(
+            input_ids=ids.to(weight.device)[None], position_ids=positions[None], use_cache=False, **more
+        )
     return out.logits[0].float()  # type: ignore[no-any-return]
 
 
@@ -166,7 +184,7 @@ def _attend_plainly(
     **_: object,
 ) -> tuple[Tensor, None]:
     """Causal attention of one text to itself, as the reading has it: query [1, Hq, T, d] -> [1, T, Hq, d]."""
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = attending_layer(module, plain_pass.cache)
     reading, form = plain_pass.readings[layer], plain_pass.forms[layer]
     width = value.shape[-1]
     query_HqTD, key_HTD, value_HTD = (tensor[0] for tensor in widen(query, key, value))
@@ -177,7 +195,11 @@ def _attend_plainly(
     logits = form.capped(torch.einsum("hgtd,hsd->hgts", q_HGTD * reading.scale, key_HTD.float()))
     places = torch.arange(tokens, device=query.device)
     ages = places[:, None] - places
-    unseen = (ages < 0) if reading.window is None else (ages < 0) | (ages >= reading.window)
+    unseen = ages < 0
+    if reading.window is not None and reading.chunked:
+        unseen |= places[:, None] // reading.window != places // reading.window
+    elif reading.window is not None:
+        unseen |= ages >= reading.window
     logits.masked_fill_(unseen, -torch.inf)
     lse_HGT = logits.logsumexp(-1)
     if form.sink_HG is not None:
@@ -194,18 +216,19 @@ def _small_windows(model: Any, identity: ModelIdentity) -> Iterator[ModelIdentit
     if window is None or window.size <= _WINDOW:
         yield identity
         return
+    name = "attention_chunk_size" if window.chunked else "sliding_window"
     holders: list[Any] = []
     for module in model.modules():
         config = getattr(module, "config", None)
-        holders += [each for each in (module, config) if getattr(each, "sliding_window", None) == window.size]
+        holders += [each for each in (module, config) if getattr(each, name, None) == window.size]
     holders = list({id(holder): holder for holder in holders}.values())
     try:
         for holder in holders:
-            holder.sliding_window = _WINDOW
+            setattr(holder, name, _WINDOW)
         yield replace(identity, window=replace(window, size=_WINDOW))
     finally:
         for holder in holders:
-            holder.sliding_window = window.size
+            setattr(holder, name, window.size)
 
 
 def remembered(

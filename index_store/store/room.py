@@ -16,7 +16,7 @@ from datetime import UTC, datetime, timedelta
 from index_store.errors import StoreBoundError, format_bytes
 from index_store.store.catalog import Store
 from index_store.store.clean_up import needed_ids, remove_if
-from index_store.store.description.array_shapes import kv_entry, window_entry
+from index_store.store.description.array_shapes import kv_entry, state_entry, window_entry
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.manifest import Manifest
 
@@ -56,10 +56,11 @@ class StoreRoom:
         if id_ and self._store.folders.context(id_).is_dir():
             return 0
         whole = bool(methods)
-        window = window_entry(model, tokens, dtype, whole=whole)
-        rows = kv_entry(model, tokens, dtype, whole=whole).nbytes + (0 if window is None else window.nbytes)
+        beside = (window_entry(model, tokens, dtype, whole=whole), state_entry(model, dtype))
+        rows = kv_entry(model, tokens, dtype, whole=whole).nbytes
+        others = sum(entry.nbytes for entry in beside if entry is not None)
         if not methods:
-            return rows
+            return rows + others
         like = next(
             (
                 manifest
@@ -70,7 +71,7 @@ class StoreRoom:
             ),
             None,
         )
-        return rows + (rows if like is None else like.index_bytes * tokens // like.token_count)
+        return rows + others + (rows if like is None else like.index_bytes * tokens // like.token_count)
 
     def require(self, nbytes: int) -> None:
         """Raises StoreBoundError where there is no room for so many bytes more, and none can be made."""

@@ -58,6 +58,11 @@ class Context(ContextFiles):
         """The context's token ids, [N] int64. Their checksum is verified."""
         return torch.from_numpy(self.token_ids().astype(np.int64))
 
+    def state(self) -> Tensor | None:
+        """The packed states behind the last token, uint8 [bytes]; None without. Their checksum is verified."""
+        entry = self._manifest.state
+        return None if entry is None else torch.from_numpy(self._small(entry.path))
+
     def array(self, path: str, layer: int, head: int) -> Tensor:
         """One (layer, KV head) of an array, mapped without a copy and without reading its checksum.
 

@@ -27,7 +27,7 @@ from index_store.errors import ContextNotFoundError, InvalidArgumentError, Missi
 from index_store.store.description.array_entry import ArrayEntry, join_checksums
 from index_store.store.description.array_shapes import conversation_entry, tokens_entry
 from index_store.store.description.dtypes import STORED_DTYPES, dtype_name
-from index_store.store.description.manifest import FORMAT_VERSION, MANIFEST_NAME, MANIFESTS, Manifest
+from index_store.store.description.manifest import MANIFEST_NAME, MANIFESTS, Manifest
 from index_store.store.files.additions import move_arrays, move_indexes
 from index_store.store.files.array_files import ArrayFiles
 from index_store.store.files.durable import (
@@ -244,6 +244,15 @@ class ContextWriter:
         self.write_chunk(entry.path, (0,), ids)
         return entry
 
+    def write_state(self, stored: Tensor | None, folder: str = "") -> ArrayEntry | None:
+        """Writes packed states, uint8 [bytes], and returns their entry; None of a model without. folder: see above."""
+        if stored is None:
+            return None
+        path = ArrayEntry("state", (len(stored),), (len(stored),), "uint8").below(folder).path
+        entry = self.create_array(path, stored.shape, stored.shape, "uint8")
+        self.write_chunk(entry.path, (0,), stored)
+        return entry
+
     def write_conversation(self, data: bytes) -> ArrayEntry:
         """Writes what is kept of messages, as one array of bytes, and returns its entry."""
         entry = conversation_entry(len(data))
@@ -357,7 +366,7 @@ class ContextWriter:
         entries = [entry for entry in sealed.arrays if entry.path in written]
         for problem in chain(check_metadata(self._folder, entries), check_chunks(self._folder, entries)):
             raise problem
-        return replace(sealed, format_version=FORMAT_VERSION)
+        return replace(sealed, format_version=sealed.written_version)
 
     def _remove_folder(self) -> None:
         with storing("removing", self._folder):

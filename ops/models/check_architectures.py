@@ -1,8 +1,9 @@
 """Serves a tiny random model of every causal language model that transformers knows, or says which sentence refuses it.
 
 What is served decodes as `generate` of transformers does: the same 64 greedy tokens after 300 tokens and after 3,000,
-in float32; and with a budget of all keys every method gives the logits of full attention. Prints one JSON line for
-every architecture, or with `--table` writes the tables of docs/models.md from such lines.
+in float32; and with a budget of all keys every method gives the logits of full attention. Of models with states the
+same tokens have to come in every way in which a prompt may stand behind a text. Prints one JSON line for every
+architecture, or with `--table` writes the tables of docs/models.md from such lines.
 
     python ops/models/check_architectures.py --out found.jsonl [--only llama,gemma2]
     python ops/models/check_architectures.py --table found.jsonl
@@ -47,10 +48,12 @@ from prefill_worker.config import PrefillConfig  # noqa: E402
 from prefill_worker.jobs.job import run_job  # noqa: E402
 from tests.support.layers import ALL_METHODS, with_everything  # noqa: E402
 from tests.support.models import write_tokenizer  # noqa: E402
+from tests.support.ways import WAYS, served  # noqa: E402
 
 LENGTHS = (300, 3000)
 NEW_TOKENS = 64
 PROMPT = (70, 71, 72, 73, 74)
+LONGER = (*PROMPT, 75, 76, 77, 78, 79, 80, 81)
 
 
 def check(kind: str, folder: Path) -> dict[str, Any]:
@@ -80,6 +83,8 @@ def check(kind: str, folder: Path) -> dict[str, Any]:
                 if length == LENGTHS[0]:
                     found["differing"] = sorted(_differing(runner, context, without))
                     found["without"] = without
+            if runner.identity.states is not None:
+                found["equal"] |= _ways(runner, folder, model, length)
     except SparseKVError as error:
         return {"refused": _clause(error)}
     return found
@@ -105,9 +110,16 @@ def _describe(folder: Path) -> str:
     readings = attention_of(resolve_model(str(folder)))
     config = json.loads((folder / "config.json").read_text())
     parts = []
+    states = identify(resolve_model(str(folder))).states
+    if states is not None:
+        kinds = " and ".join(sorted({part.kind for part in states.parts}, reverse=True))
+        kept = {layer for part in states.parts for layer in part.layers}
+        where = "in" if kept & set(states.attending) else "beside"
+        parts.append(f"{kinds} states {where} layers that attend")
     windows = sum(1 for own in readings if own.window)
     if windows:
-        parts.append("window in every layer" if windows == len(readings) else "windows beside full layers")
+        kind = "chunk" if any(own.chunked for own in readings) else "window"
+        parts.append(f"{kind} in every layer" if windows == len(readings) else f"{kind}s beside full layers")
     if len({(own.query_heads, own.kv_heads, own.head_dim) for own in readings}) > 1:
         parts.append("windows of other heads")
     if any(own.sinks for own in readings):
@@ -160,6 +172,23 @@ class _Context:
         self._home.cleanup()
 
 
+def _ways(runner: ModelRunner, folder: Path, model: Any, length: int) -> dict[str, int]:
+    """How many of the greedy tokens are those of `generate`, in every way in which a prompt may come."""
+    text = torch.randint(3, 259, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    expected = _generated(model, [*text, *LONGER])
+    with (
+        tempfile.TemporaryDirectory() as home,
+        served(folder, Path(home, "store"), text, runner=runner) as own,
+    ):
+        return {
+            f"{length} {name}": _equal(way(own, LONGER, NEW_TOKENS), expected) for name, way in WAYS.items()
+        }
+
+
+def _equal(found: list[int], expected: list[int]) -> int:
+    return sum(one == other for one, other in zip(found, expected, strict=True))
+
+
 def _same_tokens(runner: ModelRunner, context: ResidentContext, model: Any) -> int:
     """How many of the greedy tokens are those of `generate`."""
     ids = [*context.tokens().tolist(), *PROMPT]
@@ -168,7 +197,11 @@ def _same_tokens(runner: ModelRunner, context: ResidentContext, model: Any) -> i
     found = [int(logits[-1].argmax())]
     while len(found) < NEW_TOKENS:
         found.append(int(runner.forward([session], [[found[-1]]])[0][-1].argmax()))
-    expected = model.generate(
+    return _equal(found, _generated(model, ids))
+
+
+def _generated(model: Any, ids: list[int]) -> list[int]:
+    return model.generate(  # type: ignore[no-any-return]
         torch.tensor([ids]),
         attention_mask=torch.ones(1, len(ids), dtype=torch.long),
         max_new_tokens=NEW_TOKENS,
@@ -177,7 +210,6 @@ def _same_tokens(runner: ModelRunner, context: ResidentContext, model: Any) -> i
         eos_token_id=None,
         pad_token_id=1,
     )[0, len(ids) :].tolist()
-    return sum(one == other for one, other in zip(found, expected, strict=True))
 
 
 def _differing(runner: ModelRunner, context: ResidentContext, without: list[str]) -> Iterator[str]:

@@ -43,12 +43,26 @@ SMALL: Mapping[str, object] = {
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 300,
     "global_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_head_dim": 16,
+    "mamba_d_ssm": 128,
+    "mamba_d_state": 16,
+    "mamba_dt_rank": 8,
+    "ssm_state_size": 16,
     "rotary_dim": 8,
 }
 _MIXED = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _DBRX = {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}
 _CONVOLUTIONS = ["conv", "conv", "full_attention", "conv"]
+_STATES = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+_SHARED = ["linear_attention", "hybrid", "linear_attention", "linear_attention", "hybrid", "linear_attention"]
 _ASSISTANT = {
     "layer_types": _MIXED,
     "num_kv_shared_layers": 4,
@@ -76,6 +90,25 @@ PARTICULAR: Mapping[str, Mapping[str, object]] = {
     "mellum": {"sliding_window": WINDOW, "layer_types": _MIXED},
     "lfm2": {"layer_types": _CONVOLUTIONS},
     "lfm2_moe": {"layer_types": _CONVOLUTIONS},
+    "bamba": {"attn_layer_indices": [2], "mamba_expand": 2},
+    "granitemoehybrid": {"layer_types": _STATES},
+    "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+    "zamba": {
+        "num_hidden_layers": 6,
+        "layers_block_type": _SHARED,
+        "attention_head_dim": 32,
+        "num_key_value_heads": 4,
+    },
+    "zamba2": {
+        "num_hidden_layers": 6,
+        "layers_block_type": _SHARED,
+        "attention_head_dim": 32,
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 16,
+    },
+    "zaya": {"layer_types": ["hybrid"] * 4, "num_experts_per_tok": 1},
     "xmod": {"default_language": "en_XX"},
     "dots1": {"first_k_dense_replace": 1, "n_shared_experts": 1},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},

@@ -66,6 +66,10 @@ class CapturedWriting:
         kv_HN2D = self._capture.kv(layer)
         return self._placed(self._kv, model.full_layers.index(layer), kv_HN2D[:, start : start + count])
 
+    def state(self) -> Tensor | None:
+        """Packed states behind the last token; None of a model without."""
+        return self._capture.packed_state(self._capture.kv_dtype)
+
     def settled(self) -> Callable[[], None]:
         """What returns once all that has passed so far is where `rows` finds it."""
         return self._capture.settled()

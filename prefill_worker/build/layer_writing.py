@@ -209,6 +209,8 @@ class LayerWriting:
             self._proceed()
             progress(self._written, layers)
         captured = self._captured
+        if captured is not None:
+            self._writer.write_state(captured.state())
         return WrittenLayers(
             tuple(index.entry() for index in self._indexes),
             None if captured is None else captured.queries,

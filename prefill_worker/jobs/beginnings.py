@@ -58,6 +58,7 @@ class TakenBeginning:
         with self.store.open(self.manifest.id, self.manifest) as context:
             for layer in range(self.manifest.model.layers):
                 self.store.bounded(lambda layer=layer: self._fill_layer(context, capture, layer))  # type: ignore[misc]
+            capture.take_state(context.state(), self.manifest.dtype)
 
     def _fill_layer(self, context: Context, capture: Capture, layer: int) -> None:
         kv = read_rows(context, layer).to(capture.kv_dtype)
@@ -99,4 +100,6 @@ def find_beginning(job: PreparedJob, store: Store, id_: str) -> TakenBeginning |
     window = job.identity.window
     if window is not None and tokens < found.manifest.token_count > window.size:
         return None  # of layers with a window the store has the last rows alone
+    if job.identity.states is not None and tokens != found.manifest.token_count:
+        return None  # states are there behind the last token alone
     return TakenBeginning(store, found.manifest, tokens) if tokens > 0 else None

@@ -109,7 +109,7 @@ class Checkpoint:
         """Keeps what a pass left in the capture. Raises StoreError."""
         if self._given_up:
             return
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = capture.state_tensors()
         for layer, (kv, queries) in enumerate(capture.rows(start, count)):
             tensors[f"kv.{layer}"] = kv.contiguous()
             if queries is not None:
@@ -217,6 +217,7 @@ class Checkpoint:
             layers = range(capture.identity.layers)
             parts = [(tensors[f"kv.{layer}"], tensors.get(f"queries.{layer}")) for layer in layers]
             capture.put_rows(part.start, part.count, parts)
+            capture.put_state(tensors)
         except (OSError, KeyError, ValueError, SafetensorError):
             return False
         return True

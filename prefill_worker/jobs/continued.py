@@ -59,11 +59,12 @@ def carry_out_child(child: ChildJob, reporter: Reporter, clock: Clock, means: Me
     store, id_ = Store(job.config.store), child.id()
     ttl = parse_ttl(job.config.ttl)
     there = _is_there(store, id_)
-    rows = [] if there else _read(child, store, reporter, clock, means)
+    token_ids = torch.tensor(child.own_tokens, dtype=torch.int64)
+    own = OwnRows(token_ids, []) if there else _read(child, token_ids, store, reporter, clock, means)
     made = Continuation(
         parent=parent,
         before=torch.tensor(job.token_ids[: parent.token_count], dtype=torch.int64),
-        own=OwnRows(torch.tensor(child.own_tokens, dtype=torch.int64), rows),
+        own=own,
         attention=EXACT,
         name=free_name(store, job.config.name or job.title, parent.model.fingerprint, id_),
         expires_at=None if ttl is None else utc_now() + ttl,
@@ -84,8 +85,10 @@ def _is_there(store: Store, id_: str) -> bool:
         return False
 
 
-def _read(child: ChildJob, store: Store, reporter: Reporter, clock: Clock, means: Means) -> Sequence[Tensor]:
-    """Keys and values of the child's own tokens, by layer [H, own tokens, 2, d]."""
+def _read(
+    child: ChildJob, token_ids: Tensor, store: Store, reporter: Reporter, clock: Clock, means: Means
+) -> OwnRows:
+    """Keys and values of the child's own tokens, and the states behind them."""
     job, config, identity = child.job, child.job.config, child.job.identity
     with clock("load"):
         loaded, _ = means.load(job.folder, config.torch_device)
@@ -117,7 +120,9 @@ def _read(child: ChildJob, store: Store, reporter: Reporter, clock: Clock, means
             )
         last = first + (total - first - 1) // chunk * chunk
         collect(last, total - last)
-    return [torch.cat(layer, dim=1) for layer in parts]
+        state = capture.packed_state(capture.kv_dtype)
+    rows = [torch.cat(layer, dim=1) for layer in parts]
+    return OwnRows(token_ids, rows, state)
 
 
 def _own_progress(update: Update, before: int) -> Update:

@@ -109,7 +109,7 @@ def _write_arrays(
     window = None if beside is None else beside.below(WHOLE)
     sample = queries_entry(child.model, len(parent.query_positions))
     queries = None if sample is None else sample.below(WHOLE)
-    tokens = writer.write_tokens(token_ids, WHOLE)
+    tokens, state = writer.write_tokens(token_ids, WHOLE), writer.write_state(rows.own.state, WHOLE)
     with clock("write"):
         if planes:
             _write_planes(writer, rows, kv, parent)
@@ -131,6 +131,7 @@ def _write_arrays(
         tokens=tokens,
         kv=kv,
         window=window,
+        state=state,
         queries=queries,
         query_positions=parent.query_positions,
         indexes=tuple(indexes),

@@ -17,7 +17,7 @@ from index_store.models.resolve import resolve_model
 from index_store.store.catalog import Store, utc_now
 from index_store.store.clean_up import clean_up
 from index_store.store.description.array_entry import ArrayEntry
-from index_store.store.description.array_shapes import window_entry
+from index_store.store.description.array_shapes import state_entry, window_entry
 from index_store.store.description.context_id import continued_digests, first_digest
 from index_store.store.description.json_fields import Scalar
 from index_store.store.description.manifest import Manifest
@@ -188,6 +188,7 @@ def _manifest(
         queries=written.queries,
         query_positions=written.query_positions,
         window=window_entry(*made),
+        state=state_entry(job.identity, job.dtype),
         prefix_digests=continued_digests(
             first_digest(job.identity, job.dtype, config.salt), list(job.token_ids)
         ),

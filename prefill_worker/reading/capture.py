@@ -13,7 +13,7 @@ P sampled tokens, d head dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -22,10 +22,13 @@ from transformers import AttentionInterface
 
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.logit_form import PLAIN, LogitForm
-from index_store.attention.sliding import attend_masked, attend_window
+from index_store.attention.sliding import attend_recent
 from index_store.attention.widths import narrow, widen
 from index_store.indexes.interface.layer_index import ClusterStarts
+from index_store.models.state_cache import StateCache, attending_layer
+from index_store.models.states import TextStates
 from index_store.store.description.context_id import ModelIdentity
+from index_store.store.description.dtypes import dtype_name
 from index_store.store.stored_context import QuerySample
 from prefill_worker.muse.ranges import RangeAttention
 from prefill_worker.reading.causal_attention import attend_causally
@@ -33,6 +36,7 @@ from prefill_worker.reading.kept_layers import DeviceLayers, HostLayers, KeptLay
 from prefill_worker.reading.query_sample import SampledPositions
 
 ATTENTION = "sparsekv_capture"
+_STATE = "state."
 
 Passed = Callable[[int, int, int], None]
 """Told a layer, the first token of a pass, and how many it carries."""
@@ -84,6 +88,10 @@ class Capture:
         self._sample_shape = (heads, sampled.rows, identity.query_heads // heads, dim)
         self._queries: list[Tensor | None] = [None] * identity.layers
         self._prompt_kv: list[Tensor | None] = [None] * identity.layers
+        self._states: TextStates | None = None
+        self._prompt_states: TextStates | None = None
+        self._given_state: tuple[Tensor, str] | None = None
+        self.cache: StateCache | None = None
         self._start = 0
         self._kept_T = torch.empty(0, dtype=torch.int64)
         self._first_row = 0
@@ -108,6 +116,50 @@ class Capture:
                 self.device
             )
 
+    def take_state(self, packed: Tensor | None, dtype: str) -> None:
+        """Takes over packed states, in a dtype of keys and values: those behind the last token that there is."""
+        self._given_state = None if packed is None else (packed, dtype)
+
+    def begin_pass(self, dtype: torch.dtype) -> dict[str, StateCache]:
+        """What else the next forward pass is called with, by a model that computes in the dtype."""
+        model = self.identity.states
+        if model is None:
+            return {}
+        if self._states is None:
+            self._states = TextStates(model, dtype, self.device)
+            if self._given_state is not None:
+                self._states.unpack(*self._given_state)
+        if self._start == self.token_count:
+            self._prompt_states = self._states.copy()
+        text = self._states if self._start < self.token_count else self._prompt_states
+        self.cache = StateCache.over([text or self._states])
+        return {"cache": self.cache}
+
+    def end_pass(self) -> None:
+        """The pass has succeeded."""
+        if self.cache is not None:
+            self.cache.commit()
+
+    def packed_state(self, dtype: torch.dtype) -> Tensor | None:
+        """States behind the last token of the context that was read, as a context of the dtype stores them; None of a
+        model without."""
+        return None if self._states is None else self._states.pack(dtype_name(dtype))
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The same as the model computes with them, under the name that `put_state` finds them by."""
+        states = self._states
+        return (
+            {}
+            if states is None
+            else {f"{_STATE}{dtype_name(states.dtype)}": states.pack(dtype_name(states.dtype))}
+        )
+
+    def put_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes over what `state_tensors` has among these."""
+        for name in tensors:
+            if name.startswith(_STATE):
+                self.take_state(tensors[name], name.removeprefix(_STATE))
+
     def begin_context_chunk(self, start: int, count: int) -> None:
         """The next forward pass carries the context's tokens start..start+count-1."""
         rows = self._sampled_rows(start, count)
@@ -131,7 +183,8 @@ class Capture:
         self._start = self.token_count + start
 
     def forget_prompt(self) -> None:
-        """Drops keys and values of the calibration prompt; the context's are as if it had never been read."""
+        """Drops keys, values and states of the calibration prompt; the context's are as if it had never been read."""
+        self._prompt_states = None
         self._prompt_kv = [None] * self.identity.layers
 
     def attend(
@@ -176,8 +229,8 @@ class Capture:
         self, layer: int, query_HGTD: Tensor, key_HTD: Tensor, value_HTD: Tensor, cap: float | None
     ) -> AttentionState:
         """Attention of a layer whose queries see the last keys only, always exact."""
-        windows, window, count = self._windows, self.identity.shape(layer).window, key_HTD.shape[1]
-        if windows is None or window is None:
+        windows, shape, count = self._windows, self.identity.shape(layer), key_HTD.shape[1]
+        if windows is None or shape.window is None:
             raise ValueError(f"layer {layer} has no window")
         if self._start < self.token_count:
             rows = windows.add(layer, torch.stack([key_HTD, value_HTD], dim=2).to(self.kv_dtype))
@@ -186,9 +239,7 @@ class Capture:
             self._add_to_prompt(layer, key_HTD, value_HTD)
             prompt = self._prompt_kv[layer]
             rows = windows.kept(layer) if prompt is None else torch.cat([windows.kept(layer), prompt], dim=1)
-        if cap is not None:
-            return attend_masked(query_HGTD, rows, rows.shape[1] - count, window, cap)
-        return attend_window(query_HGTD, rows, window)
+        return attend_recent(query_HGTD, rows, shape.window, self._start, chunked=shape.chunked, cap=cap)
 
     def _add_to_prompt(self, layer: int, key_HTD: Tensor, value_HTD: Tensor) -> Tensor:
         """Keeps a calibration prompt's keys and values until it is forgotten; returns them as they would be stored."""
@@ -345,9 +396,7 @@ def capture_attention(
     The scale of the logits is folded into the queries, which are kept as if it were 1/sqrt(d). Dropout and mask do not
     apply (inference, one sequence); which layers have a window says the model's identity.
     """
-    layer = module.layer_idx
-    if not isinstance(layer, int):
-        raise TypeError(f"attention module has layer_idx {layer!r}, expected a number")
+    layer = attending_layer(module, capture.cache)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     width = value.shape[-1]
     query, key, value = widen(query, key, value)

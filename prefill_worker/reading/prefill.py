@@ -79,8 +79,13 @@ def _wait(capture: Capture) -> None:
 
 def _forward(model: Any, capture: Capture, ids: Tensor, first_position: int) -> None:
     """One pass through the layers; the output head is left out, since only attention's inputs are wanted."""
-    device = next(model.parameters()).device
-    positions = torch.arange(first_position, first_position + len(ids), device=device)
+    weight = next(model.parameters())
+    positions = torch.arange(first_position, first_position + len(ids), device=weight.device)
     decoder_of(model)(
-        input_ids=ids.to(device)[None], position_ids=positions[None], use_cache=False, capture=capture
+        input_ids=ids.to(weight.device)[None],
+        position_ids=positions[None],
+        use_cache=False,
+        capture=capture,
+        **capture.begin_pass(weight.dtype),
     )
+    capture.end_pass()

@@ -46,6 +46,12 @@ class OneLayer:
     def rows(self, start: int, count: int) -> Iterator[tuple[Tensor, None]]:
         yield self.kv[:, start : start + count], None
 
+    def state_tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def put_state(self, tensors: object) -> None:
+        pass
+
     def put_rows(self, start: int, count: int, parts: Sequence[tuple[Tensor, None]]) -> None:
         self.kv[:, start : start + count] = parts[0][0]
 

@@ -26,6 +26,21 @@ _WINDOWS: Mapping[str, object] = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
 _EXPERTS: Mapping[str, object] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_CHUNKS: Mapping[str, object] = {
+    "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+    "attention_chunk_size": 24,
+    "intermediate_size_mlp": 64,
+    "num_local_experts": 2,
+    "no_rope_layers": [1, 0, 1],
+}
+_STATES: Mapping[str, object] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "mlp_only_layers": [0, 1, 2],
+}
 
 LAYER_KINDS: Mapping[str, tuple[str, Mapping[str, object]]] = MappingProxyType(
     {
@@ -36,6 +51,9 @@ LAYER_KINDS: Mapping[str, tuple[str, Mapping[str, object]]] = MappingProxyType(
         "experts": ("qwen3_moe", {**_EXPERTS, "num_local_experts": 4}),
         "another scale": ("granite", {"attention_multiplier": 0.3}),
         "no positions": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+        "states": ("qwen3_next", _STATES),
+        "convolutions": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3}),
+        "chunks": ("llama4_text", {**_EXPERTS, **_CHUNKS}),
         "caps": ("gemma2", {**_WINDOWS, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4}),
     }
 )

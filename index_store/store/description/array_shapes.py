@@ -45,6 +45,14 @@ def window_entry(
     return _rows_entry("window", model.window_layers, model.window.shape, token_count, dtype, whole)
 
 
+def state_entry(model: ModelIdentity, dtype: str) -> ArrayEntry | None:
+    """The states behind the last token, one part behind the other: uint8 [bytes], one chunk; None without states."""
+    if model.states is None:
+        return None
+    size = model.states.nbytes(dtype)
+    return ArrayEntry("state", (size,), (size,), "uint8")
+
+
 def _rows_entry(
     path: str, layers: Sequence[int], shape: LayerShape, token_count: int, dtype: str, whole: bool
 ) -> ArrayEntry:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from index_store.attention.layer_shape import LayerShape, WindowLayers
 from index_store.errors import InvalidArgumentError
 from index_store.store.description.json_fields import check_name, check_positive, field_error
+from index_store.store.description.state_parts import ModelStates
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,9 +47,10 @@ class ModelIdentity:
     """Which model prefilled a context, and the sizes that its keys and values follow from.
 
     fingerprint: hash over the model's configuration and weights; tokenizer_fingerprint: over its tokenizer files.
-    query_heads, kv_heads, head_dim (d): of the layers whose queries see all keys; where there are none, of the others.
-    max_positions: the longest sequence the model takes, in tokens. window: the layers whose queries see the last keys
-    only; None without any.
+    layers: that attend, which is all of them but where `states` says otherwise. query_heads, kv_heads, head_dim (d): of
+    the layers whose queries see all keys; where there are none, of the others. max_positions: the longest sequence the
+    model takes, in tokens. window: the layers whose queries see the last keys only; None without any. states: what
+    layers keep that have a recurrent or convolution state; None without any.
     """
 
     name: str
@@ -62,6 +64,7 @@ class ModelIdentity:
     vocab_size: int
     max_positions: int
     window: WindowLayers | None = None
+    states: ModelStates | None = None
 
     def __post_init__(self) -> None:
         for name in ("name", "architecture", "fingerprint", "tokenizer_fingerprint"):
@@ -75,11 +78,13 @@ class ModelIdentity:
             )
         if self.window is not None:
             self._check_window(self.window)
+        if self.states is not None and len(self.states.attending) != self.layers:
+            raise field_error("model.states.attending", self.states.attending, f"{self.layers} layers")
 
     @property
     def unsaid(self) -> tuple[str, ...]:
         """Fields that a manifest says nothing of."""
-        return ("window",) if self.window is None else ()
+        return tuple(name for name in ("window", "states") if getattr(self, name) is None)
 
     @property
     def window_layers(self) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from index_store.store.description.array_shapes import (
     kv_entry,
     plane_entry,
     queries_entry,
+    state_entry,
     tokens_entry,
     window_entry,
 )
@@ -60,7 +61,10 @@ FORMAT_VERSION = 5
 """What is written: 2 added calibrated thresholds and a sample of the queries, 3 leaves the salt out and has layers with
 a sliding window, 4 has labels, pins and messages, children and digests of prefixes, 5 may have rows in 8 bits."""
 
-READABLE_VERSIONS = (2, 3, 4, 5)
+LAYERS_VERSION = 6
+"""What is written of a model with states or chunks, so that programs that know none refuse it by its version."""
+
+READABLE_VERSIONS = (2, 3, 4, 5, 6)
 
 MANIFEST_NAME = "manifest.json"
 
@@ -121,6 +125,7 @@ class Manifest:
     kv: keys and values of the layers whose queries see all keys; of the others where there are no such layers. Of rows
         in 8 bits it is their low plane (`plane_entry`), beside the index HIGH_PLANE. window: of the layers whose
         queries see the last keys only, beside those; None where all layers are of one kind.
+    state: of a model with states, those behind the last token (`TextStates.pack`), a child's as well; None of others.
     parent: of a child, the context that it continues. token_count are then the tokens of both; tokens, kv and window
         have the child's own alone, all of them in every layer, and there are neither indexes nor queries. A context
         that was a child and was made whole has none; its arrays lie below the folder WHOLE.
@@ -153,6 +158,7 @@ class Manifest:
     queries: ArrayEntry | None = None
     query_positions: tuple[Whole, ...] = ()
     window: ArrayEntry | None = None
+    state: ArrayEntry | None = None
     parent: Parent | None = None
     prefix_digests: str = field(default="", repr=False)
     conversation: ArrayEntry | None = None
@@ -199,7 +205,7 @@ class Manifest:
     @property
     def unsaid(self) -> Collection[str]:
         """Fields that the file says nothing of."""
-        names = ("conversation", "labels", "pinned", "owner", "parent", "prefix_digests")
+        names = ("conversation", "labels", "pinned", "owner", "parent", "prefix_digests", "state")
         windows = ("window",) if self.model.window is None else ()
         return (*windows, *(name for name in names if not getattr(self, name)))
 
@@ -226,13 +232,13 @@ class Manifest:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values; a child's own. Of rows in 8 bits the half that is no index."""
+        """Bytes of keys, values and states; a child's own. Of rows in 8 bits the half that is no index."""
         return sum(array.nbytes for array in self.kv_arrays)
 
     @property
     def kv_arrays(self) -> tuple[ArrayEntry, ...]:
-        """The arrays of keys and values: one for every kind of layers."""
-        return (self.kv,) if self.window is None else (self.kv, self.window)
+        """The arrays of keys, values and states: one for every kind of layers."""
+        return tuple(entry for entry in (self.kv, self.window, self.state) if entry is not None)
 
     def layer_entry(self, layer: int) -> ArrayEntry:
         """The array that holds a layer's keys and values."""
@@ -253,6 +259,12 @@ class Manifest:
     def bytes_per_token(self) -> float:
         """Bytes of keys, values and indexes per token of the context; of a child per token of its own."""
         return (self.kv_bytes + self.index_bytes) / self.own_tokens
+
+    @property
+    def written_version(self) -> int:
+        """The format version that it is written in."""
+        chunked = self.model.window is not None and self.model.window.chunked
+        return LAYERS_VERSION if chunked or self.model.states is not None else FORMAT_VERSION
 
     def expired(self, now: datetime) -> bool:
         """Whether the context's time to live has passed at `now` (timezone-aware). A pinned one's does not."""
@@ -293,6 +305,7 @@ class Manifest:
             tokens=sealed(self.tokens),
             kv=sealed(self.kv),
             window=self.window and sealed(self.window),
+            state=self.state and sealed(self.state),
             queries=self.queries and sealed(self.queries),
             conversation=self.conversation and sealed(self.conversation),
             indexes=indexes,
@@ -318,6 +331,7 @@ class Manifest:
             ("tokens", tokens_entry(tokens)),
             ("kv", plane_entry(*made[:2]) if planes else kv_entry(*made, whole=whole)),
             ("window", window_entry(*made, whole=whole)),
+            ("state", state_entry(self.model, self.dtype)),
         ):
             self._check_entry(name, getattr(self, name), expected_entry)
         if self.array_folder and not whole:
@@ -422,6 +436,7 @@ MANIFESTS = Sealed(
     damaged=ChecksumError,
     foreign=FormatVersionError,
     versions=READABLE_VERSIONS,
+    written=lambda manifest: manifest.written_version,
     check=_check_written,
     upgrade=_without_salt,
 )

@@ -35,8 +35,8 @@ class Sealed(Generic[Record]):
 
     what: its name in errors. repair: what to do about a file that cannot be used. wrong, damaged, foreign: errors of a
     file with a field that cannot be, of one that was altered, and of another version. versions: those that are read,
-    of which the last is written. check: raises what a record's own checks do not. upgrade: changes the JSON of an older
-    version, in place, to what the record has.
+    of which the last is written, unless `written` says which. check: raises what a record's own checks do not. upgrade:
+    changes the JSON of an older version, in place, to what the record has.
     """
 
     kind: type[Record]
@@ -46,13 +46,15 @@ class Sealed(Generic[Record]):
     damaged: type[SparseKVError]
     foreign: type[SparseKVError]
     versions: tuple[int, ...] = (1,)
+    written: Callable[[Record], int] | None = None
     check: Callable[[Record], None] = lambda record: None
     upgrade: Callable[[dict[str, Any]], None] = lambda document: None
 
     def render(self, record: Record) -> bytes:
         """The file's contents: always the same bytes for the same record. Raises ManifestError for one that could not
         be read again."""
-        document: dict[str, Any] = plain(record) | {"format_version": self.versions[-1]}
+        version = self.versions[-1] if self.written is None else self.written(record)
+        document: dict[str, Any] = plain(record) | {"format_version": version}
         self._record(dict(document))
         try:
             return render_document(document)

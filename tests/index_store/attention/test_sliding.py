@@ -8,18 +8,30 @@ from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.logit_form import LogitForm
-from index_store.attention.sliding import attend_masked, attend_window
+from index_store.attention.sliding import attend_masked, attend_recent, attend_window
 
 
 def formula(
-    queries_HGTD: Tensor, kv_HS2D: Tensor, first: int, window: int | None, cap: float | None
+    queries_HGTD: Tensor,
+    kv_HS2D: Tensor,
+    first: int,
+    window: int | None,
+    cap: float | None,
+    dropped: int | None = None,
 ) -> AttentionState:
+    """dropped: in chunks, and so many keys are not there any more that came before."""
     keys, values = kv_HS2D.double().unbind(2)
     logits = torch.einsum("hgtd,hsd->hgts", queries_HGTD.double(), keys) * keys.shape[-1] ** -0.5
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     count, many = queries_HGTD.shape[2], kv_HS2D.shape[1]
     ages = first + torch.arange(count)[:, None] - torch.arange(many)
-    logits.masked_fill_((ages < 0) if window is None else (ages < 0) | (ages >= window), -torch.inf)
+    unseen = ages < 0
+    if window is not None and dropped is not None:
+        places = dropped + torch.arange(many)
+        unseen |= (dropped + first + torch.arange(count))[:, None] // window != places // window
+    elif window is not None:
+        unseen |= ages >= window
+    logits.masked_fill_(unseen, -torch.inf)
     weights = logits.softmax(-1).nan_to_num(0.0)
     return AttentionState(
         torch.einsum("hgts,hsd->hgtd", weights, values).float(), logits.logsumexp(-1).float()
@@ -67,6 +79,20 @@ def test_masks_and_caps_equal_the_formula(
     for first in (-4, 0, 24):
         found = attend_masked(queries, kv, first, window, cap)
         assert_same(found, formula(queries, kv, first, window, cap))
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("dropped", [0, 3, 4, 13])
+@pytest.mark.parametrize(("tokens", "before"), [(1, 4), (1, 7), (9, 4), (23, 7), (23, 0)])
+def test_chunks_equal_the_formula(tokens: int, before: int, dropped: int, cap: float | None) -> None:
+    """Wherever in a chunk the queries begin and end, and whatever is there of those before."""
+    before = (
+        before if dropped + before > 8 else 8 - dropped + before
+    )  # a whole chunk at least, or all there is
+    torch.manual_seed(tokens)
+    queries, rows = torch.randn(2, 3, tokens, 16), torch.randn(2, before + tokens, 2, 16)
+    found = attend_recent(queries, rows, 8, dropped + before, chunked=True, cap=cap)
+    assert_same(found, formula(queries, rows, before, 8, cap, dropped))
 
 
 def test_a_sink_is_one_more_logit_without_a_value() -> None:

@@ -215,15 +215,8 @@ LATENT = {
             "do not hand on to the attention function",
         ),
         ("deepseek_v3", {"num_key_value_heads": 4, **LATENT}, "multi-head latent attention.*kv_lora_rank 16"),
-        ("qwen3_5_text", {"num_key_value_heads": 2}, "layers of kind linear_attention"),
-        ("falcon_h1", {"num_key_value_heads": 2}, "recurrent state"),
         ("doge", {"num_key_value_heads": 2}, "layer 0 makes an attention mask of its own"),
         ("diffllama", {"num_key_value_heads": 2}, "its 2 layers attend 4 times in a pass"),
-        (
-            "llama4_text",
-            {"num_key_value_heads": 2, "head_dim": 16, "attention_chunk_size": 64},
-            "chunks of 64 tokens",
-        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_weights_are_read(

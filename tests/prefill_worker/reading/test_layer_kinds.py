@@ -41,20 +41,24 @@ def test_chunks_give_what_the_model_itself_computes(tmp_path: Path, kind: str) -
     check_capture(loaded)  # raises where it does not
     model = loaded.identity
     whole, chunks = capture_of(loaded, IDS, 1000), capture_of(loaded, IDS, 7)
-    for layer in range(3):
+    for layer in range(model.layers):
         kept = model.shape(layer).kept(len(IDS))
         assert whole.kv(layer).shape == (model.kv_heads, kept, 2, model.head_dim)
         torch.testing.assert_close(chunks.kv(layer), whole.kv(layer), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["windows", "sinks", "caps"])
+@pytest.mark.parametrize("kind", ["windows", "sinks", "caps", "states"])
 def test_prompts_after_the_context_see_its_window_and_leave_no_trace(tmp_path: Path, kind: str) -> None:
     loaded = load(tmp_path, kind)
     context, prompt = IDS[:50], IDS[50:]
     capture = capture_of(loaded, context, 20, (len(prompt),))
-    before = [capture.kv(layer).clone() for layer in range(3)]
+    layers = range(loaded.identity.layers)
+    before = [capture.kv(layer).clone() for layer in layers]
+    state = capture.packed_state(torch.float32)
     run_prompts(loaded.model, capture, [prompt], 9)
-    assert all(torch.equal(capture.kv(layer), before[layer]) for layer in range(3))
+    assert all(torch.equal(capture.kv(layer), before[layer]) for layer in layers)
+    if state is not None:
+        assert torch.equal(torch.as_tensor(capture.packed_state(torch.float32)), state)
     (layer,) = loaded.identity.full_layers
     expected = capture_of(loaded, IDS, 1000).query_sample(layer)
     found = capture.query_sample(layer)

@@ -323,7 +323,7 @@ def test_newer_format(stored: Store, context: SyntheticContext) -> None:
     del document["checksum"]
     path.write_bytes(render_document(document | {"format_version": 7}))
     for use in (stored.manifest, stored.open, stored.verify, lambda _: load(stored, context)):
-        with pytest.raises(FormatVersionError, match="version 7, this program reads versions 2 to 5"):
+        with pytest.raises(FormatVersionError, match="version 7, this program reads versions 2 to 6"):
             use(context.id)
 
 
