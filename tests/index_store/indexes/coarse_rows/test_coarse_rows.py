@@ -154,6 +154,8 @@ def test_an_appended_key_that_cannot_be_coded_is_refused() -> None:
 def test_extensions_hold_what_is_said(name: str, block: int) -> None:
     index = build(name, random_rows(300, DIM))
     appended = index.start_appending()
+    nothing = CoarseRows.appended_bytes(PARAMETERS[name], DIM, Growth(300, 0, block))
+    assert appended.nbytes == nothing == 0
     new = random_rows(1100, DIM, seed=2)
     end = 300
     while end < 1100:
