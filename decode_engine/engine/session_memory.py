@@ -32,12 +32,13 @@ def session_bytes(fitted: FittedMethod, tokens: int) -> int:
         total += len(own.layers) * _tail_bytes(own.kv_heads, own.head_dim, dtype, tokens)
     if model.states is not None:
         total += model.states.nbytes("float32")  # the widest that is computed in
-    growth = _growth(fitted, tokens)
-    for spec in (fitted.method.index, fitted.partition):
-        if spec is not None and fitted.searching:
+    searched = fitted.drafting or fitted
+    growth = _growth(searched, tokens)
+    for spec in (searched.method.index, searched.partition):
+        if spec is not None and searched.searching:
             kind = INDEX_KINDS[spec.kind]
             appended = kind.appended_bytes(spec.parameters, model.head_dim, growth)
-            total += len(fitted.searching) * model.kv_heads * appended
+            total += len(searched.searching) * model.kv_heads * appended
     return total
 
 
