@@ -187,6 +187,12 @@ class ModelUnsupportedError(SparseKVError):
     reason = "MODEL_UNSUPPORTED"
 
 
+class FetchError(SparseKVError):
+    """A model cannot be fetched, or not all of it."""
+
+    reason = "MODEL_NOT_FETCHED"
+
+
 class MethodUnsupportedError(SparseKVError):
     """The method is unknown, or the context has no index that it can use."""
 

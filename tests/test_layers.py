@@ -162,6 +162,7 @@ PLACES = {
         "prefill_worker/reading/capture.py",
         "decode_engine/model/decode_attention.py",
     ),
+    "huggingface_hub": ("index_store/models/files/hub.py",),
     "starlette": ("decode_engine/gateway/*",),
     "uvicorn": ("decode_engine/gateway/*",),
     "h11": ("decode_engine/gateway/bounds.py",),

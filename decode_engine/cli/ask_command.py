@@ -14,7 +14,7 @@ from typer import Argument, Option
 from decode_engine.cli.asking.answer_options import AnswerConfig, decoded, in_flags
 from decode_engine.cli.asking.answers_as_json import described_answers, shown
 from decode_engine.cli.asking.many_questions import QuestionFile, ask_all
-from decode_engine.rpc.client import Client, Generation, Piece, Summary, TokenLogprob, Waiting
+from decode_engine.rpc.client import Client, Explanation, Generation, Piece, Summary, TokenLogprob, Waiting
 from index_store.cli.checks import Filled, InputFile, OutputFile
 from index_store.cli.console import print_json
 from index_store.cli.entry import INTERRUPTED
@@ -136,10 +136,9 @@ def ask(
         _print_text(generation, answers, streamed=stream)
         if config.constrained:
             _tell_what_was_cut(generation.summaries)
-    if show_timings:
-        for summary in generation.summaries:
-            for line in summary_lines(summary):
-                typer.echo(line, err=True)
+    for summary in generation.summaries:
+        for line in summary_lines(summary) if show_timings else _explained(summary.explanation):
+            typer.echo(line, err=True)
 
 
 def _ask_many(
@@ -282,4 +281,22 @@ def summary_lines(summary: Summary) -> list[str]:
         f"{per_token:.1f} ms per token",
         *moved,
         f"of it, in sum over all layers and steps: {listed}, the rest of the model and waiting {rest / 1e6:.1f} ms",
+        *_explained(summary.explanation),
+    ]
+
+
+def _explained(why: Explanation | None) -> list[str]:
+    """Why an answer came as it did, where that was asked."""
+    if why is None:
+        return []
+    nearest = (
+        f" ({why.missed_context[:12]} has {why.missed_tokens} tokens of it)" if why.missed_context else ""
+    )
+    missed = f"; why no longer beginning was used: {why.missed}{nearest}" if why.missed else ""
+    parts = ("door", "load", "queue", "prompt", "decode")
+    times = ", ".join(f"{part} {getattr(why, f'{part}_ms'):.1f}" for part in parts)
+    return [
+        f"context: {why.lookup} {why.context[:12]} in {why.tier or 'no'} memory{missed}",
+        f"method: {why.method}, since {why.method_reason}",
+        f"milliseconds: {times}",
     ]

@@ -137,6 +137,7 @@ def load_service(
         runner,
         max_sessions=config.max_sessions,
         max_waiting=config.max_waiting,
+        max_client_requests=config.max_client_requests,
         prompt_chunk=config.prompt_chunk or _PROMPT_CHUNKS[device.type],
         session_memory=session_memory,
         on_start=begin,

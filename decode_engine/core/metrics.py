@@ -70,9 +70,18 @@ _COUNTERS = {
         ("source",),
     ),
     "beginning_lookups": (
-        "Requests by what was found for their prompts' beginnings: named and found; why nothing was: not_stored, "
-        "too_large (for the memory), not_looked_for (log probabilities of the whole prompt are wanted).",
+        "Requests by the stored context that they continue: named, found by the prompt's tokens, none.",
         ("result",),
+    ),
+    "beginning_misses": (
+        "Requests without a named context, by why no longer stored beginning was used: not_stored, partial (one has "
+        "more of the prompt, but goes on in another way), expired, too_large (for the memory), unreadable, "
+        "not_looked_for (log probabilities of the whole prompt are wanted).",
+        ("reason",),
+    ),
+    "requests_by_tier": (
+        "Requests by where their contexts lay when they came: device, host, disk, none.",
+        ("tier",),
     ),
     "requests_by_method": ("Requests by the method that decodes them.", ("method",)),
     "keys_available": (
@@ -167,19 +176,21 @@ class Metrics:
             ("prompt_tokens_by_source", "computed", begins.prompt),
             ("prompt_tokens_by_source", stored, begins.cached),
             ("beginning_lookups", begins.lookup, 1),
+            ("beginning_misses", "" if begins.missed is None else begins.missed.reason, 1),
+            ("requests_by_tier", begins.tier or "none", 1),
             ("requests_by_method", begins.method, 1),
         ):
-            self.counters[name][label] += count
+            if label or not _COUNTERS[name][1]:
+                self.counters[name][label] += count
 
     def _note_end(self, watched: Watched, event: Ends) -> None:
         times, count = event.times, event.completion_tokens
-        decode_ns = times.total_ns - times.load_ns - times.queue_ns - times.prompt_ns
         figures: list[tuple[str, float]] = [
             ("e2e_request_latency_seconds", times.total_ns / 1e9),
             ("request_load_time_seconds", times.load_ns / 1e9),
             ("request_queue_time_seconds", times.queue_ns / 1e9),
             ("request_prefill_time_seconds", times.prompt_ns / 1e9),
-            ("request_decode_time_seconds", max(decode_ns, 0) / 1e9),
+            ("request_decode_time_seconds", times.after_prompt_ns / 1e9),
             ("request_generation_tokens", count),
         ]
         if count > 1:

@@ -30,7 +30,7 @@ from decode_engine.model.method_choice import AUTO, StepCosts
 from decode_engine.model.preparing import Preparation
 from decode_engine.model.runner import ModelRunner
 from decode_engine.orders.core import Facts, Residency, Status, Warmed
-from decode_engine.orders.events import Begins, Lookup, Waits
+from decode_engine.orders.events import Begins, Lookup, Tier, Waits
 from decode_engine.orders.order import Order
 from decode_engine.rpc.contexts.defaults import remainder_name
 from decode_engine.rpc.creation.orders import Workshop
@@ -42,7 +42,7 @@ from index_store.errors import (
     MethodUnsupportedError,
     SparseKVError,
 )
-from index_store.family.prefixes import longest_prefix
+from index_store.family.prefixes import Missed, longest_prefix
 from index_store.memory.arena import Arena
 from index_store.memory.devices import describe_device
 from index_store.methods.method import FittedMethod, Method
@@ -86,6 +86,8 @@ class Meaning:
     arrived_ns: int
     reason: str
     lookup: Lookup
+    missed: Missed | None
+    tier: Tier
 
     @property
     def cached(self) -> int:
@@ -112,6 +114,8 @@ class Meaning:
             remainder_name(method),
             self.reason,
             self.lookup,
+            self.missed,
+            self.tier,
         )
 
 
@@ -262,28 +266,18 @@ class EngineService:
         manifest = self.runner.no_context.manifest
         return Ground(manifest, manifest)
 
-    def beginning(self, token_ids: Sequence[int]) -> tuple[Ground, Lookup]:
+    def beginning(self, token_ids: Sequence[int]) -> tuple[Ground, Missed | None]:
         """The longest stored context, made without a salt, that tokens begin with, or are; `nothing` without one.
 
-        Contexts that do not fit into memory are passed over. And what became of the search.
+        Contexts that do not fit into memory are passed over. And why it is no longer one.
         """
         identity = self.runner.identity
         if identity.states is not None:  # behind whose last token one has to come: it cannot be read again
             token_ids = token_ids[:-1]
         first = first_digest(identity, self.runner.kv_dtype, "")
         digests = continued_digests(first, token_ids)
-        passed_over = False
-
-        def may_hold(manifest: Manifest) -> bool:
-            nonlocal passed_over
-            fits = self._may_hold(manifest)
-            passed_over = passed_over or not fits
-            return fits
-
-        found = longest_prefix(self.store, digests, token_ids, may_hold)
-        if found is None:
-            return self.nothing, "too_large" if passed_over else "not_stored"
-        return Ground.of(self.store, found), "found"
+        found, missed = longest_prefix(self.store, digests, token_ids, self._may_hold)
+        return self.nothing if found is None else Ground.of(self.store, found), missed
 
     def _may_hold(self, manifest: Manifest) -> bool:
         try:
@@ -298,7 +292,8 @@ class EngineService:
             self._check(order, reply)
             meaning = self._mean(order, arrived_ns)
             reply.tell(meaning.begins())
-            place = self.engine.reserve(meaning.fitted.manifest.id, meaning.memory * order.answers)
+            memory = meaning.memory * order.answers
+            place = self.engine.reserve(meaning.fitted.manifest.id, memory, order.client)
         except Exception as error:
             self._fail(reply, error)
             return
@@ -327,8 +322,10 @@ class EngineService:
     def _mean(self, order: Order, arrived_ns: int) -> Meaning:
         self.engine.check_answers(order.answers)
         identity, whole = self.runner.identity, order.prompt
-        ground, lookup = self._named(order) if order.context else self._beginning(order)
+        ground, missed = (self.ground(order.context), None) if order.context else self._beginning(order)
         named, base = ground.named, ground.base
+        lookup: Lookup = "named" if order.context else "found" if named.token_count else "none"
+        tier = self.arena.tier(base) if base.token_count else ""
         method, reason = self._choose(order, base)
         fitted = method.on(base)
         prompt = whole if order.context else whole[min(named.token_count, len(whole) - 1) :]
@@ -339,28 +336,28 @@ class EngineService:
             beside += identity.states.nbytes("float32")  # of the end of its prompt
         room = None if limit is None else limit // order.answers - beside
         max_tokens, own = fitting_tokens(fitted, ground.own_tokens + len(prompt), least, max_tokens, room)
-        return Meaning(order, ground, fitted, prompt, max_tokens, own + beside, arrived_ns, reason, lookup)
+        needed = own + beside
+        return Meaning(
+            order, ground, fitted, prompt, max_tokens, needed, arrived_ns, reason, lookup, missed, tier
+        )
 
-    def _named(self, order: Order) -> tuple[Ground, Lookup]:
-        return self.ground(order.context), "named"
-
-    def _beginning(self, order: Order) -> tuple[Ground, Lookup]:
-        """What an order without a context stands on, and how that was found.
+    def _beginning(self, order: Order) -> tuple[Ground, Missed | None]:
+        """What an order without a context stands on, and why it is nothing longer.
 
         Raises InvalidArgumentError where nothing can be kept of it.
         """
         if order.prompt_logprobs:  # all of the prompt has to be read
-            return self.nothing, "not_looked_for"
+            return self.nothing, Missed("not_looked_for")
         if order.keep is None:
             return self.beginning(order.prompt)
-        ground, lookup = self.beginning(order.prompt[:-1])
+        ground, missed = self.beginning(order.prompt[:-1])
         if not ground.named.token_count:
             raise InvalidArgumentError(
                 "keep continues a stored context, and this prompt begins with none; name one, or have the prompt made "
                 "into a context first (CreateContext)",
                 field="keep",
             )
-        return ground, lookup
+        return ground, missed
 
     def _choose(self, order: Order, base: Manifest) -> tuple[Method, str]:
         """The method of an order, and why where the server chose it; "" where the client or the context did."""

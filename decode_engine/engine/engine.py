@@ -47,6 +47,7 @@ class Engine(Generic[SessionT]):
         *,
         max_sessions: int = 16,
         max_waiting: int = 64,
+        max_client_requests: int | None = None,
         prompt_chunk: int = 256,
         session_memory: int | None = None,
         on_start: Callable[[], None] = lambda: None,
@@ -57,6 +58,7 @@ class Engine(Generic[SessionT]):
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """max_sessions: requests in progress at once. max_waiting: requests beyond those, loading or queued.
+        max_client_requests: of one client; None for all but a quarter of those that may wait.
 
         prompt_chunk: most prompt tokens per step, of all prompts together; fewer where they cost more (`PromptCost`).
         session_memory: most bytes that requests in progress may need in sum (`Work.memory`); None has no bound.
@@ -83,7 +85,7 @@ class Engine(Generic[SessionT]):
         self._changed = threading.Condition()
         self.max_sessions, self.session_memory = max_sessions, session_memory
         self._queues: Queues[SessionT] = Queues(max_sessions, session_memory)
-        self._places = Places(max_sessions + max_waiting, max_waiting // 4)
+        self._places = Places(max_sessions + max_waiting, max_waiting // 4, max_client_requests)
         self._scheduler = Scheduler(
             runner,
             self._queues,
@@ -127,16 +129,17 @@ class Engine(Generic[SessionT]):
                 session_limit_bytes=queues.memory,
             )
 
-    def reserve(self, context: str = "", memory: int = 0) -> Place:
+    def reserve(self, context: str = "", memory: int = 0, client: str = "") -> Place:
         """Takes the place of one request before it costs anything.
 
-        context, memory: as in the request.
-        Raises TooManyRequestsError when there is no place left for the context, and what `submit` raises when it would.
+        context, memory, client: as in the request.
+        Raises TooManyRequestsError when there is no place left for context or client, and what `submit` raises when
+        it would.
         """
         with self._changed:
             self._check_accepting()
             self._check_memory(memory)
-            return self._places.take(context)
+            return self._places.take(context, client)
 
     def submit(self, place: Place, work: Work[SessionT], reply: Reply) -> None:
         """Queues work. Its place and `close` are the engine's from here on, also when this raises.

@@ -1,4 +1,4 @@
-"""Places: how many requests there may be at once, and how many of them on one context."""
+"""Places: how many requests there may be at once, how many of them on one context, and how many of one client."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from decode_engine.errors import TooManyRequestsError
 class Places:
     """Counts requests from before they cost anything until they have ended. Thread-safe."""
 
-    def __init__(self, most: int, kept: int) -> None:
-        """most: places. kept: that requests on one context leave for others."""
+    def __init__(self, most: int, kept: int, client: int | None = None) -> None:
+        """most: places. kept: that requests on one context, or of one client, leave for others. client: that one client
+        may have, if not so many."""
         self._most = most
         self._most_of_one = most - kept
+        self._most_of_client = client or most - kept
         self._taken: Counter[str] = Counter()  # by context
+        self._clients: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     @property
@@ -25,9 +28,15 @@ class Places:
         with self._lock:
             return self._taken.total()
 
-    def take(self, context: str) -> Place:
-        """Raises TooManyRequestsError when there is no place left for the context."""
+    def take(self, context: str, client: str) -> Place:
+        """client: "" is nobody. Raises TooManyRequestsError when there is no place left for context or client."""
         with self._lock:
+            if client and self._clients[client] >= self._most_of_client:
+                raise TooManyRequestsError(
+                    f"{self._clients[client]} requests of this client are running or waiting, which is the limit for "
+                    "one client; try again later",
+                    limit=self._most_of_client,
+                )
             total, own = self._taken.total(), self._taken[context]
             if total >= self._most:
                 raise TooManyRequestsError(
@@ -41,13 +50,15 @@ class Places:
                     limit=self._most_of_one,
                 )
             self._taken[context] += 1
-        return Place(lambda: self._give_back(context))
+            self._clients[client] += 1
+        return Place(lambda: self._give_back(context, client))
 
-    def _give_back(self, context: str) -> None:
+    def _give_back(self, context: str, client: str) -> None:
         with self._lock:
-            self._taken[context] -= 1
-            if not self._taken[context]:
-                del self._taken[context]
+            for taken, key in ((self._taken, context), (self._clients, client)):
+                taken[key] -= 1
+                if not taken[key]:
+                    del taken[key]
 
 
 class Place:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from decode_engine.errors import ShuttingDownError
 from decode_engine.gateway.exchange import (
     CLIENT_GONE,
     EventStream,
+    Exchange,
     end_tasks,
     exchange_of,
     read_json,
@@ -30,6 +31,7 @@ from decode_engine.gateway.wire.shapes import Answered, ChatShape, CompletionSha
 from decode_engine.orders.order import Order
 from decode_engine.rpc.answers.answering import Said, Summary, TokenUsage
 from decode_engine.rpc.contexts.pages import find_context
+from decode_engine.rpc.transport.merged import merged
 from decode_engine.rpc.transport.stalled import forget_error
 from decode_engine.rpc.transport.status import reason_of
 from index_store.errors import SparseKVError
@@ -68,7 +70,10 @@ async def _answer(request: Request, read: Callable[[Any], Asked], shape_of: type
 
 
 class _Running:
-    """An answer that is read. usage: once it is known. summaries: of those answers that have ended."""
+    """An answer that is read. usage: once it is known, of several prompts that with least room for its answer.
+
+    summaries: of those answers that have ended.
+    """
 
     def __init__(self, said: AsyncGenerator[Said, None]) -> None:
         self._said = said
@@ -79,7 +84,8 @@ class _Running:
         """What is part of an answer."""
         async with aclosing(self._said):
             async for said in self._said:
-                self.usage = said.usage or self.usage
+                if said.usage is not None and (self.usage is None or said.usage.limit < self.usage.limit):
+                    self.usage = said.usage
                 if said.summary is not None:
                     self.summaries[said.answer] = said.summary
                 if said.token_ids or said.text or said.calls:
@@ -103,7 +109,24 @@ async def _run(request: Request, asked: Asked) -> _Running:
     answering = exchange.beside.served.answering
     order = await _find(request, asked)
     tell(request, "taken", asked.check_hints(answering.tokenizer.template_reads))
+    if asked.others:
+        return _Running(
+            _several([order, *(replace(other, context=order.context) for other in asked.others)], exchange)
+        )
     return _Running(answering.answer(order, exchange, exchange.note))
+
+
+async def _several(orders: Sequence[Order], exchange: Exchange) -> AsyncGenerator[Said, None]:
+    """Answers to several prompts as to one, numbered prompt by prompt. The first error ends all."""
+    answering, each = exchange.beside.served.answering, orders[0].answers
+    sources = [partial(answering.answer, order, exchange) for order in orders]
+    exchange.note(context=orders[0].context, prompts=len(orders))
+    async with aclosing(merged(sources, max(1, answering.facts.max_sessions // each))) as told:
+        async for number, said in told:
+            if isinstance(said, Exception):
+                raise said
+            said.answer += number * each
+            yield said
 
 
 async def _find(request: Request, asked: Asked) -> Order:
@@ -135,7 +158,7 @@ async def _find(request: Request, asked: Asked) -> Order:
 
 async def _whole(request: Request, asked: Asked, shape: Shape) -> Response:
     running = await _run(request, asked)
-    answers = [Answered() for _ in range(asked.order.answers)]
+    answers = [Answered() for _ in range(asked.answers)]
     async with aclosing(running.pieces()) as pieces:
         async for said in pieces:
             answers[said.answer].add(said)

@@ -13,9 +13,11 @@ from msgspec import Struct
 
 from decode_engine.errors import InternalError, error_by_reason
 from index_store.errors import SparseKVError
+from index_store.family.prefixes import Missed
 
 Cause = Literal["", "context", "method", "session"]
-Lookup = Literal["named", "found", "not_stored", "too_large", "not_looked_for"]
+Lookup = Literal["named", "found", "none"]
+Tier = Literal["", "device", "host", "disk"]
 FinishReason = Literal["stop", "length", "end_of_sequence"]
 
 
@@ -41,8 +43,8 @@ class Begins(Struct, frozen=True, array_like=True, tag="b"):
 
     context: id of what was continued, "" where nothing was. cached: tokens that are not read. prompt: those that are.
     max_tokens: that may be generated. budget, remainder: the method's, "" where it has none. reason: why it is this
-    method, where the server chose it. lookup: how the context was found, or why none was: none is stored, those that
-    are do not fit into memory, or all of the prompt has to be read.
+    method, where the server chose it. lookup: how the context was found. missed: why no longer one was, of a request
+    that names none. tier: where the context lay when the request came; "disk" also while it is being loaded.
     """
 
     context: str
@@ -54,6 +56,8 @@ class Begins(Struct, frozen=True, array_like=True, tag="b"):
     remainder: str = ""
     reason: str = ""
     lookup: Lookup = "named"
+    missed: Missed | None = None
+    tier: Tier = ""
 
 
 class PromptRead(Struct, frozen=True, array_like=True, tag="p"):
@@ -89,6 +93,11 @@ class Times(Struct, frozen=True, array_like=True):
     total_ns: int
     decode_steps: int
     decode_ns: int
+
+    @property
+    def after_prompt_ns(self) -> int:
+        """From the end of the prompt until that of the answer, turns of others among it."""
+        return max(self.total_ns - self.load_ns - self.queue_ns - self.prompt_ns, 0)
 
 
 class Ends(Struct, frozen=True, array_like=True, tag="e"):

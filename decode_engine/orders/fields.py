@@ -288,6 +288,12 @@ FIELDS = (
         flag="--prompt-logprobs",
     ),
     Field(
+        name="explain",
+        kind=FLAG,
+        says="Tell which stored beginning was used, why no longer one, and what took how long.",
+        flag="--explain",
+    ),
+    Field(
         name="regex",
         kind=TEXT,
         says="The answer matches this regular expression as a whole (Rust's syntax).",

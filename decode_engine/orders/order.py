@@ -60,8 +60,8 @@ class Order(Struct, frozen=True, omit_defaults=True, kw_only=True):
     context: id of the stored context that the prompt continues; "" where the prompt is everything from the beginning.
     One of text, turns (with tools, and whether they are called) and prompt (token ids) is what was asked; the door
     makes it `prompt`, and the engine gets that alone. deadline_ns: on the system's monotonic clock, which all processes
-    share. stops are found by the door, which reads the text; the engine learns of one by `Handle.stop`. caller: name of
-    the token that was shown.
+    share. stops are found by the door, which reads the text; the engine learns of one by `Handle.stop`. client: the
+    address that asks. caller: name of the token that was shown.
     """
 
     context: str = ""
@@ -82,8 +82,10 @@ class Order(Struct, frozen=True, omit_defaults=True, kw_only=True):
     search_period: int | None = None
     answers: int = 1
     prompt_logprobs: bool = False
+    explain: bool = False
     keep: KeepOptions | None = None
     deadline_ns: int | None = None
+    client: str = ""
     caller: str = ""
 
     @property

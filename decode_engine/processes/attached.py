@@ -30,9 +30,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Setup(Struct, frozen=True):
-    """What a process is to do. link: the socket between engine and doors."""
+    """What a process is to do. link: the socket between engine and doors. key: see `Sharing`."""
 
     config: ServeConfig
+    key: bytes
     link: Path
     log_level: LogLevel
     log_json: bool

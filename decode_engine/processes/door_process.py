@@ -17,6 +17,7 @@ from decode_engine.gateway.serving import http_door
 from decode_engine.orders.core import Facts
 from decode_engine.processes.attached import Parent, Serving, Setup, run_attached
 from decode_engine.processes.link.remote import RemoteCore
+from decode_engine.rpc.door.sharing import Sharing
 from decode_engine.rpc.server import LAST_WORDS_S, GrpcDoor
 from decode_engine.rpc.transport.starting import Phase
 from index_store.errors import SparseKVError
@@ -91,7 +92,8 @@ def _open(grpc: GrpcDoor, core: RemoteCore, facts: Facts, setup: Setup) -> None:
 def serve_door(parent: Parent) -> int:
     """Serves until told to stop. Returns the exit code."""
     setup, phase = parent.setup, Phase()
-    grpc = GrpcDoor(setup.config, phase, shared=True)
+    sharing = Sharing(setup.config.doors, setup.key)
+    grpc = GrpcDoor(setup.config, phase, sharing=sharing)
     with http_door(setup.config, grpc, shared=True):
         process = DoorProcess(parent, grpc, phase)
         grace_s = parent.wait()

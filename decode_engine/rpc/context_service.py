@@ -20,6 +20,7 @@ from decode_engine.rpc.contexts.names import COLLECTION, parse_name
 from decode_engine.rpc.contexts.pages import Pager, find_context
 from decode_engine.rpc.contexts.updates import update_context
 from decode_engine.rpc.creation.operations import parse_operation
+from decode_engine.rpc.door.sharing import Sharing
 from decode_engine.rpc.library import Library
 from decode_engine.rpc.messages.describe import describe_upload
 from decode_engine.rpc.transport.asker import Asker
@@ -47,14 +48,14 @@ _BUSY_S = 2.0
 class ContextService(context_pb2_grpc.ContextServiceServicer):
     """Lists, describes, changes, loads and deletes stored contexts."""
 
-    def __init__(self, library: Library, model: str) -> None:
+    def __init__(self, library: Library, model: str, sharing: Sharing) -> None:
         """model: fingerprint of the one that is served."""
         self._library = library
         self._model = model
-        self._pager = Pager()
-        self._warming = Bound(_MAX_WARMING, "contexts are being loaded ahead of need")
-        self._ordering = Bound(_MAX_ORDERING, "contexts are being ordered")
-        self._uploading = Bound(_MAX_UPLOADING, "documents are being uploaded")
+        self._pager = Pager(sharing.key)
+        self._warming = Bound(_MAX_WARMING, "contexts are being loaded ahead of need", sharing)
+        self._ordering = Bound(_MAX_ORDERING, "contexts are being ordered", sharing)
+        self._uploading = Bound(_MAX_UPLOADING, "documents are being uploaded", sharing)
 
     async def CreateContext(
         self, request: context_pb2.CreateContextRequest, call: Asker
@@ -174,9 +175,9 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
 class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore[misc]  # without types
     """Lists, waits for, cancels and forgets the operations that make contexts."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, sharing: Sharing) -> None:
         self._library = library
-        self._waiting = Bound(_MAX_WAITS, "calls wait for operations")
+        self._waiting = Bound(_MAX_WAITS, "calls wait for operations", sharing)
 
     async def ListOperations(
         self, request: operations_pb2.ListOperationsRequest, call: Asker

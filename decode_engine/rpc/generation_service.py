@@ -14,9 +14,11 @@ from functools import partial
 from decode_engine.errors import TooManyRequestsError
 from decode_engine.rpc.answers.answering import Answering, Note
 from decode_engine.rpc.answers.prompting import check_tokens
+from decode_engine.rpc.door.sharing import Sharing
 from decode_engine.rpc.messages.describe import describe_methods, describe_status, said_message
 from decode_engine.rpc.messages.validation import content_tokens, parse_batch, parse_order
 from decode_engine.rpc.transport.asker import Asker
+from decode_engine.rpc.transport.bound import Bound
 from decode_engine.rpc.transport.calls import Call
 from decode_engine.rpc.transport.merged import merged
 from decode_engine.rpc.transport.status import Paths, to_status
@@ -31,11 +33,11 @@ _AGAIN_S = 1.0
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     """Decodes against stored contexts."""
 
-    def __init__(self, answering: Answering, paths: Paths) -> None:
+    def __init__(self, answering: Answering, paths: Paths, sharing: Sharing) -> None:
         """paths: what no client is told."""
         self._answering = answering
         self._paths = paths
-        self._batches = 0
+        self._batching = Bound(_MAX_BATCHES, "batches are being answered", sharing)
 
     async def ListMethods(
         self, request: generation_pb2.ListMethodsRequest, call: Asker
@@ -100,27 +102,21 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.BatchGenerateRequest, call: Asker
     ) -> AsyncIterator[generation_pb2.BatchGenerateResponse]:
         call.note(context=parse_batch(request), requests=len(request.requests))
-        if self._batches >= _MAX_BATCHES:
-            raise TooManyRequestsError(
-                f"{self._batches} batches are being answered, which is the limit; try again later",
-                limit=_MAX_BATCHES,
-            )
-        self._batches += 1
         sources = [partial(self._answer_in_turn, request.context, each, call) for each in request.requests]
         failed = generated = 0
-        try:
-            async with aclosing(merged(sources, self._answering.facts.max_sessions)) as items:
-                async for number, item in items:
-                    if isinstance(item, Exception):
-                        failed += 1
-                        error = to_status(call.public(item, self._paths))
-                        yield generation_pb2.BatchGenerateResponse(index=number, error=error)
-                    else:
-                        generated += len(item.token_ids)
-                        yield generation_pb2.BatchGenerateResponse(index=number, response=item)
-        finally:
-            self._batches -= 1
-            call.note(failed=failed, generated_tokens=generated)
+        with self._batching.place():
+            try:
+                async with aclosing(merged(sources, self._answering.facts.max_sessions)) as items:
+                    async for number, item in items:
+                        if isinstance(item, Exception):
+                            failed += 1
+                            error = to_status(call.public(item, self._paths))
+                            yield generation_pb2.BatchGenerateResponse(index=number, error=error)
+                        else:
+                            generated += len(item.token_ids)
+                            yield generation_pb2.BatchGenerateResponse(index=number, response=item)
+            finally:
+                call.note(failed=failed, generated_tokens=generated)
 
     async def _answer_in_turn(
         self,

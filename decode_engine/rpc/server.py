@@ -18,7 +18,8 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from decode_engine.rpc.creation.own_worker import OwnWorker, worker_command
 from decode_engine.rpc.door.options import certificates_of, warn_of_exposure
-from decode_engine.rpc.door.rules import Door
+from decode_engine.rpc.door.rules import Door, FailedAttempts
+from decode_engine.rpc.door.sharing import Sharing
 from decode_engine.rpc.transport.calls import Limits
 from decode_engine.rpc.transport.listener import Listener
 from decode_engine.rpc.transport.starting import Phase, Services
@@ -73,10 +74,10 @@ class GrpcDoor:
         config: ServeConfig,
         phase: Phase,
         *,
-        shared: bool = False,
+        sharing: Sharing | None = None,
     ) -> None:
-        """shared: other processes listen at the port, too."""
-        self._config = config
+        """sharing: where other processes listen at the port, too."""
+        self._sharing = sharing or Sharing()
         self._phase = phase
         self._served: Served | None = None
         self.store = Store(config.store, create=config.prefill)
@@ -92,8 +93,8 @@ class GrpcDoor:
             streams=config.max_streams,
             idle_s=config.idle_timeout,
             unread_s=config.unread_timeout,
-        )
-        self.door = Door(config.tokens)
+        ).of_one(self._sharing)
+        self.door = Door(config.tokens, FailedAttempts().of_one(self._sharing))
         try:
             self.listener = Listener(
                 config.listen,
@@ -104,7 +105,7 @@ class GrpcDoor:
                 self.door,
                 self.certificates,
                 phase=lambda: phase.text,
-                shared=shared,
+                shared=sharing is not None,
             )
         except BaseException:
             self.door.close()
@@ -126,12 +127,12 @@ class GrpcDoor:
         from decode_engine.rpc.generation_service import GenerationService
         from decode_engine.rpc.library import Library
 
+        sharing = self._sharing
         library = Library(self.store, workshop, core, self.listener.loop, self.paths)
-        answering = Answering(
-            core, facts, self.store, tokenizer, vocabulary, self._config.max_client_requests
-        )
-        contexts = ContextService(library, facts.identity.fingerprint)
-        generations, operations = GenerationService(answering, self.paths), OperationsService(library)
+        answering = Answering(core, facts, self.store, tokenizer, vocabulary, sharing)
+        contexts = ContextService(library, facts.identity.fingerprint, sharing)
+        generations = GenerationService(answering, self.paths, sharing)
+        operations = OperationsService(library, sharing)
         services = self._services
         context_pb2_grpc.add_ContextServiceServicer_to_server(contexts, services)  # type: ignore[no-untyped-call]
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generations, services)  # type: ignore[no-untyped-call]

@@ -42,9 +42,18 @@ from index_store.memory.memory_sizes import parse_size
 from index_store.store.description.dtypes import KV_DTYPES
 from index_store.store.files.reading import available_cores
 
-MAX_DOORS = 64
+MAX_DOORS, MOST_DOORS_UNASKED = 64, 4
 MAX_LANES = 4
 MAX_SLOT_SHARE = 64
+
+
+def _doors(text: str) -> int:
+    """How many doors a text means. Raises InvalidArgumentError."""
+    if text == AUTO:
+        return min(available_cores() // 4, MOST_DOORS_UNASKED)
+    if not text.isdecimal():
+        raise InvalidArgumentError(f"found {text!r}, expected a number, or {AUTO}")
+    return int(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +92,13 @@ class ServeConfig:
     doors: Annotated[
         int,
         Option(
+            metavar="NUMBER",
             help="Processes that talk to clients, beside one of the engine. Those that end are started again, and no "
-            "client's door is another one's. 0: the engine's process does it."
+            "client's door is another one's. 0: the engine's process does it. auto: one for 4 cores, at most 4.",
         ),
+        Spelled(AUTO, _doors),
         AtLeast(0, MAX_DOORS),
-    ] = 0
+    ] = field(default_factory=lambda: _doors(AUTO))
     metrics: Annotated[
         str | None,
         Option(

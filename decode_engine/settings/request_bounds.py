@@ -12,6 +12,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256  # characters
 MAX_STOP_TOKENS = 64
 MAX_ANSWERS = 16
+MAX_PROMPTS = 128
+"""In one request for completions."""
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 4096  # tokens of a prompt
 MAX_PENALTY = 2.0

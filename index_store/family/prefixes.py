@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import google_crc32c
 import numpy as np
@@ -25,6 +26,24 @@ from index_store.store.description.manifest import Manifest
 
 LEAST_TOKENS = 32
 """Of a context that is looked for: fewer are read in the time that loading takes."""
+
+
+MissReason = Literal["not_stored", "partial", "expired", "too_large", "unreadable", "not_looked_for"]
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """Why no longer stored context was taken for a prompt, by the one that comes nearest.
+
+    not_stored: none has more of the prompt's first tokens. partial: one has, but goes on in another way, or is longer
+    than the prompt. expired, too_large (for the memory), unreadable (or damaged): one would have been taken otherwise.
+    not_looked_for: all of the prompt has to be read. context: its id, "" of none. tokens: of the prompt that it begins
+    with; where it goes on in another way, whole blocks of them alone.
+    """
+
+    reason: MissReason
+    context: str = ""
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,29 +89,45 @@ def longest_prefix(
     digests: str,
     token_ids: Sequence[int] | Tensor,
     suits: Callable[[Manifest], bool] = lambda _: True,
-) -> Manifest | None:
-    """The longest stored context, children among them, that these tokens begin with, or are; None without one.
+) -> tuple[Manifest | None, Missed | None]:
+    """The longest stored context, children among them, that these tokens begin with, or are; None without one. And why
+    it is no longer one; None where it has all of the tokens.
 
-    digests: of the tokens (`context_id.continued_digests`). suits: asked last. As `longest_beginning` otherwise;
-    contexts of less than LEAST_TOKENS are not looked at. What follows a context's last whole block is told apart by the
-    checksum of its tokens, so that tokens are read of next to none but the one that is found.
+    digests: of the tokens (`context_id.continued_digests`). suits: whether there is memory for one, asked last. As
+    `longest_beginning` otherwise; contexts of less than LEAST_TOKENS are not looked at. What follows a context's last
+    whole block is told apart by the checksum of its tokens, so that tokens are read of next to none but the one that is
+    found.
     """
     ids = torch.as_tensor(token_ids, dtype=torch.int64)
     written = ids.numpy().astype("<u4")
-    fits = [
-        manifest
-        for manifest in store.list()
-        if LEAST_TOKENS <= manifest.token_count <= len(ids)
-        and manifest.prefix_digests.startswith(digests[:DIGEST_DIGITS])
-        and _common(digests, manifest.prefix_digests) == manifest.token_count // PREFIX_BLOCK
-        and not store.expired(manifest)
-        and _ends_alike(manifest, written)
-    ]
+    fits, missed = [], [Missed("not_stored")]
+    for manifest in store.list():
+        known = manifest.prefix_digests
+        if manifest.token_count < LEAST_TOKENS or not known.startswith(digests[:DIGEST_DIGITS]):
+            continue
+        common, whole = _common(digests, known), manifest.token_count // PREFIX_BLOCK
+        if manifest.token_count > len(ids) or common < whole or not _ends_alike(manifest, written):
+            missed.append(Missed("partial", manifest.id, common * PREFIX_BLOCK))
+        elif store.expired(manifest):
+            missed.append(Missed("expired", manifest.id, manifest.token_count))
+        else:
+            fits.append(manifest)
+    found: Manifest | None = None
     for manifest in sorted(fits, key=lambda fit: fit.token_count, reverse=True):
         stored = _tokens(store, manifest)
-        if stored is not None and _equal(stored, ids) == manifest.token_count and suits(manifest):
-            return manifest
-    return None
+        if stored is None or _equal(stored, ids) < manifest.token_count:
+            missed.append(Missed("unreadable", manifest.id, manifest.token_count))
+        elif not suits(manifest):
+            missed.append(Missed("too_large", manifest.id, manifest.token_count))
+        else:
+            found = manifest
+            break
+    taken = 0 if found is None else found.token_count
+    if taken == len(ids):
+        return found, None
+    return found, max(
+        (each for each in missed if not each.tokens or each.tokens > taken), key=lambda each: each.tokens
+    )
 
 
 def _ends_alike(manifest: Manifest, written: NDArray[np.uint32]) -> bool:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -153,6 +154,14 @@ class Arena:
         with self._changed:
             slot = self._books.find(manifest)
             return slot is not None and slot.complete and not self._waiting
+
+    def tier(self, manifest: Manifest) -> Literal["device", "host", "disk"]:
+        """Where its keys and values are: in memory of a device or of the host, or not wholly in memory yet."""
+        with self._changed:
+            slot = self._books.find(manifest)
+            if slot is None or not slot.complete:
+                return "disk"
+        return "host" if self._device is None or slot.placement.kv_on_host else "device"
 
     def in_use(self, id_: str) -> bool:
         """Whether anybody holds a lease on the context."""

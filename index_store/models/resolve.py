@@ -33,7 +33,7 @@ def resolve_model(name_or_path: str) -> ModelFolder:
         raise ModelUnsupportedError(
             f"model {name_or_path!r} is neither a packaged model ({', '.join(PACKAGED_MODELS)}), "
             f"nor one that can be fetched ({', '.join(FETCHED_MODELS)}), nor a folder or a {GGUF_SUFFIX} file; "
-            "models are not downloaded: pass the path of a Hugging Face model folder or of a GGUF file",
+            "pass the path of a Hugging Face model folder or of a GGUF file; `decode-engine fetch-model` fetches one",
             model=name_or_path,
         )
     if not (path / "config.json").is_file():
@@ -41,7 +41,14 @@ def resolve_model(name_or_path: str) -> ModelFolder:
             f"model folder {name_or_path!r} has no config.json; expected a Hugging Face model folder",
             model=name_or_path,
         )
-    return ModelFolder(path.resolve(), path.resolve().name)
+    return ModelFolder(path.resolve(), _name(path.resolve()))
+
+
+def _name(path: Path) -> str:
+    """What people call the model of a folder: in the hub's cache the repository, whose folder is named by a commit."""
+    repository = path.parent.parent.name
+    inside = path.parent.name == "snapshots" and repository.startswith("models--")
+    return repository.rpartition("--")[2] if inside else path.name
 
 
 def _read_attention(folder: ModelFolder, config: Any) -> Any:

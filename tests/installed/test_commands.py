@@ -263,6 +263,7 @@ QUICK = {
                 "ask",
                 "chat",
                 "evaluate",
+                "fetch-model",
                 "make-document",
                 "tune",
                 "contexts",

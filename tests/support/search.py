@@ -10,10 +10,9 @@ from index_store.selection.selected import Step
 from index_store.store.stored_context import QuerySample
 
 
-def source(keys_HND: Tensor, queries: QuerySample, values_HND: Tensor | None = None) -> LayerSource:
-    """What an index is built from; the values are those given, or the keys again."""
-    values = keys_HND if values_HND is None else values_HND
-    return LayerSource(torch.stack([keys_HND, values], dim=2), queries)
+def source(keys_HND: Tensor, queries: QuerySample, frequencies: Tensor | None = None) -> LayerSource:
+    """What an index is built from, the values being the keys again."""
+    return LayerSource(rows(keys_HND), queries, frequencies)
 
 
 def rows(keys_HTD: Tensor) -> Tensor:

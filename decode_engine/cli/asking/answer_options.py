@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar, cast
 from typer import Option
 
 from decode_engine.orders.fields import BUDGETS, BY_NAME, CONSTRAINTS, FIELDS, Field
+from decode_engine.orders.kinds import FLAG
 from decode_engine.rpc.client import GenerateOptions
 from decode_engine.rpc.door.options import ServerConfig
 from decode_engine.settings.request_bounds import (
@@ -43,6 +44,7 @@ _CHECKS: dict[str, Check | None] = {
     "logit_bias": None,
     "choices": None,
     "prompt_logprobs": None,
+    "explain": None,
 }
 """Where the range of the table is none."""
 _MOST = {
@@ -71,7 +73,7 @@ def asking(*names: str) -> Callable[[ClassT], ClassT]:
 def _option(field: Field) -> Any:
     """The annotation of a member."""
     kind: Any = str if field.range is None else int if field.range.whole else float
-    if field.name == "prompt_logprobs":
+    if field.kind is FLAG:
         kind = bool
     if field.each is not None:
         kind = tuple.__class_getitem__((field.each, ...))

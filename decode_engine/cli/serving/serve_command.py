@@ -97,12 +97,13 @@ def _supervise(config: ServeConfig, log_level: LogLevel, as_json: bool) -> None:
     """The same, by an engine and doors in processes of their own."""
     from decode_engine.processes.attached import Setup
     from decode_engine.processes.supervisor import Supervisor, kept_addresses
+    from decode_engine.rpc.door.sharing import Sharing
     from decode_engine.rpc.server import start_worker
     from decode_engine.rpc.transport.starting import Phase
     from index_store.jobs.job_queue import JobQueue
 
     warn_of_exposure(config, config.listen)
-    setup = Setup(config, Path(), log_level, as_json)
+    setup = Setup(config, Sharing().key, Path(), log_level, as_json)
     with stop_signals(config.grace) as stopping, kept_addresses(setup) as kept, ExitStack() as until_served:
         address, port = kept.config.listen, kept.config.http_port
         scheme = "http" if config.tls_cert is None else "https"

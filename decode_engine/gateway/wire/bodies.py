@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from decode_engine.gateway.wire.endpoints import CHAT, COMPLETIONS, RESPONSES
@@ -36,9 +36,9 @@ _MESSAGE_PART = re.compile(r"(messages\[\d+\](?:\.tool_calls\[\d+\])?)((?:\.\w+)
 class Asked:
     """What a body asks for.
 
-    order: its `context` as the client names it, "" for none. given: all that was sent and counts. prompt: the
-    parameter that continues the context. reading: what of it does nothing. places: what the client calls parts of
-    messages, where that is something else.
+    order: its `context` as the client names it, "" for none. others: of further prompts, but for these the same. given:
+    all that was sent and counts. prompt: the parameter that continues the context. reading: what of it does nothing.
+    places: what the client calls parts of messages, where that is something else.
     """
 
     model: str
@@ -49,6 +49,12 @@ class Asked:
     prompt: str
     reading: Reading
     places: Mapping[str, str]
+    others: Sequence[Order] = ()
+
+    @property
+    def answers(self) -> int:
+        """To all prompts."""
+        return self.order.answers * (1 + len(self.others))
 
     def name_parts(self, error: SparseKVError) -> None:
         """Has an error of the server's name what this request has where the server says something of its own field."""
@@ -94,12 +100,15 @@ def completion_order(body: Any) -> Asked:
     if isinstance(body, dict) and body.get("best_of") == body.get("n"):  # all of them are sent
         body = {**body, "best_of": None}
     given = COMPLETIONS.read(body, reading)
-    prompt = given["prompt"]
-    if isinstance(prompt[0], str | list) and isinstance(prompt, list):
-        (prompt,) = prompt
-    said = {"text" if isinstance(prompt, str) else "prompt": prompt}
+    prompts = given["prompt"]
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        prompts = [prompts]
     given.setdefault("max_tokens", 16)
-    return _asked("completions", given, said, "prompt", reading)
+    said = [{"text" if isinstance(prompt, str) else "prompt": prompt} for prompt in prompts]
+    if len(said) > 1 and "keep" in given:
+        raise InvalidArgumentError(f"keep is given for {len(said)} prompts, expected one", field="keep")
+    first, *others = (_asked("completions", given, one, "prompt", reading) for one in said)
+    return replace(first, others=[one.order for one in others])
 
 
 def response_turns(given: Mapping[str, Any]) -> tuple[tuple[Message, ...], dict[str, str]]:

@@ -230,7 +230,8 @@ COMPLETIONS = Endpoint(
         Parameter(
             "prompt",
             PROMPT,
-            "What follows the context, word for word, or a text from its beginning.",
+            "What follows the context, word for word, or a text from its beginning. Of several prompts the answers to "
+            "the second are numbered behind the `n` to the first.",
             required=True,
         ),
         _MODEL,

@@ -25,6 +25,7 @@ from decode_engine.orders.kinds import (
     listed,
     shown,
 )
+from decode_engine.settings.request_bounds import MAX_PROMPTS
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import MAX_MESSAGES, MAX_TOOLS
 
@@ -64,18 +65,20 @@ LABELS_ONLY = Kind(
 
 
 def _is_prompt(value: Any) -> bool:
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        return not (isinstance(value[0], list) and value[0] and isinstance(value[0][0], list)) and _is_prompt(
-            value[0]
-        )
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        return len(value) <= MAX_PROMPTS and all(one and _is_one_prompt(one) for one in value)
+    return _is_one_prompt(value)
+
+
+def _is_one_prompt(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(map(is_integer, value)))
 
 
 _ONE_PROMPT = [TEXT.schema, {"type": "array", "items": {"type": "integer"}}]
 PROMPT = Kind(
-    "a text, a list of token ids, or a list of one of these",
+    f"a text, a list of token ids, or a list of these, at most {MAX_PROMPTS}",
     _is_prompt,
-    {"anyOf": [*_ONE_PROMPT, {"type": "array", "items": {"anyOf": _ONE_PROMPT}, "maxItems": 1}]},
+    {"anyOf": [*_ONE_PROMPT, {"type": "array", "items": {"anyOf": _ONE_PROMPT}, "maxItems": MAX_PROMPTS}]},
 )
 INPUT = Kind(
     f"a text, or a list of items, at most {MAX_MESSAGES:,}",

@@ -7,6 +7,8 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from decode_engine.rpc.answers.explanation import Explanation
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -53,6 +55,7 @@ class Figures(Struct, frozen=True):
     total_ms: float
     cached_context: str | None
     context: str | None
+    explanation: Explanation | UnsetType = UNSET
 
 
 class CalledFunction(Struct, frozen=True):

@@ -128,9 +128,11 @@ class _Choices(Shape):
         events = []
         for index, summary in enumerate(summaries):
             ending = self._choice(Said(index), finish_reason(summary))
-            events.append(self._chunk([ending], told=summary if summary.end.kept else None))
+            events.append(
+                self._chunk([ending], told=summary if summary.end.kept or summary.explanation else None)
+            )
         if self.asked.include_usage:
-            events.append(self._chunk([], usage(summaries), summaries[0]))
+            events.append(self._chunk([], usage(summaries, self.asked.order.answers), summaries[0]))
         return b"".join([*events, event(DONE)])
 
     def fail(self, error: ErrorReply) -> bytes:
@@ -182,7 +184,7 @@ class ChatShape(_Choices):
             self.created,
             self.asked.model,
             choices,
-            usage(summaries),
+            usage(summaries, self.asked.order.answers),
             figures_of(summaries[0]),
         )
 
@@ -215,7 +217,7 @@ class CompletionShape(_Choices):
             self.created,
             self.asked.model,
             choices,
-            usage(summaries),
+            usage(summaries, self.asked.order.answers),
             figures_of(summaries[0]),
         )
 
@@ -231,10 +233,11 @@ def finish_reason(summary: Summary) -> FinishReason:
     return "stop" if summary.reason == "end_of_sequence" else summary.reason
 
 
-def usage(summaries: Sequence[Summary]) -> Usage:
-    """Tokens of all answers."""
-    cached = summaries[0].usage.cached
-    prompt = cached + summaries[0].usage.prompt
+def usage(summaries: Sequence[Summary], each: int) -> Usage:
+    """Tokens of all answers. each: to how many the prompt is the same."""
+    prompts = [summary.usage for summary in summaries[::each]]
+    cached = sum(used.cached for used in prompts)
+    prompt = cached + sum(used.prompt for used in prompts)
     generated = sum(summary.usage.completion for summary in summaries)
     return Usage(prompt, generated, prompt + generated, PromptDetails(cached))
 
@@ -253,6 +256,7 @@ def figures_of(summary: Summary) -> Figures:
         total_ms=(summary.before_ns + end.times.total_ns) / 1e6,
         cached_context=begins.context or None,
         context=end.kept or None,
+        explanation=summary.explanation or UNSET,
     )
 
 

@@ -16,7 +16,7 @@ from decode_engine.orders.core import Facts
 from decode_engine.orders.events import Event, Fails
 from decode_engine.orders.order import Order
 
-VERSION = 1
+VERSION = 2
 
 LIFE_S = 1.0
 """A door says so often that it lives, and is answered."""

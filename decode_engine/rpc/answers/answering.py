@@ -2,7 +2,7 @@
 
 `Answering.answer` takes a checked order and yields what is said of it, as it comes:
 
-    door = Answering(core, facts, store, tokenizer, vocabulary, client_requests)
+    door = Answering(core, facts, store, tokenizer, vocabulary, sharing)
     async with aclosing(door.answer(order, call)) as answer:
         async for said in answer:
             ...
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeVar
 
+from msgspec import structs
 from msgspec.structs import replace
 
 from decode_engine.engine.sampling.vocabulary import Vocabulary
@@ -38,12 +39,14 @@ from decode_engine.orders.events import (
     error_of_event,
 )
 from decode_engine.orders.order import Order
+from decode_engine.rpc.answers.explanation import Explanation
 from decode_engine.rpc.answers.notices import Notices
 from decode_engine.rpc.answers.prompting import check_named_tokens, check_prompt, prompt_tokens, whole_tokens
 from decode_engine.rpc.answers.text import TextStream
+from decode_engine.rpc.door.sharing import Sharing
 from decode_engine.rpc.prompts.stored_messages import StoredMessages
 from decode_engine.rpc.prompts.tool_fields import CallPlan, plan_calls
-from decode_engine.rpc.transport.appointments import Appointments, Clients
+from decode_engine.rpc.transport.appointments import Appointments
 from decode_engine.rpc.transport.asker import Asker
 from decode_engine.rpc.transport.bound import Bound
 from index_store.models.conversation.call_syntax import CallPart
@@ -74,13 +77,15 @@ class TokenUsage:
 @dataclass(frozen=True, slots=True)
 class Summary:
     """An answer that has ended. reason: why. begins, end: what the engine said of the request, and of the answer; what
-    the door knows better stands here. before_ns: from the arrival of the call to that of the order at the engine."""
+    the door knows better stands here. before_ns: from the arrival of the call to that of the order at the engine.
+    explanation: where it is wanted."""
 
     reason: Literal["stop", "length", "end_of_sequence", "tool_calls"]
     usage: TokenUsage
     begins: Begins
     end: Ends
     before_ns: int
+    explanation: Explanation | None = None
 
 
 @dataclass(slots=True)
@@ -113,18 +118,15 @@ class Answering:
         store: Store,
         tokenizer: Tokenizer,
         vocabulary: Vocabulary,
-        client_requests: int | None = None,
+        sharing: Sharing,
     ) -> None:
-        """client_requests: that one client address may have here; None for all but a quarter of those that may wait."""
         self.core = core
         self.facts = facts
         self.store = store
         self.tokenizer = tokenizer
         self.vocabulary = vocabulary
-        most = facts.max_sessions + facts.max_waiting - facts.max_waiting // 4
-        self._clients = Clients(client_requests or most)
         self._appointments = Appointments()
-        self._working = Bound(_MAX_LONG, "other calls compile constraints or cut long texts")
+        self._working = Bound(_MAX_LONG, "other calls compile constraints or cut long texts", sharing)
 
     async def answer(
         self, order: Order, call: Asker, note: Note = lambda **facts: None
@@ -134,18 +136,17 @@ class Answering:
         Raises what ends the request; TooManyRequestsError says when to try again.
         """
         arrived_ns = time.monotonic_ns()
-        with self._clients_place(call.host):
-            prompted, calls = await self._prompt(order, call)
-            asked = _Asked(self.core, prompted, calls, self.tokenizer, arrived_ns, note)
-            try:
-                async for said in asked.said():
-                    yield said
-            except TooManyRequestsError as error:
-                error.retry_after_s = self._appointments.next_s()
-                raise
-            finally:
-                if asked.has_place:
-                    self._appointments.place_freed()
+        prompted, calls = await self._prompt(order, call)
+        asked = _Asked(self.core, prompted, calls, self.tokenizer, arrived_ns, note)
+        try:
+            async for said in asked.said():
+                yield said
+        except TooManyRequestsError as error:
+            error.retry_after_s = self._appointments.next_s()
+            raise
+        finally:
+            if asked.has_place:
+                self._appointments.place_freed()
 
     async def long(self, call: Asker, work: Callable[[], ResultT]) -> ResultT:
         """What may take seconds, on a thread of its own. Raises TooManyRequestsError where too many do."""
@@ -155,15 +156,10 @@ class Answering:
 
         return await self._working.run(alone)
 
-    def _clients_place(self, host: str) -> _Place:
-        return _Place(self._clients, self._appointments, host)
-
     async def _prompt(self, order: Order, call: Asker) -> tuple[Order, CallPlan | None]:
         """The order as the engine gets it, and how tools are called."""
-        caller, deadline_s = call.caller, call.deadline_s
-        order = replace(
-            order, caller=caller, deadline_ns=None if deadline_s is None else int(deadline_s * 1e9)
-        )
+        deadline_ns = None if call.deadline_s is None else int(call.deadline_s * 1e9)
+        order = replace(order, client=call.host, caller=call.caller, deadline_ns=deadline_ns)
         work = partial(self._make_prompt, order, call.check)
         try:
             if order.constraint is not None or order.tools or order.choice.mode != "none":
@@ -203,24 +199,6 @@ class Answering:
             replace(order, text=None, turns=(), tools=(), prompt=ids, constraint=constraint),
             calls,
         )
-
-
-class _Place:
-    """The place of a client's request, while the block runs."""
-
-    def __init__(self, clients: Clients, appointments: Appointments, host: str) -> None:
-        self._place = clients.place(host)
-        self._appointments = appointments
-
-    def __enter__(self) -> None:
-        try:
-            self._place.__enter__()
-        except TooManyRequestsError as error:
-            error.retry_after_s = self._appointments.next_s()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        self._place.__exit__(None, None, None)
 
 
 class Inbox:
@@ -401,11 +379,12 @@ class _Asked:
             if answer.reader.finished and reason != "length":
                 reason = "tool_calls"
         usage = TokenUsage(usage.prompt, usage.cached, usage.limit, completion)
-        said.summary = Summary(reason, usage, begins, end, self._before_ns)
-        times = end.times
+        why = Explanation.of(self._order, begins, end, self._before_ns)
+        asked = why if self._order.explain else None
+        said.summary = Summary(reason, usage, begins, end, self._before_ns, asked)
         self._note(
-            queue_ms=times.queue_ns / 1e6,
-            first_token_ms=(self._before_ns + times.first_token_ns) / 1e6,
-            total_ms=(self._before_ns + times.total_ns) / 1e6,
+            **structs.asdict(why),
+            first_token_ms=(self._before_ns + end.times.first_token_ns) / 1e6,
+            total_ms=(self._before_ns + end.times.total_ns) / 1e6,
         )
         return said

@@ -224,12 +224,33 @@ class SelectionFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why an answer came as it did; sparsekv/v1/generation.proto says what each field means."""
+
+    lookup: str
+    context: str
+    cached_tokens: int
+    missed: str
+    missed_context: str
+    missed_tokens: int
+    tier: str
+    method: str
+    method_reason: str
+    door_ms: float
+    load_ms: float
+    queue_ms: float
+    prompt_ms: float
+    decode_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """What a finished generation was and took. finish_reason: "stop", "length", "end_of_sequence" or "tool_calls".
 
     budget, remainder: those that were really used, "" where every key was attended. kept_context: name of the context
     that the session was kept as; "" where it was not. method_reason: why the server chose the method; "" where it did
-    not. context: name of the one that was used, named or found; "" where all of the prompt was read.
+    not. context: name of the one that was used, named or found; "" where all of the prompt was read. explanation: where
+    it was wanted.
     """
 
     finish_reason: str
@@ -247,6 +268,7 @@ class Summary:
     kept_context: str = ""
     method_reason: str = ""
     context: str = ""
+    explanation: Explanation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,6 +403,7 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "sparsekv.v1.Method": lambda message: read_reply(MethodInfo, message),
     "sparsekv.v1.Timings": lambda message: read_reply(Timings, message),
     "sparsekv.v1.SelectionFigures": lambda message: read_reply(SelectionFigures, message),
+    "sparsekv.v1.Explanation": lambda message: read_reply(Explanation, message) if message.lookup else None,
 }
 """What makes plain values of the messages inside messages."""
 

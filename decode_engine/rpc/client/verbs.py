@@ -123,6 +123,7 @@ class GenerateOptions(TypedDict, total=False):
     n: int | None
     top_logprobs: int | None
     prompt_logprobs: bool | None
+    explain: bool | None
     presence_penalty: float | None
     frequency_penalty: float | None
     repetition_penalty: float | None

@@ -7,7 +7,6 @@ import binascii
 import hashlib
 import hmac
 import json
-import secrets
 
 from decode_engine.rpc.contexts.context_fields import row_of
 from decode_engine.rpc.contexts.filters import parse_filter
@@ -42,10 +41,10 @@ def find_context(store: Store, request: context_pb2.GetContextRequest, model: st
 
 
 class Pager:
-    """Cuts lists of contexts into pages. Tokens are valid for the pager that made them."""
+    """Cuts lists of contexts into pages. Tokens are valid for pagers with the same key."""
 
-    def __init__(self) -> None:
-        self._key = secrets.token_bytes(32)
+    def __init__(self, key: bytes) -> None:
+        self._key = key
 
     def page(self, store: Store, request: context_pb2.ListContextsRequest) -> tuple[list[Entry], str]:
         """One page of the contexts that fit the filter, and the token of the next one ("" for the last page).

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from decode_engine.rpc.door.refusals import TokenFileError, TooManyAttemptsError, UnauthenticatedError
+from decode_engine.rpc.door.sharing import Sharing
 from decode_engine.rpc.door.tokens import MAX_TOKEN_CHARACTERS, Token, TokenFile, digest_of
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,10 @@ class FailedAttempts:
         self._every_s = every_s
         self._clock = clock
         self._free_at: OrderedDict[str, float] = OrderedDict()  # when an address has its whole burst again
+
+    def of_one(self, sharing: Sharing) -> FailedAttempts:
+        """Those of one of several doors, which allow as many together."""
+        return FailedAttempts(sharing.part(self._burst), self._every_s * sharing.doors, self._clock)
 
     def delay_s(self, host: str) -> float:
         """Seconds until the address may fail once more; 0 where it may now."""

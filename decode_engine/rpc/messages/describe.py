@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from google.protobuf.timestamp_pb2 import Timestamp
+from msgspec import structs
 
 from decode_engine.layers.figures import Figures
 from decode_engine.orders.core import Status
@@ -269,7 +270,7 @@ def _usage(usage: TokenUsage) -> generation_pb2.Usage:
 
 
 def _summary(summary: Summary) -> generation_pb2.GenerationSummary:
-    end, begins = summary.end, summary.begins
+    end, begins, why = summary.end, summary.begins, summary.explanation
     times, figures = end.times, Figures(**end.figures)
     searched = figures.sparse_available > 0
     return generation_pb2.GenerationSummary(
@@ -306,4 +307,5 @@ def _summary(summary: Summary) -> generation_pb2.GenerationSummary:
         remainder=begins.remainder,
         kept_context=COLLECTION + end.kept if end.kept else "",
         context=COLLECTION + begins.context if begins.context else "",
+        explanation=None if why is None else generation_pb2.Explanation(**structs.asdict(why)),
     )

@@ -1,41 +1,11 @@
-"""Places and waits of clients: how many requests each may have, and when those who are refused come again."""
+"""When those who are refused come again."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
-from decode_engine.errors import TooManyRequestsError
+from collections.abc import Callable
 
 _LONGEST_DELAY_S = 60.0
-
-
-class Clients:
-    """How many requests each client address has here, at most `limit`. To be used on one thread."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._requests: Counter[str] = Counter()
-
-    @contextmanager
-    def place(self, host: str) -> Iterator[None]:
-        """One request of a client, while the block runs. Raises TooManyRequestsError."""
-        own = self._requests[host]
-        if own >= self._limit:
-            raise TooManyRequestsError(
-                f"{own} requests of this client are running or waiting, which is the limit for one client; try again "
-                "later",
-                limit=self._limit,
-            )
-        self._requests[host] += 1
-        try:
-            yield
-        finally:
-            self._requests[host] -= 1
-            if not self._requests[host]:
-                del self._requests[host]
 
 
 class Appointments:

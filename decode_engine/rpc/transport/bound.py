@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from decode_engine.errors import TooManyRequestsError
+from decode_engine.rpc.door.sharing import Sharing
 from decode_engine.rpc.transport.stalled import forget_error
 
 ResultT = TypeVar("ResultT")
@@ -16,9 +17,9 @@ ResultT = TypeVar("ResultT")
 class Bound:
     """How many calls may do something at once."""
 
-    def __init__(self, most: int, what: str) -> None:
-        """what: is being done, as a sentence goes on after a number."""
-        self._most = most
+    def __init__(self, most: int, what: str, sharing: Sharing) -> None:
+        """most: at all doors. what: is being done, as a sentence goes on after a number."""
+        self._most = sharing.part(most)
         self._what = what
         self._now = 0
 

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -27,6 +27,7 @@ from decode_engine.errors import (
     UnreadAnswerError,
 )
 from decode_engine.rpc.door.rules import Door
+from decode_engine.rpc.door.sharing import Sharing
 from decode_engine.rpc.transport.asker import Asker
 from decode_engine.rpc.transport.stalled import Abandoned, Stalls, forget_error, hang_up
 from decode_engine.rpc.transport.status import Paths, code_of, reason_of, to_trailers
@@ -49,6 +50,7 @@ class Limits:
     connections: at once. streams: calls at once on one connection. idle_s: of a connection without calls.
     message_s, unfinished: how long a call may wait for its message, and how many at once. unread_s, unread: how long an
     answer may wait to be read, and how many at once. abandoned: calls given up, whose clients have not been told.
+    waiting: calls that wait for the store.
     """
 
     connections: int = 4096
@@ -59,6 +61,18 @@ class Limits:
     unread_s: float = 60.0
     unread: int = 128
     abandoned: int = 128
+    waiting: int = 64
+
+    def of_one(self, sharing: Sharing) -> Limits:
+        """Those of one of several doors, which have these together."""
+        return replace(
+            self,
+            connections=sharing.part(self.connections),
+            unfinished=sharing.part(self.unfinished),
+            unread=sharing.part(self.unread),
+            abandoned=sharing.part(self.abandoned),
+            waiting=sharing.part(self.waiting),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +126,7 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
     """Stands before all handlers; see the module."""
 
     def __init__(self, limits: Limits, paths: Paths, door: Door) -> None:
-        self.work = BlockingWork()
+        self.work = BlockingWork(waiting=limits.waiting)
         self._door = door
         self._limits = limits
         self._paths = paths

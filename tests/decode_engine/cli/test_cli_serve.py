@@ -49,7 +49,8 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def serve_arguments(library: Library) -> list[str]:
-    return ["--store", str(library.store), "--model", str(library.model), "--listen", "127.0.0.1:0"]
+    served = ["--store", str(library.store), "--model", str(library.model), "--listen", "127.0.0.1:0"]
+    return [*served, "--doors", "0"]  # `tests/decode_engine/processes` has others
 
 
 @pytest.mark.slow

@@ -135,3 +135,9 @@ def test_a_flags_default_means_the_fields_default(config: type[Any]) -> None:
         for mark in marks:
             if isinstance(mark, Spelled):
                 assert mark.read(mark.default) == default
+
+
+@pytest.mark.parametrize(("cores", "doors"), [(1, 0), (3, 0), (4, 1), (11, 2), (16, 4), (128, 4)])
+def test_doors_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cores: int, doors: int) -> None:
+    monkeypatch.setattr("decode_engine.settings.config.available_cores", lambda: cores)
+    assert ServeConfig(store=tmp_path, model="m", threads=1, search_threads=1).doors == doors

@@ -93,7 +93,10 @@ def test_what_happened_is_told(scraped: Scraped) -> None:
     value = scraped.value
     assert value("request_success_total", finished_reason="length") == 3
     assert value("beginning_lookups_total", result="named") == 2
-    assert value("beginning_lookups_total", result="not_stored") == 1
+    assert value("beginning_lookups_total", result="none") == 1
+    assert value("beginning_misses_total", reason="not_stored") == value("beginning_misses_total") == 1
+    assert value("requests_by_tier_total", tier="disk") == value("requests_by_tier_total", tier="none") == 1
+    assert value("requests_by_tier_total") == 3
     assert value("time_to_first_token_seconds_count") == value("request_prompt_tokens_count") == 3
     assert value("e2e_request_latency_seconds_count") == value("request_generation_tokens_count") == 3
     assert value("request_generation_tokens_sum") == 11
@@ -142,7 +145,7 @@ def test_no_label_grows_with_contexts_requests_or_users(scraped: Scraped) -> Non
     assert (
         {"model_name", "le"}
         <= labels
-        <= {"model_name", "le", "finished_reason", "source", "result", "method", "reason"} | told
+        <= {"model_name", "le", "finished_reason", "source", "result", "method", "reason", "tier"} | told
     )
 
 

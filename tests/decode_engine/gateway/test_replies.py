@@ -55,6 +55,21 @@ def test_chat(official: openai.OpenAI, answer: str, tokens: int) -> None:
     assert reply.usage.prompt_tokens > tokens
 
 
+def test_every_endpoint_explains_an_answer_where_that_is_wanted(official: openai.OpenAI, lamp: str) -> None:
+    more = {"extra_body": {"context": "lamp", "explain": True}}
+    whole = official.chat.completions.create(**(ASK | more))
+    *_, last = official.chat.completions.create(**(ASK | more), stream=True)
+    text = official.completions.create(model="model", prompt="Who?", max_tokens=2, **more)
+    response = official.responses.create(model="model", input="Who?", max_output_tokens=2, **more)
+    for reply in (whole, last, text, response):
+        why = reply.model_extra["sparsekv"]["explanation"]
+        assert (why["lookup"], why["context"]) == ("named", lamp.removeprefix("contexts/"))
+        assert why["method_reason"]
+        assert 0 < why["decode_ms"] < reply.model_extra["sparsekv"]["total_ms"]
+    plain = official.chat.completions.create(**ASK)
+    assert "explanation" not in plain.model_extra["sparsekv"]
+
+
 @pytest.mark.parametrize("with_usage", [False, True])
 def test_chat_in_a_stream(official: openai.OpenAI, answer: str, tokens: int, with_usage: bool) -> None:
     options = {"stream_options": {"include_usage": True}} if with_usage else {}

@@ -164,6 +164,40 @@ def test_turns_are_sent_as_they_are(official: openai.OpenAI, client: Client, lam
     assert answered.output_text == expected
 
 
+def test_several_prompts_are_answered_as_each_by_itself(web: httpx.Client, lamp: str) -> None:
+    ask: Any = {"model": "model", "context": "lamp", "max_tokens": 5, "temperature": 0}
+
+    def reply(**more: Any) -> Any:
+        return web.post("/v1/completions", json={**ask, **more}).json()
+
+    prompts = ["Who?", "Why did it rain?", "When?"]
+    alone = [reply(prompt=prompt) for prompt in prompts]
+    together = reply(prompt=prompts)
+    texts = [(index, one["choices"][0]["text"]) for index, one in enumerate(alone)]
+    assert [(choice["index"], choice["text"]) for choice in together["choices"]] == texts
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert together["usage"][name] == sum(one["usage"][name] for one in alone)
+    tokens = [web.post("/tokenize", json={"prompt": prompt}).json()["tokens"] for prompt in prompts]
+    assert reply(prompt=tokens)["choices"] == together["choices"]
+    drawn = {"n": 2, "temperature": 1, "seed": 5, "prompt": prompts}
+    whole = {choice["index"]: choice["text"] for choice in reply(**drawn)["choices"]}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = dict.fromkeys(range(6), "")
+    used = None
+    for line in web.post("/v1/completions", json={**ask, **drawn, **options}).text.splitlines():
+        if line.startswith("data: {"):
+            chunk = json.loads(line.removeprefix("data: "))
+            used = chunk["usage"] or used
+            for choice in chunk["choices"]:
+                streamed[choice["index"]] += choice["text"]
+    assert streamed == whole
+    assert used["prompt_tokens"] == together["usage"]["prompt_tokens"]
+    for wrong in (["x"] * 129, ["x", 5], ["x", ""]):
+        assert reply(prompt=wrong)["error"]["param"] == "prompt"
+    assert "shorten" in reply(prompt=["x", "y " * MAX_POSITIONS])["error"]["message"]
+    assert reply(prompt=["x", "y"], keep={})["error"]["param"] == "keep"
+
+
 def test_one_of_a_few_texts(official: openai.OpenAI, lamp: str) -> None:
     ask = {**ASK, "extra_body": {"context": "lamp", "choices": ["the keeper", "the ships"]}, "max_tokens": 20}
     assert official.chat.completions.create(**ask).choices[0].message.content in ("the keeper", "the ships")

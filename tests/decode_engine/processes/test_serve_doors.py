@@ -107,7 +107,7 @@ sys.stdin.readline()
 def test_a_process_that_cannot_start_ends_the_start(
     tmp_path: Path, program: str, kind: type[SparseKVError], message: str
 ) -> None:
-    setup = Setup(ServeConfig(store=tmp_path, model="m", doors=2), tmp_path, LogLevel.INFO, True)
+    setup = Setup(ServeConfig(store=tmp_path, model="m", doors=2), b"key", tmp_path, LogLevel.INFO, True)
     waits = (sys.executable, "-c", "import sys; sys.stdin.readline(); sys.stdin.readline()")
     supervisor_of = partial(Supervisor, setup, print, print, (sys.executable, "-c", program), waits)
 

@@ -63,32 +63,6 @@ def test_verify_names_every_bad_file(
     ]
 
 
-def test_verify_names_chunks_that_were_exchanged(command: Command, context: SyntheticContext) -> None:
-    folder = command.store.path / "contexts" / context.id
-    first, second = (chunk_path(folder, context.manifest.kv, (layer, 0)) for layer in (0, 2))
-    one, other = first.read_bytes(), second.read_bytes()
-    first.write_bytes(other)
-    second.write_bytes(one)
-    code, out, err = command.run("verify")
-    assert (code, err) == (1, "")
-    assert f"{context.id}: 2 bad" in out
-    for path in (first, second):
-        assert f"  CHECKSUM_MISMATCH: {path}: this chunk of array 'kv' is intact but not the one" in out
-    code, out, _ = command.run("verify", "handbook", "--format", "json")
-    (result,) = json.loads(out)["contexts"]
-    assert (code, result["ok"]) == (1, False)
-    assert [(error["reason"], error["array"], error["path"]) for error in result["errors"]] == [
-        ("CHECKSUM_MISMATCH", "kv", str(first)),
-        ("CHECKSUM_MISMATCH", "kv", str(second)),
-    ]
-    assert result["errors"][0]["found"] == result["errors"][1]["expected"] == other[-4:][::-1].hex()
-
-
-def test_the_help_of_verify_says_what_is_told(command: Command) -> None:
-    told = " ".join(command.run("verify", "--help")[1].split())
-    assert "A file in the folder of a context that is not part of it is one, too." in told
-
-
 def test_verify_of_a_broken_manifest(command: Command, context: SyntheticContext) -> None:
     (command.store.path / "contexts" / context.id / "manifest.json").unlink()
     code, out, _ = command.run("verify")

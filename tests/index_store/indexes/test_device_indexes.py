@@ -5,6 +5,8 @@ Without a CUDA device the kernels run in Triton's interpreter, over few keys.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -32,7 +34,7 @@ from index_store.methods.index_specs import INDEX_SPECS
 from index_store.store.stored_context import QuerySample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")]
+Arrays = dict[str, Tensor]
 
 
 def make_source(
@@ -113,14 +115,25 @@ def test_clusters(parameters: ClusterParameters) -> None:
     torch.testing.assert_close(found["means"][0, 3], keys[0, own].float().mean(0), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("moments", ["none", "diagonal"])
-def test_a_tree(moments: str) -> None:
-    parameters = TreeParameters(4, "cosine", 128, 4, moments, 0, 4, keys_per_coarse=20)
-    source = make_source(300)
+def tree_by_kernels(parameters: TreeParameters, source: LayerSource) -> tuple[Arrays, Arrays]:
+    """Of fine clusters, and of the tree over them."""
     fine = build_clusters_on_device(parameters, source, 0)
     found = build_tree_on_device(parameters, dict(fine), 0)
-    expected = build_tree(parameters, on_host(source), 0)
-    assert shapes(found) == shapes(expected)
+    assert shapes(found) == shapes(build_tree(parameters, on_host(source), 0))
+    return fine, found
+
+
+def tree_on_host(parameters: TreeParameters, source: LayerSource) -> tuple[Arrays, Arrays]:
+    return build_clusters(parameters, source, 0), build_tree(parameters, source, 0)
+
+
+@pytest.mark.parametrize("moments", ["none", "diagonal"])
+@pytest.mark.parametrize("build", [tree_by_kernels, tree_on_host])
+def test_a_tree(build: Callable[[TreeParameters, LayerSource], tuple[Arrays, Arrays]], moments: str) -> None:
+    """Fine clusters in the order of their parents, whose moments are direct sums."""
+    parameters = TreeParameters(4, "cosine", 128, 4, moments, 0, 4, keys_per_coarse=20)
+    source = make_source(300, device="cpu" if build is tree_on_host else DEVICE)
+    fine, found = build(parameters, source)
     coarse_of_key = found["parents"].long().gather(1, found["assignment"].clamp(min=0).long())
     coarse_of_key = torch.where(found["assignment"] >= 0, coarse_of_key, -1)
     coarse = found["coarse_counts"].shape[1]

@@ -11,7 +11,7 @@ from index_store.errors import InvalidArgumentError
 from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.exact_index import ExactIndex
-from index_store.indexes.interface.layer_index import LayerIndex, LayerSource, all_finite
+from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource, all_finite
 from index_store.indexes.key_clusters.cluster_tree import ClusterTree
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.key_pages import Pages
@@ -20,6 +20,7 @@ from index_store.indexes.query_tables.index import QueryTables
 from index_store.memory.arena import Arena
 from index_store.selection.budgets import Ratio
 from index_store.selection.cutting import cut
+from index_store.selection.ranking import Ranking
 from index_store.store.catalog import Store
 from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
@@ -27,6 +28,11 @@ from tests.support.search import rows, source, step
 from tests.support.store import indexed_context
 
 HEADS, KEYS, DIM, GROUP = 2, 700, 32, 3
+PLANTED = KEYS + 30
+"""Where among the appended keys one is that a query looks for."""
+POSITION = PLANTED + 64
+"""Of queries: as far behind that key as indexes with windowed RoPE take every key to be."""
+FREQUENCIES = 100.0 ** -(torch.arange(DIM // 2) / (DIM // 2))
 
 DENSE: dict[str, Scalar] = {
     "layout": "dense",
@@ -54,6 +60,8 @@ CLUSTERS: dict[str, Scalar] = {
     "sinks": 0,
 }
 CODES: dict[str, Scalar] = {"subspaces": 8, "bits": 6, "split": "strided", "iterations": 5}
+WINDOWED: dict[str, Scalar] = {**CLUSTERS, "window": 64}
+TREE: dict[str, Scalar] = {"keys_per_coarse": 50}
 COARSE: dict[str, Scalar] = {
     "coding": "scalar",
     "key_bits": 4,
@@ -86,7 +94,9 @@ CASES = [
         0.12,
     ),
     Case("clusters", KeyClusters, CLUSTERS, {}, 0.2),
-    Case("tree", ClusterTree, {**CLUSTERS, "keys_per_coarse": 50}, {"coarse_keep": 0.5}, 0.2),
+    Case("tree", ClusterTree, {**CLUSTERS, **TREE}, {"coarse_keep": 0.5}, 0.2),
+    Case("windowed clusters", KeyClusters, WINDOWED, {}, 0.0),  # which see these keys from elsewhere
+    Case("windowed tree", ClusterTree, {**WINDOWED, **TREE}, {"coarse_keep": 0.5}, 0.0),
     Case("pages", Pages, {"size": 4}, {}, 0.1),  # no locality in this data; chance is 0.05
     Case("codes", ProductCodes, CODES, {}, 0.5),
     Case("coarse", CoarseRows, COARSE, {}, 0.85),
@@ -110,13 +120,28 @@ def data(seed: int = 0) -> tuple[torch.Tensor, QuerySample, torch.Tensor]:
     return keys, QuerySample(near(200), torch.arange(200)), near(5) / DIM**0.5
 
 
+BY_KEY = [case for case in CASES if not issubclass(case.kind, KeyClusters)]
+"""Those whose items do not follow the batches that keys came in."""
+
+
 @pytest.fixture(params=CASES, ids=lambda case: case.name)
 def case(request: pytest.FixtureRequest) -> Case:
     return request.param  # type: ignore[no-any-return]
 
 
 def build(case: Case, keys: torch.Tensor, sample: QuerySample) -> LayerIndex:
-    return case.kind.build(case.parameters, source(keys, sample), seed=0)
+    return case.kind.build(case.parameters, source(keys, sample, frequencies=FREQUENCIES), seed=0)
+
+
+def rank(
+    case: Case,
+    index: LayerIndex,
+    queries: torch.Tensor,
+    first: int,
+    end: int,
+    own: AppendedKeys | None = None,
+) -> Ranking:
+    return index.rank(queries, first, end, own, case.search, POSITION)
 
 
 def test_every_kind_has_a_case() -> None:
@@ -125,7 +150,7 @@ def test_every_kind_has_a_case() -> None:
 
 def test_ids_are_valid_unique_and_inside_the_range(case: Case) -> None:
     keys, sample, queries = data()
-    ranking = build(case, keys, sample).rank(queries, 8, 650, None, case.search)
+    ranking = rank(case, build(case, keys, sample), queries, 8, 650)
     selection = cut(Ratio(0.1), ranking, step(KEYS))
     for head in range(HEADS):
         for position in range(5):
@@ -139,7 +164,7 @@ def test_finds_most_of_the_true_top_keys(case: Case) -> None:
     keys, sample, queries = data()
     keep = Ratio(0.05)
     true = cut(keep, ExactIndex(keys).rank(queries, 0, KEYS, None, {}), step(KEYS)).ids_HTK
-    ranking = build(case, keys, sample).rank(queries, 0, KEYS, None, case.search)
+    ranking = rank(case, build(case, keys, sample), queries, 0, KEYS)
     found = cut(keep, ranking, step(KEYS)).ids_HTK
     hits = [
         len(set(true[h, t].tolist()) & set(found[h, t].tolist())) / true.shape[-1]
@@ -155,15 +180,15 @@ def test_arrays_restore_the_same_index(case: Case) -> None:
     stored = {name: array.clone() for name, array in index.arrays().items()}
     restored = case.kind.from_arrays(case.parameters, stored, rows(keys))
     assert restored.nbytes == index.nbytes
-    expected = index.rank(queries, 3, KEYS, None, case.search).logits_HTGM
-    assert torch.equal(restored.rank(queries, 3, KEYS, None, case.search).logits_HTGM, expected)
+    expected = rank(case, index, queries, 3, KEYS).logits_HTGM
+    assert torch.equal(rank(case, restored, queries, 3, KEYS).logits_HTGM, expected)
 
 
 def test_the_store_gives_back_the_same_index_without_copies(case: Case, tmp_path: Path) -> None:
     samples = [data(layer) for layer in range(3)]
     kv = torch.stack([torch.stack([keys, -keys], dim=2) for keys, _, _ in samples]).bfloat16()
     built = [
-        case.kind.build(case.parameters, LayerSource(kv[layer], samples[layer][1]), seed=0)
+        case.kind.build(case.parameters, LayerSource(kv[layer], samples[layer][1], FREQUENCIES), seed=0)
         for layer in (1, 2)
     ]
     store = Store(tmp_path / "store", create=True)
@@ -183,7 +208,7 @@ def test_the_store_gives_back_the_same_index_without_copies(case: Case, tmp_path
             scores = []
             for one, appended in both:
                 appended.append(torch.ones(HEADS, 20, 2, DIM))
-                ranking = one.rank(samples[layer][2], 5, KEYS + 20, appended, case.search)
+                ranking = rank(case, one, samples[layer][2], 5, KEYS + 20, appended)
                 scores.append(ranking.logits_HTGM)
             assert torch.equal(*scores)
 
@@ -193,6 +218,28 @@ def test_build_is_deterministic(case: Case) -> None:
     first, second = build(case, keys, sample).arrays(), build(case, keys, sample).arrays()
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+    if "iterations" in case.parameters and not isinstance(case.parameters.get("coding"), str):  # k-means
+        other = case.kind.build(
+            case.parameters, source(keys, sample, frequencies=FREQUENCIES), seed=99
+        ).arrays()
+        assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("sizes", [[1] * 9, [127, 1, 1], [84, 128, 60]])
+@pytest.mark.parametrize("case", BY_KEY, ids=lambda case: case.name)
+def test_keys_appended_in_pieces_are_those_appended_at_once(case: Case, sizes: list[int]) -> None:
+    keys, sample, queries = data()
+    index, count = build(case, keys, sample), sum(sizes)
+    new = rows(torch.randn(HEADS, count, DIM, generator=torch.Generator().manual_seed(7)))
+    pieces, whole = index.start_appending(), index.start_appending()
+    whole.append(new)
+    for piece in (new[:, :0], *new.split(sizes, dim=1), new[:, :0]):
+        pieces.append(piece)
+    assert pieces.count == count
+    found, expected = (
+        rank(case, index, queries, 3, KEYS + count, own).logits_HTGM for own in (pieces, whole)
+    )
+    assert torch.equal(found, expected)
 
 
 def test_an_appended_key_is_found_and_shared_arrays_stay_untouched(case: Case) -> None:
@@ -208,10 +255,10 @@ def test_an_appended_key_is_found_and_shared_arrays_stay_untouched(case: Case) -
     appended.append(rows(torch.randn(HEADS, 9, DIM, generator=generator).bfloat16()))
     assert appended.count == 40
     assert appended.nbytes > 0
-    ranking = index.rank(queries[:, :1], 0, KEYS + 40, appended, case.search)
+    ranking = rank(case, index, queries[:, :1], 0, KEYS + 40, appended)
     selection = cut(Ratio(0.02), ranking, step(KEYS + 40))
     for head in range(HEADS):
-        assert KEYS + 30 in selection.ids_HTK[head, 0, : selection.counts_HT[head, 0]].tolist()
+        assert PLANTED in selection.ids_HTK[head, 0, : selection.counts_HT[head, 0]].tolist()
     assert all(torch.equal(before[name], array) for name, array in index.arrays().items())
 
 
@@ -225,9 +272,9 @@ def test_two_sessions_append_apart(case: Case) -> None:
     two.append(block)
     alone = index.start_appending()
     alone.append(block)
-    scores = index.rank(queries, 0, KEYS + 20, one, case.search).logits_HTGM
-    assert torch.equal(scores, index.rank(queries, 0, KEYS + 20, alone, case.search).logits_HTGM)
-    assert not torch.equal(scores, index.rank(queries, 0, KEYS + 20, two, case.search).logits_HTGM)
+    scores = rank(case, index, queries, 0, KEYS + 20, one).logits_HTGM
+    assert torch.equal(scores, rank(case, index, queries, 0, KEYS + 20, alone).logits_HTGM)
+    assert not torch.equal(scores, rank(case, index, queries, 0, KEYS + 20, two).logits_HTGM)
 
 
 def test_a_fork_goes_on_apart(case: Case) -> None:
@@ -240,26 +287,26 @@ def test_a_fork_goes_on_apart(case: Case) -> None:
     one, alone = index.start_appending(), index.start_appending()
     for appended in (one, alone):
         appended.append(first)
-        index.rank(queries, 0, KEYS + 20, appended, case.search)
+        rank(case, index, queries, 0, KEYS + 20, appended)
     fork = one.fork()
     one.append(other)
     fork.append(then)
     alone.append(then)
     assert (one.count, fork.count) == (30, 29)
     assert fork.nbytes == alone.nbytes
-    scores = index.rank(queries, 0, KEYS + 29, fork, case.search).logits_HTGM
-    assert torch.equal(scores, index.rank(queries, 0, KEYS + 29, alone, case.search).logits_HTGM)
+    scores = rank(case, index, queries, 0, KEYS + 29, fork).logits_HTGM
+    assert torch.equal(scores, rank(case, index, queries, 0, KEYS + 29, alone).logits_HTGM)
 
 
 def test_keys_that_are_not_held_and_strangers_are_refused(case: Case) -> None:
     keys, sample, queries = data()
     index = build(case, keys, sample)
     with pytest.raises(InvalidArgumentError, match="holds 700"):
-        index.rank(queries, 0, KEYS + 1, None, case.search)
+        rank(case, index, queries, 0, KEYS + 1)
     own = index.start_appending()
     own.append(rows(keys[:, :3]))
     with pytest.raises(InvalidArgumentError, match="holds 703"):
-        index.rank(queries, 0, KEYS + 4, own, case.search)
+        rank(case, index, queries, 0, KEYS + 4, own)
     for odd in (rows(keys[:1, :3]), rows(keys[:, :3, :8]), keys):
         with pytest.raises(InvalidArgumentError, match=r"appended keys .* expected \[2, T, 2, 32\]"):
             own.append(odd)
@@ -269,17 +316,20 @@ def test_keys_that_are_not_held_and_strangers_are_refused(case: Case) -> None:
     for count in (0, 3):
         stranger.append(rows(keys[:, :count]))
         with pytest.raises(InvalidArgumentError, match=type(stranger).__name__):
-            index.rank(queries, 0, KEYS + count, stranger, case.search)
+            rank(case, index, queries, 0, KEYS + count, stranger)
 
 
-def test_unknown_options_are_refused(case: Case) -> None:
+def test_unknown_and_missing_options_are_refused(case: Case) -> None:
     case.kind.check_options(case.parameters, case.search)
-    for parameters, search in (
-        ({**case.parameters, "colour": 3}, case.search),
-        (case.parameters, {**case.search, "colour": 3}),
-    ):
-        with pytest.raises(InvalidArgumentError, match="colour"):
+    unknown = {**case.parameters, "colour": 3}
+    for parameters, search in ((unknown, case.search), (case.parameters, {**case.search, "colour": 3})):
+        with pytest.raises(InvalidArgumentError, match=r"colour|no search options"):
             case.kind.check_options(parameters, search)
+    for name in case.parameters:
+        with pytest.raises(InvalidArgumentError, match="is missing"):
+            case.kind.check_options(
+                {key: each for key, each in case.parameters.items() if key != name}, case.search
+            )
 
 
 def test_raw_projected_scores_approximate_true_products() -> None:
@@ -303,39 +353,24 @@ def test_lists_with_full_capacity_rank_like_dense_tables() -> None:
     assert float((one - two).abs().max()) < 0.02 * float(one.abs().max())
 
 
-def test_bytes_per_token_are_those_of_the_formula() -> None:
+def test_bytes_per_token_are_those_that_more_keys_take(case: Case) -> None:
     keys, sample, _ = data()
-    dense = QueryTables.build(DENSE, source(keys, sample), 0)
-    assert dense.arrays()["scores"].numel() == HEADS * KEYS * 8 * 16
-    lists = QueryTables.build({**DENSE, "layout": "lists"}, source(keys, sample), 0).arrays()
-    assert lists["ids"].numel() * 4 + lists["scores"].numel() * 2 == HEADS * 8 * 16 * 140 * 6
+    more = torch.cat([keys, keys, keys], dim=1)
+    taken = build(case, more, sample).nbytes - build(case, keys, sample).nbytes
+    expected = case.kind.bytes_per_token(case.parameters, DIM)
+    assert taken / (2 * HEADS * KEYS) == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"subspaces": 5}, "divisor of 32"),
-        ({"subspaces": 0}, "at least 1"),
-        ({"layout": "sparse"}, "dense, lists"),
-        ({"split": "random"}, "strided, contiguous"),
-        ({"alpha": 0.0}, "alpha"),
-        ({"alpha": "much"}, "type float"),
-        ({"colour": 3}, "colour"),
-    ],
-)
-def test_bad_parameters_are_refused_with_a_sentence(change: dict[str, Scalar], message: str) -> None:
+@pytest.mark.parametrize("case", CASES[1:], ids=lambda case: case.name)
+def test_what_is_no_number_is_refused(case: Case) -> None:
+    """Among keys, and among values where a remainder is computed over the index."""
     keys, sample, _ = data()
-    with pytest.raises(InvalidArgumentError, match=message):
-        QueryTables.build({**DENSE, **change}, source(keys, sample), 0)
-
-
-def test_missing_parameters_and_bad_keys_are_refused() -> None:
-    keys, sample, _ = data()
-    with pytest.raises(InvalidArgumentError, match="is missing"):
-        QueryTables.build({"layout": "dense"}, source(keys, sample), 0)
-    keys[0, 3, 1] = torch.nan
-    with pytest.raises(InvalidArgumentError, match="NaN"):
-        QueryTables.build(DENSE, source(keys, sample), 0)
+    for part in (0,) if case.kind.divides_into is None else (0, 1):
+        for bad in (torch.nan, torch.inf):
+            kv = rows(keys).clone()
+            kv[1, 3, part, 1] = bad
+            with pytest.raises(InvalidArgumentError, match=r"NaN|float16"):
+                case.kind.build(case.parameters, LayerSource(kv, sample, FREQUENCIES), 0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

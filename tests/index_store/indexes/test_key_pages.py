@@ -2,12 +2,10 @@
 
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from index_store.errors import InvalidArgumentError
 from index_store.indexes.exact_index import ExactIndex
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.key_pages import Pages
@@ -92,29 +90,6 @@ def test_pages_of_one_key_rank_like_exact_products() -> None:
     torch.testing.assert_close(bounds, ExactIndex(keys).rank(queries, 5, 290, None, {}).logits_HTGM)
 
 
-@pytest.mark.parametrize("batch", [1, 5, 16, 40])
-def test_appended_pages_are_those_of_the_same_keys_at_once(batch: int) -> None:
-    keys, new = some_keys(40), some_keys(75, seed=1)
-    appended = build(keys).start_appending()
-    for part in new.split(batch, dim=1):
-        appended.append(rows(part))
-    whole = build(new).arrays()
-    assert appended.count == 75
-    assert torch.equal(appended.minima.rows, whole["minima"])
-    assert torch.equal(appended.maxima.rows, whole["maxima"])
-    assert appended.nbytes >= 2 * HEADS * 5 * DIM * 2
-
-
-def test_appending_nothing_changes_nothing() -> None:
-    appended = build(some_keys(40)).start_appending()
-    appended.append(rows(some_keys(0)))
-    assert appended.count == appended.nbytes == 0
-    appended.append(rows(some_keys(5)))
-    appended.append(rows(some_keys(0)))
-    assert appended.count == 5
-    assert appended.minima.count == 1
-
-
 def test_neighbouring_keys_of_one_topic_are_found() -> None:
     generator = torch.Generator().manual_seed(5)
     topics = 3 * torch.randn(HEADS, 40, 1, DIM, generator=generator)
@@ -124,42 +99,3 @@ def test_neighbouring_keys_of_one_topic_are_found() -> None:
     true = cut(keep, ExactIndex(keys).rank(queries, 0, 640, None, {}), step(640)).ids_HTK
     found = cut(keep, build(keys).rank(queries, 0, 640, None, {}), step(640)).ids_HTK
     assert float((true[..., None] == found[..., None, :]).any(-1).float().mean()) > 0.9
-
-
-def test_a_range_of_appended_keys_alone_reads_their_pages_alone() -> None:
-    index = build(some_keys(40))
-    appended = index.start_appending()
-    appended.append(rows(some_keys(40, seed=1)))
-    ranking = index.rank(torch.ones(HEADS, 1, 1, DIM), 60, 75, appended, {})
-    assert ranking.logits_HTGM.shape[-1] == 2  # appended keys 20 to 34: the second and third page
-    selection = cut(Ratio(1.0), ranking, step(80))
-    assert selection.ids_HTK[0, 0, : selection.counts_HT[0, 0]].tolist() == list(range(60, 75))
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"size": 0}, "at least 1"),
-        ({"size": "big"}, "type int"),
-        ({}, "is missing"),
-        ({"size": 16, "colour": 1}, "colour"),
-    ],
-)
-def test_bad_parameters_are_refused_with_a_sentence(parameters: dict[str, int], message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=message):
-        Pages.build(parameters, LayerSource(rows(some_keys(20)), no_queries()), 0)
-
-
-def test_bad_keys_and_options_are_refused() -> None:
-    keys = some_keys(20)
-    with pytest.raises(InvalidArgumentError, match="no search options"):
-        Pages.check_options({"size": 16}, {"group": "pooled"})
-    keys[0, 3, 1] = torch.nan
-    with pytest.raises(InvalidArgumentError, match="NaN"):
-        build(keys)
-
-
-def test_bytes_per_token_are_those_stored() -> None:
-    stored = build(some_keys(1600)).nbytes / (HEADS * 1600)
-    assert stored == Pages.bytes_per_token({"size": 16}, DIM) == 4.0
-    assert not Pages.estimates_logits({"size": 16}, {})

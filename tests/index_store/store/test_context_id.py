@@ -16,7 +16,7 @@ from index_store.errors import (
 from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.context_id import context_id
 from index_store.store.description.manifest import MANIFESTS
-from tests.index_store.store.manifest_documents import WHERE
+from tests.index_store.store.test_manifest import WHERE
 from tests.support.store import MODEL, SyntheticContext, other_model
 
 

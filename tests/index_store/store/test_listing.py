@@ -143,16 +143,6 @@ def test_a_context_that_was_made_anew(store: Store) -> None:
     assert names(store) == ["anew", "book 0"]
 
 
-def test_damage_is_read_again_until_it_is_mended(store: Store) -> None:
-    (id_,) = write_manifests(store.path, 1)
-    path = store.path / "contexts" / id_ / "manifest.json"
-    good = path.read_bytes()
-    path.unlink()
-    assert names(store) == ["?"]
-    path.write_bytes(good)
-    assert names(store) == ["book 0"]
-
-
 def test_threads_see_a_consistent_list(store: Store) -> None:
     ids = write_manifests(store.path, 20)
     other = Store(store.path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from index_store.cli.progress import LineReporter
-from index_store.family.prefixes import longest_beginning, longest_prefix
+from index_store.family.prefixes import Missed, longest_beginning, longest_prefix
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import continued_digests, first_digest
 from index_store.store.description.manifest import Manifest
@@ -146,8 +146,13 @@ def test_contexts_are_found_by_their_tokens(desk: Desk) -> None:
         ids = context.tokens()
     first = first_digest(manifest.model, manifest.dtype, "")
 
-    def prefix(tokens: torch.Tensor, begin: str = first, **options: Any) -> Manifest | None:
+    def search(
+        tokens: torch.Tensor, begin: str = first, **options: Any
+    ) -> tuple[Manifest | None, Missed | None]:
         return longest_prefix(store, continued_digests(begin, tokens), tokens, **options)
+
+    def prefix(tokens: torch.Tensor, begin: str = first, **options: Any) -> Manifest | None:
+        return search(tokens, begin, **options)[0]
 
     assert prefix(ids) == made[TEXT[:600]]  # with nothing behind it
     assert prefix(ids[:599]) == manifest
@@ -163,3 +168,16 @@ def test_contexts_are_found_by_their_tokens(desk: Desk) -> None:
     found = longest_beginning(store, first, longer)
     assert found is not None
     assert (found.manifest.id, found.tokens) == (made[TEXT[:600]].id, 599)
+
+    def missed(tokens: torch.Tensor, **options: Any) -> Missed | None:
+        return search(tokens, **options)[1]
+
+    long = made[TEXT[:600]].id
+    assert missed(ids) is None  # all of it is stored
+    assert missed(torch.cat([ids, ids[:3]])) == Missed("not_stored")
+    assert missed(longer) == Missed("partial", long, 512)
+    assert missed(ids[:599]) == Missed("partial", long, 512)
+    assert missed(ids, suits=lambda each: each.token_count < 600) == Missed("too_large", long, 600)
+    assert missed(ids, begin=first_digest(manifest.model, manifest.dtype, "salt")) == Missed("not_stored")
+    (desk.path / "store/contexts" / long / "tokens/c/0").unlink()
+    assert search(ids) == (manifest, Missed("unreadable", long, 600))

@@ -30,7 +30,7 @@ TABLES = ("csattention",)
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"model": "nowhere"}, SparseKVError, "models are not downloaded"),
+        ({"model": "nowhere"}, SparseKVError, "neither a packaged model"),
         ({"method": ("nonsense",)}, MethodUnsupportedError, "nonsense"),
         ({"centroids": 8}, InvalidArgumentError, "shape query tables, but refined stores none"),
         ({"dense_layers": "0,2"}, InvalidArgumentError, "names layer 2, model 'tiny' has layers 0 to 1"),

@@ -19,6 +19,7 @@ from decode_engine.orders.events import event_of_error
 from decode_engine.processes.attached import Serving, Setup, Stop, setup_line
 from decode_engine.processes.link.host import EngineHost
 from decode_engine.processes.supervisor import kept_addresses
+from decode_engine.rpc.door.sharing import Sharing
 from decode_engine.settings.config import ServeConfig
 from index_store.cli.logs import LogLevel
 
@@ -50,7 +51,7 @@ class DoorBeside:
 @contextmanager
 def door_beside(service: EngineService, config: ServeConfig) -> Iterator[DoorBeside]:
     """A door for both kinds of clients. Ends it in order, and asserts that nothing of HEAVY was imported there."""
-    given = Setup(replace(config, http_port=0), Path(), LogLevel.INFO, True)
+    given = Setup(replace(config, http_port=0, doors=1), Sharing().key, Path(), LogLevel.INFO, True)
     with kept_addresses(given) as setup, TemporaryFile("w+") as log:
         host = EngineHost(setup.link)
         host.open(LocalCore(service))

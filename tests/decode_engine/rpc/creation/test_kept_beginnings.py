@@ -260,6 +260,8 @@ class Running:
             "127.0.0.1:0",
             "--no-warm-up",
             "--prefill",
+            "--doors",
+            "0",
             "--device",
             "cpu",
             "--format",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,36 @@ def test_a_beginning_that_goes_before_it_is_in_use_is_read(
     assert (summary.context, summary.cached_tokens) == ("", 0)
     with pytest.raises(ContextNotFoundError):
         answered(client, f"contexts/{stored}", text="Then")
+
+
+def test_an_answer_can_tell_which_beginning_was_used_and_why_no_longer_one(
+    library: Library, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "A crate of limes came with the last boat, and the letters with it. " * 5
+    short = library.prefill("crate", text=text[:100], salt="", method=("csattention",))
+    longer = library.prefill("boat", text=text[:300] + "Nobody", salt="", method=("full",))
+    with caplog.at_level("INFO"):
+        _, summary = answered(client, text=text, explain=True)
+        again = answered(client, text=text, explain=True, method="full")[1].explanation
+        wait_until(lambda: sum(getattr(one, "rpc", "") == "Generate" for one in caplog.records) == 2)
+    why = summary.explanation
+    assert why is not None
+    assert again is not None
+    assert (why.lookup, why.context, why.cached_tokens, why.tier) == ("found", short, 100, "disk")
+    assert (why.missed, why.missed_context, why.missed_tokens) == ("partial", longer, 256)
+    assert (again.tier, again.method_reason) == ("host", "the request names it")
+    assert why.method_reason == summary.method_reason or not summary.method_reason
+    times = why.door_ms + why.load_ms + why.queue_ms + why.prompt_ms + why.decode_ms
+    assert times == pytest.approx(summary.timings.total_ns / 1e6)
+    (told, _) = (vars(one) for one in caplog.records if getattr(one, "rpc", "") == "Generate")
+    assert {name: told[name] for name in asdict(why)} == asdict(why)
+    named = answered(client, f"contexts/{short}", text="Then", explain=True)[1].explanation
+    assert named is not None
+    assert (named.lookup, named.missed, named.context) == ("named", "", short)
+    alone = answered(client, text="Who?", explain=True)[1].explanation
+    assert alone is not None
+    assert (alone.lookup, alone.missed, alone.tier, alone.context) == ("none", "not_stored", "", "")
+    assert answered(client, text="Who?")[1].explanation is None
 
 
 def test_the_log_tells_what_was_found(client: Client, caplog: pytest.LogCaptureFixture) -> None:

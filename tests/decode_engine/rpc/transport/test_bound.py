@@ -10,6 +10,7 @@ import pytest
 
 from decode_engine.errors import TooManyRequestsError
 from decode_engine.rpc.context_service import ContextService
+from decode_engine.rpc.door.sharing import Sharing
 from decode_engine.rpc.transport.bound import Bound
 from decode_engine.rpc.transport.calls import Call
 from sparsekv.v1 import context_pb2
@@ -17,7 +18,7 @@ from sparsekv.v1 import context_pb2
 
 def test_work_has_its_place_until_it_ends_whoever_leaves_before() -> None:
     async def run() -> None:
-        bound, go_on = Bound(1, "documents are being read"), asyncio.Event()
+        bound, go_on = Bound(2, "documents are being read", Sharing(2)), asyncio.Event()
 
         async def work() -> str:
             await go_on.wait()
@@ -43,7 +44,7 @@ def test_a_place_comes_back_from_work_that_fails_or_cannot_begin() -> None:
         raise RuntimeError("can't start new thread")
 
     async def run() -> None:
-        bound = Bound(1, "documents are being read")
+        bound = Bound(2, "documents are being read", Sharing(2))
         for _ in range(3):
             with pytest.raises(RuntimeError, match="new thread"):
                 await bound.run(fail)
@@ -65,7 +66,7 @@ def test_who_leaves_while_a_context_is_ordered_still_counts() -> None:
     async def run() -> None:
         slot: Any = SimpleNamespace(get=lambda: None)
         service, request, call = (
-            ContextService(slot, ""),
+            ContextService(slot, "", Sharing()),
             context_pb2.CreateContextRequest(),
             cast(Call, Waits()),
         )

@@ -13,7 +13,7 @@ from decode_engine.errors import CancelledError, TooManyRequestsError
 from decode_engine.rpc.answers import notices
 from decode_engine.rpc.client import Client, Usage, Waiting
 from decode_engine.rpc.server import DecodeServer
-from decode_engine.rpc.transport.appointments import Appointments, Clients
+from decode_engine.rpc.transport.appointments import Appointments
 from index_store.errors import ContextCorruptError
 from index_store.models.tokenizer import Tokenizer
 from sparsekv.v1 import generation_pb2
@@ -117,15 +117,6 @@ def test_one_client_cannot_have_all_places(library: Library, lamp: str) -> None:
         patient = client.generate(lamp, text="Who?", max_tokens=2, patience_s=60)
         patient.read()
         assert patient.summary.completion_tokens == 2
-
-
-def test_places_of_clients_come_back_also_after_errors() -> None:
-    clients = Clients(1)
-    for _ in range(3):
-        with pytest.raises(ValueError, match="x"), clients.place("a"):
-            raise ValueError("x")
-    with clients.place("a"), clients.place("b"), pytest.raises(TooManyRequestsError), clients.place("a"):
-        pass
 
 
 def test_appointments_follow_each_other_as_fast_as_places_become_free() -> None:

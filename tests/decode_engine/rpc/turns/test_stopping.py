@@ -37,7 +37,8 @@ class Server:
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "decode_engine", "serve", "--store", str(library.store)),
-                *("--model", str(library.model), "--listen", "127.0.0.1:0", "--http-port", "0", *options),
+                *("--model", str(library.model), "--listen", "127.0.0.1:0", "--http-port", "0"),
+                *("--doors", "0", *options),
                 *("--grace", str(GRACE_S), "--threads", "1", "--method", "context", "--format", "json"),
             ],
             stdout=subprocess.PIPE,

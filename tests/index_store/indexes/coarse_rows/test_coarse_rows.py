@@ -1,7 +1,5 @@
 """The index of coarse rows: what it scores, what sessions append, what it holds, and what it stands for."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -13,16 +11,11 @@ from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
 from index_store.indexes.interface.index_kind import Growth
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.methods.index_specs import INDEX_SPECS
-from index_store.selection.budgets import Threshold
-from index_store.selection.calibration import ThresholdCalibrator
-from index_store.selection.cutting import cut
 from index_store.selection.remainder_states import ExactKeys, remainder_state
 from index_store.selection.remainders import REMAINDERS
-from index_store.selection.threshold_curve import ThresholdCurve
 from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
 from tests.index_store.indexes.coarse_rows.test_scalar_rows import random_rows
-from tests.support.search import step
 
 HEADS, DIM, GROUP = 2, 32, 3
 PARAMETERS = {name: INDEX_SPECS[name].parameters for name in ("coarse_rows", "coarse_rows_3", "coarse_codes")}
@@ -58,23 +51,6 @@ def test_it_is_built_without_queries_where_keys_and_values_are(name: str) -> Non
     )
     error = (keys - kv[:, 5:290, 0].float()).norm() / kv[:, 5:290, 0].float().norm()
     assert float(error) < 0.15
-
-
-@every_coding
-@pytest.mark.parametrize("count", [256, 300])
-@pytest.mark.parametrize("sizes", [[1] * 9, [127, 1, 1], [84, 128, 60], [200, 5]])
-def test_rows_appended_in_pieces_equal_rows_appended_at_once(name: str, count: int, sizes: list[int]) -> None:
-    index = build(name, random_rows(count, DIM))
-    new = random_rows(sum(sizes), DIM, seed=3)
-    pieces, whole = index.start_appending(), index.start_appending()
-    whole.append(new)
-    for piece in new.split(sizes, dim=1):
-        pieces.append(piece)
-    pieces.append(new[:, :0])
-    end = count + sum(sizes)
-    found = [index.rank(queries(), 3, end, each, {}).logits_HTGM for each in (pieces, whole)]
-    assert torch.equal(*found)
-    assert torch.equal(*(each.rows.decode_values(0, sum(sizes)) for each in (pieces, whole)))
 
 
 @pytest.mark.parametrize("name", ["coarse_rows", "coarse_rows_3"])
@@ -178,23 +154,6 @@ def test_an_appended_key_that_cannot_be_coded_is_refused() -> None:
 
 
 @every_coding
-@pytest.mark.parametrize("head_dim", [64, 256])
-def test_sizes_are_those_of_the_formula(name: str, head_dim: int) -> None:
-    kv = random_rows(256, head_dim)
-    index = build(name, kv)
-    books = 0
-    if isinstance(index.rows, ProductRows):
-        books = 2 * HEADS * 256 * head_dim * 2
-    held = (index.nbytes - books) / (HEADS * 256)
-    assert held == CoarseRows.bytes_per_token(PARAMETERS[name], head_dim)
-
-
-def test_bytes_at_128_dimensions() -> None:
-    sizes = {name: CoarseRows.bytes_per_token(parameters, 128) for name, parameters in PARAMETERS.items()}
-    assert sizes == {"coarse_rows": 136, "coarse_rows_3": 104, "coarse_codes": 64}
-
-
-@every_coding
 @pytest.mark.parametrize("block", [16, 64, 100, 128, 256])
 def test_extensions_hold_what_is_said(name: str, block: int) -> None:
     index = build(name, random_rows(300, DIM))
@@ -206,26 +165,6 @@ def test_extensions_hold_what_is_said(name: str, block: int) -> None:
         appended.append(new[:, begin - 300 : end - 300])
         said = CoarseRows.appended_bytes(PARAMETERS[name], DIM, Growth(300, end - 300, block))
         assert appended.nbytes == HEADS * said
-
-
-def test_nothing_appended_takes_no_memory() -> None:
-    assert CoarseRows.appended_bytes(PARAMETERS["coarse_rows"], DIM, Growth(300, 0, 128)) == 0
-    assert build("coarse_rows", random_rows(10, DIM)).start_appending().nbytes == 0
-
-
-@every_coding
-def test_calibrated_thresholds_keep_the_wanted_share(name: str) -> None:
-    index = build(name, random_rows(600, DIM))
-    calibrator = ThresholdCalibrator()
-    ranking = index.rank(queries(8) * 4, 8, 600, None, {})
-    calibrator.add(ranking)
-    curve = ThresholdCurve(calibrator.thresholds)
-    known = replace(step(592), thresholds=curve)
-    shares = []
-    for position in range(8):
-        alone = index.rank(queries(8)[:, position : position + 1] * 4, 8, 600, None, {})
-        shares.append(cut(Threshold(keep=0.1), alone, known).counts_HT.float().mean() / 592)
-    assert 0.09 < sum(shares) / len(shares) < 0.11
 
 
 def test_slices_get_their_nearest_codewords() -> None:
@@ -240,27 +179,3 @@ def test_slices_get_their_nearest_codewords() -> None:
     chosen = distances.gather(-1, rows.value_codes_HNS.long()[..., None]).squeeze(-1)
     assert (chosen <= distances.amin(-1) + 1e-3).all()
     assert torch.equal(find_codes(kv[:, :, 1], rows.value_codebooks_HSWw), rows.value_codes_HNS)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"coding": "wavelet"}, "scalar, product"),
-        ({"key_bits": 5}, "key_bits is 5, expected one of 2, 3, 4"),
-        ({"coding": "product", "value_bits": 3}, "value_bits is 3, expected one of 2, 4"),
-        ({"value_group": 0}, "value_group"),
-        ({"iterations": 0}, "iterations"),
-    ],
-)
-def test_bad_parameters_are_refused(changes: dict[str, Scalar], message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=message):
-        CoarseRows.check_options({**PARAMETERS["coarse_rows"], **changes}, {})
-
-
-def test_heads_that_cannot_be_coded_are_refused() -> None:
-    odd = random_rows(20, 12)
-    source = LayerSource(odd, replace(NO_QUERIES, queries_HPGD=torch.empty(HEADS, 0, GROUP, 12)))
-    with pytest.raises(InvalidArgumentError, match="multiple of 8"):
-        CoarseRows.build(PARAMETERS["coarse_rows_3"], source, 0)
-    with pytest.raises(InvalidArgumentError, match="slices of 4"):
-        CoarseRows.build(PARAMETERS["coarse_codes"], LayerSource(odd[..., :10], source.queries), 0)

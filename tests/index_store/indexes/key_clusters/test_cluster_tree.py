@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -46,47 +44,6 @@ BLOCKS = divide_keys(KEYS, _PARSED.keys_per_cluster, _PARSED.block, _PARSED.sink
 @pytest.fixture(scope="module")
 def tree() -> ClusterTree:
     return ClusterTree.build(DIAGONAL, source(), 0)
-
-
-def test_fine_clusters_are_the_flat_ones_in_the_order_of_their_parents(tree: ClusterTree) -> None:
-    flat = KeyClusters.build({**FLAT, "moments": "diagonal"}, source(), 0).arrays()
-    arrays = tree.arrays()
-    for head in range(HEADS):
-        pairs = set(zip(flat["assignment"][head].tolist(), arrays["assignment"][head].tolist(), strict=True))
-        assert len(pairs) == len({old for old, _ in pairs}) == len({new for _, new in pairs})
-        for old, new in pairs - {(-1, -1)}:
-            for name in ("counts", "means", "value_sums", "variances"):
-                assert torch.equal(flat[name][head, old], arrays[name][head, new])
-        parents = arrays["parents"][head].tolist()
-        assert parents == sorted(parents)
-        offsets = arrays["coarse_offsets"][head].tolist()
-        assert (offsets[0], offsets[-1]) == (0, len(parents))
-        assert offsets == sorted(offsets)
-        for coarse, (begin, end) in enumerate(pairwise(offsets)):
-            assert parents[begin:end] == [coarse] * (end - begin)
-
-
-def test_coarse_moments_equal_direct_sums(tree: ClusterTree) -> None:
-    arrays = tree.arrays()
-    keys, values = source().keys_HND.float(), source().values_HND.float()
-    coarse = sum(-(-(block.end - block.first) // 40) for block in BLOCKS)
-    assert arrays["coarse_counts"].shape == (HEADS, coarse)
-    assert arrays["coarse_counts"].sum(1).tolist() == [KEYS - 5] * HEADS
-    for head in range(HEADS):
-        fine = arrays["assignment"][head, 5:].long()
-        parents = arrays["parents"][head][fine]
-        for number in range(coarse):
-            inside = parents == number
-            assert arrays["coarse_counts"][head, number] == int(inside.sum())
-            if not bool(inside.any()):
-                continue
-            k, v = keys[head, 5:][inside], values[head, 5:][inside]
-            for name, expected in (
-                ("coarse_means", k.mean(0)),
-                ("coarse_value_sums", v.sum(0)),
-                ("coarse_variances", k.var(0, unbiased=False)),
-            ):
-                torch.testing.assert_close(arrays[name][head, number], expected, rtol=1e-3, atol=1e-4)
 
 
 def test_coarse_clusters_stay_inside_their_block(tree: ClusterTree) -> None:
@@ -200,26 +157,6 @@ def parents_of(offsets_HK: Tensor, fine: int) -> Tensor:
 def test_expanding_nothing_but_empty_clusters_expands_nothing() -> None:
     logits = torch.full((2, 1, 3, 4), -torch.inf)
     assert not expand(logits, torch.zeros(2, 4), 1.0).any()
-
-
-def test_bad_options_are_refused_with_a_sentence() -> None:
-    for change, message in (
-        ({"moments": "full"}, "none, diagonal"),
-        ({"keys_per_coarse": 7}, "at least keys_per_cluster"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=message):
-            ClusterTree.build({**TREE, **change}, source(), 0)
-    for search, message in (
-        ({"coarse_keep": 0.0}, "above 0"),
-        ({"coarse_keep": 1.5}, "at most 1"),
-        ({"coarse_keep": "most"}, "type float"),
-        ({"fine_keep": 0.5}, "fine_keep"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=message):
-            ClusterTree.check_options(TREE, search)
-    ClusterTree.check_options(TREE, {})
-    assert ClusterTree.estimates_logits(TREE, {})
-    assert ClusterTree.bytes_per_token(TREE, DIM) > KeyClusters.bytes_per_token(FLAT, DIM)
 
 
 def test_members_are_those_of_the_host() -> None:

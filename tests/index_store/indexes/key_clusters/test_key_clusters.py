@@ -11,7 +11,7 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.exact_index import ExactIndex
-from index_store.indexes.interface.layer_index import LayerIndex, LayerSource
+from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.key_clusters.build import divide_keys
 from index_store.indexes.key_clusters.cluster_tree import ClusterTree
 from index_store.indexes.key_clusters.index import KeyClusters
@@ -164,32 +164,6 @@ def test_clusters_stay_inside_their_block(name: str) -> None:
 
 
 @every_case
-def test_stored_arrays_restore_the_same_index_without_copies(name: str) -> None:
-    kind, parameters = CASES[name]
-    index = build(name)
-    stored = {key: array.clone() for key, array in index.arrays().items()}
-    assert all(array.is_contiguous() and len(array) == HEADS for array in stored.values())
-    assert {array.dtype for array in stored.values()} <= {torch.float32, torch.int32}
-    restored = kind.from_arrays(parameters, stored, source().kv_HN2D)
-    assert all(array.data_ptr() == stored[key].data_ptr() for key, array in restored.arrays().items())
-    assert restored.nbytes == index.nbytes
-    rankings = [one.rank(queries(), 5, KEYS, None, {}, position=KEYS) for one in (index, restored)]
-    assert torch.equal(rankings[0].logits_HTGM, rankings[1].logits_HTGM)
-    assert torch.equal(
-        rankings[0].items.groups[0].keys_HX,
-        rankings[1].items.groups[0].keys_HX,
-    )
-    assert rankings[0].vectors_read == rankings[1].vectors_read
-
-
-@every_case
-def test_the_seed_decides(name: str) -> None:
-    first, again, other = build(name).arrays(), build(name).arrays(), build(name, seed=99).arrays()
-    assert all(torch.equal(first[key], again[key]) for key in first)
-    assert not torch.equal(first["assignment"], other["assignment"])
-
-
-@every_case
 def test_logits_are_products_with_the_means(name: str) -> None:
     index = build(name)
     arrays = index.arrays()
@@ -250,48 +224,6 @@ def test_pieces_stand_for_each_key_once(name: str, new: int) -> None:
             assert (piece.clusters.variances_HCD is not None) == (CASES[name][1]["moments"] != "none")
 
 
-@every_case
-def test_an_appended_key_is_found(name: str) -> None:
-    index = build(name)
-    before = {key: array.clone() for key, array in index.arrays().items()}
-    appended = index.start_appending()
-    generator = torch.Generator().manual_seed(4)
-    appended.append(torch.randn(HEADS, 60, 2, DIM, generator=generator))
-    assert appended.count == 60
-    # 32 tokens before the query, so that windowed RoPE compares it as it is.
-    position = KEYS + 60 + 32
-    query = queries(1)
-    target = torch.zeros(HEADS, 1, 2, DIM)
-    target[:, 0, 0] = query.mean((1, 2)) * 8 * DIM
-    appended.append(target)
-    appended.append(torch.randn(HEADS, 9, 2, DIM, generator=generator))
-    ranking = index.rank(query, 5, KEYS + 70, appended, {}, position)
-    own = ranking.items.groups[1]
-    shared = ranking.items.groups[0].offsets_HM.shape[1] - 1
-    assert ranking.logits_HTGM.shape[-1] == shared + own.offsets_HM.shape[1] - 1
-    assert ranking.vectors_read >= own.offsets_HM.shape[1] - 1
-    listed = own.keys_HX.sort(1).values
-    assert torch.equal(listed, torch.arange(KEYS, KEYS + 70, dtype=torch.int32).expand(HEADS, -1))
-    for head, best in enumerate(ranking.logits_HTGM[:, 0].mean(1).argmax(-1).tolist()):
-        begin, end = own.offsets_HM[head, best - shared : best - shared + 2].tolist()
-        assert KEYS + 60 in own.keys_HX[head, begin:end].tolist()
-    assert all(torch.equal(before[key], array) for key, array in index.arrays().items())
-
-
-def test_windowed_appended_keys_are_undone_from_their_own_ids() -> None:
-    index = build("windowed")
-    appended = index.start_appending()
-    kv = torch.randn(HEADS, 40, 2, DIM, generator=torch.Generator().manual_seed(4))
-    appended.append(kv[:, :15])
-    appended.append(kv[:, 15:])
-    undone = undo_rotary(kv[:, :, 0], KEYS, FREQUENCIES)
-    clusters = appended.clusters
-    for head in range(HEADS):
-        for cluster in clusters.assignment_HX[head].unique().tolist():
-            mean = undone[head, clusters.assignment_HX[head] == cluster].mean(0)
-            torch.testing.assert_close(clusters.means_HCD[head, cluster], mean, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize("keys", [1, 5, 6, 9])
 @every_case
 def test_tiny_contexts(name: str, keys: int) -> None:
@@ -314,62 +246,9 @@ def test_keys_without_direction_and_equal_keys_are_clustered() -> None:
         assert all(bool(torch.isfinite(array).all()) for array in arrays.values())
 
 
-@every_case
-def test_bytes_per_token_are_those_stored(name: str) -> None:
-    kind, parameters = CASES[name]
-    index: LayerIndex = build(name)
-    expected = kind.bytes_per_token(parameters, DIM)
-    assert index.nbytes / (HEADS * KEYS) == pytest.approx(expected, rel=0.05)
-
-
-def test_strangers_and_unknown_options_are_refused() -> None:
-    index = build("cosine")
-    foreign = ExactIndex(source().keys_HND).start_appending()
-    foreign.append(torch.randn(HEADS, 3, 2, DIM))
-    with pytest.raises(InvalidArgumentError, match="AppendedExact"):
-        index.pieces(queries(), 5, KEYS, foreign)
-    with pytest.raises(InvalidArgumentError, match="coarse_keep"):
-        index.rank(queries(), 5, KEYS, None, {"coarse_keep": 0.5})
-
-
-def test_windowed_rope_needs_frequencies_and_positions() -> None:
-    kind, parameters = CASES["windowed"]
-    bare = LayerSource(source().kv_HN2D, source().queries)
-    with pytest.raises(InvalidArgumentError, match="one rotary embedding"):
-        kind.build(parameters, bare, 0)
+def test_windowed_rope_needs_positions() -> None:
     index = build("windowed")
     with pytest.raises(InvalidArgumentError, match="position"):
         index.rank(queries(), 5, KEYS, None, {})
     with pytest.raises(InvalidArgumentError, match="position"):
         index.pieces(queries(), 5, KEYS, None)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"keys_per_cluster": 0}, "at least 1"),
-        ({"metric": "manhattan"}, "cosine, euclidean"),
-        ({"moments": "some"}, "none, diagonal, full"),
-        ({"block": 5}, "0 .all keys at once. or at least keys_per_cluster"),
-        ({"iterations": 0}, "at least 1"),
-        ({"window": -1}, "at least 0"),
-        ({"sinks": -1}, "at least 0"),
-        ({"sinks": 2.5}, "type int"),
-        ({"colour": 3}, "colour"),
-    ],
-)
-def test_bad_parameters_are_refused_with_a_sentence(change: dict[str, Scalar], message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=message):
-        KeyClusters.build({**FLAT, **change}, source(), 0)
-    with pytest.raises(InvalidArgumentError, match=message):
-        KeyClusters.check_options({**FLAT, **change}, {})
-
-
-def test_missing_parameters_and_bad_keys_are_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="is missing"):
-        KeyClusters.check_options({"metric": "cosine"}, {})
-    for part, message in ((0, "keys contain NaN"), (1, "values contain NaN")):
-        kv = source().kv_HN2D.clone()
-        kv[1, 30, part, 2] = torch.nan
-        with pytest.raises(InvalidArgumentError, match=message):
-            KeyClusters.build(FLAT, LayerSource(kv, source().queries), 0)

@@ -115,15 +115,6 @@ def test_moments_are_direct_sums_over_the_members(metric: str, block: int) -> No
                 torch.testing.assert_close(stored[head, cluster].double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_only_the_moments_asked_for_are_kept() -> None:
-    none, diagonal = online(moments="none"), online(moments="diagonal")
-    for clusters in (none, diagonal):
-        clusters.append(some_kv(40))
-    assert none.clusters.variances_HCD is None
-    assert diagonal.clusters.variances_HCD is not None
-    assert none.clusters.covariances_HCDD is diagonal.clusters.covariances_HCDD is None
-
-
 def test_closed_blocks_never_change() -> None:
     clusters = online()
     clusters.append(some_kv(48))  # W + W/2 keys: the first W close
@@ -190,13 +181,6 @@ def test_a_new_topic_among_the_latest_keys_becomes_a_cluster_that_its_query_find
         assert set(ids[0].tolist()) <= set(member_lists(clusters, head)[int(best[head])])
 
 
-def test_the_same_appends_give_the_same_clusters() -> None:
-    one, two, other = (append_in_batches(online(seed=seed), some_kv(300), 17) for seed in (3, 3, 4))
-    assert torch.equal(one.clusters.assignment_HX, two.clusters.assignment_HX)
-    assert torch.equal(one.clusters.means_HCD, two.clusters.means_HCD)
-    assert not torch.equal(one.clusters.assignment_HX, other.clusters.assignment_HX)
-
-
 def spread(points_XD: torch.Tensor, assignment_X: torch.Tensor) -> float:
     """Mean distance of points to their cluster's mean."""
     total = 0.0
@@ -255,14 +239,6 @@ def test_rotated_keys_are_turned_back_by_their_position() -> None:
     assert torch.equal(turned.clusters.assignment_HX, plain.clusters.assignment_HX)
 
 
-def test_half_precision_keys_are_taken() -> None:
-    kv = some_kv(60).bfloat16()
-    half, full = online(), online()
-    half.append(kv)
-    full.append(kv.float())
-    assert torch.equal(half.clusters.means_HCD, full.clusters.means_HCD)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -276,10 +252,3 @@ def test_half_precision_keys_are_taken() -> None:
 def test_bad_arguments_are_refused_with_a_sentence(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         online(**change)
-
-
-def test_keys_of_another_shape_are_refused() -> None:
-    clusters = online()
-    with pytest.raises(InvalidArgumentError, match=r"expected \[2, T, 2, 8\]"):
-        clusters.append(torch.zeros(HEADS, 5, 3, DIM))
-    assert clusters.count == 0

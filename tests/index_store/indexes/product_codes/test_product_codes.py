@@ -9,11 +9,9 @@ from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.kmeans.kmeans import euclidean_kmeans
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.product_codes.search_numba import CodeReads, score_codes, score_codes_reference
-from index_store.selection.budgets import Ratio
-from index_store.selection.cutting import cut
 from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
-from tests.support.search import rows, step
+from tests.support.search import rows
 
 HEADS, DIM = 2, 16
 CODES: dict[str, Scalar] = {"subspaces": 4, "bits": 4, "split": "strided", "iterations": 5}
@@ -81,21 +79,6 @@ def test_scores_are_products_with_the_quantised_keys(split: str) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_finds_most_of_the_true_top_keys() -> None:
-    keys = topical_keys(2000)
-    queries = topical_keys(8, seed=1)[:, :, None] / DIM**0.5
-    keep = Ratio(0.05)
-    true = cut(keep, ExactIndex(keys).rank(queries, 0, 2000, None, {}), step(2000)).ids_HTK
-
-    def recall(bits: int) -> float:
-        found = cut(keep, build(keys, bits=bits).rank(queries, 0, 2000, None, {}), step(2000)).ids_HTK
-        return float((true[..., None] == found[..., None, :]).any(-1).float().mean())
-
-    fine, coarse = recall(8), recall(1)
-    assert fine > 0.8
-    assert fine > coarse + 0.1
-
-
 @pytest.mark.parametrize("count", [1, 7, 16, 255])
 def test_fewer_keys_than_codewords_are_kept_as_they_are(count: int) -> None:
     keys = topical_keys(count)
@@ -105,55 +88,6 @@ def test_fewer_keys_than_codewords_are_kept_as_they_are(count: int) -> None:
     torch.testing.assert_close(
         index.rank(queries, 0, count, None, {}).logits_HTGM, exact, rtol=1e-4, atol=1e-4
     )
-
-
-def test_appended_keys_are_scored_by_the_same_codebooks_in_whatever_batches_they_came() -> None:
-    keys, new = topical_keys(300), topical_keys(150, seed=3)
-    index = build(keys)
-    queries = torch.randn(HEADS, 1, 2, DIM, generator=torch.Generator().manual_seed(4))
-    one, many = index.start_appending(), index.start_appending()
-    one.append(rows(new))
-    for part in new.split(7, dim=1):
-        many.append(rows(part))
-    assert one.count == many.count == 150
-    assert torch.equal(one.codes.rows, many.codes.rows)
-    assert one.nbytes >= HEADS * 150 * 4
-    logits = index.rank(queries, 290, 450, many, {}).logits_HTGM
-    exact = torch.einsum("htgd,hnd->htgn", queries, torch.cat([keys, new], 1)[:, 290:])
-    assert torch.corrcoef(torch.stack([logits.flatten(), exact.flatten()]))[0, 1] > 0.9
-    assert torch.equal(index.rank(queries, 290, 450, one, {}).logits_HTGM, logits)
-
-
-def test_bad_keys_and_options_are_refused() -> None:
-    keys = topical_keys(50)
-    with pytest.raises(InvalidArgumentError, match="no search options"):
-        ProductCodes.check_options(CODES, {"group": "pooled"})
-    keys[0, 3, 1] = torch.inf
-    with pytest.raises(InvalidArgumentError, match="infinity"):
-        build(keys)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"subspaces": 5}, "divisor of 16"),
-        ({"subspaces": 0}, "at least 1"),
-        ({"iterations": 0}, "at least 1"),
-        ({"bits": 9}, "1 to 8"),
-        ({"bits": 0}, "1 to 8"),
-        ({"split": "random"}, "strided, contiguous"),
-        ({"colour": 3}, "colour"),
-    ],
-)
-def test_bad_parameters_are_refused_with_a_sentence(change: dict[str, Scalar], message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=message):
-        build(topical_keys(20), **change)
-
-
-def test_bytes_per_token_are_those_of_the_codes() -> None:
-    arrays = build(topical_keys(200)).arrays()
-    assert arrays["codes"].numel() / (HEADS * 200) == ProductCodes.bytes_per_token(CODES, DIM) == 4.0
-    assert ProductCodes.estimates_logits(CODES, {})
 
 
 def test_euclidean_k_means_finds_planted_centres_and_survives_few_points() -> None:

@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
@@ -17,13 +15,10 @@ from index_store.indexes.query_tables.build_triton import (
     score_tables_reference,
 )
 from index_store.indexes.query_tables.index import QueryTables
-from index_store.selection.budgets import Ratio
-from index_store.selection.cutting import cut
-from index_store.selection.ranking import Items, Ranking
 from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
 from tests.support.devices import DEVICE, DTYPES, make_kv
-from tests.support.search import source, step
+from tests.support.search import source
 
 HEADS, SUBSPACES, CENTROIDS, KEYS = 2, 2, 3, 6
 UNIFORM: dict[str, Scalar] = {"group": "pooled", "weights": "uniform"}
@@ -171,26 +166,6 @@ def test_each_head_of_the_group_votes_with_its_softmax(layout: str) -> None:
     scores = rank(layout, BY_HEAD, *group)
     scores = scores / scores.sum(-1, keepdim=True)  # their scale means nothing
     torch.testing.assert_close(scores, expected, rtol=1e-3, atol=1e-6)
-
-
-@settings(max_examples=80, deadline=None)
-@given(length=st.integers(1, 400), available=st.integers(1, 400), keep=st.floats(0.001, 1.0))
-def test_the_budget_keeps_that_share_of_the_sequence(length: int, available: int, keep: float) -> None:
-    """Of the sequence, not of the ranked keys; rounded up; the best ones, by their ids."""
-    scores = torch.randn(2, 3, available, generator=torch.Generator().manual_seed(available))
-    selection = cut(Ratio(keep), Ranking(scores[:, :, None], Items(11, 11 + available)), step(length))
-    count = min(available, math.ceil(keep * length))
-    assert (selection.counts_HT == count).all()
-    expected = scores.topk(count, dim=-1).indices.sort(-1).values + 11
-    assert torch.equal(selection.ids_HTK.long(), expected)
-
-
-@pytest.mark.parametrize(
-    ("keep", "length", "kept"), [(0.05, 100, 5), (0.05, 101, 6), (0.001, 3, 1), (1, 9, 9)]
-)
-def test_the_budget_in_examples(keep: float, length: int, kept: int) -> None:
-    selection = cut(Ratio(keep), Ranking(torch.rand(1, 1, 1, 9), Items(0, 9)), step(length))
-    assert selection.ids_HTK.shape == (1, 1, kept)
 
 
 def build(layout: str, split: str, scores: str, alpha: float) -> tuple[QueryTables, Tensor]:

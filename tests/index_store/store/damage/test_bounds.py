@@ -21,20 +21,7 @@ from index_store.store.listing import BrokenContext
 from tests.support.serving.many_contexts import write_manifests
 from tests.support.store import SyntheticContext, synthetic_context
 
-WHERE = "store/contexts/x/manifest.json"
-HUGE = 10**400
-
-DOCUMENT = {
-    k: v for k, v in json.loads(MANIFESTS.render(synthetic_context().manifest)).items() if k != "checksum"
-}
-BAD: dict[str, bytes] = {
-    "huge": render_document(DOCUMENT | {"token_count": HUGE}),
-    "large": render_document(DOCUMENT | {"token_count": 10**25}),
-    "seconds": render_document(DOCUMENT | {"seconds": {"forward": HUGE}}),
-    "newer": render_document(DOCUMENT | {"format_version": 2**40}),
-    "empty": b"",
-    "deep": b"[" * 100_000,
-}
+BAD = {"empty": b"", "newer": render_document({"format_version": 2**40})}
 
 
 @pytest.mark.parametrize("kind", BAD)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import replace
@@ -17,8 +16,6 @@ from index_store.errors import ContextNotFoundError, InvalidArgumentError, Unexp
 from index_store.store import listing
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up, find_leftovers
-from index_store.store.description.manifest import FORMAT_VERSION, MANIFESTS
-from index_store.store.description.sealed import render_document
 from index_store.store.writer import ContextWriter
 from tests.index_store.store.writing.writer_processes import add
 from tests.support.forking import killed_at_each_step
@@ -78,20 +75,6 @@ def test_a_list_that_is_in_memory_shows_what_changed(store: Store, monkeypatch: 
     with pytest.raises(ContextNotFoundError):
         store.resolve("context 1")
     assert len(store.list()) == 3
-
-
-def test_a_context_of_the_format_before_becomes_one_of_this(stored: Store, context: SyntheticContext) -> None:
-    document = json.loads(MANIFESTS.render(context.manifest))
-    del document["checksum"]
-    path = stored.path / "contexts" / context.id / "manifest.json"
-    path.write_bytes(render_document({**document, "format_version": 2, "salt": "of an owner"}))
-    older = Store(stored.path).manifest(context.id)
-    assert older.format_version == 2
-    added, _ = add_index(stored, older)
-    assert added.format_version == FORMAT_VERSION
-    assert Store(stored.path).manifest(context.id) == added
-    assert b"of an owner" not in path.read_bytes()
-    assert stored.verify(context.id) == []
 
 
 @pytest.mark.parametrize(

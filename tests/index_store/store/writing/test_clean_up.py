@@ -54,14 +54,6 @@ def test_expired_context(store: Store) -> None:
     assert os.listdir(store.path / "contexts") == []
 
 
-def test_expired_context_that_a_job_is_replacing_is_left_alone(store: Store) -> None:
-    context = synthetic_context(ttl=timedelta(hours=1))
-    context.write(store)
-    with store.lock(context.id):
-        assert clean_up(store) == []
-    assert len(clean_up(store)) == 1
-
-
 def test_a_clean_up_and_a_job_remove_the_same_expired_context(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,16 +188,6 @@ def test_a_missing_chunk_is_no_deletion(stored: Store, context: SyntheticContext
         opened.array("kv", 0, 0)
 
 
-def test_gc_finishes_a_deletion_that_was_interrupted(stored: Store, context: SyntheticContext) -> None:
-    trash = stored.path / "contexts" / f".trash-{context.id}-0123"
-    folder(stored, context.id).rename(trash)
-    assert stored.list() == []
-    assert [(item.kind, item.path) for item in clean_up(stored, dry_run=True)] == [("trash", trash)]
-    assert trash.exists()
-    assert [item.kind for item in clean_up(stored)] == ["trash"]
-    assert not trash.exists()
-
-
 def test_gc_spares_what_is_being_written(store: Store) -> None:
     context = synthetic_context()
     with store.writer(context.id) as writer:
@@ -217,18 +199,6 @@ def test_gc_spares_what_is_being_written(store: Store) -> None:
     assert list((store.path / "contexts").iterdir()) == []
 
 
-def test_gc_removes_temporary_folders_without_a_writer(store: Store) -> None:
-    dead = store.path / "contexts" / f".tmp-{'0' * 64}-0123"
-    (dead / "kv").mkdir(parents=True)
-    (dead / "kv" / "zarr.json").write_text("{}")
-    assert [(item.kind, item.nbytes) for item in clean_up(store, dry_run=True)] == [("temporary", 2)]
-    assert dead.exists()
-    assert [item.path for item in clean_up(store)] == [dead]
-    dead.mkdir()
-    with store.writer("1" * 64):
-        assert not dead.exists()
-
-
 def test_gc_waits_for_nobody(store: Store) -> None:
     held = store.path / "contexts" / f".tmp-{'0' * 64}-0123"
     held.mkdir()
@@ -237,3 +207,11 @@ def test_gc_waits_for_nobody(store: Store) -> None:
         assert clean_up(store, dry_run=True) == []
     assert len(clean_up(store)) == 1
     assert not held.exists()
+
+
+def test_expired_context_that_a_job_is_replacing_is_left_alone(store: Store) -> None:
+    context = synthetic_context(ttl=timedelta(hours=1))
+    context.write(store)
+    with store.lock(context.id):
+        assert clean_up(store) == []
+    assert len(clean_up(store)) == 1

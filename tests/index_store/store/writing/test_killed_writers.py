@@ -71,14 +71,6 @@ def test_writer_killed_at_random_moments(store: Store) -> None:
     assert set(names(store)) == expected
 
 
-def test_a_new_writer_clears_what_a_killed_one_left(store: Store) -> None:
-    assert run(write, store.path, 1, 400, 9) == -9
-    assert len(names(store)) == 1
-    context = synthetic_context()
-    context.write(store)
-    assert names(store) == [context.id]
-
-
 def test_two_jobs_on_the_same_content(store: Store) -> None:
     said, go_on = FORKING.SimpleQueue(), FORKING.Event()
     jobs = [start(write_unless_there, store.path, 3, said, go_on)]
@@ -111,26 +103,6 @@ def test_unlocked_writers_of_the_same_content(store: Store) -> None:
     context = synthetic_context(tokens=400, seed=4)
     assert names(store) == [context.id]
     assert store.verify(context.id) == []
-
-
-def test_lock_between_threads(store: Store) -> None:
-    inside: list[int] = []
-    most: list[int] = []
-
-    def work() -> None:
-        for _ in range(20):
-            with store.lock("0" * 64):
-                inside.append(1)
-                most.append(len(inside))
-                inside.pop()
-
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert max(most) == 1
-    assert len(most) == 120
 
 
 def test_clean_up_never_takes_a_living_writer(store: Store) -> None:

@@ -81,34 +81,41 @@ def test_full_disk_at_any_write(store: Store, monkeypatch: pytest.MonkeyPatch) -
     assert store.verify(context.id) == []
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_full_disk_while_syncing(
-    store: Store, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch, code: int
+@pytest.mark.parametrize(
+    ("name", "code", "error", "said"),
+    [
+        ("index_store.store.files.durable.os.fsync", errno.ENOSPC, StoreFullError, "no space is left"),
+        ("index_store.store.files.durable.os.fsync", errno.EDQUOT, StoreFullError, "no space is left"),
+        (
+            "index_store.store.writer.new_file",
+            errno.ENOSPC,
+            StoreFullError,
+            "index-store gc",
+        ),  # the manifest's
+        ("index_store.store.files.array_files.sync_path", errno.EIO, StoreError, "Input/output error"),
+        ("index_store.store.files.array_files.new_file", errno.EIO, StoreError, "Input/output error"),
+    ],
+)
+def test_nothing_is_published_where_the_disk_refuses(
+    store: Store,
+    context: SyntheticContext,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    code: int,
+    error: type[StoreError],
+    said: str,
 ) -> None:
-    def fsync(_: int) -> None:
+    """Whoever asks for bytes to reach the disk, and however early."""
+
+    def refuse(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
+    monkeypatch.setattr(writing, "_SYNC_BYTES", 1)
     with monkeypatch.context() as patch:
-        patch.setattr(durable.os, "fsync", fsync)
-        with pytest.raises(StoreFullError):
+        patch.setattr(name, refuse)
+        with pytest.raises(StoreError, match=said) as caught:
             context.write(store)
-    assert names(store) == []
-
-
-def test_full_disk_while_writing_the_manifest(
-    store: Store, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = writing.new_file
-
-    def new_file(path: Path, permissions: int) -> BinaryIO:
-        if path.name == "manifest.json":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return original(path, permissions)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("index_store.store.writer.new_file", new_file)
-        with pytest.raises(StoreFullError, match="index-store gc"):
-            context.write(store)
+    assert type(caught.value) is error
     assert names(store) == []
 
 
@@ -123,16 +130,6 @@ def test_the_kernel_refuses_to_write_more(store: Store) -> None:
         assert names(store) == []
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_other_write_errors(store: Store, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    with (
-        full_disk_at(monkeypatch, 5, errno.EIO),
-        pytest.raises(StoreError, match="Input/output error") as caught,
-    ):
-        context.write(store)
-    assert not isinstance(caught.value, StoreFullError)
-    assert names(store) == []
 
 
 def test_leaving_without_publishing_removes_everything(store: Store, context: SyntheticContext) -> None:
@@ -161,8 +158,16 @@ def test_an_expired_context_is_replaced(store: Store) -> None:
     assert names(store) == [old.id]
 
 
-def test_a_broken_context_is_replaced(stored: Store, context: SyntheticContext) -> None:
-    chunk_path(stored.path / "contexts" / context.id, context.manifest.kv, (0, 0)).unlink()
+def exchange(one: Path, other: Path) -> None:
+    one.write_bytes(other.read_bytes())
+
+
+@pytest.mark.parametrize("damage", [lambda one, other: one.unlink(), exchange], ids=["gone", "exchanged"])
+def test_a_broken_context_is_replaced(
+    stored: Store, context: SyntheticContext, damage: Callable[[Path, Path], None]
+) -> None:
+    folder = stored.path / "contexts" / context.id
+    damage(*(chunk_path(folder, context.manifest.kv, (0, head)) for head in (0, 1)))
     context.write(stored)
     assert stored.verify(context.id) == []
     assert names(stored) == [context.id]
@@ -376,19 +381,4 @@ def test_unfinished_rows_are_not_published(store: Store, context: SyntheticConte
         writer.write_rows("kv", (1, 1), 0, context.kv[1, 1, :-1])
         with pytest.raises(MissingChunkError, match=r"kv/c/1/1/.* was never written"):
             writer.publish(context.draft)
-    assert names(store) == []
-
-
-def test_a_disk_that_refuses_to_sync(
-    store: Store, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is published when bytes do not reach the disk, whoever has asked for them and however early."""
-
-    def refuse(path: Path) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-
-    monkeypatch.setattr(writing, "_SYNC_BYTES", 1)
-    monkeypatch.setattr(writing, "sync_path", refuse)
-    with pytest.raises(StoreError, match="Input/output error"):
-        context.write(store)
     assert names(store) == []
