@@ -238,7 +238,7 @@ class ModelRunner:
         if session.states is not None and session.position != position:
             if session.marked is None or session.marked[0] > position:
                 raise InternalError(f"a session at {session.position} has no states of {position} tokens")
-            session.position, session.states = session.marked
+            session.position, session.states = session.marked[0], session.marked[1].copy()
             again = token_ids[len(token_ids) - (position - session.position) :]
             if again:
                 self.forward([session], [again], exact=True)

@@ -114,8 +114,7 @@ def _describe(folder: Path) -> str:
     if states is not None:
         kinds = " and ".join(sorted({part.kind for part in states.parts}, reverse=True))
         kept = {layer for part in states.parts for layer in part.layers}
-        where = "in" if kept & set(states.attending) else "beside"
-        parts.append(f"{kinds} states {where} layers that attend")
+        parts.append(f"{kinds} states{' in every layer' if kept <= set(states.attending) else ''}")
     windows = sum(1 for own in readings if own.window)
     if windows:
         kind = "chunk" if any(own.chunked for own in readings) else "window"
