@@ -284,8 +284,7 @@ class EngineService:
         identity = self.runner.identity
         if identity.states is not None:  # behind whose last token one has to come: it cannot be read again
             token_ids = token_ids[:-1]
-        first = first_digest(identity, self.runner.kv_dtype, "")
-        digests = continued_digests(first, token_ids)
+        digests = continued_digests(first_digest(identity, self.runner.kv_dtype, ""), token_ids)
         found, missed = longest_prefix(self.store, digests, token_ids, self._may_hold)
         return self.nothing if found is None else Ground.of(self.store, found), missed
 
@@ -341,9 +340,8 @@ class EngineService:
         prompt = whole if order.context else whole[min(named.token_count, len(whole) - 1) :]
         max_tokens = fit_max_tokens(order, named, identity, len(prompt))
         limit, least = self.engine.session_memory, max(1, order.sampling.min_tokens)
-        beside = ground.own_bytes
-        if order.keep is not None and identity.states is not None:
-            beside += identity.states.nbytes("float32")  # of the end of its prompt
+        ending = identity.states if order.keep is not None else None  # of its prompt
+        beside = ground.own_bytes + (0 if ending is None else ending.nbytes("float32"))
         room = None if limit is None else limit // order.answers - beside
         max_tokens, own = fitting_tokens(fitted, ground.own_tokens + len(prompt), least, max_tokens, room)
         return Meaning(

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-
 PIECE_BYTES = 8 * 2**20
 """Of one staging buffer; a file is read and copied in pieces of this size."""
 
