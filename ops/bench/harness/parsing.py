@@ -63,7 +63,10 @@ def parse_method(text: str) -> Method:
             method = replace(method, search={**method.search, "group": "pooled"})
         elif variant in ("2bits", "3bits", "4bits") and method.index is not None:
             bits = int(variant[0])
-            method = replace(method, index=method.index.with_parameters(key_bits=bits, value_bits=bits))
+            index = method.index.with_parameters(key_bits=bits, value_bits=bits)
+            if index != method.index:  # beside one of other bits in the same context
+                index = replace(index, name=f"{index.name}_{variant}")
+            method = replace(method, index=index)
         else:
             raise typer.BadParameter(f"variant is {variant!r}, expected m8, pooled, 2bits, 3bits or 4bits")
     return method

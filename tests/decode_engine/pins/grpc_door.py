@@ -145,7 +145,7 @@ def _figure(name: str, value: Any) -> Any:
 def _joined(messages: Sequence[Line]) -> Iterator[Line]:
     """Each answer's messages together, those of tokens as one: how many come in one message depends on time.
 
-    Messages about waiting are left out, but for the usage that the first message tells.
+    Messages about waiting are left out: the usage that the first one tells belongs to the tokens that follow it.
     """
     answers: dict[tuple[int, int], list[Line]] = {}
     wrapped = any("response" in message or "error" in message for message in messages)
@@ -156,7 +156,10 @@ def _joined(messages: Sequence[Line]) -> Iterator[Line]:
         key = (message.get("index", 0) if wrapped else 0, inner.get("index", 0))
         own = answers.setdefault(key, [])
         told = {name: value for name, value in inner.items() if name != "waiting"}
-        if own and "summary" not in told and "error" not in told:
+        if own and told and own[-1].keys() == {"usage"}:  # of waiting, which depends on time
+            waited = own.pop()
+            own.append(told if "error" in told else waited | told)
+        elif own and "summary" not in told and "error" not in told:
             _append(own[-1], told)
         elif told:
             own.append(told)

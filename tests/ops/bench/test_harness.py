@@ -240,7 +240,7 @@ def test_every_method_can_be_timed_on_the_general_path(model: Any, name: str) ->
     found = general_steps.measure_general(model, [make_context(name)], method, 3)
     assert (found["captured"], found["steps"]) == (False, 3)
     assert 0 < found["step_ms"] <= found["p99_ms"]
-    some_only = {"full", "squeezed-tree", "multipole-tree", "csattention-paper"}
+    some_only = {"full", "exact", "squeezed-tree", "multipole-tree", "csattention-paper"}
     assert (found["logits_difference"] is None) == (name in some_only)
     assert found["logits_difference"] is None or found["logits_difference"] < 1e-3
     exactly = (method.sinks + method.recent + method.append_block) / 1200
