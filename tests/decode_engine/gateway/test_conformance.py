@@ -43,7 +43,7 @@ GIVEN: dict[str, Any] = {
     **{"method": "full", "keep_ratio": 0.5, "target_mass": 0.5, "token_budget": 5, "search_period": 2},
     **{"top_k": 5, "repetition_penalty": 1.5, "min_tokens": 1, "stop_token_ids": [5]},
     **{"regex": "a+", "choices": ["a"], "max_completion_tokens": 7, "max_tokens": 7, "max_output_tokens": 7},
-    **{"temperature": 0.5, "top_p": 0.5, "seed": 3, "stop": "x", "stream": True, "explain": True},
+    **{"temperature": 0.5, "top_p": 0.5, "seed": 3, "stop": "x", "stream": True, "explain": True, "map_every": 4},
     **{"n": 2, "frequency_penalty": 1, "presence_penalty": 1, "logit_bias": {"5": 1}},
     **{"response_format": {"type": "json_object"}, "text": {"format": {"type": "json_object"}}},
     **{"tools": [CHAT_TOOL], "parallel_tool_calls": False, "instructions": "Be brief."},
