@@ -29,23 +29,21 @@ _SCORE_CODES = "index_store.indexes.product_codes.search_numba:_score_codes"
 CODE_ROWS = (f"{_SCALARS}.coding_numba:_write_codes", f"{_SCALARS}.coding_numba:_find_ranges")
 """What makes a coarse copy: of a context that is read, and of keys that a session appends."""
 
-_COARSE = (
+_COARSE_STEP = (
     f"{_SCALARS}.value_sums_numba:_attend_parts",
     f"{_SCALARS}.best_keys_numba:_take_best",
     f"{_SCALARS}.key_scores_numba:_score_keys",
-    _POOL,
-    f"{_SCALARS}.key_scores_numba:_weigh",
     f"{_SCALARS}.negligible_runs_numba:find_limits",
-    _TOP_K,
     f"{_SCALARS}.value_sums_numba:_merge_parts",
-    _LEAVE_OUT,
     *CODE_ROWS,
 )
+_COARSE = (*_COARSE_STEP, _POOL, f"{_SCALARS}.key_scores_numba:_weigh", _TOP_K, _LEAVE_OUT)
+"""Several positions of a prompt ask for more than a step does."""
 
 _OF_METHODS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "full": (),
-        "exact": _COARSE,
+        "exact": _COARSE_STEP,
         "oracle": (_POOL, _TOP_K),
         "csattention": (_TABLE_SUMS, _TOP_K, _CLUSTER_SUMS),
         "csattention-paper": (_SCORE_LISTS, _TOP_K, _INSERT_KEYS),

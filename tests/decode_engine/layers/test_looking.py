@@ -16,10 +16,13 @@ from tests.support.layers import build_layer, with_everything
 HEADS, TOKENS, GROUP, DIM = 2, 300, 3, 16
 
 
+def context_rows() -> Tensor:
+    return torch.randn(HEADS, TOKENS, 2, DIM, generator=torch.Generator().manual_seed(5))
+
+
 def layer_of(name: str, everything: bool = False) -> SparseLayer:
-    kv = torch.randn(HEADS, TOKENS, 2, DIM, generator=torch.Generator().manual_seed(5))
     method = get_method(name)
-    return build_layer(with_everything(method) if everything else method, kv, GROUP)
+    return build_layer(with_everything(method) if everything else method, context_rows(), GROUP)
 
 
 def step(layer: SparseLayer, position: int, count: int = 1) -> Tensor:
@@ -35,7 +38,7 @@ def test_with_all_keys_selected_the_weights_are_those_of_attention(name: str) ->
     layer, seen = layer_of(name, everything=True), list[Observation]()
     layer.observer = seen.append
     queries = step(layer, TOKENS, 4)
-    keys = torch.cat([layer.context_HN2D, layer.tail.rows], dim=1)[:, :, 0]  # type: ignore[list-item]
+    keys = torch.cat([context_rows(), layer.tail.rows], dim=1)[:, :, 0]
     logits = queries[:, 2] @ keys[:, : TOKENS + 3].transpose(-1, -2)
     expected = logits.softmax(-1).mean((0, 1))
     (one,) = [each for each in seen if each.position <= TOKENS + 2 < each.position + each.q_HTGD.shape[1]]
