@@ -34,7 +34,7 @@ def test_get_and_list_describe_a_context(library: Library, client: Client, lamp:
     assert (context.model, context.architecture) == (library.model.name, "LlamaForCausalLM")
     assert context.token_count == 8 * 68
     assert context.kv_bytes == 2 * 2 * context.token_count * 2 * 32 * 4
-    assert context.methods == ("full", "oracle", "csattention", "csattention-paper")
+    assert context.methods == ("full", "exact", "oracle", "csattention", "csattention-paper")
     assert (context.default_method, context.default_budget, context.tuned) == ("csattention", "5.00%", False)
     assert context.dense_layers == (0,)
     assert {index.name: index.layers for index in context.indexes} == {
@@ -173,7 +173,7 @@ def test_an_index_that_is_added_is_served_by_the_next_request(library: Library, 
         "remainder_clusters",
         "product_codes",
     }
-    assert client.get_context(name).methods == ("full", "oracle", "csattention", "pq")
+    assert client.get_context(name).methods == ("full", "exact", "oracle", "csattention", "pq")
     next(pieces)
     earlier.cancel()
     with pytest.raises(CancelledError):
