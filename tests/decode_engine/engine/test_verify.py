@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from decode_engine.engine.sampler import Sampler
-from decode_engine.engine.sampling.parameters import LogitRules, SamplingParameters
+from decode_engine.engine.sampling.parameters import SamplingParameters
 from decode_engine.engine.stepping import verify
 from index_store.errors import SparseKVError
 
@@ -22,12 +22,8 @@ PARAMETERS = [
     SamplingParameters(temperature=0.8, seed=5),
     SamplingParameters(temperature=1.3, top_p=0.7, seed=6),
     SamplingParameters(temperature=1.0, top_k=4, seed=7),
-    SamplingParameters(
-        rules=LogitRules(presence_penalty=1.5, frequency_penalty=0.5, min_tokens=3), top_logprobs=2
-    ),
-    SamplingParameters(
-        temperature=1.0, seed=8, rules=LogitRules(repetition_penalty=1.5, logit_bias={3: 2.0})
-    ),
+    SamplingParameters(presence_penalty=1.5, frequency_penalty=0.5, min_tokens=3, top_logprobs=2),
+    SamplingParameters(temperature=1.0, seed=8, repetition_penalty=1.5, logit_bias={3: 2.0}),
 ]
 
 

@@ -28,8 +28,8 @@ from decode_engine.rpc.transport.status import (
 from index_store.errors import ContextCorruptError, SparseKVError, TruncatedChunkError
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 
-# Reasons that never leave the process they arise in: a client's own, or a server's that does not start.
-LOCAL = {"UNREACHABLE", "ADDRESS_UNUSABLE"}
+# Reasons that never leave the process they arise in: a client's or a command's own, or a server's that does not start.
+LOCAL = {"UNREACHABLE", "ADDRESS_UNUSABLE", "MODEL_NOT_FETCHED"}
 
 
 def error_classes() -> list[type[SparseKVError]]:
