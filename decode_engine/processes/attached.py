@@ -45,6 +45,9 @@ class Stop(Struct, frozen=True):
     grace_s: float
 
 
+_read_stop = msgspec.json.Decoder(Stop).decode
+
+
 class Phase(Struct, frozen=True, tag="phase"):
     """The process starts, and is doing this."""
 
@@ -130,7 +133,7 @@ class Parent:
                 not self._serves
             ):  # starting changes nothing that would be left half done, and may take minutes
                 os._exit(0)
-            self._ends.put(msgspec.json.decode(line, type=Stop).grace_s)
+            self._ends.put(_read_stop(line).grace_s)
         os._exit(1)
 
 

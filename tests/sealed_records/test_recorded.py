@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,3 +84,22 @@ def test_a_context_has_the_files_of_before(tmp_path: Path) -> None:
     Store(tmp_path, create=True)
     write_context(tmp_path)
     assert json_files(tmp_path) == json.loads((RECORDED / "store.json").read_text())
+
+
+FIRST_READ = """
+import sys, threading
+from index_store.store.description.manifest import MANIFESTS
+
+sys.setswitchinterval(1e-6)
+data, both = sys.stdin.buffer.read(), threading.Barrier(2)
+read = lambda: (both.wait(), MANIFESTS.parse(data, "there"))
+threads = [threading.Thread(target=read) for _ in range(2)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+"""
+
+
+def test_two_threads_may_be_the_first_to_read() -> None:
+    sealed, record = KINDS["manifest-windowed"]
+    data = sealed.render(record)
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", FIRST_READ], input=data, check=True, timeout=60)

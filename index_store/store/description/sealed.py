@@ -50,6 +50,10 @@ class Sealed(Generic[Record]):
     check: Callable[[Record], None] = lambda record: None
     upgrade: Callable[[dict[str, Any]], None] = lambda document: None
 
+    def __post_init__(self) -> None:
+        # msgspec looks at a class when it first reads one, and crashes where two threads do so at once: it looks now.
+        msgspec.json.Decoder(self.kind)
+
     def render(self, record: Record) -> bytes:
         """The file's contents: always the same bytes for the same record. Raises ManifestError for one that could not
         be read again."""
