@@ -206,7 +206,7 @@ def main(
 ) -> None:
     """Times both methods."""
     with reporting("exact_gpu", bars) as report:
-        model, identity = make_model(layers)
+        model, identity = make_model(layers, fused=compilation is Compilation.OFF)
         run = step_model(model, compilation)
         methods = [METHODS["exact"]]
         for length, batch, count in parse_shared_shapes(shapes):
