@@ -28,6 +28,7 @@ from decode_engine.model.runner import ModelRunner
 from decode_engine.rpc.contexts.defaults import own_methods
 from decode_engine.rpc.creation.orders import Workshop
 from decode_engine.rpc.transport.starting import Phase
+from decode_engine.rpc.transport.work import SPARE, BlockingWork
 from decode_engine.settings.config import ServeConfig
 from index_store.errors import SparseKVError, format_bytes
 from index_store.jobs.job_queue import JobQueue
@@ -167,6 +168,7 @@ def load_service(
         beginnings,
         outboxes,
         config.max_waiting,
+        BlockingWork(waiting=config.places + SPARE, name="core"),
         costs,
         auto,
         None if config.metrics is None else Exporter(config.metrics, config.metrics_alias),

@@ -129,8 +129,8 @@ class EngineService:
     workshop: where kept beginnings are ordered. housekeeping: of what has expired. preparation: of methods, before
     requests run by them. costs: of decode steps, by which a method is chosen where requests leave that to the server;
     auto: whether those do that name none. exporter: of metrics, kv_events: of what is held, None where none are
-    wanted. max_waiting: requests beside those in progress. outboxes: by which doors get events, one batch for each turn
-    of the engine.
+    wanted. max_waiting: requests beside those in progress. threads: on which orders begin. outboxes: by which doors
+    get events, one batch for each turn of the engine.
     """
 
     store: Store
@@ -143,11 +143,11 @@ class EngineService:
     beginnings: KeptBeginnings
     outboxes: Outboxes
     max_waiting: int
+    threads: BlockingWork
     costs: StepCosts = field(default_factory=StepCosts)
     auto: bool = True
     exporter: Exporter | None = None
     kv_events: KVEvents | None = None
-    threads: BlockingWork = field(default_factory=partial(BlockingWork, name="core"))
 
     def start(self) -> None:
         """Begins to take orders. Raises AddressError where metrics or events cannot be told at their address."""

@@ -76,7 +76,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         self, requests: AsyncIterator[context_pb2.UploadDocumentRequest], call: Asker
     ) -> context_pb2.Upload:
         uploads = self._library.workshop.uploads
-        with self._uploading.place():
+        async with self._uploading.place():
             writing = await call.run(uploads.begin)
             try:
                 upload = await self._receive(requests, writing, call)
@@ -161,7 +161,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         id_ = parse_name(request.name)
         call.note(context=id_)
         deadline_ns = None if call.deadline_s is None else int(call.deadline_s * 1e9)
-        with self._warming.place():
+        async with self._warming.place():
             warmed = await library.core.warm(id_, deadline_ns)
             return context_pb2.WarmContextResponse(
                 context=await call.run(partial(library.describe_id, id_)),
@@ -197,7 +197,7 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore
         asked = request.timeout.ToTimedelta().total_seconds() if request.HasField("timeout") else None
         wait_s = _DEFAULT_WAIT_S if asked is None else min(max(asked, 0.0), _LONGEST_WAIT_S)
         end = time.monotonic() + wait_s
-        with self._waiting.place():
+        async with self._waiting.place():
             while True:
                 operation = await self._look(id_, call)
                 left = end - time.monotonic()

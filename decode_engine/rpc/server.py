@@ -77,7 +77,7 @@ class GrpcDoor:
         sharing: Sharing | None = None,
     ) -> None:
         """sharing: where other processes listen at the port, too."""
-        self._sharing = sharing or Sharing()
+        self._sharing = sharing or Sharing(places=config.places)
         self._phase = phase
         self._served: Served | None = None
         self.store = Store(config.store, create=config.prefill)

@@ -328,6 +328,11 @@ class ServeConfig:
                     "to the program"
                 )
 
+    @property
+    def places(self) -> int:
+        """Requests that may be running or waiting at once."""
+        return self.max_sessions + self.max_waiting
+
     def check_devices(self) -> None:
         """Refuses what the devices of this machine cannot do. Imports torch, which doors do without.
 

@@ -31,7 +31,7 @@ from decode_engine.rpc.door.sharing import Sharing
 from decode_engine.rpc.transport.asker import Asker
 from decode_engine.rpc.transport.stalled import Abandoned, Stalls, forget_error, hang_up
 from decode_engine.rpc.transport.status import Paths, code_of, reason_of, to_trailers
-from decode_engine.rpc.transport.work import BlockingWork
+from decode_engine.rpc.transport.work import SPARE, BlockingWork
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError
 
@@ -50,7 +50,7 @@ class Limits:
     connections: at once. streams: calls at once on one connection. idle_s: of a connection without calls.
     message_s, unfinished: how long a call may wait for its message, and how many at once. unread_s, unread: how long an
     answer may wait to be read, and how many at once. abandoned: calls given up, whose clients have not been told.
-    waiting: calls that wait for the store.
+    waiting: calls that wait for a thread.
     """
 
     connections: int = 4096
@@ -61,17 +61,19 @@ class Limits:
     unread_s: float = 60.0
     unread: int = 128
     abandoned: int = 128
-    waiting: int = 64
+    waiting: int = SPARE
 
     def of_one(self, sharing: Sharing) -> Limits:
-        """Those of one of several doors, which have these together."""
+        """Those of one of several doors, which have these together; what takes no more than its time, beside as many as
+        there are places: requests that come at once wait for each other."""
+        places = sharing.places
         return replace(
             self,
             connections=sharing.part(self.connections),
-            unfinished=sharing.part(self.unfinished),
-            unread=sharing.part(self.unread),
+            unfinished=places + sharing.part(self.unfinished),
+            unread=places + sharing.part(self.unread),
             abandoned=sharing.part(self.abandoned),
-            waiting=sharing.part(self.waiting),
+            waiting=places + sharing.part(self.waiting),
         )
 
 
