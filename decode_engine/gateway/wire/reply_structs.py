@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from decode_engine.rpc.answers.explanation import Explanation
+from sparsekv.v1.values import Explanation
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -316,5 +316,5 @@ def _summary(summary: Summary) -> generation_pb2.GenerationSummary:
         remainder=begins.remainder,
         kept_context=COLLECTION + end.kept if end.kept else "",
         context=COLLECTION + begins.context if begins.context else "",
-        explanation=None if why is None else generation_pb2.Explanation(**structs.asdict(why)),
+        explanation=None if why is None else generation_pb2.Explanation(**asdict(why)),
     )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from decode_engine.errors import DeadlineExceededError, InternalError, ServerUnreachableError
-from decode_engine.rpc.client import AsyncClient, Client, Keep, create_verbs, verbs
+from decode_engine.rpc.client import AsyncClient, Client, Keep, verbs
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import Message, Role, Tool, ToolCall
@@ -298,5 +298,5 @@ def test_one_text_stands_for_a_list_of_it() -> None:
     assert list(verbs.generate_request("", {"text": "x", "choices": "yes"}).constraint.choices.texts) == [
         "yes"
     ]
-    order = create_verbs.create_context({"methods": "quest"}, text="x").request
+    order = verbs.create_context({"methods": "quest"}, text="x").request
     assert list(order.methods) == ["quest"]
