@@ -81,7 +81,8 @@ class ModelRunner:
             else:
                 say("load weights", folder.name)
 
-        loaded = load_model(folder, ATTENTION_NAME, device=self.device, hashing=hashing)
+        fused = compilation is Compilation.OFF  # a compiler does more of it itself
+        loaded = load_model(folder, ATTENTION_NAME, device=self.device, hashing=hashing, fused=fused)
         self.model = loaded.model
         self.kept_weights = KeptWeights("", "")
         if self.device.type == "cpu":
