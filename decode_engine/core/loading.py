@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -154,6 +155,7 @@ def load_service(
     housekeeping = Housekeeping(store, room, arena.leased_ids, lambda: engine.places == 0)
     rules = KeepingRules(config.keep_beginnings, config.keep_beginnings_after, config.keep_beginnings_bytes)
     beginnings = KeptBeginnings(workshop, arena, rules)
+    leave_to_stay()
     return EngineService(
         store,
         arena,
@@ -170,6 +172,15 @@ def load_service(
         None if config.metrics is None else Exporter(config.metrics, config.metrics_alias),
         None if config.kv_events is None else KVEvents(config.kv_events, config.kv_events_topic),
     )
+
+
+def leave_to_stay() -> None:
+    """Has the garbage collector leave alone what is there now, and stays: libraries, the model, captured steps.
+
+    It would look at all of it now and then, which takes a third of a second in which no stream gets a token.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def set_threads(count: int) -> None:

@@ -17,6 +17,7 @@ from decode_engine.layers.window_layer import WindowLayer
 from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.exact_index import ExactIndex
+from index_store.indexes.interface.growing import Do, do_now
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.indexes.row_planes.two_planes import TwoPlanes
 from index_store.memory.resident import ResidentContext
@@ -190,15 +191,18 @@ class Session:
         """
         return [layer.tail.rows for layer in self.layers]
 
-    def reserve_tail(self) -> None:
-        """Makes room for the next token in the tails of all layers; they may move."""
-        if self.position < self._room_until:
+    def reserve_tail(self, ahead: int = 0, do: Do = do_now) -> None:
+        """Makes room for the next token, and so many behind it, in the tails of all layers; they may move.
+
+        do: see `GrowingRows.reserve`.
+        """
+        if self.position + ahead < self._room_until:
             return
         keys, last = self.context.manifest.token_count, self._layers[-1].tail
-        needed = self.position + 1 - keys
+        needed = self.position + 1 + ahead - keys
         if needed > last.capacity:  # the last one that grows, should memory run out between
             for layer in self.layers:
-                layer.tail.reserve(needed)
+                layer.tail.reserve(needed, do)
         self._room_until = keys + last.capacity
 
     @property

@@ -154,10 +154,7 @@ class PartStep:
         self.replay = replay
 
     def following(self) -> PartStep | None:
-        """The next step of the same sessions, to be launched behind this one; None where it has to be made ready.
-
-        That is where a session found no room, or the tail of one has to grow.
-        """
+        """The next step of the same sessions, to be launched behind this one; None where one of them found no room."""
         whole = self.replay is not None and len(self.rows) == len(self.of.sessions)
         if not whole or self.graph is None or not self.graph.batch.can_follow(list(self.rows.values())):
             return None
