@@ -100,24 +100,19 @@ def read_nothing(message: Message) -> None:
 
 def read_operation(operation: operations_pb2.Operation) -> OperationInfo:
     """An operation as a plain value."""
-    state, made, result = (
-        context_pb2.CreateContextMetadata(),
-        context_pb2.Context(),
-        operation.WhichOneof("result"),
-    )
-    there = operation.metadata.Unpack(state)
-    read = read_reply(
+    state, made = context_pb2.CreateContextMetadata(), context_pb2.Context()
+    result = operation.WhichOneof("result")
+    there = result == "response" and operation.response.Unpack(made)
+    operation.metadata.Unpack(state)
+    return read_reply(
         OperationInfo,
         state,
         name=operation.name,
         done=operation.done,
         context_name=state.context,
-        context=read_reply(ContextInfo, made)
-        if result == "response" and operation.response.Unpack(made)
-        else None,
+        context=read_reply(ContextInfo, made) if there else None,
         error=error_of(operation.error) if result == "error" else None,
     )
-    return read if there else replace(read, phase="")
 
 
 def read_operations(response: operations_pb2.ListOperationsResponse) -> OperationPage:
@@ -184,7 +179,10 @@ def _one(field: FieldDescriptor) -> Callable[[Any], object] | None:
         }
         return others.get(kind.full_name) or reads(_CLASSES[kind.full_name])
     if (enum := field.enum_type) is not None:
-        names = {number: value.name for number, value in enum.values_by_number.items()}
         spelled = enum.full_name in _SPELLED
-        return lambda number: names[number] if spelled else names[number].lower()
+        names = {
+            n: value.name if spelled else value.name.lower() for n, value in enum.values_by_number.items()
+        }
+        names[0] = ""  # not set
+        return names.__getitem__
     return None
