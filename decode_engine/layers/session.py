@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import fields
 from functools import partial
 from typing import overload
@@ -121,6 +122,7 @@ class Session:
         )
         self._advanced_to: int | None = None  # tokens in the tails, where those do not know yet
         self._room_until = 0  # a position before which all tails have room
+        self._drafting: Session | None = None
 
     def fork(self) -> Session:
         """Another session on the same context that has read the same tokens, and goes on by itself.
@@ -148,11 +150,26 @@ class Session:
             self._advanced_to = None
         return self._layers
 
+    @property
+    def drafting(self) -> Session | None:
+        """A session of the method that drafts, on the same tails and as far as this one; None where nothing drafts.
+
+        What it adds counts only there, until it is asked for again, and its figures are this one's.
+        """
+        if self.fitted.drafting is None:
+            return None
+        if self._drafting is None:
+            self._drafting = copy(self)
+            self._drafting.fitted = self.fitted.drafting
+            self._drafting.method = self.fitted.drafting.method
+        self._drafting.position, self._drafting._advanced_to = self.position, self.tail_keys
+        return self._drafting
+
     def close(self) -> None:
         """Drops the tail and the layers' references to the context's memory; the session cannot be used afterwards."""
         self._layers.clear()
         self._advanced_to, self._room_until = None, 0
-        self.states = self.marked = None
+        self.states = self.marked = self._drafting = None
 
     @property
     def nbytes(self) -> int:
