@@ -201,8 +201,8 @@ def _answer(pieces: Sequence[Piece], index: int) -> Piece:
     return Piece(
         tuple(id_ for piece in own for id_ in piece.token_ids),
         "".join(piece.text for piece in own),
-        index,
         tuple(each for piece in own for each in piece.logprobs),
+        index,
     )
 
 
