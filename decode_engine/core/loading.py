@@ -86,6 +86,7 @@ def load_service(
             searching,
             phase.say,
             config.weights,
+            config.audit_share,
         )
         loaded = time.monotonic()
         compiling.result()
@@ -134,7 +135,7 @@ def load_service(
     def note_step(sessions: Sequence[Session], seconds: float) -> None:
         first = sessions[0]
         alike = (each.context is first.context and each.method == first.method for each in sessions)
-        if all(alike) and not any(each.watched for each in sessions):
+        if all(alike) and not any(each.watched or each.just_audited for each in sessions):
             tokens, where = first.context.manifest.token_count, first.context.placement
             costs.note(first.method, where, tokens, len(sessions), seconds)
 

@@ -15,6 +15,7 @@ import torch
 from decode_engine.engine.drafting.drafter import Drafter
 from decode_engine.engine.requests import Work
 from decode_engine.errors import InternalError
+from decode_engine.layers.audits import Audits
 from decode_engine.layers.session import Session, Watch
 from decode_engine.model.runner import ModelRunner
 from decode_engine.orders.order import KeepOptions
@@ -94,6 +95,10 @@ class SessionWork(Work[Session]):
         """See `ModelRunner.start`."""
         session = self.runner.start(self.resident, self.fitted, self.waiting, self.again, self.watch)
         session.marks = self.keeper is not None
+        share, seeded = self.runner.audit_share, self.order.sampling.seed is not None
+        # An audited step of a GPU is taken in another way, which rounds otherwise: a seed does not allow that.
+        if share and self.fitted.searching and not (seeded and self.runner.device.type == "cuda"):
+            session.audits = Audits(share)
         return session
 
     def restore(self, session: Session, start: int, end: int) -> None:

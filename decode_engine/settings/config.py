@@ -126,6 +126,16 @@ class ServeConfig:
     kv_events_topic: Annotated[
         str, Option("--kv-events-topic", help="With --kv-events: what subscribers filter by.")
     ] = ""
+    audit_share: Annotated[
+        float,
+        Option(
+            "--audit-share",
+            metavar="SHARE",
+            help="Compare this share of the decode steps of methods that search with full attention, as 0.01 does, "
+            "which costs a step of that beside it; metrics and `explain` tell the KL divergence.",
+        ),
+        AtLeast(0, 1),
+    ] = 0.0
     tls_cert: TlsCertOption = None
     tls_key: TlsKeyOption = None
     tls_client_ca: TlsClientCaOption = None

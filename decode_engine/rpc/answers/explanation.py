@@ -25,11 +25,14 @@ class Explanation(Struct, frozen=True):
     queue_ms: float
     prompt_ms: float
     decode_ms: float
+    audited_steps: int
+    audited_kl: float
 
     @classmethod
     def of(cls, order: Order, begins: Begins, end: Ends, before_ns: int) -> Explanation:
         """Of an answer. before_ns: from the arrival of the call to that of the order at the engine."""
         missed, times = begins.missed, end.times
+        audited = end.figures.get("audited", 0)
         chosen = (
             "the request names it"
             if order.method
@@ -50,4 +53,6 @@ class Explanation(Struct, frozen=True):
             times.queue_ns / 1e6,
             times.prompt_ns / 1e6,
             times.after_prompt_ns / 1e6,
+            audited,
+            end.figures["audited_kl_nanonats"] / 1e9 / audited if audited else 0.0,
         )

@@ -260,6 +260,8 @@ class Explanation:
     queue_ms: float
     prompt_ms: float
     decode_ms: float
+    audited_steps: int
+    audited_kl: float
 
 
 @dataclass(frozen=True, slots=True)
