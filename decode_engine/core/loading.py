@@ -86,7 +86,6 @@ def load_service(
             searching,
             phase.say,
             config.weights,
-            config.audit_share,
         )
         loaded = time.monotonic()
         compiling.result()
@@ -135,7 +134,7 @@ def load_service(
     def note_step(sessions: Sequence[Session], seconds: float) -> None:
         first = sessions[0]
         alike = (each.context is first.context and each.method == first.method for each in sessions)
-        if all(alike) and not any(each.watched or each.just_audited for each in sessions):
+        if all(alike) and not any(each.watched for each in sessions):
             tokens, where = first.context.manifest.token_count, first.context.placement
             costs.note(first.method, where, tokens, len(sessions), seconds)
 
@@ -178,6 +177,7 @@ def load_service(
             None
             if traces is None
             else RequestSpans(traces, runner.identity.name, partial(_prefill_of, store)),
+            config.audit_share,
         ),
     )
 

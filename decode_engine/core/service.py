@@ -91,6 +91,7 @@ class Meaning:
     lookup: Lookup
     missed: Missed | None
     tier: Tier
+    audited: bool
 
     @property
     def cached(self) -> int:
@@ -333,14 +334,16 @@ class EngineService:
         fitted = method.on(base)
         prompt = whole if order.context else whole[min(named.token_count, len(whole) - 1) :]
         max_tokens = fit_max_tokens(order, named, identity, len(prompt))
+        device = self.runner.device.type
+        audited = not ground.own_tokens and self.seeing.audits(fitted, order, device)
         limit, least = self.engine.session_memory, max(1, order.sampling.min_tokens)
         ending = identity.states if order.keep is not None else None  # of its prompt
         beside = ground.own_bytes + (0 if ending is None else ending.nbytes("float32"))
-        room = None if limit is None else limit // order.answers - beside
+        room = None if limit is None else limit // order.answers // (1 + audited) - beside
         max_tokens, own = fitting_tokens(fitted, ground.own_tokens + len(prompt), least, max_tokens, room)
-        return Meaning(
-            order, ground, fitted, prompt, max_tokens, own + beside, arrived_ns, reason, lookup, missed, tier
-        )
+        memory = (own + beside) * (1 + audited)  # with its shadow
+        found = (arrived_ns, reason, lookup, missed, tier, audited)
+        return Meaning(order, ground, fitted, prompt, max_tokens, memory, *found)
 
     def _beginning(self, order: Order) -> tuple[Ground, Missed | None]:
         """What an order without a context stands on, and why it is nothing longer.
@@ -490,5 +493,6 @@ class EngineService:
                 waiting=self.engine.give_way,
                 keeper=keeper,
                 watch=None if looking is None else looking.observe,
+                audited=meaning.audited,
                 release=stack.pop_all().close,  # last: until here, what fails ends the lease
             )

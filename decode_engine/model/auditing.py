@@ -1,8 +1,7 @@
-"""Audits: of a sampled share of decode steps it is measured how far they are from full attention.
+"""Audits: how far the steps of some answers are from full attention.
 
-An audited step is taken twice behind the same tokens, at first with attention to all of them, then as always, and says
-what it would say anyway. So an audit sees what the selections of one step cost; what earlier steps have left in keys
-and values of prompt and answer it takes as given.
+An audited session has a shadow, one with full attention that is fed the same tokens behind it. So what is compared is
+what evaluations compare: the shadow's keys and values of prompt and answer are full attention's own.
 
 Shape legend: V vocabulary.
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from copy import copy
 
 import torch
 from torch import Tensor
@@ -21,6 +19,9 @@ from decode_engine.layers.session import Session
 
 logger = logging.getLogger(__name__)
 
+_AT_ONCE = 64
+"""Tokens that a shadow is fed in a step: other sessions wait for them. It has the prompt to make up for at first."""
+
 
 def audited(
     forward: Forward[Session],
@@ -28,39 +29,28 @@ def audited(
     sessions: Sequence[Session],
     token_ids: Sequence[Sequence[int]],
 ) -> Sequence[Tensor]:
-    """A step as `forward` takes it, of which some rows are audited. full: attends to everything.
+    """A step as `forward` takes it, and behind it, as `full` does, those of the sessions' shadows.
 
-    The sessions' figures get what was found. Where an audit fails there is none, and the step is as always.
+    Figures get what was found. Where a shadow fails there is none any more, and its session goes on.
     """
-    due = [row for row, session in enumerate(sessions) if session.audit_due()]
-    exact: Sequence[Tensor] = ()
-    if due:
-        exact = _look_ahead(full, [sessions[row] for row in due], [token_ids[row] for row in due])
     found = forward(sessions, token_ids)
-    for row, full_1V in zip(due, exact, strict=False):
-        sessions[row].note_audit(_divergence(full_1V[-1], found[row][-1]))
+    for session, ids, logits_TV in zip(sessions, token_ids, found, strict=True):
+        if session.shadow is not None:
+            session.lag += ids
+            try:
+                _follow(full, session, session.shadow, logits_TV)
+            except Exception as error:
+                logger.warning("an audit failed, and is given up: %s", error)
+                session.end_audit()
     return found
 
 
-def _look_ahead(
-    full: Forward[Session], sessions: Sequence[Session], token_ids: Sequence[Sequence[int]]
-) -> Sequence[Tensor]:
-    """Logits after tokens that no session takes in; none where something goes wrong.
-
-    Keys and values that this leaves in tails are written anew by the step.
-    """
-    kept = [(copy(session.figures), session.states and session.states.copy()) for session in sessions]
-    positions = [session.position for session in sessions]
-    try:
-        return full(sessions, token_ids)
-    except Exception as error:
-        logger.warning("an audit of %d sessions failed: %s", len(sessions), error)
-        return ()
-    finally:
-        for session, position, (figures, states) in zip(sessions, positions, kept, strict=True):
-            session.rewind(session.position - position)
-            session.figures.become(figures)
-            session.states = states
+def _follow(full: Forward[Session], session: Session, shadow: Session, logits_TV: Tensor) -> None:
+    """Feeds a shadow, and compares it with its session where it has got as far."""
+    piece, session.lag = session.lag[:_AT_ONCE], session.lag[_AT_ONCE:]
+    (full_TV,) = full([shadow], [piece])
+    if not session.lag:
+        session.figures.note_audit(_divergence(full_TV[-1], logits_TV[-1]))
 
 
 def _divergence(full_V: Tensor, found_V: Tensor) -> float:

@@ -15,7 +15,6 @@ import torch
 from decode_engine.engine.drafting.drafter import Drafter
 from decode_engine.engine.requests import Work
 from decode_engine.errors import InternalError
-from decode_engine.layers.audits import Audits
 from decode_engine.layers.session import Session, Watch
 from decode_engine.model.runner import ModelRunner
 from decode_engine.orders.order import KeepOptions
@@ -31,10 +30,13 @@ from index_store.family.children import (
 from index_store.family.parents import EXACT, parent_of
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
+from index_store.methods.presets import get_method
 from index_store.store.catalog import Store, utc_now
 from index_store.store.description.manifest import Manifest
 from index_store.store.names import free_name, require_free, take_name, told_apart
 from index_store.store.room import StoreRoom, note_use
+
+FULL = get_method("full")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,8 @@ class SessionWork(Work[Session]):
     """An order on a stored context, or on none. resident: what is searched; own: rows that the session begins with.
 
     again: 1 where the prompt begins with the context's last token, which is read for what follows it. waiting: see
-    `ModelRunner.start`. keeper: makes a child of the session. watch: see `Session`. release: gives the context's
-    lease back.
+    `ModelRunner.start`. keeper: makes a child of the session. watch: see `Session`. audited: whether the first answer's
+    steps are compared with full attention, of no child. release: gives the context's lease back.
     """
 
     runner: ModelRunner
@@ -85,6 +87,7 @@ class SessionWork(Work[Session]):
     keeper: SessionKeeper | None
     watch: Watch | None
     release: Callable[[], None]
+    audited: bool = False
 
     @property
     def loading(self) -> bool:
@@ -95,10 +98,9 @@ class SessionWork(Work[Session]):
         """See `ModelRunner.start`."""
         session = self.runner.start(self.resident, self.fitted, self.waiting, self.again, self.watch)
         session.marks = self.keeper is not None
-        share, seeded = self.runner.audit_share, self.order.sampling.seed is not None
-        # An audited step of a GPU is taken in another way, which rounds otherwise: a seed does not allow that.
-        if share and self.fitted.searching and not (seeded and self.runner.device.type == "cuda"):
-            session.audits = Audits(share)
+        if self.audited:
+            shadow = self.runner.start(self.resident, FULL.on(self.resident.manifest), again=self.again)
+            session.begin_audit(shadow, self.prompt)
         return session
 
     def restore(self, session: Session, start: int, end: int) -> None:

@@ -64,15 +64,13 @@ class ModelRunner:
         searching: SearchThreads | None = None,
         say: Callable[[str, str], None] = lambda what, how_far: None,
         weights: str = AUTO,
-        audit_share: float = 0.0,
     ) -> None:
         """searching: threads and lanes for contexts that are searched on the host; by default most cores, one lane.
 
         say: is told what is done, and how far it has come, by several threads. weights: how matrices are kept on a
-        CPU, one of `WEIGHTS`. audit_share: of steps of methods that search, which are compared with full attention.
+        CPU, one of `WEIGHTS`.
         """
         register_attention()
-        self.audit_share = audit_share
         self.device = torch.device(device)
         default = Prompts.EXACT if self.device.type == "cuda" else Prompts.EACH
         self.prompts = default if prompts is Prompts.AUTO else prompts
@@ -335,18 +333,17 @@ class ModelRunner:
     ) -> Step:
         """Begins what `decode` does. The step that was launched before must have ended. drafts: see `Runner`.
 
-        On a GPU sessions of methods with kernels go through captured graphs (`steps.stepper`), the others, those with
-        drafts and those that are audited, as on a CPU.
+        On a GPU sessions of methods with kernels go through captured graphs (`steps.stepper`), the others, and those
+        with drafts, as on a CPU.
         """
         forward: Forward[Session] = partial(self.forward, all_logits=True, rows=True)
-        if self.audit_share:
-            forward = partial(audited, forward, partial(self.forward, all_logits=True, exact=True))
+        if any(session.shadow is not None for session in sessions):
+            forward = partial(audited, forward, self.forward)
         if self._stepper is None:
             return Chosen(decode_by_forward(forward, sessions, last_tokens, samplers, drafts))
         drafts = drafts or [()] * len(sessions)
         captured = [
-            self.has_graph(session) and not draft and not session.audit_due()
-            for session, draft in zip(sessions, drafts, strict=True)
+            self.has_graph(session) and not draft for session, draft in zip(sessions, drafts, strict=True)
         ]
         if all(captured):
             return self._stepper.launch(sessions, last_tokens, samplers)

@@ -131,8 +131,8 @@ class ServeConfig:
         Option(
             "--audit-share",
             metavar="SHARE",
-            help="Compare this share of the decode steps of methods that search with full attention, as 0.01 does, "
-            "which costs a step of that beside it; metrics and `explain` tell the KL divergence.",
+            help="Compare the steps of this share of the answers, such as 0.01, by methods that search with full "
+            "attention, which costs as many steps of that; metrics and `explain` tell the KL divergence.",
         ),
         AtLeast(0, 1),
     ] = 0.0

@@ -156,10 +156,9 @@ class PartStep:
     def following(self) -> PartStep | None:
         """The next step of the same sessions, to be launched behind this one; None where it has to be made ready.
 
-        That is where a session found no room, the tail of one has to grow, or its step is to be audited.
+        That is where a session found no room, or the tail of one has to grow.
         """
         whole = self.replay is not None and len(self.rows) == len(self.of.sessions)
-        whole = whole and not any(session.audit_due(1) for session in self.of.sessions)
         if not whole or self.graph is None or not self.graph.batch.can_follow(list(self.rows.values())):
             return None
         return replace(self, replay=None)
