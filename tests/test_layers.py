@@ -96,6 +96,7 @@ FLOORS = (
     "index_store/store/files",
     "index_store/models/gguf",
     "index_store/models/files",
+    "index_store/models/fused",
     "index_store/models/conversation",
     "index_store/indexes/kmeans",
     "index_store/selection",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -158,6 +159,7 @@ def load_service(
     housekeeping = Housekeeping(store, room, arena.leased_ids, lambda: engine.places == 0)
     rules = KeepingRules(config.keep_beginnings, config.keep_beginnings_after, config.keep_beginnings_bytes)
     beginnings = KeptBeginnings(workshop, arena, rules)
+    leave_to_stay()
     return EngineService(
         store,
         arena,
@@ -180,6 +182,15 @@ def load_service(
             config.audit_share,
         ),
     )
+
+
+def leave_to_stay() -> None:
+    """Has the garbage collector leave alone what is there now, and stays: libraries, the model, captured steps.
+
+    It would look at all of it now and then, which takes a third of a second in which no stream gets a token.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def set_threads(count: int) -> None:

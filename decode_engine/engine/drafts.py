@@ -32,8 +32,10 @@ class Drafts(Generic[SessionT]):
         if not any(job.drafter is not None for job, _ in batch):
             return ()
         costs, others = self._costs_of(batch), len(batch) - 1
+        most = self._runner.draft_room([job.sampler for job, _ in batch])
         plans = [
-            Plan() if job.drafter is None else job.drafter.plan(job.room, costs, others) for job, _ in batch
+            Plan() if job.drafter is None else job.drafter.plan(min(job.room, most), costs, others)
+            for job, _ in batch
         ]
         drafts = [list(plan.tokens) for plan in plans]
         rows = [row for row, plan in enumerate(plans) if plan.by_method]

@@ -120,6 +120,9 @@ class Runner(Launcher[SessionT_contra], Protocol[SessionT_contra]):
         No session and no sampler advances. Raises what a step may.
         """
 
+    def draft_room(self, samplers: Sequence[Sampler]) -> int:
+        """Tokens that may be drafted for each session of a step with these samplers."""
+
 
 @dataclass(kw_only=True, eq=False)
 class Work(ABC, Generic[SessionT]):

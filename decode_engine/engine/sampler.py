@@ -272,6 +272,25 @@ class Sampler:
         return int(ids_K[choose_tokens(logits_V[ids_K][None], draws, filtered=filtered)])
 
 
+class Guesses(Sampler):
+    """Draws what another sampler would draw next by such logits, without edits; that one does not advance."""
+
+    def __init__(self, of: Sampler) -> None:
+        given = of.parameters
+        super().__init__(
+            SamplingParameters(temperature=given.temperature, top_p=given.top_p, top_k=given.top_k)
+        )
+        self._of, self._drawn = of, 0
+
+    def draw(self, ahead: int = 0) -> float:
+        """The other's number."""
+        return self._of.draw(self._drawn + ahead)
+
+    def take(self, token: int, logprob: TokenLogprob | None = None) -> None:
+        """Goes on to the next number."""
+        self._drawn += 1
+
+
 def _ids_of(logits_V: Tensor, values_K: Tensor) -> Tensor:
     """[K] int64, ascending: ids of the largest logits, whose values descend; ties go to the lower id."""
     above = (logits_V > values_K[-1]).nonzero()[:, 0]

@@ -106,10 +106,7 @@ def verify(logits_TV: Tensor, sampler: Sampler, drafts: Sequence[int]) -> tuple[
     best = choose_greedy(logits_TV).tolist() if sampler.greedy and not sampler.edited else None
     tokens: list[int] = []
     for number, draft in enumerate([*drafts, None]):
-        try:
-            found = sampler.sample(logits_TV[number]) if best is None else take(sampler, best[number])
-        except Exception as error:
-            found = error
+        found = sample(sampler, logits_TV[number]) if best is None else take(sampler, best[number])
         if isinstance(found, Exception):
             return tuple(tokens) or found
         tokens.append(found)
@@ -136,10 +133,7 @@ def choose_each(logits: Sequence[Tensor], samplers: Sequence[Sampler]) -> list[i
         chosen |= zip(some, found, strict=True)
     for row, sampler in enumerate(samplers):
         if row not in chosen:
-            try:
-                chosen[row] = sampler.sample(logits[row])
-            except Exception as error:
-                chosen[row] = error
+            chosen[row] = sample(sampler, logits[row])
     return [chosen[row] for row in range(len(samplers))]
 
 
@@ -178,6 +172,14 @@ def _edits(logits_BV: Tensor, samplers: Sequence[Sampler]) -> tuple[list[Edits |
         except Exception as error:
             failed[row] = error
     return edits, failed
+
+
+def sample(sampler: Sampler, logits_V: Tensor) -> int | Exception:
+    """What `Sampler.sample` returns or raises."""
+    try:
+        return sampler.sample(logits_V)
+    except Exception as error:
+        return error
 
 
 def take(sampler: Sampler, token: int, logprob: TokenLogprob | None = None) -> int | Exception:

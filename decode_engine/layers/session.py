@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from functools import partial
 from typing import overload
 
@@ -16,6 +17,7 @@ from decode_engine.layers.window_layer import WindowLayer
 from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.exact_index import ExactIndex
+from index_store.indexes.interface.growing import Do, do_now
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.indexes.row_planes.two_planes import TwoPlanes
 from index_store.memory.resident import ResidentContext
@@ -122,6 +124,7 @@ class Session:
         )
         self._advanced_to: int | None = None  # tokens in the tails, where those do not know yet
         self._room_until = 0  # a position before which all tails have room
+        self._drafting: Session | None = None
 
     def fork(self) -> Session:
         """Another session on the same context that has read the same tokens, and goes on by itself.
@@ -148,12 +151,27 @@ class Session:
             self._advanced_to = None
         return self._layers
 
+    @property
+    def drafting(self) -> Session | None:
+        """A session of the method that drafts, on the same tails and as far as this one; None where nothing drafts.
+
+        What it adds counts only there, until it is asked for again, and its figures are this one's.
+        """
+        if self.fitted.drafting is None:
+            return None
+        if self._drafting is None:
+            self._drafting = copy(self)
+            self._drafting.fitted = self.fitted.drafting
+            self._drafting.method = self.fitted.drafting.method
+        self._drafting.position, self._drafting._advanced_to = self.position, self.tail_keys
+        return self._drafting
+
     def close(self) -> None:
         """Drops the tail and the layers' references to the context's memory; the session cannot be used afterwards."""
         self.end_audit()
         self._layers.clear()
         self._advanced_to, self._room_until = None, 0
-        self.states = self.marked = None
+        self.states = self.marked = self._drafting = None
 
     @property
     def nbytes(self) -> int:
@@ -205,15 +223,18 @@ class Session:
         """
         return [layer.tail.rows for layer in self.layers]
 
-    def reserve_tail(self) -> None:
-        """Makes room for the next token in the tails of all layers; they may move."""
-        if self.position < self._room_until:
+    def reserve_tail(self, ahead: int = 0, do: Do = do_now) -> None:
+        """Makes room for the next token, and so many behind it, in the tails of all layers; they may move.
+
+        do: see `GrowingRows.reserve`.
+        """
+        if self.position + ahead < self._room_until:
             return
         keys, last = self.context.manifest.token_count, self._layers[-1].tail
-        needed = self.position + 1 - keys
+        needed = self.position + 1 + ahead - keys
         if needed > last.capacity:  # the last one that grows, should memory run out between
             for layer in self.layers:
-                layer.tail.reserve(needed)
+                layer.tail.reserve(needed, do)
         self._room_until = keys + last.capacity
 
     @property

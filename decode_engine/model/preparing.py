@@ -15,6 +15,7 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 from queue import SimpleQueue
 
+from decode_engine.engine.drafting.worth import MOST
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import warm_method
 from index_store.compiled.launch import compiling_told
@@ -115,7 +116,13 @@ class Preparation:
     def _key(self, fitted: FittedMethod, placement: Placement) -> _Key:
         method = fitted.method
         specs = tuple(sorted((spec.name, spec.kind) for spec in method.index_specs()))
-        code = (specs, method.remainder.name, type(method.budget), method.schedule.by_step)
+        code = (
+            specs,
+            method.remainder.name,
+            type(method.budget),
+            method.schedule.by_step,
+            method.drafts is None,
+        )
         return (code, fitted.manifest.rows, placement, self._runner.steps_kind(fitted, placement))
 
     def _work(self) -> None:
@@ -149,15 +156,23 @@ class Preparation:
             # Before there are requests all batches are captured. Beside them the largest, in whose graph all others can
             # step; who waits for the method need not wait for more.
             beside = self._beside
-            least = self._sessions if beside else 1
-            self._runner.prepare(fitted, self._sessions, placement, beside=beside, least=least)
+            for each, rows in self._stepping(fitted):
+                self._runner.prepare(each, rows, placement, beside=beside, least=rows if beside else 1)
             if beside:
                 self._todo.put(partial(self._prepare_smaller, fitted, placement))
+
+    def _stepping(self, fitted: FittedMethod) -> Iterator[tuple[FittedMethod, int]]:
+        """Methods whose steps the method takes, and rows of the largest batch."""
+        drafts = fitted.method.drafts is not None
+        yield fitted, self._sessions * (MOST + 1) if drafts else self._sessions
+        if fitted.drafting is not None:
+            yield fitted.drafting, self._sessions
 
     def _prepare_smaller(self, fitted: FittedMethod, placement: Placement) -> None:
         """Steps of smaller batches, behind all that somebody waits for."""
         try:
-            self._runner.prepare(fitted, self._sessions, placement, beside=True)
+            for each, rows in self._stepping(fitted):
+                self._runner.prepare(each, rows, placement, beside=True)
         except Exception as error:
             logger.warning("batches of method %s are captured when they come: %s", fitted.method.name, error)
 

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from decode_engine.engine.drafting.suffixes import ContextSuffixes
+from decode_engine.engine.drafting.worth import MOST
 from decode_engine.engine.prompt_pieces import PromptCost, prompt_cost
 from decode_engine.engine.requests import Found, Step
-from decode_engine.engine.sampler import Sampler
+from decode_engine.engine.sampler import Guesses, Sampler
 from decode_engine.engine.sampling.grammar import Grammars
 from decode_engine.engine.sampling.trial import VocabularySource
 from decode_engine.engine.sampling.vocabulary import Vocabulary
-from decode_engine.engine.stepping import Chosen, Forward, decode_by_forward
+from decode_engine.engine.stepping import Chosen, Flight, Forward, decode_by_forward
 from decode_engine.errors import InternalError
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.layers.session import Session, Watch
@@ -82,7 +83,8 @@ class ModelRunner:
             else:
                 say("load weights", folder.name)
 
-        loaded = load_model(folder, ATTENTION_NAME, device=self.device, hashing=hashing)
+        fused = compilation is Compilation.OFF  # a compiler does more of it itself
+        loaded = load_model(folder, ATTENTION_NAME, device=self.device, hashing=hashing, fused=fused)
         self.model = loaded.model
         self.kept_weights = KeptWeights("", "")
         if self.device.type == "cpu":
@@ -247,7 +249,7 @@ class ModelRunner:
 
     def _catch_up(self, session: Session) -> None:
         """Appends what left the window while tokens attended to everything; steps with kernels need it nowhere."""
-        if not self.has_graph(session):
+        if not self.has_graph(session.drafting or session):
             with torch.inference_mode():
                 for layer in session.layers:
                     if isinstance(layer, SparseLayer):
@@ -333,20 +335,17 @@ class ModelRunner:
     ) -> Step:
         """Begins what `decode` does. The step that was launched before must have ended. drafts: see `Runner`.
 
-        On a GPU sessions of methods with kernels go through captured graphs (`steps.stepper`), the others, and those
-        with drafts, as on a CPU.
+        On a GPU sessions of methods with kernels go through captured graphs (`steps.stepper`), the others as on a CPU.
         """
         forward: Forward[Session] = partial(self.forward, all_logits=True, rows=True)
         if any(session.shadow is not None for session in sessions):
             forward = partial(audited, forward, self.forward)
         if self._stepper is None:
             return Chosen(decode_by_forward(forward, sessions, last_tokens, samplers, drafts))
-        drafts = drafts or [()] * len(sessions)
-        captured = [
-            self.has_graph(session) and not draft for session, draft in zip(sessions, drafts, strict=True)
-        ]
-        if all(captured):
+        captured = [self.has_graph(session) for session in sessions]
+        if all(captured) and not any(drafts):
             return self._stepper.launch(sessions, last_tokens, samplers)
+        drafts = drafts or [()] * len(sessions)
         results: dict[int, Found] = {}
         for by_graph in (True, False):
             rows = [row for row, own in enumerate(captured) if own is by_graph]
@@ -354,7 +353,7 @@ class ModelRunner:
             own_samplers, own_drafts = [samplers[row] for row in rows], [drafts[row] for row in rows]
             found: Sequence[Found] = ()
             if rows and by_graph:
-                found = self._stepper.step(some, last, own_samplers)
+                found = self._stepper.step(some, last, own_samplers, own_drafts)
             elif rows:
                 found = decode_by_forward(forward, some, last, own_samplers, own_drafts)
             results |= zip(rows, found, strict=True)
@@ -369,7 +368,11 @@ class ModelRunner:
     ) -> list[list[int]]:
         """See `Runner.draft`. Keys and values that drafts leave in tails are written anew when they are verified."""
         drafts: list[list[int]] = [[] for _ in sessions]
+        drafting = [own for session in sessions if (own := session.drafting) is not None]
+        captured = len(drafting) == len(sessions) and all(map(self.has_graph, drafting))
         try:
+            if self._stepper is not None and captured:
+                return self._draft_captured(self._stepper, drafting, last_tokens, samplers, counts)
             for ahead in range(max(counts)):
                 rows = [row for row, count in enumerate(counts) if count > ahead]
                 fed = [[(last_tokens[row], *drafts[row])[-1]] for row in rows]
@@ -380,6 +383,33 @@ class ModelRunner:
             for session, draft in zip(sessions, drafts, strict=True):
                 session.rewind(len(draft))
         return drafts
+
+    def _draft_captured(
+        self,
+        stepper: Stepper,
+        sessions: Sequence[Session],
+        last_tokens: Sequence[int],
+        samplers: Sequence[Sampler],
+        counts: Sequence[int],
+    ) -> list[list[int]]:
+        """Drafts by captured steps, each launched before the tokens of the one before are read where that may be."""
+        drafts: list[list[int]] = [[] for _ in sessions]
+        flight: Flight[Session] = Flight(stepper)
+        tokens, guesses, most = [*last_tokens], [Guesses(sampler) for sampler in samplers], max(counts)
+        for ahead in range(most):
+            found = flight.step(sessions, tokens, guesses, follow=ahead + 1 < most)
+            tokens = [token for token in found if isinstance(token, int)]
+            if len(tokens) < len(sessions):
+                break
+            for draft, token in zip(drafts, tokens, strict=True):
+                draft.append(token)
+        for session in sessions:
+            flight.leave(session)
+        return [draft[:count] for draft, count in zip(drafts, counts, strict=True)]
+
+    def draft_room(self, samplers: Sequence[Sampler]) -> int:
+        """See `Runner.draft_room`."""
+        return MOST if self._stepper is None else self._stepper.draft_room(samplers)
 
     def has_graph(self, session: Session) -> bool:
         """Whether the session's decode steps go through captured graphs."""

@@ -6,6 +6,7 @@ Its ports answer before it knows an engine.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -87,6 +88,8 @@ def _open(grpc: GrpcDoor, core: RemoteCore, facts: Facts, setup: Setup) -> None:
     room = StoreRoom(grpc.store, config.store_bytes)
     workshop = Workshop(grpc.store, queue, uploads, identity, tokenizer, facts.kv_dtype, room)
     grpc.open(core, facts, tokenizer, vocabulary, workshop)
+    gc.collect()
+    gc.freeze()  # as in the engine: what stays is not looked through again while streams wait
 
 
 def serve_door(parent: Parent) -> int:

@@ -9,12 +9,15 @@ from dataclasses import dataclass, field, replace
 from itertools import compress
 
 from decode_engine.engine.sampler import Sampler
-from decode_engine.engine.stepping import take
+from decode_engine.engine.stepping import sample, take
 from decode_engine.layers.session import Session
 from decode_engine.steps.batch_kinds import BatchKind
 from decode_engine.steps.step_graph import Replay, StepGraph, Stepped
 
 logger = logging.getLogger(__name__)
+
+NOT_REACHED = -1
+"""What follows a draft that was wrong."""
 
 MAX_ROWS = 64
 FIXED_ROWS = 16
@@ -85,8 +88,8 @@ def batch_size(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def count_touched(session: Session, kind: BatchKind, stepped: Stepped) -> None:
-    """Notes what the step touched in all layers."""
+def count_touched(session: Session, kind: BatchKind, stepped: Stepped, *, follows: bool = False) -> None:
+    """Notes what the step touched in all layers. follows: with another token of the session, by the same rows."""
     manifest, available, figures = session.context.manifest, session.position + 1, session.figures
     model, searching = manifest.model, kind.searching
     heads, dense = model.kv_heads, len(model.full_layers) - searching
@@ -94,7 +97,7 @@ def count_touched(session: Session, kind: BatchKind, stepped: Stepped) -> None:
     if model.window is not None:
         seen = min(available, model.window.size)
         figures.count_dense(model.window.kv_heads * seen * len(model.window.layers))
-    if kind.row_bytes:
+    if kind.row_bytes and not follows:
         rows = stepped.host_rows + dense * heads * manifest.token_count
         figures.host_bytes_read += rows * kind.row_bytes
         figures.rows_reused += stepped.rows_reused
@@ -110,12 +113,14 @@ def count_touched(session: Session, kind: BatchKind, stepped: Stepped) -> None:
 class PartStep:
     """A step of a part.
 
-    samplers: of its sessions. rows: by place among these, without those that found no room. replay: where it was
-    launched and not collected.
+    samplers: of its sessions. fed: where there are drafts the tokens of all who step together, of a session one behind
+    the other. rows: by place among the part's, without those that found no room. replay: where it was launched and not
+    collected.
     """
 
     of: Part
     samplers: Sequence[Sampler]
+    fed: Sequence[int] = ()
     rows: dict[int, int] = field(default_factory=dict)
     graph: StepGraph | None = None
     replay: Replay | None = None
@@ -141,7 +146,7 @@ class PartStep:
         samplers = [self.samplers[place] for place in self.rows]
         replay = self.graph.launch(list(self.rows.values()), own, samplers)
         if not any(sampler.waits for sampler in samplers):
-            self.graph.choose(replay, 1 if tokens is None else 0)
+            self.graph.choose(replay, 1 if tokens is None else 0, self._rows_of(self._by_host))
         self.replay = replay
 
     def choose(self, left: Collection[int]) -> None:
@@ -149,15 +154,23 @@ class PartStep:
         if self.graph is None or self.replay is None or self.replay.result_BX is not None:
             return
         replay, self.replay = self.replay, None
-        gone = [row for place, row in self.rows.items() if self.of.numbers[place] in left]
+        gone = self._rows_of(lambda place: self.of.numbers[place] in left or self._by_host(place))
         self.graph.choose(replay, left=gone)
         self.replay = replay
 
-    def following(self) -> PartStep | None:
-        """The next step of the same sessions, to be launched behind this one; None where it has to be made ready.
+    def _rows_of(self, wanted: Callable[[int], bool]) -> Sequence[int]:
+        return [row for place, row in self.rows.items() if wanted(place)]
 
-        That is where a session found no room, or the tail of one has to grow.
-        """
+    def _by_host(self, place: int) -> bool:
+        """Whether the host chooses: what is done to logits depends on the drafts before."""
+        return bool(self.fed) and self.samplers[place].edited
+
+    def _follows(self, place: int) -> bool:
+        """Whether it is fed behind another token of its session."""
+        return bool(self.fed and place) and self.of.sessions[place] is self.of.sessions[place - 1]
+
+    def following(self) -> PartStep | None:
+        """The next step of the same sessions, to be launched behind this one; None where one of them found no room."""
         whole = self.replay is not None and len(self.rows) == len(self.of.sessions)
         if not whole or self.graph is None or not self.graph.batch.can_follow(list(self.rows.values())):
             return None
@@ -178,13 +191,19 @@ class PartStep:
             return
         found = self.graph.collect(self.replay)
         for place, stepped in zip(self.rows, found, strict=True):
-            session, number = self.of.sessions[place], self.of.numbers[place]
+            session, number, sampler = self.of.sessions[place], self.of.numbers[place], self.samplers[place]
             if number in left:
                 continue
-            result = stepped.failed or take(self.samplers[place], stepped.token, stepped.logprob)
+            if self._follows(place) and (results[number - 1] != self.fed[number] or sampler.ended):
+                results[number] = NOT_REACHED
+                continue
+            if self._by_host(place):
+                result = sample(sampler, self.graph.logits_BV[self.rows[place]].float())
+            else:
+                result = stepped.failed or take(sampler, stepped.token, stepped.logprob)
             results[number] = result
             if not isinstance(result, Exception):
-                count_touched(session, self.of.kind, stepped)
+                count_touched(session, self.of.kind, stepped, follows=self._follows(place))
                 session.advance()
 
 

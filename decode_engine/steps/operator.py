@@ -27,6 +27,11 @@ def register_batch(batch: StepBatch) -> Tensor:
     return torch.tensor(number)
 
 
+def live_batch(number: Tensor) -> StepBatch:
+    """The batch of that number."""
+    return _live[int(number)]
+
+
 @torch.library.custom_op("sparsekv::attend_step", mutates_args=())
 def attend_step(query: Tensor, key: Tensor, value: Tensor, batch: Tensor, layer: int) -> Tensor:
     """Attention [B, 1, Q, d] of one new token per row; its keys and values join the tails.
@@ -39,7 +44,7 @@ def attend_step(query: Tensor, key: Tensor, value: Tensor, batch: Tensor, layer:
     heads = key.shape[1]
     grouped = (rows, heads, query_heads // heads, head_dim)
     q_BHGD = query.reshape(grouped).contiguous()
-    out = _live[int(batch)].attend(layer, q_BHGD, key[:, :, 0], value[:, :, 0])
+    out = live_batch(batch).attend(layer, q_BHGD, key[:, :, 0], value[:, :, 0])
     return out.reshape(rows, 1, query_heads, head_dim)
 
 

@@ -238,8 +238,8 @@ class StepGraph:
     def choose(self, replay: Replay, ahead: int = 0, left: Collection[int] = ()) -> None:
         """Starts the choice of a step's tokens behind its layers.
 
-        ahead: tokens before those that the samplers have not taken. left: rows whose sessions have left meanwhile.
-        Waits for grammars.
+        ahead: tokens before those that the samplers have not taken. left: rows whose choice is not wanted: their
+        sessions have left meanwhile, or the host chooses. Waits for grammars.
         """
         choice, queue = Choice.of(replay.samplers), self.batch.plan.queue
         with self._ending_what_fails():
@@ -325,9 +325,10 @@ class StepGraph:
                 raise RuntimeError(f"row {row} of a batch holds no session")
             if self._counts.get(row) is not counts:
                 inputs[row, _COUNTS:] = self._counts[row] = counts
+            before = ahead + self.batch.numbers[row]
             inputs[row, _FED] = token
-            inputs[row, _POSITION] = session.position + ahead
-            inputs[row, _TAIL_KEYS] = session.tail_keys + ahead + 1
+            inputs[row, _POSITION] = session.position + before
+            inputs[row, _TAIL_KEYS] = session.tail_keys + before + 1
             inputs[row, _STEP] = number
 
     def _fill_table(self, replay: Replay, ahead: int, left: Collection[int]) -> list[int]:
@@ -338,11 +339,11 @@ class StepGraph:
         for row, sampler in zip(replay.rows, replay.samplers, strict=True):
             if row in left:
                 continue
-            given = sampler.parameters
+            given, before = sampler.parameters, ahead + self.batch.numbers[row]
             self._table[row, TOP_K] = given.top_k
-            self._draws[row] = given.temperature, given.top_p, sampler.draw(ahead)
+            self._draws[row] = given.temperature, given.top_p, sampler.draw(before)
             try:
-                edits = sampler.edits(device, vocabulary, ahead)
+                edits = sampler.edits(device, vocabulary, before)
             except Exception as error:
                 replay.failed[row] = error
                 continue

@@ -7,6 +7,7 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import takewhile
 from queue import SimpleQueue
 from typing import ClassVar
 from weakref import WeakKeyDictionary
@@ -14,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from decode_engine.engine.requests import Found
 from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.sampling.parameters import SamplingParameters
 from decode_engine.host_search.workers import SearchThreads
@@ -25,7 +27,16 @@ from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.step_batch import StepBatch
 from decode_engine.steps.attention.turns_triton import Lane
 from decode_engine.steps.batch_kinds import BatchKind, BatchKinds
-from decode_engine.steps.batches import FIXED_ROWS, MAX_ROWS, LaunchedStep, Part, PartStep, batch_size, divide
+from decode_engine.steps.batches import (
+    FIXED_ROWS,
+    MAX_ROWS,
+    NOT_REACHED,
+    LaunchedStep,
+    Part,
+    PartStep,
+    batch_size,
+    divide,
+)
 from decode_engine.steps.graph_cache import AllocationMeter, GraphCache
 from decode_engine.steps.step_graph import Captures, Choice, StepGraph, StepModel
 from index_store.attention.logit_form import LogitForm
@@ -155,14 +166,36 @@ class Stepper:
         return isinstance(self._kind(session), BatchKind)
 
     def step(
-        self, sessions: Sequence[Session], tokens: Sequence[int], samplers: Sequence[Sampler]
-    ) -> list[int | Exception]:
+        self,
+        sessions: Sequence[Session],
+        tokens: Sequence[int],
+        samplers: Sequence[Sampler],
+        drafts: Sequence[Sequence[int]] = (),
+    ) -> list[Found]:
         """One step of every session, all of which are such as `takes` says yes to.
 
-        Returns the chosen tokens. Sessions of a batch that fails, one that finds no room in it, and one whose logits
-        are not finite get an error instead and do not advance.
+        drafts: tokens that may follow those, for each session; of all, no more than there is `draft_room` for. Each is
+        fed in a row of its own, and what is chosen behind it counts where all drafts up to it are those that were
+        chosen.
+
+        Returns the chosen tokens, a tuple of a session with drafts. Sessions of a batch that fails, one that finds no
+        room in it, and one whose logits are not finite get an error instead and do not advance; of drafts, what went
+        wrong goes wrong again in the next step.
         """
-        return self.launch(sessions, tokens, samplers).tokens()
+        if not any(drafts):
+            return [*self.launch(sessions, tokens, samplers).tokens()]
+        fed = [[token, *draft] for token, draft in zip(tokens, drafts, strict=True)]
+        owners = [number for number, own in enumerate(fed) for _ in own]
+        rows = [sessions[number] for number in owners], [samplers[number] for number in owners]
+        launched = self._launch_all(rows[0], [token for own in fed for token in own], rows[1], drafted=True)
+        results = iter(launched.tokens())
+        return [_joined([next(results) for _ in own]) for own in fed]
+
+    @staticmethod
+    def draft_room(samplers: Sequence[Sampler]) -> int:
+        """Drafts that each of so many sessions may have in a step."""
+        rows = FIXED_ROWS if any(sampler.repeatable for sampler in samplers) else MAX_ROWS
+        return max(0, rows // len(samplers) - 1)
 
     def launch(
         self, sessions: Sequence[Session], tokens: Sequence[int], samplers: Sequence[Sampler]
@@ -171,6 +204,16 @@ class Stepper:
 
         What cannot fly is over when this returns: launches of one batch then follow the tokens of the one before.
         """
+        return self._launch_all(sessions, tokens, samplers)
+
+    def _launch_all(
+        self,
+        sessions: Sequence[Session],
+        tokens: Sequence[int],
+        samplers: Sequence[Sampler],
+        drafted: bool = False,
+    ) -> LaunchedStep:
+        """See `launch`. drafted: sessions come once for each of their tokens, and nothing may follow."""
         results: list[int | Exception] = [SparseKVError("the step did not run")] * len(sessions)
         stepping = _stepping(sessions, samplers)
         while not self._made.empty():
@@ -183,10 +226,10 @@ class Stepper:
             kinds = [self._required(session) for session in sessions]
             self._divided = (stepping, divide(*stepping, kinds, self._lanes))
         batches = [
-            [PartStep(part, [samplers[i] for i in part.numbers]) for part in parts]
+            [PartStep(part, [samplers[i] for i in part.numbers], tokens if drafted else ()) for part in parts]
             for parts in self._divided[1]
         ]
-        flies = self._can_fly(batches)
+        flies = not drafted and self._can_fly(batches)
         for steps in batches:
             self._launch(steps, tokens, results, collect=not flies)
         return LaunchedStep([step for steps in batches for step in steps] if flies else [], results, flies)
@@ -351,6 +394,15 @@ class Stepper:
 def _sizes(sessions: int) -> Iterator[int]:
     """Of batches of up to so many sessions."""
     return (2**n for n in range(batch_size(min(sessions, MAX_ROWS)).bit_length()))
+
+
+def _joined(found: Sequence[int | Exception]) -> Found:
+    """What was found for a session, of what was found for each token that it was fed."""
+    first, *_ = found
+    if isinstance(first, Exception) or len(found) == 1:
+        return first
+    right = takewhile(lambda each: isinstance(each, int) and each != NOT_REACHED, found)
+    return tuple(token for token in right if isinstance(token, int))
 
 
 def _stepping(sessions: Sequence[Session], samplers: Sequence[Sampler]) -> _Stepping:

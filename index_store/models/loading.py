@@ -6,6 +6,7 @@ The only place where transformers loads a model. Nothing is downloaded and no co
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,13 +124,15 @@ def load_model(
     compute_dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     hashing: Progress | None = None,
+    fused: bool = True,
 ) -> LoadedModel:
     """Loads the weights, with the attention function registered under the name `attention` in place of the model's.
 
     Weights whose digests are not known yet are hashed meanwhile, which tells `hashing` how far it is.
 
     `compute_dtype` None: float32 on CPU (where lower precisions are slower and less exact), the checkpoint's own
-    elsewhere. Raises ModelUnsupportedError, before the weights are read, for a model that cannot be served.
+    elsewhere. fused: on a GPU, with small functions of its layers in one launch each (`fuse_layers`).
+    Raises ModelUnsupportedError, before the weights are read, for a model that cannot be served.
     """
     kv_dtype = checkpoint_dtype(folder)
     if compute_dtype is None:
@@ -139,6 +142,16 @@ def load_model(
         model = _load_weights(folder, attention, compute_dtype)
         model.requires_grad_(False)
         model = model.to(device).eval()
+        if fused and torch.device(device).type == "cuda":
+            from index_store.models.fused.layers import fuse_layers  # loads Triton, which a CPU does without
+
+            begin = time.perf_counter()
+            logger.info(
+                "model %s: %s in one launch each, tried in %.1f s",
+                folder.name,
+                ", ".join(f"{count} {name}" for name, count in fuse_layers(model).items()),
+                time.perf_counter() - begin,
+            )
         identity = found.result()
     readings = attention_of(folder)
     return LoadedModel(model, identity, kv_dtype, readings, _forms(model, readings))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -34,6 +35,13 @@ _FIRST_STEP_FIELD, _END_STEP_FIELD = records.STEP_FIELDS
 STEP_COUNTS = _END_STEP_FIELD - _FIRST_STEP_FIELD
 
 
+_EARLY = 64
+"""Tokens before the end of its room from which on a tail may grow."""
+
+_EARLY_GROWTHS = 2
+"""Sessions whose tails grow in a step, of those that need not yet: each takes about a millisecond of the host."""
+
+
 class _Counts(NamedTuple):
     """Counts of a row's steps, and the first position for which they hold and the first for which they do not."""
 
@@ -47,6 +55,9 @@ _NO_COUNTS = _Counts(np.zeros(STEP_COUNTS, dtype=np.int64), 0, 0)
 
 class StepBatch:
     """Up to `plan.size` sessions, each in a row of its own, and the attention of every layer.
+
+    A session with drafts has several rows, one for each token that it is fed: `numbers` says which. They share its
+    tail, which gets all of these tokens before any of them attends; each sees the tail up to its own.
 
     Records change in two ways. `place` and `clear` write a row's addresses on the host; `send` copies what changed to
     the device. `refresh` runs on the device, in every step: it puts the step's counts into the records of all layers.
@@ -64,6 +75,7 @@ class StepBatch:
         self._records_LBF = torch.zeros(shape, dtype=torch.int64, device=plan.device)
         self._changed = False
         self.sessions: list[Session | None] = [None] * plan.size
+        self.numbers = [0] * plan.size
         self.seatings = 0
         """Changes whenever a row gets another session."""
         self._tails = [(0, 0)] * plan.size
@@ -73,22 +85,32 @@ class StepBatch:
     def seat(self, sessions: Sequence[Session]) -> list[int | Exception]:
         """Rows of the sessions: those that sit keep their row, others leave, new ones take free rows.
 
-        One that there is no memory for, or that cannot be placed, gets the error instead; that is not the others'
-        fault.
+        A session that comes several times is fed as many tokens, one after the other. One that there is no memory for,
+        or that cannot be placed, gets the error instead; that is not the others' fault.
         """
-        seated = {id(session): row for row, session in enumerate(self.sessions) if session is not None}
-        wanted = {id(session) for session in sessions}
-        if seated.keys() != wanted:
-            for left in seated.keys() - wanted:
-                self.clear(seated.pop(left))
-        free = iter([row for row, session in enumerate(self.sessions) if session is None])
-        seats: list[int | Exception] = []
+        seated = {
+            (id(session), number): row
+            for row, (session, number) in enumerate(zip(self.sessions, self.numbers, strict=True))
+            if session is not None
+        }
+        times: Counter[int] = Counter()
+        wanted = []
         for session in sessions:
-            row = seated[id(session)] if id(session) in seated else next(free)
+            wanted.append((id(session), times[id(session)]))
+            times[id(session)] += 1
+        # Rows for more tokens than a session has now stay, as far as there is room: the next step may want them.
+        for left in [key for key in seated if key[0] not in times]:
+            self.clear(seated.pop(left))
+        spare = [row for key, row in seated.items() if key[1] >= times[key[0]]]
+        free = [row for row, session in enumerate(self.sessions) if session is None]
+        unused = iter([*free, *reversed(spare)])
+        seats: list[int | Exception] = []
+        for session, key in zip(sessions, wanted, strict=True):
+            row = seated[key] if key in seated else next(unused)
             try:
-                session.reserve_tail()
-                if id(session) not in seated:
-                    self.place(row, session)
+                session.reserve_tail(key[1])
+                if key not in seated:
+                    self.place(row, session, key[1])
                 self.counts(row)
             except Exception as error:
                 logger.exception("a session of method %s has no place in a batch", session.method.name)
@@ -98,10 +120,10 @@ class StepBatch:
                 seats.append(row)
         return seats
 
-    def place(self, row: int, session: Session) -> None:
-        """Puts a session into a row. Its tails must have room for the next token (`Session.reserve_tail`).
+    def place(self, row: int, session: Session, number: int = 0) -> None:
+        """Puts a session into a row, for its token of that number in a step.
 
-        When it raises, the row is idle.
+        Its tails must have room up to that token (`Session.reserve_tail`). When it raises, the row is idle.
         """
         context, method = session.context, session.method
         if context.manifest.token_count > self.plan.max_keys:
@@ -109,6 +131,13 @@ class StepBatch:
                 f"a context of {context.manifest.token_count} tokens in a batch of up to {self.plan.max_keys}"
             )
         self.clear(row)
+        seated = next((other for other, sitting in enumerate(self.sessions) if sitting is session), None)
+        self.sessions[row], self.numbers[row] = session, number
+        self.seatings += 1
+        if seated is not None:
+            self._host_LBF[:, row] = self._host_LBF[:, seated]
+            self._tails[row] = self._tails[seated]
+            return
         try:
             for layer, attention in enumerate(self._layers):
                 values = self._host_LBF[layer, row]
@@ -118,14 +147,12 @@ class StepBatch:
         except Exception:
             self.clear(row)
             raise
-        self.sessions[row] = session
-        self.seatings += 1
         self._point_to_tail(row, session)
 
     def clear(self, row: int) -> None:
         """Makes a row idle."""
         self._host_LBF[:, row] = 0
-        self.sessions[row] = None
+        self.sessions[row], self.numbers[row] = None, 0
         self.seatings += 1
         self._tails[row] = (0, 0)
         self._counts[row] = _NO_COUNTS
@@ -140,6 +167,7 @@ class StepBatch:
         session, known = self.sessions[row], self._counts[row]
         if session is None:
             raise InvalidArgumentError(f"row {row} of a batch holds no session")
+        ahead += self.numbers[row]
         position = session.position + ahead
         if not known.since <= position < known.until:
             counts = step_counts(session, ahead)
@@ -164,11 +192,17 @@ class StepBatch:
     def can_follow(self, rows: Sequence[int]) -> bool:
         """Whether the step after the next one of these rows may be launched while that is in flight: tails have room.
 
-        One that grows is copied, and lies elsewhere then.
+        Tails that have none grow now, and of those that soon have none a few: all at once would hold streams up. The
+        device copies them behind the step that is in flight.
         """
-        return all(
-            session is not None and session.room > 1 for session in map(self.sessions.__getitem__, rows)
-        )
+        sessions = [session for row in rows if (session := self.sessions[row]) is not None]
+        early = [session for session in sessions if 1 < session.room <= _EARLY][:_EARLY_GROWTHS]
+        try:
+            for session in sessions:
+                session.reserve_tail(_EARLY if session in early else 1, self.plan.queue.do)
+        except torch.OutOfMemoryError:
+            return False  # who makes room tells whose session fails
+        return len(sessions) == len(rows)
 
     def begin(self, rows: Sequence[int], steady: bool = False, ahead: int = 0) -> int:
         """Makes ready for a step of these rows, on its stream before it is launched; what their records get as STEP.
@@ -185,7 +219,10 @@ class StepBatch:
 
     def _arrange(self, sessions: Mapping[int, Session], steady: bool, ahead: int) -> None:
         """Tells who shares a context where that, or the magnitude of a tail, has changed."""
-        tails = [(row, (session.tail_keys + ahead).bit_length()) for row, session in sessions.items()]
+        tails = [
+            (row, (session.tail_keys + ahead + self.numbers[row]).bit_length())
+            for row, session in sessions.items()
+        ]
         arranged = (self.seatings, steady, tails)
         if arranged == self._arranged:
             return

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
+from functools import partial
 from typing import Self
 
 import torch
@@ -10,6 +12,14 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.index_kind import SMALLEST, grown
+
+Do = Callable[[Callable[[], object]], None]
+"""Is given what is to be done, at once or behind other work."""
+
+
+def do_now(work: Callable[[], object]) -> None:
+    """Does it at once."""
+    work()
 
 
 class GrowingRows:
@@ -69,16 +79,20 @@ class GrowingRows:
         self.buffer[:, start:end] = rows
         self.count = end
 
-    def reserve(self, count: int) -> None:
-        """Makes room for `count` rows; those written so far may move."""
-        if count <= self.capacity:
+    def reserve(self, count: int, do: Do = do_now) -> None:
+        """Makes room for `count` rows; those written so far may move.
+
+        do: is given the copying, where a device may have yet to write rows behind the last one.
+        """
+        before = self.capacity
+        if count <= before:
             return
         self._room = grown(count, max(SMALLEST, self.capacity), self._limit)
         if self._room <= self.buffer.shape[1]:
             return
         rows = max(self._room, self._addressed)
         buffer = self.buffer.new_empty(self.buffer.shape[0], rows, *self.buffer.shape[2:])
-        buffer[:, : self.count] = self.rows
+        do(partial(buffer[:, :before].copy_, self.buffer[:, :before]))
         self.buffer = buffer
 
     def fork(self) -> Self:

@@ -158,7 +158,7 @@ def main(
     lanes: Annotated[str, typer.Option(help="Numbers of lanes, comma-separated.")] = "1,2",
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
     threads: Annotated[int, typer.Option(help="Threads that search, 0 for all cores but two.")] = 0,
-    compilation: Annotated[Compilation, typer.Option(help="Of the model.")] = Compilation.DEFAULT,
+    compilation: Annotated[Compilation, typer.Option(help="Of the model.")] = Compilation.OFF,
     turns: Annotated[int, typer.Option(help="Steps that are timed.")] = TURNS,
     waves: Annotated[
         str,

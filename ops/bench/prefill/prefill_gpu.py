@@ -51,8 +51,8 @@ SAMPLE = 8192
 
 
 def random_model(layers: int, attention: str) -> Any:
-    """On the GPU; the same weights each time."""
-    return make_model(layers, attention=attention)[0]
+    """On the GPU; the same weights each time. With attention of its own it is the model as it comes."""
+    return make_model(layers, attention=attention, fused=attention != "sdpa")[0]
 
 
 def make_capture(layers: int, tokens: int, block: int | None = None) -> Capture:

@@ -60,7 +60,7 @@ def write_model(folder: Path) -> None:
     """The folder of a random 8B shape: weights in four files, and the reader's tokenizer."""
     from harness.made_up.random_model import make_model
 
-    model, _ = make_model(32, attention="sdpa")
+    model, _ = make_model(32, attention="sdpa", fused=False)
     model.config.max_position_embeddings = 2**18
     model.save_pretrained(folder, max_shard_size="4GB")
     reader = resolve_model("reader").path

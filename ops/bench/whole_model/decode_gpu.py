@@ -9,7 +9,8 @@ every sequence of a batch has a context of its own, so that nothing is found in 
 such as `131072x16@1` there are fewer contexts, which the sequences take in turns. With
 `--placement hybrid` keys and values are in host memory that the GPU reads instead, those of as many layers as fit into
 `--host-gb`: all of them for one sequence of 128K tokens. All methods run through the same code: one operator for
-attention, the same compilation, one CUDA graph a step, greedy sampling.
+attention, one CUDA graph a step, greedy sampling; by default as it is served, not compiled, with small functions of the
+layers in one launch each.
 
 With `--trained` the contexts are a trained model's, and so are the queries of every step, the same at each; that is for
 contexts in GPU memory, one for each sequence, and methods whose indexes are not built from queries.
@@ -239,7 +240,7 @@ def main(
         str, typer.Option(help="LENGTHxBATCH or LENGTHxBATCH@CONTEXTS, comma-separated.")
     ] = "131072x1,131072x4,32768x16",
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
-    compilation: Annotated[Compilation, typer.Option(help="Of the model.")] = Compilation.DEFAULT,
+    compilation: Annotated[Compilation, typer.Option(help="Of the model.")] = Compilation.OFF,
     placement: Annotated[Placement, typer.Option(help="Of the contexts.")] = Placement.DEVICE,
     host_gb: Annotated[float, typer.Option(help="Page-locked for keys and values in host memory.")] = HOST_GB,
     turns: Annotated[int, typer.Option(help="Steps that are timed, of every method.")] = TURNS,
@@ -255,7 +256,7 @@ def main(
     if trained:
         check_trained(listed, sizes, placement)
     with reporting("decode_gpu", bars) as report:
-        model, identity = make_model(layers)
+        model, identity = make_model(layers, fused=compilation is Compilation.OFF)
         weights_ms = read_bytes(model) / copy_bandwidth() * 1e3
         rows = record_rows(max(length for length, _, _ in sizes), model.device.type) if trained else None
         tidy_up()

@@ -192,7 +192,7 @@ def main(
     method: Annotated[str, typer.Option(help="NAME:KEEP.")] = "full",
     turns: Annotated[int, typer.Option(help="Timed steps of each kind.")] = 60,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
-    compilation: Annotated[Compilation, typer.Option(help="Of the model.")] = Compilation.DEFAULT,
+    compilation: Annotated[Compilation, typer.Option(help="Of the model.")] = Compilation.OFF,
     alike: Annotated[float, typer.Option(help="Least share of sessions that say the same.")] = 0.75,
     bars: Annotated[bool, typer.Option("--bars", help="Fail when a ratio misses its bar.")] = False,
 ) -> None:

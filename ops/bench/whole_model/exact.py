@@ -1,4 +1,4 @@
-"""Method `exact` beside `full`, in turns through the engine: milliseconds of a token, and which drafts were right.
+"""Method `exact` beside `full` on a CPU, in turns through the engine: what a token takes, and which drafts were right.
 
 usage: python ops/bench/whole_model/exact.py --out DIR [--model reader] [--context-length 16k] [--sessions 1,4]
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,20 +20,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness  # noqa: F401 - before torch: sets up OpenMP
 
 # isort: split
-import torch
 import typer
 from harness.checks import CheckFailedError
 from harness.parsing import parse_counts
 from harness.report import reporting
+from harness.steps.answers import Answer, ask
 
 from decode_engine.engine.engine import Engine
-from decode_engine.engine.reply import Reply
 from decode_engine.evaluation.prefill_command import PrefillCommand
 from decode_engine.evaluation.tasks import parse_length, source_text
 from decode_engine.layers.session import Session
-from decode_engine.model.continuing import SessionWork
 from decode_engine.model.runner import ModelRunner
-from decode_engine.orders.events import Ends, Event, Fails, Says
 from decode_engine.orders.fields import Sampling
 from decode_engine.orders.order import Order
 from index_store.memory.arena import Arena
@@ -50,16 +46,6 @@ BARS = {"copied": 2.5, "ordinary": 1.3, "bad": 0.97}
 _PASSAGE = 48
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What was said, in so many milliseconds a token, with so many tokens drafted and right."""
-
-    tokens: tuple[int, ...]
-    token_ms: float
-    drafted: int
-    accepted: int
-
-
 def prefill(runner: ModelRunner, model: str, length: int, out: Path) -> tuple[str, Sequence[int]]:
     """Has the first tokens of the packaged text prefilled; returns the context's id and the tokens that follow."""
     ids = runner.tokenizer.encode(source_text(()))
@@ -70,7 +56,7 @@ def prefill(runner: ModelRunner, model: str, length: int, out: Path) -> tuple[st
     return str(report["id"]), ids[body:]
 
 
-def ask(
+def ask_by(
     engine: Engine[Session],
     runner: ModelRunner,
     context: ResidentContext,
@@ -78,40 +64,10 @@ def ask(
     prompts: Sequence[Sequence[int]],
     order: Order,
 ) -> list[Answer]:
-    """Answers to prompts that are asked at once. Raises CheckFailedError where one fails."""
-    fitted = METHODS[method].on(context.manifest)
-    told: list[list[Event]] = [[] for _ in prompts]
-    for prompt, events in zip(prompts, told, strict=True):
-        work = SessionWork(
-            order=order,
-            prompt=prompt,
-            max_tokens=order.max_tokens or 1,
-            context=context.manifest.id,
-            cost=runner.prompt_cost(fitted),
-            runner=runner,
-            fitted=fitted,
-            resident=context,
-            own=None,
-            again=0,
-            waiting=lambda: None,
-            watch=None,
-            keeper=None,
-            release=lambda: None,
-        )
-        engine.submit(engine.reserve(), work, Reply(events.append))
-    while not all(events and isinstance(events[-1], Ends | Fails) for events in told):
-        with torch.inference_mode():
-            engine.step()
-    return [_answer(events) for events in told]
-
-
-def _answer(events: Sequence[Event]) -> Answer:
-    end = events[-1]
-    if not isinstance(end, Ends):
-        raise CheckFailedError(f"an answer has failed: {end}")
-    tokens = tuple(token for event in events if isinstance(event, Says) for token in event.token_ids)
-    spent_ns = end.times.total_ns - end.times.first_token_ns
-    return Answer(tokens, spent_ns / 1e6 / (len(tokens) - 1), end.figures["drafted"], end.figures["accepted"])
+    """Answers of a method to prompts on the context."""
+    return ask(
+        engine, runner, [(context, METHODS[method].on(context.manifest))] * len(prompts), prompts, order
+    )
 
 
 def main(
@@ -121,19 +77,15 @@ def main(
     tokens: Annotated[int, typer.Option(help="Of an answer.")] = 128,
     turns: Annotated[int, typer.Option(help="Answers of each kind by each method.")] = 5,
     sessions: Annotated[str, typer.Option(help="That ask at once, comma-separated.")] = "1",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     bars: Annotated[bool, typer.Option("--bars", help="Fail when a bar is missed.")] = False,
 ) -> None:
     """Times both methods in turns; one JSON line per kind of answer and number of sessions."""
-    with reporting("exact", bars, gpu=device != "cpu") as report:
+    with reporting("exact", bars, gpu=False) as report:
         out.mkdir(parents=True, exist_ok=True)
-        runner = ModelRunner(resolve_model(model), device)
+        runner = ModelRunner(resolve_model(model))
         id_, after = prefill(runner, model, parse_length(context_length), out)
         store = Store(out / "store")
-        arena = Arena(
-            placed_bytes(store.manifest(id_)), device=None if device == "cpu" else torch.device(device)
-        )
-        with arena.acquire(store, id_) as context:
+        with Arena(placed_bytes(store.manifest(id_))).acquire(store, id_) as context:
             ids = context.tokens().tolist()
             for count in parse_counts(sessions):
                 engine: Engine[Session] = Engine(runner, max_sessions=max(16, count))
@@ -143,7 +95,7 @@ def main(
                         sampling=Sampling(temperature=1.5 if kind == "bad" else 0.0, seed=None),
                     )
                     row = compare(
-                        partial(ask, engine, runner, context), kind, (ids, after), order, count, turns
+                        partial(ask_by, engine, runner, context), kind, (ids, after), order, count, turns
                     )
                     missed = row["times"] < bar
                     report.add(row, *([f"{kind}, {count} sessions: {row['times']:.2f}x"] if missed else []))

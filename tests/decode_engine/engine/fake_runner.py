@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.engine.drafting.drafter import Drafter
+from decode_engine.engine.drafting.worth import MOST
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.prompt_pieces import PromptCost
 from decode_engine.engine.reply import Reply
@@ -125,6 +126,9 @@ class FakeRunner:
         """Every fourth token is wrong."""
         after = [range(last + 1, last + 1 + count) for last, count in zip(last_tokens, counts, strict=True)]
         return [[token % VOCABULARY if token % 4 else 0 for token in tokens] for tokens in after]
+
+    def draft_room(self, samplers: Sequence[Sampler]) -> int:
+        return MOST
 
 
 @dataclass(kw_only=True, eq=False)

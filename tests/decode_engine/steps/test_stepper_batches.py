@@ -79,9 +79,9 @@ def test_more_sessions_than_a_batch_holds_keep_their_rows(
     placed: list[Session] = []
     place = StepBatch.place
 
-    def counted(self: StepBatch, row: int, session: Session) -> None:
+    def counted(self: StepBatch, row: int, session: Session, number: int) -> None:
         placed.append(session)
-        place(self, row, session)
+        place(self, row, session, number)
 
     monkeypatch.setattr(StepBatch, "place", counted)
     stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))

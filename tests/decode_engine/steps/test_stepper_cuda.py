@@ -46,10 +46,14 @@ LENGTHS = (4000, 1500, 2777)
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    folder: Path = write_model_folder(
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(
         tmp_path_factory.mktemp("model"), head_dim=64, max_positions=8192, dtype=torch.bfloat16
     )
+
+
+@pytest.fixture(scope="module")
+def runner(folder: Path) -> ModelRunner:
     return ModelRunner(resolve_model(str(folder)), "cuda")
 
 
@@ -182,11 +186,12 @@ def test_sessions_that_share_a_context_equal_the_general_path(runner: ModelRunne
         assert float((got - expected).abs().amax() / expected.std()) < 0.1
 
 
-def test_a_compiled_model_gives_the_same(runner: ModelRunner) -> None:
+def test_a_compiled_model_gives_the_same(runner: ModelRunner, folder: Path) -> None:
     _, plain = logits_of(make_stepper(runner), [start(runner, "full", 0)], [3])
-    compiled = make_stepper(runner, Compilation.DEFAULT)
+    other = ModelRunner(resolve_model(str(folder)), "cuda", compilation=Compilation.DEFAULT)
+    compiled = make_stepper(other, Compilation.DEFAULT)
     for _ in range(2):
-        graph, got = logits_of(compiled, [start(runner, "full", 0)], [3])
+        graph, got = logits_of(compiled, [start(other, "full", 0)], [3])
         assert graph.captured
         assert float((got - plain).abs().amax() / plain.std()) < 0.1
 

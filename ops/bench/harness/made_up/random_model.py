@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from decode_engine.model.decode_attention import ATTENTION_NAME, register_attention
+from index_store.models.fused.layers import fuse_layers
 from index_store.store.description.context_id import ModelIdentity
 
 DTYPE = "bfloat16"
@@ -17,11 +18,12 @@ QUERY_STD = 1.28
 
 
 def make_model(
-    layers: int, device: str = "cuda", attention: str = ATTENTION_NAME
+    layers: int, device: str = "cuda", attention: str = ATTENTION_NAME, fused: bool = True
 ) -> tuple[Any, ModelIdentity]:
     """A Llama-3.1-8B of random weights, or its first layers; on the device `meta` it takes no memory.
 
-    attention: transformers' name of the implementation; by default decode-engine's.
+    attention: transformers' name of the implementation; by default decode-engine's. fused: on a GPU, with the layers of
+    a model that is loaded there.
     """
     register_attention()
     config = LlamaConfig(
@@ -40,6 +42,8 @@ def make_model(
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
     model.eval().requires_grad_(False)
+    if fused and device == "cuda":
+        fuse_layers(model)
     identity = ModelIdentity(
         "random-8b", "LlamaForCausalLM", "0" * 64, "0" * 64, layers, 32, 8, 128, VOCABULARY, 2**21
     )

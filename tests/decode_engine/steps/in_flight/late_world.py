@@ -23,6 +23,7 @@ from decode_engine.layers.session import Session
 from decode_engine.steps import operator
 from decode_engine.steps.attention.dense_steps import DenseSteps
 from decode_engine.steps.stepper import Stepper
+from index_store.indexes.interface.growing import Do, do_now
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
 from tests.support.tiny_model import IDENTITY as TINY
@@ -65,10 +66,32 @@ class LateDevice(DeviceQueue):
 
 
 class WatchedSession(Session):
-    """Keeps its tails' memory when it is closed, so that a late step finds nobody else's there."""
+    """Keeps its tails' memory when it is closed, so that a late step finds nobody else's there.
+
+    moving: where tails were that are to be copied yet, with their capacity.
+    """
 
     open: list[WatchedSession]
     kept: list[Tensor]
+    moving: dict[int, int]
+
+    def reserve_tail(self, ahead: int = 0, do: Do = do_now) -> None:
+        buffers = [layer.tail.buffer for layer in self.layers]
+
+        def do_and_note(work: Callable[[], object]) -> None:
+            number = len(moved)
+            moved.append(buffers[number])
+            self.moving[buffers[number].data_ptr()] = buffers[number].shape[1]
+
+            def move() -> None:
+                work()
+                del self.moving[buffers[number].data_ptr()]
+
+            do(move)
+
+        moved: list[Tensor] = []
+        super().reserve_tail(ahead, do_and_note)
+        self.kept += moved
 
     def close(self) -> None:
         self.open.remove(self)
@@ -92,6 +115,7 @@ class World:
     device: LateDevice | None
     open: list[WatchedSession] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
+    moving: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.stepper = Stepper(self.model, IDENTITY, torch.float32, CPU, queue=self.device)
@@ -99,7 +123,7 @@ class World:
 
     def start(self, context: ResidentContext, fitted: FittedMethod) -> WatchedSession:
         session = WatchedSession(context, fitted)
-        session.open, session.kept = self.open, self.kept
+        session.open, session.kept, session.moving = self.open, self.kept, self.moving
         self.open.append(session)
         return session
 
@@ -154,12 +178,11 @@ class World:
 
     def _write_tails(self, records_LF: Tensor, count: int, token: int) -> None:
         for layer, record in enumerate(records_LF.tolist()):
-            owners = [
-                each
-                for each in self.open
-                if each.layers[layer].tail.buffer.data_ptr() == record[records.TAIL]
-            ]
-            if len(owners) != 1 or owners[0].layers[layer].tail.capacity < count:
+            place = record[records.TAIL]
+            tails = [each.layers[layer].tail for each in self.open]
+            owned = [tail.capacity for tail in tails if tail.buffer.data_ptr() == place]
+            owned += [self.moving[place]] if place in self.moving else []
+            if not owned or owned[0] < count:  # one that moves just now is found twice
                 self._fault(f"row {count} of a tail that nobody has")
             ctypes.c_float.from_address(record[records.TAIL] + (count - 1) * ROW_BYTES).value = token
 

@@ -63,7 +63,7 @@ def lines(bench: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the command over a tiny model, all but what only a GPU's clocks tell; returns its lines and exit code."""
     wide = replace(IDENTITY, layers=2, query_heads=2, kv_heads=1, head_dim=64)
     for name, value in {
-        "make_model": lambda layers: (make_model(wide), wide),
+        "make_model": lambda layers, fused: (make_model(wide), wide),
         "copy_bandwidth": lambda: 1e9,
         "event_ms": lambda work: 1.0,
         "eager_ms": lambda graph: 2.0,
