@@ -170,6 +170,7 @@ PLACES = {
     "h11": ("decode_engine/gateway/bounds.py",),
     "llguidance": ("decode_engine/engine/sampling/*",),
     "zmq": ("decode_engine/processes/link/*", "decode_engine/core/kv_events.py"),
+    "opentelemetry": ("index_store/cli/traces.py",),
     "pickle": (),
     "shelve": (),
     "dill": (),

@@ -304,4 +304,9 @@ def _explained(why: Explanation | None) -> list[str]:
         f"context: {why.lookup} {why.context[:12]} in {why.tier or 'no'} memory{missed}",
         f"method: {why.method}, since {why.method_reason}",
         f"milliseconds: {times}",
+        *(
+            [f"audits: {why.audited_steps} steps, {why.audited_kl:.4g} nats from full attention"]
+            if why.audited_steps
+            else []
+        ),
     ]

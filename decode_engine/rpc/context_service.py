@@ -25,6 +25,7 @@ from decode_engine.rpc.library import Library
 from decode_engine.rpc.messages.describe import describe_upload
 from decode_engine.rpc.transport.asker import Asker
 from decode_engine.rpc.transport.bound import Bound
+from index_store.cli.traces import trace_id
 from index_store.errors import ContextNotFoundError
 from index_store.jobs.uploads import Upload, UploadWriting
 from sparsekv.v1 import context_pb2, context_pb2_grpc
@@ -70,7 +71,9 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
     def _create(
         self, library: Library, request: context_pb2.CreateContextRequest, call: Asker
     ) -> operations_pb2.Operation:
-        return library.operations().show(library.workshop.order(request, call.check, call.caller))
+        traceparent = call.traceparent if trace_id(call.traceparent) else ""
+        order = library.workshop.order(request, call.check, call.caller, traceparent)
+        return library.operations().show(order)
 
     async def UploadDocument(
         self, requests: AsyncIterator[context_pb2.UploadDocumentRequest], call: Asker

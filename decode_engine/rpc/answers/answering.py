@@ -38,7 +38,7 @@ from decode_engine.orders.events import (
     Waits,
     error_of_event,
 )
-from decode_engine.orders.order import Order
+from decode_engine.orders.order import Order, Traced
 from decode_engine.rpc.answers.explanation import explanation
 from decode_engine.rpc.answers.notices import Notices
 from decode_engine.rpc.answers.prompting import check_named_tokens, check_prompt, prompt_tokens, whole_tokens
@@ -163,6 +163,9 @@ class Answering:
         """The order as the engine gets it, and how tools are called."""
         deadline_ns = None if call.deadline_s is None else int(call.deadline_s * 1e9)
         order = replace(order, client=call.host, caller=call.caller, deadline_ns=deadline_ns)
+        if call.span is not None:
+            traced = Traced(call.span.traceparent, "chat" if order.turns else "text_completion")
+            order = replace(order, traced=traced)
         work = partial(self._make_prompt, order, call.check)
         try:
             if order.constraint is not None or order.tools or order.choice.mode != "none":

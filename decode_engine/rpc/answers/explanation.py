@@ -10,6 +10,7 @@ from sparsekv.v1.values import Explanation
 def explanation(order: Order, begins: Begins, end: Ends, before_ns: int) -> Explanation:
     """Of an answer. before_ns: from the arrival of the call to that of the order at the engine."""
     missed, times = begins.missed, end.times
+    audited = end.figures.get("audited", 0)
     chosen = (
         "the request names it" if order.method else "it is what the context, or the server, has for requests"
     )
@@ -28,4 +29,6 @@ def explanation(order: Order, begins: Begins, end: Ends, before_ns: int) -> Expl
         times.queue_ns / 1e6,
         times.prompt_ns / 1e6,
         times.after_prompt_ns / 1e6,
+        audited,
+        end.figures["audited_kl_nanonats"] / 1e9 / audited if audited else 0.0,
     )

@@ -33,6 +33,7 @@ from decode_engine.rpc.transport.stalled import Abandoned, Stalls, forget_error,
 from decode_engine.rpc.transport.status import Paths, code_of, reason_of, to_trailers
 from decode_engine.rpc.transport.work import SPARE, BlockingWork
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
+from index_store.cli.traces import Traces
 from index_store.errors import InvalidArgumentError
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class Call(Asker):
         left_s: float | None = context.time_remaining()
         if left_s is not None and left_s >= _LONGEST_DEADLINE_S:
             left_s = None
-        super().__init__(gate.work, context.peer(), shown.get("authorization"), left_s)
+        super().__init__(gate.work, context.peer(), shown, left_s)
         self.name = name.rpartition("/")[2]
         self.open = name.startswith(_OPEN_SERVICE)
         self.context = context
@@ -127,7 +128,8 @@ class Call(Asker):
 class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
     """Stands before all handlers; see the module."""
 
-    def __init__(self, limits: Limits, paths: Paths, door: Door) -> None:
+    def __init__(self, limits: Limits, paths: Paths, door: Door, traces: Traces | None = None) -> None:
+        self._traces = traces
         self.work = BlockingWork(waiting=limits.waiting)
         self._door = door
         self._limits = limits
@@ -149,7 +151,10 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
         name: str = details.method
 
         async def behaviour(requests: object, context: Any) -> None:
-            await self._serve(Call(self, name, context), handler)
+            call = Call(self, name, context)
+            if self._traces is not None and not call.open:
+                call.begin_span(self._traces, name[1:], {"rpc.system": "grpc"})
+            await self._serve(call, handler)
 
         return grpc.stream_stream_rpc_method_handler(behaviour)
 
@@ -260,7 +265,8 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def _log(self, call: Call, reason: str, message: str = "") -> None:
         level = logging.DEBUG if call.open and reason in _QUIET else logging.INFO
-        call.log(call.name, reason, message, level, rpc=call.name, reason=reason)
+        error = "" if reason in _QUIET else reason
+        call.log(call.name, reason, message, level, error, rpc=call.name, reason=reason)
 
 
 def _behaviour(handler: Any) -> Any:

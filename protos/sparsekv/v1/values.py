@@ -399,6 +399,10 @@ class Explanation:
     """Milliseconds that the prompt was read, turns of other sessions among them."""
     decode_ms: float = 0.0
     """Milliseconds from then on until the end of the answer."""
+    audited_steps: int = 0
+    """Decode steps that were computed with full attention, too (`serve --audit-share`)."""
+    audited_kl: float = 0.0
+    """Of these, the mean KL divergence of the method's distribution from full attention's, in nats; 0 without any."""
 
 
 @dataclass(frozen=True, slots=True)
