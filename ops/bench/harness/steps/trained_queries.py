@@ -21,17 +21,20 @@ def asked(queries_LBQ1D: Sequence[Tensor]) -> Iterator[None]:
     """Decode steps of B sessions, by any path, ask every layer's keys with these queries, at every step with the same.
 
     A step still computes its own, which the attention does not get: a choice that only the device knows keeps
-    compilers from leaving them out. Queries are unscaled, [B, Hq, 1, d] each, in the model's dtype.
+    compilers from leaving them out. Queries are unscaled, [B, Hq, 1, d] each, in the model's dtype; rows of a step
+    behind them are idle.
     """
     given = torch.ones((), dtype=torch.bool, device=queries_LBQ1D[0].device)
 
     def attention(module: nn.Module, query: Tensor, *others: Any, **named: Any) -> Any:
         wanted = queries_LBQ1D[int(module.layer_idx)]  # type: ignore[arg-type]
-        if (query.shape, query.dtype) != (wanted.shape, wanted.dtype):
+        if (query.shape[1:], query.dtype) != (wanted.shape[1:], wanted.dtype) or len(query) < len(wanted):
             raise ValueError(
                 f"a step has queries {tuple(query.shape)} in {query.dtype}, given are {tuple(wanted.shape)} in "
                 f"{wanted.dtype}"
             )
+        if len(query) > len(wanted):
+            wanted = torch.cat([wanted, query[len(wanted) :]])
         return decode_attention(module, torch.where(given, wanted, query), *others, **named)
 
     AttentionInterface.register(ATTENTION_NAME, attention)
