@@ -26,7 +26,7 @@ REFERENCE = {"docs/api.md", "docs/log.md"}
 
 MOST_LINES = {
     "decode_engine/cli": 3_000,
-    "decode_engine/core": 2_000,
+    "decode_engine/core": 2_150,  # spans and audits of requests are made there
     "decode_engine/engine": 4_300,
     "decode_engine/evaluation": 3_700,
     "decode_engine/gateway": 4_300,
