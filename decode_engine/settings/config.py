@@ -126,16 +126,6 @@ class ServeConfig:
     kv_events_topic: Annotated[
         str, Option("--kv-events-topic", help="With --kv-events: what subscribers filter by.")
     ] = ""
-    audit_share: Annotated[
-        float,
-        Option(
-            "--audit-share",
-            metavar="SHARE",
-            help="Compare the steps of this share of the answers, such as 0.01, by methods that search with full "
-            "attention, which costs as many steps of that; metrics and `explain` tell the KL divergence.",
-        ),
-        AtLeast(0, 1),
-    ] = 0.0
     tls_cert: TlsCertOption = None
     tls_key: TlsKeyOption = None
     tls_client_ca: TlsClientCaOption = None
@@ -215,6 +205,16 @@ class ServeConfig:
         ),
         OneOf(AUTO, "context"),
     ] = AUTO
+    audit_share: Annotated[
+        float,
+        Option(
+            "--audit-share",
+            metavar="SHARE",
+            help="Compare the steps of this share of the answers, such as 0.01, by methods that search with full "
+            "attention, which costs as many steps of that; metrics and `explain` tell the KL divergence.",
+        ),
+        AtLeast(0, 1),
+    ] = 0.0
     threads: Annotated[
         int,
         Option(help="Threads of searches and matrix products; 0 means all cores."),

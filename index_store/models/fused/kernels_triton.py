@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import gelu, silu
 
 MOST_CHANNELS = 2**15
 """Of a norm: a program holds a whole row."""
@@ -48,6 +49,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool, late: bool) ->
     return out.view(x.shape)
 
 
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, offset: bool, late: bool) -> Tensor:
+    """As `rms_norm`, step by step."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    factor = weight.float() + 1 if offset else weight.float()
+    return ((normed.to(x.dtype).float() if late else normed) * factor).to(x.dtype)
+
+
 def gated(both: Tensor, kind: Gate) -> Tensor:
     """both [..., 2 I]: what goes through a gate, and what it is multiplied with then; contiguous. [..., I]."""
     width = both.shape[-1] // 2
@@ -57,6 +66,14 @@ def gated(both: Tensor, kind: Gate) -> Tensor:
         grid = (rows, triton.cdiv(width, _BLOCK))
         gate_kernel[grid](both, out, width, KIND=int(kind), BLOCK=_BLOCK, enable_fp_fusion=False)
     return out
+
+
+def gated_reference(both: Tensor, kind: Gate) -> Tensor:
+    """As `gated`, by torch's functions."""
+    gate, up = both.chunk(2, -1)
+    if kind is Gate.SILU:
+        return silu(gate) * up
+    return gelu(gate, approximate="tanh" if kind is Gate.GELU_TANH else "none") * up
 
 
 def rotate(q_BHTD: Tensor, k_BKTD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,6 +101,23 @@ def rotate(q_BHTD: Tensor, k_BKTD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> 
             num_warps=2, enable_fp_fusion=False,
         )  # fmt: skip
     return q_out, k_out
+
+
+def rotate_reference(
+    q_BHTD: Tensor, k_BKTD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `rotate`, product by product."""
+    cos_B1TR, sin_B1TR = cos_BTR[:, None], sin_BTR[:, None]
+    rotated = cos_BTR.shape[-1]
+
+    def turned(x_BHTD: Tensor) -> Tensor:
+        part = x_BHTD[..., :rotated]
+        low, high = part.chunk(2, -1)
+        return torch.cat(
+            [part * cos_B1TR + torch.cat([-high, low], -1) * sin_B1TR, x_BHTD[..., rotated:]], -1
+        )
+
+    return turned(q_BHTD), turned(k_BKTD)
 
 
 @triton.jit

@@ -129,7 +129,7 @@ def test_a_session_is_kept(
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
         (
             {"tools": [{"type": "function", "function": {"name": "x", "colour": 1}}]},
             "tools[0].function.colour",

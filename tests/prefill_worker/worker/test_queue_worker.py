@@ -285,7 +285,7 @@ def test_a_job_that_only_ends_workers_ends(shop: Shop, monkeypatch: pytest.Monke
     job = shop.order()
     worker = shop.worker()
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "_carry_out", lambda claim: (_ for _ in ()).throw(SystemExit))
+        patch.setattr(worker, "_carry_out", lambda *claimed: (_ for _ in ()).throw(SystemExit))
         for _ in range(MOST_ATTEMPTS):
             with pytest.raises(SystemExit):
                 worker.work_once()
