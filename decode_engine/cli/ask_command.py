@@ -201,8 +201,8 @@ def _answer(pieces: Sequence[Piece], index: int) -> Piece:
     return Piece(
         tuple(id_ for piece in own for id_ in piece.token_ids),
         "".join(piece.text for piece in own),
-        index,
         tuple(each for piece in own for each in piece.logprobs),
+        index,
     )
 
 
@@ -304,4 +304,9 @@ def _explained(why: Explanation | None) -> list[str]:
         f"context: {why.lookup} {why.context[:12]} in {why.tier or 'no'} memory{missed}",
         f"method: {why.method}, since {why.method_reason}",
         f"milliseconds: {times}",
+        *(
+            [f"audits: {why.audited_steps} steps, {why.audited_kl:.4g} nats from full attention"]
+            if why.audited_steps
+            else []
+        ),
     ]

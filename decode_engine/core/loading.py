@@ -16,6 +16,8 @@ from decode_engine.core.housekeeping import Housekeeping
 from decode_engine.core.kept_beginnings import KeepingRules, KeptBeginnings
 from decode_engine.core.kv_events import KVEvents
 from decode_engine.core.metrics import Exporter
+from decode_engine.core.request_spans import RequestSpans
+from decode_engine.core.seeing import Seeing
 from decode_engine.core.service import EngineService, Outboxes
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.session_memory import SHARE
@@ -28,7 +30,9 @@ from decode_engine.model.runner import ModelRunner
 from decode_engine.rpc.contexts.defaults import own_methods
 from decode_engine.rpc.creation.orders import Workshop
 from decode_engine.rpc.transport.starting import Phase
+from decode_engine.rpc.transport.work import SPARE, BlockingWork
 from decode_engine.settings.config import ServeConfig
+from index_store.cli.traces import TRACEPARENT, Traces
 from index_store.errors import SparseKVError, format_bytes
 from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.uploads import Uploads
@@ -57,11 +61,12 @@ def load_service(
     phase: Phase,
     on_crash: Callable[[BaseException], None],
     on_compiling: Callable[[Future[None]], None],
+    traces: Traces | None = None,
 ) -> EngineService:
     """Loads the model and prepares what the store's contexts name. Raises ModelUnsupportedError.
 
     on_crash: of the engine. on_compiling: gets what is being compiled by other processes, which is to be cancelled when
-    this one ends.
+    this one ends. traces: where spans of requests go.
     What is to be compiled is compiled by other processes from the beginning on, while this one loads the model.
     """
     started = time.monotonic()
@@ -167,10 +172,17 @@ def load_service(
         beginnings,
         outboxes,
         config.max_waiting,
+        BlockingWork(waiting=config.places + SPARE, name="core"),
         costs,
         auto,
-        None if config.metrics is None else Exporter(config.metrics, config.metrics_alias),
-        None if config.kv_events is None else KVEvents(config.kv_events, config.kv_events_topic),
+        Seeing(
+            None if config.metrics is None else Exporter(config.metrics, config.metrics_alias),
+            None if config.kv_events is None else KVEvents(config.kv_events, config.kv_events_topic),
+            None
+            if traces is None
+            else RequestSpans(traces, runner.identity.name, partial(_prefill_of, store)),
+            config.audit_share,
+        ),
     )
 
 
@@ -187,6 +199,14 @@ def set_threads(count: int) -> None:
     """Sets the threads of kernels and matrix products; numba keeps the number per calling thread."""
     torch.set_num_threads(count)
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+
+
+def _prefill_of(store: Store, context: str) -> str:
+    """The span in which a context was made, as its manifest notes it."""
+    try:
+        return str(store.manifest(context).prefill.get(TRACEPARENT, ""))
+    except SparseKVError:  # it was deleted meanwhile
+        return ""
 
 
 def _named_methods(store: Store, manifest: Manifest) -> list[Method]:

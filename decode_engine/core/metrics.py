@@ -23,6 +23,7 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
+    SummaryMetricFamily,
 )
 from prometheus_client.registry import Collector
 
@@ -92,6 +93,7 @@ _COUNTERS = {
     ),
     "keys_read": ("Keys that were read.", ("method",)),
 }
+_AUDITED = "audited_kl_nats"
 
 
 class Histogram:
@@ -135,6 +137,8 @@ class Metrics:
         self._lock = threading.Lock()
         self.histograms = {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
         self.counters: dict[str, Counter[str]] = {name: Counter() for name in _COUNTERS}
+        self._audited: Counter[str] = Counter()
+        self._audited_kl: Counter[str] = Counter()  # in 1e-9 nats
 
     def watch(self, reply: Reply, arrived_ns: int) -> None:
         """Counts what a request is told from here on."""
@@ -204,6 +208,9 @@ class Metrics:
         method = "" if watched.begins is None else watched.begins.method
         self.counters["keys_available"][method] += event.figures.get("available", 0)
         self.counters["keys_read"][method] += event.figures.get("attended", 0)
+        if steps := event.figures.get("audited", 0):
+            self._audited[method] += steps
+            self._audited_kl[method] += event.figures["audited_kl_nanonats"]
         self.counters["spec_decode_num_draft_tokens"][""] += event.figures.get("drafted", 0)
         self.counters["spec_decode_num_accepted_tokens"][""] += event.figures.get("accepted", 0)
 
@@ -219,6 +226,9 @@ class Metrics:
         with self._lock:  # for a copy alone: who is told a token waits for it
             values = {name: histogram.told() for name, histogram in self.histograms.items()}
             counts = {name: dict(counter) for name, counter in self.counters.items()}
+            audited = {
+                method: (steps, self._audited_kl[method] / 1e9) for method, steps in self._audited.items()
+            }
         for name, (_, said) in _HISTOGRAMS.items():
             histogram = HistogramMetricFamily(f"{prefix}:{name}", said, labels=["model_name"])
             histogram.add_metric([model], *values[name])
@@ -228,6 +238,11 @@ class Metrics:
             for label, count in (counts[name] if labels else {"": 0} | counts[name]).items():
                 counter.add_metric([model, label] if labels else [model], count)
             yield counter
+        said = "KL(full attention || method) of decode steps that were computed with both (--audit-share)."
+        summary = SummaryMetricFamily(f"{prefix}:{_AUDITED}", said, labels=["model_name", "method"])
+        for method, (steps, nats) in audited.items():
+            summary.add_metric([model, method], steps, nats)
+        yield summary
 
 
 @dataclass(frozen=True, slots=True)

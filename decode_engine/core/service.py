@@ -16,9 +16,9 @@ from msgspec.structs import replace
 
 from decode_engine.core.housekeeping import Housekeeping
 from decode_engine.core.kept_beginnings import KeptBeginnings
-from decode_engine.core.kv_events import KVEvents
 from decode_engine.core.meaning import choose_method, fit_max_tokens
-from decode_engine.core.metrics import Exporter, Present
+from decode_engine.core.metrics import Present
+from decode_engine.core.seeing import Seeing
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.places import Place
 from decode_engine.engine.prompt_pieces import stored_cost
@@ -91,6 +91,7 @@ class Meaning:
     lookup: Lookup
     missed: Missed | None
     tier: Tier
+    audited: bool
 
     @property
     def cached(self) -> int:
@@ -128,9 +129,8 @@ class EngineService:
 
     workshop: where kept beginnings are ordered. housekeeping: of what has expired. preparation: of methods, before
     requests run by them. costs: of decode steps, by which a method is chosen where requests leave that to the server;
-    auto: whether those do that name none. exporter: of metrics, kv_events: of what is held, None where none are
-    wanted. max_waiting: requests beside those in progress. outboxes: by which doors get events, one batch for each turn
-    of the engine.
+    auto: whether those do that name none. max_waiting: requests beside those in progress. threads: on which orders
+    begin. outboxes: by which doors get events, one batch for each turn of the engine.
     """
 
     store: Store
@@ -143,19 +143,18 @@ class EngineService:
     beginnings: KeptBeginnings
     outboxes: Outboxes
     max_waiting: int
+    threads: BlockingWork
     costs: StepCosts = field(default_factory=StepCosts)
     auto: bool = True
-    exporter: Exporter | None = None
-    kv_events: KVEvents | None = None
-    threads: BlockingWork = field(default_factory=partial(BlockingWork, name="core"))
+    seeing: Seeing = field(default_factory=Seeing)
 
     def start(self) -> None:
         """Begins to take orders. Raises AddressError where metrics or events cannot be told at their address."""
-        if self.exporter is not None:
-            self.exporter.start(self._present)
-        if self.kv_events is not None:
-            first = first_digest(self.runner.identity, self.runner.kv_dtype, "")
-            self.kv_events.start(self.store, self.arena, first)
+        exporter, events = self.seeing.exporter, self.seeing.kv_events
+        if exporter is not None:
+            exporter.start(self._present)
+        if events is not None:
+            events.start(self.store, self.arena, first_digest(self.runner.identity, self.runner.kv_dtype, ""))
         self.engine.start()
         self.housekeeping.start()
 
@@ -165,16 +164,13 @@ class EngineService:
         patience_s: for the step that the engine takes; None waits as long as it does. Returns whether all has ended:
         otherwise nothing may be let go of but by ending the process.
         """
-        if self.exporter is not None:
-            self.exporter.close()
-        if self.kv_events is not None:
-            self.kv_events.close()
         self.preparation.close()
         self.beginnings.close()
         self.housekeeping.stop()
         self.arena.stop_loading()  # which the engine may be waiting for
         ended = self.engine.shutdown(patience_s=patience_s)
         self.threads.close()
+        self.seeing.close()
         return ended
 
     def _present(self) -> Present:
@@ -199,8 +195,7 @@ class EngineService:
     def submit(self, order: Order, reply: Reply) -> None:
         """Begins an order; its reply is told all else. Never waits."""
         arrived_ns = self.engine.clock_ns()
-        if self.exporter is not None:
-            self.exporter.metrics.watch(reply, arrived_ns)
+        self.seeing.watch(order, reply, arrived_ns)
         try:
             self.threads.submit(partial(self._begin, order, reply, arrived_ns))
         except SparseKVError as error:
@@ -339,14 +334,16 @@ class EngineService:
         fitted = method.on(base)
         prompt = whole if order.context else whole[min(named.token_count, len(whole) - 1) :]
         max_tokens = fit_max_tokens(order, named, identity, len(prompt))
+        device = self.runner.device.type
+        audited = not ground.own_tokens and self.seeing.audits(fitted, order, device)
         limit, least = self.engine.session_memory, max(1, order.sampling.min_tokens)
         ending = identity.states if order.keep is not None else None  # of its prompt
         beside = ground.own_bytes + (0 if ending is None else ending.nbytes("float32"))
-        room = None if limit is None else limit // order.answers - beside
+        room = None if limit is None else limit // order.answers // (1 + audited) - beside
         max_tokens, own = fitting_tokens(fitted, ground.own_tokens + len(prompt), least, max_tokens, room)
-        return Meaning(
-            order, ground, fitted, prompt, max_tokens, own + beside, arrived_ns, reason, lookup, missed, tier
-        )
+        memory = (own + beside) * (1 + audited)  # with its shadow
+        found = (arrived_ns, reason, lookup, missed, tier, audited)
+        return Meaning(order, ground, fitted, prompt, max_tokens, memory, *found)
 
     def _beginning(self, order: Order) -> tuple[Ground, Missed | None]:
         """What an order without a context stands on, and why it is nothing longer.
@@ -496,5 +493,6 @@ class EngineService:
                 waiting=self.engine.give_way,
                 keeper=keeper,
                 watch=None if looking is None else looking.observe,
+                audited=meaning.audited,
                 release=stack.pop_all().close,  # last: until here, what fails ends the lease
             )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -37,8 +37,8 @@ _BLOCK = 512  # tokens whose probabilities one program adds up: long rows are su
 class Draws:
     """How one token of each row is drawn, as tensors on the device of the logits.
 
-    temperature_B: float32, 0 is greedy. top_p_B: float32 above 0, 1 keeps all tokens. top_k_B: int64, 0 keeps all
-    tokens. uniform_B: float32 in [0, 1).
+    temperature_B: 0 is greedy. top_p_B: above 0, 1 keeps all tokens. top_k_B: 0 keeps all tokens. uniform_B: in [0, 1).
+    All are float32, which counts tokens of any vocabulary exactly, so that a step sends them as one table.
     """
 
     temperature_B: Tensor
@@ -46,16 +46,25 @@ class Draws:
     top_k_B: Tensor
     uniform_B: Tensor
 
+    @staticmethod
+    def numbers(sampler: Sampler, ahead: int = 0) -> tuple[float, ...]:
+        """A sampler's row of that table: parameters and present number, or that so many tokens ahead."""
+        p = sampler.parameters
+        return p.temperature, p.top_p, p.top_k, sampler.draw(ahead)
+
+    @classmethod
+    def table(cls, rows_BX: Tensor) -> Draws:
+        """Of a table's columns."""
+        return cls(*rows_BX.unbind(1))
+
     @classmethod
     def of(cls, samplers: Sequence[Sampler], device: torch.device | str = "cpu", ahead: int = 0) -> Draws:
-        """The samplers' parameters and present numbers, or those so many tokens ahead."""
-        parameters = [sampler.parameters for sampler in samplers]
-        return cls(
-            torch.tensor([p.temperature for p in parameters], dtype=torch.float32, device=device),
-            torch.tensor([p.top_p for p in parameters], dtype=torch.float32, device=device),
-            torch.tensor([p.top_k for p in parameters], dtype=torch.int64, device=device),
-            torch.tensor([sampler.draw(ahead) for sampler in samplers], dtype=torch.float32, device=device),
-        )
+        """Of samplers, one a row."""
+        rows = [cls.numbers(sampler, ahead) for sampler in samplers]
+        return cls.table(torch.tensor(rows, dtype=torch.float32, device=device))
+
+
+DRAW_COLUMNS = len(fields(Draws))
 
 
 def choose_greedy(logits_BV: Tensor) -> Tensor:
@@ -102,7 +111,7 @@ def _kept(logits_BV: Tensor, weights_BV: Tensor, draws: Draws) -> Tensor:
     rows, vocabulary = logits_BV.shape
     rank_V = torch.arange(vocabulary, device=logits_BV.device)
     ids_BV = torch.sort(logits_BV, dim=1, descending=True, stable=True).indices
-    top_k_B = draws.top_k_B.masked_fill(draws.top_k_B == 0, vocabulary)
+    top_k_B = draws.top_k_B.long().masked_fill(draws.top_k_B == 0, vocabulary)
     sorted_BV = weights_BV.gather(1, ids_BV).masked_fill_(rank_V >= top_k_B[:, None], 0.0)
     sums = _RunningSums.of(sorted_BV)
     # a token stays while those before it have not reached top_p, so that the likeliest always stays

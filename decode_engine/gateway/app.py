@@ -88,6 +88,9 @@ class Front:
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']} is not served")
         exchange = Exchange(scope, send, self._beside, self._bodies)
+        if self._beside.traces is not None and not exchange.open:
+            told = {"http.request.method": exchange.method, "http.route": _route(scope)}
+            exchange.begin_span(self._beside.traces, " ".join(told.values()).rstrip(), told)
         self._open += 1
         try:
             await self._serve(exchange, scope, receive)
@@ -124,6 +127,11 @@ class Front:
         exchange.said = public.message
         if not exchange.begun:
             await refusal(public)(scope, receive, exchange.send)
+
+
+def _route(scope: Scope) -> str:
+    """The path as `ROUTES` has it; "" where there is none."""
+    return next((route.path for route in ROUTES if route.matches(scope)[0] is Match.FULL), "")
 
 
 def _allowed(scope: Scope) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import h11
@@ -30,6 +30,10 @@ class Bounds:
     head_s: float = 20.0
     unread_s: float = 60.0
     idle_s: float = 30.0
+
+    def beside(self, places: int) -> Bounds:
+        """The same for others than so many requests that may be running or waiting."""
+        return replace(self, connections=places + self.connections, requests=places + self.requests)
 
 
 class BoundedConnection(H11Protocol):

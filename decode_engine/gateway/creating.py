@@ -31,7 +31,8 @@ from decode_engine.gateway.wire.shapes import DONE
 from decode_engine.gateway.wire.tool_shapes import TOOL, tools_of
 from decode_engine.orders.fields import BY_NAME
 from decode_engine.orders.kinds import FLAG, TEXT, TOKENS, Range
-from decode_engine.rpc.client import NEVER, CreateOptions, OperationInfo, create_verbs, verbs
+from decode_engine.rpc.client import NEVER, CreateOptions, OperationInfo, UploadInfo, verbs
+from decode_engine.rpc.client.replies import read_reply
 from index_store.errors import InvalidArgumentError
 from index_store.jobs.uploads import MOST_DOCUMENT_BYTES
 from index_store.methods.default import DEFAULT_METHOD
@@ -97,7 +98,7 @@ async def create_context(request: Request) -> Response:
         parent = (await ask(request, verbs.find_context(parent))).name
     others = {name: given[name] for name in CreateOptions.__annotations__ if name in given}
     options = cast(CreateOptions, {**others, "ttl_s": _lives_s(given), "parent": parent})
-    order = create_verbs.create_context(
+    order = verbs.create_context(
         options,
         text=given.get("text"),
         token_ids=given.get("token_ids"),
@@ -133,7 +134,7 @@ async def list_operations(request: Request) -> Response:
     known_query(request)
     found, token = list[dict[str, Any]](), None
     while token != "":
-        page = await ask(request, create_verbs.list_operations(0, token or ""))
+        page = await ask(request, verbs.list_operations(0, token or ""))
         found += [operation_object(operation) for operation in page.operations]
         token = page.next_page_token
     return JsonReply({"object": "list", "data": found, "has_more": False})
@@ -146,12 +147,12 @@ async def get_operation(request: Request) -> Response:
 
 async def cancel_operation(request: Request) -> Response:
     """POST /v1/operations/{operation}/cancel."""
-    await ask(request, create_verbs.cancel_operation(_operation_name(request)))
+    await ask(request, verbs.cancel_operation(_operation_name(request)))
     return JsonReply(operation_object(await _operation(request)))
 
 
 async def _operation(request: Request) -> OperationInfo:
-    return await ask(request, create_verbs.get_operation(_operation_name(request)))
+    return await ask(request, verbs.get_operation(_operation_name(request)))
 
 
 async def create_file(request: Request) -> Response:
@@ -184,9 +185,9 @@ async def _take_file(request: Request) -> Response:
             filename = file.filename or ""
     except HTTPException as error:
         raise InvalidArgumentError(f"the body is no form: {error.detail}", field="file") from error
-    exchange, parts = exchange_of(request), _each(create_verbs.upload_parts(document))
+    exchange, parts = exchange_of(request), _each(verbs.upload_parts(document))
     sent = await exchange.handler("UploadDocument")(parts, exchange)
-    upload = create_verbs.read_upload(sent)
+    upload = read_reply(UploadInfo, sent)
     return JsonReply(
         {
             "id": _FILE_PREFIX + upload.name.removeprefix("uploads/"),
@@ -221,7 +222,7 @@ async def _progress(request: Request, operation: OperationInfo) -> AsyncGenerato
             if operation.done:
                 yield event(context_object(operation.result()), "context")
                 break
-            operation = await ask(request, create_verbs.wait_operation(operation.name, _WAIT_S))
+            operation = await ask(request, verbs.wait_operation(operation.name, _WAIT_S))
     except Exception as error:
         yield event(failure(exchange.public(error, exchange.beside.paths))[1], "error")
     yield event(DONE)

@@ -40,6 +40,7 @@ _SILENCE_S = 15.0
 """After which a stream without news gets a comment, so that nobody in between gives up."""
 _LAST_WORDS_S = 0.5
 """For a client to take the events that end its stream."""
+_SERVER_ERROR = 500
 CLIENT_GONE = 499
 """As proxies log it; nobody sees it."""
 
@@ -105,9 +106,8 @@ class Exchange(Asker):
 
     def __init__(self, scope: Scope, send: Send, beside: GrpcDoor, bodies: HeldBodies) -> None:
         host, port = scope["client"] or ("", 0)
-        shown = dict(scope["headers"]).get(b"authorization")
-        peer = f"http:{host}:{port}"
-        super().__init__(beside.listener.work, peer, None if shown is None else shown.decode("latin-1"))
+        shown = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        super().__init__(beside.listener.work, f"http:{host}:{port}", shown)
         self.note(peer=f"{host}:{port}")
         self.beside = beside
         self.method: str = scope["method"]
@@ -145,7 +145,10 @@ class Exchange(Asker):
         super().end()
         self._bodies.remove(self._body_bytes)
         level = logging.DEBUG if self.open else logging.INFO
-        self.log(f"{self.method} {ascii(self.path[:200])[1:-1]}", str(self._status), self.said, level)
+        if self.span is not None:
+            self.note(status=self._status)
+        error = str(self._status) if self._status >= _SERVER_ERROR else ""
+        self.log(f"{self.method} {ascii(self.path[:200])[1:-1]}", str(self._status), self.said, level, error)
 
 
 def exchange_of(request: Request) -> Exchange:

@@ -110,7 +110,12 @@ def http_door(config: ServeConfig, beside: GrpcDoor, *, shared: bool = False) ->
     listen = f"{config.listen.rpartition(':')[0]}:{config.http_port}"
     try:
         gateway = Gateway(
-            listen, beside, certificates=beside.certificates, cors_origins=config.cors_origin, shared=shared
+            listen,
+            beside,
+            certificates=beside.certificates,
+            cors_origins=config.cors_origin,
+            bounds=Bounds().beside(config.places),
+            shared=shared,
         )
     except AddressError as error:
         raise AddressError.of(listen, "--http-port") from error

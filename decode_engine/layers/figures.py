@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(slots=True)
@@ -19,7 +19,8 @@ class Figures:
     in slots on the device, one for each token and KV head, and `device_wait_for_host_ns` in which the device stood
     still because the host was not done.
 
-    drafted: tokens that were proposed and verified. accepted: of these, those that were right.
+    drafted: tokens that were proposed and verified. accepted: of these, those that were right. audited: steps that were
+    taken with full attention, too, and audited_kl_nanonats the sum of their KL(full || method).
     """
 
     search_ns: int = 0
@@ -39,6 +40,8 @@ class Figures:
     rows_reused: int = 0
     drafted: int = 0
     accepted: int = 0
+    audited: int = 0
+    audited_kl_nanonats: int = 0
 
     @property
     def sparse_fraction(self) -> float:
@@ -49,6 +52,16 @@ class Figures:
     def fraction(self) -> float:
         """Fraction of the keys touched over all layers."""
         return self.attended / self.available if self.available else 0.0
+
+    def become(self, other: Figures) -> None:
+        """Takes over another one's."""
+        for own in fields(self):
+            setattr(self, own.name, getattr(other, own.name))
+
+    def note_audit(self, kl: float) -> None:
+        """Notes a step's KL in nats."""
+        self.audited += 1
+        self.audited_kl_nanonats += round(kl * 1e9)
 
     def count_dense(self, keys: int) -> None:
         """Notes `keys` attended by a layer that reads everything."""

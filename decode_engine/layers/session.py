@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import fields
 from functools import partial
 from typing import overload
 
@@ -76,9 +75,10 @@ class Session:
 
     position: tokens so far, context included; the next token gets this position. method: as it runs over this context.
     drafts: whether it attends to everything but for drafts, by the same tails in searching layers. states: of a model
-    with states, behind the last token; None of others. marked: those at an earlier position. device: of queries,
-    tails and indexes; keys and values of the context may be in host memory beside it. Raises InvalidArgumentError when
-    the method was fitted to another context.
+    with states, behind the last token; None of others. marked: those at an earlier position. shadow: what its steps are
+    compared with, None where they are not; lag: tokens that this was not fed yet. device: of queries, tails and
+    indexes; keys and values of the context may be in host memory beside it. Raises InvalidArgumentError when the method
+    was fitted to another context.
     """
 
     def __init__(
@@ -116,6 +116,8 @@ class Session:
         self.position = context.manifest.token_count - again
         self.device = context.device
         self.watched = watch is not None
+        self.shadow: Session | None = None
+        self.lag: list[int] = []
         make = partial(_make_layer, context, fitted.drafting or fitted, self.figures, forms, watch)
         self._layers = Layers(
             context.manifest.model.layers, make, lambda layer: context.wait_for_layer(layer, check)
@@ -133,8 +135,7 @@ class Session:
         states = None if self.states is None else self.states.copy()
         other = Session(self.context, self.fitted, self._forms, states=states)
         other.marks, other.marked = self.marks, self.marked
-        for own in fields(Figures):
-            setattr(other.figures, own.name, getattr(self.figures, own.name))
+        other.figures.become(self.figures)
         with torch.inference_mode(False):
             for layer, from_layer in zip(other.layers, self.layers, strict=True):
                 layer.adopt(from_layer)  # type: ignore[arg-type]  # both are made for the same layer
@@ -167,6 +168,7 @@ class Session:
 
     def close(self) -> None:
         """Drops the tail and the layers' references to the context's memory; the session cannot be used afterwards."""
+        self.end_audit()
         self._layers.clear()
         self._advanced_to, self._room_until = None, 0
         self.states = self.marked = self._drafting = None
@@ -178,6 +180,19 @@ class Session:
         kept = (self.states, None if self.marked is None else self.marked[1])
         states = sum(each.nbytes for each in kept if each is not None)
         return states + sum(layer.nbytes for layer in self._layers.made())
+
+    def begin_audit(self, shadow: Session, token_ids: Sequence[int]) -> None:
+        """Has its steps compared with those of a session with full attention, which gets the same tokens.
+
+        token_ids: those behind the shadow's that it is fed before the first step. Takes the general path from here on.
+        """
+        self.shadow, self.lag, self.watched = shadow, [*token_ids], True
+
+    def end_audit(self) -> None:
+        """Lets go of the shadow. Idempotent."""
+        shadow, self.shadow, self.lag = self.shadow, None, []
+        if shadow is not None:
+            shadow.close()
 
     def mark(self) -> None:
         """Remembers the states here, where `marks` says that they may be asked for later."""

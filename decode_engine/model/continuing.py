@@ -30,10 +30,13 @@ from index_store.family.children import (
 from index_store.family.parents import EXACT, parent_of
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
+from index_store.methods.presets import get_method
 from index_store.store.catalog import Store, utc_now
 from index_store.store.description.manifest import Manifest
 from index_store.store.names import free_name, require_free, take_name, told_apart
 from index_store.store.room import StoreRoom, note_use
+
+FULL = get_method("full")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,8 @@ class SessionWork(Work[Session]):
     """An order on a stored context, or on none. resident: what is searched; own: rows that the session begins with.
 
     again: 1 where the prompt begins with the context's last token, which is read for what follows it. waiting: see
-    `ModelRunner.start`. keeper: makes a child of the session. watch: see `Session`. release: gives the context's
-    lease back.
+    `ModelRunner.start`. keeper: makes a child of the session. watch: see `Session`. audited: whether the first answer's
+    steps are compared with full attention, of no child. release: gives the context's lease back.
     """
 
     runner: ModelRunner
@@ -84,6 +87,7 @@ class SessionWork(Work[Session]):
     keeper: SessionKeeper | None
     watch: Watch | None
     release: Callable[[], None]
+    audited: bool = False
 
     @property
     def loading(self) -> bool:
@@ -94,6 +98,9 @@ class SessionWork(Work[Session]):
         """See `ModelRunner.start`."""
         session = self.runner.start(self.resident, self.fitted, self.waiting, self.again, self.watch)
         session.marks = self.keeper is not None
+        if self.audited:
+            shadow = self.runner.start(self.resident, FULL.on(self.resident.manifest), again=self.again)
+            session.begin_audit(shadow, self.prompt)
         return session
 
     def restore(self, session: Session, start: int, end: int) -> None:

@@ -19,11 +19,12 @@ from decode_engine.engine.sampler import Guesses, Sampler
 from decode_engine.engine.sampling.grammar import Grammars
 from decode_engine.engine.sampling.trial import VocabularySource
 from decode_engine.engine.sampling.vocabulary import Vocabulary
-from decode_engine.engine.stepping import Chosen, Flight, decode_by_forward
+from decode_engine.engine.stepping import Chosen, Flight, Forward, decode_by_forward
 from decode_engine.errors import InternalError
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.layers.session import Session, Watch
 from decode_engine.layers.sparse_layer import SparseLayer
+from decode_engine.model.auditing import audited
 from decode_engine.model.decode_attention import ATTENTION_NAME, packed, register_attention
 from decode_engine.model.decode_check import check_decoding
 from decode_engine.model.packed_weights import KeptWeights, pack_weights
@@ -336,7 +337,9 @@ class ModelRunner:
 
         On a GPU sessions of methods with kernels go through captured graphs (`steps.stepper`), the others as on a CPU.
         """
-        forward = partial(self.forward, all_logits=True, rows=True)
+        forward: Forward[Session] = partial(self.forward, all_logits=True, rows=True)
+        if any(session.shadow is not None for session in sessions):
+            forward = partial(audited, forward, self.forward)
         if self._stepper is None:
             return Chosen(decode_by_forward(forward, sessions, last_tokens, samplers, drafts))
         captured = [self.has_graph(session) for session in sessions]

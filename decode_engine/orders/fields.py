@@ -1,13 +1,13 @@
 """The fields of a request that say how it is answered: one table for gRPC, HTTP, command lines and reference pages.
 
-A new one is a row of `FIELDS`, and where it says how tokens are drawn a member of `Sampling` and `SamplingOptions`.
+A new one is a row of `FIELDS`, and where it says how tokens are drawn a member of `Sampling`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -78,21 +78,6 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
         """Whether logits are changed by what was said so far, or by token."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         return bool(penalties or self.logit_bias or self.min_tokens)
-
-
-class SamplingOptions(TypedDict, total=False):
-    """The same as programs say it to a client; what is missing or None is left to the server."""
-
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    seed: int | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    repetition_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    min_tokens: int | None
-    top_logprobs: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

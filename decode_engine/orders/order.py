@@ -54,6 +54,14 @@ class ToolChoice(Struct, frozen=True):
     single: bool = False
 
 
+class Traced(Struct, frozen=True, array_like=True):
+    """What a request is part of. parent: the door's span, as the header `traceparent`. operation: as OpenTelemetry's
+    conventions call it."""
+
+    parent: str
+    operation: Literal["chat", "text_completion"]
+
+
 class Order(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A checked request. None and "": as is usual.
 
@@ -61,7 +69,7 @@ class Order(Struct, frozen=True, omit_defaults=True, kw_only=True):
     One of text, turns (with tools, and whether they are called) and prompt (token ids) is what was asked; the door
     makes it `prompt`, and the engine gets that alone. deadline_ns: on the system's monotonic clock, which all processes
     share. stops are found by the door, which reads the text; the engine learns of one by `Handle.stop`. client: the
-    address that asks. caller: name of the token that was shown.
+    address that asks. caller: name of the token that was shown. traced: None where no spans are made.
     """
 
     context: str = ""
@@ -88,6 +96,7 @@ class Order(Struct, frozen=True, omit_defaults=True, kw_only=True):
     deadline_ns: int | None = None
     client: str = ""
     caller: str = ""
+    traced: Traced | None = None
 
     @property
     def has_budget(self) -> bool:

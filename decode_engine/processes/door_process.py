@@ -95,7 +95,7 @@ def _open(grpc: GrpcDoor, core: RemoteCore, facts: Facts, setup: Setup) -> None:
 def serve_door(parent: Parent) -> int:
     """Serves until told to stop. Returns the exit code."""
     setup, phase = parent.setup, Phase()
-    sharing = Sharing(setup.config.doors, setup.key)
+    sharing = Sharing(setup.config.doors, setup.config.places, setup.key)
     grpc = GrpcDoor(setup.config, phase, sharing=sharing)
     with http_door(setup.config, grpc, shared=True):
         process = DoorProcess(parent, grpc, phase)

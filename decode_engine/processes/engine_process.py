@@ -11,10 +11,12 @@ from decode_engine.processes.attached import Parent, Serving, Silent, run_attach
 from decode_engine.processes.attached import Phase as PhaseWord
 from decode_engine.processes.link.host import EngineHost
 from decode_engine.rpc.transport.starting import Phase
+from index_store.cli.traces import open_traces
 from index_store.models.resolve import resolve_model
 from index_store.store.catalog import Store
 
 _STEP_S = 1.0  # for the step that is taken when it is told to end
+_SPANS_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +33,9 @@ def serve_engine(parent: Parent) -> int:
 
     compiling: list[Future[None]] = []
     store, folder = Store(setup.config.store, create=setup.config.prefill), resolve_model(setup.config.model)
+    traces = open_traces()
     service = load_service(
-        setup.config, store, folder, phase, on_crash=lambda error: parent.end(), on_compiling=compiling.append
+        setup.config, store, folder, phase, lambda error: parent.end(), compiling.append, traces
     )
     service.start()
     facts = host.open(LocalCore(service))
@@ -47,6 +50,8 @@ def serve_engine(parent: Parent) -> int:
         ShuttingDownError("the server is shutting down") if told else EngineCrashedError("the engine failed")
     )
     host.close(event_of_error(last))
+    if traces is not None:
+        traces.close(_SPANS_S)
     return 0 if told else 1
 
 

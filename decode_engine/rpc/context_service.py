@@ -25,6 +25,7 @@ from decode_engine.rpc.library import Library
 from decode_engine.rpc.messages.describe import describe_upload
 from decode_engine.rpc.transport.asker import Asker
 from decode_engine.rpc.transport.bound import Bound
+from index_store.cli.traces import trace_id
 from index_store.errors import ContextNotFoundError
 from index_store.jobs.uploads import Upload, UploadWriting
 from sparsekv.v1 import context_pb2, context_pb2_grpc
@@ -70,13 +71,15 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
     def _create(
         self, library: Library, request: context_pb2.CreateContextRequest, call: Asker
     ) -> operations_pb2.Operation:
-        return library.operations().show(library.workshop.order(request, call.check, call.caller))
+        traceparent = call.traceparent if trace_id(call.traceparent) else ""
+        order = library.workshop.order(request, call.check, call.caller, traceparent)
+        return library.operations().show(order)
 
     async def UploadDocument(
         self, requests: AsyncIterator[context_pb2.UploadDocumentRequest], call: Asker
     ) -> context_pb2.Upload:
         uploads = self._library.workshop.uploads
-        with self._uploading.place():
+        async with self._uploading.place():
             writing = await call.run(uploads.begin)
             try:
                 upload = await self._receive(requests, writing, call)
@@ -161,7 +164,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         id_ = parse_name(request.name)
         call.note(context=id_)
         deadline_ns = None if call.deadline_s is None else int(call.deadline_s * 1e9)
-        with self._warming.place():
+        async with self._warming.place():
             warmed = await library.core.warm(id_, deadline_ns)
             return context_pb2.WarmContextResponse(
                 context=await call.run(partial(library.describe_id, id_)),
@@ -197,7 +200,7 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore
         asked = request.timeout.ToTimedelta().total_seconds() if request.HasField("timeout") else None
         wait_s = _DEFAULT_WAIT_S if asked is None else min(max(asked, 0.0), _LONGEST_WAIT_S)
         end = time.monotonic() + wait_s
-        with self._waiting.place():
+        async with self._waiting.place():
             while True:
                 operation = await self._look(id_, call)
                 left = end - time.monotonic()

@@ -25,6 +25,7 @@ from decode_engine.rpc.transport.listener import Listener
 from decode_engine.rpc.transport.starting import Phase, Services
 from decode_engine.rpc.transport.status import Paths
 from decode_engine.settings.config import ServeConfig
+from index_store.cli.traces import open_traces
 from index_store.jobs.job_queue import JobQueue
 from index_store.models.resolve import resolve_model
 from index_store.store.catalog import Store
@@ -66,7 +67,7 @@ class GrpcDoor:
 
     It answers from the start: health checks with NOT_SERVING, and all else with NOT_READY and the phase, until `open`
     is called. Raises StoreError or ModelUnsupportedError when store or model are not there, AddressError when the port
-    is taken.
+    is taken, InvalidArgumentError when spans cannot be sent where the environment wants them.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class GrpcDoor:
         sharing: Sharing | None = None,
     ) -> None:
         """sharing: where other processes listen at the port, too."""
-        self._sharing = sharing or Sharing()
+        self._sharing = sharing or Sharing(places=config.places)
         self._phase = phase
         self._served: Served | None = None
         self.store = Store(config.store, create=config.prefill)
@@ -87,6 +88,7 @@ class GrpcDoor:
         self._services = Services(SERVICES, phase.refusal)
         self.paths = Paths((config.store, self.folder.path))
         self.certificates = certificates_of(config)
+        self.traces = open_traces()
         _provide_handles(config.max_connections)
         limits = Limits(
             connections=config.max_connections,
@@ -106,6 +108,7 @@ class GrpcDoor:
                 self.certificates,
                 phase=lambda: phase.text,
                 shared=sharing is not None,
+                traces=self.traces,
             )
         except BaseException:
             self.door.close()
@@ -146,6 +149,8 @@ class GrpcDoor:
         """Ends the port, after `listener.begin_stop`. Idempotent."""
         self.listener.close()
         self.door.close()
+        if self.traces is not None:
+            self.traces.close(LAST_WORDS_S)
 
 
 class DecodeServer:
@@ -201,6 +206,7 @@ class DecodeServer:
             self.phase,
             on_crash=lambda error: self._listener.set_serving(False),
             on_compiling=self._note_compiling,
+            traces=self.grpc.traces,
         )
         self._backend = backend
         backend.start()

@@ -126,6 +126,16 @@ class ServeConfig:
     kv_events_topic: Annotated[
         str, Option("--kv-events-topic", help="With --kv-events: what subscribers filter by.")
     ] = ""
+    audit_share: Annotated[
+        float,
+        Option(
+            "--audit-share",
+            metavar="SHARE",
+            help="Compare the steps of this share of the answers, such as 0.01, by methods that search with full "
+            "attention, which costs as many steps of that; metrics and `explain` tell the KL divergence.",
+        ),
+        AtLeast(0, 1),
+    ] = 0.0
     tls_cert: TlsCertOption = None
     tls_key: TlsKeyOption = None
     tls_client_ca: TlsClientCaOption = None
@@ -327,6 +337,11 @@ class ServeConfig:
                     f"{flag} is {threads}, expected at most {cores}, the cores of this machine; 0 leaves the number "
                     "to the program"
                 )
+
+    @property
+    def places(self) -> int:
+        """Requests that may be running or waiting at once."""
+        return self.max_sessions + self.max_waiting
 
     def check_devices(self) -> None:
         """Refuses what the devices of this machine cannot do. Imports torch, which doors do without.

@@ -25,12 +25,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decode_engine.engine.sampler import Draws, Sampler, any_filters, choose_greedy, choose_tokens
+from decode_engine.engine.sampler import (
+    DRAW_COLUMNS,
+    Draws,
+    Sampler,
+    any_filters,
+    choose_greedy,
+    choose_tokens,
+)
 from decode_engine.engine.sampling.edits_triton import (
     RESULT_COLUMNS,
     TABLE_COLUMNS,
     TOKEN,
-    TOP_K,
     EditBuffers,
     edit_logits,
     read_logprob,
@@ -53,7 +59,6 @@ _FIRST, _END, _TAIL_KEYS, _STEP = (
     _COUNTS + field - records.STEP_FIELDS[0]
     for field in (records.FIRST, records.END, records.TAIL_KEYS, records.STEP)
 )
-_TEMPERATURE, _TOP_P, _UNIFORM = 0, 1, 2
 _WARM_UPS = 2
 _CAPTURES = 3  # tries: what other threads do with the device may spoil one
 
@@ -165,8 +170,8 @@ class StepGraph:
         columns = _COUNTS + STEP_COUNTS
         self._inputs = np.zeros((plan.size, columns), dtype=np.int64)
         self._inputs_BX = torch.zeros(plan.size, columns, dtype=torch.int64, device=plan.device)
-        self._draws = np.zeros((plan.size, 3), dtype=np.float32)
-        self._draws_BX = torch.zeros(plan.size, 3, device=plan.device)
+        self._draws = np.zeros((plan.size, DRAW_COLUMNS), dtype=np.float32)
+        self._draws_BX = torch.zeros(plan.size, DRAW_COLUMNS, device=plan.device)
         self._edits = EditBuffers.allocate(plan.size, plan.model.vocab_size, plan.device)
         self._table = np.zeros((plan.size, TABLE_COLUMNS), dtype=np.int64)
         self._masks = np.zeros(tuple(self._edits.mask_BW.shape), dtype=np.int32)
@@ -339,9 +344,8 @@ class StepGraph:
         for row, sampler in zip(replay.rows, replay.samplers, strict=True):
             if row in left:
                 continue
-            given, before = sampler.parameters, ahead + self.batch.numbers[row]
-            self._table[row, TOP_K] = given.top_k
-            self._draws[row] = given.temperature, given.top_p, sampler.draw(before)
+            before = ahead + self.batch.numbers[row]
+            self._draws[row] = Draws.numbers(sampler, before)
             try:
                 edits = sampler.edits(device, vocabulary, before)
             except Exception as error:
@@ -384,12 +388,7 @@ class StepGraph:
         if way is Way.GREEDY:
             self._result_BX[:, TOKEN] = choose_greedy(edited_BV)
         else:
-            draws = Draws(
-                temperature_B=self._draws_BX[:, _TEMPERATURE],
-                top_p_B=self._draws_BX[:, _TOP_P],
-                top_k_B=self._edits.table_BX[:, TOP_K],
-                uniform_B=self._draws_BX[:, _UNIFORM],
-            )
+            draws = Draws.table(self._draws_BX)
             self._result_BX[:, TOKEN] = choose_tokens(edited_BV, draws, filtered=way is Way.FILTERED)
         if edited:
             tell_tokens(logits_BV, self._edits, self._result_BX)

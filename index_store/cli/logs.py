@@ -15,18 +15,7 @@ import typer
 
 _TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OWN_PACKAGES = ("decode_engine", "prefill_worker", "index_store")
-_EXTRAS = (
-    *("rpc", "reason", "milliseconds", "request_id", "peer", "caller", "context", "method"),
-    *(
-        "prompt_tokens",
-        "generated_tokens",
-        "cached_tokens",
-        "queue_ms",
-        "first_token_ms",
-        "total_ms",
-        "ended",
-    ),
-)
+_OF_ALL = frozenset({*vars(logging.makeLogRecord({})), "message", "asctime"})
 
 
 class JsonFormatter(logging.Formatter):
@@ -39,10 +28,10 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        entry.update({name: getattr(record, name) for name in _EXTRAS if hasattr(record, name)})
+        entry |= {name: value for name, value in vars(record).items() if name not in _OF_ALL and value != ""}
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry)
+        return json.dumps(entry, default=str)
 
 
 class LogLevel(StrEnum):

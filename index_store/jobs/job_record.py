@@ -192,7 +192,7 @@ class JobRecord:
 
     priority: higher ones are taken first. furthest: tokens and layers that any worker has come to. attempts: workers
     that have taken it since. notes: sentences for whoever asks. failure: of a failed job. ended_at: None while it is
-    open. All times are in UTC.
+    open. All times are in UTC. traceparent: of the span in which it was ordered, "" without one.
     """
 
     id: str
@@ -208,14 +208,14 @@ class JobRecord:
     failure: JobFailure | None = None
     ended_at: datetime | None = None
     furthest: tuple[Count, Count] = (0, 0)
+    traceparent: str = ""
 
     def __post_init__(self) -> None:
         if not is_job_id(self.id):
             raise field_error("id", self.id, "32 lower-case hex digits")
-        if not is_text(self.request) or len(self.request) > MOST_REQUEST_CHARACTERS:
-            raise field_error(
-                "request", self.request, f"at most {MOST_REQUEST_CHARACTERS} printable characters"
-            )
+        for name in ("request", "traceparent"):
+            if not is_text(text := getattr(self, name)) or len(text) > MOST_REQUEST_CHARACTERS:
+                raise field_error(name, text, f"at most {MOST_REQUEST_CHARACTERS} printable characters")
         if self.digest and not _DIGEST.fullmatch(self.digest):
             raise field_error("digest", self.digest, "64 lower-case hex digits, or nothing")
         if len(self.notes) > MOST_NOTES:
@@ -231,7 +231,8 @@ class JobRecord:
     @property
     def unsaid(self) -> Collection[str]:
         """Fields that the file says nothing of."""
-        return () if any(self.furthest) else ("furthest",)
+        said = {"furthest": any(self.furthest), "traceparent": bool(self.traceparent)}
+        return tuple(name for name, there in said.items() if not there)
 
     @property
     def open(self) -> bool:

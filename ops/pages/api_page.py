@@ -61,7 +61,7 @@ def rpcs_table() -> str:
 
 
 def render(page: str) -> str:
-    """The page with its generated parts made anew. Raises KeyError for a part of another name."""
+    """The page with its generated parts made anew. Raises KeyError for a part of another name, or without a place."""
     parts = {
         "errors": errors_table(),
         "calls": rpcs_table(),
@@ -74,6 +74,8 @@ def render(page: str) -> str:
         "create": describe(CREATE),
         "update": describe(UPDATE),
     }
+    if missing := parts.keys() - {match["name"] for match in _PART.finditer(page)}:
+        raise KeyError(f"docs/api.md has no place for {sorted(missing)}")
     return _PART.sub(lambda match: match[1] + parts[match["name"]] + match[3], page)
 
 

@@ -37,14 +37,19 @@ def compiled(name: str) -> FileDescriptorProto:
         return FileDescriptorSet.FromString(output.read_bytes()).file[-1]
 
 
+def comments_of(file: FileDescriptorProto) -> dict[Place, str]:
+    """What is said of everything in a file, each in one line."""
+    return {
+        tuple(location.path): " ".join(location.leading_comments.split())
+        for location in file.source_code_info.location
+    }
+
+
 def messages_page() -> str:
     """A heading and a table for every message and enumeration, in alphabetical order."""
     parts: dict[str, str] = {}
     for file in map(compiled, FILES):
-        comments = {
-            tuple(location.path): _sentence(location.leading_comments)
-            for location in file.source_code_info.location
-        }
+        comments = {place: says.replace("|", "\\|") for place, says in comments_of(file).items()}
         for number, message in enumerate(file.message_type):
             parts.update(_message(message, message.name, (4, number), comments))
     return "\n".join(parts[name] for name in sorted(parts))
@@ -91,8 +96,3 @@ def _type(field: FieldDescriptorProto, message: DescriptorProto, maps: dict[str,
     if field.HasField("oneof_index"):
         return f"{name}, one of `{message.oneof_decl[field.oneof_index].name}`"
     return name
-
-
-def _sentence(comment: str) -> str:
-    """A comment in one line, as a table's cell takes it."""
-    return " ".join(comment.split()).replace("|", "\\|")

@@ -10,6 +10,7 @@ from typing import BinaryIO
 from index_store.cli.options import parse_ttl
 from index_store.cli.progress import Reporter
 from index_store.cli.report import layers_text
+from index_store.cli.traces import TRACEPARENT
 from index_store.errors import ContextCorruptError, ContextExpiredError, ContextNotFoundError
 from index_store.models.attention_reading import logit_cap
 from index_store.models.identity import attention_of, identifying
@@ -167,6 +168,7 @@ def _manifest(
         "compute_dtype": compute_dtype,
         "device": config.torch_device.type,
         **({} if cap is None else {LOGIT_CAP: cap}),
+        **({TRACEPARENT: job.traceparent} if job.traceparent else {}),
         **taken,
     }
     return Manifest(

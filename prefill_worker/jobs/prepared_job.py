@@ -49,7 +49,7 @@ class PreparedJob:
     """A document and what to make of it, checked as far as that goes before the model is loaded.
 
     title: name of the context where it is new and the configuration gives none. labels: that it gets. owner: who asked
-    for it, "" where nobody was asked for a name.
+    for it, "" where nobody was asked for a name. traceparent: the span in which it is done, "" without one.
     """
 
     config: PrefillConfig
@@ -63,6 +63,7 @@ class PreparedJob:
     conversation: StoredConversation | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     owner: str = ""
+    traceparent: str = ""
 
     def reading(self) -> dict[str, object]:
         """What, besides model, dtype, salt and tokens, decides what a context is before any index is built."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from index_store.cli.progress import Update
+from index_store.cli.traces import Span
 from index_store.jobs.job_queue import Claim
 from index_store.jobs.job_record import JobPhase, JobProgress
 
@@ -29,8 +30,15 @@ class JobCancelled(Exception):  # noqa: N818  no error: somebody wanted it
 class JobProgressWriter:
     """The reporter of a queued job. Called between passes and between layers, it ends a job that was cancelled."""
 
-    def __init__(self, claim: Claim, writing: Path, clock_s: Callable[[], float] = time.monotonic) -> None:
-        """writing: the folder that the context is written to."""
+    def __init__(
+        self,
+        claim: Claim,
+        writing: Path,
+        span: Span | None = None,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """writing: the folder that the context is written to. span: whose parts the phases are."""
+        self._span = span
         self._claim = claim
         self._writing = writing
         self._clock_s = clock_s
@@ -66,7 +74,10 @@ class JobProgressWriter:
             if now - self._written_s >= _WRITTEN_EVERY_S or done == total:
                 self._write(progress)
 
+        begun_ns = time.monotonic_ns()
         yield update
+        if self._span is not None:
+            self._span.child(phase.value, begun_ns, time.monotonic_ns())
         self._stop_if_unwanted()
 
     @property

@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 
 from index_store.cli.documents import STANDARD_INPUT
+from index_store.cli.traces import Span, Traces, open_traces, trace_id
 from index_store.errors import (
     JobCorruptError,
     JobLostError,
@@ -39,6 +40,7 @@ from prefill_worker.jobs.prepared_job import PreparedJob, job_over_tokens
 from prefill_worker.jobs.report import PrefillReport
 from prefill_worker.worker.grown_children import order_grown
 from prefill_worker.worker.job_progress import JobCancelled, JobProgressWriter
+from prefill_worker.worker.job_spans import job_span
 
 MOST_ATTEMPTS = 10
 """Workers in a row that a job may end, or that may find the store full or unreadable, none of which brought it any
@@ -49,6 +51,7 @@ _PAUSE_S = 5.0  # while the store is full or does not answer
 _PASSING = (StoreFullError, StoreUnavailableError)
 _TIDY_EVERY = 1200  # looks
 _GROWN_EVERY = 20  # looks
+_SPANS_S = 1.0
 _GRACE_S = 10.0  # for clean-ups, once whoever started an attached worker is gone
 
 logger = logging.getLogger(__name__)
@@ -60,8 +63,9 @@ class QueueWorker:
     Raises StoreError and ModelUnsupportedError when store or model cannot be used.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self._config = config
+    def __init__(self, config: WorkerConfig, traces: Traces | None = None) -> None:
+        """traces: where spans of jobs go."""
+        self._config, self._traces = config, traces
         self._store = Store(config.store)  # not made: a mistyped path would be waited at for ever
         self._store.folders.check_writable()
         self._queue = JobQueue(config.store)
@@ -131,9 +135,10 @@ class QueueWorker:
             order.context[:12],
             order.tokens,
             ", ".join(order.methods),
+            extra={"trace_id": trace_id(claim.record.traceparent)},
         )
         try:
-            report = self._carry_out(claim)
+            report = self._traced(claim)
         except JobCancelled:
             logger.info("job %s was cancelled", claim.record.id)
             claim.end(self._queue.cancelled(claim.record))
@@ -153,11 +158,17 @@ class QueueWorker:
             logger.info("job %s: context %s is %s", claim.record.id, order.context[:12], did)
             self._end_done(claim, report)
 
-    def _carry_out(self, claim: Claim) -> PrefillReport:
+    def _traced(self, claim: Claim) -> PrefillReport:
+        if self._traces is None:
+            return self._carry_out(claim, None)
+        with job_span(self._traces, claim.record, self._queue.now()) as span:
+            return self._carry_out(claim, span)
+
+    def _carry_out(self, claim: Claim, span: Span | None) -> PrefillReport:
         order, clock = claim.record.order, Clock()
         if order.whole:
             present, device = self._store.manifest(order.context), pick_device(self._config.device)
-            reporter = JobProgressWriter(claim, claim.folder / "context")
+            reporter = JobProgressWriter(claim, claim.folder / "context", span)
             reporter.note("the context has outgrown what it continues, and is made to stand alone")
             return make_whole(self._store, present, device, clock, reporter)
         kind = (self._identity, order.dtype, order.tokens, () if order.parent else order.methods)
@@ -165,7 +176,7 @@ class QueueWorker:
         if order.name and not order.moves:
             require_free(self._store, order.name, order.model, order.context)
         with clock("tokenize"):
-            job = self._prepare(claim)
+            job = replace(self._prepare(claim), traceparent="" if span is None else span.traceparent)
         child = self._child(claim, job) if order.parent else None
         found = job.id() if child is None else child.id()
         if found != order.context:
@@ -178,8 +189,8 @@ class QueueWorker:
         writing = claim.folder / "context"
         if child is not None:
             means = Means(self._model.load, stays=True)
-            return carry_out_child(child, JobProgressWriter(claim, writing), clock, means)
-        reporter = JobProgressWriter(claim, writing)
+            return carry_out_child(child, JobProgressWriter(claim, writing, span), clock, means)
+        reporter = JobProgressWriter(claim, writing, span)
         checkpoint = Checkpoint(claim.folder / "reading", order.context, reporter.note)
         means = Means(self._model.load, stays=True, checkpoint=checkpoint, writing=writing)
         return carry_out(job, reporter, clock, means)
@@ -237,11 +248,16 @@ class QueueWorker:
 
 def serve_queue(config: WorkerConfig) -> None:
     """Runs a worker until the process is interrupted or terminated, or, attached, until standard input ends."""
-    worker = QueueWorker(config)
+    traces = open_traces()
+    worker = QueueWorker(config, traces)
     if config.attached:
         threading.Thread(target=_end_with_input, args=(_GRACE_S,), name="attached", daemon=True).start()
     logger.info("taking jobs from %s with model %s", config.store, config.model)
-    worker.run(threading.Event())
+    try:
+        worker.run(threading.Event())
+    finally:
+        if traces is not None:
+            traces.close(_SPANS_S)
 
 
 def _end_with_input(grace_s: float) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -74,6 +76,12 @@ def test_type_and_service_stubs_are_current(name: str, tmp_path: Path) -> None:
     for service in compiled.service:
         methods = {name for name in vars(getattr(services, f"{service.name}Servicer")) if name[0] != "_"}
         assert methods == {method.name for method in service.method}
+
+
+def test_plain_values_are_current(tmp_path: Path) -> None:
+    written, generator = tmp_path / "values.py", PROTOS.parent / "ops/pages/plain_values.py"
+    subprocess.run([sys.executable, str(generator), str(written)], check=True)
+    assert written.read_text() == (PROTOS / "sparsekv/v1/values.py").read_text(), "run ops/protos"
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 GROUPS = {
     "Network": "listen http_port doors tls_cert tls_key tls_client_ca tokens allow_remote max_connections max_streams "
     "idle_timeout unread_timeout",
-    "Requests": "max_sessions max_waiting max_client_requests prompt_chunk prompts method grace",
+    "Requests": "max_sessions max_waiting max_client_requests prompt_chunk prompts method audit_share grace",
     "Memory": "memory device_memory session_memory placement lanes slot_share waves",
     "Computing": "device threads search_threads weights compilation dtype warm_up",
     "Making contexts": "prefill grown_share store_bytes keep_beginnings keep_beginnings_after keep_beginnings_bytes",

@@ -26,7 +26,7 @@ from decode_engine.engine.sampling.edits import COUNT, ENDS, SAID, Edits
 from decode_engine.orders.events import TokenLogprob
 from decode_engine.settings.request_bounds import MAX_TOP_LOGPROBS
 
-TOP_K, MARKS, BIAS, BANNED, MASKED, TOLD, PRESENCE, FREQUENCY, REPETITION, TABLE_COLUMNS = range(10)
+MARKS, BIAS, BANNED, MASKED, TOLD, PRESENCE, FREQUENCY, REPETITION, TABLE_COLUMNS = range(9)
 """Of the table. TOLD: one more than how many likeliest tokens are told, 0 where no log probability is. The last three
 are bits of float64."""
 
@@ -69,7 +69,7 @@ class EditBuffers:
 
 
 def write_edits(edits: Edits, values_X: NDArray[np.int64]) -> None:
-    """Writes a row of the table but for its TOP_K, in host memory; the mask is written apart."""
+    """Writes a row of the table, in host memory; the mask is written apart."""
     values_X[MARKS] = 0 if edits.marks_V is None else edits.marks_V.data_ptr()
     values_X[BIAS] = 0 if edits.bias_V is None else edits.bias_V.data_ptr()
     values_X[BANNED] = edits.banned

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
-
-import numpy as np
+from itertools import accumulate
+from typing import TYPE_CHECKING, Protocol
 
 from index_store.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Encoder(Protocol):
@@ -99,8 +101,7 @@ class Body:
         parts = self._parts(end)
         counts = [len(self._encoder.encode(part)) for part in parts]
         if sum(counts) == self._count(end):
-            before = np.cumsum(counts)
-            return [int(before[i]) for i in range(0, len(parts) - 1, 2)]
+            return list(accumulate(counts))[0 : len(parts) - 1 : 2]
         return [len(self._encoder.encode("".join(parts[: i + 1]))) for i in range(0, len(parts) - 1, 2)]
 
     def _count(self, end: int) -> int:

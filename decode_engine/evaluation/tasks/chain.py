@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from decode_engine.evaluation.tasks.facts import random_number
 from decode_engine.evaluation.tasks.family import LIST_SEPARATOR, Asked, Draft, Family, places_of
+
+if TYPE_CHECKING:
+    import numpy as np
 
 LINKS = 4
 SET = " The variable {name} is {value}."

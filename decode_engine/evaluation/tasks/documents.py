@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from decode_engine.evaluation.tasks.body import Body, Encoder, characters_per_token, too_short, word_end
 from decode_engine.evaluation.tasks.family import ANSWER_END, PROMPT_FORM, Asked
 from decode_engine.evaluation.tasks.registry import get_family
@@ -90,6 +88,8 @@ def make_document(
     by default. distractors: further statements that nearly equal one that is asked about; the family's own number
     by default. Raises InvalidArgumentError when the text is too short or the statements do not fit.
     """
+    import numpy as np  # not above: the command line reads the families
+
     task = get_family(family)
     asked = facts if questions is None else questions
     extra = task.distractors * facts if distractors is None else distractors
@@ -145,6 +145,8 @@ def make_documents(
     with the same ones, are of one stretch.
     Raises InvalidArgumentError when the text is too short for a single document.
     """
+    import numpy as np
+
     needed = round(tokens * characters_per_token(encoder, text) * 1.05) + 1_000 + spare
     if needed > len(text):
         raise too_short(len(text), needed)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
+
 
 PROMPT_FORM = "\nQuestion: {question}\nAnswer: {opening}"
 ANSWER_END = ".\n"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from decode_engine.evaluation.tasks.facts import Fact, random_attribute, random_phrase, random_value
 from decode_engine.evaluation.tasks.family import Draft, Family
 from decode_engine.evaluation.tasks.single import ask_each
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def draft_keys(rng: np.random.Generator, words: Sequence[str], questions: int, distractors: int) -> Draft:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from decode_engine.evaluation.tasks.facts import Fact, make_facts, random_statement
 from decode_engine.evaluation.tasks.family import Asked, Draft, Family, places_of
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def draft_single(rng: np.random.Generator, words: Sequence[str], questions: int, distractors: int) -> Draft:

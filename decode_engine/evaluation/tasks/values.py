@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from decode_engine.evaluation.tasks.facts import Fact, make_facts, random_statement, random_value
 from decode_engine.evaluation.tasks.family import LIST_SEPARATOR, Asked, Draft, Family, places_of
+
+if TYPE_CHECKING:
+    import numpy as np
 
 VALUES = 4
 QUESTION = "What are all values of the {attribute} of the {name}, in order of appearance?"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from decode_engine.evaluation.tasks.facts import random_phrase
 from decode_engine.evaluation.tasks.family import LIST_SEPARATOR, Asked, Draft, Family, places_of
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FREQUENT = (7, 5, 3)
 """How often the words that are asked for occur."""

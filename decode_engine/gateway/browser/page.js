@@ -274,8 +274,9 @@ function described({ figures, words }) {
   const tokens = `${words.length} token${words.length === 1 ? "" : "s"}`;
   if (!figures) return `Stopped after ${tokens}.`;
   const why = figures.explanation, missed = why.missed && `; no longer beginning: ${why.missed}`;
+  const audited = why.audited_steps ? ` Audits: ${why.audited_kl.toPrecision(3)} nats from full attention in ${why.audited_steps} steps.` : "";
   return `${tokens}, ${percent(figures.fraction_of_keys)} of the keys by ${figures.method} (${why.method_reason}). ` +
-    `Context ${why.lookup}${why.tier && `, was on ${why.tier}`}${missed}. Load ${ms(why.load_ms)}, queue ${ms(why.queue_ms)}, prompt ${ms(why.prompt_ms)}, answer ${ms(why.decode_ms)}.`;
+    `Context ${why.lookup}${why.tier && `, was on ${why.tier}`}${missed}. Load ${ms(why.load_ms)}, queue ${ms(why.queue_ms)}, prompt ${ms(why.prompt_ms)}, answer ${ms(why.decode_ms)}.${audited}`;
 }
 
 function busy(yes) {

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from decode_engine.rpc.answers.explanation import Explanation
+from sparsekv.v1.values import Explanation, Look
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -171,22 +171,6 @@ class CompletionChoice(Struct, frozen=True):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
-
-
-class LayersLooked(Struct, frozen=True):
-    """Where layers first..last looked: positions of the context, and the shares of attention that went there."""
-
-    first: int
-    last: int
-    positions: Sequence[int]
-    weights: Sequence[float]
-
-
-class Look(Struct, frozen=True):
-    """Where in its context a token of the answer was looked for. token: which one."""
-
-    token: int
-    layers: list[LayersLooked]
 
 
 class _Reply(Struct, frozen=True):

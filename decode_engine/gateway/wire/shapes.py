@@ -31,8 +31,6 @@ from decode_engine.gateway.wire.reply_structs import (
     ErrorReply,
     Figures,
     FinishReason,
-    LayersLooked,
-    Look,
     PromptDetails,
     TokenChosen,
     TokenTold,
@@ -45,6 +43,7 @@ from decode_engine.orders.events import Looks, TokenLogprob
 from decode_engine.rpc.answers.answering import Said, Summary
 from index_store.models.conversation.call_syntax import CallPart
 from index_store.models.conversation.messages import ToolCall
+from sparsekv.v1.values import LayersLooked, Look
 
 DONE = "[DONE]"
 _LOWEST = -9999.0
@@ -282,7 +281,9 @@ def looks_of(looks: Sequence[Looks]) -> list[Look] | UnsetType:
     """Where tokens were looked for; nothing where that is not told."""
     if not looks:
         return UNSET
-    return [Look(each.token, [LayersLooked(*structs.astuple(one)) for one in each.layers]) for each in looks]
+    return [
+        Look(each.token, tuple(LayersLooked(*structs.astuple(one)) for one in each.layers)) for each in looks
+    ]
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob], bytes_of: BytesOf) -> ChatLogprobs | None:

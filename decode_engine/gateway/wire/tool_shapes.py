@@ -24,6 +24,7 @@ _FUNCTION = (
     refused("defer_loading", "the model is told of all tools at the beginning"),
 )
 FUNCTION = Members("a function", _FUNCTION)
+_OFFERED = "taken: clients offer it by themselves, and the model, which is not told of it, never uses it"
 TOOL = Variants(
     "type",
     {
@@ -33,7 +34,20 @@ TOOL = Variants(
                 Parameter("function", OBJECT, "The function; or its members stand here.", inside=FUNCTION),
                 *_FUNCTION,
             ),
-        )
+        ),
+        **dict.fromkeys(
+            ("web_search", "web_search_preview", "web_search_2025_08_26", "web_search_preview_2025_03_11"),
+            _OFFERED,
+        ),
+        "image_generation": _OFFERED,
+        **dict.fromkeys(
+            ("mcp", "file_search", "code_interpreter", "computer_use_preview", "namespace", "tool_search"),
+            "the server calls nothing itself; give what can be called as functions",
+        ),
+        **dict.fromkeys(
+            ("custom", "local_shell", "shell", "apply_patch"),
+            "the model is told of functions alone; give it as one, with what it takes as an argument",
+        ),
     },
     usual="function",
 )
@@ -85,7 +99,7 @@ CHOICE = Variants(
 def choice_of(given: dict[str, Any]) -> ToolChoice:
     """Whether tools are called. Raises InvalidArgumentError."""
     choice, names = given.get("tool_choice"), list[str]()
-    mode: Any = "auto" if given.get("tools") else "none"
+    mode: Any = "auto" if any(given.get("tools", ())) else "none"
     if isinstance(choice, dict) and choice["type"] in _WORDS:
         choice = choice["type"]
     if isinstance(choice, str):
@@ -105,10 +119,17 @@ def choice_of(given: dict[str, Any]) -> ToolChoice:
     return ToolChoice(mode, tuple(names), single)
 
 
-def tools_of(tools: list[dict[str, Any]]) -> tuple[Tool, ...]:
-    """The functions that the tables have read. Raises InvalidArgumentError, which names what cannot be used."""
+def tools_of(tools: list[dict[str, Any] | None]) -> tuple[Tool, ...]:
+    """The functions that the tables have read; None is a tool that they have left out.
+
+    Raises InvalidArgumentError, which names what cannot be used.
+    """
     read = read_tools(
-        [{name: one for name, one in tool.get("function", tool).items() if name != "type"} for tool in tools]
+        [
+            {name: one for name, one in tool.get("function", tool).items() if name != "type"}
+            for tool in tools
+            if tool is not None
+        ]
     )
     check_tools(read)
     return read

@@ -17,11 +17,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Literal, TypeVar
 
-from msgspec import structs
 from msgspec.structs import replace
 
 from decode_engine.engine.sampling.vocabulary import Vocabulary
@@ -39,8 +38,8 @@ from decode_engine.orders.events import (
     Waits,
     error_of_event,
 )
-from decode_engine.orders.order import Order
-from decode_engine.rpc.answers.explanation import Explanation
+from decode_engine.orders.order import Order, Traced
+from decode_engine.rpc.answers.explanation import explanation
 from decode_engine.rpc.answers.notices import Notices
 from decode_engine.rpc.answers.prompting import check_named_tokens, check_prompt, prompt_tokens, whole_tokens
 from decode_engine.rpc.answers.text import TextStream
@@ -53,6 +52,7 @@ from decode_engine.rpc.transport.bound import Bound
 from index_store.models.conversation.call_syntax import CallPart
 from index_store.models.tokenizer import Tokenizer
 from index_store.store.catalog import Store
+from sparsekv.v1.values import Explanation
 
 ResultT = TypeVar("ResultT")
 
@@ -163,6 +163,9 @@ class Answering:
         """The order as the engine gets it, and how tools are called."""
         deadline_ns = None if call.deadline_s is None else int(call.deadline_s * 1e9)
         order = replace(order, client=call.host, caller=call.caller, deadline_ns=deadline_ns)
+        if call.span is not None:
+            traced = Traced(call.span.traceparent, "chat" if order.turns else "text_completion")
+            order = replace(order, traced=traced)
         work = partial(self._make_prompt, order, call.check)
         try:
             if order.constraint is not None or order.tools or order.choice.mode != "none":
@@ -387,11 +390,11 @@ class _Asked:
             if answer.reader.finished and reason != "length":
                 reason = "tool_calls"
         usage = TokenUsage(usage.prompt, usage.cached, usage.limit, completion)
-        why = Explanation.of(self._order, begins, end, self._before_ns)
+        why = explanation(self._order, begins, end, self._before_ns)
         asked = why if self._order.explain else None
         said.summary = Summary(reason, usage, begins, end, self._before_ns, asked)
         self._note(
-            **structs.asdict(why),
+            **asdict(why),
             first_token_ms=(self._before_ns + end.times.first_token_ns) / 1e6,
             total_ms=(self._before_ns + end.times.total_ns) / 1e6,
         )

@@ -15,10 +15,11 @@ from decode_engine.rpc.client.asynchronous import AsyncClient
 from decode_engine.rpc.client.batch_results import AsyncBatch, Batch
 from decode_engine.rpc.client.blocking import Client
 from decode_engine.rpc.client.connection import ServerHealth
-from decode_engine.rpc.client.create_verbs import CreateOptions, OperationInfo, OperationPage, UploadInfo
-from decode_engine.rpc.client.replies import (
+from decode_engine.rpc.client.replies import BatchItem, OperationInfo, OperationPage, ServerStatus, calls_of
+from decode_engine.rpc.client.verbs import NEVER, ContextChanges, CreateOptions, GenerateOptions, Keep, Never
+from decode_engine.rpc.door.options import Credentials
+from sparsekv.v1.values import (
     Alternative,
-    BatchItem,
     ContextInfo,
     ContextPage,
     Explanation,
@@ -29,19 +30,16 @@ from decode_engine.rpc.client.replies import (
     MethodList,
     Piece,
     SelectionFigures,
-    ServerStatus,
     Summary,
     Timings,
     TokenizedText,
     TokenLogprob,
     ToolCallPart,
+    UploadInfo,
     Usage,
     Waiting,
     WarmResult,
-    calls_of,
 )
-from decode_engine.rpc.client.verbs import NEVER, ContextChanges, GenerateOptions, Keep, Never
-from decode_engine.rpc.door.options import Credentials
 
 __all__ = [
     "NEVER",

@@ -7,22 +7,11 @@ from dataclasses import replace
 
 from decode_engine.rpc.client.reading import AsyncReader, Reader, Running
 from decode_engine.rpc.client.repeats import Stream
-from decode_engine.rpc.client.replies import (
-    Piece,
-    Summary,
-    TokenLogprob,
-    Usage,
-    Waiting,
-    calls_of,
-    read_logprobs,
-    read_piece,
-    read_reply,
-    read_summary,
-    texts_of,
-)
+from decode_engine.rpc.client.replies import calls_of, read_all, read_reply, texts_of
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import ToolCall
 from sparsekv.v1.generation_pb2 import GenerateResponse
+from sparsekv.v1.values import Piece, Summary, TokenLogprob, Usage, Waiting
 
 
 def ignore_waiting(waiting: Waiting) -> None:
@@ -72,13 +61,13 @@ class Answer(Running[GenerateResponse, Piece]):
         if response.HasField("waiting"):
             self._on_wait(read_reply(Waiting, response.waiting))
         if response.HasField("summary"):
-            self._summaries[response.index] = read_summary(response.summary)
+            self._summaries[response.index] = read_reply(Summary, response.summary)
         if response.prompt_logprobs:
-            self.prompt_logprobs = read_logprobs(response.prompt_logprobs)
+            self.prompt_logprobs = read_all(TokenLogprob, response.prompt_logprobs)
         self._generated += len(response.token_ids)
         if not (response.token_ids or response.text or response.tool_calls):
             return None
-        piece = read_piece(response)
+        piece = read_reply(Piece, response)
         if piece.tool_calls and not piece.index:
             self._called.append(piece)
         return piece

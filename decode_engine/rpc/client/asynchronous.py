@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -13,7 +12,7 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from decode_engine.rpc.client import create_verbs, verbs
+from decode_engine.rpc.client import verbs
 from decode_engine.rpc.client.answers import AsyncGeneration, ignore_waiting
 from decode_engine.rpc.client.batch_results import AsyncBatch
 from decode_engine.rpc.client.connection import (
@@ -24,27 +23,29 @@ from decode_engine.rpc.client.connection import (
     channel_credentials,
     translate,
 )
-from decode_engine.rpc.client.create_verbs import CreateOptions, OperationInfo, UploadInfo
 from decode_engine.rpc.client.repeats import AsyncWire, Repeats, Stream, Wire
-from decode_engine.rpc.client.replies import (
-    ContextInfo,
-    ContextPage,
-    MethodList,
-    ServerStatus,
-    TokenizedText,
-    Waiting,
-    WarmResult,
-    read_context,
-    read_nothing,
-    read_reply,
-)
-from decode_engine.rpc.client.verbs import Call, Content, ContextChanges, GenerateOptions
+from decode_engine.rpc.client.replies import OperationInfo, ServerStatus, read_nothing, read_reply, reads
+from decode_engine.rpc.client.verbs import Call, Content, ContextChanges, CreateOptions, GenerateOptions
 from decode_engine.rpc.door.options import DEFAULT_LISTEN, Credentials
 from index_store.models.conversation.messages import Conversation
 from index_store.models.conversation.messages import Message as ChatMessage
 from sparsekv.v1.generation_pb2 import BatchGenerateRequest, BatchGenerateResponse, GenerateResponse
+from sparsekv.v1.values import (
+    ContextInfo,
+    ContextPage,
+    MethodList,
+    TokenizedText,
+    UploadInfo,
+    Waiting,
+    WarmResult,
+)
 
 ReplyT = TypeVar("ReplyT")
+
+LOOK_S = 30.0
+"""Seconds that one call waits for an operation, at most."""
+PROGRESS_S = 0.5
+"""The same where progress is told."""
 
 
 class AsyncClient:
@@ -119,7 +120,7 @@ class AsyncClient:
 
     async def get_context(self, name: str) -> ContextInfo:
         """One context by its resource name, `contexts/<id>`. Raises ContextNotFoundError."""
-        return await self._run(verbs.call("GetContext", read_context, name=name))
+        return await self._run(verbs.call("GetContext", reads(ContextInfo), name=name))
 
     async def find_context(self, reference: str) -> ContextInfo:
         """The context that a reference means: an id, its first 6 or more digits, a resource or display name.
@@ -145,7 +146,7 @@ class AsyncClient:
 
     async def warm_context(self, name: str) -> WarmResult:
         """Loads a context into the server's memory and verifies it."""
-        return await self._run(verbs.call("WarmContext", partial(read_reply, WarmResult), name=name))
+        return await self._run(verbs.call("WarmContext", reads(WarmResult), name=name))
 
     async def create_context(
         self,
@@ -163,9 +164,9 @@ class AsyncClient:
         A text that is larger than a message is uploaded. wait: until the operation is done; on_progress is told how it
         goes meanwhile, and errors of the operation are raised. Otherwise it goes on while nobody waits.
         """
-        if (document := create_verbs.large_document(text)) is not None:
+        if (document := verbs.large_document(text)) is not None:
             upload, text = (await self.upload_document(document)).name, None
-        order = create_verbs.create_context(
+        order = verbs.create_context(
             options, text=text, token_ids=token_ids, messages=messages, upload=upload
         )
         operation = await self._run(order)
@@ -179,13 +180,13 @@ class AsyncClient:
         try:
             sent, _ = await self._wire.reply(
                 self._method("UploadDocument"),
-                create_verbs.upload_parts(document),
+                verbs.upload_parts(document),
                 timeout=self._timeout_s,
                 metadata=self._metadata,
             )
         except grpc.RpcError as error:
             raise translate(error, self._address) from None
-        return create_verbs.read_upload(sent)
+        return read_reply(UploadInfo, sent)
 
     async def wait_operation(
         self,
@@ -196,9 +197,9 @@ class AsyncClient:
         """Waits until an operation is done, or for so many seconds, and returns what it is then."""
         end = None if wait_s is None else time.monotonic() + wait_s
         while True:
-            most_s = create_verbs.LOOK_S if on_progress is None else create_verbs.PROGRESS_S
+            most_s = LOOK_S if on_progress is None else PROGRESS_S
             left_s = most_s if end is None else min(most_s, max(0.0, end - time.monotonic()))
-            operation = await self._run(create_verbs.wait_operation(name, left_s))
+            operation = await self._run(verbs.wait_operation(name, left_s))
             if on_progress is not None:
                 on_progress(operation)
             if operation.done or (end is not None and time.monotonic() >= end):
@@ -206,20 +207,20 @@ class AsyncClient:
 
     async def get_operation(self, name: str) -> OperationInfo:
         """An operation, `operations/<id>`, as it is now. Raises JobNotFoundError."""
-        return await self._run(create_verbs.get_operation(name))
+        return await self._run(verbs.get_operation(name))
 
     async def list_operations(self, page_size: int = 0) -> AsyncIterator[OperationInfo]:
         """All operations, newest first, fetched page by page (0: the server's page size)."""
         token: str | None = ""
         while token is not None:
-            page = await self._run(create_verbs.list_operations(page_size, token))
+            page = await self._run(verbs.list_operations(page_size, token))
             for operation in page.operations:
                 yield operation
             token = page.next_page_token or None
 
     async def cancel_operation(self, name: str) -> None:
         """Has an operation end as cancelled, unless it has ended already."""
-        await self._run(create_verbs.cancel_operation(name))
+        await self._run(verbs.cancel_operation(name))
 
     async def delete_operation(self, name: str) -> None:
         """Forgets an operation that has ended. Raises JobUnfinishedError."""
@@ -227,11 +228,11 @@ class AsyncClient:
 
     async def list_methods(self) -> MethodList:
         """The server's methods, with their sizes for its model."""
-        return await self._run(verbs.call("ListMethods", partial(read_reply, MethodList)))
+        return await self._run(verbs.call("ListMethods", reads(MethodList)))
 
     async def server_status(self) -> ServerStatus:
         """What the server does now, and did since it started."""
-        return await self._run(verbs.call("GetServerStatus", partial(read_reply, ServerStatus)))
+        return await self._run(verbs.call("GetServerStatus", reads(ServerStatus)))
 
     def generate(
         self,

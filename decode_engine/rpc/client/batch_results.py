@@ -6,19 +6,10 @@ from google.rpc.status_pb2 import Status
 
 from decode_engine.rpc.client.reading import AsyncReader, Reader, Running
 from decode_engine.rpc.client.repeats import Stream
-from decode_engine.rpc.client.replies import (
-    BatchItem,
-    Piece,
-    Summary,
-    TokenLogprob,
-    calls_of,
-    read_logprobs,
-    read_piece,
-    read_summary,
-    texts_of,
-)
+from decode_engine.rpc.client.replies import BatchItem, calls_of, read_all, read_reply, texts_of
 from decode_engine.rpc.transport.status import error_of
 from sparsekv.v1.generation_pb2 import BatchGenerateRequest, BatchGenerateResponse
+from sparsekv.v1.values import Piece, Summary, TokenLogprob
 
 
 class Results(Running[BatchGenerateResponse, BatchItem]):
@@ -38,12 +29,12 @@ class Results(Running[BatchGenerateResponse, BatchItem]):
             return self._item(index, response.error)
         answer = response.response
         if answer.prompt_logprobs:
-            self._prompt_logprobs[index] = read_logprobs(answer.prompt_logprobs)
+            self._prompt_logprobs[index] = read_all(TokenLogprob, answer.prompt_logprobs)
         if answer.token_ids or answer.text or answer.tool_calls:
-            self._pieces.setdefault(index, []).append(read_piece(answer))
+            self._pieces.setdefault(index, []).append(read_reply(Piece, answer))
         if answer.HasField("summary"):
             summaries = self._summaries.setdefault(index, {})
-            summaries[answer.index] = read_summary(answer.summary)
+            summaries[answer.index] = read_reply(Summary, answer.summary)
             if len(summaries) == self._answers[index]:
                 return self._item(index, None)
         return None

@@ -16,9 +16,9 @@ from decode_engine.rpc.client.asynchronous import AsyncClient
 from decode_engine.rpc.client.batch_results import Batch
 from decode_engine.rpc.client.reading import finish
 from decode_engine.rpc.client.repeats import BlockingWire
-from decode_engine.rpc.client.replies import Waiting
 from decode_engine.rpc.client.verbs import GenerateOptions
 from decode_engine.rpc.door.options import DEFAULT_LISTEN, Credentials
+from sparsekv.v1.values import Waiting
 
 P = ParamSpec("P")
 ReplyT = TypeVar("ReplyT")

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import Enum
-from functools import partial
 from typing import Any, Generic, Literal, TypedDict, TypeVar
+from uuid import uuid4
 
 from google.longrunning import operations_pb2
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from decode_engine.orders.fields import SamplingOptions
 from decode_engine.rpc.client.replies import (
-    ContextInfo,
-    ContextPage,
-    TokenizedText,
-    read_context,
+    OperationInfo,
+    OperationPage,
     read_nothing,
-    read_reply,
+    read_operation,
+    read_operations,
+    reads,
 )
 from decode_engine.rpc.prompts.wire_messages import write_conversation, write_messages
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
@@ -30,6 +30,7 @@ from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import Conversation, Tool
 from index_store.models.conversation.messages import Message as ChatMessage
 from sparsekv.v1 import context_pb2, conversation_pb2, generation_pb2
+from sparsekv.v1.values import ContextInfo, ContextPage, CreateFields, GenerateFields, TokenizedText
 
 ReplyT = TypeVar("ReplyT")
 MessageT = TypeVar("MessageT", bound=Message)
@@ -79,18 +80,16 @@ class Keep:
 
     def message(self) -> generation_pb2.Keep:
         """As a request carries it."""
-        made = message(
+        return message(
             generation_pb2.Keep,
             display_name=self.name,
             prompt_only=self.prompt_only,
             move_name=self.move_name,
+            ttl=self.ttl,
         )
-        if self.ttl is not None:
-            made.ttl.FromTimedelta(self.ttl)
-        return made
 
 
-class GenerateOptions(SamplingOptions, total=False):
+class GenerateOptions(GenerateFields, total=False):
     """What `generate` takes beside the context; what is missing or None is left to the server.
 
     Exactly one of question, text, token_ids and messages, at most one of keep_ratio, target_mass and token_budget,
@@ -99,33 +98,26 @@ class GenerateOptions(SamplingOptions, total=False):
     `kept_context`. Without a context the prompt is everything from the beginning. tools go with
     messages; tool_choice says whether the model may or has to call some ("auto" where there are tools), tool_name which
     one it has to, single_call that it makes one call at most. One text may stand for a list of it (`stop`).
-    sparsekv/v1/generation.proto has the ranges.
     """
 
-    question: str | None
-    text: str | None
     token_ids: Sequence[int] | None
     messages: Sequence[ChatMessage] | None
     tools: Sequence[Tool] | None
     tool_choice: Literal["none", "auto", "required"] | None
     tool_name: str | None
     single_call: bool | None
-    max_tokens: int | None
-    stop: str | Sequence[str] | None
-    method: str | None
-    keep_ratio: float | None
-    target_mass: float | None
-    token_budget: int | None
-    search_period: int | None
-    n: int | None
-    prompt_logprobs: bool | None
-    explain: bool | None
-    map_every: int | None
-    stop_token_ids: Sequence[int] | None
     json_schema: str | Mapping[str, Any] | None
     regex: str | None
     choices: str | Sequence[str] | None
     keep: Keep | None
+
+
+class CreateOptions(CreateFields, total=False):
+    """What `create_context` takes beside the document; sparsekv/v1/context.proto has the ranges.
+
+    ttl_s: seconds. parent: name of a context that the new one continues. rows: "int8" for exact rows in 8 bits.
+    request_id: by default a random one, so that the client may repeat the call.
+    """
 
 
 _CONSTRAINTS = ("json_schema", "regex", "choices")
@@ -135,12 +127,12 @@ _BUDGETS = ("keep_ratio", "target_mass", "token_budget")
 
 
 def find_context(reference: str) -> Call[ContextInfo]:
-    return call("GetContext", read_context, reference=reference)
+    return call("GetContext", reads(ContextInfo), reference=reference)
 
 
 def list_contexts(page_size: int, page_token: str, filter: str, order_by: str) -> Call[ContextPage]:
     asked = {"page_size": page_size, "page_token": page_token, "filter": filter, "order_by": order_by}
-    return call("ListContexts", partial(read_reply, ContextPage), **asked)
+    return call("ListContexts", reads(ContextPage), **asked)
 
 
 class Never(Enum):
@@ -174,21 +166,85 @@ def update_context(name: str, changes: ContextChanges) -> Call[ContextInfo]:
         labels={key: value for key, value in labels.items() if value is not None},
         display_name=changes.get("display_name"),
         pinned=changes.get("pinned"),
+        expire_time=None if expires is NEVER else expires,
     )
-    if isinstance(expires, datetime):
-        try:
-            changed.expire_time.FromDatetime(expires)
-        except (ValueError, OverflowError) as error:  # a zone may bring it out of the years 1 to 9999
-            raise _unfit("expire_time", expires.isoformat(), error) from error
     others = [field for field in ("display_name", "expire_time", "pinned") if changes.get(field) is not None]
     paths = [*(f"labels.{key}" for key in labels), *others]
     mask = message(FieldMask, paths=paths)
     moves = changes.get("move_name")
-    return call("UpdateContext", read_context, context=changed, update_mask=mask, move_name=moves)
+    return call("UpdateContext", reads(ContextInfo), context=changed, update_mask=mask, move_name=moves)
 
 
 def delete_context(name: str, allow_missing: bool, force: bool) -> Call[None]:
     return call("DeleteContext", read_nothing, name=name, allow_missing=allow_missing, force=force)
+
+
+ONE_MESSAGE_BYTES = MAX_REQUEST_BYTES // 2
+"""Text of more bytes is uploaded ahead of the request."""
+_PART_BYTES = 1 << 20
+
+
+def create_context(
+    options: CreateOptions,
+    *,
+    text: str | None = None,
+    token_ids: Sequence[int] | None = None,
+    messages: Sequence[ChatMessage] | Conversation | None = None,
+    upload: str | None = None,
+) -> Call[OperationInfo]:
+    """Raises InvalidArgumentError unless there is one document, and for what no message can carry."""
+    if sum(source is not None for source in (text, token_ids, messages, upload)) != 1:
+        raise InvalidArgumentError("give exactly one of text, token_ids, messages, upload", field="source")
+    others: dict[str, Any] = {**options, "request_id": options.get("request_id") or str(uuid4())}
+    ttl = _duration("ttl_s", others.pop("ttl_s", None))
+    said = None if messages is None else write_conversation(messages)
+    document = {"text": text, "token_ids": token_ids, "messages": said, "upload": upload}
+    return call("CreateContext", read_operation, **document, **others, ttl=ttl)
+
+
+def large_document(text: str | None) -> bytes | None:
+    """A text that is to be uploaded ahead of the request; None for one that it carries, or none.
+
+    Raises InvalidArgumentError for a text that is not to be written as UTF-8.
+    """
+    try:
+        data = b"" if text is None else text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(
+            f"text has half a character at {error.start}, which no request can carry", field="text"
+        ) from None
+    return data if len(data) > ONE_MESSAGE_BYTES else None
+
+
+def upload_parts(document: bytes) -> Iterator[context_pb2.UploadDocumentRequest]:
+    """What is sent of a document, with its checksum."""
+    sha256 = hashlib.sha256(document).hexdigest()
+    for start in range(0, max(len(document), 1), _PART_BYTES):
+        part = document[start : start + _PART_BYTES]
+        yield context_pb2.UploadDocumentRequest(data=part, sha256=sha256 if start == 0 else "")
+
+
+def get_operation(name: str) -> Call[OperationInfo]:
+    return call("GetOperation", read_operation, name=name)
+
+
+def wait_operation(name: str, wait_s: float) -> Call[OperationInfo]:
+    return call("WaitOperation", read_operation, name=name, timeout=_duration("wait_s", wait_s))
+
+
+def list_operations(page_size: int, page_token: str) -> Call[OperationPage]:
+    return call("ListOperations", read_operations, page_size=page_size, page_token=page_token)
+
+
+def cancel_operation(name: str) -> Call[None]:
+    return call("CancelOperation", read_nothing, name=name)
+
+
+def _duration(field: str, seconds: float | None) -> timedelta | None:
+    try:
+        return None if seconds is None else timedelta(seconds=seconds)
+    except (ValueError, OverflowError) as error:
+        raise _unfit(field, seconds, error) from error
 
 
 def generate_request(context: str, options: GenerateOptions) -> generation_pb2.GenerateRequest:
@@ -266,7 +322,7 @@ Content = str | Sequence[ChatMessage] | Conversation
 
 
 def tokenize(content: Content) -> Call[TokenizedText]:
-    return call("Tokenize", partial(read_reply, TokenizedText), **_content(content))
+    return call("Tokenize", reads(TokenizedText), **_content(content))
 
 
 def detokenize(ids: Sequence[int]) -> Call[str]:

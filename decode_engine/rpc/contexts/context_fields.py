@@ -13,7 +13,7 @@ from index_store.store.listing import STATES, BrokenContext, Entry, state_of
 Value = str | int | bool | datetime
 
 
-class Kind(Enum):
+class ValueType(Enum):
     """Types of fields, by the words that errors use for a value of one."""
 
     TEXT = "a text"
@@ -23,17 +23,17 @@ class Kind(Enum):
     STATE = f"one of {', '.join(STATES)}"
 
 
-FIELDS: Mapping[str, Kind] = {
-    "name": Kind.TEXT,
-    "display_name": Kind.TEXT,
-    "model": Kind.TEXT,
-    "state": Kind.STATE,
-    "create_time": Kind.TIME,
-    "expire_time": Kind.TIME,
-    "token_count": Kind.NUMBER,
-    "pinned": Kind.FLAG,
-    "is_conversation": Kind.FLAG,
-    "owner": Kind.TEXT,
+FIELDS: Mapping[str, ValueType] = {
+    "name": ValueType.TEXT,
+    "display_name": ValueType.TEXT,
+    "model": ValueType.TEXT,
+    "state": ValueType.STATE,
+    "create_time": ValueType.TIME,
+    "expire_time": ValueType.TIME,
+    "token_count": ValueType.NUMBER,
+    "pinned": ValueType.FLAG,
+    "is_conversation": ValueType.FLAG,
+    "owner": ValueType.TEXT,
 }
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from decode_engine.rpc.contexts.context_fields import FIELDS, Kind, Row, Value
+from decode_engine.rpc.contexts.context_fields import FIELDS, Row, Value, ValueType
 from index_store.errors import InvalidArgumentError
 from index_store.store.listing import STATES
 
@@ -33,12 +33,12 @@ _ORDERS: Mapping[str, Callable[[Value, Value], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-_OPERATORS: Mapping[Kind, tuple[str, ...]] = {
-    Kind.TEXT: ("=", "!=", ":"),
-    Kind.NUMBER: tuple(_ORDERS),
-    Kind.TIME: tuple(_ORDERS),
-    Kind.FLAG: ("=", "!="),
-    Kind.STATE: ("=", "!="),
+_OPERATORS: Mapping[ValueType, tuple[str, ...]] = {
+    ValueType.TEXT: ("=", "!=", ":"),
+    ValueType.NUMBER: tuple(_ORDERS),
+    ValueType.TIME: tuple(_ORDERS),
+    ValueType.FLAG: ("=", "!="),
+    ValueType.STATE: ("=", "!="),
 }
 _TOKEN = re.compile(
     r'\s*(?:(?P<text>"(?:[^"\\]|\\.)*")|(?P<sign><=|>=|!=|[<>=:()])|(?P<word>[^\s"<>=!:()]+))'
@@ -121,7 +121,7 @@ class _Parser:
         if name.text == "labels":
             return self._label_there()
         label = name.text.removeprefix("labels.") if name.text.startswith("labels.") else None
-        kind = Kind.TEXT if label is not None else FIELDS.get(name.text)
+        kind = ValueType.TEXT if label is not None else FIELDS.get(name.text)
         if kind is None or label == "":
             raise _expected(name, f"one of {', '.join(FIELDS)}, labels.KEY")
         sign = self._take()
@@ -177,18 +177,18 @@ def _comparison(value_of: Callable[[Row], Value | None], sign: str, wanted: Valu
     return test
 
 
-def _value(kind: Kind, token: _Token) -> Value:
+def _value(kind: ValueType, token: _Token) -> Value:
     """The value that a token stands for. Raises InvalidArgumentError where it is none of that kind."""
     text = _unquoted(token)
-    if kind is Kind.TEXT:
+    if kind is ValueType.TEXT:
         return text
-    if kind is Kind.FLAG and text.lower() in ("true", "false"):
+    if kind is ValueType.FLAG and text.lower() in ("true", "false"):
         return text.lower() == "true"
-    if kind is Kind.STATE and text in STATES:
+    if kind is ValueType.STATE and text in STATES:
         return text
-    if kind is Kind.NUMBER and re.fullmatch(r"[0-9]{1,18}", text):
+    if kind is ValueType.NUMBER and re.fullmatch(r"[0-9]{1,18}", text):
         return int(text)
-    if kind is Kind.TIME:
+    if kind is ValueType.TIME:
         try:
             time = datetime.fromisoformat(text)
         except ValueError:

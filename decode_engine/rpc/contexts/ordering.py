@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cmp_to_key
 
-from decode_engine.rpc.contexts.context_fields import FIELDS, Kind, Row, Value
+from decode_engine.rpc.contexts.context_fields import FIELDS, Row, Value, ValueType
 from index_store.errors import InvalidArgumentError
 from index_store.store.listing import Place, place_of
 
-ORDERED = tuple(name for name, kind in FIELDS.items() if kind in (Kind.TEXT, Kind.NUMBER, Kind.TIME))
+ORDERED = tuple(
+    name for name, kind in FIELDS.items() if kind in (ValueType.TEXT, ValueType.NUMBER, ValueType.TIME)
+)
 """Fields that lists can be ordered by."""
 
 Key = tuple[tuple[str | int | float | None, ...], Place]
@@ -19,7 +21,7 @@ Key = tuple[tuple[str | int | float | None, ...], Place]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ListOrder:
     """fields: with whether the largest comes first."""
 
     fields: tuple[tuple[str, bool], ...] = ()
@@ -50,7 +52,7 @@ class Order:
         return -1 if one[1] < other[1] else int(one[1] > other[1])
 
 
-def parse_order(text: str) -> Order:
+def parse_order(text: str) -> ListOrder:
     """The order that a text asks for. Raises InvalidArgumentError."""
     fields: list[tuple[str, bool]] = []
     for part in text.split(",") if text.strip() else ():
@@ -65,8 +67,8 @@ def parse_order(text: str) -> Order:
             raise InvalidArgumentError(f"order_by names {words[0]} twice, expected it once", field="order_by")
         fields.append((words[0], words[1:] == ["desc"]))
     if fields == [("create_time", True)]:  # as they are listed anyway
-        return Order()
-    return Order(tuple(fields))
+        return ListOrder()
+    return ListOrder(tuple(fields))
 
 
 def _plain(value: Value | None) -> str | int | float | None:

@@ -98,12 +98,13 @@ class Workshop:
         request: context_pb2.CreateContextRequest,
         check: Callable[[], None] = _no_check,
         owner: str = "",
+        traceparent: str = "",
     ) -> JobRecord:
         """Queues a job for a request, or finds the one that there is already. Takes as long as tokenising takes.
 
-        check: called now and then meanwhile; what it raises ends it. owner: who asks. Raises InvalidArgumentError that
-        names the field, PromptTooLongError, MethodUnsupportedError, NameTakenError, UploadNotFoundError,
-        StoreBoundError, QueueFullError, and what the store raises.
+        check: called now and then meanwhile; what it raises ends it. owner: who asks. traceparent: of the span that
+        this belongs to. Raises InvalidArgumentError that names the field, PromptTooLongError, MethodUnsupportedError,
+        NameTakenError, UploadNotFoundError, StoreBoundError, QueueFullError, and what the store raises.
         """
         methods = _methods(request.methods)
         _check_texts(request)
@@ -142,6 +143,7 @@ class Workshop:
             request=request.request_id,
             digest=digest,
             priority=request.priority,
+            traceparent=traceparent,
         )
         if self._there(order):
             record = self._done(record)
@@ -314,17 +316,7 @@ class Workshop:
         progress = JobProgress(
             JobPhase.VERIFYING, record.order.tokens, self.identity.layers, self.identity.layers
         )
-        return JobRecord(
-            id=record.id,
-            order=record.order,
-            created_at=record.created_at,
-            request=record.request,
-            digest=record.digest,
-            priority=record.priority,
-            state=JobState.DONE,
-            progress=progress,
-            ended_at=record.created_at,
-        )
+        return replace(record, state=JobState.DONE, progress=progress, ended_at=record.created_at)
 
 
 def _methods(given: Sequence[str]) -> tuple[str, ...]:

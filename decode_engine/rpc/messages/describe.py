@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from msgspec import structs
 
 from decode_engine.layers.figures import Figures
 from decode_engine.orders.core import Status
-from decode_engine.orders.events import TokenLogprob
+from decode_engine.orders.events import Times, TokenLogprob
 from decode_engine.rpc.contexts.defaults import default_method, remainder_name, supported_methods
 from decode_engine.rpc.contexts.names import COLLECTION
 from index_store.errors import FormatVersionError, StoreUnavailableError
@@ -282,25 +282,16 @@ def _summary(summary: Summary) -> generation_pb2.GenerationSummary:
     searched = figures.sparse_available > 0
     usage = _usage(summary.usage)
     usage.drafted_tokens, usage.accepted_tokens = figures.drafted, figures.accepted
+    measured = {
+        name: getattr(times if name in Times.__struct_fields__ else figures, name)
+        for name in generation_pb2.Timings.DESCRIPTOR.fields_by_name
+    }
+    for name in ("first_token_ns", "total_ns"):  # which the engine counts from when it got the order
+        measured[name] += summary.before_ns
     return generation_pb2.GenerationSummary(
         finish_reason=summary.reason.upper(),
         usage=usage,
-        timings=generation_pb2.Timings(
-            load_ns=times.load_ns,
-            queue_ns=times.queue_ns,
-            prompt_ns=times.prompt_ns,
-            first_token_ns=summary.before_ns + times.first_token_ns,
-            search_ns=figures.search_ns,
-            gather_ns=figures.gather_ns,
-            attend_ns=figures.attend_ns,
-            append_ns=figures.append_ns,
-            decode_steps=times.decode_steps,
-            decode_ns=times.decode_ns,
-            total_ns=summary.before_ns + times.total_ns,
-            device_wait_for_host_ns=figures.device_wait_for_host_ns,
-            host_bytes_read=figures.host_bytes_read,
-            rows_reused=figures.rows_reused,
-        ),
+        timings=generation_pb2.Timings(**measured),
         selection=generation_pb2.SelectionFigures(
             searches=figures.searches,
             keys_kept=figures.kept,
@@ -316,5 +307,5 @@ def _summary(summary: Summary) -> generation_pb2.GenerationSummary:
         remainder=begins.remainder,
         kept_context=COLLECTION + end.kept if end.kept else "",
         context=COLLECTION + begins.context if begins.context else "",
-        explanation=None if why is None else generation_pb2.Explanation(**structs.asdict(why)),
+        explanation=None if why is None else generation_pb2.Explanation(**asdict(why)),
     )

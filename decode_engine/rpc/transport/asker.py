@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from decode_engine.errors import CancelledError, DeadlineExceededError
@@ -14,6 +14,7 @@ from decode_engine.rpc.door.rules import Door
 from decode_engine.rpc.transport.stalled import forget_error, host_of
 from decode_engine.rpc.transport.status import Paths, public_error, reason_of
 from decode_engine.rpc.transport.work import BlockingWork
+from index_store.cli.traces import TRACEPARENT, Span, Traces, Value, trace_id
 from index_store.errors import SparseKVError
 
 ResultT = TypeVar("ResultT")
@@ -28,23 +29,36 @@ class Asker:
 
     id: of this request in logs. peer: where it comes from, with its port. host: its address without, by which requests
     are counted. authorization: what it shows. caller: the name of its token, "" where none was asked for. started,
-    deadline_s: on `time.monotonic`; None without a deadline. facts: what the log line says.
+    deadline_s: on `time.monotonic`; None without a deadline. facts: what the log line says. traceparent: of the span
+    that it belongs to, "" without one. span: its own, None where none are made.
     """
 
     def __init__(
-        self, work: BlockingWork, peer: str, authorization: str | None, left_s: float | None = None
+        self,
+        work: BlockingWork,
+        peer: str,
+        shown: Mapping[str, str],
+        left_s: float | None = None,
     ) -> None:
-        """left_s: until the deadline."""
+        """shown: its headers or metadata. left_s: until the deadline."""
         self.id = secrets.token_hex(8)
         self.started = time.monotonic()
         self.peer = peer
         self.host = host_of(peer)
         self.caller = ""
-        self.authorization = authorization
+        self.authorization = shown.get("authorization")
+        self.traceparent = shown.get(TRACEPARENT, "")
+        self.span: Span | None = None
         self.deadline_s = None if left_s is None else self.started + left_s
         self.facts: dict[str, object] = {"peer": peer}
         self._work = work
         self._ended = False
+
+    def begin_span(self, traces: Traces, name: str, attributes: Mapping[str, Value]) -> None:
+        """Makes a span of it, which the log line ends. attributes: what is known of it already."""
+        told = {**attributes, "sparsekv.request_id": self.id}
+        self.span = traces.begin(name, self.traceparent, int(self.started * 1e9), "server", told)
+        self.traceparent = self.span.traceparent
 
     def check(self) -> None:
         """Raises DeadlineExceededError or CancelledError once nobody needs the answer any more. From any thread."""
@@ -71,11 +85,17 @@ class Asker:
         """An error as clients may see it; what is none of ours goes to the log."""
         public = public_error(error, self.id, paths)
         if public is not error and reason_of(public) == "INTERNAL":
-            logger.error("request %s failed", self.id, exc_info=error, extra={"request_id": self.id})
+            logger.error("request %s failed", self.id, exc_info=error, extra=self._names)
         return public
 
-    def log(self, what: str, outcome: str, message: str, level: int, **more: object) -> None:
-        """The line about what became of it. more: for programs that read it."""
+    @property
+    def _names(self) -> dict[str, str]:
+        """It in logs."""
+        told = {"request_id": self.id, "trace_id": trace_id(self.traceparent)}
+        return {name: value for name, value in told.items() if value}
+
+    def log(self, what: str, outcome: str, message: str, level: int, error: str = "", **more: object) -> None:
+        """The line about what became of it. error: why it failed. more: for programs that read it."""
         spent = (time.monotonic() - self.started) * 1000
         logger.log(
             level,
@@ -85,8 +105,12 @@ class Asker:
             spent,
             " ".join(f"{name}={_text(value)}" for name, value in self.facts.items()),
             f": {_text(message)}" if message else "",
-            extra={"milliseconds": round(spent, 3), "request_id": self.id, **more, **self.facts},
+            extra={"milliseconds": round(spent, 3), **self._names, **more, **self.facts},
         )
+        if self.span is not None:
+            told = {f"sparsekv.{name}": value for name, value in self.facts.items()}
+            plain = {name: value for name, value in told.items() if isinstance(value, str | int | float)}
+            self.span.end(plain, error or str(self.facts.get("ended", "")))
 
     async def run(self, function: Callable[[], ResultT]) -> ResultT:
         """Short blocking work. Raises TooManyRequestsError, and DeadlineExceededError where it takes a minute."""

@@ -1,10 +1,10 @@
-"""How many calls may do one thing at once, such as hold a thread."""
+"""How many calls may do one thing at once, such as hold a thread; others wait for their turn."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from decode_engine.errors import TooManyRequestsError
@@ -15,40 +15,48 @@ ResultT = TypeVar("ResultT")
 
 
 class Bound:
-    """How many calls may do something at once."""
+    """How many calls may do something at once. As many wait for their turn as there are places for requests."""
 
     def __init__(self, most: int, what: str, sharing: Sharing) -> None:
         """most: at all doors. what: is being done, as a sentence goes on after a number."""
         self._most = sharing.part(most)
+        self._free = asyncio.Semaphore(self._most)
+        self._line = 0
+        self._longest = sharing.places
         self._what = what
-        self._now = 0
 
-    @contextmanager
-    def place(self) -> Iterator[None]:
-        """For one call. Raises TooManyRequestsError."""
-        self._take()
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """For one call, in turn. Raises TooManyRequestsError where too many wait."""
+        await self._take()
         try:
             yield
         finally:
-            self._now -= 1
+            self._free.release()
 
     async def run(self, begin: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
-        """The result of work that no caller's leaving ends: it has its place until its own end.
+        """The result of work that no caller's leaving ends once it has begun: it has its place until its own end.
 
-        Raises TooManyRequestsError.
+        Raises TooManyRequestsError where too many wait.
         """
-        self._take()
+        await self._take()
         work = asyncio.ensure_future(begin())
         work.add_done_callback(self._end)
         return await asyncio.shield(work)
 
-    def _take(self) -> None:
-        if self._now >= self._most:
+    async def _take(self) -> None:
+        if self._free.locked() and self._line >= self._longest:
+            also = f" and {self._line} wait to" if self._line else ""
             raise TooManyRequestsError(
-                f"{self._now} {self._what}, which is the limit; try again later", limit=self._most
+                f"{self._most} {self._what}{also}, which is the limit; try again later",
+                limit=self._most + self._longest,
             )
-        self._now += 1
+        self._line += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._line -= 1
 
     def _end(self, work: asyncio.Future[Any]) -> None:
-        self._now -= 1
+        self._free.release()
         forget_error(work)

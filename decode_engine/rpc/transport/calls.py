@@ -31,8 +31,9 @@ from decode_engine.rpc.door.sharing import Sharing
 from decode_engine.rpc.transport.asker import Asker
 from decode_engine.rpc.transport.stalled import Abandoned, Stalls, forget_error, hang_up
 from decode_engine.rpc.transport.status import Paths, code_of, reason_of, to_trailers
-from decode_engine.rpc.transport.work import BlockingWork
+from decode_engine.rpc.transport.work import SPARE, BlockingWork
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
+from index_store.cli.traces import Traces
 from index_store.errors import InvalidArgumentError
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Limits:
     connections: at once. streams: calls at once on one connection. idle_s: of a connection without calls.
     message_s, unfinished: how long a call may wait for its message, and how many at once. unread_s, unread: how long an
     answer may wait to be read, and how many at once. abandoned: calls given up, whose clients have not been told.
-    waiting: calls that wait for the store.
+    waiting: calls that wait for a thread.
     """
 
     connections: int = 4096
@@ -61,17 +62,19 @@ class Limits:
     unread_s: float = 60.0
     unread: int = 128
     abandoned: int = 128
-    waiting: int = 64
+    waiting: int = SPARE
 
     def of_one(self, sharing: Sharing) -> Limits:
-        """Those of one of several doors, which have these together."""
+        """Those of one of several doors, which have these together; what takes no more than its time, beside as many as
+        there are places: requests that come at once wait for each other."""
+        places = sharing.places
         return replace(
             self,
             connections=sharing.part(self.connections),
-            unfinished=sharing.part(self.unfinished),
-            unread=sharing.part(self.unread),
+            unfinished=places + sharing.part(self.unfinished),
+            unread=places + sharing.part(self.unread),
             abandoned=sharing.part(self.abandoned),
-            waiting=sharing.part(self.waiting),
+            waiting=places + sharing.part(self.waiting),
         )
 
 
@@ -101,7 +104,7 @@ class Call(Asker):
         left_s: float | None = context.time_remaining()
         if left_s is not None and left_s >= _LONGEST_DEADLINE_S:
             left_s = None
-        super().__init__(gate.work, context.peer(), shown.get("authorization"), left_s)
+        super().__init__(gate.work, context.peer(), shown, left_s)
         self.name = name.rpartition("/")[2]
         self.open = name.startswith(_OPEN_SERVICE)
         self.context = context
@@ -125,7 +128,8 @@ class Call(Asker):
 class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
     """Stands before all handlers; see the module."""
 
-    def __init__(self, limits: Limits, paths: Paths, door: Door) -> None:
+    def __init__(self, limits: Limits, paths: Paths, door: Door, traces: Traces | None = None) -> None:
+        self._traces = traces
         self.work = BlockingWork(waiting=limits.waiting)
         self._door = door
         self._limits = limits
@@ -147,7 +151,10 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
         name: str = details.method
 
         async def behaviour(requests: object, context: Any) -> None:
-            await self._serve(Call(self, name, context), handler)
+            call = Call(self, name, context)
+            if self._traces is not None and not call.open:
+                call.begin_span(self._traces, name[1:], {"rpc.system": "grpc"})
+            await self._serve(call, handler)
 
         return grpc.stream_stream_rpc_method_handler(behaviour)
 
@@ -258,7 +265,8 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def _log(self, call: Call, reason: str, message: str = "") -> None:
         level = logging.DEBUG if call.open and reason in _QUIET else logging.INFO
-        call.log(call.name, reason, message, level, rpc=call.name, reason=reason)
+        error = "" if reason in _QUIET else reason
+        call.log(call.name, reason, message, level, error, rpc=call.name, reason=reason)
 
 
 def _behaviour(handler: Any) -> Any:

@@ -25,6 +25,7 @@ from decode_engine.rpc.transport.calls import Gate, Limits
 from decode_engine.rpc.transport.health import Health
 from decode_engine.rpc.transport.status import Paths
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
+from index_store.cli.traces import Traces
 
 ResultT = TypeVar("ResultT")
 
@@ -54,6 +55,7 @@ class Listener:
         certificates: Certificates | None = None,
         phase: Callable[[], str] = lambda: "",
         shared: bool = False,
+        traces: Traces | None = None,
     ) -> None:
         """register: adds the services, of these names, to the server. phase: what goes on while it is not healthy yet.
 
@@ -66,6 +68,7 @@ class Listener:
         self._stops: list[Callable[[float], Coroutine[Any, Any, None]]] = []
         self._limits = limits or Limits()
         self._paths = paths or Paths()
+        self._traces = traces
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="rpc", daemon=True)
         self._thread.start()
@@ -96,7 +99,7 @@ class Listener:
     async def _start(
         self, address: str, services: Sequence[str], register: Callable[[aio.Server], None]
     ) -> str:
-        self._gate = Gate(self._limits, self._paths, self._door)
+        self._gate = Gate(self._limits, self._paths, self._door, self._traces)
         self.work = self._gate.work
         self.health = Health(services, self._phase)
         self._server = aio.server(interceptors=[self._gate], options=_options(self._limits, self._shared))

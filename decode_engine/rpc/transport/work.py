@@ -16,13 +16,16 @@ from decode_engine.errors import TooManyRequestsError
 
 ResultT = TypeVar("ResultT")
 
+SPARE = 64
+"""Calls that may wait for a thread beside as many as there are places for requests."""
+
 _Job = tuple["Future[Any]", Callable[[], Any]]
 
 
 class BlockingWork:
     """Runs functions for coroutines. `close` ends its threads once they have nothing to do."""
 
-    def __init__(self, threads: int = 8, waiting: int = 64, name: str = "rpc") -> None:
+    def __init__(self, waiting: int, threads: int = 8, name: str = "rpc") -> None:
         """waiting: functions that may wait for one of the threads."""
         self._waiting = waiting
         self._name = name
@@ -45,7 +48,7 @@ class BlockingWork:
         """The same for who does not wait. Raises TooManyRequestsError when too many wait for a thread."""
         if self._jobs.qsize() >= self._waiting:
             raise TooManyRequestsError(
-                f"{self._waiting} other calls wait for the store, which is the limit; try again later",
+                f"{self._waiting} other calls wait for a thread, which is the limit; try again later",
                 limit=self._waiting,
             )
         future: Future[ResultT] = Future()

@@ -26,7 +26,7 @@ _START_S = 0.3
 @dataclass(frozen=True)
 class Ask:
     """What one client asks. address: HOST:PORT of the door. context: its resource name. options: of
-    AsyncClient.generate, or members of a body of /v1/completions."""
+    AsyncClient.generate, or members of a body of /v1/completions, with `messages` of /v1/chat/completions."""
 
     door: Door
     address: str
@@ -37,7 +37,8 @@ class Ask:
 @dataclass(frozen=True)
 class Heard:
     """One stream. asked: when. arrivals: of messages with a part of the answer. step_s: the mean time of its decode
-    steps by the server. counts: tokens of each message. step_s, counts, token_ids: not by HTTP. error: why it failed.
+    steps by the server. counts: tokens of each message. step_s, counts, token_ids: not by HTTP; text: by HTTP alone.
+    error: why it failed.
     """
 
     asked: float
@@ -47,6 +48,7 @@ class Heard:
     error: str = ""
     counts: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()
+    text: str = ""
 
     @property
     def first_s(self) -> float:
@@ -126,23 +128,28 @@ async def _by_http(asked: float, ask: Ask) -> Heard:
     """
     host, _, port = ask.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    body = {"logprobs": 0, **ask.options, "context": ask.context.removeprefix("contexts/")}
+    chat = "messages" in ask.options
+    body = {"logprobs": chat or 0, **ask.options, "context": ask.context.removeprefix("contexts/")}
     data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {ask.address}\r\nContent-Length: {len(data)}\r\n"
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    head = f"POST {path} HTTP/1.1\r\nHost: {ask.address}\r\nContent-Length: {len(data)}\r\n"
     writer.write(f"{head}Content-Type: application/json\r\nConnection: close\r\n\r\n".encode() + data)
-    arrivals, usage, status = [], b"", await reader.readline()
+    events, usage, status = list[tuple[float, bytes]](), b"", await reader.readline()
     try:
         if b" 200 " not in status:
             raise RuntimeError((status + await reader.read())[-300:].decode("utf-8", "replace"))
         async for line in reader:
             if line.startswith(b"data: {"):
                 if b'"usage": null' in line or b'"usage":null' in line:
-                    arrivals.append(time.monotonic())
+                    events.append((time.monotonic(), line))
                 else:
                     usage = line
     finally:
         writer.close()
     if not usage:
         raise RuntimeError("the stream ended without its usage")
+    told = [json.loads(line.removeprefix(b"data: "))["choices"][0] for _, line in events]
+    arrivals = [at for (at, _), choice in zip(events, told, strict=True) if choice.get("logprobs")]
+    text = "".join((choice["delta"].get("content") if chat else choice["text"]) or "" for choice in told)
     tokens = json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"]
-    return Heard(asked, tuple(arrivals[:-1]), tokens)  # the last one tells why it ended
+    return Heard(asked, tuple(arrivals), tokens, text=text)

@@ -3,11 +3,14 @@
 usage: python ops/bench/served/served_path.py [--model reader] [--tokens 8192] [--streams 1,16,64] [--phases plain]
        python ops/bench/served/served_path.py --model 8b --tokens 131072 --device cuda --folder DIR
            --streams 1,16,64,256 --phases step,plain,choices,beside
+       python ops/bench/served/served_path.py --model smollm2 --tokens 2048 --contexts 8 --weights float32
+           --phases beside
 
-Regime: one context; `decode-engine serve` as a process, with its defaults but for `--max-sessions` where there are more
-streams than 16 (`max_sessions` says); clients in `--processes` processes of their own, greedy, `--answer` tokens a
-stream, `--method` in every request. A round of 16 tokens that is not counted comes before each figure: it loads,
-compiles and captures. `8b` is a model of Llama-3.1-8B's shape with random weights (`first_minute.py`).
+Regime: `--contexts` contexts; `decode-engine serve` as a process, with its defaults but for `--weights`, and for
+`--max-sessions` where there are more streams than 16 (`max_sessions` says); clients in `--processes` processes of their
+own, greedy, `--answer` tokens a stream, `--method` in every request. A round of 16 tokens that is not counted comes
+before each figure: it loads, compiles and captures. `8b` is a model of Llama-3.1-8B's shape with random weights
+(`first_minute.py`).
 
 - `step`: whole steps in flight of that method by `decode_gpu.py`, a process before the server starts; on a GPU alone.
   Everywhere `server_step_s` is the mean time of a step by the server's own summaries.
@@ -15,7 +18,11 @@ compiles and captures. `8b` is a model of Llama-3.1-8B's shape with random weigh
   gap between two messages of a stream; `of_server_step` and `of_step` are shares of what the steps alone would give.
 - `choices`: 16 streams over gRPC with a JSON schema, a tool, five log probabilities, a frequency penalty, a bias, or
   least tokens, of all of them and of one of them; `to_plain` is the step's time beside that of plain ones.
-- `beside`: a chat without a context while eight streams run: its first token, and their longest gap.
+- `beside`: by each door, a chat without a context, of `--chat` tokens, while eight streams run, each on a context of
+  its own where there are as many (`--contexts`): its first token alone and beside them, their median and longest gap
+  before and while its prompt is read, and `piece_s`, how long one piece of a prompt takes while nothing else runs. Its
+  tokens have to be the same both times, and on a CPU those of transformers' `generate` with the same weights
+  (`--weights`), else the benchmark fails.
 
 Streams that fail are counted (`failed`, and `error` of the first), which ends the benchmark with 1. One JSON line per
 figure.
@@ -33,6 +40,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,13 +57,14 @@ from harness.report import Report, reporting
 
 from decode_engine.rpc.client import Client
 from index_store.models.conversation.messages import Message, Role, Tool
+from index_store.models.resolve import resolve_model
 
 PHASES = ("step", "plain", "choices", "beside")
 _DOORS: tuple[Door, ...] = ("grpc", "http")
 _WARM_UP = 16
 _SESSIONS = 16
 _BESIDE = 8
-_NAME = "text"
+_CHAT = 32
 _LONG = {"type": "string", "minLength": 2000}
 
 CHOICES: Mapping[str, Mapping[str, Any]] = {
@@ -83,12 +92,20 @@ class Server:
     """A server as a process, and clients of it."""
 
     def __init__(
-        self, pool: Executor, processes: int, doors: Mapping[Door, str], model: str, answer: int, method: str
+        self,
+        pool: Executor,
+        processes: int,
+        doors: Mapping[Door, str],
+        names: Sequence[str],
+        answer: int,
+        method: str,
     ) -> None:
+        """names: of its contexts."""
         self.pool, self.processes, self.doors = pool, processes, doors
-        self.model, self.answer, self.method = model, answer, method
+        self.answer, self.method = answer, method
         with Client(doors["grpc"]) as client:
-            self.context = client.find_context(_NAME).name
+            self.model = client.server_status().model
+            self.contexts = [client.find_context(name).name for name in names]
 
     def ask(self, door: Door, number: int, tokens: int, **changes: Any) -> Ask:
         """A question of its own, which a stream of so many tokens answers. changes: None takes an option away."""
@@ -98,7 +115,15 @@ class Server:
         options = {name: value for name, value in {**usual, **changes}.items() if value is not None}
         if "min_tokens" in changes:
             options["min_tokens"] = min(tokens, changes["min_tokens"])
-        return Ask(door, self.doors[door], self.context, options)
+        return Ask(door, self.doors[door], self.contexts[number % len(self.contexts)], options)
+
+    def chat(self, door: Door, text: str) -> Ask:
+        """The same without a context."""
+        options: dict[str, Any] = {"temperature": 0, "max_tokens": _CHAT}
+        if door == "grpc":
+            return Ask(door, self.doors[door], "", {**options, "messages": [Message(Role.USER, text)]})
+        messages = [{"role": "user", "content": text}]
+        return Ask(door, self.doors[door], "", {**options, "messages": messages, "model": self.model})
 
     def run(self, door: Door, changes: Sequence[Mapping[str, Any]]) -> list[Heard]:
         """A stream for each, after a round that is not counted."""
@@ -172,18 +197,116 @@ def choices(report: Report, server: Server, told: Mapping[str, Any]) -> None:
             report.add({"figure": "choices", "choice": name, "of": count, **told, **row})
 
 
-def beside(report: Report, server: Server, told: Mapping[str, Any]) -> None:
-    """A chat without a context, while streams run; before that, the streams alone."""
-    alone = server.run("grpc", [{}] * _BESIDE)
-    middle_s = statistics.median(one.arrivals[-1] - one.asked for one in alone) / 2
-    asks = [server.ask("grpc", number, server.answer) for number in range(_BESIDE)]
-    said = {"messages": [Message(Role.USER, "Who are you?")], "max_tokens": 32, "temperature": 0}
-    chat = Ask("grpc", server.doors["grpc"], "", said)
-    running = Asked.at_once(server.pool, server.processes - 1, asks)
-    told_chat = figures(Asked.at_once(server.pool, 1, [chat], middle_s).heard())
-    heard = running.heard()
-    row = {"first_s": told_chat.get("first_last_s"), "alone_longest_gap_s": longest_gap(alone)}
-    report.add({"figure": "beside", "streams": _BESIDE, **told, **figures(heard), **row})
+class Chats:
+    """Texts for a chat, and what transformers' `generate` says to them."""
+
+    def __init__(self, model: str, text: str) -> None:
+        from transformers import AutoTokenizer
+
+        self.folder = resolve_model(model).path
+        self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        self._words = text.split()
+
+    def ids(self, text: str) -> Any:
+        """[1, tokens]: the prompt."""
+        told = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        return told["input_ids"]
+
+    def text(self, tokens: int, start: int) -> str:
+        """Of words from a place on, whose prompt has so many tokens at most."""
+        least, most = 1, tokens
+        while least < most:
+            middle = (least + most + 1) // 2
+            if self.ids(" ".join(self._words[start : start + middle])).shape[1] <= tokens:
+                least = middle
+            else:
+                most = middle - 1
+        return " ".join(self._words[start : start + least])
+
+    def generated(self, text: str, weights: str) -> list[int]:
+        """Greedy tokens."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        dtype = "auto" if weights == "auto" else getattr(torch, weights)
+        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype)
+        ids = self.ids(text)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=_CHAT, do_sample=False)
+        return [int(id_) for id_ in out[0, ids.shape[1] :]]
+
+
+def beside(
+    report: Report,
+    server: Server,
+    chats: Chats,
+    tokens: int,
+    piece: int,
+    weights: str,
+    told: Mapping[str, Any],
+) -> None:
+    """A chat without a context, while streams run; before that, the streams alone and the chat alone.
+
+    tokens: of the chat's prompt. piece: of a piece of a prompt. weights: as `generate` has them; "" compares nothing.
+    """
+    for door in _DOORS:
+        short, text = server.chat(door, chats.text(piece, 0)), chats.text(tokens, piece)
+        chat = server.chat(door, text)
+        first_pieces = [_heard(server, short).first_s for _ in range(3)]
+        alone = _heard(server, chat)
+        before = server.run(door, [{}] * _BESIDE)
+        middle_s = statistics.median(one.arrivals[-1] - one.asked for one in before) / 4
+        asks = [server.ask(door, number, server.answer) for number in range(_BESIDE)]
+        running = Asked.at_once(server.pool, server.processes - 1, asks)
+        chatted = _heard(server, chat, middle_s)
+        heard = running.heard()
+        begin, end = chatted.asked, chatted.arrivals[0]
+        if end > min(one.arrivals[-1] for one in heard):
+            raise CheckFailedError(
+                "the streams ended before the chat's prompt was read: ask for a longer --answer"
+            )
+        if (chatted.token_ids, chatted.text) != (alone.token_ids, alone.text):
+            raise CheckFailedError(f"the chat beside streams said {chatted.text!r}, alone {alone.text!r}")
+        expected = chats.generated(text, weights) if weights else None
+        if expected and door == "grpc" and list(chatted.token_ids) != expected:
+            raise CheckFailedError(f"the chat said {chatted.token_ids}, generate {expected}")
+        if (
+            expected
+            and door == "http"
+            and chatted.text != chats.tokenizer.decode(expected, skip_special_tokens=True)
+        ):
+            raise CheckFailedError(f"the chat said {chatted.text!r}, generate {expected}")
+        row = {
+            "chat_tokens": int(chats.ids(text).shape[1]),
+            "first_s": chatted.first_s,
+            "alone_first_s": alone.first_s,
+            "piece_s": statistics.median(first_pieces),
+            **_gaps("streams_alone", before),
+            **_gaps("prompt_read", heard, begin, end),
+            "as_generate": None if expected is None else True,
+        }
+        report.add({"figure": "beside", "door": door, "streams": _BESIDE, **told, **row})
+
+
+def _heard(server: Server, ask: Ask, after_s: float = 0.0) -> Heard:
+    """One chat's answer. Raises CheckFailedError where there is none."""
+    heard = Asked.at_once(server.pool, 1, [ask], after_s).heard()[0]
+    if heard.error or not heard.arrivals:
+        raise CheckFailedError(f"a chat failed: {heard.error or 'no token came'}")
+    return heard
+
+
+def _gaps(
+    name: str, heard: Sequence[Heard], begin: float = 0.0, end: float = float("inf")
+) -> dict[str, float]:
+    """Median and longest time between two messages of a stream, of those that lie within a time at least in part."""
+    pairs = [pair for one in heard for pair in pairwise(one.arrivals)]
+    gaps = [after - before for before, after in pairs if after > begin and before < end]
+    return {f"{name}_gap_s": statistics.median(gaps), f"{name}_longest_gap_s": max(gaps)}
 
 
 def step_times(tokens: int, streams: Sequence[int], method: str) -> dict[int, float]:
@@ -200,10 +323,11 @@ def step_times(tokens: int, streams: Sequence[int], method: str) -> dict[int, fl
 
 
 @contextmanager
-def served(store: Path, model: str, device: str, sessions: int) -> Iterator[dict[Door, str]]:
+def served(store: Path, model: str, device: str, weights: str, sessions: int) -> Iterator[dict[Door, str]]:
     """The addresses of a server's doors."""
     command = [sys.executable, "-m", "decode_engine", "serve", "--store", str(store), "--model", model]
     command += ["--device", device, "--listen", "127.0.0.1:0", "--http-port", "0", "--format", "json"]
+    command += [] if weights == "auto" else ["--weights", weights]
     command += ["--max-sessions", str(sessions)] if sessions > _SESSIONS else []
     log = store.parent / "serve.log"
     with (
@@ -233,6 +357,9 @@ def main(
     phases: Annotated[str, typer.Option(help=f"Of {','.join(PHASES)}.")] = "plain,choices,beside",
     processes: Annotated[int, typer.Option(help="Of clients.", min=2)] = 4,
     method: Annotated[str, typer.Option(help="Of steps and requests.")] = "refined",
+    contexts: Annotated[int, typer.Option(help="Which streams take in turns.", min=1)] = 1,
+    chat: Annotated[int, typer.Option(help="Tokens of the chat's prompt.")] = 1024,
+    weights: Annotated[str, typer.Option(help="auto, float32 or bfloat16, on a CPU.")] = "auto",
     folder: Annotated[
         Path | None,
         typer.Option(help="For model and store, used again if there; a temporary one if not given."),
@@ -252,25 +379,26 @@ def main(
             model = str(place / "model")
             if not Path(model).exists():
                 write_model(Path(model))
-        store, text = place / "store", place / f"{_NAME}.txt"
+        store, names = place / "store", [f"text{number}" for number in range(contexts)]
         if not store.exists():
-            write_text(text, tokens, 0)
-            prefill(model, store, text, device)
+            for number, name in enumerate(names):
+                write_text(text := place / f"{name}.txt", tokens, number * tokens)
+                prefill(model, store, text, device)
         sessions = max(_SESSIONS, *counts)
         spawned = get_context("spawn")
         with (
-            served(store, model, device, sessions) as doors,
+            served(store, model, device, weights, sessions) as doors,
             ProcessPoolExecutor(processes, mp_context=spawned) as pool,
         ):
-            with Client(doors["grpc"]) as client:
-                name = client.server_status().model
-            server, told = Server(pool, processes, doors, name, answer, method), {"max_sessions": sessions}
+            server, told = Server(pool, processes, doors, names, answer, method), {"max_sessions": sessions}
             if "plain" in wanted:
                 plain(report, server, counts, steps, told)
             if "choices" in wanted:
                 choices(report, server, told)
             if "beside" in wanted:
-                beside(report, server, told)
+                on_gpu = device == "cuda"
+                chats = Chats(model, (place / f"{names[-1]}.txt").read_text())
+                beside(report, server, chats, chat, 256 if on_gpu else 128, "" if on_gpu else weights, told)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from harness.report import reporting
 from harness.steps.prompts_at_once import read_prompts
 from torch import Tensor
 
+from decode_engine.engine.requests import Found
 from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.sampling.parameters import SamplingParameters
 from decode_engine.evaluation.tasks import parse_length
@@ -73,7 +74,7 @@ class RandomRunner:
 
     def decode(
         self, sessions: Sequence[Session], last_tokens: Sequence[int], samplers: Sequence[Sampler]
-    ) -> list[int | Exception]:
+    ) -> list[Found]:
         return self._stepper.step(sessions, last_tokens, samplers)
 
 

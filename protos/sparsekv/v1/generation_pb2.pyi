@@ -240,7 +240,7 @@ class GenerationSummary(_message.Message):
     def __init__(self, finish_reason: _Optional[_Union[GenerationSummary.FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., selection: _Optional[_Union[SelectionFigures, _Mapping]] = ..., method: _Optional[str] = ..., seed: _Optional[int] = ..., budget: _Optional[str] = ..., remainder: _Optional[str] = ..., kept_context: _Optional[str] = ..., method_reason: _Optional[str] = ..., context: _Optional[str] = ..., explanation: _Optional[_Union[Explanation, _Mapping]] = ...) -> None: ...
 
 class Explanation(_message.Message):
-    __slots__ = ("lookup", "context", "cached_tokens", "missed", "missed_context", "missed_tokens", "tier", "method", "method_reason", "door_ms", "load_ms", "queue_ms", "prompt_ms", "decode_ms")
+    __slots__ = ("lookup", "context", "cached_tokens", "missed", "missed_context", "missed_tokens", "tier", "method", "method_reason", "door_ms", "load_ms", "queue_ms", "prompt_ms", "decode_ms", "audited_steps", "audited_kl")
     LOOKUP_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +255,8 @@ class Explanation(_message.Message):
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_MS_FIELD_NUMBER: _ClassVar[int]
     DECODE_MS_FIELD_NUMBER: _ClassVar[int]
+    AUDITED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    AUDITED_KL_FIELD_NUMBER: _ClassVar[int]
     lookup: str
     context: str
     cached_tokens: int
@@ -269,7 +271,9 @@ class Explanation(_message.Message):
     queue_ms: float
     prompt_ms: float
     decode_ms: float
-    def __init__(self, lookup: _Optional[str] = ..., context: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., missed: _Optional[str] = ..., missed_context: _Optional[str] = ..., missed_tokens: _Optional[int] = ..., tier: _Optional[str] = ..., method: _Optional[str] = ..., method_reason: _Optional[str] = ..., door_ms: _Optional[float] = ..., load_ms: _Optional[float] = ..., queue_ms: _Optional[float] = ..., prompt_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ...) -> None: ...
+    audited_steps: int
+    audited_kl: float
+    def __init__(self, lookup: _Optional[str] = ..., context: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., missed: _Optional[str] = ..., missed_context: _Optional[str] = ..., missed_tokens: _Optional[int] = ..., tier: _Optional[str] = ..., method: _Optional[str] = ..., method_reason: _Optional[str] = ..., door_ms: _Optional[float] = ..., load_ms: _Optional[float] = ..., queue_ms: _Optional[float] = ..., prompt_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., audited_steps: _Optional[int] = ..., audited_kl: _Optional[float] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("context_tokens", "prompt_tokens", "completion_tokens", "cached_tokens", "max_tokens", "drafted_tokens", "accepted_tokens")

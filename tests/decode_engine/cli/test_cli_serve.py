@@ -257,7 +257,18 @@ def test_the_parts_of_the_time_add_up() -> None:
     times = Timings(**{name: value * 10**6 for name, value in parts.items()}, **others, total_ns=40 * 10**6)
     keys = SelectionFigures(1, 1, 1, 1, fraction_sparse=0.25, fraction_all=0.5)
     # 40 ms in all, 21 of them in parts
-    summary = Summary("stop", 9, 2, 3, times, keys, method="pq", budget="2.00%", remainder="centred", seed=0)
+    summary = Summary(
+        "stop",
+        9,
+        2,
+        3,
+        timings=times,
+        selection=keys,
+        method="pq",
+        budget="2.00%",
+        remainder="centred",
+        seed=0,
+    )
     first, *_, last = summary_lines(summary)
     assert first == (
         "method pq (2.00%, remainder centred): 25.00% of the keys in the layers that search, 50.00% over all layers"

@@ -75,7 +75,7 @@ class Scraped:
 def scraped(library: Library, lamp: str) -> Iterator[Scraped]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    with DecodeServer(library.config(metrics=address, metrics_alias=True)) as server:
+    with DecodeServer(library.config(metrics=address, metrics_alias=True, audit_share=1.0)) as server:
         server.load()
         watched = Scraped(server, address)
         ask = watched.client.generate
@@ -174,6 +174,28 @@ def test_a_port_that_is_taken_or_that_others_reach_is_refused(scraped: Scraped, 
         pytest.raises(AddressError, match="--metrics"),
     ):
         server.load()
+
+
+def test_audits_are_told_by_metrics_and_explanations(scraped: Scraped, lamp: str) -> None:
+    def found() -> tuple[float, float]:
+        told = {"method": "csattention"}
+        return scraped.value("audited_kl_nats_count", **told), scraped.value("audited_kl_nats_sum", **told)
+
+    steps, nats = found()
+    with scraped.client.generate(
+        lamp, text="Who?", max_tokens=9, method="csattention", explain=True
+    ) as generation:
+        generation.read()
+        why = generation.summary.explanation
+    assert why is not None
+    assert (why.audited_steps, why.audited_kl > 0) == (8, True)
+    wait_until(lambda: found()[0] == steps + 8)
+    assert found()[1] - nats == pytest.approx(8 * why.audited_kl)
+    with scraped.client.generate(lamp, text="Who?", max_tokens=3, method="full", explain=True) as generation:
+        generation.read()
+        why = generation.summary.explanation
+    assert why is not None
+    assert (why.audited_steps, why.audited_kl) == (0, 0.0)  # nothing was left out
 
 
 def test_drafts_are_counted(scraped: Scraped, lamp: str) -> None:

@@ -131,7 +131,8 @@ TOLD = {"type": "function_call_output", "call_id": "a", "output": "x"}
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "colour"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}, {"type": "mcp", "server_url": "x"}]}, "tools[1]"),
         ({"tools": [{"type": "function", "name": "x", "colour": 1}]}, "tools[0].colour"),
         ({"tools": [{"type": "function", "name": "x", "defer_loading": True}]}, "tools[0].defer_loading"),
         ({"tools": "look"}, "tools"),

@@ -162,19 +162,23 @@ def test_streams_of_an_engine_that_is_killed_are_told_and_the_next_one_serves(
 
 
 @pytest.mark.slow
-def test_streams_are_told_why_they_end(library: Library, lamp: str) -> None:
-    with serving(library, "--no-warm-up", "--doors", "2") as server:
-        streams = Streams(server.wait_until_served(), library.model, lamp)
-        streams.wait_until_begun()
-        server.process.send_signal(signal.SIGTERM)
-        server.check_end()
-        for thread in streams._threads:
-            thread.join(30)
-        assert isinstance(streams.ends["grpc"], ShuttingDownError), streams.ends
-        streams.check_told()
+def test_streams_are_told_why_they_end(
+    started: tuple[Server, dict[str, str]], library: Library, lamp: str
+) -> None:
+    """The last one here: the server ends with it."""
+    server, ready = started
+    until_answered(lambda: answer(ready["address"], lamp))
+    streams = Streams(ready, library.model, lamp)
+    streams.wait_until_begun()
+    server.process.send_signal(signal.SIGTERM)
+    server.check_end()
+    for thread in streams._threads:
+        thread.join(30)
+    assert isinstance(streams.ends["grpc"], ShuttingDownError), streams.ends
+    streams.check_told()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_end_with_a_server_that_is_killed(library: Library, lamp: str) -> None:
     with serving(library, "--no-warm-up", "--doors", "2") as server:
         server.wait_until_served()

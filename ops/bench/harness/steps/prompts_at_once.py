@@ -91,6 +91,10 @@ class PromptRunner:
         """Raises CheckFailedError: nothing is decoded."""
         raise CheckFailedError(f"{len(sessions)} requests of one token were drafted for")
 
+    def draft_room(self, samplers: Sequence[Sampler]) -> int:
+        """None: nothing is decoded."""
+        return 0
+
 
 @dataclass(kw_only=True, eq=False)
 class _Prompt(Work[Session]):

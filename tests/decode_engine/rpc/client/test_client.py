@@ -7,16 +7,23 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from datetime import datetime
 from typing import Any
 
 import pytest
+from google.protobuf.descriptor_pool import Default
+from google.protobuf.message import Message as ProtoMessage
+from google.protobuf.message_factory import GetMessageClass
 
 from decode_engine.errors import DeadlineExceededError, InternalError, ServerUnreachableError
-from decode_engine.rpc.client import AsyncClient, Client, Keep, create_verbs, verbs
+from decode_engine.rpc.client import AsyncClient, Client, Keep, verbs
+from decode_engine.rpc.client.replies import read_reply
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import Message, Role, Tool, ToolCall
+from sparsekv.v1 import values
+from sparsekv.v1.values import OperationState
 from tests.decode_engine.rpc.client.conftest import IDS, Scripted
 
 
@@ -292,11 +299,41 @@ def test_a_value_that_cannot_be_sent_is_named(arguments: dict[str, Any], named: 
         client.generate("contexts/x", **arguments)
 
 
+def fill(message: ProtoMessage) -> ProtoMessage:
+    """Sets every field, of a oneof the last one."""
+    for field in message.DESCRIPTOR.fields:
+        place = getattr(message, field.name)
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            place["a"] = "b"
+        elif field.message_type is not None:
+            fill(place.add() if field.is_repeated else place)
+        else:
+            value: Any = {field.TYPE_STRING: "x", field.TYPE_BYTES: b"x"}.get(field.type, 1)
+            place.append(value) if field.is_repeated else setattr(message, field.name, value)
+    return message
+
+
+NOT_OF_THE_MESSAGE = {"name", "done", "context_name"}
+"""What an operation itself says."""
+
+
+@pytest.mark.parametrize("name", values.CLASSES)
+def test_every_field_of_every_message_is_read(name: str) -> None:
+    kind, message = values.CLASSES[name], GetMessageClass(Default().FindMessageTypeByName(name))
+    assert read_reply(kind, message()) == kind()
+    read, others = read_reply(kind, fill(message())), NOT_OF_THE_MESSAGE if kind is OperationState else set()
+    unread = {
+        field.name for field in fields(kind) if getattr(read, field.name) == getattr(kind(), field.name)
+    }
+    one_of = {field.name for each in message.DESCRIPTOR.oneofs for field in each.fields[:-1]}
+    assert unread == others | one_of
+
+
 def test_one_text_stands_for_a_list_of_it() -> None:
     request = verbs.generate_request("", {"text": "x", "stop": "dairy is"})
     assert list(request.stop) == ["dairy is"]
     assert list(verbs.generate_request("", {"text": "x", "choices": "yes"}).constraint.choices.texts) == [
         "yes"
     ]
-    order = create_verbs.create_context({"methods": "quest"}, text="x").request
+    order = verbs.create_context({"methods": "quest"}, text="x").request
     assert list(order.methods) == ["quest"]

@@ -20,6 +20,9 @@ def test_parts_come_to_no_more_than_the_whole(doors: int) -> None:
     limits, whole = Limits(connections=100).of_one(sharing), Limits(connections=100)
     for name in ("connections", "unfinished", "unread", "abandoned", "waiting"):
         assert 1 <= doors * getattr(limits, name) <= getattr(whole, name)
+    crowded = Limits().of_one(Sharing(doors, places=500))  # who may all come by one door
+    for name in ("unfinished", "unread", "waiting"):
+        assert getattr(crowded, name) == getattr(limits, name) + 500
     assert limits.streams == whole.streams  # of one connection, which has one door
     assert sharing.part(8) * doors <= max(8, doors)
 

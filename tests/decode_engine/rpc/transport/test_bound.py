@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -48,10 +49,34 @@ def test_a_place_comes_back_from_work_that_fails_or_cannot_begin() -> None:
         for _ in range(3):
             with pytest.raises(RuntimeError, match="new thread"):
                 await bound.run(fail)
-        with pytest.raises(KeyError), bound.place():
-            raise KeyError
-        with bound.place(), pytest.raises(TooManyRequestsError):
-            await bound.run(fail)
+        with pytest.raises(KeyError):
+            async with bound.place():
+                raise KeyError
+        async with bound.place():
+            with pytest.raises(TooManyRequestsError):
+                await bound.run(fail)
+
+    asyncio.run(run())
+
+
+def test_as_many_wait_for_their_turn_as_there_are_places_for_requests() -> None:
+    async def run() -> None:
+        bound, go_on, done = Bound(1, "documents are being read", Sharing(places=2)), asyncio.Event(), []
+
+        async def work(number: int) -> None:
+            await go_on.wait()
+            done.append(number)
+
+        calls = [asyncio.ensure_future(bound.run(partial(work, number))) for number in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(TooManyRequestsError, match="1 documents are being read and 2 wait to, which is"):
+            await bound.run(partial(work, 3))
+        calls[1].cancel()  # whose turn has not come
+        await asyncio.wait({calls[1]})
+        calls.append(asyncio.ensure_future(bound.run(partial(work, 4))))
+        go_on.set()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert done == [0, 2, 4]
 
     asyncio.run(run())
 

@@ -87,7 +87,8 @@ class Server:
         begin = time.monotonic()
         code = self.process.wait(IN_TIME_S)
         self._reader.join(10)
-        assert code == 0, (self.logs[-5:], self.other)
+        early = not self.logs  # as any command that has not begun
+        assert code in ((0, 128 + signal.SIGTERM) if early else (0,)), (self.logs[-5:], self.other)
         assert self.other == []
         assert time.monotonic() - begin < IN_TIME_S
 
@@ -168,7 +169,9 @@ class Streams:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["import libraries", "load weights", "prepare "])
+@pytest.mark.parametrize(
+    "phase", ["import libraries", pytest.param("load weights", marks=pytest.mark.nightly), "prepare "]
+)
 def test_a_server_that_starts_ends_at_once(library: Library, lamp: str, phase: str) -> None:
     with serving(library) as server:
         server.wait_for_log(f"starting: {phase}")
@@ -178,25 +181,17 @@ def test_a_server_that_starts_ends_at_once(library: Library, lamp: str, phase: s
 
 @pytest.mark.slow
 def test_streams_over_both_doors_are_told_why_they_end(library: Library, lamp: str) -> None:
+    """By a signal that another thread takes, while the main thread sleeps and nothing else wakes it."""
     with serving(library, "--no-warm-up") as server:
         streams = Streams(server.wait_until_served(), library.model, lamp)
         streams.wait_until_begun()
-        server.process.send_signal(signal.SIGTERM)
-        server.check_end()
-        streams.check_told()
-    said = [entry["message"] for entry in server.logs if "POST /v1/completions" in entry["message"]]
-    assert "SHUTTING_DOWN" in said[0]
-
-
-@pytest.mark.slow
-def test_a_signal_that_another_thread_takes_ends_it_too(library: Library, lamp: str) -> None:
-    """The main thread sleeps then, and nothing wakes it."""
-    with serving(library, "--no-warm-up") as server:
-        server.wait_until_served()
         pid = server.process.pid
         others = [int(task) for task in os.listdir(f"/proc/{pid}/task") if int(task) != pid]
         assert ctypes.CDLL(None).syscall(234, pid, others[-1], int(signal.SIGTERM)) == 0  # tgkill, on x86-64
         server.check_end()
+        streams.check_told()
+    said = [entry["message"] for entry in server.logs if "POST /v1/completions" in entry["message"]]
+    assert "SHUTTING_DOWN" in said[0]
 
 
 @pytest.mark.nightly
