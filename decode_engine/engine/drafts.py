@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Generic
 
 from decode_engine.engine.drafting.drafter import Plan
-from decode_engine.engine.drafting.worth import Costs
+from decode_engine.engine.drafting.worth import MOST, Allowance, Costs
 from decode_engine.engine.job import Job
 from decode_engine.engine.requests import Found, Runner, SessionT
 
@@ -26,6 +27,8 @@ class Drafts(Generic[SessionT]):
         self._runner = runner
         self._clock_ns = clock_ns
         self._costs: dict[object, Costs] = {}
+        self._allowance = Allowance()
+        self._by_method_s: float | None = None  # what drafts by methods took for the step to come
 
     def make(self, batch: Batch[SessionT]) -> Sequence[Sequence[int]]:
         """Tokens that may follow the last one of each job; nothing where no job drafts."""
@@ -33,9 +36,15 @@ class Drafts(Generic[SessionT]):
             return ()
         costs, others = self._costs_of(batch), len(batch) - 1
         most = self._runner.draft_room([job.sampler for job, _ in batch])
+        rooms = [min(job.room, most, MOST) for job, _ in batch]
+        by_method = [job.drafter is not None and job.drafter.by_method for job, _ in batch]
+        worth = (0, 1.0)
+        if any(by_method):
+            longest = max(compress(rooms, by_method))
+            worth = costs.worth_by_method(longest, others, self._allowance)
         plans = [
-            Plan() if job.drafter is None else job.drafter.plan(min(job.room, most), costs, others)
-            for job, _ in batch
+            Plan() if job.drafter is None else job.drafter.plan(room, costs, others, worth)
+            for (job, _), room in zip(batch, rooms, strict=True)
         ]
         drafts = [list(plan.tokens) for plan in plans]
         rows = [row for row, plan in enumerate(plans) if plan.by_method]
@@ -44,7 +53,8 @@ class Drafts(Generic[SessionT]):
             begin = self._clock_ns()
             for row, draft in zip(rows, self._by_method(some, counts), strict=True):
                 drafts[row] = draft
-            costs.note_drafting((self._clock_ns() - begin) * 1e-9, sum(counts))
+            self._by_method_s = (self._clock_ns() - begin) * 1e-9
+            costs.note_drafting(self._by_method_s, sum(counts))
         return drafts if any(drafts) else ()
 
     def note(
@@ -57,7 +67,13 @@ class Drafts(Generic[SessionT]):
         """What a step found for each job, and how long it took."""
         if not any(job.drafter is not None for job, _ in batch):
             return
-        self._costs_of(batch).note_step(seconds, sum(map(len, drafts)))
+        costs, won = self._costs_of(batch), 0.0
+        costs.note_step(seconds, sum(map(len, drafts)))
+        if self._by_method_s is not None and costs.plain_s:
+            tokens = sum(len(each) - 1 for each in found if isinstance(each, tuple))
+            won = tokens / len(batch) - (self._by_method_s + seconds) / costs.plain_s + 1
+        self._by_method_s = None
+        self._allowance.note(won)
         for row, ((job, session), each) in enumerate(zip(batch, found, strict=True)):
             if job.drafter is None or each is None or isinstance(each, Exception):
                 continue

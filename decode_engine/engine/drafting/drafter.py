@@ -11,7 +11,6 @@ from decode_engine.engine.drafting.worth import MOST, USUAL_ROW, Costs, Source
 _CHANCES = (0.0, 0.3, 0.5, 0.75, 0.95)
 """Of what followed 2, 4, 8 and 16 tokens the last time, before anything is known."""
 
-_BY_METHOD = 0.9
 _LOOKS = 64
 """Steps with drafts after which one goes without, to see how long that takes now."""
 
@@ -44,7 +43,7 @@ class Drafter:
         self._timed = timed
         self._own = OwnText(said)
         self._copies = [Source(chance) for chance in _CHANCES]
-        self._method = Source(_BY_METHOD) if by_method and timed else None
+        self.by_method = by_method and timed
         self._used: Source | None = None
         self._with = self._since = 0
 
@@ -57,8 +56,11 @@ class Drafter:
         """Whether the next step has to know the token before, as a draft may follow it."""
         return not self._timed or self._since < _RECENT or self._since % (2 * _RECENT) == 0
 
-    def plan(self, most: int, costs: Costs, others: int) -> Plan:
-        """What to draft behind the last token, at most so many tokens, in a step with so many other sessions."""
+    def plan(self, most: int, costs: Costs, others: int, worth: tuple[int, float] = (0, 1.0)) -> Plan:
+        """What to draft behind the last token, at most so many tokens, in a step with so many other sessions.
+
+        worth: of drafts by a method, see `Costs.worth_by_method`.
+        """
         self._used = None
         most = min(most, MOST)
         if most < 1 or (self._timed and (costs.plain_s is None or self._with >= _LOOKS)):
@@ -75,12 +77,9 @@ class Drafter:
             count, factor = copies.worth(row, len(match.following), others)
             self._used = copies if count else None
         plan = Plan(match.following[:count])
-        if self._method is not None:
-            step = 0.0 if costs.step is None else costs.step  # it is seen by trying
-            most = most if costs.step is not None else 1
-            count, gain = self._method.worth(row + step, most, others)
-            if count and (gain > factor or not plan.tokens):
-                self._used, plan = self._method, Plan(by_method=count)
+        count, gain = min(worth[0], most), worth[1]
+        if self.by_method and count and (gain > factor or not plan.tokens):
+            self._used, plan = costs.method, Plan(by_method=count)
         return plan
 
     def note(self, drafted: int, accepted: int) -> None:

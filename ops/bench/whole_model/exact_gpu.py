@@ -64,7 +64,8 @@ from index_store.store.description.context_id import ModelIdentity
 BARS = {
     ("copied:.95", 1): 2.5, ("copied:.95", 4): 2.5, ("copied:.95", 16): 2.5,
     ("method:.99", 1): 1.2, ("method:.99", 4): 1.6, ("method:.99", 16): 2.0,
-    ("method:0", 1): 0.97, ("method:0", 4): 0.97, ("bad", 1): 0.97, ("bad", 4): 0.97, ("bad", 16): 0.97,
+    ("method:0", 1): 0.97, ("method:0", 4): 0.97, ("method:0", 16): 0.97,
+    ("bad", 1): 0.97, ("bad", 4): 0.97, ("bad", 16): 0.97,
 }  # fmt: skip
 """Of the time of a token by `full`, divided by that of `exact`."""
 

@@ -7,13 +7,13 @@ import pytest
 
 from decode_engine.engine.drafting.drafter import Drafter, Plan
 from decode_engine.engine.drafting.suffixes import ContextSuffixes
-from decode_engine.engine.drafting.worth import MOST, Costs, Source
+from decode_engine.engine.drafting.worth import MOST, Allowance, Costs, Source
 
 TEXT = list(range(100, 200))
 
 
-def drafter(*, timed: bool = True) -> Drafter:
-    return Drafter(ContextSuffixes(np.array(TEXT)), TEXT[:20], timed=timed)
+def drafter(**options: bool) -> Drafter:
+    return Drafter(ContextSuffixes(np.array(TEXT)), TEXT[:20], **options)
 
 
 def seen(row: float = 0.1, step: float | None = None) -> Costs:
@@ -67,12 +67,38 @@ def test_a_source_that_is_right_again_is_used_again() -> None:
 
 
 def test_methods_draft_where_a_step_of_theirs_is_short() -> None:
-    nothing = [1, 2, 3]
-    slow, fast = (Drafter(None, nothing, by_method=True) for _ in range(2))
-    assert slow.plan(9, seen(step=1.2), 0) == Plan()
-    assert fast.plan(9, seen(step=0.1), 0).by_method > 3
-    assert fast.plan(9, seen(), 0) == Plan(by_method=1)  # how long a step takes is seen by trying
-    assert Drafter(None, nothing, by_method=True, timed=False).plan(9, seen(step=0.1), 0) == Plan()
+    assert seen(step=1.2).worth_by_method(9, 0, Allowance())[0] == 0
+    assert Costs().worth_by_method(9, 0, Allowance())[0] == 0  # a step without drafts comes first
+    assert seen().worth_by_method(9, 0, Allowance())[0] == 1  # how long a step takes is seen by trying
+    won = Allowance()
+    won.note(3.0)
+    assert seen(step=0.1).worth_by_method(9, 0, won)[0] > 3
+    for timed, plan in ((True, Plan(by_method=2)), (False, Plan())):
+        draft = Drafter(None, [1, 2, 3], by_method=True, timed=timed)
+        assert draft.plan(9, seen(step=0.1), 0, (2, 1.5)) == plan
+
+
+def test_the_better_of_a_copy_and_a_method_is_drafted() -> None:
+    assert drafter(by_method=True).plan(9, seen(), 0, (2, 99.0)) == Plan(by_method=2)
+    assert drafter(by_method=True).plan(9, seen(), 0, (2, 1.01)) == Plan(TEXT[20:29])
+
+
+def test_an_allowance_is_given_earned_and_owed() -> None:
+    allowance = Allowance()
+    assert (allowance.pays(0.2), allowance.pays(0.5), allowance.pays(5.0)) == (3, 1, 1)
+    allowance.note(-100.0)
+    assert allowance.pays(0.01) < 1
+    steps = 0
+    while not allowance.pays(0.75):
+        allowance.note(0.0)
+        steps += 1
+    assert steps == pytest.approx(375, abs=1)
+    for _ in range(1000):
+        allowance.note(0.0)
+    assert allowance.pays(0.4) == 1  # steps give no more
+    for _ in range(20):
+        allowance.note(1.0)
+    assert allowance.pays(0.5) == 8  # drafts do
 
 
 def test_now_and_then_a_step_goes_without() -> None:

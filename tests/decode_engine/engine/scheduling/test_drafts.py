@@ -10,8 +10,12 @@ import pytest
 
 from decode_engine.engine.drafting.drafter import Drafter
 from decode_engine.engine.drafting.suffixes import ContextSuffixes
+from decode_engine.engine.engine import Engine
+from decode_engine.engine.requests import Step
+from decode_engine.engine.sampler import Sampler
 from decode_engine.orders.events import Says
 from decode_engine.orders.order import KeepOptions, Sampling
+from tests.decode_engine.engine import fake_runner
 from tests.decode_engine.engine.fake_runner import (
     VOCABULARY,
     Client,
@@ -23,6 +27,7 @@ from tests.decode_engine.engine.fake_runner import (
     run,
     submit,
 )
+from tests.decode_engine.engine.scheduling.conftest import Clock
 
 CONTEXT = ContextSuffixes(np.arange(1000) % VOCABULARY)
 PROMPT = (3, 4, 5)
@@ -125,3 +130,95 @@ def test_a_session_that_fails_among_drafts_fails_alone(engine: FakeEngine) -> No
     with pytest.raises(ValueError, match="this session is broken"):
         list(broken.stream)
     assert broken.session.closed == 1
+
+
+class CardRunner(FakeRunner):
+    """Drafts that are right with a chance, and steps that take the time of a card's, a plain one a second.
+
+    step: of a method, for all sessions at once. row: of each draft that is verified. Answers have up to a thousand
+    tokens.
+    """
+
+    def __init__(self, clock: Clock, chance: float, step: float, row: float) -> None:
+        super().__init__()
+        self._clock, self.chance, self._step, self._row = clock, chance, step, row
+        self._random = np.random.default_rng(3)
+
+    def launch(
+        self,
+        sessions: Sequence[FakeSession],
+        last_tokens: Sequence[int],
+        samplers: Sequence[Sampler],
+        drafts: Sequence[Sequence[int]] = (),
+    ) -> Step:
+        self._clock.now += round(1e9 * (1 + self._row * sum(map(len, drafts))))
+        return super().launch(sessions, last_tokens, samplers, drafts)
+
+    def draft(
+        self,
+        sessions: Sequence[FakeSession],
+        last_tokens: Sequence[int],
+        samplers: Sequence[Sampler],
+        counts: Sequence[int],
+    ) -> list[list[int]]:
+        self._clock.now += round(1e9 * self._step * max(counts))
+        return [
+            [token + int(self._random.random() >= self.chance) for token in range(last + 1, last + 1 + count)]
+            for last, count in zip(last_tokens, counts, strict=True)
+        ]
+
+
+def card_answers(
+    clock: Clock, sessions: int, step: float, row: float, chances: Sequence[float]
+) -> list[float]:
+    """Times of answers of 96 tokens, asked one after another, relative to that of an answer without drafts.
+
+    chances: that a token which the method drafts for an answer is right.
+    """
+    runner = CardRunner(clock, 0.0, step, row)
+    engine: FakeEngine = Engine(runner, max_sessions=16, max_waiting=16, clock_ns=clock)
+
+    def seconds(by_method: bool) -> float:
+        clients = [make_client(f"{each}", prompt=PROMPT, max_tokens=96) for each in range(sessions)]
+        for client in clients:
+            client.work.drafts = lambda: Drafter(None, PROMPT, by_method=by_method)
+            submit(engine, client)
+        run(engine, 2)  # reads prompts
+        begin = clock.now
+        while any(client.closes == [] for client in clients):
+            run(engine, 1)
+        assert all(results(client)[0] == [*range(6, 102)] for client in clients)
+        return (clock.now - begin) * 1e-9
+
+    full, found = seconds(False), []
+    for runner.chance in chances:
+        found.append(seconds(True) / full)
+    return found
+
+
+@pytest.fixture
+def large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that answers do not come back to what they said, which would be copied."""
+    monkeypatch.setattr(fake_runner, "VOCABULARY", 1024)
+
+
+@pytest.mark.usefixtures("large_vocabulary")
+@pytest.mark.parametrize("sessions", [1, 4, 16])
+@pytest.mark.parametrize("step", [0.3, 0.75, 2.3])
+def test_a_method_that_is_wrong_costs_next_to_nothing(clock: Clock, sessions: int, step: float) -> None:
+    found = card_answers(clock, sessions, step, 0.1 / sessions, [0.0] * 4)
+    assert max(found) < (1.02 if step < 1 else 1.03)
+    assert sum(found) / len(found) < 1.02
+
+
+@pytest.mark.usefixtures("large_vocabulary")
+@pytest.mark.parametrize(
+    ("sessions", "step", "times"), [(1, 0.73, 1.2), (4, 0.45, 1.6), (16, 0.45, 1.4)]
+)  # fmt: skip
+def test_a_method_that_is_right_is_used_also_after_it_was_wrong(
+    clock: Clock, sessions: int, step: float, times: float
+) -> None:
+    found = card_answers(clock, sessions, step, 0.05 / sessions, [0.99] * 4 + [0.0] * 2 + [0.99] * 4)
+    right, wrong, again = sum(found[:4]) / 4, found[4:6], sum(found[6:]) / 4
+    assert right < 1 / times > again
+    assert max(wrong) < 1.03
