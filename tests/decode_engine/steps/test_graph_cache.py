@@ -16,6 +16,7 @@ from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.step_batch import StepBatch
 from decode_engine.steps.graph_cache import AllocationMeter, GraphCache
 from decode_engine.steps.stepper import Stepper
+from index_store.indexes.interface.growing import Do, do_now
 from index_store.methods.presets import METHODS
 from index_store.models.resolve import resolve_model
 from tests.support.models import write_model_folder
@@ -219,7 +220,7 @@ def test_a_tail_that_finds_no_memory_gets_that_of_idle_batches(
     steps(stepper, [other])
     steps(stepper, [one])
 
-    def full(self: Session) -> None:
+    def full(self: Session, ahead: int = 0, do: Do = do_now) -> None:
         if len(stepper._graphs) > 1:
             raise torch.OutOfMemoryError("the device is full")
 
