@@ -117,7 +117,11 @@ def _convert(source: ModelFolder, folder: Path, read: ReadAttention) -> None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         rotated = [2 * own.numel() for name, own in model.named_buffers() if name.endswith("inv_freq")]
-        settings.check(config, read(source, config), rotated)
+        try:
+            readings = read(source, config)
+        except ModelUnsupportedError as error:
+            raise settings.reason(error) from error
+        settings.check(config, readings, rotated)
         tokenizer, ends = gguf_tokenizer(file, metadata)
         model.load_state_dict(
             _placed(settings.architecture, model, tensors, dtype), strict=False, assign=True

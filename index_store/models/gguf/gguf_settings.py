@@ -176,6 +176,11 @@ class GgufSettings:
             if not holds:
                 raise self._unused(name)
 
+    def reason(self, error: Exception) -> Exception:
+        """Why a model of this configuration does not run: the setting that not every family can have, or the error."""
+        partly = self._own.get("rope.dimension_count", self.head_dim) != self.head_dim
+        return self._unused("rope.dimension_count") if partly else error
+
     @property
     def head_dim(self) -> int:
         """Channels of a key."""

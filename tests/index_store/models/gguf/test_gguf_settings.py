@@ -212,6 +212,7 @@ UNUSABLE: list[tuple[str, Mapping[str, Any], str]] = [
     ("llama", {**YARN_KEYS, "rope.scaling.yarn_ext_factor": 0.5}, "rope.scaling.yarn_ext_factor"),
     ("llama", {"rope.scaling.factor": 2.0, "rope.scaling.attn_factor": 1.5}, "rope.scaling.attn_factor"),
     ("llama", {"rope.dimension_count": 8}, "rope.dimension_count"),
+    ("llama", {**YARN_KEYS, "rope.dimension_count": 8}, "rope.dimension_count"),
     ("llama", {"attention.value_length": 8}, "attention.value_length"),
     ("llama", {"attention.scale": 0.5}, "attention.scale"),
     ("llama", {"attention.sliding_window": 24}, "attention.sliding_window"),
