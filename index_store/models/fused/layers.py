@@ -9,6 +9,7 @@ gives stays as it is. Other modules, and transformers itself, are not touched.
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from index_store.models.fused.kernels_triton import MOST_CHANNELS, Gate, gated, rms_norm, rotate
+
+logger = logging.getLogger(__name__)
 
 _ROTATION = "apply_rotary_pos_emb"
 _ROWS = 16  # that are tried
@@ -40,7 +43,11 @@ def fuse_layers(model: nn.Module) -> dict[str, int]:
     with torch.no_grad():
         for module in model.modules():
             for name, find in (("norms", _norm), ("gates", _gate), ("rotations", _rotation)):
-                forward = find(module, known)
+                try:
+                    forward = find(module, known)
+                except Exception as error:  # whatever an unusual module says to made-up numbers
+                    logger.info("a %s stays as it is: %s", type(module).__name__, error)
+                    continue
                 if forward is not None:
                     module.forward = MethodType(forward, module)
                     found[name] += 1
