@@ -109,7 +109,7 @@ FLOORS = (
 )
 
 MOST_ENTRIES = 15
-MOST_LINES = 500
+MOST_LINES = 800
 
 # Names that several folders of one package use for the same part of different things.
 ROLES = {
