@@ -15,10 +15,10 @@ from queue import SimpleQueue
 from threading import Thread
 
 from decode_engine.gateway.serving import http_door
-from decode_engine.orders.core import Facts
+from decode_engine.orders.events import Facts
 from decode_engine.processes.attached import Parent, Serving, Setup, run_attached
 from decode_engine.processes.link.remote import RemoteCore
-from decode_engine.rpc.door.sharing import Sharing
+from decode_engine.rpc.door.access import Sharing
 from decode_engine.rpc.server import LAST_WORDS_S, GrpcDoor
 from decode_engine.rpc.transport.starting import Phase
 from index_store.errors import SparseKVError
@@ -74,7 +74,7 @@ class DoorProcess:
 def _open(grpc: GrpcDoor, core: RemoteCore, facts: Facts, setup: Setup) -> None:
     from decode_engine.engine.sampling.trial import VocabularySource
     from decode_engine.engine.sampling.vocabulary import Vocabulary
-    from decode_engine.rpc.creation.orders import Workshop
+    from decode_engine.rpc.contexts.creation import Workshop
     from index_store.jobs.job_queue import JobQueue
     from index_store.jobs.uploads import Uploads
     from index_store.models.tokenizer import load_tokenizer
