@@ -101,7 +101,7 @@ def _parameter_lines(method: MethodInfo) -> Iterator[str]:
 
 def _local_methods(model: str | None) -> MethodList:
     from decode_engine.rpc.client.replies import read_reply
-    from decode_engine.rpc.messages.describe import describe_methods
+    from decode_engine.rpc.describe import describe_methods
 
     if model is None:
         return read_reply(MethodList, describe_methods(_USUAL_HEAD_DIM, _USUAL_DTYPE))

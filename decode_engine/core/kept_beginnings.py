@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import Lock
 
-from decode_engine.rpc.creation.orders import Workshop
+from decode_engine.rpc.contexts.creation import Workshop
 from index_store.errors import SparseKVError
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.jobs.job_record import JobRecord

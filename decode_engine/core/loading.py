@@ -27,8 +27,8 @@ from decode_engine.model.compiling import compile_beside
 from decode_engine.model.method_choice import AUTO, IdleTimer, StepCosts
 from decode_engine.model.preparing import Preparation, methods_wanted
 from decode_engine.model.runner import ModelRunner
+from decode_engine.rpc.contexts.creation import Workshop
 from decode_engine.rpc.contexts.defaults import own_methods
-from decode_engine.rpc.creation.orders import Workshop
 from decode_engine.rpc.transport.starting import Phase
 from decode_engine.rpc.transport.work import SPARE, BlockingWork
 from decode_engine.settings.config import ServeConfig

@@ -14,8 +14,7 @@ from decode_engine.engine.engine import Engine
 from decode_engine.engine.reply import Outbox, Reply
 from decode_engine.errors import CancelledError, DeadlineExceededError
 from decode_engine.layers.session import Session
-from decode_engine.orders.core import Facts, Residency, Status, Warmed
-from decode_engine.orders.events import Ends, Event, Fails
+from decode_engine.orders.events import Ends, Event, Facts, Fails, Residency, Status, Warmed
 from decode_engine.orders.order import Order
 
 logger = logging.getLogger(__name__)

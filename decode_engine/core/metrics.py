@@ -31,8 +31,7 @@ from decode_engine.core.kept_beginnings import BeginningStats
 from decode_engine.engine.reply import Reply
 from decode_engine.engine.requests import EngineStats
 from decode_engine.errors import AddressError, CancelledError
-from decode_engine.orders.core import Facts
-from decode_engine.orders.events import Begins, Ends, Event, Fails, Says
+from decode_engine.orders.events import Begins, Ends, Event, Facts, Fails, Says
 from index_store.memory.books import ArenaStats
 
 OURS, ALIAS = "sparsekv", "vllm"

@@ -31,11 +31,10 @@ from decode_engine.model.continuing import Ground, SessionKeeper, SessionWork
 from decode_engine.model.method_choice import AUTO, StepCosts
 from decode_engine.model.preparing import Preparation
 from decode_engine.model.runner import ModelRunner
-from decode_engine.orders.core import Facts, Residency, Status, Warmed
-from decode_engine.orders.events import Begins, Lookup, Tier, Waits
+from decode_engine.orders.events import Begins, Facts, Lookup, Residency, Status, Tier, Waits, Warmed
 from decode_engine.orders.order import Order
+from decode_engine.rpc.contexts.creation import Workshop
 from decode_engine.rpc.contexts.defaults import remainder_name
-from decode_engine.rpc.creation.orders import Workshop
 from decode_engine.rpc.transport.work import BlockingWork
 from index_store.errors import (
     ContextExpiredError,

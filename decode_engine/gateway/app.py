@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -13,14 +16,206 @@ from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from decode_engine.errors import CancelledError, TooManyRequestsError
-from decode_engine.gateway import counting, creating, generating, listing, page
-from decode_engine.gateway.bounds import Bounds
-from decode_engine.gateway.exchange import Exchange, HeldBodies
-from decode_engine.gateway.failures import HttpError, refusal
-from decode_engine.gateway.openapi import document
-from decode_engine.gateway.wire.sent_events import JsonReply
+from decode_engine.gateway import generating, resources
+from decode_engine.gateway.exchange import Bounds, Exchange, HeldBodies, HttpError, refusal
+from decode_engine.gateway.resources import CREATE, DETOKENIZE, INPUT_TOKENS, MOST_TOKENS, TOKENIZE, UPDATE
+from decode_engine.gateway.wire.bodies import CHAT, COMPLETIONS, RESPONSES
+from decode_engine.gateway.wire.parameters import Endpoint, Fate, Members, Parameter, Variants
+from decode_engine.gateway.wire.reply_structs import (
+    ChatChunk,
+    ChatReply,
+    CompletionChunk,
+    CompletionReply,
+    ErrorReply,
+    JsonReply,
+    ResponseReply,
+)
 from decode_engine.rpc.server import GrpcDoor
 from index_store.errors import InvalidArgumentError
+
+_REF = "#/components/schemas/{name}"
+_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """What a handler takes and gives. reads: its body. replies: None for an object that is not described. status: when
+    all is well. streams: whether the answer may be events; chunk: of which each is one. query: parameters by name."""
+
+    reads: Endpoint | None = None
+    replies: type[msgspec.Struct] | None = None
+    status: int = 200
+    streams: bool = False
+    chunk: type[msgspec.Struct] | None = None
+    query: Mapping[str, Mapping[str, Any]] | None = None
+
+
+_TEXT: Mapping[str, Any] = {"type": "string"}
+_EVENT = {"type": "object", "properties": {"event": _TEXT, "data": _TEXT}, "required": ["data"]}
+_OPERATIONS: Mapping[str, _Operation] = {
+    "chat": _Operation(CHAT, ChatReply, streams=True, chunk=ChatChunk),
+    "completions": _Operation(COMPLETIONS, CompletionReply, streams=True, chunk=CompletionChunk),
+    "responses": _Operation(RESPONSES, ResponseReply, streams=True),
+    "count_input": _Operation(INPUT_TOKENS),
+    "tokenize": _Operation(TOKENIZE),
+    "detokenize": _Operation(DETOKENIZE),
+    "create_context": _Operation(CREATE, status=202, streams=True),
+    "update_context": _Operation(UPDATE),
+    "list_contexts": _Operation(
+        query={
+            "page_size": {"type": "integer", "minimum": 0, "maximum": 1000},
+            **dict.fromkeys(("page_token", "filter", "order_by"), _TEXT),
+        }
+    ),
+    "context_tokens": _Operation(
+        query={
+            "start": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+            "count": {"type": "integer", "minimum": 0, "maximum": MOST_TOKENS},
+        }
+    ),
+    "delete_context": _Operation(query={"force": {"enum": ["true", "false"]}}),
+}
+"""By the names of handlers; what is missing takes nothing and replies an object."""
+_REPLIES = (ErrorReply, ChatReply, ChatChunk, CompletionReply, CompletionChunk, ResponseReply)
+_FORM = {
+    "type": "object",
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "user_data"}},
+    "required": ["file", "purpose"],
+    "additionalProperties": False,
+}
+
+
+def document(routes: Sequence[Route]) -> dict[str, Any]:
+    """The document, in OpenAPI 3.1."""
+    _, schemas = msgspec.json.schema_components(_REPLIES, ref_template=_REF)
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        for method in sorted((route.methods or set()) - {"HEAD"}):
+            described = _described(route)
+            paths.setdefault(route.path_format, {})[method.lower()] = described
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "sparsekv",
+            "version": "1",
+            "description": "Generation against stored contexts, as OpenAI's clients ask for it.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"token": []}],
+    }
+
+
+def _described(route: Route) -> dict[str, Any]:
+    """One operation."""
+    name: str = route.endpoint.__name__
+    operation = _OPERATIONS.get(name, _Operation())
+    whole = _OBJECT if operation.replies is None else _ref(operation.replies)
+    content: dict[str, Any] = {"application/json": {"schema": whole}}
+    streams: dict[str, Any] = {"text/event-stream": {"schema": _EVENT}}
+    if operation.chunk is not None:
+        streams["text/event-stream"]["x-event"] = _ref(operation.chunk)
+    answers: dict[str, dict[str, Any]] = {
+        str(operation.status): {"description": "As asked.", "content": content}
+    }
+    if operation.streams:
+        answers.setdefault("200", {"description": "With `stream`.", "content": {}})["content"].update(streams)
+    refusal = {"schema": _ref(ErrorReply)} if name != "health" else {"schema": _OBJECT}
+    given = [
+        {"name": each, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for each in route.param_convertors
+    ]
+    asked = [
+        {"name": each, "in": "query", "required": False, "schema": schema}
+        for each, schema in (operation.query or {}).items()
+    ]
+    made: dict[str, Any] = {
+        "operationId": name,
+        "summary": (route.endpoint.__doc__ or name).partition("\n")[0],
+        "parameters": given + asked,
+        "responses": {
+            **answers,
+            "default": {"description": "Refused.", "content": {"application/json": refusal}},
+        },
+    }
+    if operation.reads is not None:
+        read = _members(operation.reads.parameters)
+        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": read}}}
+    if name == "create_file":
+        made["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}
+    return made
+
+
+def _ref(reply: type[msgspec.Struct]) -> dict[str, str]:
+    return {"$ref": _REF.format(name=reply.__name__)}
+
+
+def _members(
+    parameters: Sequence[Parameter],
+    others: bool = False,
+    by: str = "",
+    kinds: Sequence[str] = (),
+    usual: str = "",
+) -> dict[str, Any]:
+    """An object. others: whether it may have members that are not listed. by: the member that says of which kind it is,
+    kinds: of these; usual: where it is missing."""
+    properties = {one.name: _value(one) for one in parameters if one.fate is not Fate.REFUSED}
+    required = [one.name for one in parameters if one.required]
+    if by:
+        properties[by] = {"enum": [*kinds]}
+        required += [] if usual in kinds else [by]
+    made: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": others}
+    return {**made, "required": required} if required else made
+
+
+def _value(parameter: Parameter) -> dict[str, Any]:
+    """The value of a member; null says nothing, but where it has to be there."""
+    if parameter.fate is Fate.TAKEN:
+        return {"description": f"Does nothing: {parameter.says}"}
+    schema: Mapping[str, Any] = parameter.kind.schema
+    if parameter.inside is not None:
+        schema = _filled(schema, _inside(parameter.inside))
+    if not parameter.required:
+        unset = [{"enum": [*parameter.neutral]}] if parameter.neutral else []
+        schema = {"anyOf": [schema, *unset, {"type": "null"}]}
+    return {**schema, "description": parameter.says}
+
+
+def _filled(schema: Mapping[str, Any], inside: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema with what its objects contain."""
+    if schema.get("type") == "object":
+        return inside
+    if schema.get("type") == "array":
+        return {**schema, "items": _filled(schema["items"], inside)}
+    if "anyOf" in schema:
+        return {"anyOf": [_filled(one, inside) for one in schema["anyOf"]]}
+    if isinstance(schema.get("type"), list):
+        others = [kind for kind in schema["type"] if kind != "object"]
+        return {"anyOf": [{"type": others}, inside]}
+    return schema
+
+
+def _inside(inside: Members | Variants) -> dict[str, Any]:
+    if isinstance(inside, Members):
+        return _members(inside.parameters, inside.others_taken)
+    return {"anyOf": [*_variants(inside)]}
+
+
+def _variants(inside: Variants) -> Iterator[dict[str, Any]]:
+    """Every kind of object that is not refused; names of the same kind together."""
+    names: dict[int, list[str]] = {}
+    for name, one in inside.kinds.items():
+        names.setdefault(id(one), []).append(name)
+    for same in names.values():
+        one = inside.kinds[same[0]]
+        if isinstance(one, Variants):
+            yield from _variants(one)
+        elif isinstance(one, Members):
+            yield _members(one.parameters, one.others_taken, inside.by, same, inside.usual)
+
 
 _NOT_ALLOWED = 405
 _METHODS = ("GET", "POST", "PATCH", "DELETE")
@@ -29,23 +224,23 @@ ROUTES = (
     Route("/v1/chat/completions", generating.chat, methods=["POST"]),
     Route("/v1/completions", generating.completions, methods=["POST"]),
     Route("/v1/responses", generating.responses, methods=["POST"]),
-    Route("/v1/responses/input_tokens", counting.count_input, methods=["POST"]),
-    Route("/tokenize", counting.tokenize, methods=["POST"]),
-    Route("/detokenize", counting.detokenize, methods=["POST"]),
-    Route("/v1/models", listing.list_models, methods=["GET"]),
-    Route("/v1/models/{model:path}", listing.get_model, methods=["GET"]),
-    Route("/v1/contexts", listing.list_contexts, methods=["GET"]),
-    Route("/v1/contexts", creating.create_context, methods=["POST"]),
-    Route("/v1/operations", creating.list_operations, methods=["GET"]),
-    Route("/v1/operations/{operation}", creating.get_operation, methods=["GET"]),
-    Route("/v1/operations/{operation}/cancel", creating.cancel_operation, methods=["POST"]),
-    Route("/v1/files", creating.create_file, methods=["POST"]),
-    Route("/v1/contexts/{context:path}/tokens", page.context_tokens, methods=["GET"]),
-    Route("/v1/contexts/{context:path}", listing.get_context, methods=["GET"]),
-    Route("/v1/contexts/{context:path}", listing.update_context, methods=["PATCH"]),
-    Route("/v1/contexts/{context:path}", listing.delete_context, methods=["DELETE"]),
-    Route("/v1/status", page.server_status, methods=["GET"]),
-    Route("/health", listing.health, methods=["GET"]),
+    Route("/v1/responses/input_tokens", resources.count_input, methods=["POST"]),
+    Route("/tokenize", resources.tokenize, methods=["POST"]),
+    Route("/detokenize", resources.detokenize, methods=["POST"]),
+    Route("/v1/models", resources.list_models, methods=["GET"]),
+    Route("/v1/models/{model:path}", resources.get_model, methods=["GET"]),
+    Route("/v1/contexts", resources.list_contexts, methods=["GET"]),
+    Route("/v1/contexts", resources.create_context, methods=["POST"]),
+    Route("/v1/operations", resources.list_operations, methods=["GET"]),
+    Route("/v1/operations/{operation}", resources.get_operation, methods=["GET"]),
+    Route("/v1/operations/{operation}/cancel", resources.cancel_operation, methods=["POST"]),
+    Route("/v1/files", resources.create_file, methods=["POST"]),
+    Route("/v1/contexts/{context:path}/tokens", resources.context_tokens, methods=["GET"]),
+    Route("/v1/contexts/{context:path}", resources.get_context, methods=["GET"]),
+    Route("/v1/contexts/{context:path}", resources.update_context, methods=["PATCH"]),
+    Route("/v1/contexts/{context:path}", resources.delete_context, methods=["DELETE"]),
+    Route("/v1/status", resources.server_status, methods=["GET"]),
+    Route("/health", resources.health, methods=["GET"]),
 )
 
 
@@ -59,7 +254,7 @@ async def openapi(_: Request) -> Response:
 
 def make_app(beside: GrpcDoor, bounds: Bounds, cors_origins: Sequence[str] = ()) -> ASGIApp:
     """The application. beside: whose answers and tokens these are. cors_origins: whose pages may ask from browsers."""
-    routes = (*ROUTES, *page.PAGE, Route("/openapi.json", openapi, methods=["GET"]))
+    routes = (*ROUTES, *resources.PAGE, Route("/openapi.json", openapi, methods=["GET"]))
     front = Front(Router(routes, redirect_slashes=False), beside, bounds)
     if not cors_origins:
         return front

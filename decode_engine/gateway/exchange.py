@@ -5,27 +5,112 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import time
 import zlib
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
+from google.protobuf.message import Message as ProtoMessage
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from decode_engine.errors import CancelledError, TooManyRequestsError
-from decode_engine.gateway.failures import HttpError
+from decode_engine.errors import CancelledError, PromptTooLongError, TooManyRequestsError
 from decode_engine.gateway.wire.parameters import Endpoint, Reading
-from decode_engine.rpc.client.verbs import METHODS, Call
+from decode_engine.gateway.wire.reply_structs import ErrorDetails, ErrorReply, JsonReply
+from decode_engine.rpc.client.verbs import METHODS, Call, Verbs
+from decode_engine.rpc.door.access import UnauthenticatedError
 from decode_engine.rpc.server import GrpcDoor
 from decode_engine.rpc.transport.asker import Asker
 from decode_engine.rpc.transport.calls import LARGE_BYTES
-from decode_engine.rpc.transport.stalled import forget_error
+from decode_engine.rpc.transport.status import CODES, reason_of, retry_after
+from decode_engine.rpc.transport.work import forget_error
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
-from index_store.errors import InvalidArgumentError
+from index_store.errors import ContextNotFoundError, InvalidArgumentError, SparseKVError
+
+_STATUSES = {
+    "INVALID_ARGUMENT": 400,
+    "FAILED_PRECONDITION": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "NOT_FOUND": 404,
+    "ALREADY_EXISTS": 409,
+    "ABORTED": 409,
+    "RESOURCE_EXHAUSTED": 429,
+    "CANCELLED": 499,
+    "DATA_LOSS": 500,
+    "INTERNAL": 500,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
+_REPEATABLE = frozenset({"SHUTTING_DOWN"})
+"""Reasons that waiting may mend, although nobody says how long. OpenAI's clients repeat others, too, unless told."""
+_PARTICULAR = {"STORE_FULL": 507, "STORE_BOUND_REACHED": 507}
+"""Reasons that HTTP has a better word for than for their code."""
+
+
+class HttpError(Exception):
+    """A request that HTTP itself refuses. headers: of the response."""
+
+    def __init__(
+        self, status: int, message: str, code: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.headers = headers or {}
+
+
+def status_of_reason(reason: str) -> int:
+    """The HTTP status of a reason; 500 for one that is unknown."""
+    code = CODES.get(reason)
+    return _PARTICULAR.get(reason) or (500 if code is None else _STATUSES[code.name])
+
+
+def failure(error: SparseKVError | HttpError) -> tuple[int, ErrorReply]:
+    """The HTTP status of an error, and its body."""
+    if isinstance(error, HttpError):
+        return error.status, _body(error.status, error.message, None, error.code)
+    status = status_of_reason(reason_of(error))
+    code = reason_of(error).lower()
+    if isinstance(error, PromptTooLongError):
+        code = "context_length_exceeded"
+    elif isinstance(error, UnauthenticatedError):
+        code = "invalid_api_key"
+    message, param = error.message, error.metadata.get("field")
+    if isinstance(error, ContextNotFoundError):
+        param = "context"
+    return status, _body(status, message, param, code)
+
+
+def refusal(error: SparseKVError | HttpError) -> JsonReply:
+    """The response that tells of an error."""
+    status, body = failure(error)
+    headers = {"x-should-retry": "false"}
+    if isinstance(error, SparseKVError):
+        delay = retry_after(error)
+        if delay is not None:
+            headers["retry-after"] = str(math.ceil(delay))
+            headers["retry-after-ms"] = str(math.ceil(delay * 1000))
+        if delay is not None or error.reason in _REPEATABLE:
+            headers["x-should-retry"] = "true"
+    else:
+        headers |= error.headers
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return JsonReply(body, status_code=status, headers=headers)
+
+
+def _body(status: int, message: str, param: str | None, code: str) -> ErrorReply:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return ErrorReply(ErrorDetails(message, kind, param, code))
+
 
 ResultT = TypeVar("ResultT")
 
@@ -78,6 +163,26 @@ def parse_json(data: bytes) -> Any:
             gc.enable()
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What clients may make the gateway hold.
+
+    connections: at once. requests: at once. body_bytes: of open requests together. head_s: how long the head of a
+    request may take. unread_s: how long an answer may lie unread. idle_s: of a connection between two requests.
+    """
+
+    connections: int = 1024
+    requests: int = 240
+    body_bytes: int = 2**28
+    head_s: float = 20.0
+    unread_s: float = 60.0
+    idle_s: float = 30.0
+
+    def beside(self, places: int) -> Bounds:
+        """The same for others than so many requests that may be running or waiting."""
+        return replace(self, connections=places + self.connections, requests=places + self.requests)
+
+
 class HeldBodies:
     """Bytes of bodies that have arrived for requests that are not over. To be used on the loop's thread."""
 
@@ -121,10 +226,6 @@ class Exchange(Asker):
         self._status = 0
         self._send = send
 
-    def handler(self, method: str) -> Any:
-        """What answers calls of a method. Raises NotReadyError."""
-        return getattr(self.beside.served.services[METHODS[method].containing_service.full_name], method)
-
     def hold(self, nbytes: int) -> None:
         """Counts bytes of its body. Raises TooManyRequestsError."""
         self._bodies.add(nbytes)
@@ -157,10 +258,22 @@ def exchange_of(request: Request) -> Exchange:
     return exchange
 
 
-async def ask(request: Request, call: Call[ResultT]) -> ResultT:
-    """What a service here replies to one of the client's verbs. Raises NotReadyError, and what its handler raises."""
-    exchange = exchange_of(request)
-    return call.read(await exchange.handler(call.method)(call.request, exchange))
+class Answered(Verbs):
+    """The client's verbs, answered by the services here. Raises NotReadyError, and what their handlers raise."""
+
+    def __init__(self, request: Request) -> None:
+        self._exchange = exchange_of(request)
+
+    async def run(self, call: Call[ResultT]) -> ResultT:
+        service = METHODS[call.method].containing_service.full_name
+        handler = getattr(self._exchange.beside.served.services[service], call.method)
+        sent = call.request if isinstance(call.request, ProtoMessage) else _each(call.request)
+        return call.read(await handler(sent, self._exchange))
+
+
+async def _each(parts: Iterable[ResultT]) -> AsyncIterator[ResultT]:
+    for part in parts:
+        yield part
 
 
 def tell(request: Request, name: str, values: Sequence[str]) -> None:

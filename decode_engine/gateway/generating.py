@@ -17,23 +17,22 @@ from decode_engine.gateway.exchange import (
     CLIENT_GONE,
     EventStream,
     Exchange,
+    HttpError,
     end_tasks,
     exchange_of,
+    failure,
     read_json,
     tell,
     while_connected,
 )
-from decode_engine.gateway.failures import HttpError, failure
 from decode_engine.gateway.wire.bodies import Asked, chat_order, completion_order, response_order
-from decode_engine.gateway.wire.response_shape import ResponseShape
-from decode_engine.gateway.wire.sent_events import JsonReply
-from decode_engine.gateway.wire.shapes import Answered, ChatShape, CompletionShape, Shape
+from decode_engine.gateway.wire.reply_structs import JsonReply
+from decode_engine.gateway.wire.shapes import Answered, ChatShape, CompletionShape, ResponseShape, Shape
 from decode_engine.orders.order import Order
 from decode_engine.rpc.answers.answering import Said, Summary, TokenUsage
-from decode_engine.rpc.contexts.pages import find_context
-from decode_engine.rpc.transport.merged import merged
-from decode_engine.rpc.transport.stalled import forget_error
+from decode_engine.rpc.contexts.listing import find_context
 from decode_engine.rpc.transport.status import reason_of
+from decode_engine.rpc.transport.work import forget_error, merged
 from index_store.errors import SparseKVError
 from index_store.store.description.manifest import Manifest
 from sparsekv.v1 import context_pb2

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
-from decode_engine.orders.fields import BUDGETS, Sampling
-from index_store.models.conversation.messages import Message, Tool
+from decode_engine.orders.fields import (
+    BUDGETS,
+    CONSTRAINTS,
+    FIELDS,
+    MAX_METHOD_CHARACTERS,
+    Sampling,
+    check_count,
+    check_drawn,
+)
+from decode_engine.settings.request_bounds import (
+    MAX_CHOICES,
+    MAX_CONSTRAINT_BYTES,
+    MAX_NAME_CHARACTERS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    MAX_TTL_S,
+)
+from index_store.errors import InvalidArgumentError
+from index_store.models.conversation.messages import (
+    MAX_MESSAGES,
+    MAX_NAME,
+    MAX_TOOLS,
+    Message,
+    Tool,
+    check_tools,
+    refused,
+)
 
 CallMode = Literal["none", "auto", "required"]
 ConstraintKind = Literal["json_schema", "regex", "choices", "calls"]
@@ -107,3 +134,148 @@ class Order(Struct, frozen=True, omit_defaults=True, kw_only=True):
     def tells_logprobs(self) -> bool:
         """Whether log probabilities are wanted of any tokens."""
         return self.prompt_logprobs or self.sampling.top_logprobs is not None
+
+
+def check_order(order: Order) -> None:
+    """Checks all that can be checked without context and model. Raises InvalidArgumentError and names the field."""
+    if not (order.text or order.prompt or order.turns):
+        empty = "token_ids" if order.text is None else "text"
+        raise InvalidArgumentError(f"{empty} is empty, expected at least one token", field=empty)
+    check_count("method", order.method, MAX_METHOD_CHARACTERS, "characters")
+    for field in FIELDS:
+        value = getattr(order, field.member or field.name, None)
+        if value is not None:
+            field.check(value)
+    check_drawn(order.sampling)
+    _check_stops(order)
+    _check_answers(order)
+    if order.turns:
+        _check_turns(order)
+    _check_choice(order)
+    if order.keep is not None:
+        _check_keep(order, order.keep)
+
+
+def constraint_of(kind: ConstraintKind, said: str | Sequence[str]) -> Constraint:
+    """What an answer has to be. said: the text, or the texts to choose from. Raises InvalidArgumentError."""
+    if isinstance(said, str):
+        if not said:
+            raise InvalidArgumentError(f"{kind} is empty, expected a text", field="constraint")
+        text = said
+    else:
+        if not 1 <= len(said) <= MAX_CHOICES or not all(said) or len(set(said)) < len(said):
+            raise InvalidArgumentError(
+                f"choices has {len(said)} texts, expected 1 to {MAX_CHOICES} different ones, none of them empty",
+                field="constraint",
+            )
+        text = json.dumps(list(said))
+    nbytes = len(text.encode())
+    if nbytes > MAX_CONSTRAINT_BYTES:
+        raise InvalidArgumentError(
+            f"constraint has {nbytes} bytes, expected at most {MAX_CONSTRAINT_BYTES}", field="constraint"
+        )
+    return Constraint(kind, text)
+
+
+def stop_tokens(ids: Sequence[int]) -> frozenset[int]:
+    """Tokens that end an answer. Raises InvalidArgumentError for too many, those that are there twice counted twice."""
+    check_count("stop_token_ids", ids, MAX_STOP_TOKENS, "tokens")
+    return frozenset(ids)
+
+
+def the_one(
+    given: Sequence[str], names: Sequence[str] = CONSTRAINTS, field: str = "constraint"
+) -> str | None:
+    """The one of a few fields that is given, if any is. Raises InvalidArgumentError for several."""
+    found = [name for name in names if name in given]
+    if len(found) > 1:
+        raise InvalidArgumentError(f"give at most one of {', '.join(names)}", field=field)
+    return found[0] if found else None
+
+
+def _check_stops(order: Order) -> None:
+    if len(order.stops) > MAX_STOP_STRINGS:
+        raise InvalidArgumentError(
+            f"{len(order.stops)} stop strings were given, expected at most {MAX_STOP_STRINGS}", field="stop"
+        )
+    for stop in order.stops:
+        if not 1 <= len(stop) <= MAX_STOP_LENGTH:
+            raise InvalidArgumentError(
+                f"a stop string has {len(stop)} characters, expected 1 to {MAX_STOP_LENGTH}", field="stop"
+            )
+
+
+def _check_answers(order: Order) -> None:
+    """Checks how many answers are wanted, and where they end."""
+    if order.answers > 1 and order.sampling.greedy:
+        raise InvalidArgumentError(
+            f"n is {order.answers} and nothing is sampled, so that all answers would be the same; expected n 1, or a "
+            "temperature above 0 and a top_k other than 1",
+            field="n",
+        )
+    least = order.sampling.min_tokens
+    if order.max_tokens and least > order.max_tokens:
+        raise InvalidArgumentError(
+            f"min_tokens is {least}, expected at most max_tokens, which is {order.max_tokens}",
+            field="min_tokens",
+        )
+    if least and order.constraint is not None:
+        raise InvalidArgumentError(
+            f"min_tokens is {least} beside a constraint, which alone says where an answer may end; "
+            "expected only one of them",
+            field="min_tokens",
+        )
+
+
+def _check_turns(order: Order) -> None:
+    """Whether turns can follow is known with what they follow."""
+    count = len(order.turns)
+    if count > MAX_MESSAGES:
+        raise refused("messages", f"{count} messages", f"1 to {MAX_MESSAGES}")
+    check_tools(order.tools)
+
+
+def _check_choice(order: Order) -> None:
+    choice: ToolChoice = order.choice
+    check_count("tool_choice", choice.names, MAX_TOOLS, "names")
+    for name in choice.names:
+        if len(name) > MAX_NAME or choice.mode == "none":
+            raise refused("tool_choice.name", ascii(name[:60]), "the name of a tool that may be called")
+    if choice.mode == "none":
+        return
+    for field, given in (
+        ("constraint", order.constraint is not None and order.constraint.kind != "json_schema"),
+        ("min_tokens", bool(order.sampling.min_tokens)),
+        ("keep", order.keep is not None),
+    ):
+        if given:
+            raise refused(
+                field,
+                f"it beside the tool choice {choice.mode.upper()}",
+                "one of them; NONE has the model say text alone",
+            )
+
+
+def _check_keep(order: Order, keep: KeepOptions) -> None:
+    if len(keep.name) > MAX_NAME_CHARACTERS or not keep.name.isprintable():
+        raise InvalidArgumentError(
+            f"keep.display_name is {ascii(keep.name)[:100]}, expected at most {MAX_NAME_CHARACTERS} printable "
+            "characters",
+            field="keep.display_name",
+        )
+    if keep.ttl_s is not None and not 1 <= keep.ttl_s <= MAX_TTL_S:
+        raise InvalidArgumentError(f"keep.ttl is {keep.ttl_s} s, expected 1 to {MAX_TTL_S}", field="keep.ttl")
+    if keep.prompt_only and order.max_tokens:
+        raise InvalidArgumentError(
+            f"max_tokens is {order.max_tokens} and keep.prompt_only is set, which generates nothing; leave one out",
+            field="max_tokens",
+        )
+    if order.answers > 1 or order.constraint is not None:
+        raise InvalidArgumentError(
+            "keep is set, which goes with a single answer that may be anything; leave out n and constraint",
+            field="keep",
+        )
+    if keep.moves and not keep.name:
+        raise InvalidArgumentError(
+            "keep.move_name is set without keep.display_name, which says what moves", field="keep.move_name"
+        )

@@ -16,10 +16,10 @@ from queue import SimpleQueue
 from threading import Thread
 
 from decode_engine.gateway.serving import http_door
-from decode_engine.orders.core import Facts
+from decode_engine.orders.events import Facts
 from decode_engine.processes.attached import Parent, Serving, Setup, run_attached
 from decode_engine.processes.link.remote import RemoteCore
-from decode_engine.rpc.door.sharing import Sharing
+from decode_engine.rpc.door.access import Sharing
 from decode_engine.rpc.server import LAST_WORDS_S, GrpcDoor
 from decode_engine.rpc.transport.starting import Phase
 from index_store.errors import SparseKVError
@@ -80,7 +80,7 @@ def _open(grpc: GrpcDoor, core: RemoteCore, facts: Facts, setup: Setup) -> Calla
     """Returns what makes the parts that else the first request waits for that asks for them, a third of a second."""
     from decode_engine.engine.sampling.trial import VocabularySource
     from decode_engine.engine.sampling.vocabulary import Vocabulary
-    from decode_engine.rpc.creation.orders import Workshop
+    from decode_engine.rpc.contexts.creation import Workshop
     from index_store.jobs.job_queue import JobQueue
     from index_store.jobs.uploads import Uploads
     from index_store.models.tokenizer import load_tokenizer

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from google.longrunning import operations_pb2, operations_pb2_grpc
 
-from decode_engine.rpc.creation.own_worker import OwnWorker, worker_command
+from decode_engine.rpc.contexts.own_worker import OwnWorker, worker_command
+from decode_engine.rpc.door.access import Door, FailedAttempts, Sharing
 from decode_engine.rpc.door.options import certificates_of, warn_of_exposure
-from decode_engine.rpc.door.rules import Door, FailedAttempts
-from decode_engine.rpc.door.sharing import Sharing
 from decode_engine.rpc.transport.calls import Limits
 from decode_engine.rpc.transport.listener import Listener
 from decode_engine.rpc.transport.starting import Phase, Services
@@ -34,9 +33,9 @@ from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generatio
 if TYPE_CHECKING:
     from decode_engine.core.service import EngineService
     from decode_engine.engine.sampling.vocabulary import Vocabulary
-    from decode_engine.orders.core import Core, Facts
+    from decode_engine.orders.events import Core, Facts
     from decode_engine.rpc.answers.answering import Answering
-    from decode_engine.rpc.creation.orders import Workshop
+    from decode_engine.rpc.contexts.creation import Workshop
     from index_store.models.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -126,9 +125,8 @@ class GrpcDoor:
     ) -> None:
         """From here on calls are served."""
         from decode_engine.rpc.answers.answering import Answering
-        from decode_engine.rpc.context_service import ContextService, OperationsService
+        from decode_engine.rpc.context_service import ContextService, Library, OperationsService
         from decode_engine.rpc.generation_service import GenerationService
-        from decode_engine.rpc.library import Library
 
         sharing = self._sharing
         library = Library(self.store, workshop, core, self.listener.loop, self.paths)

@@ -12,11 +12,9 @@ from pathlib import Path
 
 from proto_pages import messages_page
 
-from decode_engine.gateway.counting import TOKENIZE
-from decode_engine.gateway.creating import CREATE
-from decode_engine.gateway.failures import status_of_reason
-from decode_engine.gateway.listing import UPDATE
-from decode_engine.gateway.wire.endpoints import CHAT, COMPLETIONS, RESPONSES
+from decode_engine.gateway.exchange import status_of_reason
+from decode_engine.gateway.resources import CREATE, TOKENIZE, UPDATE
+from decode_engine.gateway.wire.bodies import CHAT, COMPLETIONS, RESPONSES
 from decode_engine.gateway.wire.parameters import describe, describe_inside
 from decode_engine.rpc.transport.status import CODES
 

@@ -33,8 +33,7 @@ def _patient() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("decode_engine.engine.sampling.trial._TRIAL_S", 60.0)
         patch.setattr("decode_engine.engine.sampling.grammar._MASK_S", 60.0)
-        for module in ("asynchronous",):
-            patch.setattr(f"decode_engine.rpc.client.{module}.HEALTH_TIMEOUT_S", 60.0)
+        patch.setattr("decode_engine.rpc.client.clients.HEALTH_TIMEOUT_S", 60.0)
         yield
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from decode_engine.rpc.door.tokens import TOKENS, Token, Tokens
+from decode_engine.rpc.door.access import TOKENS, Token, Tokens
 from index_store.attention.layer_shape import WindowLayers
 from index_store.jobs.job_record import JOBS, JobFailure, JobOrder, JobPhase, JobProgress, JobRecord, JobState
 from index_store.methods.index_specs import INDEX_SPECS

@@ -12,7 +12,7 @@ from google.protobuf.json_format import MessageToDict
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from decode_engine.rpc.messages.describe import describe_context
+from decode_engine.rpc.describe import describe_context
 from index_store.cli import report
 from index_store.errors import SparseKVError
 from index_store.memory.context_loading import placed_bytes

@@ -11,8 +11,7 @@ from typing import Annotated, Any, TypeVar, cast
 
 from typer import Option
 
-from decode_engine.orders.fields import BUDGETS, BY_NAME, CONSTRAINTS, FIELDS, Field
-from decode_engine.orders.kinds import FLAG
+from decode_engine.orders.fields import BUDGETS, BY_NAME, CONSTRAINTS, FIELDS, FLAG, Field
 from decode_engine.rpc.client import GenerateOptions
 from decode_engine.rpc.door.options import ServerConfig
 from decode_engine.settings.request_bounds import (

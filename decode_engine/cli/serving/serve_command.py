@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from decode_engine.errors import AddressError
-from decode_engine.processes.stopping import end_process, stop_signals
+from decode_engine.processes.attached import end_process, stop_signals
 from decode_engine.rpc.door.options import warn_of_exposure
 from decode_engine.settings.config import ServeConfig
 from index_store.cli.logs import LogLevel, LogLevelOption, logging_to_stderr
@@ -27,7 +27,7 @@ from index_store.models.resolve import resolve_model
 from index_store.store.catalog import Store
 
 if TYPE_CHECKING:
-    from decode_engine.rpc.creation.own_worker import OwnWorker
+    from decode_engine.rpc.contexts.own_worker import OwnWorker
     from decode_engine.rpc.server import DecodeServer
     from decode_engine.rpc.transport.starting import Phase
 
@@ -98,7 +98,7 @@ def _supervise(config: ServeConfig, log_level: LogLevel, as_json: bool) -> None:
     """The same, by an engine and doors in processes of their own."""
     from decode_engine.processes.attached import Setup
     from decode_engine.processes.supervisor import Supervisor, kept_addresses
-    from decode_engine.rpc.door.sharing import Sharing
+    from decode_engine.rpc.door.access import Sharing
     from decode_engine.rpc.server import start_worker
     from decode_engine.rpc.transport.starting import Phase
     from index_store.jobs.job_queue import JobQueue

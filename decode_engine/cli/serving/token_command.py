@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from decode_engine.rpc.door.tokens import TokenFile
+from decode_engine.rpc.door.access import TokenFile
 from index_store.cli.app import new_group
 from index_store.cli.checks import Filled, OutputFile
 from index_store.cli.console import format_time, print_json, print_table

@@ -5,6 +5,8 @@ What was said before is history: it is worded as it is or left out, and nobody c
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 from decode_engine.gateway.wire.parameters import (
@@ -17,8 +19,17 @@ from decode_engine.gateway.wire.parameters import (
     refused,
     taken,
 )
-from decode_engine.orders.kinds import OBJECT, TEXT
-from index_store.models.conversation.messages import Message, read_turns
+from decode_engine.orders.fields import ANY, FLAG, OBJECT, TEXT, Kind, list_of, listed
+from decode_engine.orders.order import ToolChoice
+from index_store.errors import InvalidArgumentError
+from index_store.models.conversation.messages import (
+    MAX_TOOLS,
+    Message,
+    Tool,
+    check_tools,
+    read_tools,
+    read_turns,
+)
 
 _ONLY_TEXT = "models here read and write text"
 _THOUGHTS = "what was thought before an earlier answer is not repeated"
@@ -170,3 +181,243 @@ def text_of(content: str | list[Any]) -> str:
     return "".join(
         part if isinstance(part, str) else part.get("text", part.get("refusal", "")) for part in parts
     )
+
+
+_WORDS = ("none", "auto", "required")
+_FUNCTION = (
+    Parameter("name", TEXT, "Its name."),
+    Parameter("description", TEXT, "What it does, for the model."),
+    Parameter(
+        "parameters", JSON_TEXT, "JSON schema of its arguments; without one it has none.", empty_counts=True
+    ),
+    Parameter(
+        "strict", FLAG, "Whether arguments satisfy the schema also where the model is free to call or not."
+    ),
+    refused("input_schema", "`parameters` takes its place"),
+    refused("defer_loading", "the model is told of all tools at the beginning"),
+)
+FUNCTION = Members("a function", _FUNCTION)
+_OFFERED = "taken: clients offer it by themselves, and the model, which is not told of it, never uses it"
+TOOL = Variants(
+    "type",
+    {
+        "function": Members(
+            "a tool",
+            (
+                Parameter("function", OBJECT, "The function; or its members stand here.", inside=FUNCTION),
+                *_FUNCTION,
+            ),
+        ),
+        **dict.fromkeys(
+            ("web_search", "web_search_preview", "web_search_2025_08_26", "web_search_preview_2025_03_11"),
+            _OFFERED,
+        ),
+        "image_generation": _OFFERED,
+        **dict.fromkeys(
+            ("mcp", "file_search", "code_interpreter", "computer_use_preview", "namespace", "tool_search"),
+            "the server calls nothing itself; give what can be called as functions",
+        ),
+        **dict.fromkeys(
+            ("custom", "local_shell", "shell", "apply_patch"),
+            "the model is told of functions alone; give it as one, with what it takes as an argument",
+        ),
+    },
+    usual="function",
+)
+
+
+TOOL_CHOICE = Kind(
+    "`none`, `auto`, `required`, a function by its name, or `allowed_tools`",
+    lambda value: value in _WORDS if isinstance(value, str) else isinstance(value, dict),
+    {"anyOf": [{"enum": list(_WORDS)}, OBJECT.schema]},
+)
+_CHOSEN = Parameter("name", TEXT, "The function's name.")
+_FUNCTION_CHOSEN = Members(
+    "a choice",
+    (
+        Parameter("function", OBJECT, "Which.", inside=Members("a function that is chosen", (_CHOSEN,))),
+        _CHOSEN,
+    ),
+)
+_ALLOWED = (
+    Parameter(
+        "mode", Kind("`auto` or `required`", lambda value: value in _WORDS[1:]), "Whether one is called."
+    ),
+    Parameter(
+        "tools",
+        Kind("a list of functions by their names", list_of(OBJECT, MAX_TOOLS), listed(OBJECT, MAX_TOOLS)),
+        "Those of the tools that may be called; the model is told of all.",
+        inside=Variants("type", {"function": _FUNCTION_CHOSEN}, usual="function"),
+    ),
+)
+CHOICE = Variants(
+    "type",
+    {
+        "function": _FUNCTION_CHOSEN,
+        "allowed_tools": Members(
+            "a choice of several",
+            (
+                Parameter(
+                    "allowed_tools", OBJECT, "Which.", inside=Members("tools that are allowed", _ALLOWED)
+                ),
+                *_ALLOWED,
+            ),
+        ),
+        **dict.fromkeys(_WORDS, Members("a choice by a word", ())),
+    },
+    usual="function",
+)
+
+
+def choice_of(given: dict[str, Any]) -> ToolChoice:
+    """Whether tools are called. Raises InvalidArgumentError."""
+    choice, names = given.get("tool_choice"), list[str]()
+    mode: Any = "auto" if any(given.get("tools", ())) else "none"
+    if isinstance(choice, dict) and choice["type"] in _WORDS:
+        choice = choice["type"]
+    if isinstance(choice, str):
+        mode = choice
+    elif choice is not None:
+        allowed = choice.get("allowed_tools", choice) if choice["type"] == "allowed_tools" else None
+        chosen = [choice] if allowed is None else allowed.get("tools", [])
+        mode = "required" if allowed is None else allowed.get("mode", "auto")
+        names = [one.get("function", one).get("name", "") for one in chosen]
+        if not names or "" in names:
+            raise InvalidArgumentError(
+                f"tool_choice names no function, expected {TOOL_CHOICE.shown}", field="tool_choice"
+            )
+        if allowed is None:
+            return ToolChoice(mode, tuple(names), single=True)
+    single = mode != "none" and given.get("parallel_tool_calls") is False
+    return ToolChoice(mode, tuple(names), single)
+
+
+def tools_of(tools: list[dict[str, Any] | None]) -> tuple[Tool, ...]:
+    """The functions that the tables have read; None is a tool that they have left out.
+
+    Raises InvalidArgumentError, which names what cannot be used.
+    """
+    read = read_tools(
+        [
+            {name: one for name, one in tool.get("function", tool).items() if name != "type"}
+            for tool in tools
+            if tool is not None
+        ]
+    )
+    check_tools(read)
+    return read
+
+
+_CALL_ID = Parameter("call_id", TEXT, "By which what it gave names it.", required=True)
+_CALL = Members(
+    "an item that calls",
+    (
+        _CALL_ID,
+        Parameter("name", TEXT, "The function's name.", required=True),
+        Parameter(
+            "arguments", JSON_TEXT, "What it was called with; of a call that was cut, as far as it came."
+        ),
+        Parameter("input", TEXT, "The same of a tool without a schema."),
+    ),
+    others_taken=True,
+)
+_OUTPUT = Members(
+    "an item that a call gave",
+    (_CALL_ID, Parameter("output", CONTENT, "What it gave.", inside=PART)),
+    others_taken=True,
+)
+_OTHERS_CALL = Members(
+    "an item that calls a tool of another service",
+    (
+        _CALL_ID,
+        Parameter("action", OBJECT, "What was to be done."),
+        Parameter("operation", OBJECT, "The same of a patch."),
+    ),
+    others_taken=True,
+)
+_OTHERS_OUTPUT = Members(
+    "an item that such a call gave",
+    (_CALL_ID, Parameter("output", ANY, "What it gave, said as JSON where it is no text.")),
+    others_taken=True,
+)
+_OTHERS_CALLS = ("local_shell_call", "shell_call", "apply_patch_call")
+_OTHERS_OUTPUTS = tuple(f"{call}_output" for call in _OTHERS_CALLS)
+_ENCRYPTED = "what it stands for cannot be read here; send the items themselves"
+_FOUND_BEFORE = "taken: what was thought or found before an earlier answer is not repeated"
+ITEM = Variants(
+    "type",
+    {
+        "message": MESSAGE,
+        **dict.fromkeys(("function_call", "custom_tool_call"), _CALL),
+        **dict.fromkeys(("function_call_output", "custom_tool_call_output"), _OUTPUT),
+        **dict.fromkeys(_OTHERS_CALLS, _OTHERS_CALL),
+        **dict.fromkeys(_OTHERS_OUTPUTS, _OTHERS_OUTPUT),
+        **dict.fromkeys(("compaction", "compaction_summary"), _ENCRYPTED),
+        **dict.fromkeys(
+            (
+                *(
+                    "reasoning",
+                    "web_search_call",
+                    "file_search_call",
+                    "code_interpreter_call",
+                    "mcp_list_tools",
+                ),
+                *("mcp_approval_request", "mcp_approval_response", "tool_search_call", "tool_search_output"),
+                "ghost_snapshot",
+            ),
+            _FOUND_BEFORE,
+        ),
+        "item_reference": "nothing about requests is kept here; send the item itself",
+    },
+    usual="message",
+)
+
+
+def messages_of(items: list[dict[str, Any] | None]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Items that the tables have read as messages, and by the names of their parts what the client calls these.
+
+    Calls become part of the message of the assistant before them.
+    """
+    messages: list[dict[str, Any]] = []
+    places: dict[str, str] = {}
+    for number, item in enumerate(items):
+        where, here = f"input[{number}]", f"messages[{len(messages)}]"
+        if item is None:
+            continue
+        if item["type"].endswith("_call"):
+            if not (messages and messages[-1]["role"] == "assistant"):
+                messages.append({"role": "assistant"})
+                places[here] = where
+            calls = messages[-1].setdefault("tool_calls", [])
+            places[f"messages[{len(messages) - 1}].tool_calls[{len(calls)}]"] = where
+            call = called(item)
+            if item["type"] in _OTHERS_CALLS:
+                done = item.get("action", item.get("operation", {}))
+                call = {"name": item["type"].removesuffix("_call"), "arguments": done}
+            calls.append({**call, "id": item["call_id"]})
+            continue
+        places[here] = where
+        if item["type"].endswith("_output"):
+            places |= {f"{here}.content": f"{where}.output", f"{here}.tool_call_id": f"{where}.call_id"}
+            gave = item.get("output", "")
+            if item["type"] in _OTHERS_OUTPUTS and not isinstance(gave, str):
+                gave = json.dumps(gave, ensure_ascii=False)
+            said = {"role": "tool", "tool_call_id": item["call_id"], "content": gave}
+        else:
+            said = item
+        messages.append(said)
+    return messages, places
+
+
+def tool_objects(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Functions as a response repeats them."""
+    return [
+        {
+            "type": "function",
+            "name": tool.name,
+            "description": tool.description or None,
+            "parameters": json.loads(tool.parameters) if tool.parameters else None,
+            "strict": tool.strict,
+        }
+        for tool in tools
+    ]

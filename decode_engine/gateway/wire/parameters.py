@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from decode_engine.orders.kinds import (
+from decode_engine.orders.fields import (
     ANY,
     OBJECT,
     TEXT,

@@ -5,9 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import msgspec
 from msgspec import UNSET, Struct, UnsetType
+from starlette.responses import Response
 
 from sparsekv.v1.values import Explanation, Look
+
+ENCODER = msgspec.json.Encoder()
+
+
+class JsonReply(Response):
+    """A value or a Struct as the body of a response."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return ENCODER.encode(content)
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """One event: its data as JSON, or a text as it is."""
+    text = data.encode() if isinstance(data, str) else ENCODER.encode(data)
+    return b"data: %b\n\n" % text if name is None else b"event: %b\ndata: %b\n\n" % (name.encode(), text)
+
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]

@@ -21,8 +21,7 @@ import zmq
 from msgspec import Raw
 
 from decode_engine.errors import InternalError
-from decode_engine.orders.core import Core, Facts, Handle
-from decode_engine.orders.events import Ends, Event, Fails, event_of_error
+from decode_engine.orders.events import Core, Ends, Event, Facts, Fails, Handle, event_of_error
 from decode_engine.processes.link.frames import (
     LIFE_S,
     VERSION,
@@ -37,6 +36,7 @@ from decode_engine.processes.link.frames import (
     FromEngine,
     Hello,
     Leaves,
+    LoopSocket,
     Question,
     Starting,
     Stops,
@@ -48,7 +48,6 @@ from decode_engine.processes.link.frames import (
     decode_from_door,
     encode,
 )
-from decode_engine.processes.link.loop_socket import LoopSocket
 
 logger = logging.getLogger(__name__)
 

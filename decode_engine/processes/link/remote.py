@@ -15,8 +15,17 @@ import zmq
 from msgspec import Raw
 
 from decode_engine.errors import EngineCrashedError, NotReadyError
-from decode_engine.orders.core import Facts, Residency, Status, Warmed
-from decode_engine.orders.events import Ends, Event, Fails, error_of_event, event_of_error
+from decode_engine.orders.events import (
+    Ends,
+    Event,
+    Facts,
+    Fails,
+    Residency,
+    Status,
+    Warmed,
+    error_of_event,
+    event_of_error,
+)
 from decode_engine.orders.order import Order
 from decode_engine.processes.link.frames import (
     LIFE_S,
@@ -32,6 +41,7 @@ from decode_engine.processes.link.frames import (
     FromDoor,
     Hello,
     Leaves,
+    LoopSocket,
     Question,
     Starting,
     Stops,
@@ -44,7 +54,6 @@ from decode_engine.processes.link.frames import (
     decode_result,
     encode,
 )
-from decode_engine.processes.link.loop_socket import LoopSocket
 from index_store.errors import SparseKVError
 
 ResultT = TypeVar("ResultT")

@@ -25,12 +25,14 @@ from msgspec.structs import replace
 
 from decode_engine.engine.sampling.vocabulary import Vocabulary
 from decode_engine.errors import TooManyRequestsError
-from decode_engine.orders.core import Core, Facts, Handle
 from decode_engine.orders.events import (
     Begins,
+    Core,
     Ends,
     Event,
+    Facts,
     Fails,
+    Handle,
     Looks,
     PromptRead,
     Says,
@@ -39,20 +41,79 @@ from decode_engine.orders.events import (
     error_of_event,
 )
 from decode_engine.orders.order import Order, Traced
-from decode_engine.rpc.answers.explanation import explanation
-from decode_engine.rpc.answers.notices import Notices
-from decode_engine.rpc.answers.prompting import check_named_tokens, check_prompt, prompt_tokens, whole_tokens
+from decode_engine.rpc.answers.prompting import (
+    CallPlan,
+    StoredMessages,
+    check_named_tokens,
+    check_prompt,
+    plan_calls,
+    prompt_tokens,
+    whole_tokens,
+)
 from decode_engine.rpc.answers.text import TextStream
-from decode_engine.rpc.door.sharing import Sharing
-from decode_engine.rpc.prompts.stored_messages import StoredMessages
-from decode_engine.rpc.prompts.tool_fields import CallPlan, plan_calls
-from decode_engine.rpc.transport.appointments import Appointments
+from decode_engine.rpc.door.access import Sharing
 from decode_engine.rpc.transport.asker import Asker
-from decode_engine.rpc.transport.bound import Bound
+from decode_engine.rpc.transport.work import Appointments, Bound
 from index_store.models.conversation.call_syntax import CallPart
 from index_store.models.tokenizer import Tokenizer
 from index_store.store.catalog import Store
 from sparsekv.v1.values import Explanation
+
+_FIRST_NOTICE_S = 0.25
+_NOTICE_S = 1.0
+_LONGEST_SILENCE_S = 10.0
+
+
+class Notices:
+    """Those of one request."""
+
+    def __init__(self) -> None:
+        self._due = time.monotonic() + _FIRST_NOTICE_S
+        self._last: Waits | None = None
+        self._said = 0.0
+
+    def due_in_s(self) -> float:
+        """Seconds until there may be something to tell."""
+        return max(self._due - time.monotonic(), 0.0)
+
+    def take(self, waits: Waits) -> bool:
+        """Whether to tell this now: neither before its time, nor where it is no news."""
+        now = time.monotonic()
+        if now < self._due:
+            return False
+        self._due = now + _NOTICE_S
+        if self._last == waits and now - self._said < _LONGEST_SILENCE_S:
+            return False
+        self._last, self._said = waits, now
+        return True
+
+
+def explanation(order: Order, begins: Begins, end: Ends, before_ns: int) -> Explanation:
+    """Of an answer. before_ns: from the arrival of the call to that of the order at the engine."""
+    missed, times = begins.missed, end.times
+    audited = end.figures.get("audited", 0)
+    chosen = (
+        "the request names it" if order.method else "it is what the context, or the server, has for requests"
+    )
+    return Explanation(
+        begins.lookup,
+        begins.context,
+        begins.cached,
+        "" if missed is None else missed.reason,
+        "" if missed is None else missed.context,
+        0 if missed is None else missed.tokens,
+        begins.tier,
+        begins.method,
+        begins.reason or chosen,
+        before_ns / 1e6,
+        times.load_ns / 1e6,
+        times.queue_ns / 1e6,
+        times.prompt_ns / 1e6,
+        times.after_prompt_ns / 1e6,
+        audited,
+        end.figures["audited_kl_nanonats"] / 1e9 / audited if audited else 0.0,
+    )
+
 
 ResultT = TypeVar("ResultT")
 

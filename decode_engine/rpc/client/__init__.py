@@ -10,10 +10,8 @@ Errors are the classes of index_store.errors and decode_engine.errors, as if the
 context that is not there raises ContextNotFoundError. `reason` and `metadata` are those that the server sent.
 """
 
-from decode_engine.rpc.client.answers import AsyncGeneration, Generation
-from decode_engine.rpc.client.asynchronous import AsyncClient
-from decode_engine.rpc.client.batch_results import AsyncBatch, Batch
-from decode_engine.rpc.client.blocking import Client
+from decode_engine.rpc.client.answers import AsyncBatch, AsyncGeneration, Batch, Generation
+from decode_engine.rpc.client.clients import AsyncClient, Client
 from decode_engine.rpc.client.connection import ServerHealth
 from decode_engine.rpc.client.replies import BatchItem, OperationInfo, OperationPage, ServerStatus, calls_of
 from decode_engine.rpc.client.verbs import NEVER, ContextChanges, CreateOptions, GenerateOptions, Keep, Never
@@ -40,45 +38,3 @@ from sparsekv.v1.values import (
     Waiting,
     WarmResult,
 )
-
-__all__ = [
-    "NEVER",
-    "Alternative",
-    "AsyncBatch",
-    "AsyncClient",
-    "AsyncGeneration",
-    "Batch",
-    "BatchItem",
-    "Client",
-    "ContextChanges",
-    "ContextInfo",
-    "ContextPage",
-    "CreateOptions",
-    "Credentials",
-    "Explanation",
-    "GenerateOptions",
-    "Generation",
-    "IndexInfo",
-    "Keep",
-    "LayersLooked",
-    "Look",
-    "MethodInfo",
-    "MethodList",
-    "Never",
-    "OperationInfo",
-    "OperationPage",
-    "Piece",
-    "SelectionFigures",
-    "ServerHealth",
-    "ServerStatus",
-    "Summary",
-    "Timings",
-    "TokenLogprob",
-    "TokenizedText",
-    "ToolCallPart",
-    "UploadInfo",
-    "Usage",
-    "Waiting",
-    "WarmResult",
-    "calls_of",
-]

@@ -2,16 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import replace
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
 
-from decode_engine.rpc.client.reading import AsyncReader, Reader, Running
-from decode_engine.rpc.client.repeats import Stream
-from decode_engine.rpc.client.replies import calls_of, read_all, read_reply, texts_of
+from google.rpc.status_pb2 import Status
+
+from decode_engine.rpc.client.connection import Stream
+from decode_engine.rpc.client.replies import BatchItem, calls_of, read_all, read_reply, texts_of
+from decode_engine.rpc.transport.status import error_of
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import ToolCall
-from sparsekv.v1.generation_pb2 import GenerateResponse
+from sparsekv.v1.generation_pb2 import BatchGenerateRequest, BatchGenerateResponse, GenerateResponse
 from sparsekv.v1.values import Piece, Summary, TokenLogprob, Usage, Waiting
+
+ResponseT = TypeVar("ResponseT")
+ItemT = TypeVar("ItemT")
+ReplyT = TypeVar("ReplyT")
+
+
+def finish(coroutine: Coroutine[Any, Any, ReplyT]) -> ReplyT:
+    """What a coroutine over a blocking wire returns, run in this thread: it has nothing to wait for."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        reply: ReplyT = end.value
+        return reply
+    coroutine.close()
+    raise RuntimeError("a coroutine over a blocking wire waited for a loop")
+
+
+class Running(ABC, Generic[ResponseT, ItemT]):
+    """A stream, and what its messages mean."""
+
+    def __init__(self, stream: Stream[ResponseT]) -> None:
+        self._stream = stream
+
+    def cancel(self) -> None:
+        """Ends the work on the server. Harmless when it has ended."""
+        self._stream.cancel()
+
+    @abstractmethod
+    def _take(self, response: ResponseT) -> ItemT | None:
+        """What a message brought; None where that is nothing for the reader."""
+
+    async def _next(self) -> ItemT | None:
+        """What is read next, None at the end."""
+        while (response := await self._stream.read()) is not None:
+            if (item := self._take(response)) is not None:
+                return item
+        return None
+
+
+class Reader(Running[ResponseT, ItemT]):
+    """For threads. Leaving it as a context manager ends the work on the server."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def __iter__(self) -> Iterator[ItemT]:
+        while True:
+            try:
+                item = finish(self._next())
+            except KeyboardInterrupt:
+                self.cancel()
+                raise
+            if item is None:
+                return
+            yield item
+
+
+class AsyncReader(Running[ResponseT, ItemT]):
+    """For coroutines. Cancelling the task that reads ends the work on the server, too."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[ItemT]:
+        while (item := await self._next()) is not None:
+            yield item
 
 
 def ignore_waiting(waiting: Waiting) -> None:
@@ -99,3 +180,58 @@ class AsyncGeneration(Answer, AsyncReader[GenerateResponse, Piece]):
     async def read_all(self) -> list[str]:
         """The rest of the texts of all answers."""
         return texts_of([piece async for piece in self])
+
+
+class Results(Running[BatchGenerateResponse, BatchItem]):
+    """What is known of a running batch, whichever way it is read."""
+
+    def __init__(self, stream: Stream[BatchGenerateResponse], request: BatchGenerateRequest) -> None:
+        super().__init__(stream)
+        self._answers = [each.n or 1 for each in request.requests]
+        self._pieces: dict[int, list[Piece]] = {}
+        self._summaries: dict[int, dict[int, Summary]] = {}
+        self._prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+
+    def _take(self, response: BatchGenerateResponse) -> BatchItem | None:
+        """What became of a request with this message; None while it goes on."""
+        index = response.index
+        if response.HasField("error"):
+            return self._item(index, response.error)
+        answer = response.response
+        if answer.prompt_logprobs:
+            self._prompt_logprobs[index] = read_all(TokenLogprob, answer.prompt_logprobs)
+        if answer.token_ids or answer.text or answer.tool_calls:
+            self._pieces.setdefault(index, []).append(read_reply(Piece, answer))
+        if answer.HasField("summary"):
+            summaries = self._summaries.setdefault(index, {})
+            summaries[answer.index] = read_reply(Summary, answer.summary)
+            if len(summaries) == self._answers[index]:
+                return self._item(index, None)
+        return None
+
+    def _item(self, index: int, error: Status | None) -> BatchItem:
+        pieces, summaries = self._pieces.pop(index, []), self._summaries.pop(index, {})
+        texts = texts_of(pieces)
+        texts += [""] * (len(summaries) - len(texts))
+        answers = [[piece for piece in pieces if piece.index == place] for place in range(len(texts))]
+        return BatchItem(
+            index,
+            tuple(texts),
+            tuple(tuple(id_ for piece in own for id_ in piece.token_ids) for own in answers),
+            tuple(summaries[place] for place in sorted(summaries)),
+            None if error is None else error_of(error),
+            tuple(map(calls_of, answers)),
+            tuple(tuple(each for piece in own for each in piece.logprobs) for own in answers),
+            self._prompt_logprobs.pop(index, ()),
+        )
+
+
+class Batch(Results, Reader[BatchGenerateResponse, BatchItem]):
+    """A running batch: iterate for its requests as they end, in any order; each comes once.
+
+    Leaving it as a context manager, or `cancel`, ends the work on the server.
+    """
+
+
+class AsyncBatch(Results, AsyncReader[BatchGenerateResponse, BatchItem]):
+    """The same for coroutines: `async with` and `async for`."""

@@ -1,14 +1,16 @@
-"""The verbs, as values: what is sent, and how the reply is read. Both clients make them in the same way."""
+"""The verbs: what is sent, and how the reply is read; for clients, and for doors that answer others in their words."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import Enum
-from typing import Any, Generic, Literal, TypedDict, TypeVar
+from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack
 from uuid import uuid4
 
 from google.longrunning import operations_pb2
@@ -18,19 +20,27 @@ from google.protobuf.message_factory import GetMessageClass
 
 from decode_engine.rpc.client.replies import (
     OperationInfo,
-    OperationPage,
+    ServerStatus,
     read_nothing,
     read_operation,
     read_operations,
     reads,
 )
-from decode_engine.rpc.prompts.wire_messages import write_conversation, write_messages
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import Conversation, Tool
 from index_store.models.conversation.messages import Message as ChatMessage
 from sparsekv.v1 import context_pb2, conversation_pb2, generation_pb2
-from sparsekv.v1.values import ContextInfo, ContextPage, CreateFields, GenerateFields, TokenizedText
+from sparsekv.v1.values import (
+    ContextInfo,
+    ContextPage,
+    CreateFields,
+    GenerateFields,
+    MethodList,
+    TokenizedText,
+    UploadInfo,
+    WarmResult,
+)
 
 ReplyT = TypeVar("ReplyT")
 MessageT = TypeVar("MessageT", bound=Message)
@@ -46,22 +56,22 @@ METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[ReplyT]):
-    """One request with one response. method: of METHODS. read: what is made of the response.
-
-    Raises InvalidArgumentError for a request that is larger than servers take: gRPC would refuse it without our reason.
-    """
+    """One request, a message or several, with one response. method: of METHODS. read: what is made of that."""
 
     method: str
-    request: Message
+    request: Message | Iterator[Message]
     read: Callable[[Any], ReplyT]
-
-    def __post_init__(self) -> None:
-        _check_size(self.request, "send less, or upload a document in parts", "request")
 
 
 def call(method: str, read: Callable[[Any], ReplyT], **fields: Any) -> Call[ReplyT]:
-    """The call of a method, by the fields of its request. Raises InvalidArgumentError as `message` does."""
-    return Call(method, message(GetMessageClass(METHODS[method].input_type), **fields), read)
+    """The call of a method, by the fields of its request.
+
+    Raises InvalidArgumentError as `message` does, and for a request that is larger than servers take: gRPC would refuse
+    it without our reason.
+    """
+    request = message(GetMessageClass(METHODS[method].input_type), **fields)
+    _check_size(request, "send less, or upload a document in parts", "request")
+    return Call(method, request, read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +87,6 @@ class Keep:
     ttl: timedelta | None = None
     prompt_only: bool = False
     move_name: bool = False
-
-    def message(self) -> generation_pb2.Keep:
-        """As a request carries it."""
-        return message(
-            generation_pb2.Keep,
-            display_name=self.name,
-            prompt_only=self.prompt_only,
-            move_name=self.move_name,
-            ttl=self.ttl,
-        )
 
 
 class GenerateOptions(GenerateFields, total=False):
@@ -126,15 +126,6 @@ _PROMPTS = ("question", "text", "token_ids", "messages")
 _BUDGETS = ("keep_ratio", "target_mass", "token_budget")
 
 
-def find_context(reference: str) -> Call[ContextInfo]:
-    return call("GetContext", reads(ContextInfo), reference=reference)
-
-
-def list_contexts(page_size: int, page_token: str, filter: str, order_by: str) -> Call[ContextPage]:
-    asked = {"page_size": page_size, "page_token": page_token, "filter": filter, "order_by": order_by}
-    return call("ListContexts", reads(ContextPage), **asked)
-
-
 class Never(Enum):
     """The time that does not come."""
 
@@ -158,27 +149,6 @@ class ContextChanges(TypedDict, total=False):
     pinned: bool | None
 
 
-def update_context(name: str, changes: ContextChanges) -> Call[ContextInfo]:
-    labels, expires = changes.get("labels") or {}, changes.get("expire_time")
-    changed = message(
-        context_pb2.Context,
-        name=name,
-        labels={key: value for key, value in labels.items() if value is not None},
-        display_name=changes.get("display_name"),
-        pinned=changes.get("pinned"),
-        expire_time=None if expires is NEVER else expires,
-    )
-    others = [field for field in ("display_name", "expire_time", "pinned") if changes.get(field) is not None]
-    paths = [*(f"labels.{key}" for key in labels), *others]
-    mask = message(FieldMask, paths=paths)
-    moves = changes.get("move_name")
-    return call("UpdateContext", reads(ContextInfo), context=changed, update_mask=mask, move_name=moves)
-
-
-def delete_context(name: str, allow_missing: bool, force: bool) -> Call[None]:
-    return call("DeleteContext", read_nothing, name=name, allow_missing=allow_missing, force=force)
-
-
 ONE_MESSAGE_BYTES = MAX_REQUEST_BYTES // 2
 """Text of more bytes is uploaded ahead of the request."""
 _PART_BYTES = 1 << 20
@@ -197,23 +167,9 @@ def create_context(
         raise InvalidArgumentError("give exactly one of text, token_ids, messages, upload", field="source")
     others: dict[str, Any] = {**options, "request_id": options.get("request_id") or str(uuid4())}
     ttl = _duration("ttl_s", others.pop("ttl_s", None))
-    said = None if messages is None else write_conversation(messages)
+    said = None if messages is None else _conversation(messages)
     document = {"text": text, "token_ids": token_ids, "messages": said, "upload": upload}
     return call("CreateContext", read_operation, **document, **others, ttl=ttl)
-
-
-def large_document(text: str | None) -> bytes | None:
-    """A text that is to be uploaded ahead of the request; None for one that it carries, or none.
-
-    Raises InvalidArgumentError for a text that is not to be written as UTF-8.
-    """
-    try:
-        data = b"" if text is None else text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgumentError(
-            f"text has half a character at {error.start}, which no request can carry", field="text"
-        ) from None
-    return data if len(data) > ONE_MESSAGE_BYTES else None
 
 
 def upload_parts(document: bytes) -> Iterator[context_pb2.UploadDocumentRequest]:
@@ -222,22 +178,6 @@ def upload_parts(document: bytes) -> Iterator[context_pb2.UploadDocumentRequest]
     for start in range(0, max(len(document), 1), _PART_BYTES):
         part = document[start : start + _PART_BYTES]
         yield context_pb2.UploadDocumentRequest(data=part, sha256=sha256 if start == 0 else "")
-
-
-def get_operation(name: str) -> Call[OperationInfo]:
-    return call("GetOperation", read_operation, name=name)
-
-
-def wait_operation(name: str, wait_s: float) -> Call[OperationInfo]:
-    return call("WaitOperation", read_operation, name=name, timeout=_duration("wait_s", wait_s))
-
-
-def list_operations(page_size: int, page_token: str) -> Call[OperationPage]:
-    return call("ListOperations", read_operations, page_size=page_size, page_token=page_token)
-
-
-def cancel_operation(name: str) -> Call[None]:
-    return call("CancelOperation", read_nothing, name=name)
 
 
 def _duration(field: str, seconds: float | None) -> timedelta | None:
@@ -258,29 +198,29 @@ def generate_request(context: str, options: GenerateOptions) -> generation_pb2.G
         raise InvalidArgumentError(f"give at most one of {', '.join(_CONSTRAINTS)}", field="constraint")
     fields = {name: value for name, value in options.items() if name not in (*_CONSTRAINTS, *_CALLS)}
     if (messages := options.get("messages")) is not None:
-        fields["messages"] = write_messages(messages, options.get("tools") or ())
+        fields["messages"] = _conversation(messages, options.get("tools") or ())
     elif options.get("tools"):
         raise InvalidArgumentError("tools are given without messages, expected both", field="tools")
     fields["tool_choice"] = _tool_choice(options)
     if (keep := options.get("keep")) is not None:
-        fields["keep"] = keep.message()
-    request = message(
-        generation_pb2.GenerateRequest, context=context, **fields, constraint=_constraint(options)
-    )
+        fields["keep"] = message(
+            generation_pb2.Keep,
+            display_name=keep.name,
+            prompt_only=keep.prompt_only,
+            move_name=keep.move_name,
+            ttl=keep.ttl,
+        )
+    if given.intersection(_CONSTRAINTS):
+        schema, regex, choices = (options.get(name) for name in _CONSTRAINTS)
+        fields["constraint"] = message(
+            generation_pb2.Constraint,
+            json_schema=schema if schema is None or isinstance(schema, str) else json.dumps(schema),
+            regex=regex,
+            choices=None if choices is None else message(generation_pb2.Choices, texts=choices),
+        )
+    request = message(generation_pb2.GenerateRequest, context=context, **fields)
     _check_size(request, "shorten the prompt", "prompt")
     return request
-
-
-def _constraint(options: GenerateOptions) -> generation_pb2.Constraint | None:
-    schema, regex, choices = (options.get(name) for name in _CONSTRAINTS)
-    if schema is not None:
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        return message(generation_pb2.Constraint, json_schema=text)
-    if regex is not None:
-        return message(generation_pb2.Constraint, regex=regex)
-    if choices is not None:
-        return generation_pb2.Constraint(choices=message(generation_pb2.Choices, texts=choices))
-    return None
 
 
 def _tool_choice(options: GenerateOptions) -> conversation_pb2.ToolChoice | None:
@@ -321,20 +261,41 @@ Content = str | Sequence[ChatMessage] | Conversation
 """A text, or messages from the beginning of a conversation."""
 
 
-def tokenize(content: Content) -> Call[TokenizedText]:
-    return call("Tokenize", reads(TokenizedText), **_content(content))
-
-
-def detokenize(ids: Sequence[int]) -> Call[str]:
-    return call("Detokenize", lambda response: str(response.text), ids=ids)
-
-
-def count_tokens(content: Content) -> Call[int]:
-    return call("CountTokens", lambda response: int(response.tokens), **_content(content))
+def _conversation(
+    said: Sequence[ChatMessage] | Conversation, tools: Sequence[Tool] = ()
+) -> conversation_pb2.Conversation:
+    """Messages and tools as the API has them. Raises as `message`."""
+    messages, tools = (said.messages, said.tools) if isinstance(said, Conversation) else (said, tools)
+    return conversation_pb2.Conversation(
+        messages=[
+            message(
+                conversation_pb2.Message,
+                role=each.role.name,
+                content=each.content,
+                name=each.name,
+                tool_calls=[
+                    message(conversation_pb2.ToolCall, id=one.id, name=one.name, arguments_json=one.arguments)
+                    for one in each.tool_calls
+                ],
+                tool_call_id=each.tool_call_id,
+            )
+            for each in messages
+        ],
+        tools=[
+            message(
+                conversation_pb2.Tool,
+                name=tool.name,
+                description=tool.description,
+                parameters_json=tool.parameters,
+                strict=tool.strict,
+            )
+            for tool in tools
+        ],
+    )
 
 
 def _content(content: Content) -> dict[str, Any]:
-    return {"text": content} if isinstance(content, str) else {"messages": write_conversation(content)}
+    return {"text": content} if isinstance(content, str) else {"messages": _conversation(content)}
 
 
 def message(kind: type[MessageT], **fields: Any) -> MessageT:
@@ -368,3 +329,186 @@ def _in_lists(kind: type[Message], fields: Mapping[str, Any]) -> Iterator[tuple[
 def _shown(value: object) -> str:
     text = ascii(value)  # what cannot be sent can often not be printed either
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+LOOK_S = 30.0
+"""Seconds that one call waits for an operation, at most."""
+PROGRESS_S = 0.5
+"""The same where progress is told."""
+
+
+class Verbs(ABC):
+    """The verbs whose replies are single messages, for coroutines; children say how one is sent."""
+
+    @abstractmethod
+    async def run(self, call: Call[ReplyT]) -> ReplyT:
+        """What is made of the reply to a call."""
+
+    async def _ask(self, method: str, read: Callable[[Any], ReplyT], **fields: Any) -> ReplyT:
+        return await self.run(call(method, read, **fields))
+
+    async def list_contexts(
+        self, page_size: int = 0, *, filter: str = "", order_by: str = ""
+    ) -> AsyncIterator[ContextInfo]:
+        """The contexts that fit the filter, newest first unless `order_by` says otherwise.
+
+        They are fetched page by page (0: the server's page size). sparsekv/v1/context.proto has the language of both.
+        """
+        token: str | None = ""
+        while token is not None:
+            page = await self.list_page(page_size, token, filter=filter, order_by=order_by)
+            for context in page.contexts:
+                yield context
+            token = page.next_page_token or None
+
+    async def list_page(
+        self, page_size: int = 0, page_token: str = "", *, filter: str = "", order_by: str = ""
+    ) -> ContextPage:
+        """One page of contexts as of `list_contexts`. page_token: of the page before, "" for the first one."""
+        return await self._ask(
+            "ListContexts",
+            reads(ContextPage),
+            page_size=page_size,
+            page_token=page_token,
+            filter=filter,
+            order_by=order_by,
+        )
+
+    async def get_context(self, name: str) -> ContextInfo:
+        """One context by its resource name, `contexts/<id>`. Raises ContextNotFoundError."""
+        return await self._ask("GetContext", reads(ContextInfo), name=name)
+
+    async def find_context(self, reference: str) -> ContextInfo:
+        """The context that a reference means: an id, its first 6 or more digits, a resource or display name.
+
+        Raises ContextNotFoundError, or ContextAmbiguousError when several contexts fit.
+        """
+        return await self._ask("GetContext", reads(ContextInfo), reference=reference)
+
+    async def update_context(self, name: str, **changes: Unpack[ContextChanges]) -> ContextInfo:
+        """Changes what a context is called, when it expires, single labels, and whether it is pinned.
+
+        Returns the context as it is then. Raises ContextNotFoundError, or ContextBusyError where a job writes it for
+        longer than two seconds; nothing is repeated then, `retry_after_s` says when to.
+        """
+        labels, expires = changes.get("labels") or {}, changes.get("expire_time")
+        changed = message(
+            context_pb2.Context,
+            name=name,
+            labels={key: value for key, value in labels.items() if value is not None},
+            display_name=changes.get("display_name"),
+            pinned=changes.get("pinned"),
+            expire_time=None if expires is NEVER else expires,
+        )
+        others = (
+            field for field in ("display_name", "expire_time", "pinned") if changes.get(field) is not None
+        )
+        mask = message(FieldMask, paths=[*(f"labels.{key}" for key in labels), *others])
+        asked = {"context": changed, "update_mask": mask, "move_name": changes.get("move_name")}
+        return await self._ask("UpdateContext", reads(ContextInfo), **asked)
+
+    async def delete_context(self, name: str, *, allow_missing: bool = False, force: bool = False) -> None:
+        """Deletes a context. Raises ContextNotFoundError unless `allow_missing`.
+
+        force: and those that continue it; without it raises ContextHasChildrenError where there are some.
+        """
+        await self._ask("DeleteContext", read_nothing, name=name, allow_missing=allow_missing, force=force)
+
+    async def warm_context(self, name: str) -> WarmResult:
+        """Loads a context into the server's memory and verifies it."""
+        return await self._ask("WarmContext", reads(WarmResult), name=name)
+
+    async def create_context(
+        self,
+        text: str | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        messages: Sequence[ChatMessage] | Conversation | None = None,
+        upload: str | None = None,
+        wait: bool = True,
+        on_progress: Callable[[OperationInfo], None] | None = None,
+        **options: Unpack[CreateOptions],
+    ) -> OperationInfo:
+        """Has a context made of exactly one of a text, tokens, messages and an uploaded text (`uploads/<id>`).
+
+        A text that is larger than a message is uploaded. wait: until the operation is done; on_progress is told how it
+        goes meanwhile, and errors of the operation are raised. Otherwise it goes on while nobody waits.
+        """
+        try:
+            document = b"" if text is None else text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgumentError(
+                f"text has half a character at {error.start}, which no request can carry", field="text"
+            ) from None
+        if len(document) > ONE_MESSAGE_BYTES:
+            upload, text = (await self.upload_document(document)).name, None
+        ordered = create_context(options, text=text, token_ids=token_ids, messages=messages, upload=upload)
+        operation = await self.run(ordered)
+        if wait:
+            operation = await self.wait_operation(operation.name, on_progress=on_progress)
+            operation.result()
+        return operation
+
+    async def upload_document(self, document: bytes) -> UploadInfo:
+        """Sends a UTF-8 text ahead of the request that uses it."""
+        return await self.run(Call("UploadDocument", upload_parts(document), reads(UploadInfo)))
+
+    async def wait_operation(
+        self,
+        name: str,
+        wait_s: float | None = None,
+        on_progress: Callable[[OperationInfo], None] | None = None,
+    ) -> OperationInfo:
+        """Waits until an operation is done, or for so many seconds, and returns what it is then."""
+        end = None if wait_s is None else time.monotonic() + wait_s
+        while True:
+            most_s = LOOK_S if on_progress is None else PROGRESS_S
+            left_s = most_s if end is None else min(most_s, max(0.0, end - time.monotonic()))
+            operation = await self._ask(
+                "WaitOperation", read_operation, name=name, timeout=_duration("wait_s", left_s)
+            )
+            if on_progress is not None:
+                on_progress(operation)
+            if operation.done or (end is not None and time.monotonic() >= end):
+                return operation
+
+    async def get_operation(self, name: str) -> OperationInfo:
+        """An operation, `operations/<id>`, as it is now. Raises JobNotFoundError."""
+        return await self._ask("GetOperation", read_operation, name=name)
+
+    async def list_operations(self, page_size: int = 0) -> AsyncIterator[OperationInfo]:
+        """All operations, newest first, fetched page by page (0: the server's page size)."""
+        token: str | None = ""
+        while token is not None:
+            page = await self._ask("ListOperations", read_operations, page_size=page_size, page_token=token)
+            for operation in page.operations:
+                yield operation
+            token = page.next_page_token or None
+
+    async def cancel_operation(self, name: str) -> None:
+        """Has an operation end as cancelled, unless it has ended already."""
+        await self._ask("CancelOperation", read_nothing, name=name)
+
+    async def delete_operation(self, name: str) -> None:
+        """Forgets an operation that has ended. Raises JobUnfinishedError."""
+        await self._ask("DeleteOperation", read_nothing, name=name)
+
+    async def list_methods(self) -> MethodList:
+        """The server's methods, with their sizes for its model."""
+        return await self._ask("ListMethods", reads(MethodList))
+
+    async def server_status(self) -> ServerStatus:
+        """What the server does now, and did since it started."""
+        return await self._ask("GetServerStatus", reads(ServerStatus))
+
+    async def tokenize(self, content: Content) -> TokenizedText:
+        """A text, or a conversation from its beginning, as the model's tokens."""
+        return await self._ask("Tokenize", reads(TokenizedText), **_content(content))
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of tokens."""
+        return await self._ask("Detokenize", lambda response: str(response.text), ids=ids)
+
+    async def count_tokens(self, content: Content) -> int:
+        """How many tokens these would be."""
+        return await self._ask("CountTokens", lambda response: int(response.tokens), **_content(content))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from decode_engine.errors import CancelledError, DeadlineExceededError
-from decode_engine.rpc.door.rules import Door
-from decode_engine.rpc.transport.stalled import forget_error, host_of
+from decode_engine.rpc.door.access import Door
 from decode_engine.rpc.transport.status import Paths, public_error, reason_of
-from decode_engine.rpc.transport.work import BlockingWork
+from decode_engine.rpc.transport.work import BlockingWork, forget_error
 from index_store.cli.traces import TRACEPARENT, Span, Traces, Value, trace_id
 from index_store.errors import SparseKVError
 
@@ -133,3 +134,26 @@ def _text(value: object) -> str:
     """A fact, or what a client may have written, without what begins a line of its own."""
     text = f"{value:.1f}" if isinstance(value, float) else str(value)
     return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def host_of(peer: str) -> str:
+    """The address of a peer without its port: the same for all connections of one machine."""
+    endpoint = endpoint_of(peer)
+    return peer if endpoint is None else endpoint[0]
+
+
+def endpoint_of(peer: str) -> tuple[str, int] | None:
+    """Address and port of a peer; None for what is no Internet address."""
+    _, _, address = unquote(peer).partition(":")
+    host, _, port = address.rpartition(":")
+    try:
+        return plain_address(host.strip("[]")), int(port)
+    except ValueError:
+        return None
+
+
+def plain_address(host: str) -> str:
+    """An address in its one spelling; an IPv4 address that came by IPv6 is the IPv4 address."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)

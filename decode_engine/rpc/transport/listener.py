@@ -19,10 +19,10 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from decode_engine.errors import AddressError
-from decode_engine.rpc.door.certificates import Certificates
-from decode_engine.rpc.door.rules import Door
+from decode_engine.rpc.door.access import Door
+from decode_engine.rpc.door.options import Certificates
 from decode_engine.rpc.transport.calls import Gate, Limits
-from decode_engine.rpc.transport.health import Health
+from decode_engine.rpc.transport.starting import Health
 from decode_engine.rpc.transport.status import Paths
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.cli.traces import Traces

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import aclosing, asynccontextmanager
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from decode_engine.errors import TooManyRequestsError
+from decode_engine.rpc.door.access import Sharing
 
 ResultT = TypeVar("ResultT")
 
@@ -86,3 +89,129 @@ def _do(future: Future[Any], function: Callable[[], Any]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+def forget_error(task: asyncio.Future[Any]) -> None:
+    """Takes note of a task's error, so that asyncio does not report it as one that nobody saw."""
+    if not task.cancelled():
+        task.exception()
+
+
+_LONGEST_DELAY_S = 60.0
+
+
+class Appointments:
+    """When to come again, for those who are refused: one after the other, as fast as places have become free lately."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._interval_s = 1.0
+        self._freed = clock()
+        self._given = 0.0
+
+    def place_freed(self) -> None:
+        """A request has ended."""
+        now = self._clock()
+        between = min(max(now - self._freed, 0.01), 10.0)
+        self._freed = now
+        self._interval_s += 0.2 * (between - self._interval_s)
+
+    def next_s(self) -> float:
+        """Seconds until the next free appointment, which is taken by this."""
+        now = self._clock()
+        self._given = min(max(now, self._given) + self._interval_s, now + _LONGEST_DELAY_S)
+        return self._given - now
+
+
+class Bound:
+    """How many calls may do something at once. As many wait for their turn as there are places for requests."""
+
+    def __init__(self, most: int, what: str, sharing: Sharing) -> None:
+        """most: at all doors. what: is being done, as a sentence goes on after a number."""
+        self._most = sharing.part(most)
+        self._free = asyncio.Semaphore(self._most)
+        self._line = 0
+        self._longest = sharing.places
+        self._what = what
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """For one call, in turn. Raises TooManyRequestsError where too many wait."""
+        await self._take()
+        try:
+            yield
+        finally:
+            self._free.release()
+
+    async def run(self, begin: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
+        """The result of work that no caller's leaving ends once it has begun: it has its place until its own end.
+
+        Raises TooManyRequestsError where too many wait.
+        """
+        await self._take()
+        work = asyncio.ensure_future(begin())
+        work.add_done_callback(self._end)
+        return await asyncio.shield(work)
+
+    async def _take(self) -> None:
+        if self._free.locked() and self._line >= self._longest:
+            also = f" and {self._line} wait to" if self._line else ""
+            raise TooManyRequestsError(
+                f"{self._most} {self._what}{also}, which is the limit; try again later",
+                limit=self._most + self._longest,
+            )
+        self._line += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._line -= 1
+
+    def _end(self, work: asyncio.Future[Any]) -> None:
+        self._free.release()
+        forget_error(work)
+
+
+ItemT = TypeVar("ItemT")
+
+_AGAIN_S = 0.5
+"""After which sources that still run are cancelled again."""
+
+
+async def merged(
+    sources: Sequence[Callable[[], AsyncGenerator[ItemT, None]]], at_once: int
+) -> AsyncGenerator[tuple[int, ItemT | Exception], None]:
+    """What the sources yield, as it comes, with their numbers; at most `at_once` of them run, in order.
+
+    An error is the last item of the source that raised it; the others go on. Who reads slowly holds all back. Closing
+    this closes them all.
+    """
+    items: asyncio.Queue[tuple[int, ItemT | Exception] | None] = asyncio.Queue(at_once)
+    waiting = iter(enumerate(sources))
+
+    async def work() -> None:
+        for number, source in waiting:
+            try:
+                async with aclosing(source()) as stream:
+                    async for item in stream:
+                        await items.put((number, item))
+            except Exception as error:
+                await items.put((number, error))
+        await items.put(None)
+
+    workers = [asyncio.ensure_future(work()) for _ in range(min(at_once, len(sources)))]
+    try:
+        left = len(workers)
+        while left:
+            found = await items.get()
+            if found is None:
+                left -= 1
+            else:
+                yield found
+    finally:
+        # Again where a source has lost it: a library's wait may, and what it goes on with nobody reads.
+        while left_over := [worker for worker in workers if not worker.done()]:
+            for worker in left_over:
+                worker.cancel()
+            while not items.empty():
+                items.get_nowait()
+            await asyncio.wait(left_over, timeout=_AGAIN_S)

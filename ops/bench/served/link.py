@@ -28,8 +28,7 @@ import typer
 from harness.parsing import parse_counts
 from harness.report import reporting
 
-from decode_engine.orders.core import Facts, Residency, Status, Warmed
-from decode_engine.orders.events import Event, Says
+from decode_engine.orders.events import Event, Facts, Residency, Says, Status, Warmed
 from decode_engine.orders.order import Order
 from decode_engine.processes.link.host import EngineHost
 from decode_engine.processes.link.remote import RemoteCore

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from decode_engine.rpc.creation import own_worker
-from decode_engine.rpc.creation.own_worker import LOWEST_PRIORITY, OwnWorker
+from decode_engine.rpc.contexts import own_worker
+from decode_engine.rpc.contexts.own_worker import LOWEST_PRIORITY, OwnWorker
 from decode_engine.rpc.server import DecodeServer
 from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.job_record import JobRecord

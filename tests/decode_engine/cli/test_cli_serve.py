@@ -28,7 +28,7 @@ from decode_engine.model.preparing import Preparation
 from decode_engine.model.runner import ModelRunner
 from decode_engine.rpc import server as server_module
 from decode_engine.rpc.client import Client, Credentials, SelectionFigures, Summary, Timings
-from decode_engine.rpc.door.tokens import TokenFile
+from decode_engine.rpc.door.access import TokenFile
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.settings.config import ServeConfig
 from index_store.cli.logs import LogLevel, logging_to_stderr

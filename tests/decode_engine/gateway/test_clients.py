@@ -16,11 +16,11 @@ import httpx
 import pytest
 
 from decode_engine.errors import EngineCrashedError
-from decode_engine.gateway.bounds import HEAD_BYTES, Bounds
-from decode_engine.gateway.serving import Gateway
+from decode_engine.gateway.exchange import Bounds
+from decode_engine.gateway.serving import HEAD_BYTES, Gateway
 from decode_engine.rpc.client import Client
-from decode_engine.rpc.door.certificates import Certificates
-from decode_engine.rpc.door.tokens import TokenFile
+from decode_engine.rpc.door.access import TokenFile
+from decode_engine.rpc.door.options import Certificates
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from tests.decode_engine.engine.fake_runner import Stream, make_client

@@ -18,8 +18,15 @@ from openai.types.responses import ResponseCreateParams
 from openai.types.responses.response_input_item_param import FunctionCallOutput
 from openai.types.shared_params.response_format_json_schema import JSONSchema
 
-from decode_engine.gateway.wire.bodies import Asked, chat_order, completion_order, response_order
-from decode_engine.gateway.wire.endpoints import CHAT, COMPLETIONS, RESPONSES
+from decode_engine.gateway.wire.bodies import (
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    Asked,
+    chat_order,
+    completion_order,
+    response_order,
+)
 from decode_engine.gateway.wire.parameters import Endpoint, Fate
 from index_store.errors import InvalidArgumentError
 

@@ -12,11 +12,11 @@ import httpx
 import pytest
 
 from decode_engine.gateway import exchange
-from decode_engine.gateway.bounds import Bounds
+from decode_engine.gateway.exchange import Bounds
 from decode_engine.gateway.serving import Gateway
 from decode_engine.gateway.wire import messages_shape
 from decode_engine.gateway.wire.bodies import chat_order, completion_order, response_order
-from decode_engine.orders.kinds import shown
+from decode_engine.orders.fields import shown
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError

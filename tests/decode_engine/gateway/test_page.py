@@ -12,15 +12,15 @@ import openai
 import pytest
 from starlette.routing import Match
 
-from decode_engine.gateway import page
+from decode_engine.gateway import resources
 from decode_engine.gateway.app import ROUTES
 from decode_engine.gateway.serving import Gateway
 from decode_engine.rpc.client import Client
-from decode_engine.rpc.door.tokens import TokenFile
+from decode_engine.rpc.door.access import TokenFile
 from decode_engine.rpc.server import DecodeServer
 from tests.decode_engine.conftest import TEXT, Library
 
-HTML = Path(page.__file__).parent / "browser/page.html"
+HTML = Path(resources.__file__).parent / "browser/page.html"
 SCRIPT = HTML.with_name("page.js").read_text()
 ASK = {
     "model": "model",

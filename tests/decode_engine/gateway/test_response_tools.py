@@ -12,7 +12,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from decode_engine.gateway.wire.bodies import response_order
-from decode_engine.gateway.wire.response_shape import ResponseShape
+from decode_engine.gateway.wire.shapes import ResponseShape
 from decode_engine.orders.events import Begins, Ends, Times
 from decode_engine.rpc.answers.answering import Said, Summary, TokenUsage
 from index_store.models.conversation.call_syntax import CallPart

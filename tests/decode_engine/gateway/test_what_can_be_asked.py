@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
-from decode_engine.gateway.wire.endpoints import CHAT, COMPLETIONS, RESPONSES
+from decode_engine.gateway.wire.bodies import CHAT, COMPLETIONS, RESPONSES
 from decode_engine.gateway.wire.parameters import Endpoint, Fate
 from decode_engine.rpc.client import Client
 from index_store.models.conversation.messages import Message, Role

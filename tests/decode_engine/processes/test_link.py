@@ -21,7 +21,6 @@ from decode_engine.errors import (
     ShuttingDownError,
     TooManyRequestsError,
 )
-from decode_engine.orders.core import Warmed
 from decode_engine.orders.events import (
     Begins,
     Ends,
@@ -31,6 +30,7 @@ from decode_engine.orders.events import (
     Says,
     TokenLogprob,
     Waits,
+    Warmed,
     error_of_event,
     event_of_error,
 )

@@ -19,7 +19,7 @@ from decode_engine.orders.events import event_of_error
 from decode_engine.processes.attached import Serving, Setup, Stop, setup_line
 from decode_engine.processes.link.host import EngineHost
 from decode_engine.processes.supervisor import kept_addresses
-from decode_engine.rpc.door.sharing import Sharing
+from decode_engine.rpc.door.access import Sharing
 from decode_engine.settings.config import ServeConfig
 from index_store.cli.logs import LogLevel
 

@@ -7,8 +7,19 @@ import threading
 from collections.abc import Callable, Sequence
 
 from decode_engine.errors import TooManyRequestsError
-from decode_engine.orders.core import Facts, Residency, Status, Warmed
-from decode_engine.orders.events import Begins, Ends, Event, Fails, Says, Times, Waits
+from decode_engine.orders.events import (
+    Begins,
+    Ends,
+    Event,
+    Facts,
+    Fails,
+    Residency,
+    Says,
+    Status,
+    Times,
+    Waits,
+    Warmed,
+)
 from decode_engine.orders.order import Order
 from index_store.errors import ContextNotFoundError
 from index_store.store.description.context_id import ModelIdentity

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from decode_engine.rpc.door.tokens import TokenFile
+from decode_engine.rpc.door.access import TokenFile
 from tests.support.serving.service import wait_until
 
 CHROMIUM, NODE, MODULES = shutil.which("chromium"), shutil.which("node"), os.environ.get("NODE_PATH", "")

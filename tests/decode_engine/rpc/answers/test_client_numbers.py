@@ -16,7 +16,7 @@ from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.orders.fields import MAX_METHOD_CHARACTERS
 from decode_engine.rpc.client import Client
-from decode_engine.rpc.messages.validation import parse_order
+from decode_engine.rpc.generation_service import parse_order
 from decode_engine.rpc.transport.status import code_of
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.memory.resident import ResidentContext

@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from decode_engine.errors import CancelledError, ServerUnreachableError
-from decode_engine.rpc.client.reading import finish
-from decode_engine.rpc.client.repeats import AsyncWire, BlockingWire, Repeats, Stream
+from decode_engine.rpc.client.answers import finish
+from decode_engine.rpc.client.connection import AsyncWire, BlockingWire, Repeats, Stream
 from index_store.errors import ContextBusyError, SparseKVError
 
 

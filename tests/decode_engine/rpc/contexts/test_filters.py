@@ -12,9 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_engine.rpc.contexts.context_fields import Row, row_of
-from decode_engine.rpc.contexts.filters import MAX_FILTER_CHARACTERS, parse_filter
-from decode_engine.rpc.contexts.ordering import ORDERED, parse_order
+from decode_engine.rpc.contexts.listing import (
+    MAX_FILTER_CHARACTERS,
+    ORDERED,
+    Row,
+    parse_filter,
+    parse_order,
+    row_of,
+)
 from index_store.errors import (
     ContextCorruptError,
     FormatVersionError,

@@ -13,16 +13,16 @@ import pytest
 
 from decode_engine.errors import ServerUnreachableError
 from decode_engine.rpc.client import Client, Credentials
-from decode_engine.rpc.door.certificates import Certificates
-from decode_engine.rpc.door.options import read_token
-from decode_engine.rpc.door.refusals import (
+from decode_engine.rpc.door.access import (
     CertificateError,
+    Door,
+    FailedAttempts,
+    TokenFile,
     TokenFileError,
     TooManyAttemptsError,
     UnauthenticatedError,
 )
-from decode_engine.rpc.door.rules import Door, FailedAttempts
-from decode_engine.rpc.door.tokens import TokenFile
+from decode_engine.rpc.door.options import Certificates, read_token
 from decode_engine.rpc.transport.listener import Listener
 from decode_engine.settings.config import ServeConfig
 from index_store.errors import InvalidArgumentError

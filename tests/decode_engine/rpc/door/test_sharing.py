@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from decode_engine.rpc.contexts.pages import Pager
-from decode_engine.rpc.door.rules import FailedAttempts
-from decode_engine.rpc.door.sharing import Sharing
+from decode_engine.rpc.contexts.listing import Pager
+from decode_engine.rpc.door.access import FailedAttempts, Sharing
 from decode_engine.rpc.transport.calls import Limits
 from index_store.errors import InvalidArgumentError
 from index_store.store.catalog import Store

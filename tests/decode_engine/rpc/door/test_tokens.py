@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from decode_engine.__main__ import main
-from decode_engine.rpc.door.refusals import TokenFileError
-from decode_engine.rpc.door.tokens import TokenFile, digest_of
+from decode_engine.rpc.door.access import TokenFile, TokenFileError, digest_of
 from index_store.errors import InvalidArgumentError
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from decode_engine.errors import TooManyRequestsError
 from decode_engine.rpc.context_service import ContextService
-from decode_engine.rpc.door.sharing import Sharing
-from decode_engine.rpc.transport.bound import Bound
+from decode_engine.rpc.door.access import Sharing
 from decode_engine.rpc.transport.calls import Call
+from decode_engine.rpc.transport.work import Bound
 from sparsekv.v1 import context_pb2
 
 

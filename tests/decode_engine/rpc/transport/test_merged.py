@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 
-from decode_engine.rpc.transport.merged import merged
+from decode_engine.rpc.transport.work import merged
 
 
 class Sources:

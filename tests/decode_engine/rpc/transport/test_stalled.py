@@ -7,7 +7,8 @@ import socket
 
 import pytest
 
-from decode_engine.rpc.transport.stalled import Abandoned, Stalls, hang_up, host_of
+from decode_engine.rpc.transport.asker import host_of
+from decode_engine.rpc.transport.calls import Abandoned, Stalls, hang_up
 
 
 def test_a_wait_ends_with_its_time_or_its_task() -> None:

@@ -14,8 +14,7 @@ from decode_engine.rpc import generation_service
 from decode_engine.rpc.answers.answering import Said
 from decode_engine.rpc.client import Client, GenerateOptions
 from decode_engine.rpc.server import DecodeServer
-from decode_engine.rpc.transport.appointments import Appointments
-from decode_engine.rpc.transport.work import BlockingWork
+from decode_engine.rpc.transport.work import Appointments, BlockingWork
 from tests.decode_engine.conftest import Library
 from tests.support.serving.service import LONG, leases, wait_until
 

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from decode_engine.errors import CancelledError, TooManyRequestsError
-from decode_engine.rpc.answers import notices
+from decode_engine.rpc.answers import answering
 from decode_engine.rpc.client import Client, Usage, Waiting
 from decode_engine.rpc.server import DecodeServer
-from decode_engine.rpc.transport.appointments import Appointments
+from decode_engine.rpc.transport.work import Appointments
 from index_store.errors import ContextCorruptError
 from index_store.models.tokenizer import Tokenizer
 from sparsekv.v1 import generation_pb2
@@ -39,8 +39,8 @@ def narrow(narrow_server: DecodeServer) -> Iterator[tuple[DecodeServer, Client]]
 def test_who_waits_is_told_how_many_are_ahead(
     narrow: tuple[DecodeServer, Client], lamp: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notices, "_FIRST_NOTICE_S", 0.0)
-    monkeypatch.setattr(notices, "_NOTICE_S", 0.02)
+    monkeypatch.setattr(answering, "_FIRST_NOTICE_S", 0.0)
+    monkeypatch.setattr(answering, "_NOTICE_S", 0.02)
     server, client = narrow
     engine = server.backend.engine
     told: list[Waiting] = []

@@ -11,10 +11,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from msgspec import structs
 
 from decode_engine.layers.figures import Figures
-from decode_engine.orders.core import Status
-from decode_engine.orders.events import Times, TokenLogprob
+from decode_engine.orders.events import Status, Times, TokenLogprob
 from decode_engine.rpc.contexts.defaults import default_method, remainder_name, supported_methods
-from decode_engine.rpc.contexts.names import COLLECTION
+from decode_engine.rpc.contexts.listing import COLLECTION
 from index_store.errors import FormatVersionError, StoreUnavailableError
 from index_store.family.parents import outgrown
 from index_store.indexes.registry import INDEX_KINDS

@@ -1,1 +1,0 @@
-"""What a request says to a model: messages, tools, and what is to become of them."""
