@@ -33,7 +33,7 @@ from decode_engine.engine.requests import EngineStats
 from decode_engine.errors import AddressError, CancelledError
 from decode_engine.orders.core import Facts
 from decode_engine.orders.events import Begins, Ends, Event, Fails, Says
-from index_store.memory.books import ArenaStats
+from index_store.memory.arena import ArenaStats
 
 OURS, ALIAS = "sparsekv", "vllm"
 _GAUGE, _COUNTER = GaugeMetricFamily, CounterMetricFamily

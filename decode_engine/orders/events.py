@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from decode_engine.errors import InternalError, error_by_reason
 from index_store.errors import SparseKVError
-from index_store.family.missed import Missed
+from index_store.family.parents import Missed
 
 Cause = Literal["", "context", "method", "session"]
 Lookup = Literal["named", "found", "none"]

@@ -8,14 +8,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from index_store.indexes.coarse_rows.two_planes import TwoPlanes
 from index_store.indexes.interface.layer_index import (
     AppendedKeys,
     LayerIndex,
     LayerSource,
     check_keys,
 )
-from index_store.indexes.plain_kinds import ExactKind
-from index_store.indexes.row_planes.two_planes import TwoPlanes
+from index_store.indexes.registry import ExactKind
 from index_store.selection.ranking import Items, Ranking
 from index_store.store.description.json_fields import Scalar
 

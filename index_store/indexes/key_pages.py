@@ -14,14 +14,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from index_store.indexes.interface.growing import GrowingRows
 from index_store.indexes.interface.layer_index import (
     AppendedKeys,
+    GrowingRows,
     LayerIndex,
     LayerSource,
     check_keys,
 )
-from index_store.indexes.plain_kinds import PageKind, PageParameters
+from index_store.indexes.registry import PageKind, PageParameters
 from index_store.selection.ranking import Items, Members, Ranking
 from index_store.store.description.json_fields import Scalar
 

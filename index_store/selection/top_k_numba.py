@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.attention.rows_in_line import RowsInLine
+from index_store.attention.rows_in_line_numba import RowsInLine
 from index_store.compiled.launch import launch, njit, on_host, spread
 
 _BLOCKS_PER_KEPT = 4

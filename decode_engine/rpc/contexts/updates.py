@@ -7,9 +7,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from index_store.errors import InvalidArgumentError, ManifestError
-from index_store.store.catalog import Store
+from index_store.store.catalog import Store, require_free, take_name
 from index_store.store.description.manifest import Manifest
-from index_store.store.names import require_free, take_name
 from sparsekv.v1 import context_pb2
 
 _FIELDS = ("display_name", "expire_time", "labels", "pinned")

@@ -12,7 +12,7 @@ from typer import Option
 
 from decode_engine.rpc.door.certificates import Certificates, check_authorities
 from decode_engine.rpc.door.tokens import MAX_TOKEN_CHARACTERS
-from index_store.cli.checks import Address, InputFile
+from index_store.cli.options import Address, InputFile
 from index_store.errors import InvalidArgumentError
 
 logger = logging.getLogger(__name__)

@@ -26,17 +26,39 @@ from index_store.indexes.interface.layer_index import (
     AppendedKeys,
     LayerIndex,
     LayerSource,
+    are_many,
+    by_tiles,
     check_keys,
+    subspace_dims,
 )
-from index_store.indexes.interface.products import are_many
-from index_store.indexes.interface.subspaces import subspace_dims
 from index_store.indexes.query_tables.build import INT8_MAX, INT16_MAX, build_tables
-from index_store.indexes.query_tables.lists_numba import Lists, insert_keys, score_lists
 from index_store.indexes.query_tables.parameters import LEAST_ENTRIES, TableKind, TableParameters, TableSearch
-from index_store.indexes.query_tables.products import sum_rows_by_products
-from index_store.indexes.query_tables.search_numba import TableReads, softmax_sum_rows, sum_rows
+from index_store.indexes.query_tables.search_numba import (
+    Lists,
+    TableReads,
+    insert_keys,
+    score_lists,
+    softmax_sum_rows,
+    sum_rows,
+)
 from index_store.selection.ranking import Items, Ranking
 from index_store.store.description.json_fields import Scalar
+
+
+def sum_rows_by_products(reads: TableReads) -> Tensor:
+    """`sum_rows`: [H, T, G, M] float32, the weighted sum of table rows for keys first..end-1."""
+    heads, positions, group, _ = reads.rows_HTGJ.shape
+    stored = reads.tables_HSN.shape[1]
+    weights = torch.zeros(heads, positions * group, stored, device=reads.weights_HTGJ.device)
+    weights.scatter_add_(2, reads.rows_HTGJ.flatten(1, 2).long(), reads.weights_HTGJ.flatten(1, 2))
+
+    def tile(begin: int, end: int) -> Tensor:
+        count = reads.tables_HSN.shape[2]
+        own = reads.appended_HSA[..., max(begin - count, 0) : max(end - count, 0)]
+        return torch.cat([reads.tables_HSN[..., begin:end], own], dim=2).float()
+
+    found = by_tiles(weights, tile, reads.first, reads.end, stored)
+    return found.view(heads, positions, group, -1)
 
 
 @dataclass(frozen=True, slots=True)

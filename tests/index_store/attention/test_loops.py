@@ -13,7 +13,7 @@ from index_store.attention.listed_keys_numba import (
     attend_listed_reference,
     readable,
 )
-from index_store.attention.pooled_weights_numba import pooled_weights, pooled_weights_reference
+from index_store.attention.rows_in_line_numba import pooled_weights, pooled_weights_reference
 
 H, G = 3, 2
 

@@ -19,8 +19,7 @@ from index_store.errors import (
     MemoryBudgetError,
     StoreError,
 )
-from index_store.memory.arena import Arena
-from index_store.memory.books import Books, Slot
+from index_store.memory.arena import Arena, Books, Slot
 from index_store.store.catalog import Store
 from index_store.store.zarr_io import chunk_path
 from tests.support.memory import resident_bytes

@@ -5,12 +5,12 @@ import torch
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.index import CoarseRows
-from index_store.indexes.coarse_rows.scalars.negligible_runs_numba import NEGLIGIBLE
+from index_store.indexes.coarse_rows.value_sums_numba import NEGLIGIBLE
 from index_store.indexes.interface.index_kind import Growth
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.methods.index_specs import INDEX_SPECS
+from index_store.selection.budgets import REMAINDERS
 from index_store.selection.remainder_states import ExactKeys, remainder_state
-from index_store.selection.remainders import REMAINDERS
 from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
 from tests.index_store.indexes.coarse_rows.test_scalar_rows import random_rows

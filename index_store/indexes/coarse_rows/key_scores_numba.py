@@ -16,13 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.attention.exponentials_numba import exponentiate_in_place, largest
-from index_store.attention.rows_in_line import RowsInLine
+from index_store.attention.rows_in_line_numba import RowsInLine, exponentiate_in_place, largest
 from index_store.attention.vectors.code import LANES
-from index_store.attention.vectors.floats_numba import add_weighted, make_scaling
-from index_store.attention.vectors.folding_numba import FOLDED, fold_rows
+from index_store.attention.vectors.floats_numba import FOLDED, add_weighted, fold_rows, make_scaling
 from index_store.compiled.launch import byte_table, int16_table, launch, njit, spread
-from index_store.indexes.coarse_rows.scalars.coded_passes_numba import (
+from index_store.indexes.coarse_rows.coded_passes_numba import (
     BEGIN,
     CODES,
     CODES_APART,
@@ -36,16 +34,19 @@ from index_store.indexes.coarse_rows.scalars.coded_passes_numba import (
     SCALES,
     SCALES_APART,
     SHIFT,
+    SPAN,
     SPLITS,
     TASKS,
     CodedPass,
     PassTable,
+    Spans,
+    at_cache_line,
+    largest_count,
     pass_of,
+    widen,
 )
-from index_store.indexes.coarse_rows.scalars.coded_tables_numba import at_cache_line, largest_count, widen
-from index_store.indexes.coarse_rows.scalars.packed_codes_numba import multiply, pack_keys
-from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
-from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans
+from index_store.indexes.coarse_rows.packed_codes_numba import multiply, pack_keys
+from index_store.indexes.coarse_rows.parameters import BLOCK
 
 _LEAST_AT_ONCE, _CODES_AT_ONCE = 64, 8192
 """Keys scored at once, at least, and their codes: what is unpacked stays in the first-level cache."""

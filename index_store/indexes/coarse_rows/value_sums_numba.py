@@ -1,8 +1,12 @@
 """Attention to coded values on a host, by weights that are exponentials of logits.
 
 Products are of 8-bit integers: a row's weights are folded with the values' scales and rounded with one unit for 128
-keys. A row's result depends neither on the rows beside it nor on the number of threads. Blocks of next to no weight
-are left out (`negligible_runs_numba`).
+keys. A row's result depends neither on the rows beside it nor on the number of threads.
+
+Runs of keys are not read where next to no weight is on them. A run is a block of 128 keys. It is left out for a row of
+queries where its weight is less than `NEGLIGIBLE` of its even share of all searched keys' weight; keys that are
+attended exactly count in the latter alone. So whatever is left out has less than `NEGLIGIBLE` of the weight: of flat
+attention nothing is. What is attended to shares its weight, as attention states merge.
 
 Shape legend: H KV heads, N keys, R rows of queries, S spans, g groups of a value's channels, d head dim, P parts of the
 keys.
@@ -17,12 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
-from index_store.attention.rows_in_line import RowsInLine
+from index_store.attention.rows_in_line_numba import RowsInLine
 from index_store.attention.vectors.code import LANES
-from index_store.attention.vectors.floats_numba import add_weighted, make_scaling
-from index_store.attention.vectors.folding_numba import FOLDED, fold_rows
+from index_store.attention.vectors.floats_numba import FOLDED, add_weighted, fold_rows, make_scaling, total_of
 from index_store.compiled.launch import byte_table, int16_table, launch, njit, spread
-from index_store.indexes.coarse_rows.scalars.coded_passes_numba import (
+from index_store.indexes.coarse_rows.coded_passes_numba import (
     BEGIN,
     CODES,
     CODES_APART,
@@ -37,24 +40,111 @@ from index_store.indexes.coarse_rows.scalars.coded_passes_numba import (
     SCALES_APART,
     SHIFT,
     SLOT,
+    SPAN,
     SPLITS,
     TASKS,
     CodedPass,
     PassTable,
-    pass_of,
-    passes_among,
-)
-from index_store.indexes.coarse_rows.scalars.coded_tables_numba import (
+    Spans,
     at_cache_line,
     largest_count,
+    pass_of,
+    passes_among,
+    shift_of,
+    span_count,
     widen_groups,
 )
-from index_store.indexes.coarse_rows.scalars.key_scores_numba import weigh
-from index_store.indexes.coarse_rows.scalars.negligible_runs_numba import choose_rows, find_limits
-from index_store.indexes.coarse_rows.scalars.packed_codes_numba import multiply, pack_values
-from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
-from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
-from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, shift_of, span_count
+from index_store.indexes.coarse_rows.key_scores_numba import weigh
+from index_store.indexes.coarse_rows.packed_codes_numba import multiply, pack_values
+from index_store.indexes.coarse_rows.parameters import BLOCK
+from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
+
+NEGLIGIBLE = 0.02
+
+
+@njit()
+def _find_limit(
+    task: int,
+    peaks: NDArray[np.float32],
+    totals: NDArray[np.float32],
+    span_rows: NDArray[np.int64],
+    span_first: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    shifts: NDArray[np.int64],
+    beside: NDArray[np.float32],
+    limits: NDArray[np.float32],
+    rows: int,
+) -> None:  # pragma: no cover - compiled
+    head, r = task // rows, task % rows
+    row, first = span_rows[r], span_first[r]
+    spans = (shifts[r] + counts[r] + SPAN - 1) // SPAN if counts[r] > 0 else 0
+    peak = beside[head, r] if beside.size else np.float32(-np.inf)
+    for span in range(spans):
+        peak = max(peak, peaks[head, row, first + span])
+    limits[head, r] = -np.inf
+    if peak > -np.inf:
+        total = np.exp(beside[head, r] - peak) if beside.size else np.float32(0)
+        for span in range(spans):
+            total += np.exp(peaks[head, row, first + span] - peak) * totals[head, row, first + span]
+        limits[head, r] = peak + np.log(total * np.float32(NEGLIGIBLE) / np.float32(counts[r]))
+
+
+@njit("f4x3 f4x3 i8x1 i8x1 i8x1 i8x1 f4x2 f4x2")
+def find_limits(
+    peaks: NDArray[np.float32],
+    totals: NDArray[np.float32],
+    span_rows: NDArray[np.int64],
+    span_first: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    shifts: NDArray[np.int64],
+    beside: NDArray[np.float32],
+    limits: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled
+    """Log of the weight a key, on average, below which runs are left out, of every row: [H, R].
+
+    peaks, totals, span_rows, span_first: `Spans` of the rows' counts of weights, the first of which begins so many
+    positions as its shift behind a span. beside: [H, R] log-sum-exp of logits that the totals lack, or nothing.
+    """
+    heads, rows = limits.shape
+    spread(
+        _find_limit,
+        heads * rows,
+        (peaks, totals, span_rows, span_first, counts, shifts, beside, limits, rows),
+    )
+
+
+@njit(_nrt=False)
+def choose_rows(
+    line: NDArray[np.float32],
+    places: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    low: int,
+    keys: int,
+    least: NDArray[np.float32],
+    chosen: NDArray[np.int64],
+) -> int:  # pragma: no cover - compiled
+    """Fills in the rows to which a run of so many keys from column `low` on counts; returns how many these are.
+
+    line: [1, .], where the rows' first columns are at places. least: of each row, its weight a key that is enough.
+    """
+    count = 0
+    for r in range(counts.shape[0]):
+        own = min(keys, counts[r] - low)
+        if own > 0 and _add_up(line, places[r] + low, own) >= least[r] * np.float32(own):
+            chosen[count] = r
+            count += 1
+    return count
+
+
+@njit(_nrt=False)
+def _add_up(line: NDArray[np.float32], first: int, count: int) -> np.float32:  # pragma: no cover - compiled
+    """Sum of so many weights."""
+    whole = count // LANES
+    total = total_of(line, 0, first, whole)
+    for x in range(first + whole * LANES, first + count):
+        total += line[0, x]
+    return total  # type: ignore[no-any-return]
+
 
 _ROWS_AT_ONCE = 16
 _MOST_PARTS = 16

@@ -3,23 +3,156 @@
 What loops are told of the tables is a table itself, a row of numbers for each pass. A pass is cut into tasks, and the
 tasks of all passes are numbered through.
 
-Shape legend: H KV heads, X rows of queries of a KV head, P passes.
+Weights are exponentials of logits, each relative to the largest of its span of keys: a logit is exponentiated once,
+when no softmax over all keys is known yet, so a span's exponentials lack one factor.
+
+Shape legend: H KV heads, N rows, J numbers of a row, R rows of queries, X those of all passes, P passes, S spans, g
+groups of a value's channels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from index_store.attention.vectors.code import LANES
+from index_store.attention.vectors.floats_numba import make_widening
 from index_store.compiled.launch import njit
-from index_store.indexes.coarse_rows.scalars.coded_tables_numba import rows_in_line
-from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
-from index_store.indexes.coarse_rows.scalars.spans import shift_of, span_count
+from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
+
+SPAN = 2048
+"""Keys whose weights have one peak: with the weights of a group few enough for the second-level cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Peaks and totals of spans of exp(logit - peak), for rows of weights that lie elsewhere.
+
+    peaks_HRS, totals_HRS: float32; -inf and 0 where a span has no key that counts. Span s of a row of weights is number
+    first_R[r] + s of row rows_R[r] here; both int64. Spans begin at multiples of SPAN positions, as blocks of keys do:
+    where weights begin `shift` positions behind one, the first span is so much shorter.
+    """
+
+    peaks_HRS: NDArray[np.float32]
+    totals_HRS: NDArray[np.float32]
+    rows_R: NDArray[np.int64]
+    first_R: NDArray[np.int64]
+
+    @classmethod
+    def empty(cls, heads: int, rows: int, spans: int) -> Spans:
+        """Room for so many of every row, nothing in it."""
+        shape = (heads, rows, spans)
+        first = np.zeros(rows, np.int64)
+        peaks, totals = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.float32)
+        return cls(peaks, totals, np.arange(rows), first)
+
+    def of(self, rows_R: NDArray[np.int64], first_R: NDArray[np.int64]) -> Spans:
+        """The same room for other rows of weights."""
+        return replace(self, rows_R=rows_R, first_R=first_R)
+
+
+def shift_of(rows: ScalarRows, first: int) -> int:
+    """Positions of the span of row `first` that lie before it."""
+    return (rows.lead + first) % SPAN
+
+
+def span_count(keys: int, shift: int) -> int:
+    """Spans of so many keys."""
+    return -(-(shift + keys) // SPAN) if keys else 0
+
+
+_widen_halves = make_widening("float16")
+
+
+def rows_in_line(rows_HNJ: Tensor) -> Tensor:
+    """The rows, each head's one behind the other, and heads whole rows apart: a copy where they are not."""
+    width = rows_HNJ.shape[2]
+    fits = rows_HNJ.stride()[1:] == (width, 1) and rows_HNJ.stride(0) % width == 0
+    return rows_HNJ if fits else rows_HNJ.contiguous()
+
+
+def row_table(rows_HNJ: Tensor) -> tuple[NDArray[np.generic], int]:
+    """All heads' rows as one contiguous table, and how many of its rows lie between the first ones of two heads.
+
+    So loops are compiled once, whether or not there is room behind the rows of a head.
+    """
+    heads, count, width = rows_HNJ.shape
+    rows_HNJ = rows_in_line(rows_HNJ)
+    stride = rows_HNJ.stride(0) // width if heads > 1 else count
+    size = ((heads - 1) * stride + count, width)
+    return rows_HNJ.as_strided(size, (width, 1), rows_HNJ.storage_offset()).numpy(), stride
+
+
+def half_table(rows_HNJ: Tensor) -> tuple[NDArray[np.generic], int]:
+    """`row_table` of float16, as the words that compiled loops can read."""
+    return row_table(rows_HNJ.view(torch.int16))
+
+
+@njit()
+def at_cache_line(rows: int, width: int) -> NDArray[np.float32]:  # pragma: no cover - compiled
+    """[rows, width] zeros that begin at a cache line, for widths that are multiples of LANES.
+
+    A vector that lies across two lines is loaded, and stored, in two halves.
+    """
+    room = np.zeros(rows * width + LANES, np.float32)
+    first = -(room.ctypes.data // 4) % LANES
+    return room[first : first + rows * width].reshape(rows, width)
+
+
+@njit(_nrt=False)
+def largest_count(counts: NDArray[np.int64]) -> int:  # pragma: no cover - compiled
+    """0 where there is none."""
+    most = 0
+    for r in range(counts.shape[0]):
+        most = max(most, counts[r])
+    return most
+
+
+@njit(_nrt=False)
+def widen(
+    halves: NDArray[np.int16],
+    row: int,
+    count: int,
+    scratch: NDArray[np.int16],
+    floats: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled
+    """floats[0, :count] = the finite float16 numbers from halves[row, 0] on, which may go on in the rows that follow.
+
+    scratch: [1, LANES]. Beyond count, up to a multiple of LANES, floats are undefined, but finite.
+    """
+    vectors, width = count // LANES, halves.shape[1]
+    _widen_halves(halves, row, 0, floats, 0, 0, vectors)
+    if vectors * LANES < count:
+        for i in range(vectors * LANES, count):
+            scratch[0, i - vectors * LANES] = halves[row + i // width, i % width]
+        _widen_halves(scratch, 0, 0, floats, 0, vectors * LANES, 1)
+
+
+@njit(_nrt=False)
+def widen_groups(
+    halves: NDArray[np.int16],
+    row: int,
+    count: int,
+    scratch: NDArray[np.int16],
+    line: NDArray[np.float32],
+    floats: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled
+    """floats[g, n] = the finite float16 number halves[row + n, g]. line: scratch, [1, as many in all]."""
+    groups = halves.shape[1]
+    if groups == 1:
+        widen(halves, row, count, scratch, floats)
+        return
+    widen(halves, row, count * groups, scratch, line)
+    for n in range(count):
+        for g in range(groups):
+            floats[g, n] = line[0, n * groups + g]
+
 
 CODES, CODES_APART, SCALES, SCALES_APART, OFFSETS, OFFSETS_APART = range(6)
 """Addresses of the first KV head's rows, and how many rows lie between the first ones of two heads."""

@@ -17,10 +17,14 @@ import torch
 from torch import Tensor
 
 from index_store.compiled.launch import on_host
-from index_store.indexes.coarse_rows.scalars.packing import pack, unpack
-from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
-from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows, parts_of
-from index_store.indexes.row_planes.decode_numba import decode_listed, decode_run
+from index_store.indexes.coarse_rows.index import CoarseRows
+from index_store.indexes.coarse_rows.parameters import BLOCK
+from index_store.indexes.coarse_rows.planes_numba import decode_listed, decode_run
+from index_store.indexes.coarse_rows.scalar_rows import ScalarRows, pack, parts_of, unpack
+from index_store.store.description.array_entry import ArrayEntry
+from index_store.store.description.dtypes import INT8, stored_dtype
+from index_store.store.description.manifest import HIGH_PLANE
+from index_store.store.stored_context import Context
 
 LEVELS = 16
 """Of the low plane, for each of the coarse copy's."""
@@ -145,3 +149,25 @@ def _levels_of(coarse: ScalarRows, ids_HX: Tensor) -> tuple[Tensor, Tensor]:
         both(coarse.key_scales_HBD, coarse.value_scales_HNV),
         both(coarse.key_offsets_HBD, coarse.value_offsets_HNV),
     )
+
+
+def read_rows(context: Context, layer: int) -> Tensor:
+    """Keys and values of a layer in host memory, [H, N, 2, d], of a layer with a window its last rows.
+
+    In the stored dtype; rows in 8 bits decoded, in float32. Raises a ContextCorruptError where a checksum is wrong.
+    """
+    manifest = context.manifest
+    stored = _read(context, manifest.layer_entry(layer), layer)
+    high = manifest.index(HIGH_PLANE)
+    if manifest.rows != INT8 or high is None or layer not in manifest.model.full_layers:
+        return stored
+    arrays = {entry.path.rpartition("/")[2]: _read(context, entry, layer) for entry in high.arrays}
+    coarse = CoarseRows.from_arrays(high.parameters, arrays, stored).rows
+    return TwoPlanes(coarse, stored, stored_dtype(manifest.dtype).torch_dtype).decode(0, stored.shape[1])
+
+
+def _read(context: Context, entry: ArrayEntry, layer: int) -> Tensor:
+    out = torch.empty(entry.shape[1:], dtype=stored_dtype(entry.dtype).torch_dtype, device="cpu")
+    for head, part in enumerate(out):
+        context.read_head(entry.path, layer, head, part)
+    return out

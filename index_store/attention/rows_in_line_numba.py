@@ -1,20 +1,117 @@
-"""Host kernel that pools a group's attention weights: softmax of every head's logits, summed over the heads.
+"""Rows of numbers in one line of memory: their exponentials, and attention weights pooled over heads.
 
 Shape legend: H KV heads, T query positions, G group heads, M keys, Q = H*T.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.attention.exponentials_numba import exponentiate, largest
-from index_store.attention.rows_in_line import RowsInLine
 from index_store.attention.vectors.code import LANES
-from index_store.attention.vectors.floats_numba import add_weighted
+from index_store.attention.vectors.floats_numba import add_weighted, exponentials, highest
 from index_store.compiled.launch import launch, njit, on_host, spread
+
+
+@dataclass(frozen=True, slots=True)
+class RowsInLine:
+    """Rows of numbers in one line of them: row r of head h has counts_R[r] of them from places_HR[h, r] on.
+
+    numbers: float32. places_HR, counts_R: int64.
+    """
+
+    numbers: NDArray[np.float32]
+    places_HR: NDArray[np.int64]
+    counts_R: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> RowsInLine:
+        """The rows [H, R, X] of tensors in one piece of memory, each with a number of rows and columns of its own.
+
+        Raises ValueError for tensors of several, and for rows whose numbers are not neighbours.
+        """
+        pieces = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        if len(pieces) != 1 or any(tensor.stride(2) != 1 and tensor.shape[2] > 1 for tensor in tensors):
+            strides = [tensor.stride() for tensor in tensors]
+            raise ValueError(
+                f"rows are {strides} apart in {len(pieces)} pieces of memory, expected rows in one"
+            )
+        numbers = [(tensor.storage_offset(), *tensor.stride()[:2], *tensor.shape[1:]) for tensor in tensors]
+        first, head_stride, stride, rows, count = np.array(numbers, np.int64).T
+        first, head_stride, stride, counts = (
+            np.repeat(each, rows) for each in (first, head_stride, stride, count)
+        )
+        row = np.arange(len(counts)) - np.repeat(rows.cumsum() - rows, rows)
+        places = first + stride * row + np.arange(len(tensors[0]))[:, None] * head_stride
+        whole = tensors[0].untyped_storage().nbytes() // tensors[0].element_size()
+        line = tensors[0].as_strided((whole,), (1,), 0)
+        return cls(line.numpy(), places, counts)
+
+
+@njit(_nrt=False)
+def largest(
+    numbers: NDArray[np.float32], row: int, first: int, end: int
+) -> np.float32:  # pragma: no cover - compiled
+    """The maximum; -inf of nothing."""
+    vectors = (end - first) // LANES
+    most = highest(numbers, row, first, vectors)
+    for i in range(first + vectors * LANES, end):
+        most = max(most, numbers[row, i])
+    return most  # type: ignore[no-any-return]
+
+
+@njit(_nrt=False)
+def exponentiate(
+    logits: NDArray[np.float32],
+    row: int,
+    first: int,
+    count: int,
+    base: np.float32,
+    scratch: NDArray[np.float32],
+    out: NDArray[np.float32],
+) -> np.float32:  # pragma: no cover - compiled
+    """out[0] = exp(logits - base) for logits up to base, and 0 below 2^-125; returns their sum.
+
+    Relative error 4e-6 at most, 1e-6 down to 2^-20. scratch: [1, LANES]. out: [., count rounded up to a multiple of
+    LANES]; what is beyond count becomes 0.
+    """
+    vectors = count // LANES
+    total = exponentials(logits, row, first, base, out, 0, 0, vectors)
+    if vectors * LANES < count:
+        scratch[:] = -np.inf
+        for i in range(vectors * LANES, count):
+            scratch[0, i - vectors * LANES] = logits[row, first + i]
+        total += exponentials(scratch, 0, 0, base, out, 0, vectors * LANES, 1)
+    return total  # type: ignore[no-any-return]
+
+
+@njit(_nrt=False)
+def exponentiate_in_place(
+    numbers: NDArray[np.float32],
+    row: int,
+    first: int,
+    count: int,
+    base: np.float32,
+    scratch: NDArray[np.float32],
+) -> np.float32:  # pragma: no cover - compiled
+    """`exponentiate` of numbers[row, first..first+count-1], which are replaced, and no others."""
+    vectors = count // LANES
+    total = exponentials(numbers, row, first, base, numbers, row, first, vectors)
+    begin = first + vectors * LANES
+    if vectors * LANES < count:
+        scratch[:] = -np.inf
+        for i in range(begin, first + count):
+            scratch[0, i - begin] = numbers[row, i]
+        total += exponentials(scratch, 0, 0, base, scratch, 0, 0, 1)
+        for i in range(begin, first + count):
+            numbers[row, i] = scratch[0, i - begin]
+    return total  # type: ignore[no-any-return]
+
 
 _TILE = 8192
 _PIECE = 1024  # logits that are in the first-level cache while all heads are added up

@@ -16,8 +16,8 @@ from torch import Tensor
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import extremes
 from index_store.compiled.launch import launch, njit, on_host, spread
-from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
-from index_store.indexes.coarse_rows.scalars.scalar_rows import (
+from index_store.indexes.coarse_rows.parameters import BLOCK
+from index_store.indexes.coarse_rows.scalar_rows import (
     ScalarRows,
     code_rows_reference,
     empty_rows,

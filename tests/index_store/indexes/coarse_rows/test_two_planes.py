@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
-from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
-from index_store.indexes.row_planes.decode_numba import decode_listed, decode_run
-from index_store.indexes.row_planes.two_planes import (
+from index_store.indexes.coarse_rows.coding_numba import code_rows
+from index_store.indexes.coarse_rows.parameters import BLOCK
+from index_store.indexes.coarse_rows.planes_numba import decode_listed, decode_run
+from index_store.indexes.coarse_rows.two_planes import (
     TwoPlanes,
     decode_listed_reference,
     decode_run_reference,
@@ -98,5 +98,5 @@ def test_heads_may_be_farther_apart_than_their_rows() -> None:
 def test_long_contexts_are_refined_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     kv = random_rows(700, 32)
     whole = planes_of(kv)
-    monkeypatch.setattr("index_store.indexes.coarse_rows.scalars.scalar_rows._CODED_BYTES", 1)
+    monkeypatch.setattr("index_store.indexes.coarse_rows.scalar_rows._CODED_BYTES", 1)
     assert torch.equal(planes_of(kv).low_HN2C, whole.low_HN2C)

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from index_store.attention.attention_state import AttentionState
-from index_store.indexes.coarse_rows.scalars.negligible_runs_numba import NEGLIGIBLE
-from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
-from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
-from index_store.indexes.coarse_rows.scalars.spans import SPAN
+from index_store.indexes.coarse_rows.coded_passes_numba import SPAN
+from index_store.indexes.coarse_rows.parameters import BLOCK
+from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
+from index_store.indexes.coarse_rows.value_sums_numba import NEGLIGIBLE
 
 _TILE_BYTES, _DEVICE_TILE_BYTES = 4 * 2**20, 128 * 2**20  # of one tile's rows in float32
 
@@ -33,7 +33,7 @@ def attend_values_reference(
     """Attention by logits [H, R, X] float32 to the values of rows first..first+X-1; -inf marks what does not count.
 
     elsewhere_HR: log-sum-exp of the logits of keys of these rows that count elsewhere. Runs of next to no weight are
-    left out (`negligible_runs_numba`). Returns out [H, R, d] and lse [H, R], float32; 0 and -inf where nothing counts.
+    left out (`value_sums_numba`). Returns out [H, R, d] and lse [H, R], float32; 0 and -inf where nothing counts.
     """
     heads, queries, count = logits_HRX.shape
     if count == 0:
