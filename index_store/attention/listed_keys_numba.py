@@ -19,7 +19,6 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
-from numpy.typing import NDArray
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
@@ -42,7 +41,7 @@ from index_store.attention.vectors.code import (
     variable,
 )
 from index_store.attention.vectors.floats_numba import add_product, widened
-from index_store.compiled.launch import int16_table, launch, njit, on_host, spread
+from index_store.compiled.launch import F4, I2, I4, I8, int16_table, launch, njit, on_host, task_loop
 
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 """What a table's rows hold, which is given as int16."""
@@ -249,6 +248,7 @@ def attend_listed(context_HN2D: Tensor, listed: Listed) -> AttentionState:
     always = sum(sinks + max(0, count + tail - begin) for *_, tail, sinks, begin in numbers)
     launch(
         _attend,
+        listed.counts_HS.numel(),
         listed.q_HSGD.contiguous().numpy(),
         *_table(context_HN2D),
         count,
@@ -305,86 +305,37 @@ def attend_listed_reference(context_HN2D: Tensor, listed: Listed) -> AttentionSt
     return AttentionState.concatenate(states, dim=1).merge(listed.others)
 
 
-@njit()
-def _attend_head(
-    task: int,
-    queries: NDArray[np.float32],
-    head_rows: int,
-    context_count: int,
-    width: int,
-    kind: int,
-    numbers: NDArray[np.int64],
-    ids: NDArray[np.int32],
-    counts: NDArray[np.int32],
-    out: NDArray[np.float32],
-    lse: NDArray[np.float32],
-    context: NDArray[np.int16],
-    sessions: int,
-    heads: int,
-) -> None:  # pragma: no cover - compiled
-    head, s = task // sessions, task % sessions
-    tail_address, tail_rows, tail_count, sinks, begin = numbers[s]
-    tail = int16_table(tail_address, (heads - 1) * tail_rows + tail_count, width)
-    rows = np.empty(sinks + counts[head, s] + context_count + tail_count - begin, np.int64)
-    late = _list_rows(
-        ids[head, s, : counts[head, s]],
-        sinks,
-        begin,
-        context_count,
-        head * head_rows,
-        head * tail_rows,
-        rows,
-    )
-    _attend_rows(queries[head, s], context, tail, kind, late, rows, out[head, s], lse[head, s])
-
-
-@njit("f4x4 i8 i8 i8 i8 i8 i8x2 i4x3 i4x2 f4x4 f4x3")
+@task_loop("f4x4 i8 i8 i8 i8 i8 i8x2 i4x3 i4x2 f4x4 f4x3")
 def _attend(
-    queries: NDArray[np.float32],
+    task: int,
+    queries: F4,
     address: int,
     head_rows: int,
     context_count: int,
     width: int,
     kind: int,
-    numbers: NDArray[np.int64],
-    ids: NDArray[np.int32],
-    counts: NDArray[np.int32],
-    out: NDArray[np.float32],
-    lse: NDArray[np.float32],
+    numbers: I8,
+    ids: I4,
+    counts: I4,
+    out: F4,
+    lse: F4,
 ) -> None:  # pragma: no cover - compiled
     """out, lse: those of the others, and then of all. numbers: what differs by session, see `_numbers`."""
     heads, sessions = queries.shape[:2]
     context = int16_table(address, (heads - 1) * head_rows + context_count, width)
-    spread(
-        _attend_head,
-        heads * sessions,
-        (
-            queries,
-            head_rows,
-            context_count,
-            width,
-            kind,
-            numbers,
-            ids,
-            counts,
-            out,
-            lse,
-            context,
-            sessions,
-            heads,
-        ),
+    head, s = task // sessions, task % sessions
+    tail_address, tail_rows, tail_count, sinks, begin = numbers[s]
+    tail = int16_table(tail_address, (heads - 1) * tail_rows + tail_count, width)
+    rows = np.empty(sinks + counts[head, s] + context_count + tail_count - begin, np.int64)
+    late = _list_rows(
+        ids[head, s, : counts[head, s]], sinks, begin, context_count, head * head_rows, head * tail_rows, rows
     )
+    _attend_rows(queries[head, s], context, tail, kind, late, rows, out[head, s], lse[head, s])
 
 
 @njit(_nrt=False)
 def _list_rows(
-    ids: NDArray[np.int32],
-    sinks: int,
-    begin: int,
-    context_count: int,
-    head_begins: int,
-    tail_begins: int,
-    rows: NDArray[np.int64],
+    ids: I4, sinks: int, begin: int, context_count: int, head_begins: int, tail_begins: int, rows: I8
 ) -> int:  # pragma: no cover - compiled
     """Fills in the rows of sinks, listed keys and those from `begin` on: first those of the context, which it counts.
 
@@ -409,14 +360,7 @@ def _list_rows(
 
 @njit()
 def _attend_rows(
-    queries: NDArray[np.float32],
-    context: NDArray[np.int16],
-    tail: NDArray[np.int16],
-    kind: int,
-    late: int,
-    rows: NDArray[np.int64],
-    out: NDArray[np.float32],
-    lse: NDArray[np.float32],
+    queries: F4, context: I2, tail: I2, kind: int, late: int, rows: I8, out: F4, lse: F4
 ) -> None:  # pragma: no cover - compiled
     """One head's attention to rows of the context and, from entry `late` on, of the tail, merged into out and lse."""
     group, dim = queries.shape
@@ -444,13 +388,7 @@ def _attend_rows(
 
 @njit(_nrt=False)
 def _multiply(
-    queries: NDArray[np.float32],
-    table: NDArray[np.int16],
-    rows: NDArray[np.int64],
-    first: int,
-    end: int,
-    kind: int,
-    logits: NDArray[np.float32],
+    queries: F4, table: I2, rows: I8, first: int, end: int, kind: int, logits: F4
 ) -> None:  # pragma: no cover - compiled
     """Logits of entries first..end-1: products of queries with keys."""
     group, dim = queries.shape
@@ -467,13 +405,7 @@ def _multiply(
 
 @njit(_nrt=False)
 def _add_up(
-    weights: NDArray[np.float32],
-    table: NDArray[np.int16],
-    rows: NDArray[np.int64],
-    first: int,
-    end: int,
-    kind: int,
-    out: NDArray[np.float32],
+    weights: F4, table: I2, rows: I8, first: int, end: int, kind: int, out: F4
 ) -> None:  # pragma: no cover - compiled
     """Adds the weighted values of entries first..end-1."""
     group, dim = out.shape
@@ -489,16 +421,14 @@ def _add_up(
 
 
 @njit(_nrt=False)
-def _ask_for(table: NDArray[np.int16], row: int) -> None:  # pragma: no cover - compiled
+def _ask_for(table: I2, row: int) -> None:  # pragma: no cover - compiled
     """Has a row's key and value brought into the caches."""
     for at in range(0, table.shape[1], _LINE):
         prefetch(table, row, at)
 
 
 @njit(_nrt=False)
-def _number(
-    table: NDArray[np.int16], row: int, kind: int, i: int
-) -> np.float32:  # pragma: no cover - compiled
+def _number(table: I2, row: int, kind: int, i: int) -> np.float32:  # pragma: no cover - compiled
     """One number of a row."""
     if kind == FLOAT32:  # two halves, of which the lower one comes first
         bits = (np.uint32(table[row, 2 * i + 1]) << 16) | (np.uint32(table[row, 2 * i]) & 0xFFFF)

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import add_weighted, exponentials, highest
-from index_store.compiled.launch import launch, njit, on_host, spread
+from index_store.compiled.launch import F4, I8, launch, njit, on_host, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +24,9 @@ class RowsInLine:
     numbers: float32. places_HR, counts_R: int64.
     """
 
-    numbers: NDArray[np.float32]
-    places_HR: NDArray[np.int64]
-    counts_R: NDArray[np.int64]
+    numbers: F4
+    places_HR: I8
+    counts_R: I8
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> RowsInLine:
@@ -54,9 +53,7 @@ class RowsInLine:
 
 
 @njit(_nrt=False)
-def largest(
-    numbers: NDArray[np.float32], row: int, first: int, end: int
-) -> np.float32:  # pragma: no cover - compiled
+def largest(numbers: F4, row: int, first: int, end: int) -> np.float32:  # pragma: no cover - compiled
     """The maximum; -inf of nothing."""
     vectors = (end - first) // LANES
     most = highest(numbers, row, first, vectors)
@@ -67,13 +64,7 @@ def largest(
 
 @njit(_nrt=False)
 def exponentiate(
-    logits: NDArray[np.float32],
-    row: int,
-    first: int,
-    count: int,
-    base: np.float32,
-    scratch: NDArray[np.float32],
-    out: NDArray[np.float32],
+    logits: F4, row: int, first: int, count: int, base: np.float32, scratch: F4, out: F4
 ) -> np.float32:  # pragma: no cover - compiled
     """out[0] = exp(logits - base) for logits up to base, and 0 below 2^-125; returns their sum.
 
@@ -92,12 +83,7 @@ def exponentiate(
 
 @njit(_nrt=False)
 def exponentiate_in_place(
-    numbers: NDArray[np.float32],
-    row: int,
-    first: int,
-    count: int,
-    base: np.float32,
-    scratch: NDArray[np.float32],
+    numbers: F4, row: int, first: int, count: int, base: np.float32, scratch: F4
 ) -> np.float32:  # pragma: no cover - compiled
     """`exponentiate` of numbers[row, first..first+count-1], which are replaced, and no others."""
     vectors = count // LANES
@@ -153,13 +139,7 @@ def pooled_weights_reference(logits_HTGM: Tensor) -> Tensor:
 
 @njit()
 def _sum_tile(
-    task: int,
-    logits: NDArray[np.float32],
-    places: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
-    tiles: int,
+    task: int, logits: F4, places: I8, counts: I8, peaks: F4, totals: F4, tiles: int
 ) -> None:  # pragma: no cover - compiled
     """Peaks of a tile's logits for every head, and the sums of their exponentials."""
     query, tile = task // tiles, task % tiles
@@ -178,13 +158,7 @@ def _sum_tile(
 
 
 @njit()
-def _find_lse(
-    row: int,
-    counts: NDArray[np.int64],
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
-    group: int,
-) -> None:  # pragma: no cover - compiled
+def _find_lse(row: int, counts: I8, peaks: F4, totals: F4, group: int) -> None:  # pragma: no cover - compiled
     query, g = row // group, row % group
     used = (counts[query] + _TILE - 1) // _TILE
     peak, total = np.float32(-np.inf), np.float32(0)
@@ -199,14 +173,7 @@ def _find_lse(
 
 @njit()
 def _pool_tile(
-    task: int,
-    logits: NDArray[np.float32],
-    places: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    peaks: NDArray[np.float32],
-    out: NDArray[np.float32],
-    out_places: NDArray[np.int64],
-    tiles: int,
+    task: int, logits: F4, places: I8, counts: I8, peaks: F4, out: F4, out_places: I8, tiles: int
 ) -> None:  # pragma: no cover - compiled
     """Weights of a tile's keys, of whose heads the first peak is the log-sum-exp."""
     query, tile = task // tiles, task % tiles
@@ -226,13 +193,7 @@ def _pool_tile(
 
 @njit("f4x2 i8x2 i8x1 f4x3 f4x3 f4x1 i8x1")
 def _pooled_weights(
-    logits: NDArray[np.float32],
-    places: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
-    out: NDArray[np.float32],
-    out_places: NDArray[np.int64],
+    logits: F4, places: I8, counts: I8, peaks: F4, totals: F4, out: F4, out_places: I8
 ) -> None:  # pragma: no cover - compiled
     """logits: [1, .], where a query's rows of so many numbers have their places; its weights have one in the out."""
     queries, group, tiles = peaks.shape
@@ -243,13 +204,7 @@ def _pooled_weights(
 
 @njit(_nrt=False)
 def _put(
-    sums: NDArray[np.float32],
-    count: int,
-    logits: NDArray[np.float32],
-    places: NDArray[np.int64],
-    begin: int,
-    out: NDArray[np.float32],
-    place: int,
+    sums: F4, count: int, logits: F4, places: I8, begin: int, out: F4, place: int
 ) -> None:  # pragma: no cover - compiled
     """Writes sums of weights to out[place..]; -inf where all logits, from `begin` behind their places on, are."""
     line, source = out[place : place + count], sums[0, :count]

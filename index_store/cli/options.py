@@ -220,13 +220,7 @@ LOCAL_STORE = partial(require_local, what="--store")
 
 StoreOption = Annotated[
     Path,
-    Option(
-        "--store",
-        envvar="SPARSEKV_STORE",
-        metavar="DIR",
-        help="The store's folder.",
-        parser=LOCAL_STORE,
-    ),
+    Option("--store", envvar="SPARSEKV_STORE", metavar="DIR", help="The store's folder.", parser=LOCAL_STORE),
 ]
 FormatOption = Annotated[
     OutputFormat, Option("--format", help="Text, or one JSON object on standard output.")
@@ -238,8 +232,7 @@ QuietOption = Annotated[
 
 
 MoveNameOption = Annotated[
-    bool,
-    Option("--move-name", help="Take the name from the context that has it, which keeps its id."),
+    bool, Option("--move-name", help="Take the name from the context that has it, which keeps its id.")
 ]
 
 TtlOption = Annotated[

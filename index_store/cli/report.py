@@ -274,11 +274,7 @@ def leftovers_text(leftovers: Sequence[Leftover]) -> str:
 
 def error_object(error: SparseKVError) -> dict[str, object]:
     """An error, as JSON."""
-    return {
-        "reason": error.reason,
-        "message": error.message,
-        **error.metadata,
-    }
+    return {"reason": error.reason, "message": error.message, **error.metadata}
 
 
 def _index_object(index: IndexEntry, tokens: int) -> dict[str, object]:

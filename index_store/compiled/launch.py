@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -156,6 +157,7 @@ __all__ = [
     "on_host",
     "set_num_threads",
     "spread",
+    "task_loop",
     "thread_count",
 ]
 
@@ -169,6 +171,16 @@ _NUMBERS = {
     "u1": types.uint8,
     "b1": types.boolean,
 }
+
+F4 = NDArray[np.float32]
+B1 = NDArray[np.bool_]
+I1 = NDArray[np.int8]
+I2 = NDArray[np.int16]
+I4 = NDArray[np.int32]
+I8 = NDArray[np.int64]
+U1 = NDArray[np.uint8]
+U4 = NDArray[np.uint32]
+"""Arrays in loops, by numpy's names of their numbers, as `task_loop` has them."""
 
 _workqueue_guard = threading.Lock()
 
@@ -192,6 +204,22 @@ def njit(declared: str = "", *, cache: bool = False, **options: Any) -> Callable
             loop.declared = tuple(_type_of(each) for each in declared.split())
             loop._cache = LoopCache(function)
         return loop
+
+    return compiled
+
+
+def task_loop(declared: str, **options: Any) -> Callable[[Callable[..., None]], Any]:
+    """Compiles a task, a function of its number and of arguments, to a loop that Python calls.
+
+    Called with a count and the arguments, it runs all tasks of a number below the count, as `spread` does. declared:
+    types of the arguments. numba compiles functions of named arguments alone, so that one is written for every task.
+    """
+
+    def compiled(task: Callable[..., None]) -> Any:
+        name, names = task.__name__, ", ".join(list(inspect.signature(task).parameters)[1:])
+        scope = {"spread": spread, "task": njit(**options)(task), "__name__": task.__module__}
+        exec(f"def {name}(count, {names}):\n    spread(task, count, ({names},))", scope)
+        return njit(f"i8 {declared}")(scope[name])
 
     return compiled
 
@@ -245,13 +273,13 @@ def _pointer(typing: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
 
 
 @njit()
-def int16_table(address: int, rows: int, width: int) -> NDArray[np.int16]:  # pragma: no cover - compiled
+def int16_table(address: int, rows: int, width: int) -> I2:  # pragma: no cover - compiled
     """[rows, width] int16 at an address, for loops over tables of many sessions; whoever calls keeps them alive."""
     return carray(_pointer(address), (rows, width), np.int16)  # type: ignore[no-any-return]
 
 
 @njit()
-def byte_table(address: int, rows: int, width: int) -> NDArray[np.uint8]:  # pragma: no cover - compiled
+def byte_table(address: int, rows: int, width: int) -> U1:  # pragma: no cover - compiled
     """[rows, width] uint8 at an address, likewise."""
     return carray(_pointer(address), (rows, width), np.uint8)  # type: ignore[no-any-return]
 

@@ -14,10 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from index_store.errors import (
-    InvalidArgumentError,
-    MethodUnsupportedError,
-)
+from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.coarse_rows.two_planes import ContextRows, TwoPlanes

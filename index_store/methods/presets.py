@@ -78,9 +78,7 @@ def _options(text: str, options: str) -> Iterator[tuple[str, str]]:
 
 def _schedule(values: Mapping[str, float]) -> Schedule:
     return Schedule(
-        period=int(values.get("period", 1)),
-        lag=int("lag" in values),
-        correct_below=values.get("correct"),
+        period=int(values.get("period", 1)), lag=int("lag" in values), correct_below=values.get("correct")
     )
 
 
@@ -126,13 +124,7 @@ _REFINED = Method(
 )
 
 _LISTED = (
-    Method(
-        "full",
-        "Exact attention to every key: the reference.",
-        "reference",
-        None,
-        None,
-    ),
+    Method("full", "Exact attention to every key: the reference.", "reference", None, None),
     Method(
         "exact",
         "Full attention, which verifies several tokens a step that `refined` or texts read so far propose.",

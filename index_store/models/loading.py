@@ -23,13 +23,7 @@ from index_store.models.attention_reading import LayerReading, decoder_of
 from index_store.models.configuration import is_text_part, read_config
 from index_store.models.files.digests import Progress
 from index_store.models.files.folder import ModelFolder, first_line, weights_entry
-from index_store.models.identity import (
-    attention_of,
-    check_positions,
-    checkpoint_dtype,
-    identify,
-    identifying,
-)
+from index_store.models.identity import attention_of, check_positions, checkpoint_dtype, identify, identifying
 from index_store.models.resolve import resolve_model
 from index_store.models.self_check import Examination, Verdict, examine, remembered
 from index_store.models.tokenizer import Tokenizer, load_tokenizer

@@ -346,11 +346,7 @@ def _compare(path: Path, array: str, expected: dict[str, object]) -> Iterator[Pr
     for field in sorted(expected.keys() | document.keys()):
         # What is empty may as well be left out: zarr's versions differ in that.
         if (document.get(field) or None) != (expected.get(field) or None):
-            name, said, wanted = (
-                shown(field)[1:-1],
-                shown(document.get(field)),
-                shown(expected.get(field)),
-            )
+            name, said, wanted = (shown(field)[1:-1], shown(document.get(field)), shown(expected.get(field)))
             yield ArrayMetadataError(
                 f"{path}: metadata of {array!r} says {name} = {said}, the manifest says {wanted}; {REPAIR}",
                 path=path,

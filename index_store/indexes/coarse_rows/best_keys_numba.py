@@ -18,7 +18,6 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
-from numpy.typing import NDArray
 from torch import Tensor
 
 from index_store.attention.vectors.bytes_numba import instruction_sets, prefetch
@@ -41,7 +40,7 @@ from index_store.attention.vectors.code import (
     variable,
 )
 from index_store.attention.vectors.floats_numba import add_product, larger
-from index_store.compiled.launch import launch, njit, spread, thread_count
+from index_store.compiled.launch import F4, I4, I8, launch, njit, spread, thread_count
 from index_store.indexes.coarse_rows.coded_passes_numba import SPAN, Spans, span_count
 from index_store.selection.top_k_numba import lower_bound, top_k_row
 
@@ -193,8 +192,8 @@ class Columns:
 
 
 def take_best(
-    weights: NDArray[np.float32],
-    places_HQG: NDArray[np.int64],
+    weights: F4,
+    places_HQG: I8,
     spans: Spans,
     columns: Sequence[Columns],
     keeps: Sequence[int],
@@ -230,11 +229,7 @@ def take_best(
 
 @njit()
 def _find_row_factors(
-    task: int,
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
-    factors: NDArray[np.float32],
-    rows: int,
+    task: int, peaks: F4, totals: F4, factors: F4, rows: int
 ) -> None:  # pragma: no cover - compiled
     head, row = task // rows, task % rows
     _find_factors(peaks[head, row], totals[head, row], factors[head, row])
@@ -243,13 +238,13 @@ def _find_row_factors(
 @njit()
 def _find_span_maxima(
     task: int,
-    places: NDArray[np.int64],
-    maxima: NDArray[np.float32],
-    columns: NDArray[np.int64],
-    parts: NDArray[np.int64],
+    places: I8,
+    maxima: F4,
+    columns: I8,
+    parts: I8,
     queries: int,
-    line: NDArray[np.float32],
-    factor_of: NDArray[np.float32],
+    line: F4,
+    factor_of: F4,
     spans: int,
 ) -> None:  # pragma: no cover - compiled
     row, span = task // spans, task % spans
@@ -260,22 +255,22 @@ def _find_span_maxima(
 @njit()
 def _take_row(
     row: int,
-    weights: NDArray[np.float32],
-    places: NDArray[np.int64],
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
-    factors: NDArray[np.float32],
-    maxima: NDArray[np.float32],
-    columns: NDArray[np.int64],
-    parts: NDArray[np.int64],
-    keeps: NDArray[np.int64],
-    ids: NDArray[np.int32],
-    found: NDArray[np.int32],
+    weights: F4,
+    places: I8,
+    peaks: F4,
+    totals: F4,
+    factors: F4,
+    maxima: F4,
+    columns: I8,
+    parts: I8,
+    keeps: I8,
+    ids: I4,
+    found: I4,
     whole: bool,
     queries: int,
     spans: int,
-    line: NDArray[np.float32],
-    factor_of: NDArray[np.float32],
+    line: F4,
+    factor_of: F4,
     group: int,
 ) -> None:  # pragma: no cover - compiled
     head, query = row // queries, row % queries
@@ -296,18 +291,18 @@ def _take_row(
 
 @njit("f4x1 i8x2 f4x3 f4x3 f4x3 f4x2 i8x2 i8x2 i8x1 i8 i4x3 i4x2")
 def _take_best(
-    weights: NDArray[np.float32],
-    places: NDArray[np.int64],
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
-    factors: NDArray[np.float32],
-    maxima: NDArray[np.float32],
-    columns: NDArray[np.int64],
-    parts: NDArray[np.int64],
-    keeps: NDArray[np.int64],
+    weights: F4,
+    places: I8,
+    peaks: F4,
+    totals: F4,
+    factors: F4,
+    maxima: F4,
+    columns: I8,
+    parts: I8,
+    keeps: I8,
     enough: int,
-    ids: NDArray[np.int32],
-    found: NDArray[np.int32],
+    ids: I4,
+    found: I4,
 ) -> None:  # pragma: no cover - compiled
     """enough: sessions and heads whose rows occupy all threads."""
     heads, rows, spans = peaks.shape
@@ -350,9 +345,7 @@ def _take_best(
 
 
 @njit()
-def _find_factors(
-    peaks: NDArray[np.float32], totals: NDArray[np.float32], factors: NDArray[np.float32]
-) -> None:  # pragma: no cover - compiled
+def _find_factors(peaks: F4, totals: F4, factors: F4) -> None:  # pragma: no cover - compiled
     """What makes every span's exponentials of a row the softmax of its logits."""
     peak, total = np.float32(-np.inf), np.float32(0)
     for span in range(peaks.shape[0]):
@@ -366,9 +359,7 @@ def _find_factors(
 
 
 @njit(_nrt=False)
-def _extent(
-    span: int, columns: NDArray[np.int64], parts: NDArray[np.int64]
-) -> tuple[int, int, int]:  # pragma: no cover - compiled
+def _extent(span: int, columns: I8, parts: I8) -> tuple[int, int, int]:  # pragma: no cover - compiled
     """Where a span begins, and its keys' begin and end, as numbers from a row's first column on."""
     if span < parts[0]:
         begin = span * SPAN - columns[1]
@@ -379,14 +370,7 @@ def _extent(
 
 @njit(_nrt=False)
 def _find_maxima(
-    line: NDArray[np.float32],
-    places: NDArray[np.int64],
-    row: int,
-    factors: NDArray[np.float32],
-    span: int,
-    columns: NDArray[np.int64],
-    parts: NDArray[np.int64],
-    maxima: NDArray[np.float32],
+    line: F4, places: I8, row: int, factors: F4, span: int, columns: I8, parts: I8, maxima: F4
 ) -> None:  # pragma: no cover - compiled
     """The largest weight of every 16 keys of a span; -inf where it has none. What shares their vectors becomes 0."""
     group = places.shape[1]
@@ -422,14 +406,7 @@ def _find_maxima(
 
 @njit()
 def _choose(
-    line: NDArray[np.float32],
-    places: NDArray[np.int64],
-    row: int,
-    factors: NDArray[np.float32],
-    columns: NDArray[np.int64],
-    parts: NDArray[np.int64],
-    maxima: NDArray[np.float32],
-    best: NDArray[np.int32],
+    line: F4, places: I8, row: int, factors: F4, columns: I8, parts: I8, maxima: F4, best: I4
 ) -> int:  # pragma: no cover - compiled
     """Fills in the best keys' columns; returns how many there are.
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import make_widening
-from index_store.compiled.launch import njit
+from index_store.compiled.launch import F4, I2, I8, njit
 from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
 
 SPAN = 2048
@@ -39,10 +39,10 @@ class Spans:
     where weights begin `shift` positions behind one, the first span is so much shorter.
     """
 
-    peaks_HRS: NDArray[np.float32]
-    totals_HRS: NDArray[np.float32]
-    rows_R: NDArray[np.int64]
-    first_R: NDArray[np.int64]
+    peaks_HRS: F4
+    totals_HRS: F4
+    rows_R: I8
+    first_R: I8
 
     @classmethod
     def empty(cls, heads: int, rows: int, spans: int) -> Spans:
@@ -52,7 +52,7 @@ class Spans:
         peaks, totals = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.float32)
         return cls(peaks, totals, np.arange(rows), first)
 
-    def of(self, rows_R: NDArray[np.int64], first_R: NDArray[np.int64]) -> Spans:
+    def of(self, rows_R: I8, first_R: I8) -> Spans:
         """The same room for other rows of weights."""
         return replace(self, rows_R=rows_R, first_R=first_R)
 
@@ -95,7 +95,7 @@ def half_table(rows_HNJ: Tensor) -> tuple[NDArray[np.generic], int]:
 
 
 @njit()
-def at_cache_line(rows: int, width: int) -> NDArray[np.float32]:  # pragma: no cover - compiled
+def at_cache_line(rows: int, width: int) -> F4:  # pragma: no cover - compiled
     """[rows, width] zeros that begin at a cache line, for widths that are multiples of LANES.
 
     A vector that lies across two lines is loaded, and stored, in two halves.
@@ -106,7 +106,7 @@ def at_cache_line(rows: int, width: int) -> NDArray[np.float32]:  # pragma: no c
 
 
 @njit(_nrt=False)
-def largest_count(counts: NDArray[np.int64]) -> int:  # pragma: no cover - compiled
+def largest_count(counts: I8) -> int:  # pragma: no cover - compiled
     """0 where there is none."""
     most = 0
     for r in range(counts.shape[0]):
@@ -115,13 +115,7 @@ def largest_count(counts: NDArray[np.int64]) -> int:  # pragma: no cover - compi
 
 
 @njit(_nrt=False)
-def widen(
-    halves: NDArray[np.int16],
-    row: int,
-    count: int,
-    scratch: NDArray[np.int16],
-    floats: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
+def widen(halves: I2, row: int, count: int, scratch: I2, floats: F4) -> None:  # pragma: no cover - compiled
     """floats[0, :count] = the finite float16 numbers from halves[row, 0] on, which may go on in the rows that follow.
 
     scratch: [1, LANES]. Beyond count, up to a multiple of LANES, floats are undefined, but finite.
@@ -136,12 +130,7 @@ def widen(
 
 @njit(_nrt=False)
 def widen_groups(
-    halves: NDArray[np.int16],
-    row: int,
-    count: int,
-    scratch: NDArray[np.int16],
-    line: NDArray[np.float32],
-    floats: NDArray[np.float32],
+    halves: I2, row: int, count: int, scratch: I2, line: F4, floats: F4
 ) -> None:  # pragma: no cover - compiled
     """floats[g, n] = the finite float16 number halves[row + n, g]. line: scratch, [1, as many in all]."""
     groups = halves.shape[1]
@@ -190,7 +179,7 @@ class PassTable:
     weights: that all rows of queries have. held: what the addresses are of.
     """
 
-    numbers: NDArray[np.int64]
+    numbers: I8
     tasks: int
     stride: int
     slots: int
@@ -198,7 +187,7 @@ class PassTable:
     held: Sequence[Tensor]
 
     @classmethod
-    def of_keys(cls, passes: Sequence[CodedPass], counts_X: NDArray[np.int64]) -> PassTable:
+    def of_keys(cls, passes: Sequence[CodedPass], counts_X: I8) -> PassTable:
         """A task for every span of a pass's keys. counts_X: how many each row of queries goes over."""
         tables = [
             (each.rows.key_codes_HNC, each.rows.key_scales_HBD, each.rows.key_offsets_HBD) for each in passes
@@ -206,13 +195,7 @@ class PassTable:
         return cls._of(passes, tables, counts_X, [1] * len(passes), np.zeros(len(counts_X), np.int64))
 
     @classmethod
-    def of_values(
-        cls,
-        passes: Sequence[CodedPass],
-        counts_X: NDArray[np.int64],
-        rows_X: NDArray[np.int64],
-        most_parts: int,
-    ) -> PassTable:
+    def of_values(cls, passes: Sequence[CodedPass], counts_X: I8, rows_X: I8, most_parts: int) -> PassTable:
         """A task for every part of a pass's values: as many spans as make so many parts, at most, of all of its rows.
 
         rows_X: which row of results each row of queries adds to. Parts that add to one are in different slots.
@@ -230,9 +213,9 @@ class PassTable:
         cls,
         passes: Sequence[CodedPass],
         tables: Sequence[tuple[Tensor, ...]],
-        counts_X: NDArray[np.int64],
+        counts_X: I8,
         spans_each: Sequence[int],
-        rows_X: NDArray[np.int64],
+        rows_X: I8,
     ) -> PassTable:
         numbers = np.zeros((len(passes), _FIELDS), np.int64)
         used = np.zeros(int(rows_X.max(initial=0)) + 1, np.int64)  # slots of every row of results
@@ -255,7 +238,7 @@ class PassTable:
         return cls(numbers, tasks, stride, int(used.max()), weights, held)
 
 
-def passes_among(passes: Sequence[CodedPass], rows_X: NDArray[np.int64], wanted: range) -> list[CodedPass]:
+def passes_among(passes: Sequence[CodedPass], rows_X: I8, wanted: range) -> list[CodedPass]:
     """The passes of those rows of queries that add to wanted rows of results, which ascend within a pass."""
     some = []
     for each in passes:
@@ -275,7 +258,7 @@ def _spreading(tasks: int) -> int:
 
 
 @njit(_nrt=False)
-def pass_of(table: NDArray[np.int64], task: int) -> int:  # pragma: no cover - compiled
+def pass_of(table: I8, task: int) -> int:  # pragma: no cover - compiled
     """The pass that a task belongs to."""
     number = table.shape[0] - 1
     while table[number, TASKS] > task:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import extremes
-from index_store.compiled.launch import launch, njit, on_host, spread
+from index_store.compiled.launch import F4, U1, launch, njit, on_host, task_loop
 from index_store.indexes.coarse_rows.parameters import BLOCK
 from index_store.indexes.coarse_rows.scalar_rows import (
     ScalarRows,
@@ -43,7 +42,7 @@ def code_rows(kv_HN2D: Tensor, first_id: int, key_bits: int, value_bits: int, gr
         lows, highs = ([numbers.new_empty(shape) for shape in shapes] for _ in range(2))
         line = numbers.view(-1, head_dim).numpy()
         bounds = [each.numpy() for each in (*lows, *highs)]
-        launch(_find_ranges, line, lead, *bounds, work=0.5 * line.size)
+        launch(_find_ranges, shapes[0][0] * shapes[0][1], line, lead, *bounds, work=0.5 * line.size)
         keys, values = (
             ranges_to_levels(low, high, bits)
             for low, high, bits in zip(lows, highs, (key_bits, value_bits), strict=True)
@@ -54,22 +53,26 @@ def code_rows(kv_HN2D: Tensor, first_id: int, key_bits: int, value_bits: int, gr
         steps = [each.numpy() for each in (keys.steps, keys.starts, values.steps, values.starts)]
         codes = rows.key_codes_HNC.numpy(), rows.value_codes_HNC.numpy()
         bits = (key_bits, value_bits)
-        launch(_write_codes, line, lead, *steps, *bits, part.rows.start, *codes, work=2.2 * line.size)
+        launch(
+            _write_codes,
+            shapes[0][0] * shapes[0][1],
+            line,
+            lead,
+            *steps,
+            *bits,
+            part.rows.start,
+            *codes,
+            work=2.2 * line.size,
+        )
     return rows
 
 
-@njit()
-def _find_block_ranges(
-    task: int,
-    numbers: NDArray[np.float32],
-    lead: int,
-    key_lows: NDArray[np.float32],
-    value_lows: NDArray[np.float32],
-    key_highs: NDArray[np.float32],
-    value_highs: NDArray[np.float32],
-    blocks: int,
-    count: int,
+@task_loop("f4x2 i8 f4x3 f4x3 f4x3 f4x3")
+def _find_ranges(
+    task: int, numbers: F4, lead: int, key_lows: F4, value_lows: F4, key_highs: F4, value_highs: F4
 ) -> None:  # pragma: no cover - compiled
+    """numbers: [L, d], of every head its keys and values in turn."""
+    count, blocks = value_lows.shape[1], key_lows.shape[1]
     head, block = task // blocks, task % blocks
     first, end = max(0, block * BLOCK - lead), min(count, (block + 1) * BLOCK - lead)
     _find_key_range(numbers, head * count + first, end - first, key_lows[head, block], key_highs[head, block])
@@ -77,28 +80,9 @@ def _find_block_ranges(
         _find_value_ranges(numbers, 2 * (head * count + n) + 1, value_lows[head, n], value_highs[head, n])
 
 
-@njit("f4x2 i8 f4x3 f4x3 f4x3 f4x3")
-def _find_ranges(
-    numbers: NDArray[np.float32],
-    lead: int,
-    key_lows: NDArray[np.float32],
-    value_lows: NDArray[np.float32],
-    key_highs: NDArray[np.float32],
-    value_highs: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
-    """numbers: [L, d], of every head its keys and values in turn."""
-    heads, count = value_lows.shape[:2]
-    blocks = key_lows.shape[1]
-    spread(
-        _find_block_ranges,
-        heads * blocks,
-        (numbers, lead, key_lows, value_lows, key_highs, value_highs, blocks, count),
-    )
-
-
 @njit(_nrt=False)
 def _find_key_range(
-    numbers: NDArray[np.float32], first: int, count: int, low: NDArray[np.float32], high: NDArray[np.float32]
+    numbers: F4, first: int, count: int, low: F4, high: F4
 ) -> None:  # pragma: no cover - compiled
     """The range of every channel of some keys."""
     low[:], high[:] = np.inf, -np.inf
@@ -110,9 +94,7 @@ def _find_key_range(
 
 
 @njit(_nrt=False)
-def _find_value_ranges(
-    numbers: NDArray[np.float32], row: int, low: NDArray[np.float32], high: NDArray[np.float32]
-) -> None:  # pragma: no cover - compiled
+def _find_value_ranges(numbers: F4, row: int, low: F4, high: F4) -> None:  # pragma: no cover - compiled
     """The ranges of one value's groups of channels."""
     groups = low.shape[0]
     width = numbers.shape[1] // groups
@@ -124,24 +106,23 @@ def _find_value_ranges(
         low[g], high[g] = least, most
 
 
-@njit()
-def _write_block(
+@task_loop("f4x2 i8 f4x3 f4x3 f4x3 f4x3 i8 i8 i8 u1x3 u1x3")
+def _write_codes(
     task: int,
-    numbers: NDArray[np.float32],
+    numbers: F4,
     lead: int,
-    key_steps: NDArray[np.float32],
-    key_starts: NDArray[np.float32],
-    value_steps: NDArray[np.float32],
-    value_starts: NDArray[np.float32],
+    key_steps: F4,
+    key_starts: F4,
+    value_steps: F4,
+    value_starts: F4,
     key_bits: int,
     value_bits: int,
     to_row: int,
-    key_codes: NDArray[np.uint8],
-    value_codes: NDArray[np.uint8],
-    dim: int,
-    blocks: int,
-    count: int,
+    key_codes: U1,
+    value_codes: U1,
 ) -> None:  # pragma: no cover - compiled
+    """Codes of rows to_row, to_row + 1, ... of every head."""
+    count, blocks, dim = value_steps.shape[1], key_steps.shape[1], numbers.shape[1]
     head, block = task // blocks, task % blocks
     codes = np.empty(dim, np.uint8)
     for n in range(max(0, block * BLOCK - lead), min(count, (block + 1) * BLOCK - lead)):
@@ -152,52 +133,9 @@ def _write_block(
         _pack(codes, value_bits, value_codes[head, to_row + n])
 
 
-@njit("f4x2 i8 f4x3 f4x3 f4x3 f4x3 i8 i8 i8 u1x3 u1x3")
-def _write_codes(
-    numbers: NDArray[np.float32],
-    lead: int,
-    key_steps: NDArray[np.float32],
-    key_starts: NDArray[np.float32],
-    value_steps: NDArray[np.float32],
-    value_starts: NDArray[np.float32],
-    key_bits: int,
-    value_bits: int,
-    to_row: int,
-    key_codes: NDArray[np.uint8],
-    value_codes: NDArray[np.uint8],
-) -> None:  # pragma: no cover - compiled
-    """Codes of rows to_row, to_row + 1, ... of every head."""
-    (heads, count, _), blocks, dim = value_steps.shape, key_steps.shape[1], numbers.shape[1]
-    spread(
-        _write_block,
-        heads * blocks,
-        (
-            numbers,
-            lead,
-            key_steps,
-            key_starts,
-            value_steps,
-            value_starts,
-            key_bits,
-            value_bits,
-            to_row,
-            key_codes,
-            value_codes,
-            dim,
-            blocks,
-            count,
-        ),
-    )
-
-
 @njit(_nrt=False, error_model="numpy")
 def _find_key_codes(
-    numbers: NDArray[np.float32],
-    row: int,
-    steps: NDArray[np.float32],
-    starts: NDArray[np.float32],
-    bits: int,
-    codes: NDArray[np.uint8],
+    numbers: F4, row: int, steps: F4, starts: F4, bits: int, codes: U1
 ) -> None:  # pragma: no cover - compiled
     top, line = np.float32((1 << bits) - 1), numbers[row]
     for c in range(codes.shape[0]):
@@ -209,12 +147,7 @@ def _find_key_codes(
 
 @njit(_nrt=False, error_model="numpy")
 def _find_value_codes(
-    numbers: NDArray[np.float32],
-    row: int,
-    steps: NDArray[np.float32],
-    starts: NDArray[np.float32],
-    bits: int,
-    codes: NDArray[np.uint8],
+    numbers: F4, row: int, steps: F4, starts: F4, bits: int, codes: U1
 ) -> None:  # pragma: no cover - compiled
     """As `_find_key_codes`, with a step and a start for each group of channels."""
     top, width = np.float32((1 << bits) - 1), codes.shape[0] // steps.shape[0]
@@ -229,7 +162,7 @@ def _find_value_codes(
 
 
 @njit(_nrt=False)
-def _pack(codes: NDArray[np.uint8], bits: int, out: NDArray[np.uint8]) -> None:  # pragma: no cover - compiled
+def _pack(codes: U1, bits: int, out: U1) -> None:  # pragma: no cover - compiled
     """One row of codes as `packing.pack` lays it out."""
     if bits == 4:
         _pack_plane(codes, 0, 2, 4, out)
@@ -240,9 +173,7 @@ def _pack(codes: NDArray[np.uint8], bits: int, out: NDArray[np.uint8]) -> None: 
 
 
 @njit(_nrt=False)
-def _pack_plane(
-    codes: NDArray[np.uint8], low: int, each: int, bits: int, out: NDArray[np.uint8]
-) -> None:  # pragma: no cover - compiled
+def _pack_plane(codes: U1, low: int, each: int, bits: int, out: U1) -> None:  # pragma: no cover - compiled
     """So many bits of the codes from bit `low` on, `each` codes in a byte."""
     width, mask = codes.shape[0] // each, np.uint8((1 << bits) - 1)
     for part in range(each):

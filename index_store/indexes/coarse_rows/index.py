@@ -392,19 +392,11 @@ class CoarseRows(CoarseKind, LayerIndex):
         appended = range(max(0, asked.first_key - own.first_id), max(0, asked.end_key - own.first_id))
         return Searched.of(asked.queries_HTGD[:, 0], shared, own, appended)
 
-    def _score(
-        self,
-        queries_HTGD: Tensor,
-        first_key: int,
-        end_key: int,
-        appended: AppendedKeys | None,
-        search: Mapping[str, Scalar],
-        position: int | None,
-    ) -> Ranking:
-        self.parse_search(search)
-        logits, pieces = self._scored(queries_HTGD, first_key, end_key, appended)
+    def _score(self, asked: Asked) -> Ranking:
+        self.parse_search(asked.search)
+        logits, pieces = self._scored(asked.queries_HTGD, asked.first_key, asked.end_key, asked.appended)
         count = logits.shape[3]
-        items = Items(first_key, end_key)
+        items = Items(asked.first_key, asked.end_key)
         return Ranking(logits, items, pieces, float(count), self.rows.key_bytes(count))
 
     def pieces(

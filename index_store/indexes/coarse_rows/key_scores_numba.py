@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from index_store.attention.rows_in_line_numba import RowsInLine, exponentiate_in_place, largest
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import FOLDED, add_weighted, fold_rows, make_scaling
-from index_store.compiled.launch import byte_table, int16_table, launch, njit, spread
+from index_store.compiled.launch import F4, I2, I8, U1, byte_table, int16_table, launch, njit, task_loop
 from index_store.indexes.coarse_rows.coded_passes_numba import (
     BEGIN,
     CODES,
@@ -69,6 +68,7 @@ def score_keys(
         return
     launch(
         _score_keys,
+        table.tasks,
         table.numbers,
         table.tasks,
         table.stride,
@@ -91,6 +91,7 @@ def weigh(logits: RowsInLine, shift: int, spans: Spans) -> None:
     if logits.counts_R.any():
         launch(
             _weigh,
+            len(logits.places_HR) * -(-(shift + int(logits.counts_R.max())) // SPAN),
             shift,
             logits.numbers,
             logits.places_HR,
@@ -102,24 +103,24 @@ def weigh(logits: RowsInLine, shift: int, spans: Spans) -> None:
         )
 
 
-@njit()
-def _score_task(
+@task_loop("i8x2 i8 i8 i8 i8 f4x3 f4x1 i8x2 i8x1 f4x3 f4x3 i8x1 i8x1")
+def _score_keys(
     number: int,
-    table: NDArray[np.int64],
+    table: I8,
     tasks: int,
     stride: int,
     width: int,
     bits: int,
-    queries: NDArray[np.float32],
-    out: NDArray[np.float32],
-    places: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
-    span_rows: NDArray[np.int64],
-    span_first: NDArray[np.int64],
-    dim: int,
+    queries: F4,
+    out: F4,
+    places: I8,
+    counts: I8,
+    peaks: F4,
+    totals: F4,
+    span_rows: I8,
+    span_first: I8,
 ) -> None:  # pragma: no cover - compiled
+    dim = queries.shape[2]
     task = number * stride % tasks
     own = table[pass_of(table, task)]
     head, span = (task - own[TASKS]) // own[SPLITS], (task - own[TASKS]) % own[SPLITS]
@@ -155,58 +156,19 @@ def _score_task(
         )
 
 
-@njit("i8x2 i8 i8 i8 i8 f4x3 f4x1 i8x2 i8x1 f4x3 f4x3 i8x1 i8x1")
-def _score_keys(
-    table: NDArray[np.int64],
-    tasks: int,
-    stride: int,
-    width: int,
-    bits: int,
-    queries: NDArray[np.float32],
-    out: NDArray[np.float32],
-    places: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
-    span_rows: NDArray[np.int64],
-    span_first: NDArray[np.int64],
-) -> None:  # pragma: no cover - compiled
-    dim = queries.shape[2]
-    spread(
-        _score_task,
-        tasks,
-        (
-            table,
-            tasks,
-            stride,
-            width,
-            bits,
-            queries,
-            out,
-            places,
-            counts,
-            peaks,
-            totals,
-            span_rows,
-            span_first,
-            dim,
-        ),
-    )
-
-
 @njit()
 def _score_span(
-    codes: NDArray[np.uint8],
-    scales: NDArray[np.int16],
-    offsets: NDArray[np.int16],
+    codes: U1,
+    scales: I2,
+    offsets: I2,
     bits: int,
     lead: int,
-    queries: NDArray[np.float32],
+    queries: F4,
     first: int,
     end: int,
-    out: NDArray[np.float32],
-    places: NDArray[np.int64],
-    counts: NDArray[np.int64],
+    out: F4,
+    places: I8,
+    counts: I8,
     origin: int,
 ) -> None:  # pragma: no cover - compiled
     """Logits of one head's keys first..end-1; those of a row of queries have the place of key `origin`."""
@@ -274,20 +236,20 @@ def _score_span(
         low = high
 
 
-@njit()
-def _weigh_task(
+@task_loop("i8 f4x1 i8x2 i8x1 f4x3 f4x3 i8x1 i8x1")
+def _weigh(
     task: int,
     shift: int,
-    logits: NDArray[np.float32],
-    places: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
-    span_rows: NDArray[np.int64],
-    span_first: NDArray[np.int64],
-    spans: int,
-    most: int,
+    logits: F4,
+    places: I8,
+    counts: I8,
+    peaks: F4,
+    totals: F4,
+    span_rows: I8,
+    span_first: I8,
 ) -> None:  # pragma: no cover - compiled
+    most = largest_count(counts)
+    spans = (shift + most + SPAN - 1) // SPAN
     head, span = task // spans, task % spans
     low, high = max(0, span * SPAN - shift), min(most, (span + 1) * SPAN - shift)
     _weigh_span(
@@ -295,38 +257,18 @@ def _weigh_task(
     )
 
 
-@njit("i8 f4x1 i8x2 i8x1 f4x3 f4x3 i8x1 i8x1")
-def _weigh(
-    shift: int,
-    logits: NDArray[np.float32],
-    places: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
-    span_rows: NDArray[np.int64],
-    span_first: NDArray[np.int64],
-) -> None:  # pragma: no cover - compiled
-    heads, most = places.shape[0], largest_count(counts)
-    spans = (shift + most + SPAN - 1) // SPAN
-    spread(
-        _weigh_task,
-        heads * spans,
-        (shift, logits, places, counts, peaks, totals, span_rows, span_first, spans, most),
-    )
-
-
 @njit()
 def _weigh_span(
-    numbers: NDArray[np.float32],
-    places: NDArray[np.int64],
-    counts: NDArray[np.int64],
+    numbers: F4,
+    places: I8,
+    counts: I8,
     low: int,
     high: int,
     span: int,
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
-    span_rows: NDArray[np.int64],
-    span_first: NDArray[np.int64],
+    peaks: F4,
+    totals: F4,
+    span_rows: I8,
+    span_first: I8,
 ) -> None:  # pragma: no cover - compiled
     """Exponentiates columns low..high-1 of every row, one span, as far as a row has them."""
     line = numbers.reshape(1, numbers.size)

@@ -8,7 +8,6 @@ Shape legend: R rows of weights, K keys of a tile, d head dim, b bits of a code.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from index_store.attention.vectors.bytes_numba import (
     instruction_sets,
@@ -18,7 +17,7 @@ from index_store.attention.vectors.bytes_numba import (
     prefetch,
 )
 from index_store.attention.vectors.code import LANES
-from index_store.compiled.launch import njit
+from index_store.compiled.launch import I1, I4, U1, U4, njit
 
 ROWS = 4
 """Rows are multiplied in multiples of this many."""
@@ -35,14 +34,7 @@ _interleave_4_64 = make_interleaving(4, 4 * _CHUNK)
 
 @njit(_nrt=False)
 def multiply(
-    codes: NDArray[np.uint32],
-    column: int,
-    columns: int,
-    weights: NDArray[np.int8],
-    row: int,
-    rows: int,
-    words: int,
-    sums: NDArray[np.int32],
+    codes: U4, column: int, columns: int, weights: I1, row: int, rows: int, words: int, sums: I4
 ) -> None:  # pragma: no cover - compiled
     """sums[r, n] = the sum over k < words of the four products in codes[k, column + n] and weights[row + r, 4k..4k+3].
 
@@ -60,12 +52,7 @@ def multiply(
 
 @njit(_nrt=False)
 def pack_keys(
-    codes: NDArray[np.uint8],
-    first: int,
-    count: int,
-    bits: int,
-    raw: NDArray[np.uint32],
-    packed: NDArray[np.uint32],
+    codes: U1, first: int, count: int, bits: int, raw: U4, packed: U4
 ) -> None:  # pragma: no cover - compiled
     """packed[k, n] = codes of channels 4k..4k+3 of key first + n, for n < count; columns beyond are undefined.
 
@@ -97,12 +84,7 @@ def pack_keys(
 
 @njit(_nrt=False)
 def pack_values(
-    codes: NDArray[np.uint8],
-    first: int,
-    count: int,
-    bits: int,
-    raw: NDArray[np.uint32],
-    packed: NDArray[np.uint32],
+    codes: U1, first: int, count: int, bits: int, raw: U4, packed: U4
 ) -> None:  # pragma: no cover - compiled
     """packed[k, c] = codes of channel c of keys first + 4k .. first + 4k + 3, for the `count` keys.
 
@@ -139,9 +121,7 @@ def pack_values(
 
 
 @njit(_nrt=False)
-def _ask_for(
-    codes: NDArray[np.uint8], first: int, byte: int, count: int
-) -> None:  # pragma: no cover - compiled
+def _ask_for(codes: U1, first: int, byte: int, count: int) -> None:  # pragma: no cover - compiled
     """Has bytes from a row on brought into the caches while other work is done: a few at a time, or they wait."""
     for at in range(byte, byte + count, _LINE):
         prefetch(codes, first, at)
@@ -158,9 +138,7 @@ def _fits_words(channels: int, bits: int) -> bool:  # pragma: no cover - compile
 
 
 @njit(_nrt=False)
-def _code_of(
-    row: NDArray[np.uint8], channel: int, channels: int, bits: int
-) -> int:  # pragma: no cover - compiled
+def _code_of(row: U1, channel: int, channels: int, bits: int) -> int:  # pragma: no cover - compiled
     """One code of a stored row."""
     if bits == 4:
         half = channels // 2
@@ -173,9 +151,7 @@ def _code_of(
 
 
 @njit(_nrt=False)
-def _word_of(
-    row: NDArray[np.uint8], channel: int, channels: int, bits: int
-) -> int:  # pragma: no cover - compiled
+def _word_of(row: U1, channel: int, channels: int, bits: int) -> int:  # pragma: no cover - compiled
     """Four codes of a stored row."""
     word = 0
     for i in range(4):
@@ -184,9 +160,7 @@ def _word_of(
 
 
 @njit(_nrt=False)
-def _join_planes(
-    raw: NDArray[np.uint32], packed: NDArray[np.uint32], count: int
-) -> None:  # pragma: no cover - compiled
+def _join_planes(raw: U4, packed: U4, count: int) -> None:  # pragma: no cover - compiled
     """The first `count` of `packed`, words of four codes of 3 bits, from two planes of 3/8 as many words."""
     source, target = raw.reshape(raw.size), packed.reshape(packed.size)
     fourth, eighth = count // 4, count // 8

@@ -13,7 +13,6 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
-from numpy.typing import NDArray
 from torch import Tensor
 
 from index_store.attention.vectors.code import (
@@ -28,7 +27,7 @@ from index_store.attention.vectors.code import (
     each_vector,
     repeated,
 )
-from index_store.compiled.launch import launch, njit, spread
+from index_store.compiled.launch import F4, I2, I4, U1, launch, njit, task_loop
 from index_store.indexes.coarse_rows.coded_passes_numba import half_table, row_table
 from index_store.indexes.coarse_rows.parameters import BLOCK
 from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
@@ -123,6 +122,7 @@ def decode_listed(
     if count:
         launch(
             _decode_rows,
+            heads * -(-count // _AT_ONCE),
             *row_table(coarse.key_codes_HNC),
             *row_table(coarse.value_codes_HNC),
             *row_table(low_HN2C.flatten(1, 2)),
@@ -147,35 +147,32 @@ def _half(bits: np.int16) -> np.float32:  # pragma: no cover - compiled
     return -number if bits < 0 else number
 
 
-@njit()
-def _decode_some(
+@task_loop("u1x2 i8 u1x2 i8 u1x2 i8 i2x2 i8 i2x2 i8 i2x2 i8 i2x2 i8 i8 i4x2 i8 f4x2")
+def _decode_rows(
     task: int,
-    key_codes: NDArray[np.uint8],
+    key_codes: U1,
     key_stride: int,
-    value_codes: NDArray[np.uint8],
+    value_codes: U1,
     value_stride: int,
-    low: NDArray[np.uint8],
+    low: U1,
     low_stride: int,
-    key_scales: NDArray[np.int16],
+    key_scales: I2,
     scale_stride: int,
-    key_offsets: NDArray[np.int16],
+    key_offsets: I2,
     offset_stride: int,
-    value_scales: NDArray[np.int16],
+    value_scales: I2,
     value_scale_stride: int,
-    value_offsets: NDArray[np.int16],
+    value_offsets: I2,
     value_offset_stride: int,
     lead: int,
-    ids: NDArray[np.int32],
+    ids: I4,
     first: int,
-    out: NDArray[np.float32],
-    parts: int,
-    count: int,
-    groups: int,
-    dim: int,
-    step: np.float32,
-    width: int,
-    each: int,
+    out: F4,
 ) -> None:  # pragma: no cover - compiled
+    """Writes a key and its value, for each of the ids, to two rows of out."""
+    count, dim, groups = ids.shape[1], out.shape[1], value_scales.shape[1]
+    parts = (count + _AT_ONCE - 1) // _AT_ONCE
+    each, step, width = dim // groups, np.float32(1.0 / 16), dim // 2
     head, part = task // parts, task % parts
     scales, offsets = np.empty((1, dim), np.float32), np.empty((1, dim), np.float32)
     own_scales, own_offsets = np.empty((1, dim), np.float32), np.empty((1, dim), np.float32)
@@ -205,74 +202,9 @@ def _decode_some(
         _refine(value_codes, code_row, low, low_row + 1, own_scales, own_offsets, out, to + 1)
 
 
-@njit("u1x2 i8 u1x2 i8 u1x2 i8 i2x2 i8 i2x2 i8 i2x2 i8 i2x2 i8 i8 i4x2 i8 f4x2")
-def _decode_rows(
-    key_codes: NDArray[np.uint8],
-    key_stride: int,
-    value_codes: NDArray[np.uint8],
-    value_stride: int,
-    low: NDArray[np.uint8],
-    low_stride: int,
-    key_scales: NDArray[np.int16],
-    scale_stride: int,
-    key_offsets: NDArray[np.int16],
-    offset_stride: int,
-    value_scales: NDArray[np.int16],
-    value_scale_stride: int,
-    value_offsets: NDArray[np.int16],
-    value_offset_stride: int,
-    lead: int,
-    ids: NDArray[np.int32],
-    first: int,
-    out: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
-    """Writes a key and its value, for each of the ids, to two rows of out."""
-    (heads, count), dim = ids.shape, out.shape[1]
-    parts, groups = (count + _AT_ONCE - 1) // _AT_ONCE, value_scales.shape[1]
-    each, step, width = dim // groups, np.float32(1.0 / 16), dim // 2
-    spread(
-        _decode_some,
-        heads * parts,
-        (
-            key_codes,
-            key_stride,
-            value_codes,
-            value_stride,
-            low,
-            low_stride,
-            key_scales,
-            scale_stride,
-            key_offsets,
-            offset_stride,
-            value_scales,
-            value_scale_stride,
-            value_offsets,
-            value_offset_stride,
-            lead,
-            ids,
-            first,
-            out,
-            parts,
-            count,
-            groups,
-            dim,
-            step,
-            width,
-            each,
-        ),
-    )
-
-
 @njit(_nrt=False)
 def _refine(
-    codes: NDArray[np.uint8],
-    row: int,
-    low: NDArray[np.uint8],
-    low_row: int,
-    scales: NDArray[np.float32],
-    offsets: NDArray[np.float32],
-    out: NDArray[np.float32],
-    to: int,
+    codes: U1, row: int, low: U1, low_row: int, scales: F4, offsets: F4, out: F4, to: int
 ) -> None:  # pragma: no cover - compiled
     """One row. Byte j has channels j and j + width."""
     width = codes.shape[1]

@@ -17,14 +17,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.rows_in_line_numba import RowsInLine
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import FOLDED, add_weighted, fold_rows, make_scaling, total_of
-from index_store.compiled.launch import byte_table, int16_table, launch, njit, spread
+from index_store.compiled.launch import F4, I1, I2, I8, U1, byte_table, int16_table, launch, njit, task_loop
 from index_store.indexes.coarse_rows.coded_passes_numba import (
     BEGIN,
     CODES,
@@ -62,19 +61,24 @@ from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
 NEGLIGIBLE = 0.02
 
 
-@njit()
-def _find_limit(
+@task_loop("f4x3 f4x3 i8x1 i8x1 i8x1 i8x1 f4x2 f4x2")
+def find_limits(
     task: int,
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
-    span_rows: NDArray[np.int64],
-    span_first: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    shifts: NDArray[np.int64],
-    beside: NDArray[np.float32],
-    limits: NDArray[np.float32],
-    rows: int,
+    peaks: F4,
+    totals: F4,
+    span_rows: I8,
+    span_first: I8,
+    counts: I8,
+    shifts: I8,
+    beside: F4,
+    limits: F4,
 ) -> None:  # pragma: no cover - compiled
+    """Log of the weight a key, on average, below which runs are left out, of every row: [H, R].
+
+    peaks, totals, span_rows, span_first: `Spans` of the rows' counts of weights, the first of which begins so many
+    positions as its shift behind a span. beside: [H, R] log-sum-exp of logits that the totals lack, or nothing.
+    """
+    rows = limits.shape[1]
     head, r = task // rows, task % rows
     row, first = span_rows[r], span_first[r]
     spans = (shifts[r] + counts[r] + SPAN - 1) // SPAN if counts[r] > 0 else 0
@@ -89,39 +93,9 @@ def _find_limit(
         limits[head, r] = peak + np.log(total * np.float32(NEGLIGIBLE) / np.float32(counts[r]))
 
 
-@njit("f4x3 f4x3 i8x1 i8x1 i8x1 i8x1 f4x2 f4x2")
-def find_limits(
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
-    span_rows: NDArray[np.int64],
-    span_first: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    shifts: NDArray[np.int64],
-    beside: NDArray[np.float32],
-    limits: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
-    """Log of the weight a key, on average, below which runs are left out, of every row: [H, R].
-
-    peaks, totals, span_rows, span_first: `Spans` of the rows' counts of weights, the first of which begins so many
-    positions as its shift behind a span. beside: [H, R] log-sum-exp of logits that the totals lack, or nothing.
-    """
-    heads, rows = limits.shape
-    spread(
-        _find_limit,
-        heads * rows,
-        (peaks, totals, span_rows, span_first, counts, shifts, beside, limits, rows),
-    )
-
-
 @njit(_nrt=False)
 def choose_rows(
-    line: NDArray[np.float32],
-    places: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    low: int,
-    keys: int,
-    least: NDArray[np.float32],
-    chosen: NDArray[np.int64],
+    line: F4, places: I8, counts: I8, low: int, keys: int, least: F4, chosen: I8
 ) -> int:  # pragma: no cover - compiled
     """Fills in the rows to which a run of so many keys from column `low` on counts; returns how many these are.
 
@@ -137,7 +111,7 @@ def choose_rows(
 
 
 @njit(_nrt=False)
-def _add_up(line: NDArray[np.float32], first: int, count: int) -> np.float32:  # pragma: no cover - compiled
+def _add_up(line: F4, first: int, count: int) -> np.float32:  # pragma: no cover - compiled
     """Sum of so many weights."""
     whole = count // LANES
     total = total_of(line, 0, first, whole)
@@ -168,10 +142,7 @@ def attend_values(
 
 
 def add_values(
-    passes: Sequence[CodedPass],
-    weights: RowsInLine,
-    spans: Spans,
-    elsewhere_HR: Tensor | None = None,
+    passes: Sequence[CodedPass], weights: RowsInLine, spans: Spans, elsewhere_HR: Tensor | None = None
 ) -> AttentionState:
     """Attention to the values of each pass by exponentials of logits; 0 marks what counts not.
 
@@ -188,6 +159,7 @@ def add_values(
     beside = np.empty((0, 0), np.float32) if elsewhere_HR is None else elsewhere_HR.contiguous().numpy()
     launch(
         find_limits,
+        limits.size,
         spans.peaks_HRS,
         spans.totals_HRS,
         spans.rows_R,
@@ -209,6 +181,7 @@ def add_values(
         coded = some[0].rows
         launch(
             _attend_parts,
+            table.tasks,
             table.numbers,
             table.tasks,
             table.stride,
@@ -229,30 +202,30 @@ def add_values(
             work=heads * coded.head_dim * (0.04 * table.numbers[:, MOST].sum() + 0.01 * table.weights),
         )
         merged = (state.out.numpy(), state.lse.numpy(), first)
-        launch(_merge_parts, outs, peaks, totals, *merged, work=0.25 * outs.size)
+        launch(_merge_parts, shape[0] * shape[2], outs, peaks, totals, *merged, work=0.25 * outs.size)
     return state
 
 
-@njit()
-def _attend_task(
+@task_loop("i8x2 i8 i8 i8 i8 i8 f4x1 i8x2 i8x1 f4x3 i8x1 i8x1 f4x2 i8 f4x4 f4x3 f4x3")
+def _attend_parts(
     number: int,
-    table: NDArray[np.int64],
+    table: I8,
     tasks: int,
     stride: int,
     width: int,
     groups: int,
     bits: int,
-    weights: NDArray[np.float32],
-    places: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    span_peaks: NDArray[np.float32],
-    span_rows: NDArray[np.int64],
-    span_first: NDArray[np.int64],
-    limits: NDArray[np.float32],
+    weights: F4,
+    places: I8,
+    counts: I8,
+    span_peaks: F4,
+    span_rows: I8,
+    span_first: I8,
+    limits: F4,
     result: int,
-    outs: NDArray[np.float32],
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
+    outs: F4,
+    peaks: F4,
+    totals: F4,
 ) -> None:  # pragma: no cover - compiled
     task = number * stride % tasks
     own = table[pass_of(table, task)]
@@ -281,71 +254,26 @@ def _attend_task(
     )
 
 
-@njit("i8x2 i8 i8 i8 i8 i8 f4x1 i8x2 i8x1 f4x3 i8x1 i8x1 f4x2 i8 f4x4 f4x3 f4x3")
-def _attend_parts(
-    table: NDArray[np.int64],
-    tasks: int,
-    stride: int,
-    width: int,
-    groups: int,
-    bits: int,
-    weights: NDArray[np.float32],
-    places: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    span_peaks: NDArray[np.float32],
-    span_rows: NDArray[np.int64],
-    span_first: NDArray[np.int64],
-    limits: NDArray[np.float32],
-    result: int,
-    outs: NDArray[np.float32],
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
-    spread(
-        _attend_task,
-        tasks,
-        (
-            table,
-            tasks,
-            stride,
-            width,
-            groups,
-            bits,
-            weights,
-            places,
-            counts,
-            span_peaks,
-            span_rows,
-            span_first,
-            limits,
-            result,
-            outs,
-            peaks,
-            totals,
-        ),
-    )
-
-
 @njit()
 def _attend_part(
-    codes: NDArray[np.uint8],
-    scales: NDArray[np.int16],
-    offsets: NDArray[np.int16],
+    codes: U1,
+    scales: I2,
+    offsets: I2,
     bits: int,
-    weights: NDArray[np.float32],
-    places: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    span_peaks: NDArray[np.float32],
-    span_rows: NDArray[np.int64],
-    span_first: NDArray[np.int64],
-    limits: NDArray[np.float32],
+    weights: F4,
+    places: I8,
+    counts: I8,
+    span_peaks: F4,
+    span_rows: I8,
+    span_first: I8,
+    limits: F4,
     shift: int,
     first: int,
     end: int,
     result: int,
-    out: NDArray[np.float32],
-    part_peaks: NDArray[np.float32],
-    part_totals: NDArray[np.float32],
+    out: F4,
+    part_peaks: F4,
+    part_totals: F4,
 ) -> None:  # pragma: no cover - compiled
     """Sums of weighted values [R, d] of one head's first keys, the weights' peaks and their totals.
 
@@ -431,14 +359,7 @@ def _attend_part(
 
 @njit(_nrt=False)
 def _find_peaks(
-    counts: NDArray[np.int64],
-    span_peaks: NDArray[np.float32],
-    span_rows: NDArray[np.int64],
-    span_first: NDArray[np.int64],
-    shift: int,
-    first: int,
-    end: int,
-    peaks: NDArray[np.float32],
+    counts: I8, span_peaks: F4, span_rows: I8, span_first: I8, shift: int, first: int, end: int, peaks: F4
 ) -> None:  # pragma: no cover - compiled
     """The largest peak of spans first..end-1 of every row, as far as it has any."""
     for r in range(counts.shape[0]):
@@ -449,22 +370,22 @@ def _find_peaks(
 
 @njit(_nrt=False)
 def _fold_rows(
-    weights: NDArray[np.float32],
-    places: NDArray[np.int64],
-    counts: NDArray[np.int64],
+    weights: F4,
+    places: I8,
+    counts: I8,
     low: int,
     keys: int,
-    chosen: NDArray[np.int64],
-    few: NDArray[np.float32],
-    columns: NDArray[np.int64],
-    scale: NDArray[np.float32],
-    centre: NDArray[np.float32],
+    chosen: I8,
+    few: F4,
+    columns: I8,
+    scale: F4,
+    centre: F4,
     middle: np.float32,
-    folded: NDArray[np.float32],
-    rounded: NDArray[np.int8],
-    units: NDArray[np.float32],
-    shifts: NDArray[np.float32],
-    added: NDArray[np.float32],
+    folded: F4,
+    rounded: I1,
+    units: F4,
+    shifts: F4,
+    added: F4,
 ) -> None:  # pragma: no cover - compiled
     """Rounds weights of `keys` keys from column low on, of chosen rows, and adds them up.
 
@@ -503,18 +424,12 @@ def _fold_rows(
             )
 
 
-@njit()
-def _merge_row(
-    task: int,
-    outs: NDArray[np.float32],
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
-    out: NDArray[np.float32],
-    lse: NDArray[np.float32],
-    first: int,
-    parts: int,
-    rows: int,
+@task_loop("f4x4 f4x3 f4x3 f4x3 f4x2 i8")
+def _merge_parts(
+    task: int, outs: F4, peaks: F4, totals: F4, out: F4, lse: F4, first: int
 ) -> None:  # pragma: no cover - compiled
+    """Merges the parts of all rows, the first of which is row `first` of the out. Those with peak -inf hold nothing."""
+    _, parts, rows, _ = outs.shape
     head, r = task // rows, task % rows
     peak = peaks[head, 0, r]
     for part in range(parts):
@@ -535,17 +450,3 @@ def _merge_row(
     for i in range(line.shape[0]):
         line[i] /= total
     lse[head, first + r] = peak + np.log(total)
-
-
-@njit("f4x4 f4x3 f4x3 f4x3 f4x2 i8")
-def _merge_parts(
-    outs: NDArray[np.float32],
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
-    out: NDArray[np.float32],
-    lse: NDArray[np.float32],
-    first: int,
-) -> None:  # pragma: no cover - compiled
-    """Merges the parts of all rows, the first of which is row `first` of the out. Those with peak -inf hold nothing."""
-    heads, parts, rows, _ = outs.shape
-    spread(_merge_row, heads * rows, (outs, peaks, totals, out, lse, first, parts, rows))

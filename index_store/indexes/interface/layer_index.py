@@ -194,7 +194,7 @@ class LayerSource:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one session asks of `LayerIndex.best_together`: the arguments of `LayerIndex.rank`."""
+    """What one session asks of an index: the arguments of `LayerIndex.rank`. position: -1 where none was told."""
 
     queries_HTGD: Tensor
     first_key: int
@@ -339,7 +339,8 @@ class LayerIndex(IndexKind):
         for search options that do not fit, and without a position that is needed.
         """
         self._check_held(end_key, appended)
-        return self._score(queries_HTGD, first_key, end_key, appended, search, position)
+        place = -1 if position is None else position
+        return self._score(Asked(queries_HTGD, first_key, end_key, appended, search, place))
 
     def _check_held(self, end_key: int, appended: AppendedKeys | None) -> None:
         """Raises InvalidArgumentError for keys that the index does not hold."""
@@ -361,15 +362,7 @@ class LayerIndex(IndexKind):
         raise MethodUnsupportedError(f"index kind {self.kind!r} does not attend to what is not selected")
 
     @abstractmethod
-    def _score(
-        self,
-        queries_HTGD: Tensor,
-        first_key: int,
-        end_key: int,
-        appended: AppendedKeys | None,
-        search: Mapping[str, Scalar],
-        position: int | None,
-    ) -> Ranking:
+    def _score(self, asked: Asked) -> Ranking:
         """Does what `rank` promises for keys that the index holds; `_own` tells what was appended."""
 
     def _own(self, appended: AppendedKeys | None, extension: type[Own]) -> Own:

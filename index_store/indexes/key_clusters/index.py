@@ -22,7 +22,13 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import AppendedKeys, GrowingRows, LayerIndex, LayerSource
+from index_store.indexes.interface.layer_index import (
+    AppendedKeys,
+    Asked,
+    GrowingRows,
+    LayerIndex,
+    LayerSource,
+)
 from index_store.indexes.key_clusters.build import (
     build_clusters,
     build_tree,
@@ -309,18 +315,10 @@ class KeyClusters(ClusterKind, LayerIndex):
             device=self._clusters.means_HCD.device,
         )
 
-    def _score(
-        self,
-        queries_HTGD: Tensor,
-        first_key: int,
-        end_key: int,
-        appended: AppendedKeys | None,
-        search: Mapping[str, Scalar],
-        position: int | None,
-    ) -> Ranking:
-        own = self._own_clusters(appended)
-        moved = self._moved(queries_HTGD, position)
-        shared, vectors_read = self._search(moved, search)
+    def _score(self, asked: Asked) -> Ranking:
+        own = self._own_clusters(asked.appended)
+        moved = self._moved(asked.queries_HTGD, asked.position)
+        shared, vectors_read = self._search(moved, asked.search)
         groups, scored = [self._members], [shared[0]]
         if own is not None:
             groups.append(own.members)
@@ -328,7 +326,7 @@ class KeyClusters(ClusterKind, LayerIndex):
             vectors_read += own.clusters.counts_HC.shape[1]
         logits = torch.cat([piece.logits_HTGC for piece in scored], dim=-1)
         pieces = (*shared, *scored[1:])
-        return Ranking(logits, Items(first_key, end_key, tuple(groups)), pieces, vectors_read)
+        return Ranking(logits, Items(asked.first_key, asked.end_key, tuple(groups)), pieces, vectors_read)
 
     def pieces(
         self,
@@ -358,7 +356,7 @@ class KeyClusters(ClusterKind, LayerIndex):
     def _moved(self, queries_HTGD: Tensor, position: int | None) -> Tensor:
         if self._frequencies_F is None:
             return queries_HTGD
-        if position is None:
+        if position is None or position < 0:
             raise InvalidArgumentError(
                 f"index kind {self.kind!r} with window {self._parameters.window} undoes the rotary embedding and "
                 "needs the position of the first query"

@@ -45,12 +45,7 @@ def spherical_kmeans(
 
 
 def assign_clusters(
-    points_PD: Tensor,
-    clusters: int,
-    iterations: int,
-    seed: int,
-    metric: str,
-    order_P: Tensor | None = None,
+    points_PD: Tensor, clusters: int, iterations: int, seed: int, metric: str, order_P: Tensor | None = None
 ) -> Tensor:
     """The cluster, [P] int64 from 0 to clusters - 1, that k-means puts each of P points [P, D] into.
 

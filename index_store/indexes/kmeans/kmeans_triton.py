@@ -453,11 +453,7 @@ _NEAR = 1e-9
 
 
 def spherical_kmeans_batch(
-    points_YPB: Tensor,
-    clusters: int,
-    iterations: int,
-    seed: int,
-    starts_YXB: Tensor | None = None,
+    points_YPB: Tensor, clusters: int, iterations: int, seed: int, starts_YXB: Tensor | None = None
 ) -> Tensor:
     """Unit-length centroids [Y, C, B] float32 of the directions of Y sets of points [Y, P, B].
 
@@ -520,10 +516,7 @@ def _draw_waits(
     together = max(1, _WAITS_AT_ONCE // (clusters * count))
     for first in range(0, problems, together):
         own = min(together, problems - first)
-        yield (
-            first,
-            torch.empty(clusters, own, count, device=device).exponential_(generator=generator),
-        )
+        yield (first, torch.empty(clusters, own, count, device=device).exponential_(generator=generator))
 
 
 def spread_seeds_reference(points_YPW: Tensor, clusters: int, seed: int) -> Tensor:

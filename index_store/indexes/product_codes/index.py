@@ -17,6 +17,7 @@ from torch import Tensor
 
 from index_store.indexes.interface.layer_index import (
     AppendedKeys,
+    Asked,
     GrowingRows,
     LayerIndex,
     LayerSource,
@@ -102,30 +103,24 @@ class ProductCodes(CodeKind, LayerIndex):
     def start_appending(self) -> AppendedCodes:
         return AppendedCodes(self._codebooks_HSWB, self._dims_SB)
 
-    def _score(
-        self,
-        queries_HTGD: Tensor,
-        first_key: int,
-        end_key: int,
-        appended: AppendedKeys | None,
-        search: Mapping[str, Scalar],
-        position: int | None,
-    ) -> Ranking:
-        own = self._own(appended, AppendedCodes)
-        slices = queries_HTGD[..., self._dims_SB]
+    def _score(self, asked: Asked) -> Ranking:
+        own = self._own(asked.appended, AppendedCodes)
+        slices = asked.queries_HTGD[..., self._dims_SB]
         codes = (self._codes_HNS, own.codes.buffer)
         if are_many(slices):
-            logits = score_codes_by_products(codes, slices, self._codebooks_HSWB, first_key, end_key)
+            logits = score_codes_by_products(
+                codes, slices, self._codebooks_HSWB, asked.first_key, asked.end_key
+            )
         else:
             tables = torch.einsum("htgsb,hswb->htgsw", slices, self._codebooks_HSWB)
-            logits = score_codes(CodeReads(*codes, tables, first_key, end_key))
+            logits = score_codes(CodeReads(*codes, tables, asked.first_key, asked.end_key))
         _, subspaces, codewords, width = self._codebooks_HSWB.shape
         codebook_bytes = subspaces * codewords * width * self._codebooks_HSWB.element_size()
         return Ranking(
             logits,
-            Items(first_key, end_key),
+            Items(asked.first_key, asked.end_key),
             vectors_read=float(codewords),
-            bytes_read=float((end_key - first_key) * subspaces + codebook_bytes),
+            bytes_read=float((asked.end_key - asked.first_key) * subspaces + codebook_bytes),
         )
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from index_store.indexes.interface.index_kind import grown
 from index_store.indexes.interface.layer_index import (
     AppendedKeys,
+    Asked,
     LayerIndex,
     LayerSource,
     are_many,
@@ -193,31 +194,26 @@ class QueryTables(TableKind, LayerIndex):
             return AppendedDense(self._scorer)
         return AppendedLists(self._scorer, self._ids_HSL, self._scores_HSN, self.key_count)
 
-    def _score(
-        self,
-        queries_HTGD: Tensor,
-        first_key: int,
-        end_key: int,
-        appended: AppendedKeys | None,
-        search: Mapping[str, Scalar],
-        position: int | None,
-    ) -> Ranking:
-        options = TableSearch.parse(search)
+    def _score(self, asked: Asked) -> Ranking:
+        options = TableSearch.parse(asked.search)
         # Tables in host memory are searched there, also for queries on a device.
-        device = queries_HTGD.device
-        queries_HTGD = queries_HTGD.to(self._scores_HSN.device)
+        device = asked.queries_HTGD.device
+        queries_HTGD = asked.queries_HTGD.to(self._scores_HSN.device)
         if options.group == "pooled":
             queries_HTGD = queries_HTGD.mean(2, keepdim=True)
         rows, weights = self._nearest(queries_HTGD, options)
-        items = Items(first_key, end_key)
+        items = Items(asked.first_key, asked.end_key)
         if self._ids_HSL is None:
-            own_HSN = self._own(appended, AppendedDense).rows_HSN
-            reads = TableReads(self._scores_HSN, own_HSN, rows, weights, first_key, end_key)
+            own_HSN = self._own(asked.appended, AppendedDense).rows_HSN
+            reads = TableReads(self._scores_HSN, own_HSN, rows, weights, asked.first_key, asked.end_key)
             return _TableRanking(reads, items, device)
-        scores = torch.empty(*rows.shape[:3], end_key - first_key, device=rows.device)
+        scores = torch.empty(*rows.shape[:3], asked.end_key - asked.first_key, device=rows.device)
         floor_missing = options.weights == "projection"
-        lists, flat = self._own(appended, AppendedLists).lists, (rows.flatten(1, 2), weights.flatten(1, 2))
-        score_lists(lists, *flat, first_key, floor_missing, scores.flatten(1, 2))
+        lists, flat = (
+            self._own(asked.appended, AppendedLists).lists,
+            (rows.flatten(1, 2), weights.flatten(1, 2)),
+        )
+        score_lists(lists, *flat, asked.first_key, floor_missing, scores.flatten(1, 2))
         return Ranking(scores.to(device), items)
 
     def _nearest(self, queries_HTGD: Tensor, options: TableSearch) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.compiled.launch import launch, njit, on_host, spread
+from index_store.compiled.launch import F4, I1, I2, I4, launch, njit, on_host, spread, task_loop
 
 # Keys per tile: runs of table rows long enough to be prefetched, sums that stay in the second-level cache.
 TILE = 16_384
@@ -40,7 +39,7 @@ class TableReads:
     first: int
     end: int
 
-    def arrays(self) -> tuple[NDArray[np.int8], NDArray[np.int8], NDArray[np.int32], NDArray[np.float32]]:
+    def arrays(self) -> tuple[I1, I1, I4, F4]:
         """The tensors as the compiled kernels take them."""
         return (
             self.tables_HSN.numpy(),
@@ -56,7 +55,13 @@ def sum_rows(reads: TableReads) -> Tensor:
         return sum_rows_reference(reads)
     out = torch.empty(*reads.rows_HTGJ.shape[:3], reads.end - reads.first, device="cpu")
     if out.numel() > 0:
-        launch(_sum_rows, *reads.arrays(), reads.first, out.numpy())
+        launch(
+            _sum_rows,
+            out.shape[:3].numel() * -(-out.shape[3] // (TILE * _TILES_PER_TASK)),
+            *reads.arrays(),
+            reads.first,
+            out.numpy(),
+        )
     return out
 
 
@@ -112,11 +117,7 @@ def softmax_sum_rows_reference(reads: TableReads) -> Tensor:
 
 @njit(fastmath={"reassoc", "contract"})
 def _add_eight(
-    table: NDArray[np.int8],
-    rows: NDArray[np.int32],
-    weights: NDArray[np.float32],
-    afresh: bool,
-    acc: NDArray[np.float32],
+    table: I1, rows: I4, weights: F4, afresh: bool, acc: F4
 ) -> None:  # pragma: no cover - compiled
     """Adds eight weighted rows of a table as wide as acc, in one pass; afresh: to nothing, whatever acc holds."""
     row0, row1, row2, row3 = table[rows[0]], table[rows[1]], table[rows[2]], table[rows[3]]
@@ -152,13 +153,7 @@ def _add_eight(
 
 
 @njit()
-def add_rows(
-    table: NDArray[np.int8],
-    rows: NDArray[np.int32],
-    weights: NDArray[np.float32],
-    low: int,
-    acc: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
+def add_rows(table: I1, rows: I4, weights: F4, low: int, acc: F4) -> None:  # pragma: no cover - compiled
     """acc[i] = sum over j of weights[j] * table[rows[j], low + i]."""
     # Piece by piece, so that sums stay in the first-level cache from one pass to the next.
     for begin in range(0, acc.shape[0], _PIECE):
@@ -166,13 +161,7 @@ def add_rows(
 
 
 @njit(fastmath={"reassoc", "contract"})
-def _add_piece(
-    table: NDArray[np.int8],
-    rows: NDArray[np.int32],
-    weights: NDArray[np.float32],
-    low: int,
-    acc: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
+def _add_piece(table: I1, rows: I4, weights: F4, low: int, acc: F4) -> None:  # pragma: no cover - compiled
     """`add_rows` for a few keys."""
     count = acc.shape[0]
     picks = rows.shape[0]
@@ -207,12 +196,7 @@ def _add_piece(
 
 @njit()
 def _add_tile(
-    table: NDArray[np.int8],
-    appended: NDArray[np.int8],
-    rows: NDArray[np.int32],
-    weights: NDArray[np.float32],
-    low: int,
-    acc: NDArray[np.float32],
+    table: I1, appended: I1, rows: I4, weights: F4, low: int, acc: F4
 ) -> None:  # pragma: no cover - compiled
     """`add_rows` over a tile that may lie in the context's table, in the appended one, or across their border."""
     keys = table.shape[1]
@@ -223,21 +207,13 @@ def _add_tile(
         add_rows(appended, rows, weights, low + inside - keys, acc[inside:])
 
 
-@njit()
-def _sum_span(
-    task: int,
-    tables: NDArray[np.int8],
-    appended: NDArray[np.int8],
-    rows: NDArray[np.int32],
-    weights: NDArray[np.float32],
-    first: int,
-    out: NDArray[np.float32],
-    spans: int,
-    positions: int,
-    group: int,
-    span: int,
-    columns: int,
+@task_loop("i1x3 i1x3 i4x4 f4x4 i8 f4x4")
+def _sum_rows(
+    task: int, tables: I1, appended: I1, rows: I4, weights: F4, first: int, out: F4
 ) -> None:  # pragma: no cover - compiled
+    _, positions, group, columns = out.shape
+    span = TILE * _TILES_PER_TASK
+    spans = (columns + span - 1) // span
     query, part = task // spans, task % spans
     h, t, g = query // (positions * group), (query // group) % positions, query % group
     for low in range(part * span, min((part + 1) * span, columns), TILE):
@@ -245,29 +221,8 @@ def _sum_span(
         _add_tile(tables[h], appended[h], rows[h, t, g], weights[h, t, g], first + low, acc)
 
 
-@njit("i1x3 i1x3 i4x4 f4x4 i8 f4x4")
-def _sum_rows(
-    tables: NDArray[np.int8],
-    appended: NDArray[np.int8],
-    rows: NDArray[np.int32],
-    weights: NDArray[np.float32],
-    first: int,
-    out: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
-    heads, positions, group, columns = out.shape
-    span = TILE * _TILES_PER_TASK
-    spans = (columns + span - 1) // span
-    spread(
-        _sum_span,
-        heads * positions * group * spans,
-        (tables, appended, rows, weights, first, out, spans, positions, group, span, columns),
-    )
-
-
 @njit(fastmath={"reassoc", "contract"})
-def _exp_tile(
-    x: NDArray[np.float32], peak: np.float32, octave: NDArray[np.int32], factor: NDArray[np.float32]
-) -> float:  # pragma: no cover - compiled
+def _exp_tile(x: F4, peak: np.float32, octave: I4, factor: F4) -> float:  # pragma: no cover - compiled
     """Overwrites x by exp(x - peak), x <= peak, and returns its sum. `factor` is a float view of `octave`."""
     for i in range(x.shape[0]):
         y = (x[i] - peak) * _LOG2E
@@ -287,7 +242,7 @@ def _exp_tile(
 
 
 @njit()
-def _peak(x: NDArray[np.float32], scratch: NDArray[np.float32]) -> float:  # pragma: no cover - compiled
+def _peak(x: F4, scratch: F4) -> float:  # pragma: no cover - compiled
     """Maximum of a tile, by folding halves onto each other: unlike a running maximum, a fold is vectorised."""
     count = x.shape[0]
     source = x
@@ -307,7 +262,7 @@ def _peak(x: NDArray[np.float32], scratch: NDArray[np.float32]) -> float:  # pra
 
 @njit()
 def exponentiate_tile(
-    x: NDArray[np.float32], octave: NDArray[np.int32], scratch: NDArray[np.float32]
+    x: F4, octave: I4, scratch: F4
 ) -> tuple[np.float32, np.float32]:  # pragma: no cover - compiled
     """Overwrites x by exp(x - its maximum); the maximum, and the sum. octave: [TILE], scratch: [TILE / 2]."""
     peak = np.float32(_peak(x, scratch))
@@ -316,9 +271,7 @@ def exponentiate_tile(
 
 
 @njit(fastmath={"reassoc", "contract"})
-def combine_tile(
-    exponentials: NDArray[np.float32], shares: NDArray[np.float32], out: NDArray[np.float32]
-) -> None:  # pragma: no cover - compiled
+def combine_tile(exponentials: F4, shares: F4, out: F4) -> None:  # pragma: no cover - compiled
     """out[i] = sum over g of shares[g] * exponentials[g, i]."""
     out[:] = np.float32(0)
     for g in range(shares.shape[0]):
@@ -330,14 +283,14 @@ def combine_tile(
 @njit()
 def _exponentiate_span(
     task: int,
-    tables: NDArray[np.int8],
-    appended: NDArray[np.int8],
-    rows: NDArray[np.int32],
-    weights: NDArray[np.float32],
+    tables: I1,
+    appended: I1,
+    rows: I4,
+    weights: F4,
     first: int,
-    exponentials: NDArray[np.float32],
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
+    exponentials: F4,
+    peaks: F4,
+    totals: F4,
     spans: int,
     positions: int,
     start: int,
@@ -357,9 +310,7 @@ def _exponentiate_span(
 
 
 @njit()
-def _rescale_slot(
-    slot: int, peaks: NDArray[np.float32], totals: NDArray[np.float32]
-) -> None:  # pragma: no cover - compiled
+def _rescale_slot(slot: int, peaks: F4, totals: F4) -> None:  # pragma: no cover - compiled
     """Overwrites the peaks of one position's tiles by the factors that turn their exponentials into softmax."""
     _, group, tiles = peaks.shape
     for g in range(group):
@@ -376,13 +327,7 @@ def _rescale_slot(
 
 @njit()
 def _combine_span(
-    task: int,
-    exponentials: NDArray[np.float32],
-    factors: NDArray[np.float32],
-    out: NDArray[np.float32],
-    spans: int,
-    positions: int,
-    start: int,
+    task: int, exponentials: F4, factors: F4, out: F4, spans: int, positions: int, start: int
 ) -> None:  # pragma: no cover - compiled
     """Exponentials of some tiles of one position, rescaled and summed over the group."""
     slot, part = task // spans, task % spans
@@ -398,15 +343,15 @@ def _combine_span(
 
 @njit("i1x3 i1x3 i4x4 f4x4 i8 f4x3 f4x3 f4x3 f4x3")
 def _softmax_sum_rows(
-    tables: NDArray[np.int8],
-    appended: NDArray[np.int8],
-    rows: NDArray[np.int32],
-    weights: NDArray[np.float32],
+    tables: I1,
+    appended: I1,
+    rows: I4,
+    weights: F4,
     first: int,
-    exponentials: NDArray[np.float32],
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
-    out: NDArray[np.float32],
+    exponentials: F4,
+    peaks: F4,
+    totals: F4,
+    out: F4,
 ) -> None:  # pragma: no cover - compiled
     positions = out.shape[1]
     queries = out.shape[0] * positions
@@ -452,6 +397,7 @@ def score_lists(
         return
     launch(
         _score_lists,
+        rows_HRJ.shape[0] * rows_HRJ.shape[1],
         lists.ids_HSL.numpy(),
         lists.values_HSL.numpy(),
         lists.kept_HS.numpy(),
@@ -516,6 +462,7 @@ def insert_keys(lists: Lists, scores_HTS: Tensor, first_id: int) -> None:
         return
     launch(
         _insert_keys,
+        lists.kept_HS.numel(),
         lists.values_HSL.numpy(),
         lists.kept_HS.numpy(),
         lists.inserted_ids_HSE.numpy(),
@@ -568,24 +515,22 @@ def _union(lists: Lists, rows_HRJ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(ids, 3).long(), torch.cat(values, 3).float(), torch.cat(held, 3)
 
 
-@njit()
-def _score_query(
+@task_loop("i4x3 i2x3 i4x2 i4x3 i2x3 i4x2 i4x3 f4x3 i8 b1 f4x3")
+def _score_lists(
     task: int,
-    ids: NDArray[np.int32],
-    values: NDArray[np.int16],
-    kept: NDArray[np.int32],
-    inserted_ids: NDArray[np.int32],
-    inserted_values: NDArray[np.int16],
-    inserted: NDArray[np.int32],
-    rows: NDArray[np.int32],
-    weights: NDArray[np.float32],
+    ids: I4,
+    values: I2,
+    kept: I4,
+    inserted_ids: I4,
+    inserted_values: I2,
+    inserted: I4,
+    rows: I4,
+    weights: F4,
     first: int,
     floor_missing: bool,
-    out: NDArray[np.float32],
-    queries: int,
-    picks: int,
-    columns: int,
+    out: F4,
 ) -> None:  # pragma: no cover - compiled
+    (_, queries, picks), columns = rows.shape, out.shape[2]
     head = task // queries
     query = task % queries
     acc = out[head, query]
@@ -622,58 +567,18 @@ def _score_query(
             acc[i] += base
 
 
-@njit("i4x3 i2x3 i4x2 i4x3 i2x3 i4x2 i4x3 f4x3 i8 b1 f4x3")
-def _score_lists(
-    ids: NDArray[np.int32],
-    values: NDArray[np.int16],
-    kept: NDArray[np.int32],
-    inserted_ids: NDArray[np.int32],
-    inserted_values: NDArray[np.int16],
-    inserted: NDArray[np.int32],
-    rows: NDArray[np.int32],
-    weights: NDArray[np.float32],
-    first: int,
-    floor_missing: bool,
-    out: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
-    heads, queries, picks = rows.shape
-    columns = out.shape[2]
-    spread(
-        _score_query,
-        heads * queries,
-        (
-            ids,
-            values,
-            kept,
-            inserted_ids,
-            inserted_values,
-            inserted,
-            rows,
-            weights,
-            first,
-            floor_missing,
-            out,
-            queries,
-            picks,
-            columns,
-        ),
-    )
-
-
-@njit()
-def _insert_into_row(
+@task_loop("i2x3 i4x2 i4x3 i2x3 i4x2 i2x3 i8")
+def _insert_keys(
     task: int,
-    values: NDArray[np.int16],
-    kept: NDArray[np.int32],
-    inserted_ids: NDArray[np.int32],
-    inserted_values: NDArray[np.int16],
-    inserted: NDArray[np.int32],
-    scores: NDArray[np.int16],
+    values: I2,
+    kept: I4,
+    inserted_ids: I4,
+    inserted_values: I2,
+    inserted: I4,
+    scores: I2,
     first_id: int,
-    rows: int,
-    count: int,
-    capacity: int,
 ) -> None:  # pragma: no cover - compiled
+    (_, count, rows), capacity = scores.shape, values.shape[2]
     head = task // rows
     row = task % rows
     for position in range(count):
@@ -698,22 +603,3 @@ def _insert_into_row(
         inserted_ids[head, row, slot] = np.int32(first_id + position)
         kept[head, row] = base
         inserted[head, row] = extra + 1
-
-
-@njit("i2x3 i4x2 i4x3 i2x3 i4x2 i2x3 i8")
-def _insert_keys(
-    values: NDArray[np.int16],
-    kept: NDArray[np.int32],
-    inserted_ids: NDArray[np.int32],
-    inserted_values: NDArray[np.int16],
-    inserted: NDArray[np.int32],
-    scores: NDArray[np.int16],
-    first_id: int,
-) -> None:  # pragma: no cover - compiled
-    heads, count, rows = scores.shape
-    capacity = values.shape[2]
-    spread(
-        _insert_into_row,
-        heads * rows,
-        (values, kept, inserted_ids, inserted_values, inserted, scores, first_id, rows, count, capacity),
-    )

@@ -110,13 +110,7 @@ def test_values_are_read(arguments: list[str], changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        (),
-        ("--name", "a"),
-        (*REQUIRED, "--colour", "blue"),
-        (*REQUIRED, "--threads", "x"),
-    ],
+    "arguments", [(), ("--name", "a"), (*REQUIRED, "--colour", "blue"), (*REQUIRED, "--threads", "x")]
 )
 def test_wrong_usage_is_exit_code_two(arguments: tuple[str, ...]) -> None:
     assert CliRunner().invoke(app, arguments).exit_code == 2

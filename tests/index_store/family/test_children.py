@@ -30,13 +30,7 @@ from index_store.errors import (
     StoreUnavailableError,
     UnexpectedFileError,
 )
-from index_store.family.children import (
-    Continuation,
-    attention_of,
-    joined,
-    publish_child,
-    read_own_rows,
-)
+from index_store.family.children import Continuation, attention_of, joined, publish_child, read_own_rows
 from index_store.family.parents import parent_of
 from index_store.memory.arena import Arena
 from index_store.store import listing

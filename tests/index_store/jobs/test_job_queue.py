@@ -24,14 +24,7 @@ from index_store.errors import (
     SparseKVError,
 )
 from index_store.jobs.job_queue import KEPT_ENDED, BrokenJob, JobQueue
-from index_store.jobs.job_record import (
-    JOBS,
-    JobFailure,
-    JobOrder,
-    JobRecord,
-    JobState,
-    ReadRecord,
-)
+from index_store.jobs.job_record import JOBS, JobFailure, JobOrder, JobRecord, JobState, ReadRecord
 from index_store.store.catalog import Store
 from index_store.store.files import durable
 from index_store.store.store_folders import JOB_LOCK_PREFIX

@@ -17,12 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from index_store.errors import (
-    DtypeMismatchError,
-    InvalidArgumentError,
-    ManifestError,
-    ModelMismatchError,
-)
+from index_store.errors import DtypeMismatchError, InvalidArgumentError, ManifestError, ModelMismatchError
 from index_store.selection.budgets import KEEP_GRID
 from index_store.store.description.array_entry import (
     ArrayEntry,

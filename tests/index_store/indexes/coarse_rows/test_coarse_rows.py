@@ -42,10 +42,7 @@ def test_it_is_built_without_queries_where_keys_and_values_are(name: str) -> Non
     ranking = index.rank(queries(), 5, 290, None, {})
     keys = index.rows.decode_keys(5, 290)
     torch.testing.assert_close(
-        ranking.logits_HTGM,
-        torch.einsum("htgd,hnd->htgn", queries(), keys),
-        rtol=1e-4,
-        atol=ROUNDING[name],
+        ranking.logits_HTGM, torch.einsum("htgd,hnd->htgn", queries(), keys), rtol=1e-4, atol=ROUNDING[name]
     )
     error = (keys - kv[:, 5:290, 0].float()).norm() / kv[:, 5:290, 0].float().norm()
     assert float(error) < 0.15

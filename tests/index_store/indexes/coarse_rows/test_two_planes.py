@@ -33,15 +33,7 @@ def test_decoded_numbers_are_within_a_32nd_of_a_coarse_step(dtype: torch.dtype) 
     steps = planes.coarse.value_scales_HNV.float().repeat_interleave(32, dim=2)
     # Beside an outlier of 60,000, float32 itself rounds by 1/512.
     assert ((values - kv[:, :, 1].float()).abs() <= steps * (1.01 / 32) + 1e-6).all()
-    assert torch.equal(
-        keys[..., 3],
-        kv[
-            :,
-            :,
-            0,
-            :,
-        ].float()[..., 3],
-    )
+    assert torch.equal(keys[..., 3], kv[:, :, 0, :].float()[..., 3])
 
 
 def test_the_high_plane_is_the_coarse_copy() -> None:

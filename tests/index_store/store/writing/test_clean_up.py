@@ -12,12 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from index_store.errors import (
-    ContextExpiredError,
-    ContextNotFoundError,
-    MissingChunkError,
-    StoreError,
-)
+from index_store.errors import ContextExpiredError, ContextNotFoundError, MissingChunkError, StoreError
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up, find_leftovers
 from index_store.store.files.durable import locked_file
