@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from index_store.cli.checks import Address, AtLeast, Filled, InputFile, OneOf
 from index_store.cli.options import (
     AUTO,
     LOCAL_STORE,
     MODELS,
     SIZE,
+    Address,
+    AtLeast,
+    Filled,
+    InputFile,
     MoveNameOption,
+    OneOf,
     StoreBytesOption,
     StoreOption,
     TtlOption,

@@ -44,8 +44,8 @@ COMPARED_WITH: Mapping[Place, Place | str] = {
     ),
     ("decode_engine.kernels.clusters.lookup", "look_up"): _CLUSTERS,
     ("decode_engine.kernels.clusters.remainder", "correct_clusters"): _CLUSTERS,
-    ("index_store.indexes.coarse_rows.scalars.value_sums_numba", "add_values"): (
-        "index_store.indexes.coarse_rows.scalars.reference",
+    ("index_store.indexes.coarse_rows.value_sums_numba", "add_values"): (
+        "index_store.indexes.coarse_rows.reference",
         "attend_values_reference",
     ),
     ("decode_engine.kernels.slots.gather_rows", "copy_rows"): "rows are those that the test copied from",

@@ -15,11 +15,17 @@ from decode_engine.cli.asking.answer_options import AnswerConfig, decoded, in_fl
 from decode_engine.cli.asking.answers_as_json import described_answers, shown
 from decode_engine.cli.asking.many_questions import QuestionFile, ask_all
 from decode_engine.rpc.client import Client, Explanation, Generation, Piece, Summary, TokenLogprob, Waiting
-from index_store.cli.checks import Filled, InputFile, OutputFile
-from index_store.cli.console import print_json
+from index_store.cli.console import print_json, reporter_for
 from index_store.cli.entry import INTERRUPTED
-from index_store.cli.options import FormatOption, OutputFormat, QuietOption, configured
-from index_store.cli.progress import reporter_for
+from index_store.cli.options import (
+    Filled,
+    FormatOption,
+    InputFile,
+    OutputFile,
+    OutputFormat,
+    QuietOption,
+    configured,
+)
 from index_store.errors import InvalidArgumentError
 
 _STANDARD_INPUT = Path("-")

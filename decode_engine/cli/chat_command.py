@@ -15,9 +15,8 @@ from decode_engine.cli.asking.answer_options import asking
 from decode_engine.rpc.client import Client, ContextInfo, Keep, Summary, Usage
 from decode_engine.rpc.door.options import ServerConfig
 from decode_engine.settings.request_bounds import MAX_NAME_CHARACTERS
-from index_store.cli.checks import Characters, Filled
 from index_store.cli.console import print_json
-from index_store.cli.options import FormatOption, OutputFormat, check_bounds, configured
+from index_store.cli.options import Characters, Filled, FormatOption, OutputFormat, check_bounds, configured
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.models.conversation.messages import Message, Role
 

@@ -13,10 +13,8 @@ from typer import Argument, Option
 
 from decode_engine.cli.logs import say_device
 from decode_engine.evaluation.settings import EvaluationConfig
-from index_store.cli.checks import OutputFolder
-from index_store.cli.console import on_terminal, print_json
-from index_store.cli.options import FormatOption, OutputFormat, QuietOption, configured
-from index_store.cli.progress import show_stages
+from index_store.cli.console import on_terminal, print_json, show_stages
+from index_store.cli.options import FormatOption, OutputFolder, OutputFormat, QuietOption, configured
 
 if TYPE_CHECKING:
     from decode_engine.evaluation.comparison.results import Results

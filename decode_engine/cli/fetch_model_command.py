@@ -12,10 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from index_store.cli.checks import Filled
-from index_store.cli.console import print_json
-from index_store.cli.options import FormatOption, OutputFormat, QuietOption, configured
-from index_store.cli.progress import Reporter, reporter_for
+from index_store.cli.console import Reporter, print_json, reporter_for
+from index_store.cli.options import Filled, FormatOption, OutputFormat, QuietOption, configured
 from index_store.errors import FetchError, InvalidArgumentError, format_bytes
 from index_store.models.files.folder import model_cache
 from index_store.models.resolve import FETCHED_MODELS
@@ -127,7 +125,7 @@ def fetch_model(
 
 
 def _fetch_of_hub(config: FetchConfig, reporter: Reporter) -> dict[str, Any]:
-    from index_store.models.files.hub import fetch_model as fetch_of_hub
+    from index_store.models.files.folder import fetch_model as fetch_of_hub
 
     done = total = 0
 

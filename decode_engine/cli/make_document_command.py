@@ -11,9 +11,8 @@ from typer import Option
 
 from decode_engine.evaluation.tasks import FAMILIES, make_document, source_text, write_questions
 from decode_engine.settings.command_options import DistractorsOption, ModelOption, TextOption
-from index_store.cli.checks import AtLeast, OneOf, OutputFile
 from index_store.cli.console import print_json
-from index_store.cli.options import FormatOption, OutputFormat, configured
+from index_store.cli.options import AtLeast, FormatOption, OneOf, OutputFile, OutputFormat, configured
 from index_store.errors import InvalidArgumentError
 from index_store.models.resolve import resolve_model
 

@@ -12,9 +12,8 @@ from typer import Option
 
 from decode_engine.rpc.client import Client, MethodInfo, MethodList
 from decode_engine.rpc.door.options import CredentialOptions
-from index_store.cli.checks import Address, Filled
 from index_store.cli.console import print_json, print_table
-from index_store.cli.options import MODELS, FormatOption, OutputFormat, configured
+from index_store.cli.options import MODELS, Address, Filled, FormatOption, OutputFormat, configured
 from index_store.errors import InvalidArgumentError
 
 _USUAL_HEAD_DIM, _USUAL_DTYPE = 128, "bfloat16"

@@ -24,11 +24,13 @@ from decode_engine.settings.command_options import (
     check_weights,
 )
 from index_store.cli.app import fail
-from index_store.cli.checks import Filled, InputFile, MoreThan
-from index_store.cli.console import print_json, print_table
+from index_store.cli.console import print_json, print_table, show_stages
 from index_store.cli.options import (
     AUTO,
+    Filled,
     FormatOption,
+    InputFile,
+    MoreThan,
     OutputFormat,
     QuietOption,
     StoreOption,
@@ -36,9 +38,8 @@ from index_store.cli.options import (
     comma_separated,
     configured,
 )
-from index_store.cli.progress import show_stages
 from index_store.errors import InvalidArgumentError, format_bytes
-from index_store.methods.expressions import EXPRESSION_HELP
+from index_store.methods.presets import EXPRESSION_HELP
 from index_store.models.resolve import resolve_model
 from index_store.store.catalog import Store
 from index_store.store.description.manifest import Manifest

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from index_store.errors import SparseKVError
 from index_store.store.catalog import Store
-from index_store.store.room import StoreRoom, note_use
+from index_store.store.clean_up import StoreRoom, note_use
 
 _EVERY_S = 60.0
 _MOST_PUT_OFF = 30

@@ -24,7 +24,8 @@ from index_store.memory.arena import Arena
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.presets import METHODS
 from index_store.selection.calibration import CALIBRATION_QUERIES
-from index_store.store.description.array_shapes import (
+from index_store.store.clean_up import KEPT_BEGINNING
+from index_store.store.description.array_entry import (
     kv_entry,
     queries_entry,
     state_entry,
@@ -39,7 +40,6 @@ from index_store.store.description.context_id import (
     first_digest,
 )
 from index_store.store.description.manifest import Manifest
-from index_store.store.room import KEPT_BEGINNING
 from sparsekv.v1 import context_pb2, generation_pb2
 
 _INDEXED_TOKENS = 4096

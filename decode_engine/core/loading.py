@@ -45,8 +45,8 @@ from index_store.methods.presets import METHODS, get_method
 from index_store.models.files.folder import ModelFolder
 from index_store.models.identity import checkpoint_dtype
 from index_store.store.catalog import Store
+from index_store.store.clean_up import StoreRoom
 from index_store.store.description.manifest import Manifest
-from index_store.store.room import StoreRoom
 
 _PROMPT_CHUNKS = {"cpu": 256, "cuda": 512}
 """Prompt tokens per step, which other streams wait for; a GPU reads twice as many in less time."""

@@ -32,7 +32,7 @@ from decode_engine.engine.reply import Reply
 from decode_engine.engine.requests import EngineStats
 from decode_engine.errors import AddressError, CancelledError
 from decode_engine.orders.events import Begins, Ends, Event, Facts, Fails, Says
-from index_store.memory.books import ArenaStats
+from index_store.memory.arena import ArenaStats
 
 OURS, ALIAS = "sparsekv", "vllm"
 _GAUGE, _COUNTER = GaugeMetricFamily, CounterMetricFamily

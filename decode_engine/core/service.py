@@ -43,7 +43,7 @@ from index_store.errors import (
     MethodUnsupportedError,
     SparseKVError,
 )
-from index_store.family.missed import Missed
+from index_store.family.parents import Missed
 from index_store.family.prefixes import longest_prefix
 from index_store.memory.arena import Arena
 from index_store.memory.devices import describe_device

@@ -25,8 +25,7 @@ from decode_engine.settings.command_options import Prompts
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import FittedMethod
-from index_store.selection.budgets import Budget, Mass, Ratio, Threshold, TokenCount
-from index_store.selection.remainders import CLUSTERS
+from index_store.selection.budgets import CLUSTERS, Budget, Mass, Ratio, Threshold, TokenCount
 
 _KEPT_WORK = 60
 """Of a kept key, in keys attended to by all tokens together: its row is gathered and converted for one token alone."""

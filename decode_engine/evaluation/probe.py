@@ -19,7 +19,7 @@ from torch import Tensor
 from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import SparseLayer
-from index_store.indexes.row_planes.two_planes import TwoPlanes
+from index_store.indexes.coarse_rows.two_planes import TwoPlanes
 
 _BLOCK_BYTES = 4 * 2**20  # keys and values in float32 at a time
 

@@ -23,10 +23,18 @@ from decode_engine.settings.command_options import (
     check_placement,
     check_weights,
 )
-from index_store.cli.checks import AtLeast, InputFile, MoreThan, OneOf, OutputFolder
-from index_store.cli.options import AUTO, check_bounds, comma_separated
+from index_store.cli.options import (
+    AUTO,
+    AtLeast,
+    InputFile,
+    MoreThan,
+    OneOf,
+    OutputFolder,
+    check_bounds,
+    comma_separated,
+)
 from index_store.errors import InvalidArgumentError
-from index_store.methods.expressions import EXPRESSION_HELP
+from index_store.methods.presets import EXPRESSION_HELP
 from index_store.store.description.dtypes import AS_DTYPE, ROW_CODINGS
 
 if TYPE_CHECKING:

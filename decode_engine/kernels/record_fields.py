@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from decode_engine.kernels import records
-from index_store.indexes.coarse_rows.scalars import row_sizes
+from index_store.indexes.coarse_rows.parameters import BLOCK
 
 KV = tl.constexpr(records.KV)
 TAIL = tl.constexpr(records.TAIL)
@@ -48,7 +48,7 @@ KEY_OFFSETS = tl.constexpr(records.KEY_OFFSETS)
 VALUE_SCALES = tl.constexpr(records.VALUE_SCALES)
 VALUE_OFFSETS = tl.constexpr(records.VALUE_OFFSETS)
 _FIELDS = tl.constexpr(records.RECORD_FIELDS)
-_BLOCK = tl.constexpr(row_sizes.BLOCK)
+_BLOCK = tl.constexpr(BLOCK)
 
 
 @triton.jit

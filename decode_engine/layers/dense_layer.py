@@ -15,10 +15,9 @@ from torch.nn.functional import pad
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.partial_attention import attend_shared, attend_streamed
 from decode_engine.layers.tail import Tail
-from index_store.attention.attention_state import AttentionState
+from index_store.attention.attention_state import PLAIN, AttentionState, LogitForm
 from index_store.attention.listed_keys_numba import Listed, attend_listed, readable
-from index_store.attention.logit_form import PLAIN, LogitForm
-from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
+from index_store.indexes.coarse_rows.two_planes import ContextRows, TwoPlanes
 
 
 class DenseLayer:

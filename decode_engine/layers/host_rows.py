@@ -14,9 +14,8 @@ from torch import Tensor
 
 from decode_engine.kernels.slots import gather_rows
 from decode_engine.kernels.slots.gather_rows import RowCopies
-from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
-from index_store.memory.host_blocks import BlockReader
-from index_store.memory.host_memory import copy_source, is_readable
+from index_store.indexes.coarse_rows.two_planes import ContextRows, TwoPlanes
+from index_store.memory.host_memory import BlockReader, copy_source, is_readable
 
 STREAM_BYTES = 32 * 2**20
 """Of one of the two blocks in device memory that keys and values are streamed through."""

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from decode_engine.layers.host_rows import stream_blocks
 from index_store.attention.attention_state import AttentionState
-from index_store.attention.fused import HALVES, attend_fused, attend_to_themselves
-from index_store.attention.many_queries import attend_many
-from index_store.attention.sliding import attend_masked
-from index_store.indexes.row_planes.two_planes import ContextRows
+from index_store.attention.fused import HALVES, attend_fused, attend_many, attend_masked, attend_to_themselves
+from index_store.indexes.coarse_rows.two_planes import ContextRows
 
 BLOCK_BYTES = 4 * 2**20
 """Keys and values converted to float32 at a time. A block of this size stays in the last-level cache and in memory that

@@ -21,11 +21,9 @@ from torch import Tensor
 
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.selected_attention import KeyRows
-from index_store.attention.logit_form import PLAIN, LogitForm
-from index_store.methods.schedules import Schedule
-from index_store.selection.pieces import Piece
-from index_store.selection.ranking import Items, Ranking
-from index_store.selection.selected import Selection
+from index_store.attention.attention_state import PLAIN, LogitForm
+from index_store.methods.method import Schedule
+from index_store.selection.ranking import Items, Piece, Ranking, Selection
 
 _LOGIT_BYTES = 32 * 2**20  # logits held at a time when a budget measures keys
 

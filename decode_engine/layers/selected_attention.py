@@ -15,14 +15,12 @@ from torch import Tensor
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.host_rows import pick_rows
 from decode_engine.layers.partial_attention import attend_logits
-from index_store.attention.attention_state import AttentionState
+from index_store.attention.attention_state import PLAIN, AttentionState, LogitForm
 from index_store.attention.listed_keys_numba import Listed, attend_listed, readable
-from index_store.attention.logit_form import PLAIN, LogitForm
-from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
-from index_store.selection.pieces import Piece
+from index_store.indexes.coarse_rows.two_planes import ContextRows, TwoPlanes
+from index_store.selection.budgets import Remainder
+from index_store.selection.ranking import Piece, Selection
 from index_store.selection.remainder_states import ExactKeys, remainder_state
-from index_store.selection.remainders import Remainder
-from index_store.selection.selected import Selection
 
 GATHER_BYTES = 16 * 2**20
 """Gathered rows in float32 at a time; larger blocks gain nothing and cost page faults."""

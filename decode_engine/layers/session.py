@@ -14,16 +14,15 @@ from decode_engine.layers.figures import Figures
 from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.sparse_layer import LayerAttention, LayerSearch, SparseLayer
 from decode_engine.layers.window_layer import WindowLayer
-from index_store.attention.logit_form import PLAIN, LogitForm
+from index_store.attention.attention_state import PLAIN, LogitForm
 from index_store.errors import InvalidArgumentError
+from index_store.indexes.coarse_rows.two_planes import TwoPlanes
 from index_store.indexes.exact_index import ExactIndex
-from index_store.indexes.interface.growing import Do, do_now
-from index_store.indexes.interface.layer_index import LayerIndex
-from index_store.indexes.row_planes.two_planes import TwoPlanes
+from index_store.indexes.interface.layer_index import Do, LayerIndex, do_now
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import FittedMethod
-from index_store.models.states import TextStates
+from index_store.models.state_cache import TextStates
 
 Watch = Callable[[int, Observation], None]
 """Is told a layer's number, and what it found."""

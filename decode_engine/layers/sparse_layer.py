@@ -44,20 +44,16 @@ from decode_engine.layers.selected_attention import (
 )
 from decode_engine.layers.tail import Tail
 from decode_engine.layers.window_layer import WindowLayer
-from index_store.attention.attention_state import AttentionState
+from index_store.attention.attention_state import PLAIN, AttentionState, LogitForm
 from index_store.attention.listed_keys_numba import Listed
-from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.errors import MethodUnsupportedError
+from index_store.indexes.coarse_rows.two_planes import ContextRows, TwoPlanes
 from index_store.indexes.interface.layer_index import AppendedKeys, Asked, Best, LayerIndex
-from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
 from index_store.methods.method import Method
-from index_store.selection.clustered_keys import ScoredClusters
+from index_store.selection.budgets import COARSE
 from index_store.selection.cutting import cut
-from index_store.selection.pieces import Piece
-from index_store.selection.ranking import Ranking
+from index_store.selection.ranking import Piece, Ranking, ScoredClusters, Selection, Step
 from index_store.selection.remainder_states import ExactKeys
-from index_store.selection.remainders import COARSE
-from index_store.selection.selected import Selection, Step
 
 _SCORE_BYTES = 16 * 2**20  # scores of one search; a longer prompt is searched in several passes
 _DEVICE_SCORE_BYTES = 128 * 2**20

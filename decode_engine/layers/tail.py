@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from index_store.indexes.interface.growing import GrowingRows
+from index_store.indexes.interface.layer_index import GrowingRows
 
 _FIRST_CAPACITY = 128
 

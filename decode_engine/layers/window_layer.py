@@ -16,9 +16,8 @@ from torch import Tensor
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.partial_attention import attend_shared
 from decode_engine.layers.tail import Tail
-from index_store.attention.attention_state import AttentionState
-from index_store.attention.logit_form import PLAIN, LogitForm
-from index_store.attention.sliding import attend_recent
+from index_store.attention.attention_state import PLAIN, AttentionState, LogitForm
+from index_store.attention.fused import attend_recent
 
 
 class WindowLayer:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 from index_store.cli.options import AUTO
 from index_store.compiled import beside
-from index_store.compiled.loops import loops_of
+from index_store.compiled.beside import loops_of
 
 _MULTIPLY_ROWS = "decode_engine.model.row_products_numba:multiply_{kind}"
 

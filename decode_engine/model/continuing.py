@@ -31,10 +31,9 @@ from index_store.family.parents import EXACT, parent_of
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
 from index_store.methods.presets import get_method
-from index_store.store.catalog import Store, utc_now
+from index_store.store.catalog import Store, free_name, require_free, take_name, told_apart, utc_now
+from index_store.store.clean_up import StoreRoom, note_use
 from index_store.store.description.manifest import Manifest
-from index_store.store.names import free_name, require_free, take_name, told_apart
-from index_store.store.room import StoreRoom, note_use
 
 FULL = get_method("full")
 

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from decode_engine.layers.dense_layer import DenseLayer, attend_dense_together
 from decode_engine.layers.sparse_layer import SparseLayer, attend_sparse_together
 from decode_engine.steps.operator import attend_step
-from index_store.attention.widths import narrow, widen
+from index_store.attention.fused import narrow, widen
 from index_store.errors import InvalidArgumentError
 from index_store.models.state_cache import StateCache, attending_layer
 

@@ -15,7 +15,7 @@ from index_store.memory.resident import ResidentContext
 from index_store.methods.presets import METHODS
 from index_store.models.loading import LoadedModel
 from index_store.models.self_check import CONTEXT, Examination, Verdict, differ, using_attention
-from index_store.models.states import TextStates
+from index_store.models.state_cache import TextStates
 from index_store.store.description.dtypes import dtype_name
 
 _STEPS = 8

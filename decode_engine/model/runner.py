@@ -32,14 +32,14 @@ from decode_engine.model.unstored import no_context
 from decode_engine.settings.command_options import Compilation, Prompts, search_cores
 from decode_engine.steps.step_model import step_model
 from decode_engine.steps.stepper import Stepper
-from index_store.attention.many_queries import prepare_many
+from index_store.attention.fused import prepare_many
 from index_store.cli.options import AUTO
 from index_store.errors import InvalidArgumentError
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
 from index_store.models.loading import ModelFolder, load_model, load_tokenizer
-from index_store.models.states import TextStates
+from index_store.models.state_cache import TextStates
 from index_store.store.description.dtypes import stored_dtype
 from index_store.store.description.manifest import Manifest, require_dtype, require_model
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import torch
 
 from index_store.memory.resident import ResidentContext
-from index_store.store.description.array_shapes import (
+from index_store.store.description.array_entry import (
     kv_entry,
     plane_entry,
     state_entry,

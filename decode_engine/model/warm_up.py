@@ -18,15 +18,15 @@ from decode_engine.model.unstored import unstored_manifest
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.coarse_rows.index import CoarseRows
+from index_store.indexes.coarse_rows.two_planes import find_low_plane
 from index_store.indexes.interface.layer_index import LayerIndex, LayerSource
-from index_store.indexes.row_planes.two_planes import find_low_plane
 from index_store.memory.placement import HOST_SEARCHED, Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
 from index_store.methods.method import Method
+from index_store.selection.budgets import KEEP_GRID
 from index_store.selection.calibration import ThresholdCalibrator
-from index_store.selection.threshold_curve import KEEP_GRID
-from index_store.store.description.array_shapes import index_array_entry
+from index_store.store.description.array_entry import index_array_entry
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.dtypes import AS_DTYPE, INT8, dtype_name, stored_dtype
 from index_store.store.description.manifest import HIGH_PLANE, IndexEntry

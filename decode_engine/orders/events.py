@@ -14,7 +14,7 @@ from msgspec import Struct
 from decode_engine.errors import InternalError, error_by_reason
 from decode_engine.orders.order import Order
 from index_store.errors import SparseKVError
-from index_store.family.missed import Missed
+from index_store.family.parents import Missed
 from index_store.store.description.context_id import ModelIdentity
 
 Cause = Literal["", "context", "method", "session"]

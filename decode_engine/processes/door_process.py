@@ -84,7 +84,7 @@ def _open(grpc: GrpcDoor, core: RemoteCore, facts: Facts, setup: Setup) -> Calla
     from index_store.jobs.job_queue import JobQueue
     from index_store.jobs.uploads import Uploads
     from index_store.models.tokenizer import load_tokenizer
-    from index_store.store.room import StoreRoom
+    from index_store.store.clean_up import StoreRoom
 
     identity, config = facts.identity, setup.config
     tokenizer = load_tokenizer(grpc.folder, identity.tokenizer_fingerprint)

@@ -8,8 +8,7 @@ from typing import Annotated
 
 from typer import Option
 
-from index_store.cli.checks import AtLeast, Filled, InputFile, OneOf
-from index_store.cli.options import AUTO, MODELS
+from index_store.cli.options import AUTO, MODELS, AtLeast, Filled, InputFile, OneOf
 from index_store.errors import InvalidArgumentError
 from index_store.store.files.reading import available_cores
 

@@ -34,8 +34,18 @@ from decode_engine.settings.command_options import (
     search_cores,
 )
 from decode_engine.settings.request_bounds import LONGEST_WAIT_S
-from index_store.cli.checks import Address, AtLeast, Filled, OneOf
-from index_store.cli.options import AUTO, SIZE, Spelled, StoreBytesOption, StoreOption, check_bounds
+from index_store.cli.options import (
+    AUTO,
+    SIZE,
+    Address,
+    AtLeast,
+    Filled,
+    OneOf,
+    Spelled,
+    StoreBytesOption,
+    StoreOption,
+    check_bounds,
+)
 from index_store.errors import InvalidArgumentError
 from index_store.family.parents import GROWN_SHARE
 from index_store.memory.memory_sizes import parse_size

@@ -39,7 +39,7 @@ from decode_engine.steps.batches import (
 )
 from decode_engine.steps.graph_cache import AllocationMeter, GraphCache
 from decode_engine.steps.step_graph import Captures, Choice, StepGraph, StepModel
-from index_store.attention.logit_form import LogitForm
+from index_store.attention.attention_state import LogitForm
 from index_store.errors import SparseKVError, format_bytes
 from index_store.memory.placement import Placement
 from index_store.methods.method import FittedMethod, Method

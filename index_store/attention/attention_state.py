@@ -63,3 +63,27 @@ class AttentionState:
         # exp(-inf - -inf) is nan: where both parts are empty, subtract 0 so that both weights become 0.
         base = torch.where(torch.isneginf(lse), torch.zeros_like(lse), lse)
         return lse, torch.exp(self.lse - base).unsqueeze(-1), torch.exp(other.lse - base).unsqueeze(-1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitForm:
+    """cap: None where logits are not capped. sink_HG: float32 logits, on the queries' device; None without sinks."""
+
+    cap: float | None = None
+    sink_HG: Tensor | None = None
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """The logits with the cap applied: themselves without one, otherwise a new tensor."""
+        return logits if self.cap is None else (logits / self.cap).tanh_().mul_(self.cap)
+
+    def add_sink(self, state: AttentionState) -> AttentionState:
+        """State of the same keys and the sink; out [H, T, G, d], lse [H, T, G]."""
+        if self.sink_HG is None:
+            return state
+        lse = torch.logaddexp(state.lse, self.sink_HG[:, None])
+        share = torch.exp(state.lse - lse).unsqueeze(-1)
+        return AttentionState(state.out * share, lse)
+
+
+PLAIN = LogitForm()
+"""Neither cap nor sink."""

@@ -9,27 +9,168 @@ context, t keys of the tail, d head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
-from index_store.attention.exponentials_numba import exponentiate, largest
+from index_store.attention.rows_in_line_numba import exponentiate, largest
 from index_store.attention.vectors.bytes_numba import prefetch
-from index_store.attention.vectors.code import LANES
-from index_store.attention.vectors.stored_rows_numba import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    add_weighted_rows,
-    float_of,
-    multiply_row,
+from index_store.attention.vectors.code import (
+    FLOAT,
+    FLOATS,
+    HALF,
+    LANES,
+    SIZE,
+    Generated,
+    Rows,
+    constants,
+    each_reduced,
+    each_vector,
+    gathered,
+    plus,
+    repeated,
+    variable,
 )
-from index_store.compiled.launch import int16_table, launch, njit, on_host, spread
+from index_store.attention.vectors.floats_numba import add_product, widened
+from index_store.compiled.launch import F4, I2, I4, I8, int16_table, launch, njit, on_host, task_loop
+
+FLOAT32, BFLOAT16, FLOAT16 = range(3)
+"""What a table's rows hold, which is given as int16."""
+
+_HALVES = ir.VectorType(HALF, LANES)
+
+
+@intrinsic
+def multiply_row(
+    typing: Any,
+    table: Any,
+    row: Any,
+    kind: Any,
+    queries: Any,
+    heads: Any,
+    vectors: Any,
+    out: Any,
+    column: Any,
+) -> Generated:
+    """multiply_row(table, row, kind, queries, heads, vectors, out, column)
+
+    out[h, column] = the product of queries[h] and table[row], so many vectors of both, for h < heads.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        table_at, queries_at, out_at = (
+            Rows(context, builder, signature.args[place], values[place]) for place in (0, 3, 6)
+        )
+        _, row, kind, _, heads, vectors, _, column = values
+
+        def multiply(first_head: Any, count: int) -> None:
+            totals = [variable(builder, constants(FLOATS, 0.0)) for _ in range(count)]
+            with each_vector(builder, vectors) as first:
+                taken = _loaded(builder, table_at, kind, row, first)
+                for h, total in enumerate(totals):
+                    query = queries_at.load(plus(builder, first_head, h), first, FLOATS)
+                    builder.store(add_product(builder, taken, query, builder.load(total)), total)
+            sums = [builder.load(total) for total in totals]
+            sums += sums[-1:] * (4 - count)  # the same order of additions for any number of heads
+            lanes = gathered(builder, sums, builder.fadd)
+            for h, found in enumerate(each_reduced(builder, lanes, builder.fadd, 4)[:count]):
+                out_at.store(found, plus(builder, first_head, h), column)
+
+        _by_heads(builder, heads, multiply)
+        return context.get_dummy_value()
+
+    size = types.intp
+    return types.void(table, size, types.int64, queries, size, size, out, size), generate
+
+
+@intrinsic
+def add_weighted_rows(
+    typing: Any,
+    table: Any,
+    rows: Any,
+    first_row: Any,
+    count: Any,
+    kind: Any,
+    column: Any,
+    weights: Any,
+    out: Any,
+    heads: Any,
+    vectors: Any,
+) -> Generated:
+    """add_weighted_rows(table, rows, first_row, count, kind, column, weights, out, heads, vectors)
+
+    out[h] += the sum of weights[h, n] * table[rows[0, n]], so many vectors from number `column` on, for `count` rows n
+    from first_row on and h < heads. rows: int64.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        table_at, rows_at, weights_at, out_at = (
+            Rows(context, builder, signature.args[place], values[place]) for place in (0, 1, 6, 7)
+        )
+        _, _, first_row, count, kind, column, _, _, heads, vectors = values
+
+        def add(first_head: Any, some: int) -> None:
+            with each_vector(builder, vectors) as first:
+                own = [plus(builder, first_head, h) for h in range(some)]
+                totals = [variable(builder, out_at.load(head, first, FLOATS)) for head in own]
+                with cgutils.for_range(builder, count) as loop:
+                    number = builder.add(first_row, loop.index)
+                    row = rows_at.load(SIZE(0), number, SIZE)
+                    taken = _loaded(builder, table_at, kind, row, builder.add(column, first))
+                    for head, total in zip(own, totals, strict=True):
+                        weight = repeated(builder, weights_at.load(head, number, FLOAT))
+                        builder.store(add_product(builder, taken, weight, builder.load(total)), total)
+                for head, total in zip(own, totals, strict=True):
+                    out_at.store(builder.load(total), head, first)
+
+        _by_heads(builder, heads, add)
+        return context.get_dummy_value()
+
+    size = types.intp
+    return types.void(table, rows, size, size, types.int64, size, weights, out, size, size), generate
+
+
+@intrinsic
+def float_of(typing: Any, bits: Any) -> Generated:
+    """float_of(bits): the float32 number of these 32 bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.bitcast(values[0], FLOAT)
+
+    return types.float32(types.uint32), generate
+
+
+def _by_heads(builder: Any, heads: Any, emit: Callable[[Any, int], None]) -> None:
+    """Code for heads by fours, then for two and one of those that are left."""
+    with cgutils.for_range(builder, builder.lshr(heads, SIZE(2))) as loop:
+        emit(builder.shl(loop.index, SIZE(2)), 4)
+    for count in (2, 1):
+        with builder.if_then(builder.trunc(builder.lshr(heads, SIZE(count - 1)), ir.IntType(1))):
+            emit(builder.and_(heads, SIZE(-2 * count)), count)
+
+
+def _loaded(builder: Any, table: Rows, kind: Any, row: Any, first: Any) -> Any:
+    """16 numbers of a row as floats. Compilers move the question for the kind out of loops."""
+    taken = cgutils.alloca_once(builder, FLOATS)
+    with builder.if_else(builder.icmp_signed("==", kind, SIZE(BFLOAT16))) as (then, otherwise):
+        with then:
+            builder.store(widened(builder, table.load(row, first, _HALVES), "bfloat16"), taken)
+        with otherwise, builder.if_else(builder.icmp_signed("==", kind, SIZE(FLOAT16))) as (half, whole):
+            with half:
+                builder.store(widened(builder, table.load(row, first, _HALVES), "float16"), taken)
+            with whole:
+                builder.store(table.load(row, builder.shl(first, SIZE(1)), FLOATS), taken)
+    return builder.load(taken)
+
 
 _KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _ADDED_AT_ONCE = 8  # rows, whose values stay in the first-level cache while channels are added up
@@ -107,6 +248,7 @@ def attend_listed(context_HN2D: Tensor, listed: Listed) -> AttentionState:
     always = sum(sinks + max(0, count + tail - begin) for *_, tail, sinks, begin in numbers)
     launch(
         _attend,
+        listed.counts_HS.numel(),
         listed.q_HSGD.contiguous().numpy(),
         *_table(context_HN2D),
         count,
@@ -163,86 +305,37 @@ def attend_listed_reference(context_HN2D: Tensor, listed: Listed) -> AttentionSt
     return AttentionState.concatenate(states, dim=1).merge(listed.others)
 
 
-@njit()
-def _attend_head(
-    task: int,
-    queries: NDArray[np.float32],
-    head_rows: int,
-    context_count: int,
-    width: int,
-    kind: int,
-    numbers: NDArray[np.int64],
-    ids: NDArray[np.int32],
-    counts: NDArray[np.int32],
-    out: NDArray[np.float32],
-    lse: NDArray[np.float32],
-    context: NDArray[np.int16],
-    sessions: int,
-    heads: int,
-) -> None:  # pragma: no cover - compiled
-    head, s = task // sessions, task % sessions
-    tail_address, tail_rows, tail_count, sinks, begin = numbers[s]
-    tail = int16_table(tail_address, (heads - 1) * tail_rows + tail_count, width)
-    rows = np.empty(sinks + counts[head, s] + context_count + tail_count - begin, np.int64)
-    late = _list_rows(
-        ids[head, s, : counts[head, s]],
-        sinks,
-        begin,
-        context_count,
-        head * head_rows,
-        head * tail_rows,
-        rows,
-    )
-    _attend_rows(queries[head, s], context, tail, kind, late, rows, out[head, s], lse[head, s])
-
-
-@njit("f4x4 i8 i8 i8 i8 i8 i8x2 i4x3 i4x2 f4x4 f4x3")
+@task_loop("f4x4 i8 i8 i8 i8 i8 i8x2 i4x3 i4x2 f4x4 f4x3")
 def _attend(
-    queries: NDArray[np.float32],
+    task: int,
+    queries: F4,
     address: int,
     head_rows: int,
     context_count: int,
     width: int,
     kind: int,
-    numbers: NDArray[np.int64],
-    ids: NDArray[np.int32],
-    counts: NDArray[np.int32],
-    out: NDArray[np.float32],
-    lse: NDArray[np.float32],
+    numbers: I8,
+    ids: I4,
+    counts: I4,
+    out: F4,
+    lse: F4,
 ) -> None:  # pragma: no cover - compiled
     """out, lse: those of the others, and then of all. numbers: what differs by session, see `_numbers`."""
     heads, sessions = queries.shape[:2]
     context = int16_table(address, (heads - 1) * head_rows + context_count, width)
-    spread(
-        _attend_head,
-        heads * sessions,
-        (
-            queries,
-            head_rows,
-            context_count,
-            width,
-            kind,
-            numbers,
-            ids,
-            counts,
-            out,
-            lse,
-            context,
-            sessions,
-            heads,
-        ),
+    head, s = task // sessions, task % sessions
+    tail_address, tail_rows, tail_count, sinks, begin = numbers[s]
+    tail = int16_table(tail_address, (heads - 1) * tail_rows + tail_count, width)
+    rows = np.empty(sinks + counts[head, s] + context_count + tail_count - begin, np.int64)
+    late = _list_rows(
+        ids[head, s, : counts[head, s]], sinks, begin, context_count, head * head_rows, head * tail_rows, rows
     )
+    _attend_rows(queries[head, s], context, tail, kind, late, rows, out[head, s], lse[head, s])
 
 
 @njit(_nrt=False)
 def _list_rows(
-    ids: NDArray[np.int32],
-    sinks: int,
-    begin: int,
-    context_count: int,
-    head_begins: int,
-    tail_begins: int,
-    rows: NDArray[np.int64],
+    ids: I4, sinks: int, begin: int, context_count: int, head_begins: int, tail_begins: int, rows: I8
 ) -> int:  # pragma: no cover - compiled
     """Fills in the rows of sinks, listed keys and those from `begin` on: first those of the context, which it counts.
 
@@ -267,14 +360,7 @@ def _list_rows(
 
 @njit()
 def _attend_rows(
-    queries: NDArray[np.float32],
-    context: NDArray[np.int16],
-    tail: NDArray[np.int16],
-    kind: int,
-    late: int,
-    rows: NDArray[np.int64],
-    out: NDArray[np.float32],
-    lse: NDArray[np.float32],
+    queries: F4, context: I2, tail: I2, kind: int, late: int, rows: I8, out: F4, lse: F4
 ) -> None:  # pragma: no cover - compiled
     """One head's attention to rows of the context and, from entry `late` on, of the tail, merged into out and lse."""
     group, dim = queries.shape
@@ -302,13 +388,7 @@ def _attend_rows(
 
 @njit(_nrt=False)
 def _multiply(
-    queries: NDArray[np.float32],
-    table: NDArray[np.int16],
-    rows: NDArray[np.int64],
-    first: int,
-    end: int,
-    kind: int,
-    logits: NDArray[np.float32],
+    queries: F4, table: I2, rows: I8, first: int, end: int, kind: int, logits: F4
 ) -> None:  # pragma: no cover - compiled
     """Logits of entries first..end-1: products of queries with keys."""
     group, dim = queries.shape
@@ -325,13 +405,7 @@ def _multiply(
 
 @njit(_nrt=False)
 def _add_up(
-    weights: NDArray[np.float32],
-    table: NDArray[np.int16],
-    rows: NDArray[np.int64],
-    first: int,
-    end: int,
-    kind: int,
-    out: NDArray[np.float32],
+    weights: F4, table: I2, rows: I8, first: int, end: int, kind: int, out: F4
 ) -> None:  # pragma: no cover - compiled
     """Adds the weighted values of entries first..end-1."""
     group, dim = out.shape
@@ -347,16 +421,14 @@ def _add_up(
 
 
 @njit(_nrt=False)
-def _ask_for(table: NDArray[np.int16], row: int) -> None:  # pragma: no cover - compiled
+def _ask_for(table: I2, row: int) -> None:  # pragma: no cover - compiled
     """Has a row's key and value brought into the caches."""
     for at in range(0, table.shape[1], _LINE):
         prefetch(table, row, at)
 
 
 @njit(_nrt=False)
-def _number(
-    table: NDArray[np.int16], row: int, kind: int, i: int
-) -> np.float32:  # pragma: no cover - compiled
+def _number(table: I2, row: int, kind: int, i: int) -> np.float32:  # pragma: no cover - compiled
     """One number of a row."""
     if kind == FLOAT32:  # two halves, of which the lower one comes first
         bits = (np.uint32(table[row, 2 * i + 1]) << 16) | (np.uint32(table[row, 2 * i]) & 0xFFFF)

@@ -13,8 +13,8 @@ import typer
 from index_store.cli import report
 from index_store.cli.app import new_app
 from index_store.cli.console import byte_progress, print_json
-from index_store.cli.labels import LabelArguments, labels_text, parse_labels, with_labels
 from index_store.cli.options import FormatOption, MoveNameOption, OutputFormat, StoreOption
+from index_store.cli.report import LabelArguments, labels_text, parse_labels, with_labels
 from index_store.errors import (
     InvalidArgumentError,
     ManifestError,
@@ -23,12 +23,11 @@ from index_store.errors import (
     format_bytes,
 )
 from index_store.family.parents import parent_of
-from index_store.store.catalog import Store
+from index_store.store.catalog import Store, require_free, take_name
 from index_store.store.clean_up import clean_up, find_leftovers
 from index_store.store.description.manifest import Manifest
 from index_store.store.files.leftovers import Leftover
 from index_store.store.listing import BrokenContext
-from index_store.store.names import require_free, take_name
 
 app = new_app("Look at a store of contexts, check it, clean it up.")
 

@@ -5,19 +5,50 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from typing import Annotated
 
 import typer
 
-from index_store.attention.layer_shape import WindowLayers
 from index_store.cli.console import format_time, on_terminal, print_table
-from index_store.cli.labels import labels_text
-from index_store.errors import SparseKVError, format_bytes
-from index_store.selection.threshold_curve import KEEP_GRID
+from index_store.errors import InvalidArgumentError, SparseKVError, format_bytes
+from index_store.selection.budgets import KEEP_GRID
+from index_store.store.description.context_id import WindowLayers
 from index_store.store.description.dtypes import INT8
 from index_store.store.description.json_fields import Scalar
 from index_store.store.description.manifest import HIGH_PLANE, IndexEntry, Manifest
 from index_store.store.files.leftovers import Leftover
 from index_store.store.listing import BrokenContext, state_of
+
+LabelArguments = Annotated[
+    list[str], typer.Argument(metavar="KEY=VALUE", help="Labels to set; KEY- removes one.")
+]
+
+
+def parse_labels(words: Sequence[str]) -> dict[str, str | None]:
+    """Values by key, None for a label to remove. Raises InvalidArgumentError."""
+    labels: dict[str, str | None] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        removed = not equals and key.endswith("-")
+        if not (equals or removed) or not key.rstrip("-"):
+            raise InvalidArgumentError(f"label {word[:80]!r}: expected KEY=VALUE, or KEY- to remove it")
+        key = key[:-1] if removed else key
+        if key in labels:
+            raise InvalidArgumentError(f"label {key[:80]!r} is given twice, expected it once")
+        labels[key] = None if removed else value
+    return labels
+
+
+def with_labels(present: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
+    """The labels after some were set or removed."""
+    kept = {key: value for key, value in present.items() if key not in changes}
+    return kept | {key: value for key, value in changes.items() if value is not None}
+
+
+def labels_text(labels: Mapping[str, str]) -> str:
+    """Labels as they are written."""
+    return ", ".join(f"{key}={value}" for key, value in sorted(labels.items())) or "-"
+
 
 _MEMORY = "MEMORY"
 COLUMNS = ("ID", "NAME", "STATE", _MEMORY, "METHODS", "TOKENS", "KV", "INDEX", "MODEL", "CREATED", "EXPIRES")
@@ -243,11 +274,7 @@ def leftovers_text(leftovers: Sequence[Leftover]) -> str:
 
 def error_object(error: SparseKVError) -> dict[str, object]:
     """An error, as JSON."""
-    return {
-        "reason": error.reason,
-        "message": error.message,
-        **error.metadata,
-    }
+    return {"reason": error.reason, "message": error.message, **error.metadata}
 
 
 def _index_object(index: IndexEntry, tokens: int) -> dict[str, object]:

@@ -94,12 +94,7 @@ class Traces:
         links = [Link(get_current_span(self.context(link)).get_span_context())] if trace_id(link) else []
         offset_ns = _offset_ns()
         span = self.tracer.start_span(
-            name,
-            self.context(parent),
-            SpanKind[kind.upper()],
-            attributes,
-            links,
-            started_ns + offset_ns,
+            name, self.context(parent), SpanKind[kind.upper()], attributes, links, started_ns + offset_ns
         )
         return Span(self, span, offset_ns)
 

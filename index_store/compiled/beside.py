@@ -3,15 +3,118 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from types import MappingProxyType
+
+_ATTENTION = "index_store.attention"
+_TABLES = "index_store.indexes.query_tables"
+_COARSE_ROWS = "index_store.indexes.coarse_rows"
+_SELECTION = "index_store.selection"
+
+_ATTEND = f"{_ATTENTION}.listed_keys_numba:_attend"
+_POOL = f"{_ATTENTION}.rows_in_line_numba:_pooled_weights"
+_LEAVE_OUT = f"{_SELECTION}.remainders_numba:_leave_out"
+_TOP_K = f"{_SELECTION}.top_k_numba:_top_k_rows"
+_COLLECT = f"{_SELECTION}.collect_numba:_collect_rows"
+_KEEP_INSIDE = f"{_SELECTION}.collect_numba:_keep_inside"
+_CLUSTER_SUMS = f"{_SELECTION}.remainders_numba:_cluster_sums"
+_TABLE_SUMS = f"{_TABLES}.search_numba:_softmax_sum_rows"
+_SCORE_LISTS, _INSERT_KEYS = f"{_TABLES}.search_numba:_score_lists", f"{_TABLES}.search_numba:_insert_keys"
+_SEARCH_TREE = "index_store.indexes.key_clusters.tree_numba:_search_tree"
+_SCORE_CODES = "index_store.indexes.product_codes.search_numba:_score_codes"
+
+CODE_ROWS = (f"{_COARSE_ROWS}.coding_numba:_write_codes", f"{_COARSE_ROWS}.coding_numba:_find_ranges")
+"""What makes a coarse copy: of a context that is read, and of keys that a session appends."""
+
+_COARSE_STEP = (
+    f"{_COARSE_ROWS}.value_sums_numba:_attend_parts",
+    f"{_COARSE_ROWS}.best_keys_numba:_take_best",
+    f"{_COARSE_ROWS}.key_scores_numba:_score_keys",
+    f"{_COARSE_ROWS}.value_sums_numba:find_limits",
+    f"{_COARSE_ROWS}.value_sums_numba:_merge_parts",
+    *CODE_ROWS,
+)
+_COARSE = (*_COARSE_STEP, _POOL, f"{_COARSE_ROWS}.key_scores_numba:_weigh", _TOP_K, _LEAVE_OUT)
+"""Several positions of a prompt ask for more than a step does."""
+
+_OF_METHODS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "full": (),
+        "exact": _COARSE_STEP,
+        "oracle": (_POOL, _TOP_K),
+        "csattention": (_TABLE_SUMS, _TOP_K, _CLUSTER_SUMS),
+        "csattention-paper": (_SCORE_LISTS, _TOP_K, _INSERT_KEYS),
+        "squeezed": (_COLLECT,),
+        "squeezed-tree": (_COLLECT, _SEARCH_TREE),
+        "multipole": (_COLLECT, _CLUSTER_SUMS),
+        "multipole-windowed": (_COLLECT, _CLUSTER_SUMS),
+        "multipole-tree": (_COLLECT, _CLUSTER_SUMS, _SEARCH_TREE),
+        "tactic": (_COLLECT, _KEEP_INSIDE),
+        "quest": (_COLLECT,),
+        "pq": (_POOL, _SCORE_CODES, _TOP_K, _CLUSTER_SUMS),
+        "refined": _COARSE,
+        "refined-3": _COARSE,
+    }
+)
+
+
+def loops_of(methods: Sequence[str]) -> list[str]:
+    """`module:function` of what decode steps of these methods and of full attention run on a host, each once.
+
+    Of a method with options (`oracle+centred`, `pq@sinks=16`): that of its preset.
+    """
+    presets = [name.partition("+")[0].partition("@")[0] for name in methods]
+    found = [_ATTEND, *(loop for name in presets for loop in _OF_METHODS.get(name, ()))]
+    return list(dict.fromkeys(found))
+
+
+def compile_loop(name: str, into: Path | None = None) -> None:
+    """Compiles one loop for the signature that it declares, or finds it in the cache."""
+    from index_store.compiled.loop_cache import LoopCache
+
+    module, _, function = name.partition(":")
+    loop = getattr(import_module(module), function)
+    if into is not None:
+        loop._cache = LoopCache(loop.py_func, into)
+    loop.compile(loop.declared)
+
+
+def main() -> int:
+    into = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    names: SimpleQueue[str] = SimpleQueue()
+    threading.Thread(target=_read, args=(names,), daemon=True).start()
+    while True:
+        name = names.get()
+        begin = time.perf_counter()
+        try:
+            compile_loop(name, into)
+        except Exception as error:  # told to whoever asked, who goes on without
+            answer = f"error: {type(error).__name__}: {error}".replace("\n", " ")
+        else:
+            answer = f"{time.perf_counter() - begin:.2f}"
+        sys.stdout.write(answer + "\n")
+        sys.stdout.flush()
+
+
+def _read(names: SimpleQueue[str]) -> None:
+    for line in sys.stdin:
+        names.put(line.strip())
+    os._exit(0)  # nobody waits for the loop that is being compiled
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +176,7 @@ class _Work:
             self._done.set_result(None)
 
     def _drive(self) -> None:
-        command = [sys.executable, "-m", "index_store.compiled.child"]
+        command = [sys.executable, "-m", "index_store.compiled.beside"]
         command += [] if self._into is None else [str(self._into)]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         with child:

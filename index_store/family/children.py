@@ -28,7 +28,7 @@ from index_store.errors import (
 )
 from index_store.family.parents import ATTENTION, EXACT, child_id
 from index_store.store.catalog import Store, utc_now
-from index_store.store.description.array_shapes import kv_entry, tokens_entry, window_entry
+from index_store.store.description.array_entry import kv_entry, tokens_entry, window_entry
 from index_store.store.description.context_id import Parent, continued_digests
 from index_store.store.description.dtypes import stored_dtype
 from index_store.store.description.manifest import Manifest

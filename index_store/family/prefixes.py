@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from index_store.errors import SparseKVError
-from index_store.family.missed import Missed
-from index_store.family.parents import parent_of
+from index_store.family.parents import Missed, parent_of
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import DIGEST_DIGITS, PREFIX_BLOCK, continued_digests
 from index_store.store.description.manifest import Manifest

@@ -8,14 +8,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from index_store.indexes.interface.layer_index import (
-    AppendedKeys,
-    LayerIndex,
-    LayerSource,
-    check_keys,
-)
-from index_store.indexes.plain_kinds import ExactKind
-from index_store.indexes.row_planes.two_planes import TwoPlanes
+from index_store.indexes.coarse_rows.two_planes import TwoPlanes
+from index_store.indexes.interface.layer_index import AppendedKeys, Asked, LayerIndex, LayerSource, check_keys
+from index_store.indexes.registry import ExactKind
 from index_store.selection.ranking import Items, Ranking
 from index_store.store.description.json_fields import Scalar
 
@@ -52,10 +47,7 @@ class ExactIndex(ExactKind, LayerIndex):
 
     @classmethod
     def from_arrays(
-        cls,
-        parameters: Mapping[str, Scalar],
-        arrays: Mapping[str, Tensor],
-        kv_HN2D: Tensor,
+        cls, parameters: Mapping[str, Scalar], arrays: Mapping[str, Tensor], kv_HN2D: Tensor
     ) -> Self:
         cls.check_options(parameters, {})
         return cls(kv_HN2D[:, :, 0])
@@ -64,27 +56,24 @@ class ExactIndex(ExactKind, LayerIndex):
         shape = self._rows.shape
         return AppendedExact(shape[0], shape[-1], self._rows.device)
 
-    def _score(
-        self,
-        queries_HTGD: Tensor,
-        first_key: int,
-        end_key: int,
-        appended: AppendedKeys | None,
-        search: Mapping[str, Scalar],
-        position: int | None,
-    ) -> Ranking:
-        heads, positions, group, head_dim = queries_HTGD.shape
-        own = self._own(appended, AppendedExact)
+    def _score(self, asked: Asked) -> Ranking:
+        heads, positions, group, head_dim = asked.queries_HTGD.shape
+        own = self._own(asked.appended, AppendedExact)
         count = self.key_count
-        keys = self._keys(first_key, min(end_key, count)).to(queries_HTGD.device).float()
-        if end_key > count:
-            keys = torch.cat([keys, own.keys_HTD[:, max(first_key - count, 0) : end_key - count]], dim=1)
-        flat = queries_HTGD.reshape(heads, positions * group, head_dim)
+        keys = self._keys(asked.first_key, min(asked.end_key, count)).to(asked.queries_HTGD.device).float()
+        if asked.end_key > count:
+            keys = torch.cat(
+                [keys, own.keys_HTD[:, max(asked.first_key - count, 0) : asked.end_key - count]], dim=1
+            )
+        flat = asked.queries_HTGD.reshape(heads, positions * group, head_dim)
         logits = torch.bmm(flat, keys.transpose(1, 2)).view(heads, positions, group, -1)
-        searched = float(end_key - first_key)
+        searched = float(asked.end_key - asked.first_key)
         row_bytes = head_dim * self._rows.element_size()
         return Ranking(
-            logits, Items(first_key, end_key), vectors_read=searched, bytes_read=searched * row_bytes
+            logits,
+            Items(asked.first_key, asked.end_key),
+            vectors_read=searched,
+            bytes_read=searched * row_bytes,
         )
 
     def _keys(self, first: int, end: int) -> Tensor:

@@ -14,14 +14,15 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from index_store.indexes.interface.growing import GrowingRows
 from index_store.indexes.interface.layer_index import (
     AppendedKeys,
+    Asked,
+    GrowingRows,
     LayerIndex,
     LayerSource,
     check_keys,
 )
-from index_store.indexes.plain_kinds import PageKind, PageParameters
+from index_store.indexes.registry import PageKind, PageParameters
 from index_store.selection.ranking import Items, Members, Ranking
 from index_store.store.description.json_fields import Scalar
 
@@ -81,26 +82,18 @@ class Pages(PageKind, LayerIndex):
         minima = self._arrays["minima"]
         return AppendedPages(minima.shape[0], minima.shape[2], self._size, minima.device)
 
-    def _score(
-        self,
-        queries_HTGD: Tensor,
-        first_key: int,
-        end_key: int,
-        appended: AppendedKeys | None,
-        search: Mapping[str, Scalar],
-        position: int | None,
-    ) -> Ranking:
+    def _score(self, asked: Asked) -> Ranking:
         """A page that lies in the range in part only is ranked whole, by the bound of all of its keys."""
-        own = self._own(appended, AppendedPages)
+        own = self._own(asked.appended, AppendedPages)
         minima, maxima = self._arrays["minima"], self._arrays["maxima"]
-        parts = [self._part(minima, maxima, 0, self.key_count, first_key, end_key)]
-        if end_key > self.key_count:
+        parts = [self._part(minima, maxima, 0, self.key_count, asked.first_key, asked.end_key)]
+        if asked.end_key > self.key_count:
             bounds = (own.minima.rows, own.maxima.rows)
-            parts.append(self._part(*bounds, self.key_count, own.count, first_key, end_key))
-        upper = torch.cat([_upper_bounds(queries_HTGD, *vectors) for *vectors, _ in parts], dim=-1)
-        items = Items(first_key, end_key, tuple(members for *_, members in parts))
+            parts.append(self._part(*bounds, self.key_count, own.count, asked.first_key, asked.end_key))
+        upper = torch.cat([_upper_bounds(asked.queries_HTGD, *vectors) for *vectors, _ in parts], dim=-1)
+        items = Items(asked.first_key, asked.end_key, tuple(members for *_, members in parts))
         vectors_read = 2 * upper.shape[-1]
-        bytes_read = vectors_read * queries_HTGD.shape[-1] * _BOUND_DTYPE.itemsize
+        bytes_read = vectors_read * asked.queries_HTGD.shape[-1] * _BOUND_DTYPE.itemsize
         return Ranking(upper, items, vectors_read=float(vectors_read), bytes_read=float(bytes_read))
 
     def _part(

@@ -3,14 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import ClassVar
 
+from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.parameters import CoarseKind
-from index_store.indexes.interface.index_kind import IndexKind
+from index_store.indexes.interface.index_kind import Growth, IndexKind, Parameters, grown
 from index_store.indexes.key_clusters.parameters import ClusterKind, TreeKind
-from index_store.indexes.plain_kinds import ExactKind, PageKind
 from index_store.indexes.product_codes.parameters import CodeKind
 from index_store.indexes.query_tables.parameters import TableKind
+from index_store.store.description.json_fields import Scalar
+
+_BOUND_BYTES = 2  # of a page's bound in one dimension
+
+
+class ExactKind(IndexKind):
+    """Exact scores of every key; stores nothing."""
+
+    kind = "exact"
+
+    @classmethod
+    def check_options(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> None:
+        if parameters or search:
+            raise InvalidArgumentError(
+                f"the exact index takes no parameters, got {sorted({**parameters, **search})}"
+            )
+
+    @classmethod
+    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
+        return True
+
+    @classmethod
+    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
+        return 0.0
+
+    @classmethod
+    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
+        return 4 * head_dim * growth.appended
+
+
+@dataclass(frozen=True)
+class PageParameters(Parameters):
+    """Build parameters. size: keys per page."""
+
+    size: int
+
+    label: ClassVar[str] = "pages"
+
+    def __post_init__(self) -> None:
+        self._require_at_least(1, "size")
+
+
+class PageKind(IndexKind):
+    """Pages of neighbouring keys."""
+
+    kind = "pages"
+    parameters_type = PageParameters
+
+    @classmethod
+    def estimates_logits(cls, parameters: Mapping[str, Scalar], search: Mapping[str, Scalar]) -> bool:
+        return False
+
+    @classmethod
+    def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
+        return 2 * head_dim * _BOUND_BYTES / PageParameters.parse(parameters).size
+
+    @classmethod
+    def appended_bytes(cls, parameters: Mapping[str, Scalar], head_dim: int, growth: Growth) -> int:
+        pages = grown(-(-growth.appended // PageParameters.parse(parameters).size))
+        return 2 * head_dim * _BOUND_BYTES * pages
+
 
 INDEX_KINDS: Mapping[str, type[IndexKind]] = MappingProxyType(
     {

@@ -31,12 +31,14 @@ from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     TRASH_PREFIX,
     discard,
+    is_locked,
+    locked_file,
+    locked_within,
     make_folder,
     permissions_in,
     remove_tree,
     storing,
 )
-from index_store.store.files.locks import is_locked, locked_file, locked_within
 from index_store.store.files.reading import unavailable
 from index_store.store.store_folders import JOB_LOCK_PREFIX
 

@@ -34,6 +34,7 @@ from index_store.store.description.dtypes import AS_DTYPE, KV_DTYPES, ROW_CODING
 from index_store.store.description.json_fields import (
     Count,
     Number,
+    Sealed,
     check_labels,
     check_name,
     check_names,
@@ -42,7 +43,6 @@ from index_store.store.description.json_fields import (
     field_error,
     is_text,
 )
-from index_store.store.description.sealed import Sealed
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     new_file,
@@ -55,6 +55,42 @@ from index_store.store.files.durable import (
     unused_name,
 )
 from index_store.store.files.reading import WrongFileError, read_file, unavailable
+
+DENSE_KEEP = 0.02
+"""Share of the keys that the exact selection may have by which layers are found that stay dense."""
+
+DENSE_ERROR = 0.1
+"""Relative output error above which such a layer stays dense."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingOptions:
+    """How a document is read; the defaults are those of `prefill-worker run` and of contexts made over the network.
+
+    dense_layers: those that are given; None to find them out. query_sample: queries per layer and KV head. calibration:
+    fingerprint of the calibration prompts, "" without any. approximation: settings of approximate attention, None where
+    it is exact. rows: how exact rows are stored, one of `ROW_CODINGS`.
+    """
+
+    dense_layers: tuple[int, ...] | None = None
+    query_sample: int = 8192
+    seed: int = 0
+    calibration: str = ""
+    approximation: Mapping[str, object] | None = None
+    rows: str = AS_DTYPE
+
+    def describe(self) -> dict[str, object]:
+        """As it counts for a context's id."""
+        automatic = {"keep": DENSE_KEEP, "threshold": DENSE_ERROR}
+        return {
+            "dense_layers": automatic if self.dense_layers is None else list(self.dense_layers),
+            "query_sample": self.query_sample,
+            "seed": self.seed,
+            "calibration": self.calibration,
+            **({} if self.approximation is None else {"attention": self.approximation}),
+            **({} if self.rows == AS_DTYPE else {"rows": self.rows}),
+        }
+
 
 MOST_METHODS = 16
 MOST_PRIORITY = 100

@@ -14,14 +14,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from index_store.errors import (
-    InvalidArgumentError,
-    MethodUnsupportedError,
-)
+from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.coarse_rows.index import CoarseRows
+from index_store.indexes.coarse_rows.two_planes import ContextRows, TwoPlanes
 from index_store.indexes.interface.layer_index import LayerIndex
-from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes
 from index_store.memory.placement import USUAL_ROOM, Placement, SlotRoom
 from index_store.store.description.dtypes import INT8, stored_dtype
 from index_store.store.description.manifest import HIGH_PLANE, IndexEntry, Manifest

@@ -28,7 +28,7 @@ from transformers.utils import logging as transformers_logging
 from index_store.models.configuration import layer_kinds, max_positions, value
 from index_store.models.files.folder import ModelFolder, first_line
 from index_store.models.state_cache import StateCache
-from index_store.store.description.state_parts import ModelStates
+from index_store.store.description.context_id import ModelStates
 
 _NOTES = "sparsekv_notes"
 _TOKENS = 5

@@ -16,17 +16,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from index_store.attention.layer_shape import LayerShape, WindowLayers
 from index_store.errors import InvalidArgumentError
 from index_store.models.attention_reading import LayerReading, read_layers
 from index_store.models.configuration import max_positions, read_config
 from index_store.models.files.digests import Progress, Stamp, hash_files
-from index_store.models.files.folder import ModelFolder
-from index_store.models.files.weights import weight_files
+from index_store.models.files.folder import ModelFolder, weight_files
 from index_store.models.tokenizer import tokenizer_fingerprint
-from index_store.store.description.context_id import ModelIdentity
+from index_store.store.description.context_id import LayerShape, ModelIdentity, ModelStates, WindowLayers
 from index_store.store.description.dtypes import KV_DTYPES
-from index_store.store.description.state_parts import ModelStates
 
 _UNKNOWN = "unknown"  # in place of a fingerprint that is still being computed
 

@@ -19,20 +19,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from index_store.attention.logit_form import PLAIN, LogitForm
+from index_store.attention.attention_state import PLAIN, LogitForm
 from index_store.errors import ModelUnsupportedError
 from index_store.models.attention_reading import LayerReading, decoder_of
 from index_store.models.configuration import is_text_part, read_config
 from index_store.models.files.digests import Progress
-from index_store.models.files.folder import ModelFolder, first_line
-from index_store.models.files.weights import weights_entry
-from index_store.models.identity import (
-    attention_of,
-    check_positions,
-    checkpoint_dtype,
-    identify,
-    identifying,
-)
+from index_store.models.files.folder import ModelFolder, first_line, weights_entry
+from index_store.models.identity import attention_of, check_positions, checkpoint_dtype, identify, identifying
 from index_store.models.resolve import resolve_model
 from index_store.models.self_check import Examination, Verdict, examine, remembered
 from index_store.models.tokenizer import Tokenizer, load_tokenizer

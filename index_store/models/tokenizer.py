@@ -11,16 +11,9 @@ from typing import Any
 
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.call_syntax import CallSyntax
-from index_store.models.conversation.chat_template import ChatTemplate
+from index_store.models.conversation.chat_template import ChatTemplate, OrdinaryText
 from index_store.models.conversation.messages import Conversation, Message, Role
-from index_store.models.conversation.ordinary_text import OrdinaryText
-from index_store.models.conversation.turns import (
-    StoredConversation,
-    begin,
-    extend,
-    go_on,
-    turns_after_text,
-)
+from index_store.models.conversation.turns import StoredConversation, begin, extend, go_on, turns_after_text
 from index_store.models.files.digests import hash_file
 from index_store.models.files.folder import ModelFolder, first_line
 

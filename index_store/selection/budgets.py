@@ -2,12 +2,125 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 from index_store.errors import InvalidArgumentError
+
+_STEPS = 27
+_LEAST, _MOST = 0.001, 0.5
+
+KEEP_GRID = (*(_LEAST * (_MOST / _LEAST) ** (step / _STEPS) for step in range(_STEPS)), _MOST)
+"""Fractions of the keys that thresholds are stored for, ascending, in equal steps of their logarithm."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdCurve:
+    """Thresholds for all of KEEP_GRID, positive and not ascending.
+
+    Raises InvalidArgumentError for another number of them, or another order.
+    """
+
+    thresholds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not are_thresholds(self.thresholds):
+            raise InvalidArgumentError(
+                f"thresholds are {self.thresholds}, expected {len(KEEP_GRID)} positive numbers, none above the "
+                "one before"
+            )
+
+    def __call__(self, keep: float) -> float:
+        """The threshold that keeps the fraction `keep` of the keys on average, interpolated in log-log.
+
+        Raises InvalidArgumentError outside of the calibrated fractions.
+        """
+        if not KEEP_GRID[0] <= keep <= KEEP_GRID[-1]:
+            raise InvalidArgumentError(
+                f"keep ratio is {keep}, expected {KEEP_GRID[0]} to {KEEP_GRID[-1]}: thresholds are "
+                "calibrated for these; give a ratio between them, or the threshold itself",
+                keep_ratio=keep,
+            )
+        right = max(1, bisect.bisect_left(KEEP_GRID, keep))
+        low, high = (math.log(KEEP_GRID[place]) for place in (right - 1, right))
+        above, below = (math.log(self.thresholds[place]) for place in (right - 1, right))
+        return math.exp(above + (below - above) * (math.log(keep) - low) / (high - low))
+
+
+def are_thresholds(values: tuple[float, ...]) -> bool:
+    """Whether these can be the thresholds of a curve."""
+    positive = all(0.0 < value < math.inf for value in values)
+    ordered = all(left >= right for left, right in itertools.pairwise(values))
+    return positive and ordered and len(values) == len(KEEP_GRID)
+
+
+@dataclass(frozen=True, slots=True)
+class PieceKind:
+    """What an index that covers every key divides keys into, so that a remainder can be computed over it.
+
+    made_of: what pieces consist of, in the plural. keys_each: keys that one of those stands for, about, at least.
+    """
+
+    made_of: str
+    keys_each: int
+
+
+CLUSTERS, COARSE_ROWS = PieceKind("clusters", 16), PieceKind("coarse rows", 1)
+
+MOMENTS = ("none", "diagonal", "full")
+"""Moments that clusters may hold besides means and sums, each including those before it: nothing, variances of keys,
+covariances of values and keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remainder:
+    """How the attention to the keys left in pieces is approximated.
+
+    pieces: what it is computed over; None where nothing is. moments: what the clusters must hold, one of MOMENTS.
+    takes_out_rows: whether logits and values of exact keys are taken out, and not only their ids.
+    """
+
+    name: str
+    summary: str
+    pieces: PieceKind | None = None
+    moments: str = "none"
+    takes_out_rows: bool = False
+
+
+DROPPED = Remainder("dropped", "Keys that were not selected are left out.")
+MONOPOLE = Remainder(
+    "monopole",
+    "Keys that were not selected count as the mean key of their cluster.",
+    CLUSTERS,
+    takes_out_rows=True,
+)
+CENTRED = Remainder(
+    "centred",
+    "Clusters stand for what was not selected: exact mean logit, variance to second order.",
+    CLUSTERS,
+    "diagonal",
+    takes_out_rows=True,
+)
+DIPOLE = Remainder(
+    "dipole",
+    "Centred, with the covariance of values and keys: d x d numbers per cluster.",
+    CLUSTERS,
+    "full",
+    takes_out_rows=True,
+)
+COARSE = Remainder(
+    "coarse", "Keys that were not selected count by their coarse copies, each for itself.", COARSE_ROWS
+)
+REMAINDERS: Mapping[str, Remainder] = MappingProxyType(
+    {each.name: each for each in (DROPPED, MONOPOLE, CENTRED, DIPOLE, COARSE)}
+)
+
 
 EXACT_KEYS = 512
 """Up to so many keys all of them are measured: a curve would save next to nothing."""

@@ -12,9 +12,9 @@ import math
 
 import torch
 
+from index_store.selection.budgets import KEEP_GRID
+from index_store.selection.collect_numba import searchable_members
 from index_store.selection.ranking import Items, Ranking
-from index_store.selection.searchable_numba import searchable_members
-from index_store.selection.threshold_curve import KEEP_GRID
 
 CALIBRATION_QUERIES = 100
 """How many of a context's last queries are used (Squeezed Attention section 3.2)."""

@@ -8,12 +8,109 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.compiled.launch import launch, njit, on_host, spread
-from index_store.selection.ranking import Items
-from index_store.selection.searchable_numba import flat_rows, searchable_members
+from index_store.compiled.launch import I4, U1, launch, njit, on_host, task_loop
+from index_store.selection.ranking import Items, Members
+
+
+def searchable_members(items: Items, heads: int, columns: int, device: torch.device | str = "cpu") -> Members:
+    """One list of members for all `columns` items: what they hold of [first_key, end_key), in the same order.
+
+    Keys beyond the last offset of a head are undefined. Items that are single keys are lists of one key (views,
+    nothing is copied per head) on `device`.
+    """
+    if not items.groups:
+        return _single_keys(items, heads, columns, device)
+    if not on_host(items.groups[0].keys_HX):
+        return searchable_members_reference(items, heads, columns)
+    listed = sum(group.keys_HX.shape[1] for group in items.groups)
+    offsets_HM = torch.zeros(heads, columns + 1, dtype=torch.int32, device="cpu")
+    keys_HX = torch.zeros(heads, listed, dtype=torch.int32, device="cpu")
+    column = 0
+    for group in items.groups:
+        launch(
+            _keep_inside,
+            heads,
+            group.offsets_HM.shape[1] - 1,
+            *flat_rows(group.offsets_HM),
+            *flat_rows(group.keys_HX),
+            items.first_key,
+            items.end_key,
+            column,
+            offsets_HM.numpy(),
+            keys_HX.numpy(),
+        )
+        column += group.offsets_HM.shape[1] - 1
+    return Members(offsets_HM, keys_HX)
+
+
+def searchable_members_reference(
+    items: Items, heads: int, columns: int, device: torch.device | str = "cpu"
+) -> Members:
+    """The same by running counts of the keys inside, on any device."""
+    if not items.groups:
+        return _single_keys(items, heads, columns, device)
+    offsets, keys = [], []
+    kept_H1 = torch.zeros_like(items.groups[0].offsets_HM[:, :1])
+    for group in items.groups:
+        entry_X = torch.arange(group.keys_HX.shape[1], device=group.keys_HX.device)
+        inside = (group.keys_HX >= items.first_key) & (group.keys_HX < items.end_key)
+        inside &= (entry_X >= group.offsets_HM[:, :1]) & (entry_X < group.offsets_HM[:, -1:])
+        before_HX = torch.nn.functional.pad(inside.cumsum(1, dtype=torch.int32), (1, 0))
+        offsets.append(kept_H1 + before_HX.gather(1, group.offsets_HM.long()))
+        keys.append((group.keys_HX, inside, kept_H1 + before_HX[:, :-1]))
+        kept_H1 = offsets[-1][:, -1:]
+    listed = sum(group.keys_HX.shape[1] for group in items.groups)
+    # The last column takes what lies outside.
+    keys_HX = torch.zeros(heads, listed + 1, dtype=torch.int32, device=kept_H1.device)
+    for of_group, inside, place in keys:
+        keys_HX.scatter_(1, torch.where(inside, place, listed).long(), of_group)
+    first = [offsets[0], *(later[:, 1:] for later in offsets[1:])]
+    return Members(torch.cat(first, dim=1), keys_HX[:, :listed])
+
+
+def flat_rows(rows_HX: Tensor) -> tuple[I4, int]:
+    """All rows in one dimension, and how far their first numbers lie apart: one type, of which loops are compiled once.
+
+    Nothing is copied, unless neighbours in a row are none in memory.
+    """
+    if rows_HX.stride(1) != 1:
+        rows_HX = rows_HX.contiguous()
+    stride = rows_HX.stride(0)
+    size = (rows_HX.shape[0] - 1) * stride + rows_HX.shape[1] if rows_HX.shape[0] else 0
+    return rows_HX.as_strided((size,), (1,)).numpy(), stride
+
+
+def _single_keys(items: Items, heads: int, columns: int, device: torch.device | str) -> Members:
+    span = max(0, items.end_key - items.first_key)
+    offsets = torch.arange(columns + 1, dtype=torch.int32, device=device).clamp_(max=span)
+    keys = torch.arange(items.first_key, items.first_key + span, dtype=torch.int32, device=device)
+    return Members(offsets.expand(heads, -1), keys.expand(heads, -1))
+
+
+@task_loop("i8 i4x1 i8 i4x1 i8 i8 i8 i8 i4x2 i4x2")
+def _keep_inside(
+    head: int,
+    items: int,
+    offsets: I4,
+    offsets_stride: int,
+    keys: I4,
+    keys_stride: int,
+    first: int,
+    end: int,
+    column: int,
+    kept_offsets: I4,
+    kept_keys: I4,
+) -> None:  # pragma: no cover - compiled
+    kept = kept_offsets[head, column]
+    for item in range(items):
+        place = head * offsets_stride + item
+        for x in range(offsets[place], offsets[place + 1]):
+            key = keys[head * keys_stride + x]
+            kept_keys[head, kept] = key
+            kept += np.int32(first <= key < end)
+        kept_offsets[head, column + item + 1] = kept
 
 
 def collect(order_HTGM: Tensor, items_HTG: Tensor, limits_HTG: Tensor, items: Items) -> tuple[Tensor, Tensor]:
@@ -34,6 +131,7 @@ def collect(order_HTGM: Tensor, items_HTG: Tensor, limits_HTG: Tensor, items: It
     if rows and width:
         launch(
             _collect_rows,
+            rows,
             order_HTGM.to(torch.int32).flatten(0, 1).contiguous().numpy(),
             items_HTG.to(torch.int32).flatten(0, 1).contiguous().numpy(),
             limits_HTG.to(torch.int32).flatten(0, 1).contiguous().numpy(),
@@ -110,11 +208,11 @@ def _list_marked(marked_HTS: Tensor, first_key: int) -> tuple[Tensor, Tensor]:
     return ids.view(heads, positions, width), counts_HT
 
 
-def _lists(items: Items) -> list[NDArray[np.int32] | int]:
+def _lists(items: Items) -> list[I4 | int]:
     """Items, offsets and keys of the shared and the private group, all rows one after another; none of no group."""
     if len(items.groups) > 2:
         raise ValueError(f"items have {len(items.groups)} groups of members, expected at most 2")
-    found: list[NDArray[np.int32] | int] = []
+    found: list[I4 | int] = []
     for group in items.groups:
         found += [group.offsets_HM.shape[1] - 1, *flat_rows(group.offsets_HM), *flat_rows(group.keys_HX)]
     nothing = np.zeros(0, np.int32)
@@ -124,9 +222,7 @@ def _lists(items: Items) -> list[NDArray[np.int32] | int]:
 
 
 @njit()
-def _mark(
-    keys: NDArray[np.int32], first: int, end: int, left: int, marked: NDArray[np.uint8]
-) -> int:  # pragma: no cover - compiled
+def _mark(keys: I4, first: int, end: int, left: int, marked: U1) -> int:  # pragma: no cover - compiled
     """Marks keys inside the range until `left` is used up; returns what is left."""
     for x in range(keys.shape[0]):
         if left == 0:
@@ -138,28 +234,29 @@ def _mark(
     return left
 
 
-@njit()
-def _collect_row(
+@task_loop("i4x3 i4x2 i4x2 i8 i4x1 i8 i4x1 i8 i8 i4x1 i8 i4x1 i8 i8 i8 i8 i4x2 i4x1")
+def _collect_rows(
     row: int,
-    order: NDArray[np.int32],
-    item_counts: NDArray[np.int32],
-    limits: NDArray[np.int32],
+    order: I4,
+    item_counts: I4,
+    limits: I4,
     shared: int,
-    shared_offsets: NDArray[np.int32],
+    shared_offsets: I4,
     shared_offsets_stride: int,
-    shared_keys: NDArray[np.int32],
+    shared_keys: I4,
     shared_keys_stride: int,
-    private_offsets: NDArray[np.int32],
+    private: int,
+    private_offsets: I4,
     private_offsets_stride: int,
-    private_keys: NDArray[np.int32],
+    private_keys: I4,
     private_keys_stride: int,
     positions: int,
     first: int,
     end: int,
-    ids: NDArray[np.int32],
-    counts: NDArray[np.int32],
-    single: bool,
+    ids: I4,
+    counts: I4,
 ) -> None:  # pragma: no cover - compiled
+    single = shared + private == 0
     head = row // positions
     marked = np.zeros(end - first, np.uint8)
     for g in range(order.shape[1]):
@@ -186,51 +283,3 @@ def _collect_row(
             ids[row, found] = first + x
             found += 1
     counts[row] = found
-
-
-@njit("i4x3 i4x2 i4x2 i8 i4x1 i8 i4x1 i8 i8 i4x1 i8 i4x1 i8 i8 i8 i8 i4x2 i4x1")
-def _collect_rows(
-    order: NDArray[np.int32],
-    item_counts: NDArray[np.int32],
-    limits: NDArray[np.int32],
-    shared: int,
-    shared_offsets: NDArray[np.int32],
-    shared_offsets_stride: int,
-    shared_keys: NDArray[np.int32],
-    shared_keys_stride: int,
-    private: int,
-    private_offsets: NDArray[np.int32],
-    private_offsets_stride: int,
-    private_keys: NDArray[np.int32],
-    private_keys_stride: int,
-    positions: int,
-    first: int,
-    end: int,
-    ids: NDArray[np.int32],
-    counts: NDArray[np.int32],
-) -> None:  # pragma: no cover - compiled
-    single = shared + private == 0
-    spread(
-        _collect_row,
-        order.shape[0],
-        (
-            order,
-            item_counts,
-            limits,
-            shared,
-            shared_offsets,
-            shared_offsets_stride,
-            shared_keys,
-            shared_keys_stride,
-            private_offsets,
-            private_offsets_stride,
-            private_keys,
-            private_keys_stride,
-            positions,
-            first,
-            end,
-            ids,
-            counts,
-            single,
-        ),
-    )

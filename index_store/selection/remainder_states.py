@@ -21,12 +21,10 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from index_store.attention.attention_state import AttentionState
-from index_store.attention.logit_form import PLAIN, LogitForm
+from index_store.attention.attention_state import PLAIN, AttentionState, LogitForm
 from index_store.compiled.launch import on_host
-from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
-from index_store.selection.pieces import Piece, ScoredRows
-from index_store.selection.remainders import COARSE, DIPOLE, DROPPED, MONOPOLE, Remainder
+from index_store.selection.budgets import COARSE, DIPOLE, DROPPED, MONOPOLE, Remainder
+from index_store.selection.ranking import ClusteredKeys, Piece, ScoredClusters, ScoredRows
 from index_store.selection.remainders_numba import cluster_sums, leave_out, leave_out_reference
 
 

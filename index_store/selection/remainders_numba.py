@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.compiled.launch import launch, njit, on_host, spread
+from index_store.compiled.launch import B1, F4, I4, I8, launch, njit, on_host, task_loop
 
 # With more rows, products of matrices are faster.
 _MOST_ROWS = 16
@@ -49,6 +48,7 @@ def cluster_sums(
         variance_table, variance_stride = _table(variances_HCD)
     launch(
         _cluster_sums,
+        heads * tasks,
         logits_HTGC.reshape(heads, rows, count).numpy(),
         counts_HTC.contiguous().numpy(),
         queries_HTGD.square().reshape(heads, rows, -1).numpy(),
@@ -94,25 +94,23 @@ def _table(rows_HCD: Tensor) -> tuple[Tensor, int]:
     return rows_HCD.as_strided(size, (dim, 1), rows_HCD.storage_offset()), stride
 
 
-@njit(fastmath={"reassoc", "contract"})
-def _sum_some(
+@task_loop("f4x3 f4x3 f4x3 f4x2 i8 f4x2 i8 f4x3 f4x3 f4x4", fastmath={"reassoc", "contract"})
+def _cluster_sums(
     job: int,
-    logits: NDArray[np.float32],
-    counts: NDArray[np.float32],
-    squares: NDArray[np.float32],
-    variances: NDArray[np.float32],
+    logits: F4,
+    counts: F4,
+    squares: F4,
+    variances: F4,
     variance_stride: int,
-    values: NDArray[np.float32],
+    values: F4,
     value_stride: int,
-    weights: NDArray[np.float32],
-    totals: NDArray[np.float32],
-    sums: NDArray[np.float32],
-    rows: int,
-    tasks: int,
-    dim: int,
-    count: int,
-    group: int,
+    weights: F4,
+    totals: F4,
+    sums: F4,
 ) -> None:  # pragma: no cover - compiled
+    _, rows, count = logits.shape
+    tasks, dim = totals.shape[1], values.shape[1]
+    group = rows // counts.shape[1]
     head, task = job // tasks, job % tasks
     added = np.zeros((rows, dim), np.float32)
     total = np.zeros(rows, np.float32)
@@ -135,45 +133,6 @@ def _sum_some(
         totals[head, task, r] = total[r]
         for i in range(dim):
             sums[head, task, r, i] = added[r, i]
-
-
-@njit("f4x3 f4x3 f4x3 f4x2 i8 f4x2 i8 f4x3 f4x3 f4x4")
-def _cluster_sums(
-    logits: NDArray[np.float32],
-    counts: NDArray[np.float32],
-    squares: NDArray[np.float32],
-    variances: NDArray[np.float32],
-    variance_stride: int,
-    values: NDArray[np.float32],
-    value_stride: int,
-    weights: NDArray[np.float32],
-    totals: NDArray[np.float32],
-    sums: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
-    heads, rows, count = logits.shape
-    tasks, dim = totals.shape[1], values.shape[1]
-    group = rows // counts.shape[1]
-    spread(
-        _sum_some,
-        heads * tasks,
-        (
-            logits,
-            counts,
-            squares,
-            variances,
-            variance_stride,
-            values,
-            value_stride,
-            weights,
-            totals,
-            sums,
-            rows,
-            tasks,
-            dim,
-            count,
-            group,
-        ),
-    )
 
 
 def leave_out(logits_HTGX: Tensor, columns_HTK: Tensor, counted_HTK: Tensor) -> None:
@@ -199,12 +158,7 @@ def leave_out_reference(logits_HTGX: Tensor, columns_HTK: Tensor, counted_HTK: T
 
 
 @njit("f4x1 i8x1 i4x3 b1x3")
-def _leave_out(
-    line: NDArray[np.float32],
-    places: NDArray[np.int64],
-    columns: NDArray[np.int32],
-    counted: NDArray[np.bool_],
-) -> None:  # pragma: no cover - compiled
+def _leave_out(line: F4, places: I8, columns: I4, counted: B1) -> None:  # pragma: no cover - compiled
     """places: where logits begin in the line, their four strides, group heads, and columns."""
     heads, positions, count = columns.shape
     group, width = places[5], places[6]

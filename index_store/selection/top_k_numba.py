@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.attention.rows_in_line import RowsInLine
-from index_store.compiled.launch import launch, njit, on_host, spread
+from index_store.attention.rows_in_line_numba import RowsInLine
+from index_store.compiled.launch import F4, I4, I8, U4, launch, njit, on_host, task_loop
 
 _BLOCKS_PER_KEPT = 4
 _MAX_FOLD = 64
@@ -37,7 +36,15 @@ def top_k(scores_HTM: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     if ids.numel() > 0:
         rows = RowsInLine.of([scores_HTM])
         found = (ids.numpy(), counts.numpy())
-        launch(_top_k_rows, rows.numbers, rows.places_HR, columns, *found, work=0.9 * scores_HTM.numel())
+        launch(
+            _top_k_rows,
+            heads * positions,
+            rows.numbers,
+            rows.places_HR,
+            columns,
+            *found,
+            work=0.9 * scores_HTM.numel(),
+        )
     return ids, counts
 
 
@@ -62,7 +69,7 @@ def sortable(bits: np.uint32) -> np.uint32:  # pragma: no cover - compiled
 
 
 @njit()
-def sortable_keys(numbers: NDArray[np.float32]) -> NDArray[np.uint32]:  # pragma: no cover - compiled
+def sortable_keys(numbers: F4) -> U4:  # pragma: no cover - compiled
     """`sortable` of all numbers."""
     bits, keys = numbers.view(np.uint32), np.empty(numbers.shape[0], np.uint32)
     for j in range(keys.shape[0]):
@@ -71,9 +78,7 @@ def sortable_keys(numbers: NDArray[np.float32]) -> NDArray[np.uint32]:  # pragma
 
 
 @njit()
-def kth_largest(
-    keys: NDArray[np.uint32], k: int, last_bit: np.uint32
-) -> np.uint32:  # pragma: no cover - compiled
+def kth_largest(keys: U4, k: int, last_bit: np.uint32) -> np.uint32:  # pragma: no cover - compiled
     """The k-th largest, without the bits below `last_bit`.
 
     Bit by bit: counting all keys once for every bit is vectorised, sorting them into bins is not. Keys that cannot be
@@ -113,9 +118,7 @@ def kth_largest(
 
 
 @njit()
-def keep_best(
-    ids: NDArray[np.int32], keys: NDArray[np.uint32], keep: int
-) -> int:  # pragma: no cover - compiled
+def keep_best(ids: I4, keys: U4, keep: int) -> int:  # pragma: no cover - compiled
     """Brings the ids with the `keep` largest keys to the front, in their order; how many they are.
 
     Ties go to the first. Keys are in sortable form.
@@ -138,7 +141,7 @@ def keep_best(
 
 
 @njit()
-def lower_bound(numbers: NDArray[np.float32], k: int) -> np.float32:  # pragma: no cover - compiled
+def lower_bound(numbers: F4, k: int) -> np.float32:  # pragma: no cover - compiled
     """What k of the numbers reach, at most a fifth less than the k-th largest; 0 if that is less, or there is none."""
     if numbers.shape[0] < k:
         return np.float32(0)
@@ -151,7 +154,7 @@ def lower_bound(numbers: NDArray[np.float32], k: int) -> np.float32:  # pragma: 
 
 
 @njit()
-def _folded_maxima(row: NDArray[np.float32], fold: int) -> NDArray[np.float32]:  # pragma: no cover - compiled
+def _folded_maxima(row: F4, fold: int) -> F4:  # pragma: no cover - compiled
     """Maxima of strided blocks: block j holds columns j, j + B, j + 2B, ... of B = len(result) blocks."""
     columns = row.shape[0]
     blocks = (columns + fold - 1) // fold
@@ -165,9 +168,7 @@ def _folded_maxima(row: NDArray[np.float32], fold: int) -> NDArray[np.float32]: 
 
 
 @njit()
-def _columns_reaching(
-    row: NDArray[np.float32], maxima: NDArray[np.float32], bound: np.uint32
-) -> NDArray[np.int32]:  # pragma: no cover - compiled
+def _columns_reaching(row: F4, maxima: F4, bound: np.uint32) -> I4:  # pragma: no cover - compiled
     """Columns with a score of at least `bound` (in sortable form), ascending."""
     blocks = maxima.shape[0]
     bits = maxima.view(np.uint32)
@@ -192,7 +193,7 @@ def _columns_reaching(
 
 
 @njit()
-def top_k_row(row: NDArray[np.float32], ids: NDArray[np.int32]) -> int:  # pragma: no cover - compiled
+def top_k_row(row: F4, ids: I4) -> int:  # pragma: no cover - compiled
     keep = ids.shape[0]
     fold = min(_MAX_FOLD, row.shape[0] // (_BLOCKS_PER_KEPT * keep))
     if fold > 1:
@@ -209,28 +210,11 @@ def top_k_row(row: NDArray[np.float32], ids: NDArray[np.int32]) -> int:  # pragm
     return kept
 
 
-@njit()
-def _top_k_of(
-    task: int,
-    numbers: NDArray[np.float32],
-    places: NDArray[np.int64],
-    columns: int,
-    ids: NDArray[np.int32],
-    counts: NDArray[np.int32],
-    rows: int,
+@task_loop("f4x1 i8x2 i8 i4x3 i4x2")
+def _top_k_rows(
+    task: int, numbers: F4, places: I8, columns: int, ids: I4, counts: I4
 ) -> None:  # pragma: no cover - compiled
+    rows = places.shape[1]
     head, r = task // rows, task % rows
     row = numbers[places[head, r] : places[head, r] + columns]
     counts[head, r] = top_k_row(row, ids[head, r])
-
-
-@njit("f4x1 i8x2 i8 i4x3 i4x2")
-def _top_k_rows(
-    numbers: NDArray[np.float32],
-    places: NDArray[np.int64],
-    columns: int,
-    ids: NDArray[np.int32],
-    counts: NDArray[np.int32],
-) -> None:  # pragma: no cover - compiled
-    heads, rows = places.shape
-    spread(_top_k_of, heads * rows, (numbers, places, columns, ids, counts, rows))

@@ -24,6 +24,7 @@ from index_store.errors import (
     ContextNotFoundError,
     FormatVersionError,
     InvalidArgumentError,
+    NameTakenError,
     StoreError,
     StoreUnavailableError,
 )
@@ -32,19 +33,20 @@ from index_store.store.description.manifest import MANIFEST_NAME, MANIFESTS, Man
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     discard,
+    is_locked,
+    locked_file,
+    locked_within,
+    replace_in_context,
     storing,
 )
 from index_store.store.files.leftovers import dead_folders, log_failure, removed
-from index_store.store.files.locks import is_locked, locked_file, locked_within
 from index_store.store.files.reading import READ_LIMIT_S, read_bounded
-from index_store.store.files.replacing import replace_file
 from index_store.store.listing import BrokenContext, Entry, Listing
 from index_store.store.store_folders import NAMES_LOCK, StoreFolders, require_local
 from index_store.store.tuned_defaults import DefaultsFolder, TunedDefault, TunedDefaultError
 
 if TYPE_CHECKING:
-    from index_store.store.context_files import ContextFiles
-    from index_store.store.stored_context import Context
+    from index_store.store.stored_context import Context, ContextFiles
     from index_store.store.writer import ContextWriter
     from index_store.store.zarr_io import Problem
 
@@ -81,7 +83,7 @@ class Store:
         """Opens a store; with `create` makes it where it does not exist. Raises StoreError when it cannot be used, and
         InvalidArgumentError for a URL.
 
-        read_limit_s: how long one step of reading may take (see `files/reading.py`).
+        read_limit_s: how long one step of reading may take (see `store/files/reading.py`).
         """
         self.path = require_local(path, "store")
         self.folders = StoreFolders(self.path)
@@ -197,7 +199,7 @@ class Store:
 
     def files(self, manifest: Manifest) -> ContextFiles:
         """A context of which a few files are read, without a look at the others."""
-        from index_store.store.context_files import ContextFiles
+        from index_store.store.stored_context import ContextFiles
 
         return ContextFiles(self.folders.context(manifest.id), manifest, self._limit_s)
 
@@ -289,7 +291,7 @@ class Store:
             if wanted != replace(present, **{name: getattr(wanted, name) for name in CHANGEABLE}):
                 raise InvalidArgumentError(f"context {id_[:12]}: only {', '.join(CHANGEABLE)} can be changed")
             path = self.folders.context(id_) / MANIFEST_NAME
-            replace_file(path, MANIFESTS.render(wanted), self.folders.contexts, self.folders.locks)
+            replace_in_context(path, MANIFESTS.render(wanted), self.folders.contexts, self.folders.locks)
             return wanted
 
     def verify(self, id_: str, on_bytes: Callable[[int], None] = lambda _: None) -> Sequence[Problem]:
@@ -303,7 +305,7 @@ class Store:
         return self.bounded(partial(self._verify, id_, on_bytes))
 
     def _verify(self, id_: str, on_bytes: Callable[[int], None]) -> Sequence[Problem]:
-        from index_store.store.context_files import unexpected_files
+        from index_store.store.stored_context import unexpected_files
         from index_store.store.zarr_io import check_metadata, verify_chunks
 
         try:
@@ -390,3 +392,58 @@ def _require_readable(entries: Sequence[Entry], id_: str) -> None:
                 context=id_,
                 **entry.error.metadata,
             )
+
+
+MOST_NAME_CHARACTERS = 500
+_DIGITS = 6
+
+
+def require_free(store: Store, name: str, model: str, own: str | Callable[[Manifest], bool]) -> None:
+    """Raises NameTakenError where another living context of the model has the name.
+
+    own: the id of the context that is to have it, or what tells whether a context may be that one.
+    """
+    for other in _holders(store, name, model, own if isinstance(own, str) else ""):
+        if not isinstance(own, str) and own(other):
+            continue
+        raise NameTakenError(
+            f"the name {name[:100]!r} belongs to context {other.id[:12]}, made at {other.created_at:%F %T} UTC; choose "
+            "another one, or say that it moves (--move-name; move_name in requests): that context keeps its id",
+            name=name,
+            context=other.id,
+        )
+
+
+def free_name(store: Store, name: str, model: str, id_: str) -> str:
+    """The name, with digits of the context's id where another living context of the model has it."""
+    return told_apart(name, id_) if _holders(store, name, model, id_) else name
+
+
+def take_name(store: Store, id_: str, name: str) -> Manifest:
+    """Gives the name to a context, and one with digits of their ids to those of its model that have it. Returns it.
+
+    Whoever looks for the name meanwhile waits. Raises what `Store.update` raises.
+    """
+    with locked_file(store.folders.names_lock_path()):
+        present = store.manifest(id_)
+        if present.name != name:
+            present = store.update(id_, partial(replace, name=name))
+        for other in _holders(store, name, present.model.fingerprint, id_):
+            store.update(other.id, partial(replace, name=told_apart(name, other.id)))
+    return present
+
+
+def told_apart(name: str, id_: str) -> str:
+    """The name with digits of an id, within the bounds of names."""
+    return f"{name[: MOST_NAME_CHARACTERS - _DIGITS - 1]} {id_[:_DIGITS]}"
+
+
+def _holders(store: Store, name: str, model: str, id_: str) -> Sequence[Manifest]:
+    return [
+        manifest
+        for manifest in store.list()
+        if manifest.name == name
+        and manifest.id != id_
+        and manifest.model.fingerprint == model
+        and not store.expired(manifest)
+    ]

@@ -16,12 +16,12 @@ from index_store.store.description.context_id import is_context_id
 from index_store.store.description.json_fields import (
     MOST,
     Number,
+    Sealed,
     Whole,
     check_name,
     check_utc,
     field_error,
 )
-from index_store.store.description.sealed import Sealed
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     make_folder,

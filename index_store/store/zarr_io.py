@@ -8,12 +8,14 @@ this place. What cannot be read at the moment is a StoreUnavailableError, and no
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,7 +32,6 @@ from index_store.errors import (
 from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.dtypes import STORED_DTYPES
 from index_store.store.description.json_fields import shown
-from index_store.store.files.checksums import extend_crc32c
 from index_store.store.files.durable import CHECKSUM_BYTES
 from index_store.store.files.reading import (
     WrongFileError,
@@ -40,6 +41,35 @@ from index_store.store.files.reading import (
     read_file,
     unavailable,
 )
+
+Extend = Callable[[int, NDArray[np.uint8]], int]
+
+
+def _unlocked() -> Extend | None:
+    """The C library's function; None where the package was built without it, or hides it."""
+    try:
+        from google_crc32c import _crc32c
+
+        function = ctypes.CDLL(_crc32c.__file__).crc32c_extend
+    except (ImportError, OSError, AttributeError):
+        return None
+    function.argtypes = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t)
+    function.restype = ctypes.c_uint32
+
+    def extend(checksum: int, raw: NDArray[np.uint8]) -> int:
+        found: int = function(checksum, raw.ctypes.data, raw.size)
+        return found
+
+    return extend
+
+
+_extend: Extend = _unlocked() or google_crc32c.extend
+
+
+def extend_crc32c(checksum: int, raw: NDArray[np.uint8]) -> int:
+    """The crc32c of what has `checksum` so far (0 of nothing) and of these contiguous bytes behind it."""
+    return _extend(checksum, raw)
+
 
 METADATA_NAME = "zarr.json"
 _PIECE_BYTES = (2 if file_threads() <= 4 else 8) << 20
@@ -316,11 +346,7 @@ def _compare(path: Path, array: str, expected: dict[str, object]) -> Iterator[Pr
     for field in sorted(expected.keys() | document.keys()):
         # What is empty may as well be left out: zarr's versions differ in that.
         if (document.get(field) or None) != (expected.get(field) or None):
-            name, said, wanted = (
-                shown(field)[1:-1],
-                shown(document.get(field)),
-                shown(expected.get(field)),
-            )
+            name, said, wanted = (shown(field)[1:-1], shown(document.get(field)), shown(expected.get(field)))
             yield ArrayMetadataError(
                 f"{path}: metadata of {array!r} says {name} = {said}, the manifest says {wanted}; {REPAIR}",
                 path=path,

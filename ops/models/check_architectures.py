@@ -35,7 +35,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from decode_engine.model.runner import ModelRunner  # noqa: E402
-from index_store.cli.progress import LineReporter  # noqa: E402
+from index_store.cli.console import LineReporter  # noqa: E402
 from index_store.errors import InvalidArgumentError, SparseKVError  # noqa: E402
 from index_store.memory.arena import Arena  # noqa: E402
 from index_store.memory.resident import ResidentContext  # noqa: E402

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from index_store.attention.logit_form import PLAIN, LogitForm
-from index_store.jobs.reading_options import DENSE_ERROR, DENSE_KEEP
+from index_store.attention.attention_state import PLAIN, LogitForm
+from index_store.jobs.job_record import DENSE_ERROR, DENSE_KEEP
 from index_store.store.stored_context import QuerySample
 from prefill_worker.reading.query_sample import judged_rows
 

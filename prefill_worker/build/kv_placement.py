@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from index_store.errors import MemoryBudgetError
-from index_store.indexes.coarse_rows.scalars.scalar_rows import DEVICE_CODED_BYTES
+from index_store.indexes.coarse_rows.scalar_rows import DEVICE_CODED_BYTES
 from index_store.memory.memory_sizes import free_memory
 from index_store.store.description.context_id import ModelIdentity
 from prefill_worker.reading.causal_attention import PAST_BLOCK

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from index_store.attention.logit_form import PLAIN, LogitForm
+from index_store.attention.attention_state import PLAIN, LogitForm
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.interface.layer_index import LayerIndex, LayerSource, all_finite
 from index_store.methods.index_specs import IndexSpec
+from index_store.selection.budgets import CLUSTERS
 from index_store.selection.calibration import ThresholdCalibrator
-from index_store.selection.remainders import CLUSTERS
-from index_store.store.description.array_entry import ArrayEntry
-from index_store.store.description.array_shapes import (
+from index_store.store.description.array_entry import (
+    ArrayEntry,
     index_array_entry,
     kv_entry,
     plane_entry,

@@ -10,8 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from index_store.errors import ManifestError
-from index_store.store.description.json_fields import Number, Whole
-from index_store.store.description.sealed import from_plain, plain
+from index_store.store.description.json_fields import Number, Whole, from_plain, plain
 from prefill_worker.build.dense_layers import Selectivity
 
 

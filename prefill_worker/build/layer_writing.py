@@ -22,10 +22,10 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from index_store.attention.logit_form import LogitForm
+from index_store.attention.attention_state import LogitForm
 from index_store.indexes.coarse_rows.index import CoarseRows
+from index_store.indexes.coarse_rows.two_planes import find_low_plane
 from index_store.indexes.interface.layer_index import ClusterStarts, LayerIndex, LayerSource
-from index_store.indexes.row_planes.two_planes import find_low_plane
 from index_store.methods.index_specs import IndexSpec
 from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.context_id import ModelIdentity

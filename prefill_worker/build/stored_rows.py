@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from index_store.attention.logit_form import PLAIN, LogitForm
+from index_store.attention.attention_state import PLAIN, LogitForm
+from index_store.indexes.coarse_rows.two_planes import read_rows
 from index_store.indexes.interface.layer_index import ClusterStarts
-from index_store.indexes.row_planes.stored import read_rows
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.stored_context import Context, QuerySample
 from prefill_worker.reading.capture import Capture

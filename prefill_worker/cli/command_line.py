@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from index_store.cli.app import GroupedCommand, new_app
-from index_store.cli.checks import InputFile
 from index_store.cli.console import print_json
 from index_store.cli.entry import INTERRUPTED
 from index_store.cli.logs import LogLevel, LogLevelOption, logging_to_stderr
-from index_store.cli.options import FormatOption, OutputFormat, QuietOption, configured
+from index_store.cli.options import FormatOption, InputFile, OutputFormat, QuietOption, configured
 from index_store.cli.report import layers_text, rows_text
 from index_store.store.description.dtypes import AS_DTYPE
 from prefill_worker.config import AddIndexConfig, DetachConfig, RunConfig, WorkerConfig
@@ -71,7 +70,7 @@ def run(
     if config.server is not None:
         raise typer.Exit(_ask_server(config.server, config, quiet, output))
     # Imported here, not above: torch and transformers take seconds, which --help and usage errors need not wait for.
-    from index_store.cli.progress import reporter_for
+    from index_store.cli.console import reporter_for
     from prefill_worker.jobs.job import run_job
 
     _print(run_job(config, reporter_for(sys.stderr, quiet=quiet)), output)
@@ -106,7 +105,7 @@ def add_index(
 
     Needs neither its document nor its model: only its keys and values are read.
     """
-    from index_store.cli.progress import reporter_for
+    from index_store.cli.console import reporter_for
     from prefill_worker.jobs.added_indexes import run_add_index
 
     _print(run_add_index(config, reporter_for(sys.stderr, quiet=quiet)), output)
@@ -125,7 +124,7 @@ def detach(
     Its indexes are built anew. It keeps its id and its name, and does not need the one that it continued. Workers
     (`serve`) do so by themselves where it has outgrown that one.
     """
-    from index_store.cli.progress import reporter_for
+    from index_store.cli.console import reporter_for
     from prefill_worker.jobs.detached import run_detach
 
     _print(run_detach(config, reporter_for(sys.stderr, quiet=quiet)), output)

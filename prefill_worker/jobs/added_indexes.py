@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from index_store.cli.progress import Reporter
+from index_store.cli.console import Reporter
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import IndexSpec

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from index_store.family.prefixes import longest_beginning
-from index_store.indexes.row_planes.stored import read_rows
+from index_store.indexes.coarse_rows.two_planes import read_rows
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import first_digest
 from index_store.store.description.dtypes import AS_DTYPE

@@ -19,8 +19,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from index_store.errors import ContextCorruptError, StoreFullError
-from index_store.store.description.json_fields import Count
-from index_store.store.description.sealed import Sealed
+from index_store.store.description.json_fields import Count, Sealed
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     make_folder,

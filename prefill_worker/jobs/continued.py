@@ -15,15 +15,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from index_store.cli.console import Reporter, Update
 from index_store.cli.options import parse_ttl
-from index_store.cli.progress import Reporter, Update
 from index_store.errors import ContextCorruptError, ContextExpiredError, ContextNotFoundError
 from index_store.family.children import Continuation, OwnRows, publish_child
 from index_store.family.parents import EXACT, child_id
-from index_store.store.catalog import Store, utc_now
+from index_store.store.catalog import Store, free_name, utc_now
 from index_store.store.description.dtypes import stored_dtype
 from index_store.store.description.manifest import Manifest
-from index_store.store.names import free_name
 from prefill_worker.build.kv_placement import device_limit, place_kv
 from prefill_worker.build.stages import Clock
 from prefill_worker.jobs.beginnings import TakenBeginning

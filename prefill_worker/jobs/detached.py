@@ -17,22 +17,27 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from index_store.cli.progress import Reporter
+from index_store.cli.console import Reporter
 from index_store.errors import InvalidArgumentError
 from index_store.family.children import OwnRows, attention_of, read_own_rows
 from index_store.family.parents import ATTENTION, parent_of
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.coarse_rows.parameters import RETIRED
+from index_store.indexes.coarse_rows.two_planes import find_low_plane
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.indexes.row_planes.two_planes import find_low_plane
 from index_store.methods.index_specs import IndexSpec
 from index_store.store.catalog import CHANGEABLE, Store
-from index_store.store.description.array_entry import ArrayEntry
-from index_store.store.description.array_shapes import kv_entry, plane_entry, queries_entry, window_entry
+from index_store.store.description.array_entry import (
+    ArrayEntry,
+    kv_entry,
+    plane_entry,
+    queries_entry,
+    window_entry,
+)
 from index_store.store.description.dtypes import INT8
 from index_store.store.description.manifest import HIGH_PLANE, IndexEntry, Manifest
-from index_store.store.files.additions import WHOLE
+from index_store.store.files.leftovers import WHOLE
 from index_store.store.stored_context import Context
 from index_store.store.writer import ContextWriter
 from prefill_worker.build.layer_writing import LayerWriting

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 
-from index_store.cli.progress import Reporter
+from index_store.cli.console import Reporter
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.methods.index_specs import IndexSpec
 from index_store.models.attention_reading import logit_cap

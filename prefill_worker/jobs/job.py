@@ -7,22 +7,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import BinaryIO
 
+from index_store.cli.console import Reporter
 from index_store.cli.options import parse_ttl
-from index_store.cli.progress import Reporter
 from index_store.cli.report import layers_text
 from index_store.cli.traces import TRACEPARENT
 from index_store.errors import ContextCorruptError, ContextExpiredError, ContextNotFoundError
 from index_store.models.attention_reading import logit_cap
 from index_store.models.identity import attention_of, identifying
 from index_store.models.resolve import resolve_model
-from index_store.store.catalog import Store, utc_now
+from index_store.store.catalog import Store, free_name, require_free, take_name, utc_now
 from index_store.store.clean_up import clean_up
-from index_store.store.description.array_entry import ArrayEntry
-from index_store.store.description.array_shapes import state_entry, window_entry
+from index_store.store.description.array_entry import ArrayEntry, state_entry, window_entry
 from index_store.store.description.context_id import continued_digests, first_digest
 from index_store.store.description.json_fields import Scalar
 from index_store.store.description.manifest import Manifest
-from index_store.store.names import free_name, require_free, take_name
 from prefill_worker.build.kv_placement import UsedMemory
 from prefill_worker.build.layer_writing import WrittenLayers
 from prefill_worker.build.stages import Clock

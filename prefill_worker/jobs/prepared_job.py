@@ -12,7 +12,7 @@ import torch
 from index_store.cli.documents import STANDARD_INPUT, document_name, read_document, read_messages
 from index_store.errors import InvalidArgumentError, StoreFullError
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.jobs.reading_options import ReadingOptions
+from index_store.jobs.job_record import ReadingOptions
 from index_store.methods.index_specs import IndexSpec
 from index_store.models.configuration import feed_forward_width
 from index_store.models.conversation.turns import StoredConversation
@@ -23,8 +23,7 @@ from index_store.models.loading import (
     identify,
     load_tokenizer,
 )
-from index_store.store.description.array_entry import ArrayEntry
-from index_store.store.description.array_shapes import kv_entry, plane_entry, window_entry
+from index_store.store.description.array_entry import ArrayEntry, kv_entry, plane_entry, window_entry
 from index_store.store.description.context_id import ModelIdentity, context_id
 from index_store.store.description.dtypes import INT8, stored_dtype
 from prefill_worker.build import dense_layers as rule

@@ -20,13 +20,10 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from index_store.attention.attention_state import AttentionState
-from index_store.attention.logit_form import PLAIN, LogitForm
-from index_store.attention.sliding import attend_recent
-from index_store.attention.widths import narrow, widen
+from index_store.attention.attention_state import PLAIN, AttentionState, LogitForm
+from index_store.attention.fused import attend_recent, narrow, widen
 from index_store.indexes.interface.layer_index import ClusterStarts
-from index_store.models.state_cache import StateCache, attending_layer
-from index_store.models.states import TextStates
+from index_store.models.state_cache import StateCache, TextStates, attending_layer
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.dtypes import dtype_name
 from index_store.store.stored_context import QuerySample

@@ -18,9 +18,13 @@ from typing import Protocol
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
-from index_store.attention.fused import attend_to_all, attend_to_themselves, cudnn_takes
-from index_store.attention.many_queries import divide_past
-from index_store.attention.sliding import attend_masked
+from index_store.attention.fused import (
+    attend_masked,
+    attend_to_all,
+    attend_to_themselves,
+    cudnn_takes,
+    divide_past,
+)
 
 PAST_BLOCK = 65_536
 """Keys of the past that are attended to, and converted to the compute dtype, at a time."""

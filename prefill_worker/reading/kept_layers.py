@@ -2,7 +2,7 @@
 
 In host memory they are page-locked, one contiguous range a layer. Every chunk's keys and values are copied there while
 the layer attends, and later chunks read them back in blocks, of which one is on its way while the one before it is
-attended to (`index_store.memory.host_blocks`). Where the device is the CPU, the same code makes plain copies.
+attended to (`index_store.memory.host_memory`). Where the device is the CPU, the same code makes plain copies.
 
 Of layers whose queries see a sliding window, no more than a window's rows are kept, always on the device.
 
@@ -19,8 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from index_store.memory.host_blocks import BlockReader
-from index_store.memory.host_memory import HostBlock, default_page_locker
+from index_store.memory.host_memory import BlockReader, HostBlock, default_page_locker
 from prefill_worker.reading.causal_attention import Past
 
 _LOCKERS = 4

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from index_store.cli.progress import Update
+from index_store.cli.console import Update
 from index_store.cli.traces import Span
 from index_store.jobs.job_queue import Claim
 from index_store.jobs.job_record import JobPhase, JobProgress

@@ -26,9 +26,8 @@ from index_store.jobs.uploads import Uploads
 from index_store.memory.devices import pick_device
 from index_store.models.conversation.turns import StoredConversation
 from index_store.models.loading import identify, resolve_model
-from index_store.store.catalog import Store
-from index_store.store.names import require_free, take_name
-from index_store.store.room import StoreRoom
+from index_store.store.catalog import Store, require_free, take_name
+from index_store.store.clean_up import StoreRoom
 from prefill_worker.build.stages import Clock
 from prefill_worker.config import PrefillConfig, WorkerConfig
 from prefill_worker.jobs.checkpoint import Checkpoint

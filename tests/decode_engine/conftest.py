@@ -14,7 +14,7 @@ import pytest
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.settings.config import ServeConfig
-from index_store.cli.progress import LineReporter
+from index_store.cli.console import LineReporter
 from index_store.methods.presets import METHODS
 from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig

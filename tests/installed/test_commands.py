@@ -16,8 +16,16 @@ from typing import Any, get_args
 import pytest
 from typer.main import Typer
 
-from index_store.cli.checks import AtLeast, InputFile, OneOf, OutputFile, OutputFolder
-from index_store.cli.options import Spelled, flag_of, options_of
+from index_store.cli.options import (
+    AtLeast,
+    InputFile,
+    OneOf,
+    OutputFile,
+    OutputFolder,
+    Spelled,
+    flag_of,
+    options_of,
+)
 
 PACKAGES = {
     "index-store": "index_store",

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from index_store.selection.ranking import Items, Members, Ranking
-from index_store.selection.selected import Selection, Step
+from index_store.selection.ranking import Items, Members, Ranking, Selection, Step
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from index_store.indexes.interface.layer_index import LayerSource
-from index_store.selection.selected import Step
+from index_store.selection.ranking import Step
 from index_store.store.stored_context import QuerySample
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from index_store.family.children import Continuation, OwnRows
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
-from index_store.selection.threshold_curve import KEEP_GRID
+from index_store.selection.budgets import KEEP_GRID
 from index_store.store.catalog import Store
-from index_store.store.description.array_entry import ArrayEntry
-from index_store.store.description.array_shapes import (
+from index_store.store.description.array_entry import (
+    ArrayEntry,
     index_array_entry,
     kv_entry,
     plane_entry,
@@ -31,7 +31,7 @@ from index_store.store.description.context_id import ModelIdentity, context_id
 from index_store.store.description.dtypes import STORED_DTYPES, dtype_name
 from index_store.store.description.json_fields import Scalar
 from index_store.store.description.manifest import HIGH_PLANE, IndexEntry, Manifest
-from index_store.store.files.additions import WHOLE
+from index_store.store.files.leftovers import WHOLE
 from index_store.store.writer import ContextWriter
 
 CREATED = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)

@@ -12,14 +12,14 @@ from decode_engine.layers.session import Session
 from decode_engine.model.continuing import Ground, SessionKeeper
 from decode_engine.model.runner import ModelRunner
 from decode_engine.orders.order import KeepOptions
-from index_store.cli.progress import LineReporter
+from index_store.cli.console import LineReporter
 from index_store.memory.arena import Arena
 from index_store.memory.placement import MemoryBytes
 from index_store.methods.presets import METHODS
 from index_store.models.loading import resolve_model
 from index_store.store.catalog import Store
+from index_store.store.clean_up import StoreRoom
 from index_store.store.description.manifest import Manifest
-from index_store.store.room import StoreRoom
 from prefill_worker.build.stages import Clock
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.continued import ChildJob, carry_out_child

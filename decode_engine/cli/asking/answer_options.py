@@ -23,8 +23,7 @@ from decode_engine.settings.request_bounds import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
 )
-from index_store.cli.checks import AtLeast, Characters, Check, Filled, InputFile, MoreThan
-from index_store.cli.options import check_bounds
+from index_store.cli.options import AtLeast, Characters, Check, Filled, InputFile, MoreThan, check_bounds
 from index_store.errors import InvalidArgumentError, SparseKVError
 
 ClassT = TypeVar("ClassT", bound=type[Any])

@@ -10,7 +10,7 @@ from decode_engine.cli.asking.answer_options import as_flags, read_utf8
 from decode_engine.cli.asking.answers_as_json import described_answers
 from decode_engine.rpc.client import BatchItem, Client, GenerateOptions
 from decode_engine.settings.request_bounds import MAX_BATCH
-from index_store.cli.progress import Update
+from index_store.cli.console import Update
 from index_store.errors import InvalidArgumentError
 
 _BATCH_BYTES = 2**21  # of questions in one call

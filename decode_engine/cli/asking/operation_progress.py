@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from decode_engine.rpc.client import OperationInfo
-from index_store.cli.progress import Reporter, Update
+from index_store.cli.console import Reporter, Update
 
 _BARS = {"reading": ("prefill", "tokens"), "indexing": ("index", "layers")}
 """Phases with something to count, as `prefill-worker run` calls them."""

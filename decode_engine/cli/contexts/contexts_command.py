@@ -17,10 +17,9 @@ from decode_engine.rpc.client import NEVER, Client, ContextChanges, ContextInfo
 from decode_engine.rpc.door.options import ServerConfig
 from decode_engine.settings.request_bounds import MAX_NAME_CHARACTERS
 from index_store.cli.app import new_group
-from index_store.cli.checks import Characters
 from index_store.cli.console import print_json
-from index_store.cli.labels import LabelArguments, labels_text, parse_labels
 from index_store.cli.options import (
+    Characters,
     FormatOption,
     MoveNameOption,
     OutputFormat,
@@ -28,7 +27,7 @@ from index_store.cli.options import (
     configured,
     parse_ttl,
 )
-from index_store.cli.report import print_contexts, print_rows
+from index_store.cli.report import LabelArguments, labels_text, parse_labels, print_contexts, print_rows
 from index_store.errors import InvalidArgumentError
 
 contexts = new_group("Create, show, change, label, pin and remove contexts.")

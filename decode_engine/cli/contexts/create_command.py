@@ -16,13 +16,16 @@ from decode_engine.cli.contexts.shown import context_object, detail_rows, id_of,
 from decode_engine.rpc.client import Client, Keep
 from decode_engine.rpc.door.options import ServerConfig
 from decode_engine.settings.request_bounds import MAX_NAME_CHARACTERS
-from index_store.cli.checks import AtLeast, Characters, Filled, InputFile, OneOf
-from index_store.cli.console import print_json
+from index_store.cli.console import print_json, reporter_for
 from index_store.cli.documents import STANDARD_INPUT, document_name, read_document, read_messages
-from index_store.cli.labels import parse_labels
 from index_store.cli.options import (
+    AtLeast,
+    Characters,
+    Filled,
     FormatOption,
+    InputFile,
     MoveNameOption,
+    OneOf,
     OutputFormat,
     QuietOption,
     TtlOption,
@@ -30,8 +33,7 @@ from index_store.cli.options import (
     configured,
     parse_ttl,
 )
-from index_store.cli.progress import reporter_for
-from index_store.cli.report import print_rows
+from index_store.cli.report import parse_labels, print_rows
 from index_store.errors import InvalidArgumentError, format_bytes
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.store.description.dtypes import AS_DTYPE, ROW_CODINGS

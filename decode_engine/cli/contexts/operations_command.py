@@ -12,9 +12,8 @@ from decode_engine.cli.contexts.shown import operation_object, operation_rows, p
 from decode_engine.rpc.client import Client, OperationInfo
 from decode_engine.rpc.door.options import ServerConfig
 from index_store.cli.app import new_group
-from index_store.cli.console import print_json
+from index_store.cli.console import print_json, reporter_for
 from index_store.cli.options import FormatOption, OutputFormat, QuietOption, configured
-from index_store.cli.progress import reporter_for
 from index_store.cli.report import print_rows
 
 operations = new_group("Show, await, cancel and forget the making of contexts.")

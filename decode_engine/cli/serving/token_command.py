@@ -11,9 +11,8 @@ from typer import Option
 
 from decode_engine.rpc.door.access import TokenFile
 from index_store.cli.app import new_group
-from index_store.cli.checks import Filled, OutputFile
 from index_store.cli.console import format_time, print_json, print_table
-from index_store.cli.options import FormatOption, OutputFormat, configured
+from index_store.cli.options import Filled, FormatOption, OutputFile, OutputFormat, configured
 
 tokens = new_group("Make, list and revoke the tokens of `--tokens`.")
 

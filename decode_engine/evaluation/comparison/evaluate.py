@@ -36,7 +36,7 @@ from decode_engine.evaluation.settings import TIMED_STEPS, WARM_UP_STEPS, Evalua
 from decode_engine.evaluation.tasks import Document, Question, chat_question, make_documents, source_text
 from decode_engine.model.runner import ModelRunner
 from decode_engine.settings.command_options import Prompts
-from index_store.cli.progress import Advance, StartStage
+from index_store.cli.console import Advance, StartStage
 from index_store.errors import InvalidArgumentError
 from index_store.memory.context_loading import placed_bytes
 from index_store.memory.devices import context_device, describe_device, pick_device

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from decode_engine.evaluation.tuning.candidates import BudgetSweep, Candidate
 from decode_engine.evaluation.tuning.meters import Measurement, Meter
-from index_store.cli.progress import Advance, StartStage
+from index_store.cli.console import Advance, StartStage
 
 
 @dataclass(frozen=True, slots=True)

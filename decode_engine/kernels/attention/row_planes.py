@@ -16,11 +16,11 @@ import triton.language as tl
 
 from decode_engine.kernels.attention.online_softmax import attend_tile
 from decode_engine.kernels.record_fields import key_pointers, value_pointers
-from index_store.indexes.coarse_rows.scalars import row_sizes
+from index_store.indexes.coarse_rows.parameters import BLOCK
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.store.description.manifest import HIGH_PLANE
 
-_BLOCK = tl.constexpr(row_sizes.BLOCK)
+_BLOCK = tl.constexpr(BLOCK)
 _BITS = tl.constexpr(4)
 _VALUE_GROUP = tl.constexpr(INDEX_SPECS[HIGH_PLANE].parameters["value_group"])
 _LOWER, _UPPER = tl.constexpr(0x0F0F0F0F), tl.constexpr(0xF0F0F0F0)

@@ -22,8 +22,8 @@ from decode_engine.kernels.border import (
 )
 from decode_engine.kernels.coarse.sizes import CHUNKS, RUN, CoarseSizes, CoarseWork
 from index_store.attention.attention_state import AttentionState
-from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
-from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
+from index_store.indexes.coarse_rows.parameters import BLOCK
+from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decode_engine.kernels.families import coarse_refusal
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
+from index_store.indexes.coarse_rows.parameters import BLOCK
 
 RUN = 16
 """Consecutive keys of a sample, which share scales and offsets. Keys near each other are alike."""

@@ -33,22 +33,21 @@ from index_store.jobs.job_record import (
     JobProgress,
     JobRecord,
     JobState,
+    ReadingOptions,
     check_ttl,
     is_job_id,
 )
-from index_store.jobs.reading_options import ReadingOptions
 from index_store.jobs.uploads import Uploads
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.presets import get_method
 from index_store.models.conversation.messages import Conversation
 from index_store.models.tokenizer import Tokenizer
-from index_store.store.catalog import Store
+from index_store.store.catalog import Store, require_free
+from index_store.store.clean_up import StoreRoom
 from index_store.store.description.context_id import ModelIdentity, context_id
 from index_store.store.description.dtypes import AS_DTYPE, INT8, ROW_CODINGS
 from index_store.store.description.json_fields import check_labels
 from index_store.store.description.manifest import Manifest, require_dtype, require_model
-from index_store.store.names import require_free
-from index_store.store.room import StoreRoom
 from sparsekv.v1 import context_pb2
 
 _OPERATIONS = "operations/"

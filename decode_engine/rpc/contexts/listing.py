@@ -16,11 +16,10 @@ from enum import Enum
 from functools import cmp_to_key
 
 from index_store.errors import ContextNotFoundError, InvalidArgumentError, ManifestError
-from index_store.store.catalog import Store
+from index_store.store.catalog import Store, require_free, take_name
 from index_store.store.description.context_id import is_context_id
 from index_store.store.description.manifest import Manifest
 from index_store.store.listing import STATES, BrokenContext, Entry, Place, place_of, state_of
-from index_store.store.names import require_free, take_name
 from sparsekv.v1 import context_pb2
 
 COLLECTION = "contexts/"

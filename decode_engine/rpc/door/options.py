@@ -12,7 +12,8 @@ from typing import Annotated, Protocol
 from typer import Option
 
 from decode_engine.rpc.door.access import MAX_TOKEN_CHARACTERS, CertificateError
-from index_store.cli.checks import Address, InputFile
+from decode_engine.rpc.door.options import Certificates, check_authorities
+from index_store.cli.options import Address, InputFile
 from index_store.errors import InvalidArgumentError
 
 

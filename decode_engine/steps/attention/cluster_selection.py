@@ -30,7 +30,7 @@ from index_store.indexes.key_clusters.parameters import ClusterParameters
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import Method
-from index_store.selection import remainders
+from index_store.selection import budgets
 from index_store.store.description.manifest import Manifest
 
 
@@ -80,9 +80,9 @@ class ClusterMeans(StepRemainder):
 
     def __init__(self, plan: StepPlan, selection: KeySelection, in_place: bool) -> None:
         method = plan.method
-        centred = method.remainder is remainders.CENTRED
+        centred = method.remainder is budgets.CENTRED
         width = cluster_width(plan, _partition(method))
-        same = method.partition is None and in_place and method.remainder is remainders.MONOPOLE
+        same = method.partition is None and in_place and method.remainder is budgets.MONOPOLE
         self._shared = selection if same and isinstance(selection, ClusterSelection) else None
         self.turn = Turn.BESIDE_SEARCH if self._shared is None else Turn.IN_SEARCH
         self._scores = (

@@ -21,8 +21,7 @@ from decode_engine.kernels.families import coarse_refusal
 from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.step_parts import KeySelection, StepRemainder, Turn
 from index_store.indexes.coarse_rows.index import CoarseRows
-from index_store.indexes.coarse_rows.parameters import CoarseParameters
-from index_store.indexes.coarse_rows.scalars.row_sizes import value_groups
+from index_store.indexes.coarse_rows.parameters import CoarseParameters, value_groups
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import Method

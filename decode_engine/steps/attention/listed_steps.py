@@ -33,7 +33,7 @@ from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
-from index_store.selection.remainders import CENTRED, COARSE, MONOPOLE, Remainder
+from index_store.selection.budgets import CENTRED, COARSE, MONOPOLE, Remainder
 from index_store.store.description.manifest import Manifest
 
 if TYPE_CHECKING:

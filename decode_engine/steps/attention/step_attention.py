@@ -16,7 +16,7 @@ from torch import Tensor
 from decode_engine.kernels.attention.row_groups import Seat
 from decode_engine.kernels.device_queue import DeviceQueue
 from decode_engine.steps.attention.turns_triton import Lane
-from index_store.attention.logit_form import LogitForm
+from index_store.attention.attention_state import LogitForm
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.store.description.context_id import ModelIdentity

@@ -23,7 +23,7 @@ from decode_engine.layers.session import Session
 from decode_engine.steps.attention.coarse_steps import coarse_fields
 from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.row_planes.two_planes import TwoPlanes
+from index_store.indexes.coarse_rows.two_planes import TwoPlanes
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.selection.budgets import Ratio, TokenCount

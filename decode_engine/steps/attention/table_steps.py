@@ -24,9 +24,9 @@ from decode_engine.kernels.tables.table_attention import table_attention
 from decode_engine.kernels.tables.table_context import TableContext, has_padded_rows, padded_rows
 from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.step_parts import KeySelection
+from index_store.indexes.coarse_rows.two_planes import TwoPlanes
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.indexes.query_tables.parameters import TableParameters, TableSearch
-from index_store.indexes.row_planes.two_planes import TwoPlanes
 from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import IndexSpec
 from index_store.methods.method import Method

@@ -55,14 +55,7 @@ def make_weight_product(count: int, outputs: int) -> Any:
 
     @intrinsic
     def multiply_weights(
-        typing: Any,
-        rows: Any,
-        row: Any,
-        weights: Any,
-        scales: Any,
-        output: Any,
-        inputs: Any,
-        out: Any,
+        typing: Any, rows: Any, row: Any, weights: Any, scales: Any, output: Any, inputs: Any, out: Any
     ) -> Generated:
         """multiply_weights(rows, row, weights, scales, output, inputs, out)
 

@@ -7,23 +7,151 @@ N keys of the context, P sampled query positions, d head dim.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
+from index_store.compiled.launch import on_host
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
-from index_store.indexes.interface.growing import GrowingRows
-from index_store.indexes.interface.index_kind import IndexKind
-from index_store.selection.pieces import Piece
-from index_store.selection.ranking import Ranking
+from index_store.indexes.interface.index_kind import SMALLEST, IndexKind, SubspaceParameters, grown
+from index_store.selection.ranking import Piece, Ranking
 from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
+
+MANY = 64
+"""Queries of a KV head from which on tables and codes are multiplied and not looked up, on a device."""
+
+_TILE_BYTES = 256 * 2**20  # of one tile's numbers as float32
+
+
+def are_many(queries_HTG_: Tensor) -> bool:
+    """Whether so many queries [H, T, G, ...] on a device are searched for by products."""
+    return not on_host(queries_HTG_) and queries_HTG_.shape[1] * queries_HTG_.shape[2] >= MANY
+
+
+def by_tiles(
+    queries_HQK: Tensor, tile: Callable[[int, int], Tensor], first: int, end: int, width: int
+) -> Tensor:
+    """[H, Q, M] float32: products of the queries with keys first..end-1, which come as tiles [H, K, n] float32."""
+    heads, queries, _ = queries_HQK.shape
+    out = torch.empty(heads, queries, max(0, end - first), device=queries_HQK.device)
+    step = max(1, _TILE_BYTES // (heads * width * 4))
+    for begin in range(first, end, step):
+        stop = min(begin + step, end)
+        out[..., begin - first : stop - first] = torch.bmm(queries_HQK, tile(begin, stop))
+    return out
+
+
+def subspace_dims(parameters: SubspaceParameters, head_dim: int) -> Tensor:
+    """[m, d / m] int64 on the CPU: the dimensions of each subspace.
+
+    Raises InvalidArgumentError when the head dimension is no multiple of m.
+    """
+    if head_dim % parameters.subspaces:
+        raise InvalidArgumentError(
+            f"head dimension {head_dim} does not split into {parameters.subspaces} subspaces; "
+            f"choose a divisor of {head_dim}"
+        )
+    order = torch.arange(head_dim, device="cpu")
+    if parameters.split == "strided":
+        return order.view(-1, parameters.subspaces).t().contiguous()
+    return order.view(parameters.subspaces, -1)
+
+
+Do = Callable[[Callable[[], object]], None]
+"""Is given what is to be done, at once or behind other work."""
+
+
+def do_now(work: Callable[[], object]) -> None:
+    """Does it at once."""
+    work()
+
+
+class GrowingRows:
+    """Rows [H, n, ...] at the start of a buffer that grows by doubling, so that room depends on n alone.
+
+    room: rows that there is room for from the beginning. limit: rows that there will be at most, when that is known;
+    a buffer never grows beyond it. addressed: rows that host memory has addresses for from the first row on; up to
+    there rows stay where they are, and no growth copies them. What is beyond the room is not touched, so a system that
+    gives memory when it is first written to has given none for it, and it does not count as held.
+    count: n. Whoever writes rows into the buffer himself makes room for them before, and sets it after.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        *row: int,
+        dtype: torch.dtype = torch.float32,
+        room: int = 0,
+        limit: int | None = None,
+        addressed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.buffer = torch.empty(heads, room, *row, dtype=dtype, device=device)
+        self.count = 0
+        self._limit = limit
+        self._addressed = addressed if self.buffer.device.type == "cpu" else 0
+        self._room = room
+
+    @property
+    def rows(self) -> Tensor:
+        """View of the rows, [H, n, ...]: writing rows changes it, growing detaches it."""
+        return self.buffer[:, : self.count]
+
+    @property
+    def capacity(self) -> int:
+        """Rows that there is room for."""
+        return self._room if self._addressed else self.buffer.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the room, rows still unused included."""
+        return self.buffer[:, : self.capacity].numel() * self.buffer.element_size()
+
+    def append(self, rows: Tensor) -> None:
+        """Adds rows [H, k, ...] behind the last one."""
+        self.put(self.count, rows)
+
+    def put(self, start: int, rows: Tensor) -> None:
+        """Puts rows [H, k, ...] at start..start+k-1; what stood from there on is gone.
+
+        Raises InvalidArgumentError when rows before `start` are missing.
+        """
+        if start > self.count:
+            raise InvalidArgumentError(f"rows {self.count}..{start - 1} were never written")
+        end = start + rows.shape[1]
+        self.reserve(end)
+        self.buffer[:, start:end] = rows
+        self.count = end
+
+    def reserve(self, count: int, do: Do = do_now) -> None:
+        """Makes room for `count` rows; those written so far may move.
+
+        do: is given the copying, where a device may have yet to write rows behind the last one.
+        """
+        before = self.capacity
+        if count <= before:
+            return
+        self._room = grown(count, max(SMALLEST, self.capacity), self._limit)
+        if self._room <= self.buffer.shape[1]:
+            return
+        rows = max(self._room, self._addressed)
+        buffer = self.buffer.new_empty(self.buffer.shape[0], rows, *self.buffer.shape[2:])
+        do(partial(buffer[:, :before].copy_, self.buffer[:, :before]))
+        self.buffer = buffer
+
+    def fork(self) -> Self:
+        """The same rows in a buffer of their own, with as much room."""
+        other = copy(self)
+        other.buffer = torch.empty_like(self.buffer)
+        other.rows[:] = self.rows
+        return other
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +194,7 @@ class LayerSource:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one session asks of `LayerIndex.best_together`: the arguments of `LayerIndex.rank`."""
+    """What one session asks of an index: the arguments of `LayerIndex.rank`. position: -1 where none was told."""
 
     queries_HTGD: Tensor
     first_key: int
@@ -211,7 +339,8 @@ class LayerIndex(IndexKind):
         for search options that do not fit, and without a position that is needed.
         """
         self._check_held(end_key, appended)
-        return self._score(queries_HTGD, first_key, end_key, appended, search, position)
+        place = -1 if position is None else position
+        return self._score(Asked(queries_HTGD, first_key, end_key, appended, search, place))
 
     def _check_held(self, end_key: int, appended: AppendedKeys | None) -> None:
         """Raises InvalidArgumentError for keys that the index does not hold."""
@@ -233,15 +362,7 @@ class LayerIndex(IndexKind):
         raise MethodUnsupportedError(f"index kind {self.kind!r} does not attend to what is not selected")
 
     @abstractmethod
-    def _score(
-        self,
-        queries_HTGD: Tensor,
-        first_key: int,
-        end_key: int,
-        appended: AppendedKeys | None,
-        search: Mapping[str, Scalar],
-        position: int | None,
-    ) -> Ranking:
+    def _score(self, asked: Asked) -> Ranking:
         """Does what `rank` promises for keys that the index holds; `_own` tells what was appended."""
 
     def _own(self, appended: AppendedKeys | None, extension: type[Own]) -> Own:

@@ -6,6 +6,7 @@ Shape legend: H KV heads, N keys, P keys of one block, C clusters, K coarse clus
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,10 +14,146 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.layer_index import LayerSource, all_finite, check_keys
-from index_store.indexes.key_clusters.moments import ClusterMoments, measure, sum_by_cluster
 from index_store.indexes.key_clusters.parameters import ClusterParameters, TreeParameters
-from index_store.indexes.key_clusters.windowed_rope import check_frequencies, undo_rotary
 from index_store.indexes.kmeans.kmeans import assign_clusters
+from index_store.selection.budgets import MOMENTS
+
+_PADDED_ROWS = 16_384  # member rows of several clusters multiplied at a time, padded to the largest of them
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterMoments:
+    """The per-cluster arrays of `ClusteredKeys`, as defined there."""
+
+    counts_HC: Tensor
+    means_HCD: Tensor
+    value_sums_HCD: Tensor
+    variances_HCD: Tensor | None = None
+    covariances_HCDD: Tensor | None = None
+
+
+def check_moments(moments: str) -> None:
+    """Raises InvalidArgumentError for an unknown choice."""
+    if moments not in MOMENTS:
+        raise InvalidArgumentError(f"moments is {moments!r}, expected one of {', '.join(MOMENTS)}")
+
+
+def measure(
+    keys_HXD: Tensor, values_HXD: Tensor, assignment_HX: Tensor, clusters: int, moments: str
+) -> ClusterMoments:
+    """Moments of clusters 0..clusters-1 from float32 keys and values [H, X, d] and the keys' clusters [H, X] int64.
+
+    Every key belongs to a cluster. A cluster without members has zeros everywhere.
+    """
+    counts = count_members(assignment_HX, clusters)
+    members = counts.clamp(min=1)[..., None]
+    means = sum_by_cluster(keys_HXD, assignment_HX, clusters) / members
+    value_sums = sum_by_cluster(values_HXD, assignment_HX, clusters)
+    if moments == "none":
+        return ClusterMoments(counts, means, value_sums)
+    centred_keys = keys_HXD - _rows_of(means, assignment_HX)
+    variances = sum_by_cluster(centred_keys.square(), assignment_HX, clusters) / members
+    if moments == "diagonal":
+        return ClusterMoments(counts, means, value_sums, variances)
+    centred_values = values_HXD - _rows_of(value_sums / members, assignment_HX)
+    products = [
+        _products_by_cluster(*head, clusters)
+        for head in zip(centred_values, centred_keys, assignment_HX, strict=True)
+    ]
+    return ClusterMoments(counts, means, value_sums, variances, torch.stack(products))
+
+
+def sum_by_cluster(rows_HXD: Tensor, assignment_HX: Tensor, clusters: int) -> Tensor:
+    """[H, C, D] float32: the sum of the rows [H, X, D] of every cluster."""
+    heads, _, dim = rows_HXD.shape
+    sums = torch.zeros(heads * clusters, dim, device=rows_HXD.device)
+    places, rows = _flat(assignment_HX, clusters), rows_HXD.reshape(-1, dim)
+    if rows.device.type == "cpu":
+        sums.index_add_(0, places, rows)
+    else:
+        # Sorts; index_add_ would add in another order every time there.
+        sums.index_put_((places,), rows, accumulate=True)
+    return sums.view(heads, clusters, dim)
+
+
+def count_members(assignment_HX: Tensor, clusters: int) -> Tensor:
+    """[H, C] float32: the keys of every cluster."""
+    heads = len(assignment_HX)
+    counts = torch.bincount(_flat(assignment_HX, clusters), minlength=heads * clusters)
+    return counts.float().view(heads, clusters)
+
+
+def _flat(assignment_HX: Tensor, clusters: int) -> Tensor:
+    heads = torch.arange(len(assignment_HX), device=assignment_HX.device)[:, None]
+    return (assignment_HX + heads * clusters).flatten()
+
+
+def _rows_of(table_HCD: Tensor, assignment_HX: Tensor) -> Tensor:
+    return table_HCD.gather(1, assignment_HX[..., None].expand(-1, -1, table_HCD.shape[2]))
+
+
+def _products_by_cluster(left_XD: Tensor, right_XD: Tensor, assignment_X: Tensor, clusters: int) -> Tensor:
+    """[C, d, d]: the sum over each cluster's members of left row times right row.
+
+    Clusters are taken from the largest on, as many at a time as fit when padded alike, so that little is padded.
+    """
+    members = assignment_X.argsort(stable=True)
+    sizes = torch.bincount(assignment_X, minlength=clusters)
+    starts = sizes.cumsum(0) - sizes
+    by_size = sizes.argsort(descending=True, stable=True)
+    products = left_XD.new_zeros(clusters, left_XD.shape[1], right_XD.shape[1])
+    done = 0
+    while done < clusters and (width := int(sizes[by_size[done]])) > 0:
+        chosen = by_size[done : done + max(1, _PADDED_ROWS // width)]
+        offsets = torch.arange(width, device=sizes.device)
+        rows = members[(starts[chosen, None] + offsets).clamp_(max=len(members) - 1)]
+        padding = offsets >= sizes[chosen, None]
+        left = left_XD[rows].masked_fill_(padding[..., None], 0.0)
+        products[chosen] = left.transpose(1, 2) @ right_XD[rows]
+        done += len(chosen)
+    return products
+
+
+def check_frequencies(frequencies_F: Tensor | None, head_dim: int) -> Tensor:
+    """The frequencies; raises InvalidArgumentError unless there is one for every pair of dimensions."""
+    if frequencies_F is None:
+        raise InvalidArgumentError(
+            "windowed RoPE needs one rotary embedding of all dimensions in every layer, and this model's keys are "
+            "turned otherwise, or not in all layers; build the index with window 0"
+        )
+    if tuple(frequencies_F.shape) != (head_dim // 2,) or head_dim % 2:
+        raise InvalidArgumentError(
+            f"windowed RoPE needs one inverse frequency for every two of the {head_dim} dimensions, "
+            f"got {tuple(frequencies_F.shape)}; build the index with window 0"
+        )
+    return frequencies_F
+
+
+def undo_rotary(keys_HTD: Tensor, first_position: int, frequencies_F: Tensor) -> Tensor:
+    """Keys [H, T, d] at positions first_position.. turned back to position 0: [H, T, d] float32."""
+    end = first_position + keys_HTD.shape[1]
+    positions_T = torch.arange(first_position, end, device=keys_HTD.device)
+    return _turn(keys_HTD, _angles(-positions_T, frequencies_F))
+
+
+def move_queries(queries_HTGD: Tensor, position: int, window: int, frequencies_F: Tensor) -> Tensor:
+    """Queries [H, T, G, d] at positions position.. turned to position `window`: [H, T, G, d] float32."""
+    end = position + queries_HTGD.shape[1]
+    positions_T = torch.arange(position, end, device=queries_HTGD.device)
+    return _turn(queries_HTGD, _angles(window - positions_T, frequencies_F)[:, None])
+
+
+def _angles(positions_T: Tensor, frequencies_F: Tensor) -> Tensor:
+    # float32 resolves the angle of the fastest dimension to 0.06 rad at a million tokens.
+    return positions_T.double()[:, None] * frequencies_F.to(positions_T.device).double()
+
+
+def _turn(vectors: Tensor, angles: Tensor) -> Tensor:
+    """Vectors [..., d] with dimensions i and i + d/2 turned by angles [..., F]."""
+    cos, sin = angles.cos().float(), angles.sin().float()
+    low, high = vectors.float().chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
 
 _SEEDS = 2**31
 
@@ -198,7 +335,7 @@ def build_tree_on_device(
     parameters: TreeParameters, arrays: dict[str, Tensor], seed: int
 ) -> dict[str, Tensor]:
     """The same arrays, by kernels, over the fine clusters' arrays."""
-    from index_store.indexes.key_clusters.tree_triton import build_device_tree
+    from index_store.indexes.key_clusters.build_triton import build_device_tree
 
     frequencies = {"frequencies": arrays["frequencies"]} if "frequencies" in arrays else {}
     tree = build_device_tree(

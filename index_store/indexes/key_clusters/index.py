@@ -22,20 +22,35 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.growing import GrowingRows
-from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource
-from index_store.indexes.key_clusters.build import build_clusters
-from index_store.indexes.key_clusters.moments import check_moments, measure, sum_by_cluster
+from index_store.indexes.interface.layer_index import (
+    AppendedKeys,
+    Asked,
+    GrowingRows,
+    LayerIndex,
+    LayerSource,
+)
+from index_store.indexes.key_clusters.build import (
+    build_clusters,
+    build_tree,
+    check_frequencies,
+    check_moments,
+    measure,
+    move_queries,
+    sum_by_cluster,
+    undo_rotary,
+)
 from index_store.indexes.key_clusters.parameters import (
     ClusterKind,
     ClusterParameters,
     ClusterSearch,
+    TreeKind,
+    TreeParameters,
+    TreeSearch,
     most_open,
 )
-from index_store.indexes.key_clusters.windowed_rope import check_frequencies, move_queries, undo_rotary
+from index_store.indexes.key_clusters.tree_numba import search_tree
 from index_store.indexes.kmeans.first_centroids import METRICS
-from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
-from index_store.selection.ranking import Items, Members, Ranking
+from index_store.selection.ranking import ClusteredKeys, Items, Members, Ranking, ScoredClusters
 from index_store.store.description.json_fields import Scalar
 
 _REFINEMENTS = 3
@@ -300,18 +315,10 @@ class KeyClusters(ClusterKind, LayerIndex):
             device=self._clusters.means_HCD.device,
         )
 
-    def _score(
-        self,
-        queries_HTGD: Tensor,
-        first_key: int,
-        end_key: int,
-        appended: AppendedKeys | None,
-        search: Mapping[str, Scalar],
-        position: int | None,
-    ) -> Ranking:
-        own = self._own_clusters(appended)
-        moved = self._moved(queries_HTGD, position)
-        shared, vectors_read = self._search(moved, search)
+    def _score(self, asked: Asked) -> Ranking:
+        own = self._own_clusters(asked.appended)
+        moved = self._moved(asked.queries_HTGD, asked.position)
+        shared, vectors_read = self._search(moved, asked.search)
         groups, scored = [self._members], [shared[0]]
         if own is not None:
             groups.append(own.members)
@@ -319,7 +326,7 @@ class KeyClusters(ClusterKind, LayerIndex):
             vectors_read += own.clusters.counts_HC.shape[1]
         logits = torch.cat([piece.logits_HTGC for piece in scored], dim=-1)
         pieces = (*shared, *scored[1:])
-        return Ranking(logits, Items(first_key, end_key, tuple(groups)), pieces, vectors_read)
+        return Ranking(logits, Items(asked.first_key, asked.end_key, tuple(groups)), pieces, vectors_read)
 
     def pieces(
         self,
@@ -349,7 +356,7 @@ class KeyClusters(ClusterKind, LayerIndex):
     def _moved(self, queries_HTGD: Tensor, position: int | None) -> Tensor:
         if self._frequencies_F is None:
             return queries_HTGD
-        if position is None:
+        if position is None or position < 0:
             raise InvalidArgumentError(
                 f"index kind {self.kind!r} with window {self._parameters.window} undoes the rotary embedding and "
                 "needs the position of the first query"
@@ -364,3 +371,62 @@ def score_clusters(clusters: ClusteredKeys, queries_HTGD: Tensor) -> ScoredClust
     logits = torch.bmm(flat, clusters.means_HCD.transpose(1, 2)).view(heads, positions, group, -1)
     logits.masked_fill_((clusters.counts_HC == 0)[:, None, None], -torch.inf)
     return ScoredClusters(clusters, logits, queries_HTGD)
+
+
+class ClusterTree(TreeKind, KeyClusters):
+    """Two levels of clusters of one layer's keys.
+
+    The session's own clusters have no coarse level: they are few, and all of them are compared with every query.
+    `pieces` without a ranking expands coarse clusters up to the default share of the keys.
+    """
+
+    def __init__(self, parameters: ClusterParameters, arrays: Mapping[str, Tensor]) -> None:
+        super().__init__(parameters, arrays)
+        self._coarse_offsets_HK = arrays["coarse_offsets"]
+        self._coarse = ClusteredKeys(
+            arrays["coarse_counts"],
+            arrays["coarse_means"],
+            arrays["coarse_value_sums"],
+            arrays["assignment"],
+            variances_HCD=arrays.get("coarse_variances"),
+            parents_HC=arrays["parents"],
+        )
+
+    @classmethod
+    def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:
+        parsed = TreeParameters.parse(parameters)
+        return cls(parsed, build_tree(parsed, source, seed))
+
+    def _search(
+        self, queries_HTGD: Tensor, search: Mapping[str, Scalar]
+    ) -> tuple[tuple[ScoredClusters, ...], float]:
+        coarse_keep = TreeSearch.parse(search).coarse_keep
+        coarse = score_clusters(self._coarse, queries_HTGD)
+        expanded_HTK = expand(coarse.logits_HTGC, self._coarse.counts_HC, coarse_keep)
+        logits = search_tree(
+            queries_HTGD,
+            self._clusters.means_HCD,
+            self._clusters.counts_HC,
+            self._coarse_offsets_HK,
+            expanded_HTK,
+        )
+        compared = (expanded_HTK * self._coarse_offsets_HK.diff(dim=1)[:, None]).sum(-1)
+        coarse.logits_HTGC.masked_fill_(expanded_HTK[:, :, None], -torch.inf)
+        vectors_read = expanded_HTK.shape[2] + float(compared.double().mean())
+        return (ScoredClusters(self._clusters, logits, queries_HTGD), coarse), vectors_read
+
+
+def expand(logits_HTGK: Tensor, counts_HK: Tensor, keep: float) -> Tensor:
+    """Which coarse clusters to expand, [H, T, K] bool: best first until they hold the share `keep` of the keys.
+
+    They are ordered by S_i = exp(q.c_i) / sum_j N_j exp(q.c_j) averaged over the group (Multipole Attention eq. 1).
+    The one that reaches the share is expanded as well.
+    """
+    totals = (logits_HTGK + counts_HK.log()[:, None, None]).logsumexp(-1, keepdim=True)
+    scores_HTK = (logits_HTGK - totals).exp().mean(2)
+    order = scores_HTK.argsort(dim=-1, descending=True, stable=True)
+    sizes = counts_HK[:, None].expand_as(scores_HTK).gather(-1, order)
+    before = sizes.cumsum(-1) - sizes
+    wanted = before < keep * counts_HK.sum(-1)[:, None, None]
+    expanded = torch.zeros_like(wanted).scatter_(-1, order, wanted)
+    return expanded & (counts_HK > 0)[:, None]

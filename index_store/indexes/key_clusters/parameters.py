@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.index_kind import Growth, IndexKind, grown
-from index_store.indexes.interface.parameters import Parameters
-from index_store.selection.remainders import CLUSTERS, MOMENTS
+from index_store.indexes.interface.index_kind import Growth, IndexKind, Parameters, grown
+from index_store.selection.budgets import CLUSTERS, MOMENTS
 from index_store.store.description.json_fields import Scalar
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.compiled.launch import launch, njit, on_host, spread
+from index_store.compiled.launch import B1, F4, I4, launch, on_host, task_loop
 
 # Coarse clusters per task: enough means to outweigh starting a task, few enough to occupy every core.
 _COARSE_PER_TASK = 16
@@ -34,6 +33,7 @@ def search_tree(
     if logits.numel() > 0:
         launch(
             _search_tree,
+            queries_HTGD.shape[0] * queries_HTGD.shape[1] * -(-expanded_HTK.shape[2] // _COARSE_PER_TASK),
             queries_HTGD.contiguous().numpy(),
             means_HCD.numpy(),
             counts_HC.numpy(),
@@ -61,21 +61,13 @@ def search_tree_reference(
     return products.masked_fill_(~alive_HTC[:, :, None], -torch.inf)
 
 
-@njit(fastmath={"reassoc", "contract"})
-def _search_part(
-    task: int,
-    queries: NDArray[np.float32],
-    means: NDArray[np.float32],
-    counts: NDArray[np.float32],
-    coarse_offsets: NDArray[np.int32],
-    expanded: NDArray[np.bool_],
-    logits: NDArray[np.float32],
-    positions: int,
-    parts: int,
-    coarse: int,
-    group: int,
-    dim: int,
+@task_loop("f4x4 f4x3 f4x2 i4x2 b1x3 f4x4", fastmath={"reassoc", "contract"})
+def _search_tree(
+    task: int, queries: F4, means: F4, counts: F4, coarse_offsets: I4, expanded: B1, logits: F4
 ) -> None:  # pragma: no cover - compiled
+    _, positions, group, dim = queries.shape
+    coarse = expanded.shape[2]
+    parts = (coarse + _COARSE_PER_TASK - 1) // _COARSE_PER_TASK
     head = task // (positions * parts)
     position = task // parts % positions
     first = task % parts * _COARSE_PER_TASK
@@ -90,22 +82,3 @@ def _search_part(
                 for i in range(dim):
                     product += queries[head, position, g, i] * means[head, c, i]
                 logits[head, position, g, c] = product
-
-
-@njit("f4x4 f4x3 f4x2 i4x2 b1x3 f4x4")
-def _search_tree(
-    queries: NDArray[np.float32],
-    means: NDArray[np.float32],
-    counts: NDArray[np.float32],
-    coarse_offsets: NDArray[np.int32],
-    expanded: NDArray[np.bool_],
-    logits: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
-    heads, positions, group, dim = queries.shape
-    coarse = expanded.shape[2]
-    parts = (coarse + _COARSE_PER_TASK - 1) // _COARSE_PER_TASK
-    spread(
-        _search_part,
-        heads * positions * parts,
-        (queries, means, counts, coarse_offsets, expanded, logits, positions, parts, coarse, group, dim),
-    )

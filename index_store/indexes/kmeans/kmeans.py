@@ -27,7 +27,7 @@ def spherical_kmeans(
     if len(directions) == 0:
         raise InvalidArgumentError("k-means got no point with a direction: all are zero")
     if points_PD.is_cuda:
-        from index_store.indexes.kmeans.spherical_triton import spherical_kmeans_batch
+        from index_store.indexes.kmeans.kmeans_triton import spherical_kmeans_batch
 
         return spherical_kmeans_batch(directions[None], clusters, iterations, seed)[0]
     directions = directions.contiguous()
@@ -45,12 +45,7 @@ def spherical_kmeans(
 
 
 def assign_clusters(
-    points_PD: Tensor,
-    clusters: int,
-    iterations: int,
-    seed: int,
-    metric: str,
-    order_P: Tensor | None = None,
+    points_PD: Tensor, clusters: int, iterations: int, seed: int, metric: str, order_P: Tensor | None = None
 ) -> Tensor:
     """The cluster, [P] int64 from 0 to clusters - 1, that k-means puts each of P points [P, D] into.
 

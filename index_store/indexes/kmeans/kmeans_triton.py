@@ -10,14 +10,139 @@ Shape legend: H heads, N vectors, T blocks, C clusters, D dimensions, S stretche
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.kmeans.first_centroids import METRICS, Blocks, first_centroids
-from index_store.indexes.kmeans.nearest_triton import assign_vectors, bounds_of, product_options
+
+
+def assign_vectors(
+    vectors_HND: Tensor,
+    centroids_HCD: Tensor,
+    halves_HC: Tensor | None,
+    table_TX: Tensor,
+    blocks: Blocks,
+    assignment_HN: Tensor,
+) -> None:
+    """Writes the cluster with the largest v.c - half of every vector in a block; without halves, the largest v.c."""
+    heads, count, dim = vectors_HND.shape
+    longest = max(end - first for first, end, _, _ in blocks)
+    most = max(stop - begin for _, _, begin, stop in blocks)
+    whole = vectors_HND.dtype == torch.float32
+    options = product_options(whole, dim)
+    points, tile = 64, 128
+    if options["STAGES"] > 1:
+        # Fewer centroids at once leave registers for more vectors: 324 us instead of 418 (docs/log.md).
+        points, tile, options["STAGES"] = 128, 64, 2
+    assign_kernel[(triton.cdiv(longest, points), len(blocks), heads)](
+        vectors_HND,
+        centroids_HCD,
+        halves_HC,
+        table_TX,
+        assignment_HN,
+        vectors_HND.stride(0),
+        vectors_HND.stride(1),
+        count,
+        centroids_HCD.shape[1],
+        HALVES=halves_HC is not None,
+        DIM=dim,
+        POINTS=points,
+        TILE=tile,
+        TILES=int(triton.next_power_of_2(triton.cdiv(most, tile))),
+        **options,
+    )
+
+
+def assign_vectors_reference(
+    vectors_HND: Tensor,
+    centroids_HCD: Tensor,
+    halves_HC: Tensor | None,
+    table_TX: Tensor,
+    blocks: Blocks,
+    assignment_HN: Tensor,
+) -> None:
+    """The same, eagerly."""
+    for first, end, begin, stop in blocks:
+        own = centroids_HCD[:, begin:stop].float()
+        products = vectors_HND[:, first:end].float() @ own.transpose(1, 2)
+        if halves_HC is not None:
+            products -= halves_HC[:, None, begin:stop]
+        assignment_HN[:, first:end] = (products.argmax(-1) + begin).to(torch.int32)
+
+
+def product_options(whole: bool, dim: int) -> dict[str, Any]:
+    """Of a launch that multiplies matrices of vectors. whole: of float32."""
+    return {
+        "PRECISION": "ieee" if whole else "tf32",
+        "STAGES": 1 if whole or dim > 128 else 3,
+        "num_warps": 8 if dim > 128 else 4,
+    }
+
+
+@triton.jit
+def bounds_of(table_ptr: tl.tensor, block: tl.tensor) -> tl.tensor:
+    """A block's vectors first..end-1 and clusters begin..stop-1."""
+    row = table_ptr + block * 4
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+
+
+@triton.jit(do_not_specialize=["count", "clusters"])
+def assign_kernel(
+    vectors_ptr: tl.tensor,
+    centroids_ptr: tl.tensor,
+    halves_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    assignment_ptr: tl.tensor,
+    head_stride: tl.tensor,
+    row_stride: tl.tensor,
+    count: tl.tensor,
+    clusters: tl.tensor,
+    HALVES: tl.constexpr,
+    DIM: tl.constexpr,
+    POINTS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """One program per (POINTS vectors, block, head)."""
+    block = tl.program_id(1)
+    head = tl.program_id(2).to(tl.int64)
+    first, end, begin, stop = bounds_of(table_ptr, block)
+    at = first + tl.program_id(0) * POINTS + tl.arange(0, POINTS)
+    if first + tl.program_id(0) * POINTS < end:
+        inside = at < end
+        dims = tl.arange(0, DIM)
+        from_ptr = vectors_ptr + head * head_stride
+        vectors = tl.load(
+            from_ptr + at.to(tl.int64)[:, None] * row_stride + dims[None, :], mask=inside[:, None], other=0.0
+        )
+        best = tl.full([POINTS, TILE], float("-inf"), tl.float32)
+        centroids_head = centroids_ptr + head * clusters * DIM
+        for tile in tl.range(0, tl.cdiv(stop - begin, TILE), num_stages=STAGES):
+            # Where there are no more clusters, the last one again, so that nothing has to be masked.
+            own = tl.minimum(begin + tile * TILE + tl.arange(0, TILE), stop - 1)
+            centroids = tl.load(centroids_head + own[:, None] * DIM + dims[None, :])
+            products = tl.dot(vectors, tl.trans(centroids), input_precision=PRECISION)
+            if HALVES:
+                products -= tl.load(halves_ptr + head * clusters + own)[None, :]
+            # The last bits of a product give way to the number of the tile, which then needs no array of its own.
+            bits = (products.to(tl.int32, bitcast=True) & (-TILES)) | tile
+            best = tl.maximum(best, bits.to(tl.float32, bitcast=True))
+        column = tl.argmax(best, 1)
+        columns = tl.arange(0, TILE)
+        bits = best.to(tl.int32, bitcast=True) & (TILES - 1)
+        tile = tl.sum(tl.where(columns[None, :] == column[:, None], bits, 0), 1)
+        chosen = tl.minimum(begin + tile * TILE + column, stop - 1)
+        tl.store(assignment_ptr + head * count + at, chosen.to(tl.int32), mask=inside)
+
 
 LONGEST_ROW = 256
 """Dimensions that the kernels take."""
@@ -318,3 +443,140 @@ def move_kernel(
             if not SCALED:  # means have halves
                 halves = 0.5 * tl.sum(rounded.to(tl.float32) * rounded.to(tl.float32), 1)
                 tl.store(halves_ptr + row, halves, mask=filled)
+
+
+_WAITS_AT_ONCE = 2**26  # random numbers drawn for seeds
+
+
+_NEAR = 1e-9
+"""Squared distance of a point to itself, so that repeated points can fill up the seeds."""
+
+
+def spherical_kmeans_batch(
+    points_YPB: Tensor, clusters: int, iterations: int, seed: int, starts_YXB: Tensor | None = None
+) -> Tensor:
+    """Unit-length centroids [Y, C, B] float32 of the directions of Y sets of points [Y, P, B].
+
+    k-means++ seeds, of the points or of `starts`, which are means of clusters of such points. Zero vectors have no
+    direction and count for nothing. With fewer points than clusters centroids repeat. A cluster that loses all its
+    points keeps its centroid.
+    """
+    if clusters < 1 or iterations < 1 or points_YPB.shape[1] == 0:
+        raise InvalidArgumentError(
+            f"k-means needs at least 1 cluster, iteration and point, got {clusters}, {iterations} and "
+            f"{points_YPB.shape[1]}"
+        )
+    problems, count, width = points_YPB.shape
+    points = fill_rows(normalize(points_YPB.float(), dim=-1).to(torch.float16))
+    source = points
+    if starts_YXB is not None:
+        source = fill_rows(normalize(starts_YXB.float(), dim=-1).to(torch.float16))
+    centroids = spread_seeds(source, clusters, seed)
+    blocks = [(0, count, 0, clusters)]
+    table = torch.tensor(blocks, dtype=torch.int32).to(points.device, non_blocking=True)
+    ones = torch.ones(problems, count, device=points.device)
+    nearest = torch.empty(problems, count, dtype=torch.int32, device=points.device)
+    for _ in range(iterations):
+        assign_vectors(points, centroids, None, table, blocks, nearest)
+        move_centroids(points, ones, nearest, table, blocks, centroids, None)
+    return normalize(centroids[..., :width].float(), dim=-1)
+
+
+def spread_seeds(points_YPW: Tensor, clusters: int, seed: int) -> Tensor:
+    """k-means++: [Y, C, W] of P points each, drawn with a probability in proportion to the squared distance.
+
+    The distance is that to the nearest point drawn before; zero vectors are never drawn while others are left.
+    """
+    problems, count, width = points_YPW.shape
+    device = points_YPW.device
+    distances = torch.empty(problems, count, device=device)
+    drawn = torch.empty(problems, clusters, width, dtype=points_YPW.dtype, device=device)
+    for first, waits in _draw_waits(problems, count, clusters, device, seed):
+        some = slice(first, first + waits.shape[1])
+        seed_kernel[(waits.shape[1],)](
+            points_YPW[some],
+            waits,
+            distances[some],
+            drawn[some],
+            count,
+            waits.shape[1],
+            clusters,
+            WIDTH=width,
+            POINTS=min(1024, 16_384 // width, max(16, int(triton.next_power_of_2(count)))),
+            num_warps=8,
+        )
+    return drawn
+
+
+def _draw_waits(
+    problems: int, count: int, clusters: int, device: torch.device, seed: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Exponential waiting times [C, Y', P] of as many problems as memory allows, and the first one's number."""
+    generator = torch.Generator(device).manual_seed(seed)
+    together = max(1, _WAITS_AT_ONCE // (clusters * count))
+    for first in range(0, problems, together):
+        own = min(together, problems - first)
+        yield (first, torch.empty(clusters, own, count, device=device).exponential_(generator=generator))
+
+
+def spread_seeds_reference(points_YPW: Tensor, clusters: int, seed: int) -> Tensor:
+    """The same, eagerly."""
+    problems, count, width = points_YPW.shape
+    points = points_YPW.float()
+    drawn_waits = [waits for _, waits in _draw_waits(problems, count, clusters, points.device, seed)]
+    waits = torch.cat(drawn_waits, dim=1)
+    distances = (points.square().sum(-1) > 0).float()
+    drawn = []
+    for number in range(clusters):
+        # The least of exponential waiting times is at each point with a probability proportional to its rate.
+        chosen = (distances / waits[number]).argmax(-1)
+        drawn.append(points_YPW.gather(1, chosen[:, None, None].expand(-1, 1, width)))
+        away = (2 - 2 * (points * drawn[-1].float()).sum(-1)).clamp_(min=_NEAR)
+        distances = torch.minimum(distances * (4.0 if number == 0 else 1.0), away)
+    return torch.cat(drawn, dim=1)
+
+
+@triton.jit(do_not_specialize=["count", "problems", "clusters"])
+def seed_kernel(
+    points_ptr: tl.tensor,
+    waits_ptr: tl.tensor,
+    distances_ptr: tl.tensor,
+    drawn_ptr: tl.tensor,
+    count: tl.tensor,
+    problems: tl.tensor,
+    clusters: tl.tensor,
+    WIDTH: tl.constexpr,
+    POINTS: tl.constexpr,
+) -> None:
+    """One program per problem draws all of its seeds, one after the other."""
+    problem = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, WIDTH)
+    own_points = points_ptr + problem * count * WIDTH
+    own_distances = distances_ptr + problem * count
+    drawn = tl.zeros([WIDTH], tl.float32)
+    for number in range(clusters):
+        best = tl.full([POINTS], -1.0, tl.float32)
+        winner = tl.zeros([POINTS], tl.int32)
+        for start in range(0, count, POINTS):
+            at = start + tl.arange(0, POINTS)
+            inside = at < count
+            points = tl.load(
+                own_points + at[:, None] * WIDTH + dims[None, :], mask=inside[:, None], other=0.0
+            ).to(tl.float32)
+            if number == 0:
+                distances = tl.where(tl.sum(points * points, 1) > 0.0, 1.0, 0.0)
+                tl.store(own_distances + at, distances * 4.0, mask=inside)
+            else:
+                away = tl.maximum(2.0 - 2.0 * tl.sum(points * drawn[None, :], 1), 1e-9)
+                distances = tl.minimum(tl.load(own_distances + at, mask=inside, other=0.0), away)
+                tl.store(own_distances + at, distances, mask=inside)
+            waits = tl.load(waits_ptr + (number * problems + problem) * count + at, mask=inside, other=1.0)
+            rates = tl.where(inside, distances / waits, -1.0)
+            better = rates > best
+            best = tl.where(better, rates, best)
+            winner = tl.where(better, at, winner)
+        lane = tl.argmax(best, 0)
+        chosen = tl.sum(tl.where(tl.arange(0, POINTS) == lane, winner, 0), 0)
+        seed = tl.load(own_points + chosen * WIDTH + dims)
+        tl.store(drawn_ptr + (problem * clusters + number) * WIDTH + dims, seed)
+        drawn = seed.to(tl.float32)

@@ -15,21 +15,46 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from index_store.indexes.interface.growing import GrowingRows
 from index_store.indexes.interface.layer_index import (
     AppendedKeys,
+    Asked,
+    GrowingRows,
     LayerIndex,
     LayerSource,
+    are_many,
+    by_tiles,
     check_keys,
+    subspace_dims,
 )
-from index_store.indexes.interface.products import are_many
-from index_store.indexes.interface.subspaces import subspace_dims
 from index_store.indexes.kmeans.kmeans import euclidean_kmeans
 from index_store.indexes.product_codes.parameters import CodeKind, CodeParameters
-from index_store.indexes.product_codes.products import score_codes_by_products
 from index_store.indexes.product_codes.search_numba import CodeReads, score_codes
 from index_store.selection.ranking import Items, Ranking
 from index_store.store.description.json_fields import Scalar
+
+
+def score_codes_by_products(
+    codes: tuple[Tensor, Tensor], slices_HTGSB: Tensor, codebooks_HSWB: Tensor, first: int, end: int
+) -> Tensor:
+    """`score_codes`: [H, T, G, M] float32, the products of queries with keys first..end-1 as their codes have them.
+
+    codes: of the context's keys [H, N, S], and of appended ones [H, A, S]. Keys are put together from their codewords,
+    a tile at a time.
+    """
+    shared_HNS, appended_HAS = codes
+    count = shared_HNS.shape[1]
+    heads, positions, group, subspaces, width = slices_HTGSB.shape
+    head_H11 = torch.arange(heads, device=slices_HTGSB.device)[:, None, None]
+    subspace_S1 = torch.arange(subspaces, device=slices_HTGSB.device)[:, None]
+
+    def tile(begin: int, stop: int) -> Tensor:
+        own = appended_HAS[:, max(begin - count, 0) : max(stop - count, 0)]
+        codes_HSn = torch.cat([shared_HNS[:, begin:stop], own], dim=1).long().transpose(1, 2)
+        return codebooks_HSWB[head_H11, subspace_S1, codes_HSn].transpose(2, 3).flatten(1, 2)
+
+    queries = slices_HTGSB.reshape(heads, positions * group, subspaces * width)
+    return by_tiles(queries, tile, first, end, subspaces * width).view(heads, positions, group, -1)
+
 
 _KEYS_AT_ONCE = 2048  # keys compared with all codewords at a time
 
@@ -78,30 +103,24 @@ class ProductCodes(CodeKind, LayerIndex):
     def start_appending(self) -> AppendedCodes:
         return AppendedCodes(self._codebooks_HSWB, self._dims_SB)
 
-    def _score(
-        self,
-        queries_HTGD: Tensor,
-        first_key: int,
-        end_key: int,
-        appended: AppendedKeys | None,
-        search: Mapping[str, Scalar],
-        position: int | None,
-    ) -> Ranking:
-        own = self._own(appended, AppendedCodes)
-        slices = queries_HTGD[..., self._dims_SB]
+    def _score(self, asked: Asked) -> Ranking:
+        own = self._own(asked.appended, AppendedCodes)
+        slices = asked.queries_HTGD[..., self._dims_SB]
         codes = (self._codes_HNS, own.codes.buffer)
         if are_many(slices):
-            logits = score_codes_by_products(codes, slices, self._codebooks_HSWB, first_key, end_key)
+            logits = score_codes_by_products(
+                codes, slices, self._codebooks_HSWB, asked.first_key, asked.end_key
+            )
         else:
             tables = torch.einsum("htgsb,hswb->htgsw", slices, self._codebooks_HSWB)
-            logits = score_codes(CodeReads(*codes, tables, first_key, end_key))
+            logits = score_codes(CodeReads(*codes, tables, asked.first_key, asked.end_key))
         _, subspaces, codewords, width = self._codebooks_HSWB.shape
         codebook_bytes = subspaces * codewords * width * self._codebooks_HSWB.element_size()
         return Ranking(
             logits,
-            Items(first_key, end_key),
+            Items(asked.first_key, asked.end_key),
             vectors_read=float(codewords),
-            bytes_read=float((end_key - first_key) * subspaces + codebook_bytes),
+            bytes_read=float((asked.end_key - asked.first_key) * subspaces + codebook_bytes),
         )
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.index_kind import Growth, IndexKind, grown
-from index_store.indexes.interface.parameters import SubspaceParameters
+from index_store.indexes.interface.index_kind import Growth, IndexKind, SubspaceParameters, grown
 from index_store.store.description.json_fields import Scalar
 
 _MAX_BITS = 8

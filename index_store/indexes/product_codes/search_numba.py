@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.compiled.launch import launch, njit, on_host, spread
+from index_store.compiled.launch import F4, U1, launch, njit, on_host, task_loop
 
 _GATHERED_BYTES = 64 * 2**20  # table entries that the reference gathers at a time
 _TILE = 1024  # keys whose codes stay in the first-level cache while every query scores them
@@ -46,6 +45,7 @@ def score_codes(reads: CodeReads) -> Tensor:
     if out.numel() > 0:
         launch(
             _score_codes,
+            heads * -(-out.shape[3] // _TILE),
             reads.codes_HNS.numpy(),
             reads.appended_HAS.numpy(),
             reads.tables_HTGSW.contiguous().flatten(1, 2).numpy(),
@@ -73,9 +73,7 @@ def score_codes_reference(reads: CodeReads) -> Tensor:
 
 
 @njit()
-def _score_rows(
-    codes: NDArray[np.uint8], table: NDArray[np.float32], out: NDArray[np.float32]
-) -> None:  # pragma: no cover - compiled
+def _score_rows(codes: U1, table: F4, out: F4) -> None:  # pragma: no cover - compiled
     for i in range(out.shape[0]):
         total = np.float32(0)
         for s in range(codes.shape[1]):
@@ -83,19 +81,12 @@ def _score_rows(
         out[i] = total
 
 
-@njit()
-def _score_tile(
-    task: int,
-    codes: NDArray[np.uint8],
-    appended: NDArray[np.uint8],
-    tables: NDArray[np.float32],
-    first: int,
-    out: NDArray[np.float32],
-    columns: int,
-    queries: int,
-    tiles: int,
-    keys: int,
+@task_loop("u1x3 u1x3 f4x4 i8 f4x3")
+def _score_codes(
+    task: int, codes: U1, appended: U1, tables: F4, first: int, out: F4
 ) -> None:  # pragma: no cover - compiled
+    (_, queries, columns), keys = out.shape, codes.shape[1]
+    tiles = (columns + _TILE - 1) // _TILE
     h, low = task // tiles, (task % tiles) * _TILE
     high = min(low + _TILE, columns)
     border = min(max(keys - first, low), high)  # from there on keys are appended ones
@@ -106,17 +97,3 @@ def _score_tile(
             begin = first + border - keys
             rows = appended[h, begin : begin + high - border]
             _score_rows(rows, tables[h, q], out[h, q, border:high])
-
-
-@njit("u1x3 u1x3 f4x4 i8 f4x3")
-def _score_codes(
-    codes: NDArray[np.uint8],
-    appended: NDArray[np.uint8],
-    tables: NDArray[np.float32],
-    first: int,
-    out: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
-    heads, queries, columns = out.shape
-    keys = codes.shape[1]
-    tiles = (columns + _TILE - 1) // _TILE
-    spread(_score_tile, heads * tiles, (codes, appended, tables, first, out, columns, queries, tiles, keys))

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import LayerSource, all_finite
-from index_store.indexes.interface.subspaces import subspace_dims
+from index_store.indexes.interface.layer_index import LayerSource, all_finite, subspace_dims
 from index_store.indexes.kmeans.kmeans import spherical_kmeans
 from index_store.indexes.query_tables.parameters import TableParameters, list_capacity
 

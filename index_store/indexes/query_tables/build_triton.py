@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from index_store.indexes.kmeans.kmeans_triton import fill_rows
-from index_store.indexes.kmeans.spherical_triton import spherical_kmeans_batch
+from index_store.indexes.kmeans.kmeans_triton import fill_rows, spherical_kmeans_batch
 
 _INT8_MAX = 127
 _INT16_MAX = 32767

@@ -24,19 +24,42 @@ from torch import Tensor
 from index_store.indexes.interface.index_kind import grown
 from index_store.indexes.interface.layer_index import (
     AppendedKeys,
+    Asked,
     LayerIndex,
     LayerSource,
+    are_many,
+    by_tiles,
     check_keys,
+    subspace_dims,
 )
-from index_store.indexes.interface.products import are_many
-from index_store.indexes.interface.subspaces import subspace_dims
 from index_store.indexes.query_tables.build import INT8_MAX, INT16_MAX, build_tables
-from index_store.indexes.query_tables.lists_numba import Lists, insert_keys, score_lists
 from index_store.indexes.query_tables.parameters import LEAST_ENTRIES, TableKind, TableParameters, TableSearch
-from index_store.indexes.query_tables.products import sum_rows_by_products
-from index_store.indexes.query_tables.search_numba import TableReads, softmax_sum_rows, sum_rows
+from index_store.indexes.query_tables.search_numba import (
+    Lists,
+    TableReads,
+    insert_keys,
+    score_lists,
+    softmax_sum_rows,
+    sum_rows,
+)
 from index_store.selection.ranking import Items, Ranking
 from index_store.store.description.json_fields import Scalar
+
+
+def sum_rows_by_products(reads: TableReads) -> Tensor:
+    """`sum_rows`: [H, T, G, M] float32, the weighted sum of table rows for keys first..end-1."""
+    heads, positions, group, _ = reads.rows_HTGJ.shape
+    stored = reads.tables_HSN.shape[1]
+    weights = torch.zeros(heads, positions * group, stored, device=reads.weights_HTGJ.device)
+    weights.scatter_add_(2, reads.rows_HTGJ.flatten(1, 2).long(), reads.weights_HTGJ.flatten(1, 2))
+
+    def tile(begin: int, end: int) -> Tensor:
+        count = reads.tables_HSN.shape[2]
+        own = reads.appended_HSA[..., max(begin - count, 0) : max(end - count, 0)]
+        return torch.cat([reads.tables_HSN[..., begin:end], own], dim=2).float()
+
+    found = by_tiles(weights, tile, reads.first, reads.end, stored)
+    return found.view(heads, positions, group, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,31 +194,26 @@ class QueryTables(TableKind, LayerIndex):
             return AppendedDense(self._scorer)
         return AppendedLists(self._scorer, self._ids_HSL, self._scores_HSN, self.key_count)
 
-    def _score(
-        self,
-        queries_HTGD: Tensor,
-        first_key: int,
-        end_key: int,
-        appended: AppendedKeys | None,
-        search: Mapping[str, Scalar],
-        position: int | None,
-    ) -> Ranking:
-        options = TableSearch.parse(search)
+    def _score(self, asked: Asked) -> Ranking:
+        options = TableSearch.parse(asked.search)
         # Tables in host memory are searched there, also for queries on a device.
-        device = queries_HTGD.device
-        queries_HTGD = queries_HTGD.to(self._scores_HSN.device)
+        device = asked.queries_HTGD.device
+        queries_HTGD = asked.queries_HTGD.to(self._scores_HSN.device)
         if options.group == "pooled":
             queries_HTGD = queries_HTGD.mean(2, keepdim=True)
         rows, weights = self._nearest(queries_HTGD, options)
-        items = Items(first_key, end_key)
+        items = Items(asked.first_key, asked.end_key)
         if self._ids_HSL is None:
-            own_HSN = self._own(appended, AppendedDense).rows_HSN
-            reads = TableReads(self._scores_HSN, own_HSN, rows, weights, first_key, end_key)
+            own_HSN = self._own(asked.appended, AppendedDense).rows_HSN
+            reads = TableReads(self._scores_HSN, own_HSN, rows, weights, asked.first_key, asked.end_key)
             return _TableRanking(reads, items, device)
-        scores = torch.empty(*rows.shape[:3], end_key - first_key, device=rows.device)
+        scores = torch.empty(*rows.shape[:3], asked.end_key - asked.first_key, device=rows.device)
         floor_missing = options.weights == "projection"
-        lists, flat = self._own(appended, AppendedLists).lists, (rows.flatten(1, 2), weights.flatten(1, 2))
-        score_lists(lists, *flat, first_key, floor_missing, scores.flatten(1, 2))
+        lists, flat = (
+            self._own(asked.appended, AppendedLists).lists,
+            (rows.flatten(1, 2), weights.flatten(1, 2)),
+        )
+        score_lists(lists, *flat, asked.first_key, floor_missing, scores.flatten(1, 2))
         return Ranking(scores.to(device), items)
 
     def _nearest(self, queries_HTGD: Tensor, options: TableSearch) -> tuple[Tensor, Tensor]:

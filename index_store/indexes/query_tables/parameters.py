@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.index_kind import Growth, IndexKind, grown
-from index_store.indexes.interface.parameters import Parameters, SubspaceParameters
+from index_store.indexes.interface.index_kind import Growth, IndexKind, Parameters, SubspaceParameters, grown
 from index_store.store.description.json_fields import Scalar
 
 LEAST_ENTRIES = 16

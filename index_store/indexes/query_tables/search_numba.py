@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.compiled.launch import launch, njit, on_host, spread
+from index_store.compiled.launch import F4, I1, I2, I4, launch, njit, on_host, spread, task_loop
 
 # Keys per tile: runs of table rows long enough to be prefetched, sums that stay in the second-level cache.
 TILE = 16_384
@@ -40,7 +39,7 @@ class TableReads:
     first: int
     end: int
 
-    def arrays(self) -> tuple[NDArray[np.int8], NDArray[np.int8], NDArray[np.int32], NDArray[np.float32]]:
+    def arrays(self) -> tuple[I1, I1, I4, F4]:
         """The tensors as the compiled kernels take them."""
         return (
             self.tables_HSN.numpy(),
@@ -56,7 +55,13 @@ def sum_rows(reads: TableReads) -> Tensor:
         return sum_rows_reference(reads)
     out = torch.empty(*reads.rows_HTGJ.shape[:3], reads.end - reads.first, device="cpu")
     if out.numel() > 0:
-        launch(_sum_rows, *reads.arrays(), reads.first, out.numpy())
+        launch(
+            _sum_rows,
+            out.shape[:3].numel() * -(-out.shape[3] // (TILE * _TILES_PER_TASK)),
+            *reads.arrays(),
+            reads.first,
+            out.numpy(),
+        )
     return out
 
 
@@ -112,11 +117,7 @@ def softmax_sum_rows_reference(reads: TableReads) -> Tensor:
 
 @njit(fastmath={"reassoc", "contract"})
 def _add_eight(
-    table: NDArray[np.int8],
-    rows: NDArray[np.int32],
-    weights: NDArray[np.float32],
-    afresh: bool,
-    acc: NDArray[np.float32],
+    table: I1, rows: I4, weights: F4, afresh: bool, acc: F4
 ) -> None:  # pragma: no cover - compiled
     """Adds eight weighted rows of a table as wide as acc, in one pass; afresh: to nothing, whatever acc holds."""
     row0, row1, row2, row3 = table[rows[0]], table[rows[1]], table[rows[2]], table[rows[3]]
@@ -152,13 +153,7 @@ def _add_eight(
 
 
 @njit()
-def add_rows(
-    table: NDArray[np.int8],
-    rows: NDArray[np.int32],
-    weights: NDArray[np.float32],
-    low: int,
-    acc: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
+def add_rows(table: I1, rows: I4, weights: F4, low: int, acc: F4) -> None:  # pragma: no cover - compiled
     """acc[i] = sum over j of weights[j] * table[rows[j], low + i]."""
     # Piece by piece, so that sums stay in the first-level cache from one pass to the next.
     for begin in range(0, acc.shape[0], _PIECE):
@@ -166,13 +161,7 @@ def add_rows(
 
 
 @njit(fastmath={"reassoc", "contract"})
-def _add_piece(
-    table: NDArray[np.int8],
-    rows: NDArray[np.int32],
-    weights: NDArray[np.float32],
-    low: int,
-    acc: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
+def _add_piece(table: I1, rows: I4, weights: F4, low: int, acc: F4) -> None:  # pragma: no cover - compiled
     """`add_rows` for a few keys."""
     count = acc.shape[0]
     picks = rows.shape[0]
@@ -207,12 +196,7 @@ def _add_piece(
 
 @njit()
 def _add_tile(
-    table: NDArray[np.int8],
-    appended: NDArray[np.int8],
-    rows: NDArray[np.int32],
-    weights: NDArray[np.float32],
-    low: int,
-    acc: NDArray[np.float32],
+    table: I1, appended: I1, rows: I4, weights: F4, low: int, acc: F4
 ) -> None:  # pragma: no cover - compiled
     """`add_rows` over a tile that may lie in the context's table, in the appended one, or across their border."""
     keys = table.shape[1]
@@ -223,21 +207,13 @@ def _add_tile(
         add_rows(appended, rows, weights, low + inside - keys, acc[inside:])
 
 
-@njit()
-def _sum_span(
-    task: int,
-    tables: NDArray[np.int8],
-    appended: NDArray[np.int8],
-    rows: NDArray[np.int32],
-    weights: NDArray[np.float32],
-    first: int,
-    out: NDArray[np.float32],
-    spans: int,
-    positions: int,
-    group: int,
-    span: int,
-    columns: int,
+@task_loop("i1x3 i1x3 i4x4 f4x4 i8 f4x4")
+def _sum_rows(
+    task: int, tables: I1, appended: I1, rows: I4, weights: F4, first: int, out: F4
 ) -> None:  # pragma: no cover - compiled
+    _, positions, group, columns = out.shape
+    span = TILE * _TILES_PER_TASK
+    spans = (columns + span - 1) // span
     query, part = task // spans, task % spans
     h, t, g = query // (positions * group), (query // group) % positions, query % group
     for low in range(part * span, min((part + 1) * span, columns), TILE):
@@ -245,29 +221,8 @@ def _sum_span(
         _add_tile(tables[h], appended[h], rows[h, t, g], weights[h, t, g], first + low, acc)
 
 
-@njit("i1x3 i1x3 i4x4 f4x4 i8 f4x4")
-def _sum_rows(
-    tables: NDArray[np.int8],
-    appended: NDArray[np.int8],
-    rows: NDArray[np.int32],
-    weights: NDArray[np.float32],
-    first: int,
-    out: NDArray[np.float32],
-) -> None:  # pragma: no cover - compiled
-    heads, positions, group, columns = out.shape
-    span = TILE * _TILES_PER_TASK
-    spans = (columns + span - 1) // span
-    spread(
-        _sum_span,
-        heads * positions * group * spans,
-        (tables, appended, rows, weights, first, out, spans, positions, group, span, columns),
-    )
-
-
 @njit(fastmath={"reassoc", "contract"})
-def _exp_tile(
-    x: NDArray[np.float32], peak: np.float32, octave: NDArray[np.int32], factor: NDArray[np.float32]
-) -> float:  # pragma: no cover - compiled
+def _exp_tile(x: F4, peak: np.float32, octave: I4, factor: F4) -> float:  # pragma: no cover - compiled
     """Overwrites x by exp(x - peak), x <= peak, and returns its sum. `factor` is a float view of `octave`."""
     for i in range(x.shape[0]):
         y = (x[i] - peak) * _LOG2E
@@ -287,7 +242,7 @@ def _exp_tile(
 
 
 @njit()
-def _peak(x: NDArray[np.float32], scratch: NDArray[np.float32]) -> float:  # pragma: no cover - compiled
+def _peak(x: F4, scratch: F4) -> float:  # pragma: no cover - compiled
     """Maximum of a tile, by folding halves onto each other: unlike a running maximum, a fold is vectorised."""
     count = x.shape[0]
     source = x
@@ -307,7 +262,7 @@ def _peak(x: NDArray[np.float32], scratch: NDArray[np.float32]) -> float:  # pra
 
 @njit()
 def exponentiate_tile(
-    x: NDArray[np.float32], octave: NDArray[np.int32], scratch: NDArray[np.float32]
+    x: F4, octave: I4, scratch: F4
 ) -> tuple[np.float32, np.float32]:  # pragma: no cover - compiled
     """Overwrites x by exp(x - its maximum); the maximum, and the sum. octave: [TILE], scratch: [TILE / 2]."""
     peak = np.float32(_peak(x, scratch))
@@ -316,9 +271,7 @@ def exponentiate_tile(
 
 
 @njit(fastmath={"reassoc", "contract"})
-def combine_tile(
-    exponentials: NDArray[np.float32], shares: NDArray[np.float32], out: NDArray[np.float32]
-) -> None:  # pragma: no cover - compiled
+def combine_tile(exponentials: F4, shares: F4, out: F4) -> None:  # pragma: no cover - compiled
     """out[i] = sum over g of shares[g] * exponentials[g, i]."""
     out[:] = np.float32(0)
     for g in range(shares.shape[0]):
@@ -330,14 +283,14 @@ def combine_tile(
 @njit()
 def _exponentiate_span(
     task: int,
-    tables: NDArray[np.int8],
-    appended: NDArray[np.int8],
-    rows: NDArray[np.int32],
-    weights: NDArray[np.float32],
+    tables: I1,
+    appended: I1,
+    rows: I4,
+    weights: F4,
     first: int,
-    exponentials: NDArray[np.float32],
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
+    exponentials: F4,
+    peaks: F4,
+    totals: F4,
     spans: int,
     positions: int,
     start: int,
@@ -357,9 +310,7 @@ def _exponentiate_span(
 
 
 @njit()
-def _rescale_slot(
-    slot: int, peaks: NDArray[np.float32], totals: NDArray[np.float32]
-) -> None:  # pragma: no cover - compiled
+def _rescale_slot(slot: int, peaks: F4, totals: F4) -> None:  # pragma: no cover - compiled
     """Overwrites the peaks of one position's tiles by the factors that turn their exponentials into softmax."""
     _, group, tiles = peaks.shape
     for g in range(group):
@@ -376,13 +327,7 @@ def _rescale_slot(
 
 @njit()
 def _combine_span(
-    task: int,
-    exponentials: NDArray[np.float32],
-    factors: NDArray[np.float32],
-    out: NDArray[np.float32],
-    spans: int,
-    positions: int,
-    start: int,
+    task: int, exponentials: F4, factors: F4, out: F4, spans: int, positions: int, start: int
 ) -> None:  # pragma: no cover - compiled
     """Exponentials of some tiles of one position, rescaled and summed over the group."""
     slot, part = task // spans, task % spans
@@ -398,15 +343,15 @@ def _combine_span(
 
 @njit("i1x3 i1x3 i4x4 f4x4 i8 f4x3 f4x3 f4x3 f4x3")
 def _softmax_sum_rows(
-    tables: NDArray[np.int8],
-    appended: NDArray[np.int8],
-    rows: NDArray[np.int32],
-    weights: NDArray[np.float32],
+    tables: I1,
+    appended: I1,
+    rows: I4,
+    weights: F4,
     first: int,
-    exponentials: NDArray[np.float32],
-    peaks: NDArray[np.float32],
-    totals: NDArray[np.float32],
-    out: NDArray[np.float32],
+    exponentials: F4,
+    peaks: F4,
+    totals: F4,
+    out: F4,
 ) -> None:  # pragma: no cover - compiled
     positions = out.shape[1]
     queries = out.shape[0] * positions
@@ -421,3 +366,240 @@ def _softmax_sum_rows(
         )
         spread(_rescale_slot, min(wave, queries - start), (peaks, totals))
         spread(_combine_span, tasks, (exponentials, peaks, out, spans, positions, start))
+
+
+_BELOW_ALL = -(2**15) - 1
+_ENTRIES = 2**23  # of lists that the reference gathers at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """ids int32 and values int16 [H, S, L], shared; kept and inserted [H, S] int32; insert buffers [H, S, E]."""
+
+    ids_HSL: Tensor
+    values_HSL: Tensor
+    kept_HS: Tensor
+    inserted_ids_HSE: Tensor
+    inserted_values_HSE: Tensor
+    inserted_HS: Tensor
+
+
+def score_lists(
+    lists: Lists, rows_HRJ: Tensor, weights_HRJ: Tensor, first: int, floor_missing: bool, out_HRM: Tensor
+) -> None:
+    """out[h, r, i] = sum_j weights[h, r, j] * value of key `first + i` in list rows[h, r, j].
+
+    A key missing from a list counts as the list's lowest value with `floor_missing`, else as 0, and a key missing
+    from all J lists then gets -inf. A weight of exactly 0 skips the list.
+    """
+    if not on_host(rows_HRJ):
+        score_lists_reference(lists, rows_HRJ, weights_HRJ, first, floor_missing, out_HRM)
+        return
+    launch(
+        _score_lists,
+        rows_HRJ.shape[0] * rows_HRJ.shape[1],
+        lists.ids_HSL.numpy(),
+        lists.values_HSL.numpy(),
+        lists.kept_HS.numpy(),
+        lists.inserted_ids_HSE.numpy(),
+        lists.inserted_values_HSE.numpy(),
+        lists.inserted_HS.numpy(),
+        rows_HRJ.numpy(),
+        weights_HRJ.numpy(),
+        first,
+        floor_missing,
+        out_HRM.numpy(),
+    )
+
+
+def score_lists_reference(
+    lists: Lists, rows_HRJ: Tensor, weights_HRJ: Tensor, first: int, floor_missing: bool, out_HRM: Tensor
+) -> None:
+    """The same by gathering the lists of some queries at a time, on any device."""
+    heads, queries, picks = rows_HRJ.shape
+    entries = lists.ids_HSL.shape[2] + lists.inserted_ids_HSE.shape[2]
+    step = max(1, _ENTRIES // max(1, heads * picks * entries))
+    for begin in range(0, queries, step):
+        part = slice(begin, begin + step)
+        scored = _score_some(
+            lists, rows_HRJ[:, part], weights_HRJ[:, part], first, out_HRM.shape[2], floor_missing
+        )
+        out_HRM[:, part] = scored
+
+
+def _score_some(
+    lists: Lists, rows_HRJ: Tensor, weights_HRJ: Tensor, first: int, columns: int, floor_missing: bool
+) -> Tensor:
+    ids, values, held = _union(lists, rows_HRJ.long())
+    weights_HRJ1 = weights_HRJ[..., None]
+    held &= weights_HRJ1 != 0.0
+    floor_HRJ1 = torch.zeros_like(weights_HRJ1)
+    if floor_missing:
+        lowest = torch.where(held, values, torch.inf).amin(-1, keepdim=True)
+        floor_HRJ1 = lowest.masked_fill_(torch.isinf(lowest), 0.0)
+    found = held & (ids >= first) & (ids < first + columns)
+    # The last column takes what lies outside.
+    places = torch.where(found, ids - first, columns)
+    added = torch.where(found, weights_HRJ1 * (values - floor_HRJ1), 0.0)
+    total = torch.zeros(*rows_HRJ.shape[:2], columns + 1, device=places.device)
+    # A list has every key once, so that the order of additions is the same every time.
+    for place, of_list in zip(places.unbind(2), added.unbind(2), strict=True):
+        total.scatter_add_(2, place, of_list)
+    total += (weights_HRJ1 * floor_HRJ1).sum(2)
+    if not floor_missing:
+        seen = torch.zeros(total.shape, dtype=torch.bool, device=total.device)
+        total.masked_fill_(~seen.scatter_(2, places.flatten(2), True), -torch.inf)
+    return total[..., :columns]
+
+
+def insert_keys(lists: Lists, scores_HTS: Tensor, first_id: int) -> None:
+    """Try-inserts T keys with ids first_id.. and int16 scores [H, T, S] into every list, one after another.
+
+    Updates kept, inserted and the insert buffers in place; the buffers must have room for T more entries.
+    """
+    if not on_host(scores_HTS):
+        insert_keys_reference(lists, scores_HTS, first_id)
+        return
+    launch(
+        _insert_keys,
+        lists.kept_HS.numel(),
+        lists.values_HSL.numpy(),
+        lists.kept_HS.numpy(),
+        lists.inserted_ids_HSE.numpy(),
+        lists.inserted_values_HSE.numpy(),
+        lists.inserted_HS.numpy(),
+        scores_HTS.numpy(),
+        first_id,
+    )
+
+
+def insert_keys_reference(lists: Lists, scores_HTS: Tensor, first_id: int) -> None:
+    """The same for all keys at once, on any device.
+
+    Of stored entries, inserted ones and new keys, in this order, the L with the largest scores stay, of equal ones
+    those that come first: inserting one after another ends there too.
+    """
+    new = scores_HTS.shape[1]
+    device = scores_HTS.device
+    slots = lists.inserted_ids_HSE.shape[2]
+    scores_HST = scores_HTS.transpose(1, 2).int()
+    ids_T = torch.arange(first_id, first_id + new, dtype=torch.int32, device=device)
+    held = torch.arange(slots, device=device) < lists.inserted_HS[..., None]
+    values = torch.where(held, lists.inserted_values_HSE.int(), _BELOW_ALL)
+    order = torch.cat([values, scores_HST], dim=2).sort(dim=2, descending=True, stable=True)
+    ids = torch.cat([lists.inserted_ids_HSE, ids_T.expand(scores_HST.shape)], dim=2).gather(2, order.indices)
+    # Only the last T stored entries can go: one does when as many entries as there is room for come before it.
+    places = lists.kept_HS[..., None] - 1 - torch.arange(new, device=device)
+    stored = lists.values_HSL.gather(2, places.clamp(min=0).long()).int()
+    larger = torch.searchsorted(-order.values, -stored)
+    evicted = (places >= 0) & (places + larger >= (lists.kept_HS + lists.inserted_HS)[..., None])
+    gone = evicted.sum(2, dtype=torch.int32)
+    lists.kept_HS.sub_(gone)
+    lists.inserted_HS.add_(gone)
+    lists.inserted_values_HSE.copy_(order.values[..., :slots])
+    lists.inserted_ids_HSE.copy_(ids[..., :slots])
+
+
+def _union(lists: Lists, rows_HRJ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, values and which entries count, [H, R, J, L + E] each, of lists by number."""
+    heads = torch.arange(len(rows_HRJ), device=rows_HRJ.device)[:, None, None]
+    ids, values, held = [], [], []
+    for of_ids, of_values, counts_HS in (
+        (lists.ids_HSL, lists.values_HSL, lists.kept_HS),
+        (lists.inserted_ids_HSE, lists.inserted_values_HSE, lists.inserted_HS),
+    ):
+        ids.append(of_ids[heads, rows_HRJ])
+        values.append(of_values[heads, rows_HRJ])
+        entry = torch.arange(of_ids.shape[2], device=rows_HRJ.device)
+        held.append(entry < counts_HS[heads, rows_HRJ][..., None])
+    return torch.cat(ids, 3).long(), torch.cat(values, 3).float(), torch.cat(held, 3)
+
+
+@task_loop("i4x3 i2x3 i4x2 i4x3 i2x3 i4x2 i4x3 f4x3 i8 b1 f4x3")
+def _score_lists(
+    task: int,
+    ids: I4,
+    values: I2,
+    kept: I4,
+    inserted_ids: I4,
+    inserted_values: I2,
+    inserted: I4,
+    rows: I4,
+    weights: F4,
+    first: int,
+    floor_missing: bool,
+    out: F4,
+) -> None:  # pragma: no cover - compiled
+    (_, queries, picks), columns = rows.shape, out.shape[2]
+    head = task // queries
+    query = task % queries
+    acc = out[head, query]
+    acc[:] = np.float32(0) if floor_missing else np.float32(-np.inf)
+    base = np.float32(0)
+    for pick in range(picks):
+        weight = weights[head, query, pick]
+        if weight == np.float32(0):
+            continue
+        row = rows[head, query, pick]
+        count = kept[head, row]
+        extra = inserted[head, row]
+        floor = np.float32(0)
+        if floor_missing and count + extra > 0:
+            lowest = np.int16(32767)
+            if count > 0:
+                lowest = values[head, row, count - 1]
+            if extra > 0:
+                lowest = min(lowest, inserted_values[head, row, extra - 1])
+            floor = np.float32(lowest)
+            base += weight * floor
+        for e in range(count):
+            i = int(ids[head, row, e]) - first
+            if i >= 0 and i < columns:
+                add = weight * (np.float32(values[head, row, e]) - floor)
+                acc[i] = add if acc[i] == -np.inf else acc[i] + add
+        for e in range(extra):
+            i = int(inserted_ids[head, row, e]) - first
+            if i >= 0 and i < columns:
+                add = weight * (np.float32(inserted_values[head, row, e]) - floor)
+                acc[i] = add if acc[i] == -np.inf else acc[i] + add
+    if base != np.float32(0):
+        for i in range(columns):
+            acc[i] += base
+
+
+@task_loop("i2x3 i4x2 i4x3 i2x3 i4x2 i2x3 i8")
+def _insert_keys(
+    task: int,
+    values: I2,
+    kept: I4,
+    inserted_ids: I4,
+    inserted_values: I2,
+    inserted: I4,
+    scores: I2,
+    first_id: int,
+) -> None:  # pragma: no cover - compiled
+    (_, count, rows), capacity = scores.shape, values.shape[2]
+    head = task // rows
+    row = task % rows
+    for position in range(count):
+        score = scores[head, position, row]
+        base = kept[head, row]
+        extra = inserted[head, row]
+        lowest_base = np.int32(values[head, row, base - 1]) if base > 0 else np.int32(32768)
+        lowest_extra = np.int32(inserted_values[head, row, extra - 1]) if extra > 0 else np.int32(32768)
+        if score <= min(lowest_base, lowest_extra):
+            continue
+        if base + extra >= capacity:
+            if lowest_extra <= lowest_base:
+                extra -= 1
+            else:
+                base -= 1
+        slot = extra
+        while slot > 0 and inserted_values[head, row, slot - 1] < score:
+            inserted_values[head, row, slot] = inserted_values[head, row, slot - 1]
+            inserted_ids[head, row, slot] = inserted_ids[head, row, slot - 1]
+            slot -= 1
+        inserted_values[head, row, slot] = score
+        inserted_ids[head, row, slot] = np.int32(first_id + position)
+        kept[head, row] = base
+        inserted[head, row] = extra + 1

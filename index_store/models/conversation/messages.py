@@ -129,10 +129,7 @@ def read_conversation(document: object) -> Conversation:
             "the conversation", _kind(document), "a list of messages, or an object of messages and tools"
         )
     _check_members("the conversation", document, {"messages", "tools"})
-    return Conversation(
-        read_turns(document.get("messages")),
-        read_tools(document.get("tools") or []),
-    )
+    return Conversation(read_turns(document.get("messages")), read_tools(document.get("tools") or []))
 
 
 def read_tools(items: object) -> tuple[Tool, ...]:

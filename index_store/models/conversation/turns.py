@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from index_store.errors import InvalidArgumentError, ManifestError
-from index_store.models.conversation.chat_template import ChatTemplate, Rendering
+from index_store.models.conversation.chat_template import ChatTemplate, OrdinaryText, Rendering
 from index_store.models.conversation.messages import (
     Conversation,
     Message,
@@ -22,7 +22,6 @@ from index_store.models.conversation.messages import (
     conversation_object,
     read_conversation,
 )
-from index_store.models.conversation.ordinary_text import OrdinaryText
 
 RECORD_VERSION = 1
 _EARLIER_TURN = "A turn that came before."

@@ -103,8 +103,12 @@ def _convert(source: ModelFolder, folder: Path, read: ReadAttention) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.integrations.gguf import read_gguf_metadata
 
-    from index_store.models.gguf.gguf_settings import USED_BY_SETTINGS, GgufSettings, UnusedSettingError
-    from index_store.models.gguf.gguf_tokenizer import gguf_tokenizer
+    from index_store.models.gguf.gguf_settings import (
+        USED_BY_SETTINGS,
+        GgufSettings,
+        UnusedSettingError,
+        gguf_tokenizer,
+    )
 
     file = source.path
     try:

@@ -6,20 +6,131 @@ Beside it digests of the context's beginnings, by which contexts are found that 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from index_store.attention.layer_shape import LayerShape, WindowLayers
 from index_store.errors import InvalidArgumentError
+from index_store.store.description.dtypes import STORED_DTYPES
 from index_store.store.description.json_fields import check_name, check_positive, field_error
-from index_store.store.description.state_parts import ModelStates
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Heads of one layer. head_dim: d of queries, keys and values.
+
+    window: a query sees so many keys, its own included, and no context keeps more of the layer; None for all keys.
+    chunked: a query sees those of its own chunk, of so many tokens, instead.
+    """
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+    chunked: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.query_heads // self.kv_heads
+
+    def kept(self, tokens: int) -> int:
+        """How many of a context's tokens are kept of the layer: the last ones."""
+        return tokens if self.window is None else min(tokens, self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowLayers:
+    """The layers with a sliding window, all of one shape.
+
+    layers: ascending. size: keys that a query sees, its own included. chunked: those of its own chunk of so many.
+    """
+
+    layers: tuple[int, ...]
+    size: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    chunked: bool = False
+
+    @property
+    def unsaid(self) -> tuple[str, ...]:
+        """Fields that a manifest says nothing of."""
+        return () if self.chunked else ("chunked",)
+
+    @property
+    def shape(self) -> LayerShape:
+        """Of each of them."""
+        return LayerShape(self.query_heads, self.kv_heads, self.head_dim, self.size, self.chunked)
+
+
+STATE_KINDS = ("conv", "recurrent")
+
+FIXED_DTYPES = ("int64", "float32")
+"""Dtypes that a model may keep a state in whatever it computes in."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """One tensor of every of some layers.
+
+    kind, number: as transformers' cache of such a layer has it: one of STATE_KINDS, and which of that kind. layers: of
+    the model, ascending. shape: in one layer, of one text. dtype: one of FIXED_DTYPES; "" for the dtype of keys and
+    values.
+    """
+
+    kind: str
+    number: int
+    layers: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+    def nbytes(self, dtype: str) -> int:
+        """Bytes in all of its layers, in a context that stores keys and values in that dtype."""
+        return len(self.layers) * math.prod(self.shape) * STORED_DTYPES[self.dtype or dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStates:
+    """The states of a model. Its layers that attend are counted by themselves wherever keys and values are.
+
+    layers: of the model, all of them. attending: those that attend, ascending. parts: in the order in which they are
+    stored: wider elements first, so that none lies across its own alignment.
+    """
+
+    layers: int
+    attending: tuple[int, ...]
+    parts: tuple[StatePart, ...]
+
+    def __post_init__(self) -> None:
+        for name, layers in (("attending", self.attending), *(("parts", part.layers) for part in self.parts)):
+            ascending = all(one < other for one, other in itertools.pairwise((-1, *layers, self.layers)))
+            if not layers or not ascending:
+                expected = f"some ascending layers of 0..{self.layers - 1}"
+                raise field_error(f"model.states.{name}", layers, expected)
+        if not self.parts:
+            raise field_error("model.states.parts", self.parts, "one or more")
+        for part in self.parts:
+            if part.kind not in STATE_KINDS or part.number < 0 or part.dtype not in ("", *FIXED_DTYPES):
+                raise field_error("model.states.parts", part, f"{' or '.join(STATE_KINDS)} of a known dtype")
+            if not part.shape or min(part.shape) < 1:
+                raise field_error("model.states.parts", part.shape, "one or more positive sizes")
+        dtypes = [(*FIXED_DTYPES, "").index(part.dtype) for part in self.parts]
+        if dtypes != sorted(dtypes):
+            raise field_error("model.states.parts", self.parts, f"parts in {', '.join(FIXED_DTYPES)} first")
+
+    def nbytes(self, dtype: str) -> int:
+        """Bytes of all parts in a context that stores keys and values in that dtype."""
+        return sum(part.nbytes(dtype) for part in self.parts)
+
 
 _MOST_OF_A_MODEL = 2**31 - 1
 _HEX_ID = re.compile(r"[0-9a-f]{64}")

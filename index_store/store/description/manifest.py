@@ -21,9 +21,11 @@ from index_store.errors import (
     ManifestError,
     ModelMismatchError,
 )
-from index_store.selection.threshold_curve import KEEP_GRID, are_thresholds
-from index_store.store.description.array_entry import HEX, PATH_PART, ArrayEntry
-from index_store.store.description.array_shapes import (
+from index_store.selection.budgets import KEEP_GRID, are_thresholds
+from index_store.store.description.array_entry import (
+    HEX,
+    PATH_PART,
+    ArrayEntry,
     conversation_entry,
     kv_entry,
     plane_entry,
@@ -46,6 +48,7 @@ from index_store.store.description.json_fields import (
     MOST_LABELS,
     Number,
     Scalar,
+    Sealed,
     Whole,
     check_labels,
     check_name,
@@ -54,8 +57,7 @@ from index_store.store.description.json_fields import (
     check_utc,
     field_error,
 )
-from index_store.store.description.sealed import Sealed
-from index_store.store.files.additions import WHOLE
+from index_store.store.files.leftovers import WHOLE
 
 FORMAT_VERSION = 5
 """What is written: 2 added calibrated thresholds and a sample of the queries, 3 leaves the salt out and has layers with
@@ -85,7 +87,7 @@ class IndexEntry:
 
     Array `index/<name>/<array>` is [len(layers), kv_heads, ...]; row j belongs to model layer `layers[j]`.
     thresholds: estimated attention weights above which items hold the shares KEEP_GRID of the keys, as calibrated on
-        the context's last queries (index_store/selection/threshold_curve.py); empty without calibration.
+        the context's last queries (index_store/selection/budgets.py); empty without calibration.
     """
 
     name: str

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from decode_engine.evaluation.tasks import source_text
 from harness.checks import CheckFailedError
-from index_store.cli.progress import SilentReporter
+from index_store.cli.console import SilentReporter
 from index_store.models.resolve import resolve_model
 from index_store.models.tokenizer import Tokenizer, load_tokenizer
 from index_store.store.description.manifest import Manifest

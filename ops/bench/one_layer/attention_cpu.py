@@ -63,10 +63,10 @@ from decode_engine.layers.figures import Figures
 from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
 from index_store.indexes.coarse_rows.index import CoarseRows
+from index_store.indexes.coarse_rows.two_planes import ContextRows, TwoPlanes, find_low_plane
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.query_tables.index import QueryTables
-from index_store.indexes.row_planes.two_planes import ContextRows, TwoPlanes, find_low_plane
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method

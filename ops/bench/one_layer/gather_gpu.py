@@ -61,8 +61,7 @@ from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.step_parts import KeySelection
 from index_store.indexes.product_codes.index import ProductCodes
-from index_store.memory.host_memory import HostBlock, copy_source, default_page_locker
-from index_store.memory.mapped_memory import is_mapped
+from index_store.memory.host_memory import HostBlock, copy_source, default_page_locker, is_mapped
 from index_store.memory.placement import slots_per_head
 from index_store.methods.presets import get_method
 from index_store.selection.budgets import Ratio

@@ -6,7 +6,7 @@ Regime: one layer of a pass over prompts, 32 query heads, 8 KV heads, head dimen
 and values in the GPU's memory as they are stored, no mask, out and log-sum-exp. `rows` are the queries of one KV head:
 tokens of the pass times 4. Numbers are random: time does not depend on what they mean.
 
-- `chosen`: as prompts attend (`index_store/attention/many_queries.py`), with all copies and merges. `divided` is false
+- `chosen`: as prompts attend (`index_store/attention/fused.py`), with all copies and merges. `divided` is false
   where that is one call of the flash kernel. `chosen_first_ms` is the first call of these sizes by the clock, after the
   preparations at a server's start, which took `prepare_ms`: nothing more is to be prepared then.
 - `flash`: one call of the flash kernel. `cudnn`: one of cuDNN's, without copies; `cudnn_first_ms` is the first by the
@@ -43,10 +43,10 @@ from harness.timing import event_ms, seconds
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
-from index_store.attention.fused import attend_fused
-from index_store.attention.many_queries import (
+from index_store.attention.fused import (
     Division,
     attend_divided,
+    attend_fused,
     attend_many,
     division_on,
     prepare_many,

@@ -67,7 +67,7 @@ from decode_engine.kernels.families import COARSE_ROWS, coarse_refusal
 from decode_engine.steps.attention.coarse_steps import CoarseSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from index_store.attention.attention_state import AttentionState
-from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
+from index_store.indexes.coarse_rows.parameters import BLOCK
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS

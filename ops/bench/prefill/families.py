@@ -30,7 +30,7 @@ from harness.report import Report, reporting
 
 from decode_engine.evaluation.tasks import make_document, parse_length, source_text
 from decode_engine.model.runner import ModelRunner
-from index_store.cli.progress import SilentReporter
+from index_store.cli.console import SilentReporter
 from index_store.family.children import Continuation, OwnRows, publish_child, read_own_rows
 from index_store.family.parents import EXACT
 from index_store.memory.arena import Arena

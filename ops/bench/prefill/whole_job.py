@@ -47,7 +47,7 @@ from harness.page_cache import cached_share, drop_from_page_cache, files_below, 
 from harness.report import reporting
 from torch import Tensor
 
-from index_store.cli.progress import SilentReporter
+from index_store.cli.console import SilentReporter
 from index_store.memory.arena import Arena
 from index_store.memory.devices import context_device
 from index_store.memory.placement import MemoryBytes
@@ -55,7 +55,7 @@ from index_store.methods.default import DEFAULT_METHOD
 from index_store.models.loading import LoadedModel, ModelFolder, resolve_model
 from index_store.store.catalog import Store
 from index_store.store.description.dtypes import stored_dtype
-from index_store.store.files.checksums import extend_crc32c
+from index_store.store.zarr_io import extend_crc32c
 from prefill_worker.build.index_choice import choose_indexes
 from prefill_worker.build.stages import Clock
 from prefill_worker.config import PrefillConfig

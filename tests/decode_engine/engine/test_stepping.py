@@ -23,7 +23,7 @@ from decode_engine.settings.command_options import Prompts
 from index_store.errors import SparseKVError
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import resolve_model
-from index_store.store.description.array_shapes import kv_entry, tokens_entry
+from index_store.store.description.array_entry import kv_entry, tokens_entry
 from index_store.store.description.manifest import Manifest
 from tests.decode_engine.engine.fake_runner import FakeRunner, FakeSession
 from tests.support.models import write_model_folder

@@ -21,7 +21,7 @@ from decode_engine.evaluation.comparison.summary import Score
 from decode_engine.evaluation.prefill_command import PrefillCommand, PrefillFailedError, attention_flags
 from decode_engine.evaluation.settings import EvaluationConfig
 from decode_engine.evaluation.tasks import Document, DocumentSet, Question, held_out_text
-from index_store.cli.progress import show_stages
+from index_store.cli.console import show_stages
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.memory.arena import Arena
 from index_store.memory.placement import MemoryBytes, Placement
@@ -157,7 +157,7 @@ def test_a_context_is_prefilled_by_a_process_of_its_own(tmp_path: Path) -> None:
 def test_progress_in_a_pipe_is_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([0.0, 4.0, 12.0, 16.0])
     # Of this module alone: servers of other tests in this process ask for the time, too.
-    monkeypatch.setattr("index_store.cli.progress.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr("index_store.cli.console.time", SimpleNamespace(monotonic=lambda: next(seconds)))
     stream = io.StringIO()
     with show_stages(stream) as start_stage:
         advance = start_stage("asking", 3)

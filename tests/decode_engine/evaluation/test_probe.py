@@ -18,7 +18,7 @@ from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
 from index_store.indexes.classes import INDEX_CLASSES
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
-from index_store.selection.selected import Selection
+from index_store.selection.ranking import Selection
 from tests.support.layers import ALL_METHODS, build_layer, with_budget
 
 HEADS, GROUP, DIM, CONTEXT = 2, 3, 8, 300

@@ -8,7 +8,7 @@ from pathlib import Path
 from decode_engine.evaluation.scoring import Segment, reference_log_probs, score_segment
 from decode_engine.evaluation.tasks.texts import held_out_text
 from decode_engine.model.runner import ModelRunner
-from index_store.cli.progress import LineReporter
+from index_store.cli.console import LineReporter
 from index_store.memory.arena import Arena
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import load_tokenizer, resolve_model

@@ -32,7 +32,7 @@ from decode_engine.kernels.coarse.warp.warp_pass import NEGLIGIBLE
 from decode_engine.kernels.records import records_of
 from index_store.attention.attention_state import AttentionState
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
+from index_store.indexes.coarse_rows.coding_numba import code_rows
 from tests.decode_engine.kernels.problems.coarse_problems import (
     SMALL,
     Searched,

@@ -24,8 +24,8 @@ from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import LayerAttention, LayerSearch, SparseLayer
 from index_store.attention.attention_state import AttentionState
-from index_store.attention.many_queries import Division
-from index_store.indexes.row_planes.two_planes import ContextRows
+from index_store.attention.fused import Division
+from index_store.indexes.coarse_rows.two_planes import ContextRows
 from index_store.memory.arena import Arena
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.memory.resident import ResidentContext

@@ -17,8 +17,7 @@ from torch import Tensor
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer, attend_sparse_together
-from index_store.attention.attention_state import AttentionState
-from index_store.attention.logit_form import PLAIN, LogitForm
+from index_store.attention.attention_state import PLAIN, AttentionState, LogitForm
 from index_store.methods.method import Method
 from index_store.selection.remainder_states import ExactKeys, remainder_state
 from tests.decode_engine.layers.plain_attention import G, H, context, tokens

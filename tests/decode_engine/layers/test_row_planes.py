@@ -10,12 +10,12 @@ from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.host_rows import copy_rows, pick_rows, stream_blocks
 from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer, attend_sparse_together
-from index_store.attention.logit_form import LogitForm
+from index_store.attention.attention_state import LogitForm
+from index_store.indexes.coarse_rows.two_planes import TwoPlanes
 from index_store.indexes.exact_index import ExactIndex
-from index_store.indexes.row_planes.two_planes import TwoPlanes
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
-from tests.index_store.indexes.row_planes.test_two_planes import planes_of
+from tests.index_store.indexes.coarse_rows.test_two_planes import planes_of
 from tests.support.layers import ALL_METHODS, build_search, with_budget, with_everything
 
 HEADS, GROUP, CONTEXT, DIM = 2, 3, 300, 32

@@ -11,9 +11,8 @@ from torch import Tensor
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.sparse_layer import SparseLayer
-from index_store.methods.method import Method
+from index_store.methods.method import Method, Schedule
 from index_store.methods.presets import get_method
-from index_store.methods.schedules import Schedule
 from tests.support.layers import build_search
 
 H, G, D, N = 2, 2, 16, 300

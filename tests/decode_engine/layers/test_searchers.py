@@ -9,8 +9,8 @@ from torch import Tensor
 
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.searchers import MadeSelection, Searchers
-from index_store.methods.schedules import Schedule
-from index_store.selection.selected import Selection
+from index_store.methods.method import Schedule
+from index_store.selection.ranking import Selection
 
 H, G, D, USUAL = 2, 2, 4, 100
 

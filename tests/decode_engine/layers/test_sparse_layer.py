@@ -13,9 +13,8 @@ from torch import Tensor
 from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.selected_attention import Observation
-from index_store.methods.method import Method
+from index_store.methods.method import Method, Schedule
 from index_store.methods.presets import METHODS, get_method
-from index_store.methods.schedules import Schedule
 from index_store.selection.budgets import Budget, Ratio
 from tests.decode_engine.layers.plain_attention import D, G, H, context, reference, tokens
 from tests.support.layers import ALL_METHODS, build_layer, with_budget, with_everything

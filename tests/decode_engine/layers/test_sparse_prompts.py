@@ -17,8 +17,7 @@ from index_store.methods.index_specs import IndexSpec
 from index_store.methods.presets import get_method
 from index_store.selection.budgets import Ratio
 from index_store.selection.cutting import cut
-from index_store.selection.ranking import Items, Ranking
-from index_store.selection.selected import Step
+from index_store.selection.ranking import Items, Ranking, Step
 from tests.decode_engine.layers.test_host_rows import (
     CPU,
     DIM,

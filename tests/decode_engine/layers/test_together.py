@@ -13,11 +13,10 @@ from torch import Tensor
 from decode_engine.layers import sparse_layer
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer, attend_sparse_together
-from index_store.attention.logit_form import PLAIN, LogitForm
+from index_store.attention.attention_state import PLAIN, LogitForm
 from index_store.indexes.interface.layer_index import Asked
-from index_store.methods.method import Method
+from index_store.methods.method import Method, Schedule
 from index_store.methods.presets import get_method
-from index_store.methods.schedules import Schedule
 from index_store.selection.budgets import Mass, Ratio, Threshold, TokenCount
 from tests.support.layers import ALL_METHODS, build_index, build_search
 

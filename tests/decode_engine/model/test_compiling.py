@@ -16,7 +16,7 @@ from decode_engine.model.packed_weights import PackedMatrix
 from decode_engine.model.row_products_numba import multiply_rows
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from index_store.compiled.loops import loops_of
+from index_store.compiled.beside import loops_of
 from index_store.methods.presets import METHODS
 from index_store.models.loading import resolve_model
 from tests.decode_engine.conftest import Library

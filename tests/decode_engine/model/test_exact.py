@@ -26,7 +26,7 @@ from decode_engine.model.runner import ModelRunner
 from decode_engine.orders.events import Ends, Event, Fails, Says, TokenLogprob
 from decode_engine.orders.fields import Sampling
 from decode_engine.orders.order import Constraint, Order
-from index_store.cli.progress import LineReporter
+from index_store.cli.console import LineReporter
 from index_store.memory.arena import Arena
 from index_store.memory.context_loading import placed_bytes
 from index_store.memory.resident import ResidentContext

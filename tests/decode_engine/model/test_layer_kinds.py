@@ -23,7 +23,7 @@ from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.orders.events import Says
 from decode_engine.orders.order import Order
-from index_store.cli.progress import LineReporter
+from index_store.cli.console import LineReporter
 from index_store.errors import InvalidArgumentError
 from index_store.memory.arena import Arena
 from index_store.memory.context_loading import placed_bytes

@@ -24,9 +24,8 @@ from index_store.errors import (
     MethodUnsupportedError,
     ModelMismatchError,
 )
-from index_store.methods.method import Method
+from index_store.methods.method import Method, Schedule
 from index_store.methods.presets import METHODS, get_method
-from index_store.methods.schedules import Schedule
 from index_store.models.loading import resolve_model
 from index_store.selection.budgets import Ratio
 from tests.support.layers import with_budget, with_everything

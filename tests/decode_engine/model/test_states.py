@@ -24,8 +24,8 @@ from index_store.models.identity import identify
 from index_store.models.loading import resolve_model
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import ModelIdentity
+from index_store.store.description.json_fields import plain
 from index_store.store.description.manifest import FORMAT_VERSION, LAYERS_VERSION, MANIFESTS, Manifest
-from index_store.store.description.sealed import plain
 from index_store.store.zarr_io import CHECKSUM_BYTES, chunk_path
 from prefill_worker.jobs.checkpoint import Checkpoint
 from prefill_worker.jobs.means import load_for_reading

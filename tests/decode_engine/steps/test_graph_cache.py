@@ -16,7 +16,7 @@ from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.step_batch import StepBatch
 from decode_engine.steps.graph_cache import AllocationMeter, GraphCache
 from decode_engine.steps.stepper import Stepper
-from index_store.indexes.interface.growing import Do, do_now
+from index_store.indexes.interface.layer_index import Do, do_now
 from index_store.methods.presets import METHODS
 from index_store.models.resolve import resolve_model
 from tests.support.models import write_model_folder

@@ -7,13 +7,8 @@ import torch
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
-from index_store.attention.listed_keys_numba import (
-    Listed,
-    attend_listed,
-    attend_listed_reference,
-    readable,
-)
-from index_store.attention.pooled_weights_numba import pooled_weights, pooled_weights_reference
+from index_store.attention.listed_keys_numba import Listed, attend_listed, attend_listed_reference, readable
+from index_store.attention.rows_in_line_numba import pooled_weights, pooled_weights_reference
 
 H, G = 3, 2
 

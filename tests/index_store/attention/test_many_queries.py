@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from index_store.attention import many_queries
+from index_store.attention import fused
 from index_store.attention.attention_state import AttentionState
-from index_store.attention.fused import attend_fused, attend_to_all
-from index_store.attention.many_queries import (
+from index_store.attention.fused import (
     Division,
     attend_divided,
+    attend_fused,
     attend_many,
+    attend_to_all,
     divide_past,
     division_on,
     prepare_many,
@@ -112,9 +113,9 @@ def test_everything_has_been_prepared_whatever_the_lengths_of_contexts_and_promp
         lengths.append(key.shape[2])
         return attend_fused(query, key, value, causal=causal)
 
-    monkeypatch.setattr(many_queries, "attend_fused", attend)
-    monkeypatch.setattr(many_queries, "division_on", lambda *_: SMALL)
-    monkeypatch.setattr(many_queries, "_LEAST_ROWS", 48)
+    monkeypatch.setattr(fused, "attend_fused", attend)
+    monkeypatch.setattr(fused, "division_on", lambda *_: SMALL)
+    monkeypatch.setattr(fused, "_LEAST_ROWS", 48)
     for heads in (1, 2):
         assert prepare_many(heads, 16, torch.bfloat16, torch.device("cpu")) == len(SMALL.lengths)
     prepared = set(seen)

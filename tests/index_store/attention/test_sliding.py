@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from index_store.attention.attention_state import AttentionState
-from index_store.attention.logit_form import LogitForm
-from index_store.attention.sliding import attend_masked, attend_recent, attend_window
+from index_store.attention.attention_state import AttentionState, LogitForm
+from index_store.attention.fused import attend_masked, attend_recent, attend_window
 
 
 def formula(
@@ -73,7 +72,7 @@ def test_masks_and_caps_equal_the_formula(
     window: int | None, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where some queries see no key, and where keys come in several blocks."""
-    monkeypatch.setattr("index_store.attention.sliding._LOGIT_BYTES", 4 * 2 * 3 * 30 * 7)
+    monkeypatch.setattr("index_store.attention.fused._LOGIT_BYTES", 4 * 2 * 3 * 30 * 7)
     generator = torch.Generator().manual_seed(3)
     queries, kv = (torch.randn(shape, generator=generator) for shape in ((2, 3, 30, 16), (2, 25, 2, 16)))
     for first in (-4, 0, 24):

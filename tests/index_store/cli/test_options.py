@@ -14,8 +14,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from index_store.cli import progress
-from index_store.cli.checks import (
+from index_store.cli import console
+from index_store.cli.console import reporter_for, show_stages
+from index_store.cli.options import (
+    SIZE,
     AtLeast,
     Check,
     Filled,
@@ -24,9 +26,11 @@ from index_store.cli.checks import (
     OneOf,
     OutputFile,
     OutputFolder,
+    Spelled,
+    check_bounds,
+    comma_separated,
+    configured,
 )
-from index_store.cli.options import SIZE, Spelled, check_bounds, comma_separated, configured
-from index_store.cli.progress import reporter_for, show_stages
 from index_store.errors import ContextNotFoundError, InvalidArgumentError
 
 
@@ -106,13 +110,7 @@ def test_values_are_read(arguments: list[str], changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        (),
-        ("--name", "a"),
-        (*REQUIRED, "--colour", "blue"),
-        (*REQUIRED, "--threads", "x"),
-    ],
+    "arguments", [(), ("--name", "a"), (*REQUIRED, "--colour", "blue"), (*REQUIRED, "--threads", "x")]
 )
 def test_wrong_usage_is_exit_code_two(arguments: tuple[str, ...]) -> None:
     assert CliRunner().invoke(app, arguments).exit_code == 2
@@ -219,7 +217,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time of the day, which passes when a test says so."""
     now = [100.0]
     # Of this module alone: servers of other tests in this process go by the true time.
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 

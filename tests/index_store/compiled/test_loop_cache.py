@@ -16,17 +16,17 @@ from index_store.compiled.places import distrust, make, remove_unused
 
 
 def test_a_loop_is_named_by_all_that_it_is_compiled_from() -> None:
-    module = "index_store.indexes.coarse_rows.scalars.best_keys_numba"
+    module = "index_store.indexes.coarse_rows.best_keys_numba"
     found = compiled_from(module)
     assert {module, "index_store.selection.top_k_numba", "index_store.attention.vectors.code"} <= found
-    assert {"index_store.compiled.launch", "index_store.indexes.coarse_rows.scalars.spans"} <= found
+    assert {"index_store.compiled.launch", "index_store.indexes.coarse_rows.coded_passes_numba"} <= found
     assert (
         "index_store.selection.collect_numba" not in found
     )  # a change there compiles this one no second time
 
 
 def test_a_changed_source_gets_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, called = "index_store.attention.pooled_weights_numba", "index_store.attention.vectors.code"
+    module, called = "index_store.attention.rows_in_line_numba", "index_store.attention.vectors.code"
     before = loop_cache._content.__wrapped__(module)
     read = loop_cache._source
 

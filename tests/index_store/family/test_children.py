@@ -17,7 +17,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from index_store.attention.layer_shape import WindowLayers
 from index_store.cli.command_line import app
 from index_store.errors import (
     ChecksumError,
@@ -31,20 +30,14 @@ from index_store.errors import (
     StoreUnavailableError,
     UnexpectedFileError,
 )
-from index_store.family.children import (
-    Continuation,
-    attention_of,
-    joined,
-    publish_child,
-    read_own_rows,
-)
+from index_store.family.children import Continuation, attention_of, joined, publish_child, read_own_rows
 from index_store.family.parents import parent_of
 from index_store.memory.arena import Arena
 from index_store.store import listing
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up, find_leftovers
-from index_store.store.description.array_shapes import kv_entry, window_entry
-from index_store.store.description.context_id import Parent, continued_digests, first_digest
+from index_store.store.description.array_entry import kv_entry, window_entry
+from index_store.store.description.context_id import Parent, WindowLayers, continued_digests, first_digest
 from index_store.store.description.manifest import MANIFESTS, Manifest
 from tests.index_store.store.writing.writer_processes import add_all, continue_it
 from tests.support.forking import killed_at_each_step

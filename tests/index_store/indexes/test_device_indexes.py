@@ -14,17 +14,16 @@ from torch import Tensor
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.coarse_rows.index import CoarseRows
-from index_store.indexes.interface.layer_index import LayerSource
-from index_store.indexes.interface.subspaces import subspace_dims
+from index_store.indexes.interface.layer_index import LayerSource, subspace_dims
 from index_store.indexes.key_clusters.build import (
     build_clusters,
     build_clusters_on_device,
     build_tree,
     build_tree_on_device,
+    undo_rotary,
 )
+from index_store.indexes.key_clusters.build_triton import build_device_tree
 from index_store.indexes.key_clusters.parameters import ClusterParameters, TreeParameters
-from index_store.indexes.key_clusters.tree_triton import build_device_tree
-from index_store.indexes.key_clusters.windowed_rope import undo_rotary
 from index_store.indexes.product_codes.build_triton import build_device_codes
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.product_codes.parameters import CodeParameters

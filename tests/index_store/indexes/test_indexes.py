@@ -12,8 +12,7 @@ from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.exact_index import ExactIndex
 from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource, all_finite
-from index_store.indexes.key_clusters.cluster_tree import ClusterTree
-from index_store.indexes.key_clusters.index import KeyClusters
+from index_store.indexes.key_clusters.index import ClusterTree, KeyClusters
 from index_store.indexes.key_pages import Pages
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.query_tables.index import QueryTables

@@ -24,16 +24,9 @@ from index_store.errors import (
     SparseKVError,
 )
 from index_store.jobs.job_queue import KEPT_ENDED, BrokenJob, JobQueue
-from index_store.jobs.job_record import (
-    JOBS,
-    JobFailure,
-    JobOrder,
-    JobRecord,
-    JobState,
-    ReadRecord,
-)
+from index_store.jobs.job_record import JOBS, JobFailure, JobOrder, JobRecord, JobState, ReadRecord
 from index_store.store.catalog import Store
-from index_store.store.files import locks
+from index_store.store.files import durable
 from index_store.store.store_folders import JOB_LOCK_PREFIX
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -122,7 +115,7 @@ def test_a_look_at_a_job_does_not_keep_it_from_others(
         looking.append(os.open(lock, os.O_RDONLY | os.O_CREAT))
         fcntl.flock(looking[-1], fcntl.LOCK_SH)
 
-    monkeypatch.setattr(locks.time, "sleep", lambda seconds: os.close(looking.pop()))
+    monkeypatch.setattr(durable.time, "sleep", lambda seconds: os.close(looking.pop()))
     look()
     with queue.claim() as claim:
         assert claim is not None

@@ -19,17 +19,11 @@ from index_store.errors import (
     MemoryBudgetError,
     StoreError,
 )
-from index_store.memory.arena import Arena
-from index_store.memory.books import Books, Slot
+from index_store.memory.arena import Arena, Books, Slot
 from index_store.store.catalog import Store
 from index_store.store.zarr_io import chunk_path
 from tests.support.memory import resident_bytes
-from tests.support.store import (
-    CREATED,
-    RecordingLocker,
-    SyntheticContext,
-    synthetic_context,
-)
+from tests.support.store import CREATED, RecordingLocker, SyntheticContext, synthetic_context
 from tests.support.waiting import wait_until
 
 SIZE = resident_bytes(synthetic_context().manifest)

@@ -14,9 +14,7 @@ from index_store.errors import ChecksumError, MemoryBudgetError
 from index_store.memory.arena import Arena
 from index_store.memory.context_loading import LoadedContext
 from index_store.memory.patience import MAX_PASSED
-from index_store.memory.placement import (
-    MemoryBytes,
-)
+from index_store.memory.placement import MemoryBytes
 from index_store.store.catalog import Store
 from index_store.store.stored_context import Context
 from index_store.store.zarr_io import chunk_path

@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 
 from decode_engine.layers.host_rows import copy_rows, pick_rows, stream_blocks
-from index_store.memory import host_memory, mapped_memory
+from index_store.memory import host_memory
 from index_store.memory.arena import Arena
 from index_store.memory.host_memory import (
     CudaPageLocker,
     HostBlock,
     copy_source,
     default_page_locker,
+    device_view,
+    is_mapped,
     is_readable,
+    map_memory,
 )
-from index_store.memory.mapped_memory import device_view, is_mapped, map_memory
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.store.catalog import Store
 from tests.support.store import KINDS, RecordingLocker, synthetic_context
@@ -75,8 +77,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Driver], Driver]:
     """Puts a driver in the place of CUDA's."""
 
     def put(driver: Driver) -> Driver:
-        monkeypatch.setattr(mapped_memory, "_driver", lambda: driver)
-        monkeypatch.setattr(mapped_memory, "_primary_context", lambda index: ctypes.c_void_p(1 + index))
+        monkeypatch.setattr(host_memory, "_driver", lambda: driver)
+        monkeypatch.setattr(host_memory, "_primary_context", lambda index: ctypes.c_void_p(1 + index))
         return driver
 
     return put

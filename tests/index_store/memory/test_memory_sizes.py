@@ -11,7 +11,7 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.memory import memory_sizes
-from index_store.memory.host_blocks import BlockReader
+from index_store.memory.host_memory import BlockReader
 from index_store.memory.memory_sizes import free_memory, parse_size
 
 

@@ -15,13 +15,7 @@ import torch
 from index_store.errors import InvalidArgumentError, MemoryBudgetError
 from index_store.memory.arena import Arena
 from index_store.memory.context_loading import choose_placement, placed_bytes
-from index_store.memory.placement import (
-    MemoryBytes,
-    Placement,
-    SlotRoom,
-    parse_placement,
-    slot_bytes,
-)
+from index_store.memory.placement import MemoryBytes, Placement, SlotRoom, parse_placement, slot_bytes
 from index_store.store.catalog import Store
 from index_store.store.description.dtypes import STORED_DTYPES
 from tests.index_store.memory.hybrid_arenas import (

@@ -10,11 +10,7 @@ import pytest
 import torch
 
 from decode_engine.layers.session import Session
-from index_store.errors import (
-    InvalidArgumentError,
-    MemoryBudgetError,
-    MethodUnsupportedError,
-)
+from index_store.errors import InvalidArgumentError, MemoryBudgetError, MethodUnsupportedError
 from index_store.indexes.classes import INDEX_CLASSES
 from index_store.memory.arena import Arena
 from index_store.memory.host_memory import HostBlock

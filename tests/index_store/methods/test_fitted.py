@@ -11,7 +11,7 @@ from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.presets import METHODS, get_method
-from index_store.store.description.array_shapes import kv_entry, tokens_entry
+from index_store.store.description.array_entry import kv_entry, tokens_entry
 from index_store.store.description.json_fields import Scalar
 from index_store.store.description.manifest import IndexEntry, Manifest
 from tests.support.store import THRESHOLDS, synthetic_context

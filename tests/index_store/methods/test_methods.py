@@ -8,11 +8,9 @@ from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
-from index_store.methods.method import Method
+from index_store.methods.method import Method, Schedule
 from index_store.methods.presets import METHODS, get_method
-from index_store.methods.schedules import Schedule
-from index_store.selection.budgets import Mass, Ratio, Threshold, TokenCount
-from index_store.selection.remainders import REMAINDERS
+from index_store.selection.budgets import REMAINDERS, Mass, Ratio, Threshold, TokenCount
 
 
 def specs_of(method: Method) -> list[str]:

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from index_store.attention.layer_shape import WindowLayers
-from index_store.attention.logit_form import PLAIN, LogitForm
+from index_store.attention.attention_state import PLAIN, LogitForm
 from index_store.errors import InvalidArgumentError, ModelUnsupportedError
 from index_store.models import loading
 from index_store.models.attention_reading import LayerReading
@@ -30,6 +29,7 @@ from index_store.models.loading import (
     resolve_model,
 )
 from index_store.models.self_check import Examination, Verdict, differ, examine, rotation_differs
+from index_store.store.description.context_id import WindowLayers
 from tests.support.models import FAMILIES, LAYER_KINDS, write_model_folder
 
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from index_store.errors import InvalidArgumentError
-from index_store.selection.budgets import Threshold
+from index_store.selection.budgets import KEEP_GRID, Threshold, ThresholdCurve
 from index_store.selection.calibration import ThresholdCalibrator
 from index_store.selection.cutting import cut
 from index_store.selection.ranking import Ranking
-from index_store.selection.threshold_curve import KEEP_GRID, ThresholdCurve
 from tests.support.rankings import Problem, make_problem
 
 SHARPNESSES = (0.5, 1.0, 2.0, 3.0, 4.0)

@@ -9,7 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from index_store.selection.collect_numba import collect, collect_reference
+from index_store.selection.collect_numba import (
+    collect,
+    collect_reference,
+    searchable_members,
+    searchable_members_reference,
+)
 from index_store.selection.ranking import Items, Members
 from index_store.selection.remainders_numba import (
     cluster_sums,
@@ -17,7 +22,6 @@ from index_store.selection.remainders_numba import (
     leave_out,
     leave_out_reference,
 )
-from index_store.selection.searchable_numba import searchable_members, searchable_members_reference
 from index_store.selection.top_k_numba import top_k, top_k_reference
 
 HEADS, POSITIONS = 2, 3

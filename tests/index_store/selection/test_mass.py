@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from index_store.selection.budgets import Mass
 from index_store.selection.cutting import cut
-from index_store.selection.ranking import Items, Members, Ranking
-from index_store.selection.selected import Selection, Step
+from index_store.selection.ranking import Items, Members, Ranking, Selection, Step
 from tests.support.rankings import Problem, make_problem, selected
 
 WINDOW, HEAD, SHORT = 64, 0.02, 512

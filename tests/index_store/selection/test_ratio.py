@@ -11,8 +11,7 @@ from torch import Tensor
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.selection.budgets import Budget, Mass, Ratio, Threshold, TokenCount
 from index_store.selection.cutting import cut
-from index_store.selection.ranking import Items, Members, Ranking
-from index_store.selection.selected import Selection
+from index_store.selection.ranking import Items, Members, Ranking, Selection
 from tests.support.rankings import Problem, make_problem, selected
 from tests.support.search import step
 

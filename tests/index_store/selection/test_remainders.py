@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
-from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
+from index_store.selection.budgets import COARSE, REMAINDERS
+from index_store.selection.ranking import ClusteredKeys, ScoredClusters
 from index_store.selection.remainder_states import ExactKeys, remainder_state
-from index_store.selection.remainders import COARSE, REMAINDERS
 
 H, T, G, D = 2, 3, 2, 8
 

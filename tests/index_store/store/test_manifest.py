@@ -17,16 +17,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from index_store.attention.layer_shape import WindowLayers
-from index_store.errors import (
-    DtypeMismatchError,
-    InvalidArgumentError,
-    ManifestError,
-    ModelMismatchError,
-)
-from index_store.selection.threshold_curve import KEEP_GRID
-from index_store.store.description.array_entry import ArrayEntry
-from index_store.store.description.array_shapes import (
+from index_store.errors import DtypeMismatchError, InvalidArgumentError, ManifestError, ModelMismatchError
+from index_store.selection.budgets import KEEP_GRID
+from index_store.store.description.array_entry import (
+    ArrayEntry,
     conversation_entry,
     index_array_entry,
     kv_entry,
@@ -34,7 +28,8 @@ from index_store.store.description.array_shapes import (
     tokens_entry,
     window_entry,
 )
-from index_store.store.description.context_id import ModelIdentity, context_id
+from index_store.store.description.context_id import ModelIdentity, WindowLayers, context_id
+from index_store.store.description.json_fields import render_document
 from index_store.store.description.manifest import (
     MANIFESTS,
     IndexEntry,
@@ -42,7 +37,6 @@ from index_store.store.description.manifest import (
     require_dtype,
     require_model,
 )
-from index_store.store.description.sealed import render_document
 from tests.support.store import MODEL, THRESHOLDS, SyntheticContext, other_model, synthetic_context
 
 WHERE = "store/contexts/x/manifest.json"

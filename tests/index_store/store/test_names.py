@@ -9,9 +9,8 @@ from datetime import timedelta
 import pytest
 
 from index_store.errors import ContextAmbiguousError, NameTakenError
-from index_store.store.catalog import Store
-from index_store.store.files.locks import locked_file
-from index_store.store.names import free_name, require_free, take_name, told_apart
+from index_store.store.catalog import Store, free_name, require_free, take_name, told_apart
+from index_store.store.files.durable import locked_file
 from tests.support.store import CREATED, SyntheticContext, synthetic_context
 
 

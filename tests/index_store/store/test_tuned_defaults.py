@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from index_store.errors import (
-    ContextNotFoundError,
-    InvalidArgumentError,
-    ManifestError,
-)
+from index_store.errors import ContextNotFoundError, InvalidArgumentError, ManifestError
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up
 from index_store.store.tuned_defaults import DEFAULTS, TunedDefault, TunedDefaultError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from index_store.jobs.reading_options import DENSE_ERROR
+from index_store.jobs.job_record import DENSE_ERROR
 from index_store.store.stored_context import QuerySample
 from prefill_worker.build.dense_layers import (
     choose_dense_layers,

@@ -8,11 +8,10 @@ import torch
 from index_store.indexes.interface.layer_index import LayerSource, QuerySample
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.methods.index_specs import INDEX_SPECS
-from index_store.selection.budgets import Threshold
+from index_store.selection.budgets import Threshold, ThresholdCurve
 from index_store.selection.calibration import ThresholdCalibrator
 from index_store.selection.cutting import cut
-from index_store.selection.selected import Step
-from index_store.selection.threshold_curve import ThresholdCurve
+from index_store.selection.ranking import Step
 from prefill_worker.build.layer_arrays import calibrate
 from prefill_worker.reading.query_sample import (
     late_rows,

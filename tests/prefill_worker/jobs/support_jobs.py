@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from index_store.cli.progress import LineReporter
+from index_store.cli.console import LineReporter
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import PrefillReport, run_job
 

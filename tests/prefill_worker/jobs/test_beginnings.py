@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from index_store.cli.progress import LineReporter
-from index_store.family.missed import Missed
+from index_store.cli.console import LineReporter
+from index_store.family.parents import Missed
 from index_store.family.prefixes import longest_beginning, longest_prefix
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import continued_digests, first_digest

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from index_store.cli.console import LineReporter
 from index_store.cli.documents import document_name, read_document
-from index_store.cli.progress import LineReporter
 from index_store.errors import InvalidArgumentError, NameTakenError, StoreError
 from index_store.models.loading import Tokenizer, load_tokenizer, resolve_model
 from index_store.store.catalog import Store, utc_now
-from index_store.store.files import locks
+from index_store.store.files import durable
 from prefill_worker.build.index_choice import ChosenIndexes
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.changes import plan_changes
@@ -209,7 +209,7 @@ def test_a_read_only_store_has_all_that_an_equal_job_wants(
     first = run(make_config(name="night")).manifest
     left = make_config().store / "contexts" / f".tmp-{first.id}-0"
     left.mkdir()
-    monkeypatch.setattr(locks, "_lock_current", fail_to_lock)
+    monkeypatch.setattr(durable, "_lock_current", fail_to_lock)
     monkeypatch.setattr(shutil, "rmtree", fail_to_lock)
     before = files(make_config().store)
     again, notes = run_noting(make_config(name="night"))
@@ -230,7 +230,7 @@ def test_a_read_only_store_says_what_it_cannot_change(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], said: str
 ) -> None:
     first = run(make_config(name="night")).manifest
-    monkeypatch.setattr(locks, "_lock_current", fail_to_lock)
+    monkeypatch.setattr(durable, "_lock_current", fail_to_lock)
     notes = io.StringIO()
     with pytest.raises(StoreError, match="locking failed: Read-only file system"):
         run_job(make_config(**changes), LineReporter(notes), io.BytesIO())

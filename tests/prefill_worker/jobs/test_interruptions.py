@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from index_store.cli.progress import reporter_for
+from index_store.cli.console import reporter_for
 from index_store.methods.presets import get_method
 from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig
@@ -130,7 +130,7 @@ def test_a_signal_ends_the_job_cleanly(make_config: MakeConfig, tmp_path: Path, 
     config = make_config()
     config.input[0].write_text("The tide came in, and went out again. " * 100)
     # In a pipe progress is told every ten seconds; here at every step.
-    often = "import index_store.cli.progress as shown; shown.LINE_EVERY_SECONDS = 0; "
+    often = "import index_store.cli.console as shown; shown.LINE_EVERY_SECONDS = 0; "
     often += "from prefill_worker.__main__ import main; main()"
     python, _, _, *arguments = command(config, "--chunk", "1")
     process = subprocess.Popen(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from index_store.cli.progress import LineReporter
+from index_store.cli.console import LineReporter
 from index_store.models.loading import identify, load_model, load_tokenizer, resolve_model
 from index_store.store.catalog import Store
 from index_store.store.description.manifest import MANIFESTS

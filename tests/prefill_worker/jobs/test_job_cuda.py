@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from index_store.cli.progress import LineReporter
+from index_store.cli.console import LineReporter
 from index_store.models.loading import load_model, resolve_model
 from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from index_store.cli.progress import LineReporter
+from index_store.cli.console import LineReporter
 from index_store.errors import (
     ContextNotFoundError,
     InvalidArgumentError,
@@ -21,9 +21,8 @@ from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.memory.arena import Arena
 from index_store.methods.presets import get_method
 from index_store.models.loading import load_model, load_tokenizer, resolve_model
-from index_store.selection.budgets import Threshold
+from index_store.selection.budgets import Threshold, ThresholdCurve
 from index_store.selection.cutting import cut
-from index_store.selection.threshold_curve import ThresholdCurve
 from index_store.store.catalog import Store
 from index_store.store.description.manifest import IndexEntry, Manifest
 from index_store.store.stored_context import QuerySample

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from index_store.cli.progress import LineReporter
+from index_store.cli.console import LineReporter
 from index_store.errors import ChecksumError, InvalidArgumentError, ManifestError
 from index_store.family.children import publish_child, read_own_rows
-from index_store.indexes.row_planes.stored import read_rows
-from index_store.indexes.row_planes.two_planes import TwoPlanes
+from index_store.indexes.coarse_rows.two_planes import TwoPlanes, read_rows
 from index_store.memory.arena import Arena
 from index_store.memory.context_loading import placed_bytes
 from index_store.memory.placement import MemoryBytes, Placement, slot_bytes

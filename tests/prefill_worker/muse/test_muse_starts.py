@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from index_store.indexes.interface.layer_index import ClusterStarts, LayerSource
-from index_store.indexes.interface.subspaces import subspace_dims
+from index_store.indexes.interface.layer_index import ClusterStarts, LayerSource, subspace_dims
 from index_store.indexes.key_clusters.build import build_clusters, build_clusters_on_device
 from index_store.indexes.key_clusters.parameters import ClusterParameters
 from index_store.indexes.kmeans.kmeans import assign_clusters, spherical_kmeans

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from index_store.indexes.key_clusters.windowed_rope import undo_rotary
+from index_store.indexes.key_clusters.build import undo_rotary
 from index_store.models.loading import LoadedModel, load_model, resolve_model
 from prefill_worker.reading.capture import Capture, register_attention
 from prefill_worker.reading.capture_check import check_capture

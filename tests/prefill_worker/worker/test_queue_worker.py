@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from index_store.cli.progress import SilentReporter
+from index_store.cli.console import SilentReporter
 from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.job_record import JobOrder, JobRecord, JobState
 from index_store.models.loading import identify, resolve_model

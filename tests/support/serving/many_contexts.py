@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from index_store.store.description.json_fields import render_document
 from index_store.store.description.manifest import MANIFESTS
-from index_store.store.description.sealed import render_document
 from tests.support.store import CREATED, SyntheticContext, synthetic_context
 
 

@@ -11,7 +11,7 @@ import torch
 
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
-from index_store.cli.progress import LineReporter
+from index_store.cli.console import LineReporter
 from index_store.memory.arena import Arena
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method

@@ -49,13 +49,13 @@ from decode_engine.kernels.coarse.warp.warp_scores import (
     tile_after,
     tiles_together,
 )
-from index_store.indexes.coarse_rows.scalars import row_sizes
+from index_store.indexes.coarse_rows.parameters import BLOCK
 
 NEGLIGIBLE = 0.005
 """Share of its even share of a row's weight, all heads together, below which a tile's values are not read: that holds
 for less than this share of all of them, then."""
 _KEYS, _FIRST, _END = (gl.constexpr(field) for field in (records.KEYS, records.FIRST, records.END))
-_BLOCK = gl.constexpr(row_sizes.BLOCK)
+_BLOCK = gl.constexpr(BLOCK)
 _DRAW_STEP = gl.constexpr(border.DRAW_STEP.value)
 _HEAD_STEP = gl.constexpr(border.HEAD_STEP)
 _NEGLIGIBLE = gl.constexpr(NEGLIGIBLE)

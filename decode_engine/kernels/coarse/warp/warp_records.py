@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from decode_engine.kernels import records
 from decode_engine.kernels.coarse.warp.tiles.channel_places import row_words
-from index_store.indexes.coarse_rows.scalars import row_sizes
+from index_store.indexes.coarse_rows.parameters import BLOCK
 
 _FIELDS = gl.constexpr(records.RECORD_FIELDS)
 _KEY_CODES, _KEY_SCALES, _KEY_OFFSETS = (
@@ -19,7 +19,7 @@ _KEY_CODES, _KEY_SCALES, _KEY_OFFSETS = (
 _VALUE_CODES, _VALUE_SCALES, _VALUE_OFFSETS = (
     gl.constexpr(field) for field in (records.VALUE_CODES, records.VALUE_SCALES, records.VALUE_OFFSETS)
 )
-_BLOCK = gl.constexpr(row_sizes.BLOCK)
+_BLOCK = gl.constexpr(BLOCK)
 
 
 @gluon.jit

@@ -17,9 +17,9 @@ from triton.experimental.gluon import language as gl
 from decode_engine.kernels.coarse.warp.tiles.channel_places import key_registers
 from decode_engine.kernels.coarse.warp.tiles.key_tiles import key_layout, multiply_keys, of_part
 from decode_engine.kernels.coarse.warp.warp_rings import copy_tile, end_of_copies, wait_for_copies
-from index_store.indexes.coarse_rows.scalars import row_sizes
+from index_store.indexes.coarse_rows.parameters import BLOCK
 
-_BLOCK = gl.constexpr(row_sizes.BLOCK)
+_BLOCK = gl.constexpr(BLOCK)
 
 
 @gluon.constexpr_function

@@ -21,7 +21,7 @@ from decode_engine.kernels.coarse.warp.warp_records import (
     number,
     wait_alone,
 )
-from index_store.indexes.coarse_rows.scalars import row_sizes
+from index_store.indexes.coarse_rows.parameters import BLOCK
 
 HEADS_AT_ONCE = 4
 """Query heads whose sampled logits are in registers together."""
@@ -30,7 +30,7 @@ _AT_ONCE = gl.constexpr(HEADS_AT_ONCE)
 _KEYS, _FIRST, _END, _KEEP = (
     gl.constexpr(field) for field in (records.KEYS, records.FIRST, records.END, records.KEEP)
 )
-_BLOCK = gl.constexpr(row_sizes.BLOCK)
+_BLOCK = gl.constexpr(BLOCK)
 _LEAST_CUT, _CUT_STEPS, _CUT_MARGIN, _INFINITE = (
     gl.constexpr(each) for each in (border.LEAST_CUT, border.CUT_STEPS, border.CUT_MARGIN, border.INFINITE)
 )

@@ -10,8 +10,8 @@ from decode_engine.kernels.coarse.reference import CoarseSequence
 from decode_engine.kernels.records import records_of
 from harness.layer import COLD_BYTES, DEVICE, DTYPE, GROUP, HEAD_DIM, KV_HEADS, RECENT, SINKS, TAIL, Memory
 from harness.made_up.trained_rows import TrainedRows
-from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
-from index_store.indexes.coarse_rows.scalars.row_sizes import value_groups
+from index_store.indexes.coarse_rows.coding_numba import code_rows
+from index_store.indexes.coarse_rows.parameters import value_groups
 from index_store.methods.index_specs import INDEX_SPECS
 
 LENGTH, CENTRES, RUN = 131072, 1024, 64

@@ -29,9 +29,9 @@ from decode_engine.kernels.clusters.reference import (
 from decode_engine.kernels.clusters.remainder import correct_clusters
 from index_store.attention.attention_state import AttentionState
 from index_store.errors import InvalidArgumentError
-from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters
+from index_store.selection.budgets import REMAINDERS
+from index_store.selection.ranking import ClusteredKeys, ScoredClusters
 from index_store.selection.remainder_states import ExactKeys, remainder_state
-from index_store.selection.remainders import REMAINDERS
 from tests.decode_engine.kernels.problems.cluster_problems import (
     Problem,
     make_problem,
@@ -295,7 +295,7 @@ def test_unfit_arguments_are_refused() -> None:
 
 
 def _on_cpu(problem: Problem, row: int, lists: KeyLists, kind: str) -> AttentionState:
-    """The remainder as `index_store.selection.remainders` computes it, [G, d]."""
+    """The remainder as `index_store.selection.budgets` computes it, [G, d]."""
     sequence = problem.sequences[row // problem.heads]
     assert sequence is not None
     arrays = problem.arrays[row // problem.heads]

@@ -10,7 +10,7 @@ import torch
 from decode_engine.kernels.coarse.reference import CoarseSequence
 from decode_engine.kernels.coarse.sizes import CoarseSizes
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
+from index_store.indexes.coarse_rows.coding_numba import code_rows
 from tests.decode_engine.kernels.problems.coarse_problems import (
     SMALL,
     Searched,

@@ -12,7 +12,7 @@ from decode_engine.kernels.coarse.reference import CoarseSequence, attend_others
 from decode_engine.kernels.coarse.search import find_cuts
 from decode_engine.kernels.coarse.sizes import coarse_shape
 from decode_engine.kernels.records import records_of
-from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
+from index_store.indexes.coarse_rows.coding_numba import code_rows
 from tests.decode_engine.kernels.problems.coarse_problems import (
     Searched,
     assert_equals_reference,

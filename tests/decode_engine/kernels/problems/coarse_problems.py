@@ -19,8 +19,8 @@ from decode_engine.kernels.coarse.reference import (
 from decode_engine.kernels.coarse.search import find_cuts
 from decode_engine.kernels.coarse.sizes import CoarseShape, CoarseSizes, CoarseWork
 from decode_engine.kernels.records import records_of
-from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
-from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
+from index_store.indexes.coarse_rows.coding_numba import code_rows
+from index_store.indexes.coarse_rows.parameters import BLOCK
 from tests.support.devices import DEVICE
 
 SMALL = CoarseShape(programs=4, samplers=8, runs=4)

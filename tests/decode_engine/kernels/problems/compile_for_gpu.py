@@ -156,7 +156,7 @@ def take_steps(
     from decode_engine.steps.attention.host_steps import HostPlan
     from decode_engine.steps.attention.registry import step_attention_for
     from decode_engine.steps.attention.turns_triton import Lane
-    from index_store.attention.logit_form import LogitForm
+    from index_store.attention.attention_state import LogitForm
     from index_store.memory.placement import Placement
     from index_store.methods.presets import get_method
     from index_store.store.description.context_id import ModelIdentity

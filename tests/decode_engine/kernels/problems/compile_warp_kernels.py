@@ -21,7 +21,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from decode_engine.kernels.coarse.search import CUT_REGISTERS, most_runs
 from decode_engine.kernels.coarse.sizes import RUN, CoarseSizes
 from decode_engine.kernels.coarse.warp import warp_pass, warp_search, warp_values
-from index_store.indexes.coarse_rows.scalars.row_sizes import value_groups
+from index_store.indexes.coarse_rows.parameters import value_groups
 
 _TYPES = {
     "q_ptr": "*bf16", "records_ptr": "*i64", "cuts_ptr": "*i32", "ids_ptr": "*i32",

@@ -11,9 +11,9 @@ from torch import Tensor
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.coarse.reference import CoarseSequence
-from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
-from index_store.indexes.coarse_rows.scalars.row_sizes import value_groups
-from index_store.indexes.row_planes.two_planes import TwoPlanes, find_low_plane
+from index_store.indexes.coarse_rows.coding_numba import code_rows
+from index_store.indexes.coarse_rows.parameters import value_groups
+from index_store.indexes.coarse_rows.two_planes import TwoPlanes, find_low_plane
 from tests.decode_engine.kernels.problems.cluster_problems import Problem
 
 

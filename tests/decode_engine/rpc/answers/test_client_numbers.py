@@ -22,7 +22,7 @@ from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.memory.resident import ResidentContext
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import resolve_model
-from index_store.selection.remainders import REMAINDERS
+from index_store.selection.budgets import REMAINDERS
 from sparsekv.v1 import generation_pb2
 from tests.decode_engine.conftest import MAX_POSITIONS
 from tests.support.models import write_model_folder

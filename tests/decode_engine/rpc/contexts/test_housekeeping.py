@@ -16,7 +16,7 @@ from decode_engine.rpc.client import Client, Keep
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import StoreBoundError, StoreError
 from index_store.store.catalog import Store, utc_now
-from index_store.store.room import StoreRoom
+from index_store.store.clean_up import StoreRoom
 from tests.decode_engine.conftest import Library, make_library
 from tests.support.serving.service import wait_until
 

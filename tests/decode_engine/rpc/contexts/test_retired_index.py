@@ -11,7 +11,7 @@ import pytest
 
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import DecodeServer
-from index_store.cli.progress import LineReporter
+from index_store.cli.console import LineReporter
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.memory.arena import Arena
 from index_store.methods.index_specs import INDEX_SPECS

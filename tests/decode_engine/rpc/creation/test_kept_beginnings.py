@@ -23,8 +23,8 @@ from index_store.jobs.job_queue import JobQueue
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.models.conversation.messages import Message, Role
 from index_store.store.catalog import Store
+from index_store.store.clean_up import KEPT_BEGINNING
 from index_store.store.description.manifest import Manifest
-from index_store.store.room import KEPT_BEGINNING
 from prefill_worker.config import WorkerConfig
 from prefill_worker.worker.queue_worker import QueueWorker
 from tests.decode_engine.conftest import Library, make_library

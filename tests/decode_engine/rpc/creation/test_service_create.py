@@ -59,7 +59,7 @@ def test_it_is_the_context_that_a_job_on_the_machine_makes(
     worker.work_once()
     path = shop.store.parent / "same.txt"
     path.write_text(text)
-    from index_store.cli.progress import SilentReporter
+    from index_store.cli.console import SilentReporter
     from prefill_worker.config import PrefillConfig
     from prefill_worker.jobs.job import run_job
 

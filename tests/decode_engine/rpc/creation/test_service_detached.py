@@ -8,7 +8,7 @@ import pytest
 
 from decode_engine.rpc.client import Client, Keep
 from decode_engine.rpc.server import DecodeServer
-from index_store.cli.progress import LineReporter
+from index_store.cli.console import LineReporter
 from index_store.errors import InvalidArgumentError
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up

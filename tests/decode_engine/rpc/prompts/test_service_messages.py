@@ -13,7 +13,7 @@ import pytest
 
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import DecodeServer
-from index_store.cli.progress import LineReporter
+from index_store.cli.console import LineReporter
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import Conversation, Message, Role, Tool
 from index_store.models.loading import resolve_model

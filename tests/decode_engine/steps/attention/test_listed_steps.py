@@ -32,8 +32,7 @@ from index_store.memory.resident import ResidentContext
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
-from index_store.selection.budgets import Mass, Ratio, Threshold, TokenCount
-from index_store.selection.remainders import REMAINDERS
+from index_store.selection.budgets import REMAINDERS, Mass, Ratio, Threshold, TokenCount
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.manifest import Manifest
 

@@ -23,7 +23,7 @@ from decode_engine.layers.session import Session
 from decode_engine.steps import operator
 from decode_engine.steps.attention.dense_steps import DenseSteps
 from decode_engine.steps.stepper import Stepper
-from index_store.indexes.interface.growing import Do, do_now
+from index_store.indexes.interface.layer_index import Do, do_now
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
 from tests.support.tiny_model import IDENTITY as TINY

@@ -9,21 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from index_store.attention.rows_in_line import RowsInLine
-from index_store.indexes.coarse_rows import best_rows
+from index_store.attention.rows_in_line_numba import RowsInLine
+from index_store.indexes.coarse_rows import best_keys_numba
+from index_store.indexes.coarse_rows import index as coarse_index
+from index_store.indexes.coarse_rows.best_keys_numba import Columns, take_best
+from index_store.indexes.coarse_rows.coded_passes_numba import SPAN, CodedPass, Spans, span_count
 from index_store.indexes.coarse_rows.index import CoarseRows
-from index_store.indexes.coarse_rows.scalars import best_keys_numba
-from index_store.indexes.coarse_rows.scalars.best_keys_numba import Columns, take_best
-from index_store.indexes.coarse_rows.scalars.coded_passes_numba import CodedPass
-from index_store.indexes.coarse_rows.scalars.key_scores_numba import score_keys, weigh
-from index_store.indexes.coarse_rows.scalars.reference import take_best_reference, weigh_reference
-from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans, span_count
+from index_store.indexes.coarse_rows.key_scores_numba import score_keys, weigh
+from index_store.indexes.coarse_rows.reference import take_best_reference, weigh_reference
 from index_store.indexes.interface.layer_index import Asked, Best, LayerSource
 from index_store.methods.index_specs import INDEX_SPECS
-from index_store.selection.budgets import TokenCount
+from index_store.selection.budgets import COARSE, TokenCount
 from index_store.selection.cutting import cut
 from index_store.selection.remainder_states import ExactKeys, remainder_state
-from index_store.selection.remainders import COARSE
 
 HEADS, GROUP = 2, 3
 
@@ -140,8 +138,8 @@ def test_a_session_gets_the_bits_that_it_gets_alone(monkeypatch: pytest.MonkeyPa
     asked = [ask(index, first, end, 32, seed) for seed, (first, end, _) in enumerate(SESSIONS)]
     keeps = [keep for *_, keep in SESSIONS]
     together = index.best_together(asked, keeps)
-    monkeypatch.setattr(best_rows, "_WEIGHTS", 10)
-    monkeypatch.setattr(best_rows, "thread_count", lambda: 1)
+    monkeypatch.setattr(coarse_index, "_WEIGHTS", 10)
+    monkeypatch.setattr(coarse_index, "thread_count", lambda: 1)
     for number, (one, keep) in enumerate(zip(asked, keeps, strict=True)):
         best, alone = together.of([number]), index.best_together([one], [keep])
         assert listed(alone) == listed(best)

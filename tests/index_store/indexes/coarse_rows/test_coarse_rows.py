@@ -5,12 +5,12 @@ import torch
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.index import CoarseRows
-from index_store.indexes.coarse_rows.scalars.negligible_runs_numba import NEGLIGIBLE
+from index_store.indexes.coarse_rows.value_sums_numba import NEGLIGIBLE
 from index_store.indexes.interface.index_kind import Growth
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.methods.index_specs import INDEX_SPECS
+from index_store.selection.budgets import REMAINDERS
 from index_store.selection.remainder_states import ExactKeys, remainder_state
-from index_store.selection.remainders import REMAINDERS
 from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
 from tests.index_store.indexes.coarse_rows.test_scalar_rows import random_rows
@@ -42,10 +42,7 @@ def test_it_is_built_without_queries_where_keys_and_values_are(name: str) -> Non
     ranking = index.rank(queries(), 5, 290, None, {})
     keys = index.rows.decode_keys(5, 290)
     torch.testing.assert_close(
-        ranking.logits_HTGM,
-        torch.einsum("htgd,hnd->htgn", queries(), keys),
-        rtol=1e-4,
-        atol=ROUNDING[name],
+        ranking.logits_HTGM, torch.einsum("htgd,hnd->htgn", queries(), keys), rtol=1e-4, atol=ROUNDING[name]
     )
     error = (keys - kv[:, 5:290, 0].float()).norm() / kv[:, 5:290, 0].float().norm()
     assert float(error) < 0.15

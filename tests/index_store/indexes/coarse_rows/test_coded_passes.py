@@ -6,24 +6,25 @@ import numpy as np
 import pytest
 import torch
 
-from index_store.attention.rows_in_line import RowsInLine
-from index_store.indexes.coarse_rows.scalars import value_sums_numba
-from index_store.indexes.coarse_rows.scalars.coded_passes_numba import (
+from index_store.attention.rows_in_line_numba import RowsInLine
+from index_store.indexes.coarse_rows import value_sums_numba
+from index_store.indexes.coarse_rows.coded_passes_numba import (
     BEGIN,
     EACH,
     END,
     SLOT,
+    SPAN,
     SPLITS,
     TASKS,
     CodedPass,
     PassTable,
+    Spans,
     pass_of,
 )
-from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
-from index_store.indexes.coarse_rows.scalars.key_scores_numba import score_keys
-from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
-from index_store.indexes.coarse_rows.scalars.spans import SPAN, Spans
-from index_store.indexes.coarse_rows.scalars.value_sums_numba import add_values
+from index_store.indexes.coarse_rows.coding_numba import code_rows
+from index_store.indexes.coarse_rows.key_scores_numba import score_keys
+from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
+from index_store.indexes.coarse_rows.value_sums_numba import add_values
 
 HEADS, HEAD_DIM = 2, 64
 TABLES = ((5000, 0, 4), (128, 5000, 0), (300, 5000, 0), (5000, 0, 1500), (2100, 5000, 0))

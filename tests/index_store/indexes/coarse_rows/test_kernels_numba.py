@@ -11,17 +11,16 @@ from numba import njit
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
-from index_store.attention.rows_in_line import RowsInLine
+from index_store.attention.rows_in_line_numba import RowsInLine
 from index_store.attention.vectors.bytes_numba import instruction_sets, make_block_product
 from index_store.attention.vectors.code import LANES
-from index_store.indexes.coarse_rows.scalars.coded_passes_numba import CodedPass
-from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
-from index_store.indexes.coarse_rows.scalars.key_scores_numba import score_keys
-from index_store.indexes.coarse_rows.scalars.negligible_runs_numba import NEGLIGIBLE
-from index_store.indexes.coarse_rows.scalars.reference import attend_values_reference, score_keys_reference
-from index_store.indexes.coarse_rows.scalars.row_sizes import BLOCK
-from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows
-from index_store.indexes.coarse_rows.scalars.value_sums_numba import attend_values
+from index_store.indexes.coarse_rows.coded_passes_numba import CodedPass
+from index_store.indexes.coarse_rows.coding_numba import code_rows
+from index_store.indexes.coarse_rows.key_scores_numba import score_keys
+from index_store.indexes.coarse_rows.parameters import BLOCK
+from index_store.indexes.coarse_rows.reference import attend_values_reference, score_keys_reference
+from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
+from index_store.indexes.coarse_rows.value_sums_numba import NEGLIGIBLE, attend_values
 
 HEADS = 2
 

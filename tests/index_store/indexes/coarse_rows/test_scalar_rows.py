@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
-from index_store.indexes.coarse_rows.scalars.packing import pack, unpack
-from index_store.indexes.coarse_rows.scalars.reference import attend_values_reference, score_keys_reference
-from index_store.indexes.coarse_rows.scalars.row_sizes import BITS, BLOCK, row_bytes, value_groups
-from index_store.indexes.coarse_rows.scalars.scalar_rows import ScalarRows, code_rows_reference
+from index_store.indexes.coarse_rows.coding_numba import code_rows
+from index_store.indexes.coarse_rows.parameters import BITS, BLOCK, row_bytes, value_groups
+from index_store.indexes.coarse_rows.reference import attend_values_reference, score_keys_reference
+from index_store.indexes.coarse_rows.scalar_rows import ScalarRows, code_rows_reference, pack, unpack
 
 HEADS = 2
 
@@ -124,7 +123,7 @@ def test_blocks_lie_at_multiples_of_128_positions(first_id: int) -> None:
 def test_long_contexts_are_coded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     kv = random_rows(700, 32)
     whole = code_rows(kv, 50, 4, 4, 1)
-    monkeypatch.setattr("index_store.indexes.coarse_rows.scalars.scalar_rows._CODED_BYTES", 1)
+    monkeypatch.setattr("index_store.indexes.coarse_rows.scalar_rows._CODED_BYTES", 1)
     parts = code_rows(kv, 50, 4, 4, 1)
     assert torch.equal(whole.decode_keys(0, 700), parts.decode_keys(0, 700))
     assert torch.equal(whole.decode_values(0, 700), parts.decode_values(0, 700))
@@ -142,7 +141,7 @@ def test_eager_scores_and_sums_are_those_of_decoded_rows(
 ) -> None:
     rows = code_rows(random_rows(301, 40), first_id, 4, 2, 5)
     queries = torch.randn(HEADS, 3, 40, generator=torch.Generator().manual_seed(1)) / 40**0.5
-    monkeypatch.setattr("index_store.indexes.coarse_rows.scalars.reference._TILE_BYTES", 4 * 40 * HEADS * 50)
+    monkeypatch.setattr("index_store.indexes.coarse_rows.reference._TILE_BYTES", 4 * 40 * HEADS * 50)
     logits = torch.full((HEADS, 3, 200), torch.nan)
     score_keys_reference(rows, queries, 60, 260, logits)
     torch.testing.assert_close(logits, queries @ rows.decode_keys(60, 260).transpose(1, 2))

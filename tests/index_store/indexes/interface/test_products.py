@@ -8,13 +8,11 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.classes import INDEX_CLASSES
-from index_store.indexes.interface import products as many_queries
-from index_store.indexes.interface.growing import GrowingRows
-from index_store.indexes.interface.layer_index import LayerSource
-from index_store.indexes.interface.products import are_many
-from index_store.indexes.product_codes.products import score_codes_by_products
+from index_store.indexes.interface import layer_index as many_queries
+from index_store.indexes.interface.layer_index import GrowingRows, LayerSource, are_many
+from index_store.indexes.product_codes.index import score_codes_by_products
 from index_store.indexes.product_codes.search_numba import CodeReads, score_codes_reference
-from index_store.indexes.query_tables.products import sum_rows_by_products
+from index_store.indexes.query_tables.index import sum_rows_by_products
 from index_store.indexes.query_tables.search_numba import TableReads, sum_rows_reference
 from index_store.methods.presets import get_method
 from index_store.store.stored_context import QuerySample

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.key_clusters.build import divide_keys
+from index_store.indexes.key_clusters.build import check_frequencies, divide_keys, move_queries, undo_rotary
 from index_store.indexes.key_clusters.build_triton import (
     build_device_clusters,
     covary_members,
@@ -18,11 +18,9 @@ from index_store.indexes.key_clusters.build_triton import (
     measure_members,
     measure_members_reference,
 )
-from index_store.indexes.key_clusters.cluster_tree import ClusterTree, expand
-from index_store.indexes.key_clusters.index import KeyClusters
+from index_store.indexes.key_clusters.index import ClusterTree, KeyClusters, expand
 from index_store.indexes.key_clusters.parameters import TreeParameters
 from index_store.indexes.key_clusters.tree_numba import search_tree, search_tree_reference
-from index_store.indexes.key_clusters.windowed_rope import check_frequencies, move_queries, undo_rotary
 from index_store.store.description.json_fields import Scalar
 from tests.index_store.indexes.key_clusters.test_key_clusters import (
     DIM,

@@ -12,11 +12,9 @@ from torch import Tensor
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.exact_index import ExactIndex
 from index_store.indexes.interface.layer_index import LayerSource
-from index_store.indexes.key_clusters.build import divide_keys
-from index_store.indexes.key_clusters.cluster_tree import ClusterTree
-from index_store.indexes.key_clusters.index import KeyClusters
-from index_store.indexes.key_clusters.windowed_rope import move_queries, undo_rotary
-from index_store.selection.clustered_keys import ScoredClusters
+from index_store.indexes.key_clusters.build import divide_keys, move_queries, undo_rotary
+from index_store.indexes.key_clusters.index import ClusterTree, KeyClusters
+from index_store.selection.ranking import ScoredClusters
 from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from index_store.errors import InvalidArgumentError
+from index_store.indexes.key_clusters.build import undo_rotary
 from index_store.indexes.key_clusters.index import OnlineClusters
-from index_store.indexes.key_clusters.windowed_rope import undo_rotary
 from index_store.indexes.kmeans.kmeans import assign_clusters
 
 HEADS, DIM, FIRST = 2, 8, 1000

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.kmeans.kmeans_triton import (
+    assign_vectors,
+    assign_vectors_reference,
     cluster_blocks,
     fill_rows,
     find_clusters,
@@ -15,9 +17,6 @@ from index_store.indexes.kmeans.kmeans_triton import (
     inverse_norms_reference,
     move_centroids,
     move_centroids_reference,
-)
-from index_store.indexes.kmeans.nearest_triton import assign_vectors, assign_vectors_reference
-from index_store.indexes.kmeans.spherical_triton import (
     spherical_kmeans_batch,
     spread_seeds,
     spread_seeds_reference,

@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from index_store.indexes.query_tables.lists_numba import (
+from index_store.indexes.query_tables.search_numba import (
     Lists,
+    TableReads,
     insert_keys,
     insert_keys_reference,
     score_lists,
     score_lists_reference,
-)
-from index_store.indexes.query_tables.search_numba import (
-    TableReads,
     softmax_sum_rows,
     softmax_sum_rows_reference,
     sum_rows,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from index_store.models.files import kept
-from index_store.models.files.kept import keep, recall
+from index_store.models.files import digests
+from index_store.models.files.digests import keep, recall
 
 KEY = ("name", 7)
 RECORD = {"attention": None, "serving": "differ by 3%"}
@@ -54,7 +54,7 @@ def test_damaged_records_are_not_there(cache: Path, content: bytes) -> None:
 
 
 def test_the_oldest_go(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "MOST", 3)
+    monkeypatch.setattr(digests, "MOST", 3)
     for number in range(5):
         keep("checks", (number,), RECORD)
         for age, file in enumerate(

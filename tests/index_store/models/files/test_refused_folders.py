@@ -100,11 +100,7 @@ REFUSED: list[tuple[Change, Callable[[ModelFolder], object], str]] = [
         identify,
         r"only pytorch_model\.bin, .*convert them to safetensors",
     ),
-    (
-        tensors(model__layers__1__mlp__up_proj__weight=None),
-        loaded,
-        r"model\.layers\.1\.mlp\.up_proj\.weight",
-    ),
+    (tensors(model__layers__1__mlp__up_proj__weight=None), loaded, r"model\.layers\.1\.mlp\.up_proj\.weight"),
     (
         tensors(model__embed_tokens__weight=torch.zeros(300, 64)),
         loaded,

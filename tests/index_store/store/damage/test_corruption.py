@@ -32,10 +32,9 @@ from index_store.errors import (
 from index_store.memory.arena import Arena
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up
-from index_store.store.description.array_entry import ArrayEntry
-from index_store.store.description.array_shapes import index_array_entry
+from index_store.store.description.array_entry import ArrayEntry, index_array_entry
+from index_store.store.description.json_fields import render_document
 from index_store.store.description.manifest import MANIFESTS
-from index_store.store.description.sealed import render_document
 from index_store.store.listing import BrokenContext
 from index_store.store.stored_context import raw_bytes
 from index_store.store.zarr_io import CHECKSUM_BYTES, chunk_path, read_chunk_into

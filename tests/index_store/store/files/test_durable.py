@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from index_store.errors import StoreError
+from index_store.store import zarr_io
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up, find_leftovers
-from index_store.store.files import checksums, durable, locks
-from index_store.store.files.durable import make_folder
-from index_store.store.files.locks import clear_free_lock, is_locked, locked_file
+from index_store.store.files import durable
+from index_store.store.files.durable import clear_free_lock, is_locked, locked_file, make_folder
 from tests.index_store.store.test_tuned_defaults import record
 from tests.support.store import synthetic_context
 
@@ -109,12 +109,12 @@ def test_checksums_equal_those_of_the_package(size: int) -> None:
     for start in (0, 3):
         part = raw[start : start + size]
         for before in (0, 12345, 2**32 - 1):
-            assert checksums.extend_crc32c(before, part) == google_crc32c.extend(before, part.tobytes())
+            assert zarr_io.extend_crc32c(before, part) == google_crc32c.extend(before, part.tobytes())
 
 
 def test_the_library_is_called_directly_here() -> None:
     """Otherwise threads that write or load take turns: see which function google_crc32c's library has now."""
-    assert checksums._extend is not google_crc32c.extend
+    assert zarr_io._extend is not google_crc32c.extend
 
 
 def test_a_lock_is_seen(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_network_file_systems_get_locks_that_they_take(store: Store, monkeypatch
         asked.add((os.readlink(f"/proc/self/fd/{descriptor}"), kind))
         original(descriptor, operation)
 
-    monkeypatch.setattr(locks.fcntl, "flock", flock)
+    monkeypatch.setattr(durable.fcntl, "flock", flock)
     (store.path / "contexts" / f".tmp-{'0' * 64}-01").mkdir()
     (store.path / "locks" / ("1" * 64)).touch()
     context = synthetic_context()

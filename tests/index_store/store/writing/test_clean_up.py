@@ -12,15 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from index_store.errors import (
-    ContextExpiredError,
-    ContextNotFoundError,
-    MissingChunkError,
-    StoreError,
-)
+from index_store.errors import ContextExpiredError, ContextNotFoundError, MissingChunkError, StoreError
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up, find_leftovers
-from index_store.store.files.locks import locked_file
+from index_store.store.files.durable import locked_file
 from index_store.store.zarr_io import chunk_path
 from tests.support.store import CREATED, SyntheticContext, synthetic_context
 

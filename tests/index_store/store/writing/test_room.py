@@ -12,7 +12,7 @@ import pytest
 from index_store.errors import StoreBoundError
 from index_store.family.children import publish_child
 from index_store.store.catalog import Store
-from index_store.store.room import KEPT_BEGINNING, MARGIN, StoreRoom, note_use
+from index_store.store.clean_up import KEPT_BEGINNING, MARGIN, StoreRoom, note_use
 from tests.support.store import CREATED, SyntheticContext, continuation, synthetic_context
 
 HOUR = timedelta(hours=1)

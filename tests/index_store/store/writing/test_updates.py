@@ -14,9 +14,9 @@ import pytest
 from index_store.errors import ContextBusyError, ContextNotFoundError, InvalidArgumentError, ManifestError
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up
+from index_store.store.description.json_fields import render_document
 from index_store.store.description.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
-from index_store.store.description.sealed import render_document
-from index_store.store.files import replacing
+from index_store.store.files import durable
 from tests.support.store import CREATED, synthetic_context
 
 
@@ -107,7 +107,7 @@ def test_what_a_killed_update_leaves_is_removed(store: Store, monkeypatch: pytes
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(replacing.os, "replace", kill)
+        patch.setattr(durable.os, "replace", kill)
         with pytest.raises(Killed):
             store.update(id_, lambda present: replace(present, pinned=True))
     assert store.manifest(id_) == context.manifest

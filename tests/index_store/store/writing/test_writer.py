@@ -29,12 +29,12 @@ from index_store.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
+from index_store.store import writer as writing
 from index_store.store import zarr_io
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up
+from index_store.store.description.json_fields import render_document
 from index_store.store.description.manifest import MANIFEST_NAME, Manifest
-from index_store.store.description.sealed import render_document
-from index_store.store.files import array_files as writing
 from index_store.store.files import durable, reading
 from index_store.store.zarr_io import chunk_path
 from tests.support.store import SyntheticContext, add_index, synthetic_context
@@ -92,8 +92,8 @@ def test_full_disk_at_any_write(store: Store, monkeypatch: pytest.MonkeyPatch) -
             StoreFullError,
             "index-store gc",
         ),  # the manifest's
-        ("index_store.store.files.array_files.sync_path", errno.EIO, StoreError, "Input/output error"),
-        ("index_store.store.files.array_files.new_file", errno.EIO, StoreError, "Input/output error"),
+        ("index_store.store.writer.sync_path", errno.EIO, StoreError, "Input/output error"),
+        ("index_store.store.writer.new_file", errno.EIO, StoreError, "Input/output error"),
     ],
 )
 def test_nothing_is_published_where_the_disk_refuses(

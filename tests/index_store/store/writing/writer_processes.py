@@ -10,8 +10,8 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-import index_store.store.files.additions
-import index_store.store.files.replacing
+import index_store.store.files.durable
+import index_store.store.files.leftovers
 import index_store.store.writer
 from index_store.family.children import publish_child
 from index_store.store.catalog import Store
@@ -22,7 +22,7 @@ WRITING = (
     (ContextWriter, "write_chunk"),
     (ContextWriter, "create_array"),
     (index_store.store.writer, "sync_tree"),
-    (index_store.store.files.replacing, "sync_path"),
+    (index_store.store.files.durable, "sync_path"),
 )
 """Steps of a writer: a chunk, the sync, before or after the rename."""
 
@@ -30,7 +30,7 @@ ADDING = (
     (ContextWriter, "write_chunk"),
     (index_store.store.writer, "sync_tree"),
     (os, "rename"),
-    (index_store.store.files.additions, "sync_path"),
+    (index_store.store.files.leftovers, "sync_path"),
     (os, "replace"),
     (index_store.store.writer, "sync_path"),
     (index_store.store.writer, "remove_tree"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decode_engine.layers.selected_attention import KeyRows, Observation
-from index_store.selection.selected import Selection
+from index_store.selection.ranking import Selection
 from tests.ops.bench.conftest import Run, load_bench
 
 

@@ -5,7 +5,7 @@ the words that a lane has of a row, and from where a code is in a word: each bit
 plane's number, or of its place's in that plane. What is called places here says which: the bits of channels that are
 those of planes, and those that are those of places in a plane, both from the lowest on.
 
-In a row of W words, as `index_store.indexes.coarse_rows.scalars.packing` packs it, code i of byte j is of channel
+In a row of W words, as `index_store.indexes.coarse_rows.scalar_rows` packs it, code i of byte j is of channel
 j + i * 4 W, and the two lowest bits of j are a byte's in its word. Four lanes share a key, and eight a value: the upper
 bits of a word's number tell them apart, and what is left over of a channel's number is a lane's own.
 

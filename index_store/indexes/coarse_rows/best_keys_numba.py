@@ -1,0 +1,450 @@
+"""The best keys of sessions by exponentials of their logits, which are taken out of these.
+
+A key's weight is the softmax of its logit, summed over the heads of a group. Of 16 neighbours only the largest weight
+is kept; the others are found again where it reaches a lower bound of the least weight that is kept.
+
+Shape legend: H KV heads, Q sessions, G group heads, R = Q * G rows of weights, S spans, K kept keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from index_store.attention.vectors.bytes_numba import instruction_sets, prefetch
+from index_store.attention.vectors.code import (
+    BYTE,
+    FLOAT,
+    FLOATS,
+    LANES,
+    SIZE,
+    WORD,
+    WORDS,
+    Generated,
+    Rows,
+    ask_for,
+    call,
+    constants,
+    gathered,
+    plus,
+    repeated,
+    variable,
+)
+from index_store.attention.vectors.floats_numba import add_product, larger
+from index_store.compiled.launch import F4, I4, I8, launch, njit, spread, thread_count
+from index_store.indexes.coarse_rows.coded_passes_numba import SPAN, Spans, span_count
+from index_store.selection.top_k_numba import lower_bound, top_k_row
+
+_PLACE = (types.intp, types.intp)
+
+
+def make_sums(vectors: int) -> Any:
+    """For so many vectors: 16, of each of which the largest number is found, or one, which is written."""
+
+    @intrinsic
+    def add_rows(
+        typing: Any,
+        line: Any,
+        begins: Any,
+        row: Any,
+        count: Any,
+        column: Any,
+        factors: Any,
+        factor_row: Any,
+        factor_column: Any,
+        out: Any,
+        to_row: Any,
+        to_column: Any,
+    ) -> Generated:
+        """add_rows(line, begins, row, count, column, factors, factor_row, factor_column, out, to_row, to_column)
+
+        out[to_row, to_column..], 16 numbers: with n[i] = the sum over r < count of line[0, begins[row, r] + column + i]
+        * factors[factor_row + r, factor_column], these n of one vector, or of every vector the largest. begins: int64.
+        Both find the same sums.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            line_at, begins_at, factors_at, out_at = (
+                Rows(context, builder, signature.args[place], values[place]) for place in (0, 1, 5, 8)
+            )
+            _, _, row, count, column, _, factor_row, factor_column, _, to_row, to_column = values
+            totals = [variable(builder, constants(FLOATS, 0.0)) for _ in range(vectors)]
+            with cgutils.for_range(builder, count) as loop:
+                begin = builder.add(begins_at.load(row, loop.index, SIZE), column)
+                factor = factors_at.load(builder.add(factor_row, loop.index), factor_column, FLOAT)
+                factor = repeated(builder, factor)
+                for number, total in enumerate(totals):
+                    place = plus(builder, begin, LANES * number)
+                    if vectors > 1:
+                        ask_for(
+                            builder, line_at.address(SIZE(0), plus(builder, place, LANES * vectors), BYTE)
+                        )
+                    taken = line_at.load(SIZE(0), place, FLOATS)
+                    builder.store(add_product(builder, taken, factor, builder.load(total)), total)
+            found = gathered(
+                builder, [builder.load(total) for total in totals], lambda a, b: larger(builder, a, b)
+            )
+            out_at.store(found, to_row, to_column)
+            return context.get_dummy_value()
+
+        given = (line, begins, types.intp, types.intp, types.intp, factors, *_PLACE, out, *_PLACE)
+        return types.void(*given), generate
+
+    return add_rows
+
+
+@intrinsic
+def take_reaching(
+    typing: Any,
+    numbers: Any,
+    row: Any,
+    column: Any,
+    bound: Any,
+    low: Any,
+    high: Any,
+    name: Any,
+    step: Any,
+    taken: Any,
+    names: Any,
+    to: Any,
+) -> Generated:
+    """take_reaching(numbers, row, column, bound, low, high, name, step, taken, names, to): how many it takes.
+
+    Of numbers i = low..high-1 of 16 those that are not less than the bound: they are written to taken[0, to..], in
+    their order, and the names `name` + i * step to names[0, to..]. What is behind them there is undefined, up to 16.
+    taken may be the numbers themselves. names: int32.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        numbers_at, taken_at, names_at = (
+            Rows(context, builder, signature.args[place], values[place]) for place in (0, 8, 9)
+        )
+        _, row, column, bound, low, high, name, step, _, _, to = values
+        low, high, name, step = (repeated(builder, builder.trunc(x, WORD)) for x in (low, high, name, step))
+        lanes = ir.Constant(WORDS, list(range(LANES)))
+        found = numbers_at.load(row, column, FLOATS)
+        chosen = builder.fcmp_unordered(">=", found, repeated(builder, bound))
+        chosen = builder.and_(chosen, builder.icmp_signed(">=", lanes, low))
+        chosen = builder.and_(chosen, builder.icmp_signed("<", lanes, high))
+        called = builder.add(name, builder.mul(lanes, step))
+        for vector, kind, rows in ((found, "v16f32", taken_at), (called, "v16i32", names_at)):
+            if "avx512f" in instruction_sets():
+                undefined = ir.Constant(vector.type, ir.Undefined)
+                intrinsic_name = f"llvm.x86.avx512.mask.compress.{kind}"
+                rows.store(call(builder, intrinsic_name, vector.type, vector, undefined, chosen), SIZE(0), to)
+            else:
+                place = rows.address(SIZE(0), to, vector.type.element)
+                call(builder, f"llvm.masked.compressstore.{kind}", ir.VoidType(), vector, place, chosen)
+        return builder.zext(builder.ctpop(builder.bitcast(chosen, ir.IntType(LANES))), SIZE)
+
+    size = types.intp
+    given = (numbers, *_PLACE, types.float32, size, size, size, size, taken, names, size)
+    return types.int64(*given), generate
+
+
+TILE = LANES * LANES
+"""Positions whose largest weights fill a vector."""
+
+_MOST = SPAN // LANES  # largest weights of a span
+_AHEAD = 8  # vectors asked for before they are added up again
+_ROWS_EACH = 4  # of a thread, for which there is no need to share out spans
+_largest_sums, _sums = make_sums(LANES), make_sums(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Columns of a session's rows of weights, and where they lie: `shared` ones, and then its `own`.
+
+    shift, own_shift: positions of their spans before them (`Spans`). Both begin as far behind a multiple of TILE as
+    behind a span's begin, so no vector belongs to two spans. own_begin: numbers from the first column to the first of
+    its own. room: numbers that a row takes, whole tiles, of which `lead` are before the first column. shared_spans,
+    spans: of the shared ones, and of all.
+    """
+
+    shared: int
+    own: int
+    shift: int
+    own_shift: int
+    lead: int
+    own_begin: int
+    room: int
+    shared_spans: int
+    spans: int
+
+    @classmethod
+    @lru_cache(maxsize=256)  # all layers of a step ask for the same ones
+    def of(cls, shared: int, own: int, shift: int, own_shift: int) -> Columns:
+        lead = shift % TILE
+        own_begin = -(-(lead + shared) // TILE) * TILE - lead + own_shift % TILE
+        room = -(-(lead + own_begin + own) // TILE) * TILE if own else lead + own_begin - own_shift % TILE
+        shared_spans = span_count(shared, shift)
+        spans = shared_spans + span_count(own, own_shift)
+        return cls(shared, own, shift, own_shift, lead, own_begin, room, shared_spans, spans)
+
+
+def take_best(
+    weights: F4,
+    places_HQG: I8,
+    spans: Spans,
+    columns: Sequence[Columns],
+    keeps: Sequence[int],
+    ids_HQK: Tensor,
+    counts_HQ: Tensor,
+) -> None:
+    """Writes column ids of so many best keys of each session, and how many there are; their weights become 0.
+
+    weights: a line of exponentials (`Spans`), where a session's rows begin at places_HQG: its first column there, and
+    `lead` numbers before it a multiple of TILE. Those of row q * G + g have the peaks and totals of that row. ids_HQK:
+    int32, ascending, ties going to the lower. counts_HQ: int32.
+    """
+    if ids_HQK.numel() == 0:
+        return
+    heads, queries, _ = places_HQG.shape
+    launch(
+        _take_best,
+        weights,
+        places_HQG.reshape(heads * queries, -1),
+        spans.peaks_HRS,
+        spans.totals_HRS,
+        np.empty(spans.peaks_HRS.shape, np.float32),
+        np.empty((heads * queries, spans.peaks_HRS.shape[2] * _MOST), np.float32),
+        np.array([(each.shared, each.shift, each.own, each.own_shift) for each in columns], np.int64),
+        np.array([(each.shared_spans, each.own_begin) for each in columns], np.int64),
+        np.array(keeps, np.int64),
+        _ROWS_EACH * thread_count(),
+        ids_HQK.numpy(),
+        counts_HQ.numpy(),
+        work=0.08 * heads * places_HQG.shape[2] * sum(each.room for each in columns),
+    )
+
+
+@njit()
+def _find_row_factors(
+    task: int, peaks: F4, totals: F4, factors: F4, rows: int
+) -> None:  # pragma: no cover - compiled
+    head, row = task // rows, task % rows
+    _find_factors(peaks[head, row], totals[head, row], factors[head, row])
+
+
+@njit()
+def _find_span_maxima(
+    task: int,
+    places: I8,
+    maxima: F4,
+    columns: I8,
+    parts: I8,
+    queries: int,
+    line: F4,
+    factor_of: F4,
+    spans: int,
+) -> None:  # pragma: no cover - compiled
+    row, span = task // spans, task % spans
+    query = row % queries
+    _find_maxima(line, places, row, factor_of, span, columns[query], parts[query], maxima)
+
+
+@njit()
+def _take_row(
+    row: int,
+    weights: F4,
+    places: I8,
+    peaks: F4,
+    totals: F4,
+    factors: F4,
+    maxima: F4,
+    columns: I8,
+    parts: I8,
+    keeps: I8,
+    ids: I4,
+    found: I4,
+    whole: bool,
+    queries: int,
+    spans: int,
+    line: F4,
+    factor_of: F4,
+    group: int,
+) -> None:  # pragma: no cover - compiled
+    head, query = row // queries, row % queries
+    if whole:
+        for each in range(query * group, (query + 1) * group):
+            _find_factors(peaks[head, each], totals[head, each], factors[head, each])
+        for span in range(spans):
+            _find_maxima(line, places, row, factor_of, span, columns[query], parts[query], maxima)
+    if keeps[query] > 0:
+        best = ids[head, query, : keeps[query]]
+        count = _choose(line, places, row, factor_of, columns[query], parts[query], maxima, best)
+        found[head, query] = count
+        shared, behind = columns[query, 0], parts[query, 1] - columns[query, 0]
+        for g in range(group):
+            for k in range(count):
+                weights[places[row, g] + best[k] + (behind if best[k] >= shared else 0)] = 0
+
+
+@njit("f4x1 i8x2 f4x3 f4x3 f4x3 f4x2 i8x2 i8x2 i8x1 i8 i4x3 i4x2")
+def _take_best(
+    weights: F4,
+    places: I8,
+    peaks: F4,
+    totals: F4,
+    factors: F4,
+    maxima: F4,
+    columns: I8,
+    parts: I8,
+    keeps: I8,
+    enough: int,
+    ids: I4,
+    found: I4,
+) -> None:  # pragma: no cover - compiled
+    """enough: sessions and heads whose rows occupy all threads."""
+    heads, rows, spans = peaks.shape
+    queries, group = keeps.shape[0], places.shape[1]
+    line = weights.reshape(1, weights.size)
+    factor_of = factors.reshape(heads * rows, spans)
+    # A thread that has whole rows needs one loop: threads are woken once, and what a row's maxima are found in is still
+    # near when its keys are chosen.
+    whole = heads * queries >= enough
+    if not whole:
+        spread(_find_row_factors, heads * rows, (peaks, totals, factors, rows))
+        spread(
+            _find_span_maxima,
+            heads * queries * spans,
+            (places, maxima, columns, parts, queries, line, factor_of, spans),
+        )
+    spread(
+        _take_row,
+        heads * queries,
+        (
+            weights,
+            places,
+            peaks,
+            totals,
+            factors,
+            maxima,
+            columns,
+            parts,
+            keeps,
+            ids,
+            found,
+            whole,
+            queries,
+            spans,
+            line,
+            factor_of,
+            group,
+        ),
+    )
+
+
+@njit()
+def _find_factors(peaks: F4, totals: F4, factors: F4) -> None:  # pragma: no cover - compiled
+    """What makes every span's exponentials of a row the softmax of its logits."""
+    peak, total = np.float32(-np.inf), np.float32(0)
+    for span in range(peaks.shape[0]):
+        peak = max(peak, peaks[span])
+    for span in range(peaks.shape[0]):
+        factors[span] = np.exp(peaks[span] - peak) if peaks[span] > -np.inf else np.float32(0)
+        total += factors[span] * totals[span]
+    if total > 0:
+        for span in range(peaks.shape[0]):
+            factors[span] /= total
+
+
+@njit(_nrt=False)
+def _extent(span: int, columns: I8, parts: I8) -> tuple[int, int, int]:  # pragma: no cover - compiled
+    """Where a span begins, and its keys' begin and end, as numbers from a row's first column on."""
+    if span < parts[0]:
+        begin = span * SPAN - columns[1]
+        return begin, max(0, begin), min(columns[0], begin + SPAN)
+    begin = parts[1] + (span - parts[0]) * SPAN - columns[3]
+    return begin, max(parts[1], begin), min(parts[1] + columns[2], begin + SPAN)
+
+
+@njit(_nrt=False)
+def _find_maxima(
+    line: F4, places: I8, row: int, factors: F4, span: int, columns: I8, parts: I8, maxima: F4
+) -> None:  # pragma: no cover - compiled
+    """The largest weight of every 16 keys of a span; -inf where it has none. What shares their vectors becomes 0."""
+    group = places.shape[1]
+    begin, low, high = _extent(span, columns, parts)
+    if low >= high:
+        low, high = begin, begin
+    first, end = (low - begin) // LANES, (high - begin + LANES - 1) // LANES
+    for g in range(group):
+        for x in range(begin + first * LANES, low):
+            line[0, places[row, g] + x] = 0
+        for x in range(high, begin + end * LANES):
+            line[0, places[row, g] + x] = 0
+    at = span * _MOST
+    for tile in range(first // LANES, (end + LANES - 1) // LANES):
+        _largest_sums(
+            line,
+            places,
+            row,
+            group,
+            begin + tile * TILE,
+            factors,
+            row * group,
+            span,
+            maxima,
+            row,
+            at + tile * LANES,
+        )
+    for each in range(first):
+        maxima[row, at + each] = -np.inf
+    for each in range(end, _MOST):
+        maxima[row, at + each] = -np.inf
+
+
+@njit()
+def _choose(
+    line: F4, places: I8, row: int, factors: F4, columns: I8, parts: I8, maxima: F4, best: I4
+) -> int:  # pragma: no cover - compiled
+    """Fills in the best keys' columns; returns how many there are.
+
+    Of keys whose weight reaches the bound, which K of the largest weights of neighbours reach.
+    """
+    bound, group = lower_bound(maxima[row], best.shape[0]), places.shape[1]
+    numbers, opened = (
+        np.empty((1, maxima.shape[1] + LANES), np.float32),
+        np.empty((1, maxima.shape[1] + LANES), np.int32),
+    )
+    ends, count = np.empty(factors.shape[1], np.int64), 0
+    for span in range(ends.shape[0]):
+        begin = _extent(span, columns, parts)[0]
+        for each in range(0, _MOST, LANES):
+            place = begin + each * LANES
+            count += take_reaching(
+                maxima, row, span * _MOST + each, bound, 0, LANES, place, LANES, numbers, opened, count
+            )
+        ends[span] = count
+    opened[0, count:] = 0
+    reached, names = (
+        np.empty((1, (count + 1) * LANES), np.float32),
+        np.empty((1, (count + 1) * LANES), np.int32),
+    )
+    found, number = 0, 0
+    for span in range(ends.shape[0]):
+        _, low, high = _extent(span, columns, parts)
+        behind = 0 if span < parts[0] else columns[0] - parts[1]
+        while number < ends[span]:
+            place = opened[0, number]
+            for g in range(group):
+                prefetch(line, 0, places[row, g] + opened[0, number + _AHEAD])
+            _sums(line, places, row, group, place, factors, row * group, span, reached, 0, found)
+            found += take_reaching(
+                reached, 0, found, bound, low - place, high - place, place + behind, 1, reached, names, found
+            )
+            number += 1
+    kept = top_k_row(reached[0, :found], best) if found > 0 else 0
+    for k in range(kept):
+        best[k] = names[0, best[k]]
+    return int(kept)

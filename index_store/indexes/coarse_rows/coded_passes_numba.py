@@ -1,0 +1,266 @@
+"""Passes over coded rows of several tables in one launch: of a context's copy, and of what each session has appended.
+
+What loops are told of the tables is a table itself, a row of numbers for each pass. A pass is cut into tasks, and the
+tasks of all passes are numbered through.
+
+Weights are exponentials of logits, each relative to the largest of its span of keys: a logit is exponentiated once,
+when no softmax over all keys is known yet, so a span's exponentials lack one factor.
+
+Shape legend: H KV heads, N rows, J numbers of a row, R rows of queries, X those of all passes, P passes, S spans, g
+groups of a value's channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from index_store.attention.vectors.code import LANES
+from index_store.attention.vectors.floats_numba import make_widening
+from index_store.compiled.launch import F4, I2, I8, njit
+from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
+
+SPAN = 2048
+"""Keys whose weights have one peak: with the weights of a group few enough for the second-level cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Peaks and totals of spans of exp(logit - peak), for rows of weights that lie elsewhere.
+
+    peaks_HRS, totals_HRS: float32; -inf and 0 where a span has no key that counts. Span s of a row of weights is number
+    first_R[r] + s of row rows_R[r] here; both int64. Spans begin at multiples of SPAN positions, as blocks of keys do:
+    where weights begin `shift` positions behind one, the first span is so much shorter.
+    """
+
+    peaks_HRS: F4
+    totals_HRS: F4
+    rows_R: I8
+    first_R: I8
+
+    @classmethod
+    def empty(cls, heads: int, rows: int, spans: int) -> Spans:
+        """Room for so many of every row, nothing in it."""
+        shape = (heads, rows, spans)
+        first = np.zeros(rows, np.int64)
+        peaks, totals = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.float32)
+        return cls(peaks, totals, np.arange(rows), first)
+
+    def of(self, rows_R: I8, first_R: I8) -> Spans:
+        """The same room for other rows of weights."""
+        return replace(self, rows_R=rows_R, first_R=first_R)
+
+
+def shift_of(rows: ScalarRows, first: int) -> int:
+    """Positions of the span of row `first` that lie before it."""
+    return (rows.lead + first) % SPAN
+
+
+def span_count(keys: int, shift: int) -> int:
+    """Spans of so many keys."""
+    return -(-(shift + keys) // SPAN) if keys else 0
+
+
+_widen_halves = make_widening("float16")
+
+
+def rows_in_line(rows_HNJ: Tensor) -> Tensor:
+    """The rows, each head's one behind the other, and heads whole rows apart: a copy where they are not."""
+    width = rows_HNJ.shape[2]
+    fits = rows_HNJ.stride()[1:] == (width, 1) and rows_HNJ.stride(0) % width == 0
+    return rows_HNJ if fits else rows_HNJ.contiguous()
+
+
+def row_table(rows_HNJ: Tensor) -> tuple[NDArray[np.generic], int]:
+    """All heads' rows as one contiguous table, and how many of its rows lie between the first ones of two heads.
+
+    So loops are compiled once, whether or not there is room behind the rows of a head.
+    """
+    heads, count, width = rows_HNJ.shape
+    rows_HNJ = rows_in_line(rows_HNJ)
+    stride = rows_HNJ.stride(0) // width if heads > 1 else count
+    size = ((heads - 1) * stride + count, width)
+    return rows_HNJ.as_strided(size, (width, 1), rows_HNJ.storage_offset()).numpy(), stride
+
+
+def half_table(rows_HNJ: Tensor) -> tuple[NDArray[np.generic], int]:
+    """`row_table` of float16, as the words that compiled loops can read."""
+    return row_table(rows_HNJ.view(torch.int16))
+
+
+@njit()
+def at_cache_line(rows: int, width: int) -> F4:  # pragma: no cover - compiled
+    """[rows, width] zeros that begin at a cache line, for widths that are multiples of LANES.
+
+    A vector that lies across two lines is loaded, and stored, in two halves.
+    """
+    room = np.zeros(rows * width + LANES, np.float32)
+    first = -(room.ctypes.data // 4) % LANES
+    return room[first : first + rows * width].reshape(rows, width)
+
+
+@njit(_nrt=False)
+def largest_count(counts: I8) -> int:  # pragma: no cover - compiled
+    """0 where there is none."""
+    most = 0
+    for r in range(counts.shape[0]):
+        most = max(most, counts[r])
+    return most
+
+
+@njit(_nrt=False)
+def widen(halves: I2, row: int, count: int, scratch: I2, floats: F4) -> None:  # pragma: no cover - compiled
+    """floats[0, :count] = the finite float16 numbers from halves[row, 0] on, which may go on in the rows that follow.
+
+    scratch: [1, LANES]. Beyond count, up to a multiple of LANES, floats are undefined, but finite.
+    """
+    vectors, width = count // LANES, halves.shape[1]
+    _widen_halves(halves, row, 0, floats, 0, 0, vectors)
+    if vectors * LANES < count:
+        for i in range(vectors * LANES, count):
+            scratch[0, i - vectors * LANES] = halves[row + i // width, i % width]
+        _widen_halves(scratch, 0, 0, floats, 0, vectors * LANES, 1)
+
+
+@njit(_nrt=False)
+def widen_groups(
+    halves: I2, row: int, count: int, scratch: I2, line: F4, floats: F4
+) -> None:  # pragma: no cover - compiled
+    """floats[g, n] = the finite float16 number halves[row + n, g]. line: scratch, [1, as many in all]."""
+    groups = halves.shape[1]
+    if groups == 1:
+        widen(halves, row, count, scratch, floats)
+        return
+    widen(halves, row, count * groups, scratch, line)
+    for n in range(count):
+        for g in range(groups):
+            floats[g, n] = line[0, n * groups + g]
+
+
+CODES, CODES_APART, SCALES, SCALES_APART, OFFSETS, OFFSETS_APART = range(6)
+"""Addresses of the first KV head's rows, and how many rows lie between the first ones of two heads."""
+COUNT, LEAD, SHIFT, FIRST, BEGIN, END, MOST = range(6, 13)
+"""Coded rows, positions of their first block, and of the pass's first span, that lie before them, the pass's first row,
+its rows of queries BEGIN..END-1, and the most keys that one of these goes over."""
+TASKS, SPLITS, EACH, SLOT = range(13, 17)
+"""Tasks of the passes before, of a KV head of this one, spans of a task, and where its partial results begin."""
+_FIELDS = 17
+
+
+@dataclass(frozen=True, slots=True)
+class CodedPass:
+    """Coded rows from `first` on, as far as each of some consecutive rows of queries goes.
+
+    All passes of a call are over rows of the same width and bits.
+    """
+
+    rows: ScalarRows
+    first: int
+    queries: range
+
+    @property
+    def shift(self) -> int:
+        """Positions of its first span that lie before it."""
+        return shift_of(self.rows, self.first)
+
+
+@dataclass(frozen=True, slots=True)
+class PassTable:
+    """What loops are told of passes.
+
+    numbers: [P, fields] int64. tasks: of all heads and passes. stride: from one task to the next that is begun: threads
+    get runs of them, and those of a large pass are to be spread among the others. slots: of partial results.
+    weights: that all rows of queries have. held: what the addresses are of.
+    """
+
+    numbers: I8
+    tasks: int
+    stride: int
+    slots: int
+    weights: int
+    held: Sequence[Tensor]
+
+    @classmethod
+    def of_keys(cls, passes: Sequence[CodedPass], counts_X: I8) -> PassTable:
+        """A task for every span of a pass's keys. counts_X: how many each row of queries goes over."""
+        tables = [
+            (each.rows.key_codes_HNC, each.rows.key_scales_HBD, each.rows.key_offsets_HBD) for each in passes
+        ]
+        return cls._of(passes, tables, counts_X, [1] * len(passes), np.zeros(len(counts_X), np.int64))
+
+    @classmethod
+    def of_values(cls, passes: Sequence[CodedPass], counts_X: I8, rows_X: I8, most_parts: int) -> PassTable:
+        """A task for every part of a pass's values: as many spans as make so many parts, at most, of all of its rows.
+
+        rows_X: which row of results each row of queries adds to. Parts that add to one are in different slots.
+        """
+        tables = [
+            (each.rows.value_codes_HNC, each.rows.value_scales_HNV, each.rows.value_offsets_HNV)
+            for each in passes
+        ]
+        spans = [span_count(each.rows.count - each.first, each.shift) for each in passes]
+        each_part = [max(1, -(-count // most_parts)) for count in spans]
+        return cls._of(passes, tables, counts_X, each_part, rows_X)
+
+    @classmethod
+    def _of(
+        cls,
+        passes: Sequence[CodedPass],
+        tables: Sequence[tuple[Tensor, ...]],
+        counts_X: I8,
+        spans_each: Sequence[int],
+        rows_X: I8,
+    ) -> PassTable:
+        numbers = np.zeros((len(passes), _FIELDS), np.int64)
+        used = np.zeros(int(rows_X.max(initial=0)) + 1, np.int64)  # slots of every row of results
+        held: list[Tensor] = []
+        tasks = 0
+        for row, each, arrays, spans in zip(numbers, passes, tables, spans_each, strict=True):
+            for place, array in enumerate(map(rows_in_line, arrays)):
+                held.append(array)
+                row[2 * place : 2 * place + 2] = array.data_ptr(), array.stride(0) // array.shape[2]
+            begin, end, shift = each.queries.start, each.queries.stop, each.shift
+            most = int(counts_X[begin:end].max(initial=0))
+            splits, own = -(-span_count(most, shift) // spans), rows_X[begin:end]
+            slot = int(used[own].max(initial=0))
+            used[own] = slot + splits
+            row[COUNT:SPLITS] = each.rows.count, each.rows.lead, shift, each.first, begin, end, most, tasks
+            row[SPLITS:] = splits, spans, slot
+            tasks += len(arrays[0]) * splits
+        weights = sum(int(counts_X[each.queries.start : each.queries.stop].sum()) for each in passes)
+        stride = _spreading(tasks) if len(passes) > 1 else 1
+        return cls(numbers, tasks, stride, int(used.max()), weights, held)
+
+
+def passes_among(passes: Sequence[CodedPass], rows_X: I8, wanted: range) -> list[CodedPass]:
+    """The passes of those rows of queries that add to wanted rows of results, which ascend within a pass."""
+    some = []
+    for each in passes:
+        rows, before = rows_X[each.queries.start : each.queries.stop], each.queries.start
+        begin, end = (before + int(np.searchsorted(rows, edge)) for edge in (wanted.start, wanted.stop))
+        if begin < end:
+            some.append(CodedPass(each.rows, each.first, range(begin, end)))
+    return some
+
+
+def _spreading(tasks: int) -> int:
+    """A step by which all of so many tasks are reached, and neighbours lie far apart."""
+    step = max(1, round(0.618 * tasks))
+    while gcd(step, tasks) != 1:
+        step += 1
+    return step
+
+
+@njit(_nrt=False)
+def pass_of(table: I8, task: int) -> int:  # pragma: no cover - compiled
+    """The pass that a task belongs to."""
+    number = table.shape[0] - 1
+    while table[number, TASKS] > task:
+        number -= 1
+    return number  # type: ignore[no-any-return]

@@ -1,1 +1,0 @@
-"""Rows of scalar codes: how they are made and stored, and on a host the compiled loops over them."""

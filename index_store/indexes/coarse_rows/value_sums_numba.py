@@ -1,0 +1,452 @@
+"""Attention to coded values on a host, by weights that are exponentials of logits.
+
+Products are of 8-bit integers: a row's weights are folded with the values' scales and rounded with one unit for 128
+keys. A row's result depends neither on the rows beside it nor on the number of threads.
+
+Runs of keys are not read where next to no weight is on them. A run is a block of 128 keys. It is left out for a row of
+queries where its weight is less than `NEGLIGIBLE` of its even share of all searched keys' weight; keys that are
+attended exactly count in the latter alone. So whatever is left out has less than `NEGLIGIBLE` of the weight: of flat
+attention nothing is. What is attended to shares its weight, as attention states merge.
+
+Shape legend: H KV heads, N keys, R rows of queries, S spans, g groups of a value's channels, d head dim, P parts of the
+keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from index_store.attention.attention_state import AttentionState
+from index_store.attention.rows_in_line_numba import RowsInLine
+from index_store.attention.vectors.code import LANES
+from index_store.attention.vectors.floats_numba import FOLDED, add_weighted, fold_rows, make_scaling, total_of
+from index_store.compiled.launch import F4, I1, I2, I8, U1, byte_table, int16_table, launch, njit, task_loop
+from index_store.indexes.coarse_rows.coded_passes_numba import (
+    BEGIN,
+    CODES,
+    CODES_APART,
+    COUNT,
+    EACH,
+    END,
+    FIRST,
+    MOST,
+    OFFSETS,
+    OFFSETS_APART,
+    SCALES,
+    SCALES_APART,
+    SHIFT,
+    SLOT,
+    SPAN,
+    SPLITS,
+    TASKS,
+    CodedPass,
+    PassTable,
+    Spans,
+    at_cache_line,
+    largest_count,
+    pass_of,
+    passes_among,
+    shift_of,
+    span_count,
+    widen_groups,
+)
+from index_store.indexes.coarse_rows.key_scores_numba import weigh
+from index_store.indexes.coarse_rows.packed_codes_numba import multiply, pack_values
+from index_store.indexes.coarse_rows.parameters import BLOCK
+from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
+
+NEGLIGIBLE = 0.02
+
+
+@task_loop("f4x3 f4x3 i8x1 i8x1 i8x1 i8x1 f4x2 f4x2")
+def find_limits(
+    task: int,
+    peaks: F4,
+    totals: F4,
+    span_rows: I8,
+    span_first: I8,
+    counts: I8,
+    shifts: I8,
+    beside: F4,
+    limits: F4,
+) -> None:  # pragma: no cover - compiled
+    """Log of the weight a key, on average, below which runs are left out, of every row: [H, R].
+
+    peaks, totals, span_rows, span_first: `Spans` of the rows' counts of weights, the first of which begins so many
+    positions as its shift behind a span. beside: [H, R] log-sum-exp of logits that the totals lack, or nothing.
+    """
+    rows = limits.shape[1]
+    head, r = task // rows, task % rows
+    row, first = span_rows[r], span_first[r]
+    spans = (shifts[r] + counts[r] + SPAN - 1) // SPAN if counts[r] > 0 else 0
+    peak = beside[head, r] if beside.size else np.float32(-np.inf)
+    for span in range(spans):
+        peak = max(peak, peaks[head, row, first + span])
+    limits[head, r] = -np.inf
+    if peak > -np.inf:
+        total = np.exp(beside[head, r] - peak) if beside.size else np.float32(0)
+        for span in range(spans):
+            total += np.exp(peaks[head, row, first + span] - peak) * totals[head, row, first + span]
+        limits[head, r] = peak + np.log(total * np.float32(NEGLIGIBLE) / np.float32(counts[r]))
+
+
+@njit(_nrt=False)
+def choose_rows(
+    line: F4, places: I8, counts: I8, low: int, keys: int, least: F4, chosen: I8
+) -> int:  # pragma: no cover - compiled
+    """Fills in the rows to which a run of so many keys from column `low` on counts; returns how many these are.
+
+    line: [1, .], where the rows' first columns are at places. least: of each row, its weight a key that is enough.
+    """
+    count = 0
+    for r in range(counts.shape[0]):
+        own = min(keys, counts[r] - low)
+        if own > 0 and _add_up(line, places[r] + low, own) >= least[r] * np.float32(own):
+            chosen[count] = r
+            count += 1
+    return count
+
+
+@njit(_nrt=False)
+def _add_up(line: F4, first: int, count: int) -> np.float32:  # pragma: no cover - compiled
+    """Sum of so many weights."""
+    whole = count // LANES
+    total = total_of(line, 0, first, whole)
+    for x in range(first + whole * LANES, first + count):
+        total += line[0, x]
+    return total  # type: ignore[no-any-return]
+
+
+_ROWS_AT_ONCE = 16
+_MOST_PARTS = 16
+_MOST_ROWS = 256  # of one launch, whose parts' outputs are all in memory
+_add_scaled = make_scaling(add=True)
+
+
+def attend_values(
+    rows: ScalarRows, logits: RowsInLine, first: int, elsewhere_HR: Tensor | None = None
+) -> AttentionState:
+    """Attention by logits to the values of rows `first`.., as many as a row of logits has; -inf marks what counts not.
+
+    Logits become weights. elsewhere_HR: log-sum-exp of the logits of keys of these rows that count elsewhere. Returns
+    out [H, R, d] and lse [H, R], float32; 0 and -inf where nothing counts.
+    """
+    heads, queries = logits.places_HR.shape
+    shift = shift_of(rows, first)
+    spans = Spans.empty(heads, queries, span_count(int(logits.counts_R.max(initial=0)), shift))
+    weigh(logits, shift, spans)
+    return add_values([CodedPass(rows, first, range(queries))], logits, spans, elsewhere_HR)
+
+
+def add_values(
+    passes: Sequence[CodedPass], weights: RowsInLine, spans: Spans, elsewhere_HR: Tensor | None = None
+) -> AttentionState:
+    """Attention to the values of each pass by exponentials of logits; 0 marks what counts not.
+
+    Rows of queries of several passes may add to one row of results, that of their spans. spans: their totals may hold
+    the weights of keys that count elsewhere; those that they do not are in elsewhere_HR, as in `attend_values`, of one
+    pass. How keys are divided into parts depends on the coded rows alone. Returns out [H, R, d] and lse [H, R],
+    float32; 0 and -inf where nothing counts.
+    """
+    heads, results, _ = spans.peaks_HRS.shape
+    state = AttentionState.empty((heads, results), passes[0].rows.head_dim)
+    if not weights.counts_R.any():
+        return state
+    limits = np.empty((heads, len(weights.counts_R)), np.float32)
+    beside = np.empty((0, 0), np.float32) if elsewhere_HR is None else elsewhere_HR.contiguous().numpy()
+    launch(
+        find_limits,
+        limits.size,
+        spans.peaks_HRS,
+        spans.totals_HRS,
+        spans.rows_R,
+        spans.first_R,
+        weights.counts_R,
+        np.repeat([each.shift for each in passes], [len(each.queries) for each in passes]),
+        beside,
+        limits,
+        work=14 * limits.size * spans.peaks_HRS.shape[2],
+    )
+    for first in range(0, results, _MOST_ROWS):
+        some = passes_among(passes, spans.rows_R, range(first, first + _MOST_ROWS))
+        table = PassTable.of_values(some, weights.counts_R, spans.rows_R, _MOST_PARTS)
+        if table.tasks == 0:
+            continue
+        shape = (heads, table.slots, min(_MOST_ROWS, results - first))
+        outs = np.empty((*shape, state.out.shape[2]), np.float32)
+        peaks, totals = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.float32)
+        coded = some[0].rows
+        launch(
+            _attend_parts,
+            table.tasks,
+            table.numbers,
+            table.tasks,
+            table.stride,
+            coded.value_codes_HNC.shape[2],
+            coded.value_scales_HNV.shape[2],
+            coded.value_bits,
+            weights.numbers,
+            weights.places_HR,
+            weights.counts_R,
+            spans.peaks_HRS,
+            spans.rows_R,
+            spans.first_R,
+            limits,
+            first,
+            outs,
+            peaks,
+            totals,
+            work=heads * coded.head_dim * (0.04 * table.numbers[:, MOST].sum() + 0.01 * table.weights),
+        )
+        merged = (state.out.numpy(), state.lse.numpy(), first)
+        launch(_merge_parts, shape[0] * shape[2], outs, peaks, totals, *merged, work=0.25 * outs.size)
+    return state
+
+
+@task_loop("i8x2 i8 i8 i8 i8 i8 f4x1 i8x2 i8x1 f4x3 i8x1 i8x1 f4x2 i8 f4x4 f4x3 f4x3")
+def _attend_parts(
+    number: int,
+    table: I8,
+    tasks: int,
+    stride: int,
+    width: int,
+    groups: int,
+    bits: int,
+    weights: F4,
+    places: I8,
+    counts: I8,
+    span_peaks: F4,
+    span_rows: I8,
+    span_first: I8,
+    limits: F4,
+    result: int,
+    outs: F4,
+    peaks: F4,
+    totals: F4,
+) -> None:  # pragma: no cover - compiled
+    task = number * stride % tasks
+    own = table[pass_of(table, task)]
+    head, part = (task - own[TASKS]) // own[SPLITS], (task - own[TASKS]) % own[SPLITS]
+    begin = own[FIRST] + max(0, part * own[EACH] * SPAN - own[SHIFT])
+    rows, slot, left = slice(own[BEGIN], own[END]), own[SLOT] + part, own[COUNT] - begin
+    _attend_part(
+        byte_table(own[CODES] + (head * own[CODES_APART] + begin) * width, left, width),
+        int16_table(own[SCALES] + 2 * (head * own[SCALES_APART] + begin) * groups, left, groups),
+        int16_table(own[OFFSETS] + 2 * (head * own[OFFSETS_APART] + begin) * groups, left, groups),
+        bits,
+        weights,
+        places[head, rows],
+        counts[rows],
+        span_peaks[head],
+        span_rows[rows],
+        span_first[rows],
+        limits[head, rows],
+        own[SHIFT],
+        part * own[EACH],
+        (part + 1) * own[EACH],
+        result,
+        outs[head, slot],
+        peaks[head, slot],
+        totals[head, slot],
+    )
+
+
+@njit()
+def _attend_part(
+    codes: U1,
+    scales: I2,
+    offsets: I2,
+    bits: int,
+    weights: F4,
+    places: I8,
+    counts: I8,
+    span_peaks: F4,
+    span_rows: I8,
+    span_first: I8,
+    limits: F4,
+    shift: int,
+    first: int,
+    end: int,
+    result: int,
+    out: F4,
+    part_peaks: F4,
+    part_totals: F4,
+) -> None:  # pragma: no cover - compiled
+    """Sums of weighted values [R, d] of one head's first keys, the weights' peaks and their totals.
+
+    weights: of a row those in columns of spans first..end-1, as far as it has any; beyond the longest row there is
+    nothing. limits: see `find_limits`. result: number of the first row of results among those of the spans.
+    """
+    rows, dim, groups = places.shape[0], out.shape[1], scales.shape[1]
+    width = dim // groups
+    vectors = (width + LANES - 1) // LANES
+    raw = np.empty((1, codes.shape[1]), np.uint32)
+    packed = at_cache_line(BLOCK // 4, (dim + 2 * LANES - 1) // LANES * LANES).view(np.uint32)
+    line_of = weights.reshape(1, weights.size)
+    halves, line = np.zeros((1, LANES), np.int16), np.zeros((1, BLOCK * groups), np.float32)
+    scale, offset = at_cache_line(groups, BLOCK), at_cache_line(groups, BLOCK)
+    few, folded = at_cache_line(1, FOLDED * BLOCK), at_cache_line(FOLDED, BLOCK)
+    columns = np.empty((1, FOLDED), np.int64)
+    rounded = np.zeros((groups * _ROWS_AT_ONCE, BLOCK), np.int8)
+    room = groups * _ROWS_AT_ONCE
+    units, shifts = np.empty((1, room), np.float32), np.empty((1, room), np.float32)
+    added = np.empty((1, room), np.float32)
+    sums = at_cache_line(_ROWS_AT_ONCE, (vectors + 1) * LANES).view(np.int32)
+    gathered = at_cache_line(rows * groups, vectors * LANES)
+    factors, least = np.empty(rows, np.float32), np.empty(rows, np.float32)
+    chosen = np.empty(rows, np.int64)
+    peaks, totals = np.empty(rows, np.float32), np.zeros(rows, np.float32)
+    middle = np.float32((1 << bits) - 1) / np.float32(2)
+    longest = largest_count(counts)
+    _find_peaks(counts, span_peaks, span_rows, span_first, shift, first, end, peaks)
+    begin_at = max(0, first * SPAN - shift)
+    # Blocks begin at multiples of BLOCK positions, so weights that begin at a cache line go on to.
+    for block in range((shift + begin_at) // BLOCK, (min(end * SPAN, shift + longest) + BLOCK - 1) // BLOCK):
+        low = max(block * BLOCK - shift, begin_at)
+        keys = min((block + 1) * BLOCK - shift, longest) - low
+        if low == begin_at or (shift + low) % SPAN == 0:
+            span = (shift + low) // SPAN
+            for r in range(rows):
+                peak = span_peaks[span_rows[r], span_first[r] + span] if low < counts[r] else -np.inf
+                factors[r] = np.exp(peak - peaks[r]) if peak > -np.inf else 0
+                least[r] = np.exp(limits[r] - peak) if peak > -np.inf else np.inf
+        some_rows = choose_rows(line_of, places, counts, low, keys, least, chosen)
+        if some_rows == 0:
+            continue
+        widen_groups(scales, low - begin_at, keys, halves, line, scale)
+        widen_groups(offsets, low - begin_at, keys, halves, line, offset)
+        for g in range(groups):
+            add_weighted(middle, scale, g, 0, offset, g, 0, BLOCK // LANES)
+        pack_values(codes, low - begin_at, keys, bits, raw, packed)
+        for begin in range(0, some_rows, _ROWS_AT_ONCE):
+            some = min(_ROWS_AT_ONCE, some_rows - begin)
+            _fold_rows(
+                line_of,
+                places,
+                counts,
+                low,
+                keys,
+                chosen[begin : begin + some],
+                few,
+                columns,
+                scale,
+                offset,
+                middle,
+                folded,
+                rounded,
+                units,
+                shifts,
+                added,
+            )
+            for g in range(groups):
+                multiply(packed, g * width, width, rounded, g * _ROWS_AT_ONCE, some, (keys + 3) // 4, sums)
+                for r in range(some):
+                    row, place = chosen[begin + r], g * _ROWS_AT_ONCE + r
+                    unit, addend = factors[row] * units[0, place], factors[row] * shifts[0, place]
+                    _add_scaled(sums, r, 0, unit, addend, gathered, row * groups + g, 0, vectors)
+            for r in range(some):
+                totals[chosen[begin + r]] += factors[chosen[begin + r]] * added[0, r]
+    for r in range(rows):
+        row = span_rows[r] - result
+        part_peaks[row], part_totals[row] = peaks[r], totals[r]
+        for g in range(groups):
+            for i in range(width):
+                out[row, g * width + i] = gathered[r * groups + g, i]
+
+
+@njit(_nrt=False)
+def _find_peaks(
+    counts: I8, span_peaks: F4, span_rows: I8, span_first: I8, shift: int, first: int, end: int, peaks: F4
+) -> None:  # pragma: no cover - compiled
+    """The largest peak of spans first..end-1 of every row, as far as it has any."""
+    for r in range(counts.shape[0]):
+        peaks[r] = -np.inf
+        for span in range(first, min(end, (shift + counts[r] + SPAN - 1) // SPAN)):
+            peaks[r] = max(peaks[r], span_peaks[span_rows[r], span_first[r] + span])
+
+
+@njit(_nrt=False)
+def _fold_rows(
+    weights: F4,
+    places: I8,
+    counts: I8,
+    low: int,
+    keys: int,
+    chosen: I8,
+    few: F4,
+    columns: I8,
+    scale: F4,
+    centre: F4,
+    middle: np.float32,
+    folded: F4,
+    rounded: I1,
+    units: F4,
+    shifts: F4,
+    added: F4,
+) -> None:  # pragma: no cover - compiled
+    """Rounds weights of `keys` keys from column low on, of chosen rows, and adds them up.
+
+    For every group of channels. few: scratch for rows that end before the block does.
+    """
+    last = chosen.shape[0] - 1
+    for r in range(0, last + 1, FOLDED):
+        whole = keys == BLOCK
+        for i in range(FOLDED):
+            row = chosen[min(r + i, last)]
+            columns[0, i] = places[row] + low
+            whole = whole and counts[row] - low >= BLOCK
+        if not whole:
+            few[:] = 0
+            for i in range(FOLDED):
+                for x in range(min(keys, counts[chosen[min(r + i, last)]] - low)):
+                    few[0, i * BLOCK + x] = weights[0, columns[0, i] + x]
+                columns[0, i] = i * BLOCK
+        for g in range(scale.shape[0]):
+            place = g * _ROWS_AT_ONCE + r
+            numbers = weights if whole else few
+            fold_rows(
+                numbers,
+                columns,
+                scale,
+                centre,
+                g,
+                middle,
+                folded,
+                rounded,
+                place,
+                units,
+                shifts,
+                added,
+                BLOCK // LANES,
+            )
+
+
+@task_loop("f4x4 f4x3 f4x3 f4x3 f4x2 i8")
+def _merge_parts(
+    task: int, outs: F4, peaks: F4, totals: F4, out: F4, lse: F4, first: int
+) -> None:  # pragma: no cover - compiled
+    """Merges the parts of all rows, the first of which is row `first` of the out. Those with peak -inf hold nothing."""
+    _, parts, rows, _ = outs.shape
+    head, r = task // rows, task % rows
+    peak = peaks[head, 0, r]
+    for part in range(parts):
+        peak = max(peak, peaks[head, part, r])
+    if peak == -np.inf:
+        return  # nothing was attended: the state is that already
+    line, total = out[head, first + r], np.float32(0)
+    for part in range(parts):
+        if peaks[head, part, r] > -np.inf:
+            total += np.exp(peaks[head, part, r] - peak) * totals[head, part, r]
+    if total == 0:
+        return  # all that counted is attended elsewhere
+    for part in range(parts):
+        if peaks[head, part, r] > -np.inf:
+            share = np.exp(peaks[head, part, r] - peak)
+            for i in range(line.shape[0]):
+                line[i] += share * outs[head, part, r, i]
+    for i in range(line.shape[0]):
+        line[i] /= total
+    lse[head, first + r] = peak + np.log(total)
