@@ -7,7 +7,7 @@ read chunk by chunk are those of one pass with torch's own attention, and that c
 tight as faiss's, and that keys and values that stay in host memory are those that stay on the device, bit for bit.
 Then the same tokens are read by the bare decoder in one pass and by the capture in chunks (forward), and with keys and
 values in host memory, in several chunks and blocks (beyond). At last every index of one layer is built by itself
-(build). One JSON line per figure. Whole jobs are measured by whole_job.py.
+(build). One JSON line per figure.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The search that placement `host` runs beside a GPU, on the CPU alone: query tables, several threads.
 
-usage: python ops/bench/host_search/search_cpu.py [--bars] [--lengths 128k] [--subspaces 8,16] [--threads 16]
+usage: python ops/bench/one_layer/search_cpu.py [--bars] [--lengths 128k] [--subspaces 8,16] [--threads 16]
 
 Regime: one layer of one decode step, 8 KV heads, 4 query heads each, head dimension 128: tables of random scores (time
 depends on their number, not on what they mean), those of several layers in turn, and other rows in every search, so
