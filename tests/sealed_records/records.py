@@ -28,9 +28,8 @@ from index_store.store.description.manifest import MANIFESTS, IndexEntry, Manife
 from index_store.store.description.sealed import Sealed
 from index_store.store.files.additions import WHOLE
 from index_store.store.tuned_defaults import DEFAULTS, TunedDefault
+from prefill_worker.build.checkpoint import CHECKPOINTS, KeptArray, KeptChunk, LayerRecord
 from prefill_worker.build.dense_layers import Selectivity
-from prefill_worker.build.layer_records import KeptArray, KeptChunk, LayerRecord
-from prefill_worker.jobs.checkpoint import CHECKPOINTS
 from tests.support.store import (
     CREATED,
     MODEL,

@@ -19,8 +19,8 @@ from index_store.models.tokenizer import Tokenizer, load_tokenizer
 from index_store.store.description.manifest import Manifest
 from prefill_worker.build.stages import Clock
 from prefill_worker.config import PrefillConfig
+from prefill_worker.jobs.document_layers import KeptModel, Means
 from prefill_worker.jobs.job import carry_out
-from prefill_worker.jobs.means import KeptModel, Means
 from prefill_worker.jobs.prepared_job import job_over_tokens
 
 

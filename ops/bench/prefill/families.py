@@ -41,7 +41,7 @@ from index_store.store.catalog import Store
 from index_store.store.description.manifest import Manifest
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
-from prefill_worker.jobs.report import PrefillReport
+from prefill_worker.jobs.prepared_job import PrefillReport
 
 
 def main(

@@ -39,7 +39,7 @@ from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
 from index_store.store.description.context_id import ModelIdentity
 from prefill_worker.build.kv_placement import DeviceMeter
 from prefill_worker.reading.capture import Capture, register_attention
-from prefill_worker.reading.causal_attention import PAST_BLOCK
+from prefill_worker.reading.kept_layers import PAST_BLOCK
 from prefill_worker.reading.prefill import run_context
 from prefill_worker.reading.query_sample import plan_sample
 

@@ -13,7 +13,7 @@ from index_store.selection.calibration import ThresholdCalibrator
 from index_store.selection.cutting import cut
 from index_store.selection.selected import Step
 from index_store.selection.threshold_curve import ThresholdCurve
-from prefill_worker.build.layer_arrays import calibrate
+from prefill_worker.build.layer_writing import calibrate
 from prefill_worker.reading.query_sample import (
     late_rows,
     plan_sample,

@@ -21,7 +21,7 @@ from index_store.methods.index_specs import INDEX_SPECS
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.writer import ContextWriter
-from prefill_worker.build import layer_arrays, layer_writing, stages
+from prefill_worker.build import layer_writing, stages
 from prefill_worker.build.layer_writing import UNDER_WAY, LayerWriting, WrittenLayers
 from prefill_worker.build.stages import BuildStream, ChunkWriting, Clock, Stage
 from prefill_worker.reading.capture import Capture
@@ -117,7 +117,7 @@ def test_all_that_is_written_is_complete(tmp_path: Path, monkeypatch: pytest.Mon
         running = False
 
     made = []
-    for owner in (layer_arrays.CapturedWriting, layer_arrays.IndexWriting):
+    for owner in (layer_writing.CapturedWriting, layer_writing.IndexWriting):
 
         def chunks(self: Any, *given: Any, original: Any = owner.chunks) -> Any:
             made.append(running)
@@ -194,7 +194,7 @@ STAGES: dict[str, tuple[object, str]] = {
     "checking": (layer_writing, "check_finite"),
     "measuring": (layer_writing, "measure_selectivity"),
     "building": (KeyClusters, "build"),
-    "calibrating": (layer_arrays, "calibrate"),
+    "calibrating": (layer_writing, "calibrate"),
     "creating": (ContextWriter, "create_array"),
     "writing": (ContextWriter, "write_rows"),
 }

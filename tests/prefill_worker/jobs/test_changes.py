@@ -21,10 +21,9 @@ from index_store.store.catalog import Store, utc_now
 from index_store.store.files import locks
 from prefill_worker.build.index_choice import ChosenIndexes
 from prefill_worker.config import PrefillConfig
-from prefill_worker.jobs.changes import plan_changes
-from prefill_worker.jobs.inputs import fingerprint_prompts, read_prompts
+from prefill_worker.jobs.added_indexes import plan_changes
 from prefill_worker.jobs.job import run_job
-from prefill_worker.jobs.report import PrefillReport
+from prefill_worker.jobs.prepared_job import PrefillReport, fingerprint_prompts, read_prompts
 from tests.prefill_worker.jobs.support_jobs import MakeConfig, run
 from tests.support.store import synthetic_context
 

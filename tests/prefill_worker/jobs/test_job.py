@@ -16,7 +16,7 @@ from index_store.cli.progress import LineReporter
 from index_store.models.loading import identify, load_model, load_tokenizer, resolve_model
 from index_store.store.catalog import Store
 from index_store.store.description.manifest import MANIFESTS
-from prefill_worker.jobs import means
+from prefill_worker.jobs import document_layers
 from prefill_worker.jobs.job import run_job
 from tests.prefill_worker.conftest import DOCUMENT
 from tests.prefill_worker.jobs.support_jobs import MakeConfig, hidden_entries, run
@@ -68,7 +68,7 @@ def test_the_same_content_again_does_nothing(
     def refuse(*_: object, **__: object) -> None:
         pytest.fail("the weights were loaded although the context is there")
 
-    monkeypatch.setattr(means, "load_model", refuse)
+    monkeypatch.setattr(document_layers, "load_model", refuse)
     again = run(make_config(chunk=7))
     assert not again.created
     assert again.changed == {}

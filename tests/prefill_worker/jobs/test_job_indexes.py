@@ -29,10 +29,10 @@ from index_store.store.description.manifest import IndexEntry, Manifest
 from index_store.store.stored_context import QuerySample
 from index_store.store.writer import ContextWriter
 from prefill_worker.config import AddIndexConfig
-from prefill_worker.jobs import document_layers, means
+from prefill_worker.jobs import document_layers
 from prefill_worker.jobs.added_indexes import run_add_index
 from prefill_worker.jobs.job import run_job
-from prefill_worker.jobs.report import PrefillReport
+from prefill_worker.jobs.prepared_job import PrefillReport
 from prefill_worker.reading.capture import Capture, register_attention
 from prefill_worker.reading.prefill import run_context
 from prefill_worker.reading.query_sample import plan_sample
@@ -181,7 +181,7 @@ def test_an_index_of_keys_is_added_without_reading_again(
     first = run(make_config(method=("csattention",))).manifest
     before = rows(store.path, first.id)
     with store.open(first.id) as reader:  # has the context open all the time
-        monkeypatch.setattr(means, "load_model", refuse_model)
+        monkeypatch.setattr(document_layers, "load_model", refuse_model)
         report = run(make_config(method=("pq",)))
         assert report.manifest.id == first.id
         assert not report.created

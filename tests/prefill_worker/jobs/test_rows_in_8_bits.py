@@ -21,7 +21,7 @@ from index_store.store.catalog import Store
 from index_store.store.description.manifest import HIGH_PLANE, Manifest
 from prefill_worker.config import AddIndexConfig, DetachConfig
 from prefill_worker.jobs.added_indexes import run_add_index
-from prefill_worker.jobs.detached import run_detach
+from prefill_worker.jobs.children import run_detach
 from tests.prefill_worker.jobs.support_jobs import MakeConfig, run
 from tests.support.store import continuation
 

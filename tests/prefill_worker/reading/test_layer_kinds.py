@@ -10,10 +10,9 @@ import torch
 
 from index_store.errors import ModelUnsupportedError
 from index_store.models.loading import LoadedModel, load_model, resolve_model
-from prefill_worker.reading import capture_check
+from prefill_worker.reading import prefill
 from prefill_worker.reading.capture import Capture, register_attention
-from prefill_worker.reading.capture_check import check_capture
-from prefill_worker.reading.prefill import run_context, run_prompts
+from prefill_worker.reading.prefill import check_capture, run_context, run_prompts
 from prefill_worker.reading.query_sample import plan_sample
 from tests.support.models import LAYER_KINDS, write_model_folder
 
@@ -89,6 +88,6 @@ def test_a_capture_that_sees_something_else_is_refused(
         def __init__(self, identity, *rest):  # type: ignore[no-untyped-def]
             super().__init__(replace(identity, window=replace(window, size=window.size - 4)), *rest)
 
-    monkeypatch.setattr(capture_check, "Capture", Forgetful)
+    monkeypatch.setattr(prefill, "Capture", Forgetful)
     with pytest.raises(ModelUnsupportedError, match=r"prefill here \(keys and values of layer 1\) differ by"):
         check_capture(loaded)

@@ -15,9 +15,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from index_store.indexes.key_clusters.windowed_rope import undo_rotary
 from index_store.models.loading import LoadedModel, load_model, resolve_model
 from prefill_worker.reading.capture import Capture, register_attention
-from prefill_worker.reading.capture_check import check_capture
-from prefill_worker.reading.causal_attention import attend_causally
-from prefill_worker.reading.prefill import run_context, run_prompts
+from prefill_worker.reading.kept_layers import attend_causally
+from prefill_worker.reading.prefill import check_capture, run_context, run_prompts
 from prefill_worker.reading.query_sample import (
     JUDGED_QUERIES,
     judged_rows,

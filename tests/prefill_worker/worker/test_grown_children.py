@@ -15,7 +15,7 @@ from index_store.jobs.job_record import MOST_PRIORITY, JobRecord, JobState
 from index_store.store.catalog import utc_now
 from index_store.store.clean_up import find_leftovers
 from index_store.store.description.manifest import Manifest
-from prefill_worker.build.layer_arrays import IndexWriting
+from prefill_worker.build.layer_writing import IndexWriting
 from prefill_worker.worker.queue_worker import QueueWorker
 from tests.prefill_worker.worker.test_queue_worker import TOKENS, Shop, work_in_process
 from tests.support.forking import kill_after, start
@@ -29,7 +29,7 @@ GROWN = TOKENS // 4 + 1
 def shop(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Shop:
     """With one context, and without the least number of tokens and the time that a child has to be there."""
     monkeypatch.setattr("index_store.family.parents.GROWN_TOKENS", 10)
-    monkeypatch.setattr("prefill_worker.worker.grown_children.SETTLED", timedelta(0))
+    monkeypatch.setattr("prefill_worker.worker.queue_worker.SETTLED", timedelta(0))
     shop = Shop(tmp_path, tiny_model)
     shop.order()
     assert shop.worker().work_once()
@@ -85,7 +85,7 @@ def test_others_are_left_alone(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> N
     shop.worker().order_grown()
     with monkeypatch.context() as patch:
         patch.setattr("index_store.family.parents.GROWN_TOKENS", GROWN)
-        patch.setattr("prefill_worker.worker.grown_children.SETTLED", timedelta(seconds=60))
+        patch.setattr("prefill_worker.worker.queue_worker.SETTLED", timedelta(seconds=60))
         shop.worker().order_grown()
     assert ordered(shop) == []
     monkeypatch.setattr("index_store.family.parents.GROWN_TOKENS", GROWN)

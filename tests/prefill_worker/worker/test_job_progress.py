@@ -21,11 +21,10 @@ from index_store.store.catalog import Store
 from index_store.store.description.manifest import Manifest
 from index_store.store.files import durable
 from index_store.store.writer import ContextWriter
-from prefill_worker.jobs import checkpoint
+from prefill_worker.build import checkpoint
 from prefill_worker.reading import prefill
 from prefill_worker.worker import queue_worker
-from prefill_worker.worker.job_progress import JobProgressWriter
-from prefill_worker.worker.queue_worker import MOST_ATTEMPTS
+from prefill_worker.worker.queue_worker import MOST_ATTEMPTS, JobProgressWriter
 from tests.prefill_worker.worker.test_queue_worker import CHUNK, TOKENS, Shop, reference, same_context
 
 COUNT = 10

@@ -19,10 +19,10 @@ from index_store.jobs.job_record import JobOrder, JobRecord, JobState
 from index_store.models.loading import identify, resolve_model
 from index_store.store.catalog import Store
 from index_store.store.description.manifest import Manifest
-from prefill_worker.build.layer_arrays import IndexWriting
+from prefill_worker.build.checkpoint import Checkpoint
+from prefill_worker.build.layer_writing import IndexWriting
 from prefill_worker.config import PrefillConfig, WorkerConfig
 from prefill_worker.jobs import prepared_job
-from prefill_worker.jobs.checkpoint import Checkpoint
 from prefill_worker.jobs.job import run_job
 from prefill_worker.reading import prefill
 from prefill_worker.worker.queue_worker import MOST_ATTEMPTS, QueueWorker

@@ -8,7 +8,7 @@ its checksum.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from index_store.errors import ContextCorruptError, StoreFullError
-from index_store.store.description.json_fields import Count
-from index_store.store.description.sealed import Sealed
+from index_store.errors import ContextCorruptError, ManifestError, StoreFullError
+from index_store.store.description.json_fields import Count, Number, Whole
+from index_store.store.description.sealed import Sealed, from_plain, plain
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     make_folder,
@@ -31,8 +31,82 @@ from index_store.store.files.durable import (
     storing,
 )
 from index_store.store.files.reading import read_file
-from prefill_worker.build.layer_records import LayerRecord, parse_record
+from prefill_worker.build.dense_layers import Selectivity
 from prefill_worker.reading.capture import Capture
+
+
+@dataclass(frozen=True, slots=True)
+class KeptChunk:
+    """A chunk of an array, and the crc32c of its contents."""
+
+    path: str
+    indices: tuple[int, ...]
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeptArray:
+    """An array of an index in one layer: name, shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecord:
+    """One layer. arrays: of its indexes by their names. counts: what thresholds are calibrated with, by index.
+
+    selectivity: where it was measured.
+    """
+
+    chunks: tuple[KeptChunk, ...]
+    arrays: Mapping[str, tuple[KeptArray, ...]]
+    counts: Mapping[str, tuple[Tensor, int]]
+    selectivity: Selectivity | None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What of it are tensors."""
+        return {name: keys_B for name, (keys_B, _) in self.counts.items()}
+
+    def describe(self) -> str:
+        """The rest of it, as JSON."""
+        measured = self.selectivity
+        described = _Described(
+            self.chunks,
+            tuple(_KeptIndex(name, self.counts[name][1], arrays) for name, arrays in self.arrays.items()),
+            () if measured is None else (measured.captured, measured.output_error),
+        )
+        return json.dumps(plain(described))
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptIndex:
+    name: str
+    searched: Whole
+    arrays: tuple[KeptArray, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    chunks: tuple[KeptChunk, ...]
+    indexes: tuple[_KeptIndex, ...]
+    measured: tuple[Number, ...]
+
+
+def parse_record(description: str, tensors: Mapping[str, Tensor]) -> LayerRecord:
+    """A record of what it was described as. Raises ValueError for anything else."""
+    try:
+        found = from_plain(json.loads(description), _Described)
+        return LayerRecord(
+            found.chunks,
+            {index.name: index.arrays for index in found.indexes},
+            {index.name: (tensors[index.name], index.searched) for index in found.indexes},
+            Selectivity(*found.measured) if found.measured else None,
+        )
+    except (ManifestError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"no record of a layer: {error}") from error
+
 
 _LIST = "checkpoint.json"
 _LARGEST_LIST = 1 << 24
@@ -92,7 +166,7 @@ CHECKPOINTS = Sealed(
 class Checkpoint:
     """The checkpoint of one job in a folder of its own. For one worker at a time, which holds the job's lock.
 
-    It is a `LayerKeeper`. `restore` comes before all else. Where the disk is too full for it, it is removed, which
+    `restore` comes before all else. Where the disk is too full for it, it is removed, which
     leaves its room to the context, and the job goes on without one.
     """
 

@@ -1,4 +1,7 @@
-"""Children made whole: contexts of their own, with all keys and values and with indexes built anew.
+"""Contexts that continue others: read behind their parents, and made whole.
+
+A child's own keys and values are computed by exact attention to all before them, its parent's are taken as they are
+stored. Nothing is kept on the way: who takes such a job over begins it anew.
 
 Sessions on a child hold what it adds, and search it in extensions of their own. Where that is no longer short beside
 its parent, or the parent is to go, it is better written as a context that stands alone: under the same id, since it
@@ -12,35 +15,141 @@ Shape legend: H KV heads, N tokens of the parent, D tokens of the child's own, d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from index_store.cli.progress import Reporter
-from index_store.errors import InvalidArgumentError
-from index_store.family.children import OwnRows, attention_of, read_own_rows
-from index_store.family.parents import ATTENTION, parent_of
+from index_store.cli.options import parse_ttl
+from index_store.cli.progress import Reporter, Update
+from index_store.errors import (
+    ContextCorruptError,
+    ContextExpiredError,
+    ContextNotFoundError,
+    InvalidArgumentError,
+)
+from index_store.family.children import Continuation, OwnRows, attention_of, publish_child, read_own_rows
+from index_store.family.parents import ATTENTION, EXACT, child_id, parent_of
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.coarse_rows.parameters import RETIRED
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.indexes.row_planes.two_planes import find_low_plane
 from index_store.methods.index_specs import IndexSpec
-from index_store.store.catalog import CHANGEABLE, Store
+from index_store.store.catalog import CHANGEABLE, Store, utc_now
 from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.array_shapes import kv_entry, plane_entry, queries_entry, window_entry
-from index_store.store.description.dtypes import INT8
+from index_store.store.description.dtypes import INT8, stored_dtype
 from index_store.store.description.manifest import HIGH_PLANE, IndexEntry, Manifest
 from index_store.store.files.additions import WHOLE
+from index_store.store.names import free_name
 from index_store.store.stored_context import Context
 from index_store.store.writer import ContextWriter
-from prefill_worker.build.layer_writing import LayerWriting
+from prefill_worker.build.kv_placement import device_limit, place_kv
+from prefill_worker.build.layer_writing import LOGIT_CAP, LayerWriting, StoredRows
 from prefill_worker.build.stages import Clock
-from prefill_worker.build.stored_rows import LOGIT_CAP, StoredRows
 from prefill_worker.config import DetachConfig
-from prefill_worker.jobs.document_layers import sync_written
-from prefill_worker.jobs.report import PrefillReport
+from prefill_worker.jobs.document_layers import Means, TakenBeginning, sync_written
+from prefill_worker.jobs.prepared_job import PrefillReport, PreparedJob
+from prefill_worker.reading.capture import Capture
+from prefill_worker.reading.prefill import run_context
+from prefill_worker.reading.query_sample import SampledPositions
+
+
+@dataclass(frozen=True, slots=True)
+class ChildJob:
+    """job: over all tokens, those of the parent first."""
+
+    job: PreparedJob
+    parent: Manifest
+
+    def id(self) -> str:
+        """The child's."""
+        messages = self.job.conversation is not None
+        return child_id(self.parent, EXACT, self.job.token_ids, messages=messages)
+
+    @property
+    def own_tokens(self) -> Sequence[int]:
+        """Those behind the parent's."""
+        return self.job.token_ids[self.parent.token_count :]
+
+
+def carry_out_child(child: ChildJob, reporter: Reporter, clock: Clock, means: Means) -> PrefillReport:
+    """Makes the child, or finds it; see `publish_child`. Raises what reading, writing and the model raise."""
+    job, parent = child.job, child.parent
+    store, id_ = Store(job.config.store), child.id()
+    ttl = parse_ttl(job.config.ttl)
+    there = _is_there(store, id_)
+    token_ids = torch.tensor(child.own_tokens, dtype=torch.int64)
+    own = OwnRows(token_ids, []) if there else _read(child, token_ids, store, reporter, clock, means)
+    made = Continuation(
+        parent=parent,
+        before=torch.tensor(job.token_ids[: parent.token_count], dtype=torch.int64),
+        own=own,
+        attention=EXACT,
+        name=free_name(store, job.config.name or job.title, parent.model.fingerprint, id_),
+        expires_at=None if ttl is None else utc_now() + ttl,
+        owner=job.owner,
+        labels=job.labels,
+        conversation=None if job.conversation is None else job.conversation.to_bytes(),
+    )
+    with clock("publish"):
+        return PrefillReport(publish_child(store, made), not there, clock.seconds)
+
+
+def _is_there(store: Store, id_: str) -> bool:
+    """Whether the store has the child, whole."""
+    try:
+        with store.open(id_):
+            return not store.verify(id_)
+    except (ContextNotFoundError, ContextExpiredError, ContextCorruptError):
+        return False
+
+
+def _read(
+    child: ChildJob, token_ids: Tensor, store: Store, reporter: Reporter, clock: Clock, means: Means
+) -> OwnRows:
+    """Keys and values of the child's own tokens, and the states behind them."""
+    job, config, identity = child.job, child.job.config, child.job.identity
+    with clock("load"):
+        loaded, _ = means.load(job.folder, config.torch_device)
+    placement = place_kv(job.sizes(loaded.model, ()), device_limit(config.torch_device, config.device_memory))
+    capture = Capture(
+        identity,
+        len(job.token_ids),
+        stored_dtype(job.dtype).torch_dtype,
+        SampledPositions(torch.empty(0, dtype=torch.int64)),
+        config.torch_device,
+        block_tokens=placement.block_tokens,
+    )
+    first, total = child.parent.token_count, len(job.token_ids)
+    # The capture keeps no more of a layer with a window than its queries see.
+    chunk = config.pass_tokens if identity.window is None else min(config.pass_tokens, identity.window.size)
+    parts: list[list[Tensor]] = [[] for _ in range(identity.layers)]
+
+    def collect(start: int, count: int) -> None:
+        for layer, (kv, _) in enumerate(capture.rows(start, count)):
+            parts[layer].append(kv.cpu().clone())
+
+    with closing(capture):
+        with clock("taken"):
+            unsampled = replace(child.parent, queries=None, query_positions=())
+            TakenBeginning(store, unsampled, first).fill(capture)
+        with clock("prefill"), reporter.phase("prefill", "tokens") as update:
+            run_context(
+                loaded.model, capture, job.token_ids, chunk, _own_progress(update, first), first, collect
+            )
+        last = first + (total - first - 1) // chunk * chunk
+        collect(last, total - last)
+        state = capture.packed_state(capture.kv_dtype)
+    rows = [torch.cat(layer, dim=1) for layer in parts]
+    return OwnRows(token_ids, rows, state)
+
+
+def _own_progress(update: Update, before: int) -> Update:
+    return lambda done, total: update(done - before, total - before)
+
 
 _QUERIES_PER_CENTROID = 8
 """Stored queries that an index which is made of queries needs at least, for each of its centroids."""
