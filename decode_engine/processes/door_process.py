@@ -72,8 +72,7 @@ class DoorProcess:
 
 
 def _open(grpc: GrpcDoor, core: RemoteCore, facts: Facts, setup: Setup) -> None:
-    from decode_engine.engine.sampling.trial import VocabularySource
-    from decode_engine.engine.sampling.vocabulary import Vocabulary
+    from decode_engine.engine.sampling.constraints import Vocabulary, VocabularySource
     from decode_engine.rpc.creation.orders import Workshop
     from index_store.jobs.job_queue import JobQueue
     from index_store.jobs.uploads import Uploads

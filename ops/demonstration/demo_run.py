@@ -23,7 +23,7 @@ from demo_processes import DemoError, run_command, running_server, temporary_fol
 from demo_report import print_rows, print_summary
 from rich.console import Console
 
-from decode_engine.evaluation.comparison.machine import describe_machine
+from decode_engine.evaluation.machine import describe_machine
 from decode_engine.evaluation.tasks import read_text
 from index_store.errors import SparseKVError
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import typer
 
-from decode_engine.evaluation.comparison.machine import describe_machine
+from decode_engine.evaluation.machine import describe_machine
 from harness.checks import CheckFailedError
 from index_store.errors import SparseKVError
 

@@ -46,9 +46,8 @@ from harness.steps.captured_steps import Lanes, tidy_up
 from harness.steps.general_steps import first_tokens
 from harness.timing import event_ms
 
-from decode_engine.engine.sampler import Sampler
+from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.sampling.grammar import Grammar
-from decode_engine.engine.sampling.parameters import SamplingParameters
 from decode_engine.engine.stepping import Flight, choose_together
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.layers.session import Session

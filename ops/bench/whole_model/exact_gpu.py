@@ -43,8 +43,7 @@ from harness.steps.captured_steps import tidy_up
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decode_engine.engine.drafting.suffixes import ContextSuffixes
-from decode_engine.engine.drafting.worth import MOST
+from decode_engine.engine.drafting import MOST, ContextSuffixes
 from decode_engine.engine.engine import Engine
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner

@@ -42,8 +42,7 @@ from harness.steps.general_steps import first_tokens, forward, start_sessions
 from torch import Tensor
 
 from decode_engine.engine.requests import Found
-from decode_engine.engine.sampler import Sampler
-from decode_engine.engine.sampling.parameters import SamplingParameters
+from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.stepping import decode_by_forward
 from decode_engine.evaluation.tasks import parse_length
 from decode_engine.layers.session import Session

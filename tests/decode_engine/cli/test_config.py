@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decode_engine.cli.ask_command import AskConfig
-from decode_engine.cli.tune_command import TuneConfig
+from decode_engine.cli.evaluate_command import TuneConfig
 from decode_engine.evaluation.settings import EvaluationConfig
 from decode_engine.rpc.door.options import Address, is_loopback
 from decode_engine.settings.command_options import Compilation

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from decode_engine.core.metrics import Histogram
+from decode_engine.core.seeing import Histogram
 from decode_engine.errors import AddressError
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import DecodeServer

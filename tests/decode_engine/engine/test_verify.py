@@ -10,8 +10,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from decode_engine.engine.sampler import Sampler
-from decode_engine.engine.sampling.parameters import SamplingParameters
+from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.stepping import verify
 from index_store.errors import SparseKVError
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode_engine.evaluation import context_arena
-from decode_engine.evaluation.context_arena import arena_for
+from decode_engine.evaluation import machine
+from decode_engine.evaluation.machine import arena_for
 from index_store.errors import InvalidArgumentError
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.store.catalog import Store
@@ -57,8 +57,8 @@ def test_beside_a_gpu_each_context_has_room(
 ) -> None:
     store, made = contexts
     room = room or resident_bytes(made[1].manifest, CPU) - 1
-    monkeypatch.setattr(context_arena, "context_device", lambda device: device)
-    monkeypatch.setattr(context_arena, "default_budget", lambda device: room)
+    monkeypatch.setattr(machine, "context_device", lambda device: device)
+    monkeypatch.setattr(machine, "default_budget", lambda device: room)
     arena = arena_for([context.manifest for context in made], CPU, placement)
     found = []
     for context in made:

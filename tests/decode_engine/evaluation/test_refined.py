@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 
 from decode_engine.evaluation.scoring import Segment, reference_log_probs, score_segment
-from decode_engine.evaluation.tasks.texts import held_out_text
+from decode_engine.evaluation.tasks.documents import held_out_text
 from decode_engine.model.runner import ModelRunner
 from index_store.cli.progress import LineReporter
 from index_store.memory.arena import Arena

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_engine.evaluation.comparison.summary import StoredBytes, cluster_mean
 from decode_engine.evaluation.scoring import (
     Segment,
     reference_log_probs,
     score_segment,
     seconds_per_token,
 )
+from decode_engine.evaluation.summary import StoredBytes, cluster_mean
 from decode_engine.model.runner import ModelRunner
 from decode_engine.settings.command_options import Prompts
 from index_store.memory.resident import ResidentContext

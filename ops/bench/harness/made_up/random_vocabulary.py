@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
+from decode_engine.engine.sampling.constraints import make_matcher
 from decode_engine.engine.sampling.grammar import Grammar
-from decode_engine.engine.sampling.matching import make_matcher
 from decode_engine.orders.order import Constraint
 
 END = 0

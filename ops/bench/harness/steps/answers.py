@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from decode_engine.engine.engine import Engine
-from decode_engine.engine.reply import Reply
+from decode_engine.engine.job import Reply
 from decode_engine.layers.session import Session
 from decode_engine.model.continuing import SessionWork
 from decode_engine.model.runner import ModelRunner

@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decode_engine.engine.sampler import Sampler
-from decode_engine.engine.sampling.parameters import SamplingParameters
+from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.stepping import Flight
 from decode_engine.host_search.mailbox import Mailbox
 from decode_engine.host_search.workers import SearchThreads

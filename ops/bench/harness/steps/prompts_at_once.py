@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from decode_engine.engine.engine import Engine
+from decode_engine.engine.job import Reply
 from decode_engine.engine.prompt_pieces import prompt_cost
-from decode_engine.engine.reply import Reply
 from decode_engine.engine.requests import Step, Work
 from decode_engine.engine.sampler import Sampler
 from decode_engine.layers.session import Session

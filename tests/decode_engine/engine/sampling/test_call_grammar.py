@@ -13,8 +13,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from decode_engine.engine.sampling.call_grammar import call_constraint
-from decode_engine.engine.sampling.matching import allowed_tokens, make_matcher
-from decode_engine.engine.sampling.trial import VocabularySource
+from decode_engine.engine.sampling.constraints import VocabularySource, allowed_tokens, make_matcher
 from decode_engine.orders.order import Constraint
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.call_syntax import CallReader

@@ -14,12 +14,10 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from decode_engine.engine.sampling import trial
+from decode_engine.engine.sampling import constraints
+from decode_engine.engine.sampling.constraints import Trial, Vocabulary, VocabularySource, allowed_tokens
 from decode_engine.engine.sampling.edits import Edits, edit_logits_reference
 from decode_engine.engine.sampling.grammar import Grammar, Grammars
-from decode_engine.engine.sampling.matching import allowed_tokens
-from decode_engine.engine.sampling.trial import Trial, VocabularySource
-from decode_engine.engine.sampling.vocabulary import Vocabulary
 from decode_engine.orders.order import Constraint, ConstraintKind
 from index_store.errors import InvalidArgumentError
 from index_store.models.loading import Tokenizer, load_tokenizer, resolve_model
@@ -132,7 +130,7 @@ def test_what_dies_in_its_trial_is_refused_and_the_next_one_is_tried(
 ) -> None:
     hostile = Constraint("json_schema", '{"type": "integer", "multipleOf": 99999989}')
     with monkeypatch.context() as patch:
-        patch.setattr(trial, "_TRIAL_S", 2.0)
+        patch.setattr(constraints, "_TRIAL_S", 2.0)
         with pytest.raises(InvalidArgumentError, match="json_schema cannot be obeyed: it is too complex"):
             vocabulary.compile(hostile)
     assert answer(vocabulary, Constraint("regex", "after"), 0)[0] == b"after"
@@ -162,7 +160,7 @@ def test_an_answer_that_was_not_read_is_not_taken_for_the_next_one(
 
     trials.check(Constraint("regex", "a"))
     with monkeypatch.context() as patch:
-        patch.setattr(trial, "DefaultSelector", fail)
+        patch.setattr(constraints, "DefaultSelector", fail)
         with pytest.raises(OSError, match="Too many open files"):
             trials.check(Constraint("regex", "("))
     trials.check(Constraint("regex", "a"))
@@ -174,12 +172,12 @@ def test_who_waits_for_a_core_is_not_too_complex(
     """Time in which nothing is computed says nothing about a constraint."""
 
     def wait_first(matcher: LLMatcher) -> Sequence[int]:
-        time.sleep(1.5 * trial._SLOWEST_MASK_S)
+        time.sleep(1.5 * constraints._SLOWEST_MASK_S)
         return allowed_tokens(matcher)
 
-    monkeypatch.setattr(trial, "allowed_tokens", wait_first)
+    monkeypatch.setattr(constraints, "allowed_tokens", wait_first)
     source = VocabularySource(tokenizer.definition(), SIZE, tokenizer.eos_ids)
-    assert trial._try(source.make(), Constraint("regex", "[ab]")) == ""
+    assert constraints._try(source.make(), Constraint("regex", "[ab]")) == ""
 
 
 def test_bytes_of_tokens_are_those_of_the_text(vocabulary: Tried, tokenizer: Tokenizer) -> None:

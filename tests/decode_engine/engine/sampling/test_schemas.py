@@ -13,13 +13,13 @@ import pytest
 from llguidance import LLTokenizer
 from pydantic import AnyUrl, BaseModel, EmailStr, Field, FilePath, SecretStr, TypeAdapter  # noqa: F401
 
-from decode_engine.engine.sampling.matching import (
+from decode_engine.engine.sampling.constraints import (
     Constraint,
     UnfitConstraintError,
     allowed_tokens,
     make_matcher,
+    obeyed_schema,
 )
-from decode_engine.engine.sampling.schemas import obeyed_schema
 
 BYTES = LLTokenizer("byte")
 

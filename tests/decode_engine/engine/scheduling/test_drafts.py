@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decode_engine.engine.drafting.drafter import Drafter
-from decode_engine.engine.drafting.suffixes import ContextSuffixes
+from decode_engine.engine.drafting import ContextSuffixes, Drafter
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.requests import Step
 from decode_engine.engine.sampler import Sampler

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from decode_engine.engine.engine import Engine
-from decode_engine.engine.sampling.parameters import SamplingParameters
+from decode_engine.engine.sampler import SamplingParameters
 from decode_engine.errors import (
     CancelledError,
     DeadlineExceededError,

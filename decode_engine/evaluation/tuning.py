@@ -1,4 +1,7 @@
-"""What a method achieves on a context: attention mass captured for the context's own queries, or KL to full attention.
+"""Finding the cheapest method and budget that reach a wanted quality on a stored context.
+
+Quality is attention mass captured for the context's own queries, or KL to full attention. For each method the smallest
+budget that is enough is looked for, and of these the cheapest is taken.
 
 Shape legend: H KV heads, P sampled rows, T positions, G group heads, d head dim.
 """
@@ -19,11 +22,90 @@ from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import LayerAttention, SparseLayer
 from decode_engine.model.runner import ModelRunner
-from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from index_store.cli.progress import Advance, StartStage
+from index_store.errors import InvalidArgumentError, MethodUnsupportedError, SparseKVError
 from index_store.memory.resident import ResidentContext
+from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.method import Method
-from index_store.methods.presets import METHODS
+from index_store.methods.presets import METHODS, get_method
+from index_store.selection.budgets import Mass
+from index_store.store.description.manifest import Manifest
 from index_store.store.stored_context import Context
+
+KEEPS = (0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2)
+"""Fractions of the keys that are tried."""
+
+MASSES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995)
+"""Attention masses that are tried, for methods whose budget follows mass."""
+
+_NEVER = frozenset({"full", "oracle"})  # a reference, and a search that reads every key
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A method at one budget: keep or mass, whichever the method takes."""
+
+    expression: str
+    keep: float | None = None
+    mass: float | None = None
+
+    def method(self) -> Method:
+        return get_method(self.expression, self.keep, mass=self.mass)
+
+    @property
+    def budget(self) -> str:
+        """The budget as a text."""
+        return f"{self.keep:.2%}" if self.keep is not None else f"mass {self.mass:.4g}"
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetSweep:
+    """One method at all budgets, the smallest first. index_bytes: of what it needs stored."""
+
+    expression: str
+    candidates: tuple[Candidate, ...]
+    index_bytes: int
+
+
+def find_sweeps(manifest: Manifest, expressions: Sequence[str]) -> list[BudgetSweep]:
+    """The methods to try: those named, or all that the context supports.
+
+    Raises MethodUnsupportedError for a named method that is unknown, has no budget or cannot be used with the context,
+    and when the context supports none.
+    """
+    if expressions:
+        return [_sweep(manifest, expression) for expression in expressions]
+    found = []
+    for name in METHODS:
+        if name in _NEVER:
+            continue
+        try:
+            found.append(_sweep(manifest, name))
+        except SparseKVError:
+            continue
+    if not found:
+        raise MethodUnsupportedError(
+            f"context {manifest.id} has no index that a method could be tuned for; prefill the document again with "
+            f"--method {DEFAULT_METHOD} or another one",
+            context=manifest.id,
+        )
+    return found
+
+
+def _sweep(manifest: Manifest, expression: str) -> BudgetSweep:
+    method = get_method(expression)
+    if not method.sparse:
+        raise MethodUnsupportedError(
+            f"method {expression!r} attends to every key, there is no budget to tune", method=expression
+        )
+    needed = {spec.name for spec in method.on(manifest).method.index_specs()}
+    nbytes = sum(index.nbytes for index in manifest.indexes if index.name in needed)
+    if isinstance(method.budget, Mass):
+        candidates = tuple(Candidate(expression, mass=mass) for mass in MASSES)
+    else:
+        candidates = tuple(Candidate(expression, keep=keep) for keep in KEEPS)
+    return BudgetSweep(expression, candidates, nbytes)
+
 
 LAST_POSITIONS = 64
 
@@ -185,3 +267,55 @@ def _measure_layer(
         mass += float(sample.mass_HTG.mean())
         error += float(sample.error_T[0])
     return attended, float(sum(positions) + len(positions)), mass, error
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What was found for one method: the smallest budget that is enough, or the largest one tried."""
+
+    candidate: Candidate
+    measurement: Measurement
+    index_bytes: int
+    reached: bool
+
+
+def tune(sweeps: Sequence[BudgetSweep], meter: Meter, start_stage: StartStage) -> list[Outcome]:
+    """One outcome per method, the best first: those that reach the target, by cost, then the others, by distance.
+
+    What a method achieves is taken to grow with its budget, so that few budgets have to be measured. Cost is keys
+    attended, and at the same number of keys the bytes of the indexes.
+    """
+    most = max(len(sweep.candidates).bit_length() for sweep in sweeps)
+    advance = start_stage("measuring", most * len(sweeps))
+    outcomes = []
+    for sweep in sweeps:
+        outcome, measured = _tune_sweep(sweep, meter, advance)
+        for _ in range(most - measured):
+            advance()
+        outcomes.append(outcome)
+    return sorted(outcomes, key=lambda outcome: _rank(outcome, meter))
+
+
+def _rank(outcome: Outcome, meter: Meter) -> tuple[bool, float, int]:
+    measurement = outcome.measurement
+    # Windows differ by a few keys between methods; that alone decides nothing.
+    cost = float(f"{measurement.keys:.3g}") if outcome.reached else meter.shortfall(measurement)
+    return not outcome.reached, cost, outcome.index_bytes
+
+
+def _tune_sweep(sweep: BudgetSweep, meter: Meter, advance: Advance) -> tuple[Outcome, int]:
+    """The outcome and how many budgets were measured."""
+    found: dict[int, Measurement] = {}
+    low, high = 0, len(sweep.candidates)
+    while low < high:
+        middle = (low + high) // 2
+        found[middle] = meter.measure(sweep.candidates[middle].method())
+        advance()
+        if meter.reaches(found[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    reached = low < len(sweep.candidates)
+    # A search that ends at the end has measured the largest budget.
+    place = low if reached else len(sweep.candidates) - 1
+    return Outcome(sweep.candidates[place], found[place], sweep.index_bytes, reached), len(found)

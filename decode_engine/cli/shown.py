@@ -1,14 +1,18 @@
-"""Contexts and operations as JSON, and as people read them."""
+"""Contexts and operations: how arguments name them, as JSON, as people read them, and how far they have come."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from decode_engine.rpc.client import ContextInfo, IndexInfo, OperationInfo
 from index_store.cli.console import format_time, print_table
+from index_store.cli.progress import Reporter, Update
 from index_store.cli.report import (
     ShownContext,
     error_object,
@@ -19,6 +23,20 @@ from index_store.cli.report import (
     rows_text,
 )
 from index_store.errors import format_bytes
+
+ReferenceArgument = Annotated[
+    str,
+    typer.Argument(metavar="CONTEXT", help="Id, its first 6 or more digits, contexts/<id>, or display name."),
+]
+RecursiveOption = Annotated[
+    bool, typer.Option("--recursive", help="Remove contexts that continue these, too.")
+]
+ReferenceArguments = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="CONTEXT", help="Ids, their first 6 or more digits, contexts/<id>, or display names."
+    ),
+]
 
 
 def context_object(context: ContextInfo) -> dict[str, Any]:
@@ -135,3 +153,43 @@ def _ending(operation: OperationInfo) -> str:
     if operation.error is None:
         return "done"
     return "cancelled" if operation.error.reason == "CANCELLED" else "failed"
+
+
+_BARS = {"reading": ("prefill", "tokens"), "indexing": ("index", "layers")}
+"""Phases with something to count, as `prefill-worker run` calls them."""
+
+
+@contextmanager
+def operation_progress(reporter: Reporter) -> Iterator[Callable[[OperationInfo], None]]:
+    """Yields what to call with the states of an operation, one after the other."""
+    phase, ahead, told, reason = "", -1, 0, ""
+    update: Update = _ignore
+    with ExitStack() as bar:
+
+        def show(operation: OperationInfo) -> None:
+            nonlocal phase, ahead, told, reason, update
+            for note in operation.notes[told:]:
+                reporter.note(note)
+            told = len(operation.notes)
+            if operation.phase != phase:
+                bar.close()
+                phase, update = operation.phase, _ignore
+                if phase in _BARS:
+                    update = bar.enter_context(reporter.phase(*_BARS[phase]))
+            if phase == "queued" and operation.jobs_ahead != ahead:
+                ahead = operation.jobs_ahead
+                reporter.note(f"{operation.name} waits for a worker, {ahead} before it")
+            if operation.waiting_reason != reason:
+                reason = operation.waiting_reason
+                if reason:
+                    reporter.note(reason)
+            if phase == "reading":
+                update(operation.tokens_done, operation.tokens_total)
+            elif phase == "indexing":
+                update(operation.layers_done, operation.layers_total)
+
+        yield show
+
+
+def _ignore(done: int, total: int) -> None:
+    """Nothing is counted."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from decode_engine.evaluation.comparison.summary import ALL_TASKS, MassMap, Score
+from decode_engine.evaluation.summary import ALL_TASKS, MassMap, Score
 from index_store.errors import SparseKVError
 
 QUALITY, COSTS, MASS_MAP = "quality.png", "costs.png", "mass_map.png"
