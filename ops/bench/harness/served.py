@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from decode_engine.evaluation.tasks import source_text
-from harness.checks import CheckFailedError
+from harness.report import CheckFailedError
 from index_store.cli.progress import SilentReporter
 from index_store.models.resolve import resolve_model
 from index_store.models.tokenizer import Tokenizer, load_tokenizer

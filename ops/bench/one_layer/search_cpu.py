@@ -39,8 +39,7 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 import numpy as np
 import torch
 import typer
-from harness.checks import CheckFailedError
-from harness.report import reporting
+from harness.report import CheckFailedError, reporting
 from harness.steps.search_loops import read_shares, search_all
 from torch import Tensor
 

@@ -25,8 +25,7 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.checks import CheckFailedError
-from harness.report import Report, reporting
+from harness.report import CheckFailedError, Report, reporting
 
 from decode_engine.evaluation.tasks import make_document, parse_length, source_text
 from decode_engine.model.runner import ModelRunner

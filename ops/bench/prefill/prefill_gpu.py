@@ -27,10 +27,9 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.checks import CheckFailedError, check_close
 from harness.made_up.random_model import VOCABULARY, make_model
 from harness.parsing import parse_counts
-from harness.report import reporting
+from harness.report import CheckFailedError, check_close, reporting
 from harness.timing import seconds
 
 from index_store.indexes.classes import INDEX_CLASSES

@@ -29,10 +29,9 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.checks import CheckFailedError
 from harness.made_up.random_model import DTYPE, make_model
 from harness.parsing import parse_counts
-from harness.report import reporting
+from harness.report import CheckFailedError, reporting
 from harness.steps.prompts_at_once import read_prompts
 from torch import Tensor
 

@@ -27,9 +27,8 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import jsonschema
 import typer
-from harness.checks import CheckFailedError
-from harness.made_up.random_schemas import random_schema
-from harness.report import reporting
+from harness.made_up.random_constraints import random_schema
+from harness.report import CheckFailedError, reporting
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.sampling.grammar import Grammar

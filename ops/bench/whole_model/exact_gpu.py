@@ -33,11 +33,10 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 import numpy as np
 import torch
 import typer
-from harness.checks import CheckFailedError
 from harness.made_up.contexts import PlacedContexts, release
 from harness.made_up.random_model import make_model
 from harness.parsing import parse_shared_shapes
-from harness.report import reporting
+from harness.report import CheckFailedError, reporting
 from harness.steps.answers import Answer, ask
 from harness.steps.captured_steps import tidy_up
 from numpy.typing import NDArray

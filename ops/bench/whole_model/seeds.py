@@ -35,9 +35,8 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.checks import CheckFailedError
 from harness.made_up.random_model import make_model
-from harness.report import reporting
+from harness.report import CheckFailedError, reporting
 from harness.steps.general_steps import first_tokens, forward, start_sessions
 from torch import Tensor
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import typer
 from harness import report
-from harness.checks import CheckFailedError, check_close, failure
 from harness.parsing import parse_counts, parse_method, parse_shapes, parse_shared_shapes
+from harness.report import CheckFailedError, check_close, failure
 from harness.steps import general_steps
 from harness.steps.captured_steps import standing_still_ns
 

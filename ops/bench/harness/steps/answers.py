@@ -14,7 +14,7 @@ from decode_engine.model.continuing import SessionWork
 from decode_engine.model.runner import ModelRunner
 from decode_engine.orders.events import Ends, Event, Fails, Says
 from decode_engine.orders.order import Order
-from harness.checks import CheckFailedError
+from harness.report import CheckFailedError
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
 

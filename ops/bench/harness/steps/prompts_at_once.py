@@ -22,7 +22,7 @@ from decode_engine.orders.events import Ends, Event, Fails
 from decode_engine.orders.fields import Sampling
 from decode_engine.orders.order import Order
 from decode_engine.settings.command_options import Prompts
-from harness.checks import CheckFailedError
+from harness.report import CheckFailedError
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
 

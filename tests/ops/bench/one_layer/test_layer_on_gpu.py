@@ -9,9 +9,9 @@ import pytest
 import torch
 import typer
 from harness import layer
-from harness.checks import CheckFailedError
 from harness.made_up import coarse_layers
 from harness.made_up.trained_rows import TrainedRows
+from harness.report import CheckFailedError
 
 from decode_engine.kernels.tables.sizes import TableShape, TableSizes
 from tests.ops.bench.conftest import load_bench
