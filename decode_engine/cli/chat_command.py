@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from decode_engine.cli.asking.answer_options import asking
+from decode_engine.cli.answer_options import asking
 from decode_engine.rpc.client import Client, ContextInfo, Keep, Summary, Usage
 from decode_engine.rpc.door.options import ServerConfig
 from decode_engine.settings.request_bounds import MAX_NAME_CHARACTERS

@@ -9,18 +9,18 @@ from typer import Typer
 from index_store.cli.app import GroupedCommand, new_app
 
 _COMMANDS = {
-    "serve": "serving.serve_command:serve",
+    "serve": "serve_command:serve",
     "ask": "ask_command:ask",
     "chat": "chat_command:chat",
-    "contexts": "contexts.contexts_command:contexts",
-    "operations": "contexts.operations_command:operations",
-    "token": "serving.token_command:tokens",
+    "contexts": "contexts_command:contexts",
+    "operations": "contexts_command:operations",
+    "token": "token_command:tokens",
     "status": "status_command:status",
     "methods": "methods_command:methods",
     "evaluate": "evaluate_command:evaluate_command",
     "evaluate-merge": "evaluate_command:evaluate_merge_command",
-    "make-document": "make_document_command:make_document_command",
-    "tune": "tune_command:tune_command",
+    "make-document": "evaluate_command:make_document_command",
+    "tune": "evaluate_command:tune_command",
     "fetch-model": "fetch_model_command:fetch_model",
 }
 """By name: the module in this package, and what of it is the command, or the group of commands."""

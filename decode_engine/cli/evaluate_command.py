@@ -1,23 +1,79 @@
-"""The commands `evaluate` and `evaluate-merge`."""
+"""The commands `evaluate`, `evaluate-merge`, `tune`, and `make-document`, which needs a tokenizer and no model."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
 from typer import Argument, Option
 
-from decode_engine.cli.logs import say_device
-from decode_engine.evaluation.settings import EvaluationConfig
-from index_store.cli.console import on_terminal, print_json, show_stages
-from index_store.cli.options import FormatOption, OutputFolder, OutputFormat, QuietOption, configured
+from decode_engine.evaluation.settings import CONTINUATION_TOKENS, TUNED_QUERIES, EvaluationConfig
+from decode_engine.evaluation.tasks import FAMILIES, make_document, source_text, write_questions
+from decode_engine.settings.command_options import (
+    DeviceOption,
+    DistractorsOption,
+    ModelOption,
+    PlacementOption,
+    TextOption,
+    WeightsOption,
+    check_device,
+    check_placement,
+    check_weights,
+)
+from index_store.cli.app import fail
+from index_store.cli.console import on_terminal, print_json, print_table, show_stages
+from index_store.cli.options import (
+    AUTO,
+    AtLeast,
+    Filled,
+    FormatOption,
+    InputFile,
+    MoreThan,
+    OneOf,
+    OutputFile,
+    OutputFolder,
+    OutputFormat,
+    QuietOption,
+    StoreOption,
+    check_bounds,
+    comma_separated,
+    configured,
+)
+from index_store.errors import InvalidArgumentError, format_bytes
+from index_store.methods.presets import EXPRESSION_HELP
+from index_store.models.resolve import resolve_model
+from index_store.store.catalog import Store
+from index_store.store.description.manifest import Manifest
+from index_store.store.tuned_defaults import TunedDefault
 
 if TYPE_CHECKING:
-    from decode_engine.evaluation.comparison.results import Results
+    import torch
+
+    from decode_engine.evaluation.results import Results
+    from decode_engine.evaluation.tuning import Meter, Outcome
+    from index_store.memory.resident import ResidentContext
+    from index_store.models.tokenizer import Tokenizer
+
+
+def say_device(name: str, *, quiet: bool) -> torch.device:
+    """The device that was picked; says on standard error which, where that was left open and not `quiet`.
+
+    Raises InvalidArgumentError like `pick_device`.
+    """
+    from index_store.memory.devices import describe_device, pick_device
+
+    device = pick_device(name)
+    if name != device.type and not quiet:
+        typer.echo(f"computing on {describe_device(device)}", err=True)
+    return device
+
 
 PictureOption = Annotated[bool, typer.Option(help="Draw quality and captured mass (needs matplotlib).")]
 
@@ -34,8 +90,8 @@ def evaluate_command(
     Measured are exact match and KL on questions about long contexts, and errors inside layers. Contexts are made from
     held-out text and prefilled through prefill-worker; those that the store has already are reused.
     """
-    from decode_engine.evaluation.comparison.evaluate import evaluate
-    from decode_engine.evaluation.comparison.pictures import check_pictures
+    from decode_engine.evaluation.evaluate import evaluate
+    from decode_engine.evaluation.pictures import check_pictures
 
     if picture:
         check_pictures()
@@ -47,9 +103,8 @@ def evaluate_command(
 
 def show_results(results: Results, out: Path, *, picture: bool, output: OutputFormat) -> None:
     """Draws the pictures and prints the tables, or the JSON."""
-    from decode_engine.evaluation.comparison.pictures import draw_pictures
-    from decode_engine.evaluation.comparison.results import FILES
-    from decode_engine.evaluation.comparison.tables import costs_table, results_table, tasks_table, warnings
+    from decode_engine.evaluation.pictures import draw_pictures
+    from decode_engine.evaluation.results import FILES, costs_table, results_table, tasks_table, warnings
 
     for warning in (*results.setting.get("misfits", ()), *warnings(results.scores)):
         sys.stderr.write(f"warning: {warning}\n")
@@ -83,8 +138,8 @@ def evaluate_merge_command(
 
     They are of one model, with the same lengths, questions and seed.
     """
-    from decode_engine.evaluation.comparison.pictures import check_pictures
-    from decode_engine.evaluation.comparison.results import merge_results, write_results
+    from decode_engine.evaluation.pictures import check_pictures
+    from decode_engine.evaluation.results import merge_results, write_results
 
     if picture:
         check_pictures()
@@ -92,3 +147,286 @@ def evaluate_merge_command(
     config.out.mkdir(parents=True, exist_ok=True)
     write_results(config.out, results)
     show_results(results, config.out, picture=picture, output=output)
+
+
+@dataclass(frozen=True, slots=True)
+class TuneConfig:
+    """`decode-engine tune`. One of target_mass and target_kl is given, with the latter a model."""
+
+    store: StoreOption
+    context: Annotated[
+        str, Option("--context", metavar="ID", help="Id, its first digits, or a name."), Filled()
+    ]
+    target_mass: Annotated[
+        float | None,
+        Option(
+            "--target-mass",
+            help=f"Attention mass to capture: the average over layers, heads and {TUNED_QUERIES} of the last queries.",
+        ),
+        MoreThan(0, 1),
+    ] = None
+    target_kl: Annotated[
+        float | None,
+        Option("--target-kl", help="KL divergence from full attention to stay below, nats per token."),
+        MoreThan(0, 1000),
+    ] = None
+    model: Annotated[
+        str | None, Option("--model", help="For --target-kl: 'reader', or a Hugging Face folder."), Filled()
+    ] = None
+    prompts: Annotated[
+        Path | None,
+        Option(
+            "--prompts",
+            help=f"For --target-kl: texts to predict, one per line; by default the context's last "
+            f"{CONTINUATION_TOKENS} tokens once more.",
+        ),
+        InputFile(),
+    ] = None
+    methods: Annotated[
+        tuple[str, ...],
+        Option(
+            "--methods",
+            help=f"Methods to try, comma-separated, each {EXPRESSION_HELP}; by default all that fit.",
+        ),
+        comma_separated(""),
+    ] = ()
+    device: DeviceOption = AUTO
+    placement: PlacementOption = AUTO
+    weights: WeightsOption = AUTO
+    dry_run: Annotated[bool, Option("--dry-run", help="Only measure, keep nothing.")] = False
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if (self.target_mass is None) == (self.target_kl is None):
+            raise InvalidArgumentError("expected one of --target-mass and --target-kl")
+        if (self.target_kl is None) != (self.model is None):
+            raise InvalidArgumentError(
+                "--model belongs to --target-kl: a model is needed there, and only there"
+            )
+        if self.prompts is not None and self.target_kl is None:
+            raise InvalidArgumentError("--prompts belongs to --target-kl, and --target-mass is given")
+        check_device(self.device)
+        check_placement(self.placement, self.device)
+        check_weights(self.weights, self.device)
+
+    @property
+    def target(self) -> tuple[str, float]:
+        """What is measured, "mass" or "kl", and what it is to reach."""
+        if self.target_kl is not None:
+            return "kl", self.target_kl
+        return "mass", cast(float, self.target_mass)
+
+
+@configured(TuneConfig)
+def tune_command(
+    config: TuneConfig, quiet: QuietOption = False, output: FormatOption = OutputFormat.TEXT
+) -> None:
+    """Find the cheapest method that suffices for a context.
+
+    Method and budget become the context's default: requests that name no method get it from then on. The context
+    itself is not changed. Exits with 1 when no method reaches the target.
+    """
+    store = Store(config.store)
+    manifest = store.manifest(store.resolve(config.context))
+    from decode_engine.evaluation.tuning import find_sweeps, tune
+    from index_store.methods.method import misfits
+
+    for reason in misfits(manifest):
+        typer.echo(f"warning: {reason}", err=True)
+    target, wanted = config.target
+    device = say_device(config.device, quiet=quiet)
+    sweeps = find_sweeps(manifest, config.methods)
+    with (
+        show_stages(sys.stderr, quiet=quiet) as start_stage,
+        _open_meter(config, store, manifest, device) as meter,
+    ):
+        outcomes = tune(sweeps, meter, start_stage)
+    best = outcomes[0]
+    written = best.reached and not config.dry_run
+    if written:
+        store.set_default_method(manifest.id, _record(manifest, best, target, wanted))
+    if output is OutputFormat.JSON:
+        print_json(_document(manifest, outcomes, target, wanted, written=written))
+    else:
+        _print(manifest, outcomes, written=written)
+    if not best.reached:
+        fail(
+            f"no method reaches {_target_text(target, wanted)}; the best is {best.candidate.expression} at "
+            f"{best.candidate.budget} with {_figures_text(best)}"
+        )
+
+
+@contextmanager
+def _open_meter(
+    config: TuneConfig, store: Store, manifest: Manifest, device: torch.device
+) -> Iterator[Meter]:
+    """Loads the context, and what the target needs."""
+    from decode_engine.evaluation.machine import arena_for
+    from decode_engine.evaluation.tuning import KlMeter, MassMeter
+    from decode_engine.model.runner import ModelRunner
+
+    target, wanted = config.target
+    with ExitStack() as stack:
+        runner = None
+        if config.model is not None:
+            runner = ModelRunner(resolve_model(config.model), device, manifest.dtype, weights=config.weights)
+            stack.callback(runner.close)
+        stored = stack.enter_context(store.open(manifest.id))
+        arena = arena_for([manifest], device, config.placement)
+        resident = stack.enter_context(arena.acquire(store, manifest.id))
+        if target == "mass" or runner is None:
+            yield MassMeter(stored, resident, wanted)
+        else:
+            yield KlMeter(runner, resident, _texts(resident, runner.tokenizer, config.prompts), wanted)
+
+
+def _texts(resident: ResidentContext, tokenizer: Tokenizer, prompts: Path | None) -> list[list[int]]:
+    if prompts is None:
+        from decode_engine.evaluation.tuning import continuation
+
+        return [continuation(resident)]
+    lines = [line.strip() for line in prompts.read_text(encoding="utf-8").splitlines()]
+    texts = [tokenizer.encode_behind(line) for line in lines if line]
+    if not texts or min(map(len, texts)) < 2:
+        raise InvalidArgumentError(f"{prompts}: expected texts of at least 2 tokens, one per line")
+    return texts
+
+
+def _record(manifest: Manifest, best: Outcome, target: str, wanted: float) -> TunedDefault:
+    return TunedDefault(
+        context=manifest.id,
+        method=best.candidate.expression,
+        keep=best.candidate.keep,
+        mass=best.candidate.mass,
+        tokens=None,
+        target=target,
+        wanted=wanted,
+        reached=best.measurement.figures(),
+        created_at=datetime.now(UTC),
+    )
+
+
+def _document(
+    manifest: Manifest, outcomes: Sequence[Outcome], target: str, wanted: float, *, written: bool
+) -> dict[str, object]:
+    listed = [
+        {
+            "method": outcome.candidate.expression,
+            "keep": outcome.candidate.keep,
+            "mass": outcome.candidate.mass,
+            "reached": outcome.reached,
+            "index_bytes": outcome.index_bytes,
+            "measured": outcome.measurement.figures(),
+        }
+        for outcome in outcomes
+    ]
+    return {
+        "context": manifest.id,
+        "target": {target: wanted},
+        "reached": outcomes[0].reached,
+        "written": written,
+        "chosen": listed[0] if outcomes[0].reached else None,
+        "candidates": listed,
+    }
+
+
+def _print(manifest: Manifest, outcomes: Sequence[Outcome], *, written: bool) -> None:
+    figures = [name for name in ("keys", "mass", "error", "kl") if name in outcomes[0].measurement.figures()]
+    columns = ("METHOD", "BUDGET", "REACHED", *(name.upper() for name in figures), "INDEX")
+    rows = [
+        [
+            outcome.candidate.expression,
+            outcome.candidate.budget,
+            "yes" if outcome.reached else "no",
+            *(_figure(name, outcome.measurement.figures()[name]) for name in figures),
+            format_bytes(outcome.index_bytes),
+        ]
+        for outcome in outcomes
+    ]
+    print_table(columns, rows, right=columns[3:])
+    best = outcomes[0]
+    if best.reached:
+        chosen = f"{best.candidate.expression} at {best.candidate.budget}"
+        state = "is now the default of" if written else "would be the default of"
+        typer.echo(f"{chosen} {state} {manifest.name} ({manifest.id[:12]})")
+
+
+def _figure(name: str, value: float) -> str:
+    return f"{value:.2%}" if name == "keys" else f"{value:.4f}"
+
+
+def _figures_text(outcome: Outcome) -> str:
+    return ", ".join(
+        f"{name} {_figure(name, value)}" for name, value in outcome.measurement.figures().items()
+    )
+
+
+def _target_text(target: str, wanted: float) -> str:
+    return f"a captured mass of {wanted:g}" if target == "mass" else f"a KL divergence of {wanted:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentConfig:
+    """`decode-engine make-document`."""
+
+    out: Annotated[Path, Option(help="Where to write the text."), OutputFile()]
+    questions: Annotated[
+        Path, Option(help="Where to write the questions, one JSON object per line."), OutputFile()
+    ]
+    tokens: Annotated[
+        int, Option(help="Exact length of the text in the model's tokens."), AtLeast(1, 2**31)
+    ] = 32768
+    facts: Annotated[int, Option(help="Facts to put into the text."), AtLeast(1, 100_000)] = 24
+    ask: Annotated[
+        int | None, Option(help="Questions to write; one per fact by default."), AtLeast(1, 100_000)
+    ] = None
+    distractors: DistractorsOption = None
+    task: Annotated[str, Option(help="What kind of facts and questions."), OneOf(*FAMILIES)] = "single"
+    seed: Annotated[int, Option(help="Decides facts and depths."), AtLeast(0)] = 0
+    text: TextOption = ()
+    model: ModelOption = "reader"
+
+    def __post_init__(self) -> None:
+        if self.out.absolute() == self.questions.absolute() or _same_file(self.out, self.questions):
+            raise InvalidArgumentError(
+                f"--out and --questions are both {str(self.out)!r}, expected two files; one would replace the other"
+            )
+        if self.ask is not None and self.ask > self.facts:
+            raise InvalidArgumentError(
+                f"--ask is {self.ask}, expected at most one for each of --facts {self.facts}"
+            )
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return one.exists() and other.exists() and one.samefile(other) and one.is_file()
+
+
+@configured(DocumentConfig)
+def make_document_command(config: DocumentConfig, output: FormatOption = OutputFormat.TEXT) -> None:
+    """Write a text with facts in it, and questions about them.
+
+    The text is a long real one, the facts are at known depths.
+    """
+    from index_store.models.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(resolve_model(config.model))
+    document = make_document(
+        tokenizer,
+        source_text(config.text),
+        config.tokens - len(tokenizer.prefix_ids),
+        facts=config.facts,
+        seed=config.seed,
+        questions=config.ask,
+        distractors=config.distractors,
+        family=config.task,
+    )
+    config.out.write_text(document.text, encoding="utf-8")
+    write_questions(config.questions, document.questions)
+    if output is OutputFormat.JSON:
+        told = {name: getattr(config, name) for name in ("tokens", "task", "facts", "seed")}
+        print_json({"out": str(config.out), "questions": str(config.questions), **told})
+        return
+    typer.echo(
+        f"{config.out}: {config.tokens:,} tokens with {config.facts} facts; "
+        f"{config.questions}: {len(document.questions)} questions"
+    )

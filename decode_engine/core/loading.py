@@ -12,12 +12,9 @@ from functools import partial
 import numba
 import torch
 
-from decode_engine.core.housekeeping import Housekeeping
-from decode_engine.core.kept_beginnings import KeepingRules, KeptBeginnings
+from decode_engine.core.housekeeping import Housekeeping, KeepingRules, KeptBeginnings
 from decode_engine.core.kv_events import KVEvents
-from decode_engine.core.metrics import Exporter
-from decode_engine.core.request_spans import RequestSpans
-from decode_engine.core.seeing import Seeing
+from decode_engine.core.seeing import Exporter, RequestSpans, Seeing
 from decode_engine.core.service import EngineService, Outboxes
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.session_memory import SHARE

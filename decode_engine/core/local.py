@@ -11,7 +11,7 @@ from functools import partial
 
 from decode_engine.core.service import EngineService
 from decode_engine.engine.engine import Engine
-from decode_engine.engine.reply import Outbox, Reply
+from decode_engine.engine.job import Outbox, Reply
 from decode_engine.errors import CancelledError, DeadlineExceededError
 from decode_engine.layers.session import Session
 from decode_engine.orders.events import Ends, Event, Facts, Fails, Residency, Status, Warmed

@@ -15,10 +15,8 @@ from typing import Generic
 
 import torch
 
-from decode_engine.engine.job import call_all, new_job
-from decode_engine.engine.places import Place, Places
+from decode_engine.engine.job import Place, Places, Reply, call_all, new_job
 from decode_engine.engine.queues import Queues
-from decode_engine.engine.reply import Reply
 from decode_engine.engine.requests import EngineStats, GiveWayError, Runner, SessionT, Work
 from decode_engine.engine.scheduler import Scheduler
 from decode_engine.errors import (

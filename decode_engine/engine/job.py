@@ -1,27 +1,149 @@
-"""A submitted request and how far it is."""
+"""A submitted request: its place among all that there may be, its way back to who asked for it, and how far it is."""
 
 from __future__ import annotations
 
 import logging
+import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Generic
+from typing import Generic, Protocol
 
 from torch import Tensor
 
-from decode_engine.engine.drafting.drafter import Drafter
-from decode_engine.engine.places import Place
+from decode_engine.engine.drafting import Drafter
 from decode_engine.engine.prompt_pieces import Piece
-from decode_engine.engine.reply import Reply
 from decode_engine.engine.requests import SessionT, Work
 from decode_engine.engine.sampler import Sampler
-from decode_engine.engine.sampling.logprobs import token_logprobs
-from decode_engine.errors import CancelledError, DeadlineExceededError, EngineCrashedError
-from decode_engine.orders.events import Ends, FinishReason, Says, Times, TokenLogprob
+from decode_engine.engine.sampling.edits import token_logprobs
+from decode_engine.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    EngineCrashedError,
+    TooManyRequestsError,
+)
+from decode_engine.orders.events import Ends, Event, FinishReason, Says, Times, TokenLogprob, event_of_error
 from decode_engine.orders.order import Order
+from index_store.errors import SparseKVError
 from index_store.memory.patience import Patience
 
 logger = logging.getLogger(__name__)
+
+
+class Reply:
+    """What a request is told, and what was asked of it since. Any thread calls `tell` and `fail`, which never wait.
+
+    cancelled: nobody waits for it any more. stops: how many tokens answers have that a stop string ended, by answer.
+    """
+
+    def __init__(self, tell: Callable[[Event], None]) -> None:
+        self.tell = tell
+        self.cancelled = False
+        self.stops: dict[int, int] = {}
+
+    def fail(self, error: Exception) -> None:
+        """The request has ended by an error; nothing follows."""
+        if not isinstance(error, SparseKVError):
+            logger.error("a request failed", exc_info=error)
+        self.tell(event_of_error(error))
+
+
+class Sink(Protocol):
+    """Where events of a door's requests go: to its loop, or through a socket."""
+
+    def send(self, batch: Sequence[tuple[int, Event]]) -> None:
+        """Hands events over, each with its request's number, in order. One thread calls it at a time; never waits."""
+
+
+class Outbox:
+    """Events of a door's requests until they are sent, all that are there at once. Thread-safe."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._events: list[tuple[int, Event]] = []
+        self._lock = threading.Lock()
+
+    def put(self, number: int, event: Event) -> None:
+        """Adds an event, which `flush` sends."""
+        with self._lock:
+            self._events.append((number, event))
+
+    def flush(self) -> None:
+        """Sends what is there."""
+        if not self._events:
+            return
+        with self._lock:  # while it is sent, too: batches keep their order
+            batch, self._events = self._events, []
+            if batch:
+                self._sink.send(batch)
+
+
+class Places:
+    """Counts requests from before they cost anything until they have ended. Thread-safe."""
+
+    def __init__(self, most: int, kept: int, client: int | None = None) -> None:
+        """most: places. kept: that requests on one context, or of one client, leave for others. client: that one client
+        may have, if not so many."""
+        self._most = most
+        self._most_of_one = most - kept
+        self._most_of_client = client or most - kept
+        self._taken: Counter[str] = Counter()  # by context
+        self._clients: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @property
+    def total(self) -> int:
+        """Places that are taken."""
+        with self._lock:
+            return self._taken.total()
+
+    def take(self, context: str, client: str) -> Place:
+        """client: "" is nobody. Raises TooManyRequestsError when there is no place left for context or client."""
+        with self._lock:
+            if client and self._clients[client] >= self._most_of_client:
+                raise TooManyRequestsError(
+                    f"{self._clients[client]} requests of this client are running or waiting, which is the limit for "
+                    "one client; try again later",
+                    limit=self._most_of_client,
+                )
+            total, own = self._taken.total(), self._taken[context]
+            if total >= self._most:
+                raise TooManyRequestsError(
+                    f"{total} requests are running or waiting, which is the limit; try again later",
+                    limit=self._most,
+                )
+            if own >= self._most_of_one:
+                raise TooManyRequestsError(
+                    f"{own} requests on this context are running or waiting, which is the limit for one context; try "
+                    "again later",
+                    limit=self._most_of_one,
+                )
+            self._taken[context] += 1
+            self._clients[client] += 1
+        return Place(lambda: self._give_back(context, client))
+
+    def _give_back(self, context: str, client: str) -> None:
+        with self._lock:
+            for taken, key in ((self._taken, context), (self._clients, client)):
+                taken[key] -= 1
+                if not taken[key]:
+                    del taken[key]
+
+
+class Place:
+    """The right to submit one request; given back when the request ends, or by `release` if none is submitted."""
+
+    def __init__(self, give_back: Callable[[], None]) -> None:
+        self._give_back: Callable[[], None] | None = give_back
+        self._lock = threading.Lock()
+
+    def release(self) -> None:
+        """Gives the place back; calls after the first do nothing."""
+        with self._lock:
+            give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
 
 _LOGPROB_COST = 64
 """Most that a piece of a prompt costs whose log probabilities are wanted: logits of all of its tokens are held."""

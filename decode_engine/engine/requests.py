@@ -9,11 +9,10 @@ from typing import Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from decode_engine.engine.drafting.drafter import Drafter
+from decode_engine.engine.drafting import Drafter
 from decode_engine.engine.prompt_pieces import Piece, PromptCost, cut_prompt
-from decode_engine.engine.sampler import Sampler
+from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.sampling.grammar import Grammar
-from decode_engine.engine.sampling.parameters import SamplingParameters
 from decode_engine.layers.figures import Figures
 from decode_engine.orders.order import Order
 

@@ -20,13 +20,47 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
-from decode_engine.engine.sampling.edits import Edits, edit_logits_reference, tell_tokens_reference
-from decode_engine.engine.sampling.logit_rules import RuledLogits
-from decode_engine.engine.sampling.parameters import SamplingParameters
+from decode_engine.engine.sampling.edits import (
+    Edits,
+    RuledLogits,
+    edit_logits_reference,
+    tell_tokens_reference,
+)
+from decode_engine.engine.sampling.grammar import Grammar
 from decode_engine.orders.events import TokenLogprob
+from decode_engine.orders.fields import Sampling, check_drawn
+from decode_engine.settings.request_bounds import MAX_SEED
 from index_store.errors import SparseKVError
+
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+"""Between the seeds of one request's answers: seeds that people count up by hand meet none of them."""
+
+
+class SamplingParameters(Sampling, frozen=True):
+    """What an order says of it, checked. grammar: what the answer must be; None lets it be anything.
+
+    Raises InvalidArgumentError, which names the field, for a value out of range.
+    """
+
+    grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        check_drawn(self)
+
+    @classmethod
+    def of(cls, sampling: Sampling, grammar: Grammar | None = None) -> SamplingParameters:
+        """What an order says, with its grammar."""
+        return cls(**structs.asdict(sampling), grammar=grammar)
+
+    def for_answer(self, index: int) -> SamplingParameters:
+        """How the answer of that number draws, of several to one prompt: the first one by the seed itself."""
+        if self.seed is None:
+            return self
+        return structs.replace(self, seed=(self.seed + index * _SEED_STRIDE) % (MAX_SEED + 1))
+
 
 _CANDIDATES = 1024
 """Likeliest tokens among which top_p is looked for first, in single rows: to sort 131,072 logits takes a CPU 12 ms."""

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch
 
-from decode_engine.engine.drafting.drafter import Drafter
+from decode_engine.engine.drafting import Drafter
 from decode_engine.engine.requests import Work
 from decode_engine.errors import InternalError
 from decode_engine.layers.session import Session, Watch

@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 from queue import SimpleQueue
 
-from decode_engine.engine.drafting.worth import MOST
+from decode_engine.engine.drafting import MOST
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import warm_method
 from index_store.compiled.launch import compiling_told

@@ -11,14 +11,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from decode_engine.engine.drafting.suffixes import ContextSuffixes
-from decode_engine.engine.drafting.worth import MOST
+from decode_engine.engine.drafting import MOST, ContextSuffixes
 from decode_engine.engine.prompt_pieces import PromptCost, prompt_cost
 from decode_engine.engine.requests import Found, Step
 from decode_engine.engine.sampler import Guesses, Sampler
+from decode_engine.engine.sampling.constraints import Vocabulary, VocabularySource
 from decode_engine.engine.sampling.grammar import Grammars
-from decode_engine.engine.sampling.trial import VocabularySource
-from decode_engine.engine.sampling.vocabulary import Vocabulary
 from decode_engine.engine.stepping import Chosen, Flight, Forward, decode_by_forward
 from decode_engine.errors import InternalError
 from decode_engine.host_search.workers import SearchThreads

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from decode_engine.engine.sampler import Sampler
-from decode_engine.engine.sampling.parameters import SamplingParameters
+from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.stepping import decode_by_forward
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.unstored import unstored_manifest

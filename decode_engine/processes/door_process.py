@@ -78,8 +78,7 @@ class DoorProcess:
 
 def _open(grpc: GrpcDoor, core: RemoteCore, facts: Facts, setup: Setup) -> Callable[[], None]:
     """Returns what makes the parts that else the first request waits for that asks for them, a third of a second."""
-    from decode_engine.engine.sampling.trial import VocabularySource
-    from decode_engine.engine.sampling.vocabulary import Vocabulary
+    from decode_engine.engine.sampling.constraints import Vocabulary, VocabularySource
     from decode_engine.rpc.contexts.creation import Workshop
     from index_store.jobs.job_queue import JobQueue
     from index_store.jobs.uploads import Uploads

@@ -32,7 +32,7 @@ from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generatio
 
 if TYPE_CHECKING:
     from decode_engine.core.service import EngineService
-    from decode_engine.engine.sampling.vocabulary import Vocabulary
+    from decode_engine.engine.sampling.constraints import Vocabulary
     from decode_engine.orders.events import Core, Facts
     from decode_engine.rpc.answers.answering import Answering
     from decode_engine.rpc.contexts.creation import Workshop

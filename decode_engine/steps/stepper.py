@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.engine.requests import Found
-from decode_engine.engine.sampler import Sampler
-from decode_engine.engine.sampling.parameters import SamplingParameters
+from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.kernels.device_queue import DeviceQueue
 from decode_engine.layers.session import Session

@@ -5,7 +5,7 @@ the child is one on the parent whose tail begins with the child's rows. There is
 holds the child's rows as well and continues the same parent, so that the child in the middle may go.
 
 A child's id is that of the whole token sequence, read on this parent in this way. So the same continuation has the same
-id, whoever makes it. Made whole (`prefill_worker/jobs/detached.py`) it keeps that id and stands alone.
+id, whoever makes it. Made whole (`prefill_worker/jobs/children.py`) it keeps that id and stands alone.
 
 Shape legend: H KV heads, N tokens of the parent, D tokens of the child's own, d head dim.
 """

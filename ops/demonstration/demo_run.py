@@ -18,12 +18,11 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
-from demo_answers import Row, ask_all, is_clearly_worse, read_questions, summarise
+from demo_answers import Row, ask_all, is_clearly_worse, print_rows, print_summary, read_questions, summarise
 from demo_processes import DemoError, run_command, running_server, temporary_folder
-from demo_report import print_rows, print_summary
 from rich.console import Console
 
-from decode_engine.evaluation.comparison.machine import describe_machine
+from decode_engine.evaluation.machine import describe_machine
 from decode_engine.evaluation.tasks import read_text
 from index_store.errors import SparseKVError
 

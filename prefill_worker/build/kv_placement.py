@@ -13,7 +13,7 @@ from index_store.errors import MemoryBudgetError
 from index_store.indexes.coarse_rows.scalar_rows import DEVICE_CODED_BYTES
 from index_store.memory.memory_sizes import free_memory
 from index_store.store.description.context_id import ModelIdentity
-from prefill_worker.reading.causal_attention import PAST_BLOCK
+from prefill_worker.reading.kept_layers import PAST_BLOCK
 
 FREE_SHARE = 0.9
 """Of the memory that is free on a device once the model is loaded, for the job unless it is told otherwise."""

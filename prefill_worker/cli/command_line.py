@@ -23,7 +23,7 @@ from prefill_worker.config import AddIndexConfig, DetachConfig, RunConfig, Worke
 
 if TYPE_CHECKING:
     from index_store.store.description.manifest import IndexEntry, Manifest
-    from prefill_worker.jobs.report import PrefillReport
+    from prefill_worker.jobs.prepared_job import PrefillReport
 
 app = new_app(
     "Reads a document once with a model; stores keys, values and search indexes for later requests."
@@ -125,7 +125,7 @@ def detach(
     (`serve`) do so by themselves where it has outgrown that one.
     """
     from index_store.cli.console import reporter_for
-    from prefill_worker.jobs.detached import run_detach
+    from prefill_worker.jobs.children import run_detach
 
     _print(run_detach(config, reporter_for(sys.stderr, quiet=quiet)), output)
 

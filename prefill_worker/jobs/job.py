@@ -22,17 +22,18 @@ from index_store.store.description.context_id import continued_digests, first_di
 from index_store.store.description.json_fields import Scalar
 from index_store.store.description.manifest import Manifest
 from prefill_worker.build.kv_placement import UsedMemory
-from prefill_worker.build.layer_writing import WrittenLayers
+from prefill_worker.build.layer_writing import LOGIT_CAP, WrittenLayers
 from prefill_worker.build.stages import Clock
-from prefill_worker.build.stored_rows import LOGIT_CAP
 from prefill_worker.config import PrefillConfig
-from prefill_worker.jobs.added_indexes import add_missing
-from prefill_worker.jobs.beginnings import find_beginning
-from prefill_worker.jobs.changes import Changes, plan_changes
-from prefill_worker.jobs.document_layers import sync_written, write_layers
-from prefill_worker.jobs.means import DEFAULT_MEANS, Means
-from prefill_worker.jobs.prepared_job import PreparedJob, check_space, prepare_job
-from prefill_worker.jobs.report import PrefillReport
+from prefill_worker.jobs.added_indexes import Changes, add_missing, plan_changes
+from prefill_worker.jobs.document_layers import (
+    DEFAULT_MEANS,
+    Means,
+    find_beginning,
+    sync_written,
+    write_layers,
+)
+from prefill_worker.jobs.prepared_job import PrefillReport, PreparedJob, check_space, prepare_job
 
 
 def run_job(

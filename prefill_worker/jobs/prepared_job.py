@@ -1,23 +1,30 @@
-"""What a job knows before it loads the model: its tokens, its indexes, the id of its context, what it will need."""
+"""What a job knows before it loads the model: its tokens, its indexes, the id of its context, what it will need; and
+what it ends with.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from index_store.cli.documents import STANDARD_INPUT, document_name, read_document, read_messages
+from index_store.cli.documents import STANDARD_INPUT, document_name, read_document, read_messages, read_text
 from index_store.errors import InvalidArgumentError, StoreFullError
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.jobs.job_record import ReadingOptions
 from index_store.methods.index_specs import IndexSpec
 from index_store.models.configuration import feed_forward_width
+from index_store.models.conversation.messages import Message, Role
 from index_store.models.conversation.turns import StoredConversation
 from index_store.models.loading import (
     ModelFolder,
+    Tokenizer,
     check_positions,
     checkpoint_dtype,
     identify,
@@ -26,6 +33,7 @@ from index_store.models.loading import (
 from index_store.store.description.array_entry import ArrayEntry, kv_entry, plane_entry, window_entry
 from index_store.store.description.context_id import ModelIdentity, context_id
 from index_store.store.description.dtypes import INT8, stored_dtype
+from index_store.store.description.manifest import Manifest
 from prefill_worker.build import dense_layers as rule
 from prefill_worker.build.dense_layers import Selectivity
 from prefill_worker.build.index_choice import (
@@ -36,11 +44,78 @@ from prefill_worker.build.index_choice import (
     table_flags,
     with_high_plane,
 )
-from prefill_worker.build.kv_placement import LIBRARY_BYTES, JobSizes
+from prefill_worker.build.kv_placement import LIBRARY_BYTES, JobSizes, UsedMemory
 from prefill_worker.config import PrefillConfig, parse_dense_layers
-from prefill_worker.jobs.inputs import fingerprint_prompts, read_prompts
 from prefill_worker.muse.ranges import planned_bytes
 from prefill_worker.reading.query_sample import SampledPositions, plan_sample
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillReport:
+    """`created` is False when the store had the context already; `seconds` then are those of what was added.
+
+    changed: of a context that was there, a few words on each of "indexes", "methods", "name", "ttl" that was changed.
+    memory: what reading took; None where nothing was read.
+    """
+
+    manifest: Manifest
+    created: bool
+    seconds: Mapping[str, float]
+    changed: Mapping[str, str] = field(default_factory=dict)
+    memory: UsedMemory | None = None
+
+
+def read_prompts(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of the example prompts in a calibration file.
+
+    Plain text: one question per line, worded by the model's chat template. `.jsonl`: one object per line, either
+    {"question": text} (worded by the chat template) or {"prompt": text} (taken word for word). An "answer" beside it,
+    as `make-document --questions` writes it, is passed over.
+    Raises InvalidArgumentError naming file and line of what cannot be used.
+    """
+    try:
+        text = read_text(path)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"--calibration: {error.message}") from error
+    prompts = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        jsonl = path.suffix == ".jsonl"
+        ids = _json_prompt(line, where, tokenizer) if jsonl else _question(line.strip(), tokenizer)
+        if not ids:
+            raise InvalidArgumentError(f"{where}: the prompt is empty")
+        prompts.append(ids)
+    if not prompts:
+        raise InvalidArgumentError(f"calibration file {path} has no prompts; expected one per line")
+    return prompts
+
+
+def fingerprint_prompts(prompts: Sequence[Sequence[int]]) -> str:
+    """SHA-256 over the prompts' token ids; empty without prompts."""
+    if not prompts:
+        return ""
+    return hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode()).hexdigest()
+
+
+def _question(text: str, tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode_turns((Message(Role.USER, text),)) if text else []
+
+
+def _json_prompt(line: str, where: str, tokenizer: Tokenizer) -> list[int]:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise InvalidArgumentError(f"{where}: not JSON: {error}") from None
+    given = sorted(set(entry) - {"answer"}) if isinstance(entry, dict) else []
+    if given not in (["prompt"], ["question"]) or not isinstance(entry[given[0]], str):
+        found = f"the members {', '.join(map(ascii, given))[:80]}" if len(given) > 1 else line.strip()[:80]
+        raise InvalidArgumentError(
+            f'{where}: expected {{"prompt": text}} or {{"question": text}}, perhaps with an "answer", got {found}'
+        )
+    text: str = entry[given[0]]
+    return _question(text, tokenizer) if given == ["question"] else tokenizer.encode_behind(text)
 
 
 @dataclass(frozen=True, slots=True)

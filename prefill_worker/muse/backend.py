@@ -76,7 +76,7 @@ EAGER = Backend(
 def kernels() -> Backend:
     """The stages by kernels."""
     # Imported here: what runs on a CPU does not need triton.
-    from prefill_worker.muse.kernels import clustering, dipoles, refining, refining_backward, summarising
+    from prefill_worker.muse.kernels import clustering, dipoles, refining, summarising
 
     return Backend(
         clustering.find_clusters,
@@ -84,10 +84,10 @@ def kernels() -> Backend:
         dipoles.covary_members,
         dipoles.mix_dipoles,
         refining.attend_summaries,
-        refining_backward.attend_summaries_backward,
+        refining.attend_summaries_backward,
         dipoles.mix_dipoles_backward,
         summarising.summarise_keys_backward,
-        refining_backward.finish_queries,
+        refining.finish_queries,
     )
 
 

@@ -28,8 +28,12 @@ from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.dtypes import dtype_name
 from index_store.store.stored_context import QuerySample
 from prefill_worker.muse.ranges import RangeAttention
-from prefill_worker.reading.causal_attention import attend_causally
-from prefill_worker.reading.kept_layers import DeviceLayers, HostLayers, KeptLayers, WindowRows
+from prefill_worker.reading.kept_layers import (
+    DeviceLayers,
+    HostLayers,
+    WindowRows,
+    attend_causally,
+)
 from prefill_worker.reading.query_sample import SampledPositions
 
 ATTENTION = "sparsekv_capture"
@@ -75,7 +79,7 @@ class Capture:
         heads, dim = identity.kv_heads, identity.head_dim
         shape = (heads, token_count, 2, dim)
         self._places = {layer: place for place, layer in enumerate(identity.full_layers)}
-        self._kept: KeptLayers = (
+        self._kept = (
             DeviceLayers(len(self._places), shape, kv_dtype, self.device)
             if block_tokens is None
             else HostLayers(len(self._places), shape, kv_dtype, self.device, block_tokens)

@@ -1,45 +1,239 @@
-"""A worker: takes jobs from a store's queue, one after the other, and makes contexts of them with one model."""
+"""A worker: takes jobs from a store's queue, one after the other, and makes contexts of them with one model.
+
+A job's progress goes into its record, where servers see it; it is stopped where progress is told. Children that have
+outgrown what they continue are ordered to be made whole.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
 
+from index_store.cli.console import Update
 from index_store.cli.documents import STANDARD_INPUT
-from index_store.cli.traces import Span, Traces, open_traces, trace_id
+from index_store.cli.traces import Span, Traces, Value, open_traces, trace_id
 from index_store.errors import (
     JobCorruptError,
     JobLostError,
+    QueueFullError,
     SparseKVError,
     StoreError,
     StoreFullError,
     StoreUnavailableError,
 )
+from index_store.family.parents import outgrown
 from index_store.jobs.job_queue import Claim, JobQueue
-from index_store.jobs.job_record import JobFailure, JobOrder, JobProgress, JobRecord, JobState
+from index_store.jobs.job_record import (
+    MOST_PRIORITY,
+    JobFailure,
+    JobOrder,
+    JobPhase,
+    JobProgress,
+    JobRecord,
+    JobState,
+)
 from index_store.jobs.uploads import Uploads
 from index_store.memory.devices import pick_device
 from index_store.models.conversation.turns import StoredConversation
 from index_store.models.loading import identify, resolve_model
 from index_store.store.catalog import Store, require_free, take_name
 from index_store.store.clean_up import StoreRoom
+from prefill_worker.build.checkpoint import Checkpoint
 from prefill_worker.build.stages import Clock
 from prefill_worker.config import PrefillConfig, WorkerConfig
-from prefill_worker.jobs.checkpoint import Checkpoint
-from prefill_worker.jobs.continued import ChildJob, carry_out_child
-from prefill_worker.jobs.detached import make_whole
+from prefill_worker.jobs.children import ChildJob, carry_out_child, make_whole
+from prefill_worker.jobs.document_layers import KeptModel, Means
 from prefill_worker.jobs.job import carry_out
-from prefill_worker.jobs.means import KeptModel, Means
-from prefill_worker.jobs.prepared_job import PreparedJob, job_over_tokens
-from prefill_worker.jobs.report import PrefillReport
-from prefill_worker.worker.grown_children import order_grown
-from prefill_worker.worker.job_progress import JobCancelled, JobProgressWriter
-from prefill_worker.worker.job_spans import job_span
+from prefill_worker.jobs.prepared_job import PrefillReport, PreparedJob, job_over_tokens
+
+SETTLED = timedelta(minutes=1)
+"""A child is left alone for so long: a conversation that is kept turn after turn is replaced by its next turn."""
+
+logger = logging.getLogger(__name__)
+
+
+def order_grown(store: Store, queue: JobQueue, model: str, share: float) -> None:
+    """Queues a job, behind all others, for every child of the model that adds such a share to what it continues.
+
+    One whose job has failed or was cancelled is left alone as long as the queue remembers that. model: its fingerprint.
+    Raises what store and queue raise.
+    """
+    latest = queue.now() - SETTLED
+    grown = [
+        child
+        for child in store.list()
+        if child.model.fingerprint == model
+        and outgrown(child, share)
+        and child.created_at <= latest
+        and not store.expired(child)
+    ]
+    if not grown:
+        return
+    tried = {
+        job.order.context
+        for job in queue.entries()
+        if isinstance(job, JobRecord) and job.order.whole and job.state is not JobState.DONE
+    }
+    for child in grown:
+        if child.id in tried or child.parent is None:
+            continue
+        order = JobOrder(
+            context=child.id,
+            model=model,
+            model_name=child.model.name,
+            name="",
+            title=child.name,
+            methods=child.methods,
+            dtype=child.dtype,
+            ttl=None,
+            tokens=child.token_count,
+            parent=child.parent.id,
+            owner=child.owner,
+            whole=True,
+        )
+        record = JobRecord(secrets.token_hex(16), order, queue.now(), priority=-MOST_PRIORITY)
+        try:
+            queue.add(record)
+        except QueueFullError:
+            return  # there is more to do than this
+        logger.info("context %s has outgrown what it continues, and is to be made whole", child.id[:12])
+
+
+_WRITTEN_EVERY_S = 0.5
+
+_PHASES = {"prefill": JobPhase.READING, "index": JobPhase.INDEXING, "sync": JobPhase.VERIFYING}
+"""By the titles of a job's phases."""
+
+
+class JobCancelled(Exception):  # noqa: N818  no error: somebody wanted it
+    """The job is not wanted any more."""
+
+
+class JobProgressWriter:
+    """The reporter of a queued job. Called between passes and between layers, it ends a job that was cancelled."""
+
+    def __init__(
+        self,
+        claim: Claim,
+        writing: Path,
+        span: Span | None = None,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """writing: the folder that the context is written to. span: whose parts the phases are."""
+        self._span = span
+        self._claim = claim
+        self._writing = writing
+        self._clock_s = clock_s
+        self._written_s = 0.0
+
+    def note(self, text: str) -> None:
+        """Into the record and the log."""
+        logger.info("job %s: %s", self._claim.record.id, text)
+        self._claim.write(self._claim.record.noted(text))
+
+    @contextmanager
+    def phase(self, title: str, unit: str) -> Iterator[Update]:
+        """A phase of the job; its updates raise JobCancelled once the job is to be cancelled."""
+        phase = _PHASES[title]
+        began = self._clock_s()
+        first: int | None = None
+        self._write(replace(self._progress, phase=phase, remaining=None))
+
+        def update(done: int, total: int) -> None:
+            nonlocal first, began
+            now = self._clock_s()
+            self._stop_if_unwanted()
+            remaining = None
+            if first is None:  # what another worker had done took no time
+                first, began = done, now
+            elif done > first:
+                remaining = (now - began) / (done - first) * (total - done)
+            progress = replace(self._progress, phase=phase, remaining=remaining)
+            if phase is JobPhase.READING:
+                progress = replace(progress, tokens_done=done)
+            elif phase is JobPhase.INDEXING:
+                progress = replace(progress, layers_done=done, layers_total=total)
+            if now - self._written_s >= _WRITTEN_EVERY_S or done == total:
+                self._write(progress)
+
+        begun_ns = time.monotonic_ns()
+        yield update
+        if self._span is not None:
+            self._span.child(phase.value, begun_ns, time.monotonic_ns())
+        self._stop_if_unwanted()
+
+    @property
+    def _progress(self) -> JobProgress:
+        return self._claim.record.progress
+
+    def _write(self, progress: JobProgress) -> None:
+        """Whoever comes further than any worker before has not been ended by the job itself."""
+        self._written_s = self._clock_s()
+        record, reached = self._claim.record, (progress.tokens_done, progress.layers_done)
+        if reached > record.furthest:
+            record = replace(record, furthest=reached, attempts=0)
+        progress = replace(progress, bytes_written=_bytes_in(self._writing))
+        self._claim.write(replace(record, progress=progress))
+
+    def _stop_if_unwanted(self) -> None:
+        if self._claim.unwanted():
+            raise JobCancelled
+
+
+def _bytes_in(folder: Path) -> int:
+    """Of all files below the folder."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(parent, name)).st_size
+            except FileNotFoundError:  # published or given up meanwhile
+                continue
+    return total
+
+
+@contextmanager
+def job_span(traces: Traces, record: JobRecord, now: datetime) -> Iterator[Span]:
+    """The span of the work that the block does, behind one of the wait for it; both belong to the order's.
+
+    now: by the queue's clock, as all times of the record.
+    """
+    order, taken_ns = record.order, time.monotonic_ns()
+    told: dict[str, Value] = {
+        "gen_ai.request.model": order.model_name,
+        "gen_ai.usage.input_tokens": order.tokens,
+        "sparsekv.context": order.context,
+        "sparsekv.job": record.id,
+        "sparsekv.methods": order.methods,
+    }
+    waited_ns = int((now - record.created_at).total_seconds() * 1e9)
+    waiting = traces.begin("queue", record.traceparent, taken_ns - waited_ns)
+    parent = record.traceparent or waiting.traceparent
+    waiting.end({"sparsekv.job": record.id}, ended_ns=taken_ns)
+    span = traces.begin(f"prefill {order.model_name}", parent, taken_ns, "consumer", told)
+    error = "INTERNAL"
+    try:
+        yield span
+        error = ""
+    except JobCancelled:
+        error = "CANCELLED"
+        raise
+    except SparseKVError as failed:
+        error = failed.reason
+        raise
+    finally:
+        span.end(error=error)
+
 
 MOST_ATTEMPTS = 10
 """Workers in a row that a job may end, or that may find the store full or unreadable, none of which brought it any
@@ -52,8 +246,6 @@ _TIDY_EVERY = 1200  # looks
 _GROWN_EVERY = 20  # looks
 _SPANS_S = 1.0
 _GRACE_S = 10.0  # for clean-ups, once whoever started an attached worker is gone
-
-logger = logging.getLogger(__name__)
 
 
 class QueueWorker:

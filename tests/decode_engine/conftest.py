@@ -31,7 +31,7 @@ MAX_POSITIONS = 4096
 def _patient() -> Iterator[None]:
     """Servers and clients that wait for longer: a machine that has much to do is no fault of what a test asks for."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("decode_engine.engine.sampling.trial._TRIAL_S", 60.0)
+        patch.setattr("decode_engine.engine.sampling.constraints._TRIAL_S", 60.0)
         patch.setattr("decode_engine.engine.sampling.grammar._MASK_S", 60.0)
         patch.setattr("decode_engine.rpc.client.clients.HEALTH_TIMEOUT_S", 60.0)
         yield

@@ -27,9 +27,8 @@ from index_store.store.description.json_fields import Sealed
 from index_store.store.description.manifest import MANIFESTS, IndexEntry, Manifest
 from index_store.store.files.leftovers import WHOLE
 from index_store.store.tuned_defaults import DEFAULTS, TunedDefault
+from prefill_worker.build.checkpoint import CHECKPOINTS, KeptArray, KeptChunk, LayerRecord
 from prefill_worker.build.dense_layers import Selectivity
-from prefill_worker.build.layer_records import KeptArray, KeptChunk, LayerRecord
-from prefill_worker.jobs.checkpoint import CHECKPOINTS
 from tests.support.store import (
     CREATED,
     MODEL,

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from index_store.store.catalog import Store
-from prefill_worker.build.layer_records import parse_record
-from prefill_worker.jobs.checkpoint import Checkpoint
+from prefill_worker.build.checkpoint import Checkpoint, parse_record
 from tests.sealed_records.records import CONTEXT, KINDS, LAYER, RECORDED, json_files, write_context
 from tests.support.store import other_model
 

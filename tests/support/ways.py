@@ -22,10 +22,9 @@ from index_store.store.clean_up import StoreRoom
 from index_store.store.description.manifest import Manifest
 from prefill_worker.build.stages import Clock
 from prefill_worker.config import PrefillConfig
-from prefill_worker.jobs.continued import ChildJob, carry_out_child
-from prefill_worker.jobs.detached import make_whole
+from prefill_worker.jobs.children import ChildJob, carry_out_child, make_whole
+from prefill_worker.jobs.document_layers import DEFAULT_MEANS
 from prefill_worker.jobs.job import carry_out
-from prefill_worker.jobs.means import DEFAULT_MEANS
 from prefill_worker.jobs.prepared_job import PreparedJob, job_over_tokens
 
 QUIET = LineReporter(io.StringIO())

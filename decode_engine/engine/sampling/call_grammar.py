@@ -7,8 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from decode_engine.engine.sampling.matching import BETWEEN
-from decode_engine.engine.sampling.schemas import obeyed_schema
+from decode_engine.engine.sampling.constraints import BETWEEN, obeyed_schema
 from decode_engine.orders.order import Constraint
 from index_store.models.conversation.call_syntax import CallSyntax, trigger_of
 from index_store.models.conversation.messages import Tool, parse_object, refused

@@ -1,22 +1,59 @@
-"""What is done to a row's logits before its token is chosen, and the eager reference of how it is done.
+"""What is done to a row's logits before its token is chosen, the eager reference of how it is done, and what is told.
 
 In this order: the repetition penalty, the frequency and presence penalties, the biases, the ban of ends, the grammar.
+Log probabilities are those of the model's exact output, before all of it and before temperature.
 
-Shape legend: B rows, K some of them, V vocabulary, W words of 32 tokens.
+Shape legend: B rows, K some of them or alternatives, T positions, V vocabulary, W words of 32 tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decode_engine.engine.sampling.logprobs import token_logprobs
 from decode_engine.orders.events import TokenLogprob
+from decode_engine.orders.fields import Sampling
+
+_ROWS = 16  # whose probabilities are held at a time
+_ID_BITS = 32
+_LAST_ID = 2**31 - 1
+
+
+def token_logprobs(logits_TV: Tensor, tokens: Sequence[int], alternatives: int) -> list[TokenLogprob]:
+    """Of one token for each row of logits [T, V]; alternatives: how many are told, equal ones by id."""
+    found: list[TokenLogprob] = []
+    count = min(alternatives, logits_TV.shape[1])
+    for first in range(0, len(tokens), _ROWS):
+        chosen = list(tokens[first : first + _ROWS])
+        some_TV = logits_TV[first : first + len(chosen)].float()
+        logprobs_TV = torch.log_softmax(some_TV, dim=1)
+        ids_T1 = torch.tensor(chosen, dtype=torch.int64, device=logits_TV.device)[:, None]
+        told_TK = _likeliest(some_TV, count) if count else ids_T1[:, :0]
+        for token, (logprob, *values), ids in zip(
+            chosen,
+            logprobs_TV.gather(1, torch.cat([ids_T1, told_TK], 1)).tolist(),
+            told_TK.tolist(),
+            strict=True,
+        ):
+            found.append(TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True))))
+    return found
+
+
+def _likeliest(logits_TV: Tensor, count: int) -> Tensor:
+    """[T, K] ids of the largest float32 logits, the largest first; of equal ones the lower id."""
+    bits_TV = torch.where(logits_TV == 0, 0.0, logits_TV).view(torch.int32)
+    ordered_TV = bits_TV ^ ((bits_TV >> 31) & _LAST_ID)  # integers in the order of these numbers
+    falling_V = _LAST_ID - torch.arange(logits_TV.shape[1], device=logits_TV.device)
+    keys_TV = (ordered_TV.long() << _ID_BITS) + falling_V
+    falling_TK: Tensor = keys_TV.topk(count, dim=1).values & (2**_ID_BITS - 1)
+    return _LAST_ID - falling_TK
+
 
 SAID, ENDS, COUNT = 1, 2, 4
 """What a mark says of a token, added up: it stands in the prompt, it ends the answer, and how often it was answered."""
@@ -108,3 +145,67 @@ def _penalised(logits_KV: Tensor, marks_KV: Tensor, edits: Sequence[Edits]) -> T
         penalty_KV = (count_KV * frequency_K1 + presence_K1).float()
         logits_KV = torch.where(count_KV > 0, logits_KV - penalty_KV, logits_KV)
     return logits_KV
+
+
+class RuledLogits:
+    """The rules over one answer, and the tokens that it has so far.
+
+    What they say of tokens lies on the device of the logits, made when it is needed there first: 4 bytes of marks and 4
+    of biases for every token of the vocabulary. A choice on that device counts the token that it takes.
+    """
+
+    def __init__(self, rules: Sampling, prompt: Sequence[int], end_ids: Collection[int]) -> None:
+        """end_ids: tokens that end the answer."""
+        self._rules = rules
+        self._end_ids = sorted(end_ids) if rules.min_tokens else []
+        self._prompt = prompt if rules.repetition_penalty != 1.0 else ()
+        self._counts = (
+            bool(rules.presence_penalty or rules.frequency_penalty) or rules.repetition_penalty != 1.0
+        )
+        self._said: list[int] = []
+        self._marks_V: Tensor | None = None
+        self._marked = 0  # tokens that the marks count, or will once the device has chosen
+        self._bias_V: Tensor | None = None
+
+    def take(self, token: int) -> None:
+        """The answer goes on with this token."""
+        self._said.append(token)
+
+    def edits(self, device: torch.device, vocabulary: int, ahead: int) -> Edits:
+        """What is done to the logits of the next token. Raises IndexError for a token outside of the vocabulary.
+
+        ahead: tokens before that one which were not taken. The choice has to count the token that it takes.
+        """
+        rules = self._rules
+        if self._bias_V is None and rules.logit_bias:
+            biases = np.zeros(vocabulary, dtype=np.float32)
+            biases[[*rules.logit_bias]] = [*rules.logit_bias.values()]
+            self._bias_V = _on_device(biases, device)
+        return Edits(
+            self._marks(device, vocabulary) if self._counts or self._end_ids else None,
+            self._bias_V,
+            presence=rules.presence_penalty,
+            frequency=rules.frequency_penalty,
+            repetition=rules.repetition_penalty,
+            banned=len(self._said) + ahead < rules.min_tokens,
+        )
+
+    def _marks(self, device: torch.device, vocabulary: int) -> Tensor:
+        late = self._said[self._marked :]
+        if self._marks_V is None:
+            marks = np.zeros(vocabulary, dtype=np.int32)
+            marks[np.array(self._prompt, dtype=np.int64)] |= SAID
+            marks[self._end_ids] |= ENDS
+            np.add.at(marks, np.array(late, dtype=np.int64), COUNT)
+            self._marks_V = _on_device(marks, device)
+        elif late:
+            ids = torch.tensor(late, dtype=torch.int64, device=device)
+            self._marks_V.index_add_(0, ids, torch.full_like(ids, COUNT, dtype=torch.int32))
+        self._marked = max(self._marked, len(self._said)) + 1
+        return self._marks_V
+
+
+def _on_device(values: NDArray[Any], device: torch.device) -> Tensor:
+    """A copy there, which nobody waits for."""
+    made = torch.from_numpy(values)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made

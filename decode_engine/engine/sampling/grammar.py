@@ -11,8 +11,13 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from decode_engine.engine.sampling.matching import UnfitConstraintError, allowed_bits, make_matcher
-from decode_engine.engine.sampling.vocabulary import Vocabulary, unfit
+from decode_engine.engine.sampling.constraints import (
+    UnfitConstraintError,
+    Vocabulary,
+    allowed_bits,
+    make_matcher,
+    unfit,
+)
 from decode_engine.orders.order import Constraint
 from index_store.errors import InvalidArgumentError
 

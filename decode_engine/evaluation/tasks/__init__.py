@@ -1,24 +1,29 @@
 """Long-context tasks made from any text for any tokenizer: documents with facts in them, and questions about them."""
 
-from decode_engine.evaluation.tasks.body import Encoder
 from decode_engine.evaluation.tasks.documents import (
     Document,
     DocumentSet,
+    Encoder,
     Question,
     chat_question,
-    make_document,
-    make_documents,
-    write_questions,
-)
-from decode_engine.evaluation.tasks.facts import ATTRIBUTES, PROMPT, STATEMENTS, make_facts
-from decode_engine.evaluation.tasks.family import ANSWER_END, Family
-from decode_engine.evaluation.tasks.registry import FAMILIES, get_family
-from decode_engine.evaluation.tasks.texts import (
     held_out_text,
     held_out_words,
+    make_document,
+    make_documents,
     parse_length,
     read_text,
     source_text,
+    write_questions,
+)
+from decode_engine.evaluation.tasks.family import (
+    ANSWER_END,
+    ATTRIBUTES,
+    FAMILIES,
+    PROMPT,
+    STATEMENTS,
+    Family,
+    get_family,
+    make_facts,
 )
 
 __all__ = [

@@ -23,7 +23,7 @@ from typing import Literal, TypeVar
 
 from msgspec.structs import replace
 
-from decode_engine.engine.sampling.vocabulary import Vocabulary
+from decode_engine.engine.sampling.constraints import Vocabulary
 from decode_engine.errors import TooManyRequestsError
 from decode_engine.orders.events import (
     Begins,

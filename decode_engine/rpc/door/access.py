@@ -20,7 +20,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from decode_engine.rpc.door.access import TokenFileError
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.store.description.json_fields import Sealed, check_utc, field_error
 from index_store.store.files.durable import TEMPORARY_PREFIX, locked_file, new_file, storing, sync_path

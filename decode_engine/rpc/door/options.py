@@ -12,7 +12,6 @@ from typing import Annotated, Protocol
 from typer import Option
 
 from decode_engine.rpc.door.access import MAX_TOKEN_CHARACTERS, CertificateError
-from decode_engine.rpc.door.options import Certificates, check_authorities
 from index_store.cli.options import Address, InputFile
 from index_store.errors import InvalidArgumentError
 

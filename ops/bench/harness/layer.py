@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_attention import StepPlan
-from harness.checks import CheckFailedError
+from harness.report import CheckFailedError
 from harness.timing import eager_us, fastest, graph_us, kernel_us
 from index_store.methods.method import Method
 from index_store.store.description.context_id import ModelIdentity

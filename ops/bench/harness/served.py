@@ -12,15 +12,15 @@ from functools import cached_property
 from pathlib import Path
 
 from decode_engine.evaluation.tasks import source_text
-from harness.checks import CheckFailedError
+from harness.report import CheckFailedError
 from index_store.cli.console import SilentReporter
 from index_store.models.resolve import resolve_model
 from index_store.models.tokenizer import Tokenizer, load_tokenizer
 from index_store.store.description.manifest import Manifest
 from prefill_worker.build.stages import Clock
 from prefill_worker.config import PrefillConfig
+from prefill_worker.jobs.document_layers import KeptModel, Means
 from prefill_worker.jobs.job import carry_out
-from prefill_worker.jobs.means import KeptModel, Means
 from prefill_worker.jobs.prepared_job import job_over_tokens
 
 

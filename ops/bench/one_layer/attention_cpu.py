@@ -44,16 +44,18 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.attention_references import (
+from harness.made_up.layer_problems import (
+    SHAPES,
+    Problem,
     coarse_attention,
     exact_attention,
+    make_problem,
+    record_problems,
     reference_ranking,
     reference_weights,
 )
-from harness.checks import CheckFailedError, check_close
-from harness.made_up.layer_problems import SHAPES, Problem, make_problem, record_problems
 from harness.made_up.trained_rows import TrainedRows
-from harness.report import reporting
+from harness.report import CheckFailedError, check_close, reporting
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 

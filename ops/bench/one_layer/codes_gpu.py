@@ -38,7 +38,6 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.checks import CheckFailedError, check_close
 from harness.layer import (
     COLD_BYTES,
     DEVICE,
@@ -56,7 +55,7 @@ from harness.layer import (
     figure_rows,
     step_plan,
 )
-from harness.report import reporting
+from harness.report import CheckFailedError, check_close, reporting
 from harness.timing import copy_bandwidth, full_attention_us, graph_us
 from torch import Tensor
 

@@ -44,7 +44,6 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.checks import CheckFailedError, check_close
 from harness.flashinfer_baseline import float8_us, load_flashinfer
 from harness.layer import (
     DEVICE,
@@ -58,7 +57,7 @@ from harness.layer import (
 )
 from harness.made_up.coarse_layers import LENGTH, CoarseMemory
 from harness.made_up.trained_rows import record_rows
-from harness.report import reporting
+from harness.report import CheckFailedError, check_close, reporting
 from harness.timing import copy_bandwidth, full_attention_us, graph_us
 
 from decode_engine.kernels.coarse.reference import attend_others_reference

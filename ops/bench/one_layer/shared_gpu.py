@@ -48,10 +48,9 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.checks import check_close, failure
 from harness.flashinfer_baseline import flashinfer_us, float8_us, load_flashinfer
 from harness.layer import COLD_BYTES, DEVICE, DTYPE, GROUP, HEAD_DIM, KV_HEADS, step_plan
-from harness.report import reporting
+from harness.report import check_close, failure, reporting
 from harness.timing import copy_bandwidth, fastest, graph_us, packed_attention_us
 from torch import Tensor
 

@@ -25,8 +25,7 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.checks import CheckFailedError
-from harness.report import Report, reporting
+from harness.report import CheckFailedError, Report, reporting
 
 from decode_engine.evaluation.tasks import make_document, parse_length, source_text
 from decode_engine.model.runner import ModelRunner
@@ -41,7 +40,7 @@ from index_store.store.catalog import Store
 from index_store.store.description.manifest import Manifest
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
-from prefill_worker.jobs.report import PrefillReport
+from prefill_worker.jobs.prepared_job import PrefillReport
 
 
 def main(

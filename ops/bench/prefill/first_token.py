@@ -50,13 +50,12 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.checks import compare
 from harness.made_up.contexts import HOST_GB, PlacedContexts, make_ranges, release
 from harness.made_up.random_model import DTYPE, QUERY_STD, make_model
 from harness.made_up.stored_context import write_context
 from harness.page_cache import cached_share, drop_from_page_cache, files_below, read_into_page_cache
 from harness.parsing import parse_counts, parse_method
-from harness.report import reporting
+from harness.report import compare, reporting
 from harness.steps.prompts_at_once import (
     PromptRunner,
     Together,

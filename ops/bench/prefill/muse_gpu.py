@@ -32,8 +32,7 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.checks import CheckFailedError
-from harness.report import reporting
+from harness.report import CheckFailedError, reporting
 from harness.timing import BACKENDS, event_ms, kernel_us
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -7,7 +7,7 @@ read chunk by chunk are those of one pass with torch's own attention, and that c
 tight as faiss's, and that keys and values that stay in host memory are those that stay on the device, bit for bit.
 Then the same tokens are read by the bare decoder in one pass and by the capture in chunks (forward), and with keys and
 values in host memory, in several chunks and blocks (beyond). At last every index of one layer is built by itself
-(build). One JSON line per figure. Whole jobs are measured by whole_job.py.
+(build). One JSON line per figure.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.checks import CheckFailedError, check_close
 from harness.made_up.random_model import VOCABULARY, make_model
 from harness.parsing import parse_counts
-from harness.report import reporting
+from harness.report import CheckFailedError, check_close, reporting
 from harness.timing import seconds
 
 from index_store.indexes.classes import INDEX_CLASSES
@@ -39,7 +38,7 @@ from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
 from index_store.store.description.context_id import ModelIdentity
 from prefill_worker.build.kv_placement import DeviceMeter
 from prefill_worker.reading.capture import Capture, register_attention
-from prefill_worker.reading.causal_attention import PAST_BLOCK
+from prefill_worker.reading.kept_layers import PAST_BLOCK
 from prefill_worker.reading.prefill import run_context
 from prefill_worker.reading.query_sample import plan_sample
 

@@ -39,9 +39,8 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 
 # isort: split
 import typer
-from harness.checks import CheckFailedError
 from harness.page_cache import cached_share, drop_from_page_cache, files_below
-from harness.report import Report, reporting
+from harness.report import CheckFailedError, Report, reporting
 
 from decode_engine.evaluation.tasks import source_text
 from decode_engine.rpc.client import Client

@@ -43,9 +43,8 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 
 # isort: split
 import typer
-from harness.checks import CheckFailedError
 from harness.doors import Ask, Asked, Heard
-from harness.report import Report, reporting
+from harness.report import CheckFailedError, Report, reporting
 from harness.served import Shelf, serving
 from harness.steps.general_steps import percentile
 

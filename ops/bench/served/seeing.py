@@ -33,10 +33,9 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 
 # isort: split
 import typer
-from harness.checks import CheckFailedError
 from harness.collector import collector
 from harness.doors import Ask, Asked, Heard
-from harness.report import reporting
+from harness.report import CheckFailedError, reporting
 from harness.served import Shelf, serving
 
 from decode_engine.evaluation.tasks import parse_length

@@ -51,9 +51,8 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import typer
 from first_minute import prefill, write_model, write_text
-from harness.checks import CheckFailedError
 from harness.doors import Ask, Asked, Door, Heard
-from harness.report import Report, reporting
+from harness.report import CheckFailedError, Report, reporting
 
 from decode_engine.rpc.client import Client
 from index_store.models.conversation.messages import Message, Role, Tool

@@ -29,16 +29,14 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.checks import CheckFailedError
 from harness.made_up.random_model import DTYPE, make_model
 from harness.parsing import parse_counts
-from harness.report import reporting
+from harness.report import CheckFailedError, reporting
 from harness.steps.prompts_at_once import read_prompts
 from torch import Tensor
 
 from decode_engine.engine.requests import Found
-from decode_engine.engine.sampler import Sampler
-from decode_engine.engine.sampling.parameters import SamplingParameters
+from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.evaluation.tasks import parse_length
 from decode_engine.layers.session import Session
 from decode_engine.model.method_choice import StepCosts, label, measure_steps

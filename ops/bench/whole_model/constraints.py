@@ -27,13 +27,11 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import jsonschema
 import typer
-from harness.checks import CheckFailedError
-from harness.made_up.random_schemas import random_schema
-from harness.report import reporting
+from harness.made_up.random_constraints import random_schema
+from harness.report import CheckFailedError, reporting
 
-from decode_engine.engine.sampler import Sampler
+from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.sampling.grammar import Grammar
-from decode_engine.engine.sampling.parameters import SamplingParameters
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.orders.order import Constraint

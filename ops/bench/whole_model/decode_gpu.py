@@ -60,16 +60,14 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.checks import failure
+from harness.flashinfer_baseline import float8_steps
 from harness.made_up.contexts import HOST_GB, PlacedContexts, make_ranges, release
 from harness.made_up.random_model import make_model, read_bytes
-from harness.made_up.trained_rows import record_rows
+from harness.made_up.trained_rows import asked, record_rows
 from harness.parsing import parse_method, parse_shared_shapes
-from harness.report import reporting
+from harness.report import failure, reporting
 from harness.steps.captured_steps import Lanes, tidy_up, time_captured, time_flight, whole_difference
-from harness.steps.float8_steps import float8_steps
 from harness.steps.general_steps import full_logits, measure_general
-from harness.steps.trained_queries import asked
 from harness.timing import copy_bandwidth, event_ms
 from torch import Tensor
 

@@ -36,19 +36,17 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.checks import CheckFailedError
 from harness.made_up.contexts import PlacedContexts, release
+from harness.made_up.random_constraints import make_grammar
 from harness.made_up.random_model import make_model
-from harness.made_up.random_vocabulary import make_grammar
 from harness.parsing import parse_method, parse_shared_shapes
-from harness.report import reporting
+from harness.report import CheckFailedError, reporting
 from harness.steps.captured_steps import Lanes, tidy_up
 from harness.steps.general_steps import first_tokens
 from harness.timing import event_ms
 
-from decode_engine.engine.sampler import Sampler
+from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.sampling.grammar import Grammar
-from decode_engine.engine.sampling.parameters import SamplingParameters
 from decode_engine.engine.stepping import Flight, choose_together
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.layers.session import Session

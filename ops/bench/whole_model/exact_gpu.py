@@ -33,18 +33,16 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 import numpy as np
 import torch
 import typer
-from harness.checks import CheckFailedError
 from harness.made_up.contexts import PlacedContexts, release
 from harness.made_up.random_model import make_model
 from harness.parsing import parse_shared_shapes
-from harness.report import reporting
+from harness.report import CheckFailedError, reporting
 from harness.steps.answers import Answer, ask
 from harness.steps.captured_steps import tidy_up
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decode_engine.engine.drafting.suffixes import ContextSuffixes
-from decode_engine.engine.drafting.worth import MOST
+from decode_engine.engine.drafting import MOST, ContextSuffixes
 from decode_engine.engine.engine import Engine
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner

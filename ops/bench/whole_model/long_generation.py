@@ -41,9 +41,8 @@ from harness.parsing import parse_method
 from harness.report import reporting
 from torch import Tensor
 
-from decode_engine.engine.sampler import Sampler
-from decode_engine.engine.sampling.parameters import SamplingParameters
-from decode_engine.evaluation.comparison.pictures import check_pictures
+from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.evaluation.pictures import check_pictures
 from decode_engine.evaluation.prefill_command import PrefillCommand
 from decode_engine.evaluation.tasks import parse_length, source_text
 from decode_engine.layers.selected_attention import Observation

@@ -1,11 +1,10 @@
 """Decode steps of a whole model with its contexts in GPU memory, or partly or wholly in the host's.
 
 usage: python ops/bench/whole_model/placements_gpu.py [--seconds 3] [--cases full@device,pq+dropped:0.01@hybrid2]
-       python ops/bench/whole_model/placements_gpu.py --shapes 131072x16@1 --lists lists.npz [--slot-share 8]
        python ops/bench/whole_model/placements_gpu.py --rows int8
 
 The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16; steps run through the
-engine's own graphs, as in `decode_gpu.py` and `host_gpu.py`. All placements share the model, its compilation and the
+engine's own graphs, as in `decode_gpu.py`. All placements share the model, its compilation and the
 contents of the contexts: as many layers as fit into `--host-gb` have keys, values and indexes of their own
 (`distinct`), the model's layers take turns over them. No two sessions share any, but with a shape such as
 `131072x16@1` there are fewer contexts, which the sessions take in turns. With `--rows int8` all of them have their rows
@@ -18,11 +17,6 @@ Cases are `METHOD@WHERE`, methods as in `decode_gpu.py`:
   `hybrid2`, `host2`: with a batch in two lanes, for batches of four or more.
 - `full@hybrid`, `full@streamed`: every step reads all keys and values from host memory, in place by a captured step's
   attention, or through two blocks of GPU memory by the general path; one context.
-
-With `--lists`, a file that `shared_lists.py` wrote, sparse methods search as ever and then attend to what a trained
-model's sessions listed there, step by step: rows that steps and sessions have in common are then a trained model's.
-This is for methods whose remainder is dropped, without lanes. `same_tokens` is the share of sessions
-that said the same as in the first case of the method in this shape: all, since no bit depends on where rows lie.
 
 `step_ms` is the median (P50) and `p99_ms` the 99th percentile of the wall clock of a step with everything around it,
 over `steps` steps after a warm-up, `--turns` or as many as `--seconds` allow; `tokens_per_s` follows from the median,
@@ -48,21 +42,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
-from zipfile import BadZipFile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness  # noqa: F401 - before torch: sets up OpenMP
 
 # isort: split
-import numpy as np
 import torch
 import typer
-from harness.checks import CheckFailedError, compare, failure
 from harness.made_up.contexts import HOST_GB, PlacedContexts, distinct_layers, make_ranges, release
 from harness.made_up.random_model import make_model
 from harness.parsing import parse_method, parse_shared_shapes
-from harness.report import reporting
-from harness.steps.captured_steps import Lanes, Timed, tidy_up, time_captured, whole_difference
+from harness.report import compare, failure, reporting
+from harness.steps.captured_steps import Lanes, tidy_up, time_captured, whole_difference
 from harness.steps.general_steps import (
     first_tokens,
     forward,
@@ -71,8 +62,6 @@ from harness.steps.general_steps import (
     step_figures,
     time_general,
 )
-from harness.steps.recorded_lists import RecordedLists
-from harness.steps.replayed_lists import replayed
 
 from decode_engine.host_search.thread_loop_numba import compile_search
 from decode_engine.host_search.workers import SearchThreads
@@ -98,8 +87,6 @@ CASES = ",".join(
         "full@streamed",
     ]
 )
-LISTED_CASES = "full@device,pq+dropped:0.01@device,pq+dropped:0.01@hybrid,full@hybrid"
-"""Usual ones where lists are replayed."""
 SHAPES = "131072x1,32768x1,131072x4,32768x4,32768x16,131072x16"
 CHECKED_GB = 20.0
 LANES_FROM = 4
@@ -143,18 +130,11 @@ class Case:
         reads_all = self.placement.kv_on_host and not self.method.sparse
         return contexts == 1 if reads_all else self.lanes == 1 or batch >= LANES_FROM
 
-    @property
-    def replays(self) -> bool:
-        """Whether lists can be replayed in its steps, or it has none."""
-        plain = self.lanes == 1 and self.method.drops_remainder
-        kind = "" if self.method.index is None else self.method.index.kind
-        return not self.method.sparse or (plain and not self.placement.index_on_host(kind))
-
 
 class Bench:
     """The model and what its steps are compared with.
 
-    run: its steps. recorded: lists to replay.
+    run: its steps.
     """
 
     def __init__(
@@ -164,18 +144,14 @@ class Bench:
         threads: int,
         turns: int,
         seconds: float,
-        recorded: RecordedLists | None = None,
     ) -> None:
         self._model, self._run = model, run
         self._threads, self._turns, self._seconds = threads, turns, seconds
-        self._recorded = recorded
         self._expected = torch.empty(0)
-        self._said: dict[str, list[list[int]]] = {}
 
     def expect(self, contexts: list[ResidentContext]) -> None:
         """Computes what full attention to these contexts gives, by the general path."""
         self._expected = full_logits(self._model, contexts)
-        self._said = {}
 
     def measure(self, case: Case, contexts: list[ResidentContext]) -> dict[str, Any]:
         """The case's figures. Raises CheckFailedError when its first step is wrong."""
@@ -197,14 +173,7 @@ class Bench:
         read = sum(context.manifest.kv_bytes for context in readers) if case.placement.kv_on_host else 0
         checked = read <= CHECKED_GB * 1e9
         difference = whole_difference(lanes, case.method, self._expected) if checked else None
-        same: dict[str, float] = {}
-        if self._recorded is None or not case.method.sparse:
-            timed = time_captured(lanes, case.method, self._turns, self._seconds)
-        else:
-            with replayed(self._recorded):
-                lanes = Lanes(self._run, self._model, contexts, searching)
-                timed = time_captured(lanes, case.method, self._turns, self._seconds)
-            same["same_tokens"] = self._compare_said(case, timed)
+        timed = time_captured(lanes, case.method, self._turns, self._seconds)
         steps, still_ms = timed.steps(), lanes.standing_still_ms(timed.tokens, STILL_TURNS)
         return {
             **steps,
@@ -213,16 +182,7 @@ class Bench:
             "captured": all(graph.captured for graph in lanes.graphs),
             "first_step_s": round(timed.first_s, 1),
             "logits_difference": difference,
-            **same,
         }
-
-    def _compare_said(self, case: Case, timed: Timed) -> float:
-        """The share of sessions with the first case's tokens. Raises CheckFailedError for less than half."""
-        first = self._said.setdefault(case.label, timed.said)
-        alike = float(np.equal(first, timed.said).all(0).mean())
-        if alike < 0.5:
-            raise CheckFailedError(f"sessions say {timed.said}, and in the first placement {first}")
-        return round(alike, 3)
 
     def _measure_streamed(self, case: Case, contexts: list[ResidentContext]) -> dict[str, Any]:
         sessions = start_sessions(contexts, case.method)
@@ -237,7 +197,7 @@ class Bench:
 
 
 def main(
-    cases: Annotated[str, typer.Option(help="METHOD@WHERE, comma-separated; all that are usual.")] = "",
+    cases: Annotated[str, typer.Option(help="METHOD@WHERE, comma-separated.")] = CASES,
     shapes: Annotated[
         str, typer.Option(help="LENGTHxBATCH or LENGTHxBATCH@CONTEXTS, comma-separated.")
     ] = SHAPES,
@@ -251,12 +211,10 @@ def main(
     host_gb: Annotated[
         float, typer.Option(help="Page-locked for keys and values, and again for tables.")
     ] = HOST_GB,
-    lists: Annotated[Path | None, typer.Option(help="Recorded lists, which steps replay.")] = None,
     slot_share: Annotated[int, typer.Option(help="One row in so many has a slot.")] = SHARE,
     rows: Annotated[str, typer.Option(help="Of contexts: dtype or int8.")] = AS_DTYPE,
 ) -> None:
     """Times decode steps of a whole model in all placements; one JSON line per case."""
-    cases = cases or (CASES if lists is None else LISTED_CASES)
     listed, sizes = [Case.parse(text) for text in cases.split(",")], parse_shared_shapes(shapes)
     if unfit := [
         f"{n}x{batch}" for n, batch, count in sizes if not any(c.fits(batch, count) for c in listed)
@@ -264,7 +222,6 @@ def main(
         raise typer.BadParameter(f"no case is for batches such as {', '.join(unfit)}")
     if rows not in ROW_CODINGS:
         raise typer.BadParameter(f"--rows is {rows!r}, expected {' or '.join(ROW_CODINGS)}")
-    recorded = None if lists is None else read_lists(lists, listed, min(length for length, _, _ in sizes))
     with reporting("placements") as report:
         begun = time.perf_counter()
         on_host = any(case.placement is Placement.HOST for case in listed)
@@ -274,7 +231,7 @@ def main(
         ranges = make_ranges(host_gb, methods_of(listed) if on_host else [])
         compiling.join()
         threads = threads or search_cores()
-        bench = Bench(model, step_model(model, compilation), threads, turns, seconds, recorded)
+        bench = Bench(model, step_model(model, compilation), threads, turns, seconds)
         typer.echo(f"model and host memory are ready after {time.perf_counter() - begun:.0f} s", err=True)
         for length, batch, count in sizes:
             line: dict[str, Any] = {
@@ -298,22 +255,6 @@ def main(
 def methods_of(cases: Sequence[Case]) -> list[Method]:
     """Each once."""
     return list({case.label: case.method for case in cases}.values())
-
-
-def read_lists(path: Path, cases: Sequence[Case], length: int) -> RecordedLists:
-    """The file's. Raises typer.BadParameter for other files, cases that cannot replay them, and too short contexts."""
-    unfit = [f"{case.label}@{case.placement.value}" for case in cases if not case.replays]
-    if unfit:
-        raise typer.BadParameter(
-            f"lists are replayed where the remainder is dropped, not in {', '.join(unfit)}"
-        )
-    try:
-        recorded = RecordedLists.load(path)
-    except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
-        raise typer.BadParameter(f"{path} holds no lists that shared_lists.py wrote: {error}") from error
-    if recorded.tokens > length:
-        raise typer.BadParameter(f"the lists are of {recorded.tokens} tokens, contexts have {length}")
-    return recorded
 
 
 def shape_figures(

@@ -35,15 +35,13 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.checks import CheckFailedError
 from harness.made_up.random_model import make_model
-from harness.report import reporting
+from harness.report import CheckFailedError, reporting
 from harness.steps.general_steps import first_tokens, forward, start_sessions
 from torch import Tensor
 
 from decode_engine.engine.requests import Found
-from decode_engine.engine.sampler import Sampler
-from decode_engine.engine.sampling.parameters import SamplingParameters
+from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.stepping import decode_by_forward
 from decode_engine.evaluation.tasks import parse_length
 from decode_engine.layers.session import Session

@@ -1,4 +1,4 @@
-"""Stage 2, forward: residual queries attend to the summaries of their cluster, and to the dipole.
+"""Stage 2: residual queries attend to the summaries of their cluster, and to the dipole; and its backward.
 
 Shape legend: B batch, H query heads, R ranges, N queries of a range, Y = B*H*R, C query clusters, K key clusters,
 U places of a cluster, D head dim.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from prefill_worker.muse.kernels.clusters import BoundedClusters
 from prefill_worker.muse.kernels.layout import padded, precision, problem_offset, rows_at_a_time, strides
-from prefill_worker.muse.kernels.reference import Summaries
+from prefill_worker.muse.kernels.reference import QueryGrads, Summaries
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -164,3 +164,331 @@ def attend_kernel(
             lse = higher + tl.log2(old_share + share) * _LN2
         tl.store(into, out.to(out_ptr.dtype.element_ty), mask=inside[:, None])
         tl.store(lse_ptr + at * lse_of_point, lse, mask=inside)
+
+
+_BOTH, _SUMMARIES, _DIPOLES = 0, 1, 2
+"""Which sums a launch of the backward kernel keeps; wide heads need two launches."""
+
+
+def attend_summaries_backward(
+    queries_BHRND: Tensor,
+    clusters: BoundedClusters,
+    summaries: Summaries,
+    dipoles_YCDD: Tensor | None,
+    scale: float,
+    out_BHRND: Tensor,
+    lse_BHRN: Tensor,
+    grad_BHRND: Tensor,
+) -> QueryGrads:
+    """`prefill_worker.muse.kernels.reference.attend_summaries_backward_reference`."""
+    heads, ranges, _, dim = queries_BHRND.shape[1:]
+    problems, query_clusters, room = clusters.members.shape
+    key_clusters = summaries.logits.shape[2]
+    device = queries_BHRND.device
+    dipole = dipoles_YCDD is not None
+    grads = QueryGrads(
+        torch.empty(queries_BHRND.shape, dtype=queries_BHRND.dtype, device=device),
+        torch.empty(problems, query_clusters, dim, device=device),
+        torch.empty_like(summaries.keys),
+        torch.empty_like(summaries.values),
+        torch.empty_like(summaries.logits),
+        torch.empty_like(dipoles_YCDD) if dipoles_YCDD is not None else None,
+    )
+    wide = dim > 64 or padded(key_clusters) > 64 or queries_BHRND.dtype == torch.float32
+    launches = (_SUMMARIES, _DIPOLES) if wide and dipole else (_BOTH if dipole else _SUMMARIES,)
+    for sums in launches:
+        attend_backward_kernel[(problems * query_clusters,)](
+            queries_BHRND,
+            clusters.members,
+            clusters.counts,
+            clusters.centroids,
+            summaries.keys,
+            summaries.values,
+            summaries.logits,
+            dipoles_YCDD,
+            out_BHRND,
+            lse_BHRN,
+            grad_BHRND,
+            grads.queries,
+            grads.sums,
+            grads.keys,
+            grads.values,
+            grads.deltas,
+            grads.dipoles,
+            heads,
+            ranges,
+            *strides(queries_BHRND),
+            *strides(out_BHRND),
+            *strides(lse_BHRN),
+            *strides(grad_BHRND),
+            *strides(grads.queries),
+            query_clusters,
+            key_clusters,
+            room,
+            scale,
+            DIM=dim,
+            SUMMARIES=padded(key_clusters),
+            TILE=rows_at_a_time(room, 32),
+            DIPOLE=dipole,
+            SUMS=sums,
+            PRECISION=precision(queries_BHRND),
+            num_warps=8,
+            num_stages=1,
+        )
+    return grads
+
+
+def finish_queries(
+    grad_queries_BHRND: Tensor, clusters: BoundedClusters, grad_means_YCD: Tensor, sums_YCD: Tensor
+) -> None:
+    """`prefill_worker.muse.kernels.reference.finish_queries_reference`."""
+    heads, ranges, _, dim = grad_queries_BHRND.shape[1:]
+    problems, query_clusters, room = clusters.members.shape
+    finish_kernel[(problems * query_clusters,)](
+        grad_queries_BHRND,
+        clusters.members,
+        clusters.counts,
+        grad_means_YCD,
+        sums_YCD,
+        heads,
+        ranges,
+        *strides(grad_queries_BHRND),
+        query_clusters,
+        room,
+        DIM=dim,
+        TILE=rows_at_a_time(room, 64),
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["heads", "ranges", "query_clusters", "key_clusters", "room"])
+def attend_backward_kernel(
+    queries_ptr: tl.tensor,
+    members_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    means_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    dipoles_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    grad_ptr: tl.tensor,
+    grad_queries_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    grad_keys_ptr: tl.tensor,
+    grad_values_ptr: tl.tensor,
+    deltas_ptr: tl.tensor,
+    grad_dipoles_ptr: tl.tensor,
+    heads: tl.tensor,
+    ranges: tl.tensor,
+    queries_of_batch: tl.tensor,
+    queries_of_head: tl.tensor,
+    queries_of_range: tl.tensor,
+    queries_of_point: tl.tensor,
+    out_of_batch: tl.tensor,
+    out_of_head: tl.tensor,
+    out_of_range: tl.tensor,
+    out_of_point: tl.tensor,
+    lse_of_batch: tl.tensor,
+    lse_of_head: tl.tensor,
+    lse_of_range: tl.tensor,
+    lse_of_point: tl.tensor,
+    grad_of_batch: tl.tensor,
+    grad_of_head: tl.tensor,
+    grad_of_range: tl.tensor,
+    grad_of_point: tl.tensor,
+    into_of_batch: tl.tensor,
+    into_of_head: tl.tensor,
+    into_of_range: tl.tensor,
+    into_of_point: tl.tensor,
+    query_clusters: tl.tensor,
+    key_clusters: tl.tensor,
+    room: tl.tensor,
+    scale: tl.tensor,
+    DIM: tl.constexpr,
+    SUMMARIES: tl.constexpr,
+    TILE: tl.constexpr,
+    DIPOLE: tl.constexpr,
+    SUMS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """One program per (query cluster, problem). SUMS: 0 all, 1 all but the dipole's gradient, 2 that alone."""
+    index = tl.program_id(0).to(tl.int64)
+    problem = tl.program_id(0) // query_clusters
+    queries_ptr += problem_offset(problem, heads, ranges, queries_of_batch, queries_of_head, queries_of_range)
+    out_ptr += problem_offset(problem, heads, ranges, out_of_batch, out_of_head, out_of_range)
+    lse_ptr += problem_offset(problem, heads, ranges, lse_of_batch, lse_of_head, lse_of_range)
+    grad_ptr += problem_offset(problem, heads, ranges, grad_of_batch, grad_of_head, grad_of_range)
+    grad_queries_ptr += problem_offset(problem, heads, ranges, into_of_batch, into_of_head, into_of_range)
+    members_ptr += index * room
+    count = tl.load(counts_ptr + index)
+    dims = tl.arange(0, DIM)
+    at_dipole = index * (DIM * DIM) + dims[:, None] * DIM + dims[None, :]
+    keys, values, biases = load_summaries(
+        keys_ptr, values_ptr, logits_ptr, index, key_clusters, DIM, SUMMARIES
+    )
+    mean = tl.load(means_ptr + index * DIM + dims).to(tl.float32)
+    dipole = tl.load(dipoles_ptr + at_dipole) if DIPOLE else None
+    # Of these, the sums that are not kept are not computed either.
+    sums = tl.zeros([DIM], tl.float32)
+    grad_keys = tl.zeros([SUMMARIES, DIM], tl.float32)
+    grad_values = tl.zeros([SUMMARIES, DIM], tl.float32)
+    grad_biases = tl.zeros([SUMMARIES], tl.float32)
+    grad_dipole = tl.zeros([DIM, DIM], tl.float32)
+    for start in range(0, count, TILE):
+        line = start + tl.arange(0, TILE)
+        inside = line < count
+        at = tl.load(members_ptr + line, mask=inside, other=0).to(tl.int64)
+        queries = tl.load(
+            queries_ptr + at[:, None] * queries_of_point + dims[None, :], mask=inside[:, None], other=0.0
+        )
+        grads = tl.load(
+            grad_ptr + at[:, None] * grad_of_point + dims[None, :], mask=inside[:, None], other=0.0
+        )
+        lse = tl.load(lse_ptr + at * lse_of_point, mask=inside, other=float("inf")) * _LOG2E
+        residuals, shares = share_queries(queries, mean, inside, keys, biases, lse, scale, PRECISION)
+        if DIPOLE:
+            weighted = (tl.sum(shares, 1)[:, None] * grads.to(tl.float32)).to(queries.dtype)
+        if SUMS != 2:
+            outs = tl.load(
+                out_ptr + at[:, None] * out_of_point + dims[None, :], mask=inside[:, None], other=0.0
+            )
+            by_logit = logit_grads(grads, outs, values, shares, residuals, dipole, scale, DIPOLE, PRECISION)
+            grad_biases += tl.sum(by_logit, 0)
+            by_logit = by_logit.to(queries.dtype)
+            by_residual = tl.dot(by_logit, keys, input_precision=PRECISION)
+            if DIPOLE:
+                by_residual += tl.dot(weighted, dipole, input_precision=PRECISION)
+            by_residual *= scale
+            sums += tl.sum(by_residual, 0)
+            grad_keys += tl.dot(tl.trans(by_logit), residuals, input_precision=PRECISION)
+            grad_values += tl.dot(tl.trans(shares.to(queries.dtype)), grads, input_precision=PRECISION)
+            tl.store(
+                grad_queries_ptr + at[:, None] * into_of_point + dims[None, :],
+                by_residual.to(queries.dtype),
+                mask=inside[:, None],
+            )
+        if SUMS != 1:
+            grad_dipole += tl.dot(tl.trans(weighted), residuals, input_precision=PRECISION)
+    if SUMS != 2:
+        store_summary_grads(
+            grad_keys_ptr,
+            grad_values_ptr,
+            deltas_ptr,
+            index,
+            key_clusters,
+            keys,
+            values,
+            grad_keys * scale,
+            grad_values,
+            grad_biases,
+            DIM,
+            SUMMARIES,
+        )
+        tl.store(sums_ptr + index * DIM + dims, sums)
+    if SUMS != 1:
+        tl.store(grad_dipoles_ptr + at_dipole, (grad_dipole * scale).to(grad_dipoles_ptr.dtype.element_ty))
+
+
+@triton.jit
+def store_summary_grads(
+    grad_keys_ptr: tl.tensor,
+    grad_values_ptr: tl.tensor,
+    deltas_ptr: tl.tensor,
+    index: tl.tensor,
+    key_clusters: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    grad_keys: tl.tensor,
+    grad_values: tl.tensor,
+    grad_biases: tl.tensor,
+    DIM: tl.constexpr,
+    SUMMARIES: tl.constexpr,
+) -> None:
+    """Gradients by the summaries of one query cluster; deltas are of the gradients as they are rounded."""
+    by_key = grad_keys.to(grad_keys_ptr.dtype.element_ty)
+    by_value = grad_values.to(grad_values_ptr.dtype.element_ty)
+    deltas = tl.sum(by_key.to(tl.float32) * keys.to(tl.float32), 1)
+    deltas += tl.sum(by_value.to(tl.float32) * values.to(tl.float32), 1)
+    own = tl.arange(0, SUMMARIES)
+    exists = own < key_clusters
+    row = index * key_clusters + own
+    at = row[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    tl.store(grad_keys_ptr + at, by_key, mask=exists[:, None])
+    tl.store(grad_values_ptr + at, by_value, mask=exists[:, None])
+    tl.store(deltas_ptr + row, deltas - grad_biases, mask=exists)
+
+
+@triton.jit
+def share_queries(
+    queries: tl.tensor,
+    mean: tl.tensor,
+    inside: tl.tensor,
+    keys: tl.tensor,
+    biases: tl.tensor,
+    lse: tl.tensor,
+    scale: tl.tensor,
+    PRECISION: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Residuals of a tile of queries, zero outside, and the shares of the summaries in the whole softmax."""
+    residuals = tl.where(inside[:, None], queries.to(tl.float32) - mean[None, :], 0.0).to(queries.dtype)
+    logits = tl.dot(residuals, tl.trans(keys), input_precision=PRECISION) * (scale * _LOG2E)
+    return residuals, tl.exp2(logits + biases[None, :] - lse[:, None])
+
+
+@triton.jit
+def logit_grads(
+    grads: tl.tensor,
+    outs: tl.tensor,
+    values: tl.tensor,
+    shares: tl.tensor,
+    residuals: tl.tensor,
+    dipole: tl.tensor,
+    scale: tl.tensor,
+    DIPOLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """Gradients by the logits of a tile of queries."""
+    moved = tl.dot(grads, tl.trans(values), input_precision=PRECISION)
+    level = tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)
+    if DIPOLE:
+        by_dipole = tl.dot(residuals, tl.trans(dipole), input_precision=PRECISION) * scale
+        level -= tl.sum(grads.to(tl.float32) * by_dipole, 1)
+    return shares * (moved - level[:, None])
+
+
+@triton.jit(do_not_specialize=["heads", "ranges", "clusters", "room"])
+def finish_kernel(
+    grad_queries_ptr: tl.tensor,
+    members_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    grad_means_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    heads: tl.tensor,
+    ranges: tl.tensor,
+    of_batch: tl.tensor,
+    of_head: tl.tensor,
+    of_range: tl.tensor,
+    of_point: tl.tensor,
+    clusters: tl.tensor,
+    room: tl.tensor,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """One program per (query cluster, problem)."""
+    index = tl.program_id(0).to(tl.int64)
+    problem = tl.program_id(0) // clusters
+    grad_queries_ptr += problem_offset(problem, heads, ranges, of_batch, of_head, of_range)
+    members_ptr += index * room
+    count = tl.load(counts_ptr + index)
+    dims = tl.arange(0, DIM)
+    shift = tl.load(grad_means_ptr + index * DIM + dims) - tl.load(sums_ptr + index * DIM + dims)
+    shift /= tl.maximum(count, 1).to(tl.float32)
+    for start in range(0, count, TILE):
+        line = start + tl.arange(0, TILE)
+        inside = line < count
+        at = tl.load(members_ptr + line, mask=inside, other=0).to(tl.int64)
+        into = grad_queries_ptr + at[:, None] * of_point + dims[None, :]
+        grads = tl.load(into, mask=inside[:, None], other=0.0)
+        tl.store(into, (grads.to(tl.float32) + shift[None, :]).to(grads.dtype), mask=inside[:, None])

@@ -1,16 +1,32 @@
-"""`ask` with questions from files and standard input and all its options, and `contexts` of a server."""
+"""`ask`, `contexts` and `chat` with all their options, through pipes and with interruptions; what settings accept."""
 
 from __future__ import annotations
 
 import io
 import json
+import sys
+from collections.abc import Iterator
+from dataclasses import MISSING
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from decode_engine.rpc.client import Client
+from decode_engine.cli import chat_command
+from decode_engine.cli.ask_command import AskConfig
+from decode_engine.cli.evaluate_command import TuneConfig
+from decode_engine.evaluation.settings import EvaluationConfig
+from decode_engine.rpc.client import Client, Piece, Usage
+from decode_engine.rpc.door.options import Address, is_loopback
 from decode_engine.rpc.server import DecodeServer
+from decode_engine.settings.command_options import Compilation
+from decode_engine.settings.config import MAX_LANES, MAX_SLOT_SHARE, ServeConfig
+from index_store.cli.options import Spelled, options_of
 from index_store.errors import InvalidArgumentError
+from index_store.memory.devices import context_device, default_budget, memory_budget, pick_device
+from index_store.memory.placement import USUAL_ROOM, MemoryBytes
+from index_store.models.conversation.messages import Message, Role
 from tests.decode_engine.cli.conftest import Run
 from tests.decode_engine.conftest import Library
 
@@ -286,3 +302,274 @@ def test_questions_that_fail_are_told_and_asked_again_later(run: Run, tmp_path: 
     other = run(*ASK_LONG, "--questions", str(questions), "--out", str(out), "--quiet")
     assert other.returncode == 2
     assert "answers another question" in other.stderr
+
+
+CHAT = ("chat", "lamp", "--max-tokens", "4", "--method", "full")
+
+
+@pytest.fixture(autouse=True)
+def chat_server(monkeypatch: pytest.MonkeyPatch, server: DecodeServer, lamp: str) -> None:
+    monkeypatch.setenv("SPARSEKV_SERVER", server.address)
+
+
+def type_in(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+
+def answer(client: Client, context: str, messages: list[Message]) -> str:
+    with client.generate(context, messages=messages, max_tokens=4, method="full") as generation:
+        return generation.read()
+
+
+def test_a_conversation_goes_on_line_by_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch, client: Client, lamp: str
+) -> None:
+    first = [Message(Role.USER, "Who lit\nit?")]
+    one = answer(client, lamp, first)
+    second = [*first, Message(Role.ASSISTANT, one), Message(Role.USER, "Why\n\nso?")]
+    two = answer(client, lamp, second)
+    type_in(monkeypatch, '/usage\nWho lit\\\nit?\n\n/help\n"""Why\n\nso?"""\n/usage\n/quit\nnever said\n')
+    result = run(*CHAT)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"{one}\n{two}\n"
+    assert "nothing was said yet" in result.stderr
+    assert "Ctrl-C stops an answer" in result.stderr
+    assert (
+        "of conversation, 4 of the last answer, which touched 100.00% of the keys (full); 2 messages"
+        in result.stderr
+    )
+
+
+def test_a_conversation_as_json(run: Run, monkeypatch: pytest.MonkeyPatch, client: Client, lamp: str) -> None:
+    """The input may end in the middle of a text of several lines."""
+    type_in(monkeypatch, 'Who?\n"""Why')
+    said = json.loads(run(*CHAT, "--format", "json").stdout)
+    assert said["context"] == lamp
+    assert [turn["user"] for turn in said["turns"]] == ["Who?", "Why"]
+    assert said["turns"][0]["assistant"] == answer(client, lamp, [Message(Role.USER, "Who?")])
+    assert said["turns"][1]["summary"]["completion_tokens"] == 4
+
+
+def test_an_error_ends_a_conversation_in_a_pipe(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    type_in(monkeypatch, "Who?\nWhy?\n")
+    result = run("chat", "lamp", "--method", "nonsense")
+    assert (result.returncode, result.stderr.count("error: ")) == (2, 1)
+    type_in(monkeypatch, "/dance\nWho?\n")
+    result = run(*CHAT)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "error: /dance is no command; /help lists them\n"
+
+
+def test_an_interrupt_ends_the_answer_and_not_the_conversation(
+    run: Run, monkeypatch: pytest.MonkeyPatch, client: Client, lamp: str
+) -> None:
+    """What was said of the stopped answer is part of the conversation."""
+    asked: list[list[Message]] = []
+
+    class Interrupted(Client):
+        def generate(self, context: str, **given: Any) -> Any:
+            asked.append(list(given["messages"]))
+            generation = super().generate(context, **given)
+            return _Stopped(generation) if len(asked) == 1 else generation
+
+    monkeypatch.setattr(chat_command, "Client", Interrupted)
+    type_in(monkeypatch, "Who?\n/usage\nWhy?\n")
+    result = run(*CHAT)
+    assert result.returncode == 0, result.stderr
+    assert "(stopped)" in result.stderr
+    assert "of the last answer, which was stopped; 1 messages" in result.stderr
+    begun = asked[1][1]
+    assert begun.role is Role.ASSISTANT
+    assert answer(client, lamp, asked[0]).startswith(begun.content)
+    assert result.stdout == f"{begun.content}\n{answer(client, lamp, asked[1])}\n"
+
+
+class _Stopped:
+    """A generation in whose middle somebody presses Ctrl-C."""
+
+    def __init__(self, generation: Any) -> None:
+        self._generation = generation
+
+    def __enter__(self) -> _Stopped:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._generation.cancel()
+
+    def __iter__(self) -> Iterator[Piece]:
+        for piece in self._generation:
+            yield piece
+            if piece.text.strip():
+                raise KeyboardInterrupt
+
+    def cancel(self) -> None:
+        self._generation.cancel()
+
+    @property
+    def usage(self) -> Usage | None:
+        return self._generation.usage  # type: ignore[no-any-return]
+
+
+def test_contexts_are_pinned_labelled_and_chosen(run: Run, library: Library, client: Client) -> None:
+    ids = {name: library.prefill(name) for name in ("shown", "hidden")}
+    assert run("contexts", "pin", "shown").stdout == f"pinned {ids['shown']}\n"
+    assert (
+        run("contexts", "label", "shown", "team=law", "year=2026").stdout
+        == f"{ids['shown']}: team=law, year=2026\n"
+    )
+    changed = json.loads(run("contexts", "label", "shown", "year-", "place=x", "--format", "json").stdout)
+    assert (changed["labels"], changed["pinned"]) == ({"place": "x", "team": "law"}, True)
+    rows = dict(line.split("  ", 1) for line in run("contexts", "show", "shown").stdout.splitlines())
+    assert (rows["labels"].strip(), rows["expires"].strip()) == (
+        "place=x, team=law",
+        "pinned; otherwise never",
+    )
+    listed = run(
+        "contexts", "ls", "--filter", "pinned = true AND labels.team = law", "--order-by", "token_count"
+    )
+    assert [line.split()[1] for line in listed.stdout.splitlines()] == ["NAME", "shown"]
+    assert "has no contexts that fit" in run("contexts", "ls", "--filter", "labels:nowhere").stdout
+    refused = run("contexts", "ls", "--filter", "colour = red")
+    assert (refused.returncode, refused.stderr.startswith("error: filter: at character 1 found")) == (2, True)
+    assert json.loads(run("contexts", "unpin", "shown", "--format", "json").stdout) == {
+        "unpinned": [ids["shown"]]
+    }
+    assert (
+        run("contexts", "label", "shown", "law").stderr
+        == "error: label 'law': expected KEY=VALUE, or KEY- to remove it\n"
+    )
+    for id_ in ids.values():
+        client.delete_context(f"contexts/{id_}")
+
+
+def test_a_conversation_is_kept_as_one_context(
+    run: Run, server: DecodeServer, lamp: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Who lit it?\nAnd when?\n"))
+    place = ("--server", server.address)
+    said = run(
+        "chat", lamp, "--keep-as", "talk", "--max-tokens", "6", "--method", "full", "--format", "json", *place
+    )
+    assert said.returncode == 0, said.stderr
+    document = json.loads(said.stdout)
+    with Client(server.address) as client:
+        children = [context for context in client.list_contexts() if context.parent == lamp]
+        assert [(child.name, child.display_name) for child in children] == [(document["kept"], "talk")]
+        summary = document["turns"][1]["summary"]
+        context_tokens = summary["context_tokens"] + summary["prompt_tokens"] + summary["completion_tokens"]
+        assert children[0].token_count == context_tokens
+        with client.generate(document["kept"], question="Where?", max_tokens=3) as generation:
+            generation.read()
+        client.delete_context(document["kept"])
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:0", "localhost:50051", "[::1]:1", "some.host:65535"])
+def test_addresses(text: str) -> None:
+    Address().check("--server", text)
+
+
+@pytest.mark.parametrize("text", ["", "localhost", ":80", "host:", "host:x", "host:65536", "::1:80", "a b:1"])
+def test_bad_addresses(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^--server is .*, expected HOST:PORT"):
+        Address().check("--server", text)
+
+
+def test_loopback() -> None:
+    assert all(is_loopback(address) for address in ("127.0.0.1:1", "localhost:1", "[::1]:1", "127.1.2.3:1"))
+    assert not any(is_loopback(address) for address in ("0.0.0.0:1", "[::]:1", "10.0.0.1:1"))
+
+
+def test_too_many_lanes_and_search_threads_are_refused() -> None:
+    for field, flag, value, expected in (
+        ("lanes", "--lanes", MAX_LANES + 1, f"1 to {MAX_LANES}"),
+        ("slot_share", "--slot-share", MAX_SLOT_SHARE + 1, f"1 to {MAX_SLOT_SHARE}"),
+        ("threads", "--threads", 10**6, "at most"),
+        ("search_threads", "--search-threads", 10**6, "at most"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=rf"^{flag} is {value}, expected {expected}"):
+            ServeConfig(Path(), "reader", **{field: value})
+
+
+def test_slots_are_as_many_as_contexts_have_otherwise() -> None:
+    assert ServeConfig(Path(), "reader").slot_share == USUAL_ROOM.share
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "gpu", "CPU", ""])
+def test_unknown_devices_are_refused(device: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"--device is '{device}', expected auto, cpu or cuda"):
+        ServeConfig(Path(), "reader", device=device).check_devices()
+    with pytest.raises(InvalidArgumentError, match="expected auto, cpu or cuda"):
+        pick_device(device)
+
+
+def test_auto_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device("auto").type == pick_device("cpu").type == "cpu"
+    for refuse in (pick_device, lambda name: ServeConfig(Path(), "reader", device=name).check_devices()):
+        with pytest.raises(InvalidArgumentError, match="--device is cuda, but torch sees no CUDA device"):
+            refuse("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert pick_device("auto").type == pick_device("cuda").type == "cuda"
+    assert pick_device("cpu").type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("options", "stops"),
+    [
+        ({}, ("\n",)),
+        ({"raw": True}, ()),
+        ({"stop": ("x",)}, ("x",)),
+        ({"stop": ("x",), "raw": True}, ("x",)),
+        ({"regex": "a"}, ()),
+        ({"regex": "a", "stop": ("x",)}, ("x",)),
+    ],
+)
+def test_questions_end_at_the_line_break_unless_told_otherwise(
+    options: dict[str, Any], stops: tuple[str, ...]
+) -> None:
+    config = AskConfig(context="c", prompt="q", **options)
+    assert config.generate_options("q", raw=config.raw)["stop"] == stops
+
+
+def test_placement_and_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ServeConfig(Path(), "reader").placement == "auto"
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert memory_budget(cpu, None, None, 2**40) == MemoryBytes(host=default_budget(cpu))
+    assert default_budget(cpu) == 8 * 2**30
+    assert memory_budget(cpu, 7, None, 2**40) == MemoryBytes(host=7)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 2**30, 140 * 2**30))
+    assert memory_budget(cuda, None, None, 2**40) == MemoryBytes(2**39, 50 * 2**30)
+    assert memory_budget(cuda, 7, 9, 2**40) == MemoryBytes(7, 9)
+    assert (context_device(cpu), context_device(cuda)) == (None, cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InvalidArgumentError, match="expected auto, device, hybrid"):
+        ServeConfig(Path(), "reader", placement="disk").check_devices()
+    with pytest.raises(InvalidArgumentError, match="--placement is hybrid, but the CPU computes"):
+        ServeConfig(Path(), "reader", placement="hybrid").check_devices()
+    with pytest.raises(InvalidArgumentError, match="--device-memory is given, but the CPU computes"):
+        ServeConfig(Path(), "reader", device_memory=5).check_devices()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    ServeConfig(Path(), "reader", placement="hybrid", device_memory=5).check_devices()
+
+
+def test_a_cpu_compiles_no_steps() -> None:
+    ServeConfig(store=Path("store"), model="reader", device="cpu").check_devices()
+    with pytest.raises(InvalidArgumentError, match="--compile is default, but the CPU computes here"):
+        ServeConfig(
+            store=Path("store"), model="reader", device="cpu", compilation=Compilation.DEFAULT
+        ).check_devices()
+
+
+@pytest.mark.parametrize("config", [ServeConfig, EvaluationConfig, TuneConfig])
+def test_a_flags_default_means_the_fields_default(config: type[Any]) -> None:
+    for field, _, marks in options_of(config):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        for mark in marks:
+            if isinstance(mark, Spelled):
+                assert mark.read(mark.default) == default
+
+
+@pytest.mark.parametrize(("cores", "doors"), [(1, 0), (3, 0), (4, 1), (11, 2), (16, 4), (128, 4)])
+def test_doors_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cores: int, doors: int) -> None:
+    monkeypatch.setattr("decode_engine.settings.config.available_cores", lambda: cores)
+    assert ServeConfig(store=tmp_path, model="m", threads=1, search_threads=1).doors == doors

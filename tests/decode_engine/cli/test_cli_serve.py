@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from decode_engine.cli.ask_command import summary_lines
-from decode_engine.cli.serving.serve_command import GROUPS
+from decode_engine.cli.serve_command import GROUPS
 from decode_engine.errors import ShuttingDownError
 from decode_engine.model.preparing import Preparation
 from decode_engine.model.runner import ModelRunner

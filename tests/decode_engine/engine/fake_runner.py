@@ -11,11 +11,10 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from decode_engine.engine.drafting.drafter import Drafter
-from decode_engine.engine.drafting.worth import MOST
+from decode_engine.engine.drafting import MOST, Drafter
 from decode_engine.engine.engine import Engine
+from decode_engine.engine.job import Reply
 from decode_engine.engine.prompt_pieces import PromptCost
-from decode_engine.engine.reply import Reply
 from decode_engine.engine.requests import Step, Work
 from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.stepping import Chosen, decode_by_forward

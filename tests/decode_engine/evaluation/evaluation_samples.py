@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from decode_engine.evaluation.comparison.results import Results
-from decode_engine.evaluation.comparison.summary import MassMap, Score, StoredBytes, Tally
 from decode_engine.evaluation.probe import LayerSample
+from decode_engine.evaluation.results import Results
 from decode_engine.evaluation.scoring import (
     SegmentScore,
     Touched,
 )
 from decode_engine.evaluation.settings import Variant
+from decode_engine.evaluation.summary import MassMap, Score, StoredBytes, Tally
 from index_store.methods.presets import get_method
 
 FULL, SPARSE = get_method("full"), get_method("csattention", 0.02)

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from decode_engine.__main__ import main
-from decode_engine.evaluation.comparison.evaluate import evaluate, question_segment, share_questions
-from decode_engine.evaluation.comparison.summary import Score
+from decode_engine.evaluation.evaluate import evaluate, question_segment, share_questions
 from decode_engine.evaluation.prefill_command import PrefillCommand, PrefillFailedError, attention_flags
 from decode_engine.evaluation.settings import EvaluationConfig
+from decode_engine.evaluation.summary import Score
 from decode_engine.evaluation.tasks import Document, DocumentSet, Question, held_out_text
 from index_store.cli.console import show_stages
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
@@ -281,9 +281,7 @@ def test_scores_do_not_depend_on_the_placement(monkeypatch: pytest.MonkeyPatch, 
     found, on_host = [], []
     for placement in Placement:
         arena = Arena(MemoryBytes(2**30, 2**30), device=torch.device("cpu"), placement=placement)
-        monkeypatch.setattr(
-            "decode_engine.evaluation.comparison.evaluate.arena_for", lambda *_, arena=arena: arena
-        )
+        monkeypatch.setattr("decode_engine.evaluation.evaluate.arena_for", lambda *_, arena=arena: arena)
         with show_stages(io.StringIO()) as start_stage:
             found.append(evaluate(replace(config, out=tmp_path / placement.value), start_stage))
         on_host.append(arena.stats().used.host)

@@ -11,22 +11,25 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from decode_engine.evaluation.comparison.pictures import (
+from decode_engine.evaluation.pictures import (
     COSTS,
     MASS_MAP,
     QUALITY,
     draw_pictures,
     pareto_front,
 )
-from decode_engine.evaluation.comparison.results import Results, merge_results, read_results, write_results
-from decode_engine.evaluation.comparison.summary import ALL_TASKS, Score
-from decode_engine.evaluation.comparison.tables import (
+from decode_engine.evaluation.results import (
+    Results,
     costs_table,
     markdown_table,
+    merge_results,
+    read_results,
     results_table,
     tasks_table,
     warnings,
+    write_results,
 )
+from decode_engine.evaluation.summary import ALL_TASKS, Score
 from index_store.errors import InvalidArgumentError
 from tests.decode_engine.evaluation.evaluation_samples import SETTING, some_results, some_scores
 

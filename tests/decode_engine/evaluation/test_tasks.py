@@ -32,10 +32,7 @@ from decode_engine.evaluation.tasks import (
     source_text,
     write_questions,
 )
-from decode_engine.evaluation.tasks.chain import LINKS
-from decode_engine.evaluation.tasks.single import AT_ONCE
-from decode_engine.evaluation.tasks.values import VALUES
-from decode_engine.evaluation.tasks.words import FREQUENT
+from decode_engine.evaluation.tasks.family import AT_ONCE, FREQUENT, LINKS, VALUES
 from index_store.errors import InvalidArgumentError
 
 

@@ -13,9 +13,18 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from decode_engine.cli.command_line import commands
-from decode_engine.evaluation.tuning.candidates import KEEPS, MASSES, BudgetSweep, Candidate, find_sweeps
-from decode_engine.evaluation.tuning.meters import KlMeter, MassMeter, Measurement, continuation
-from decode_engine.evaluation.tuning.trials import tune
+from decode_engine.evaluation.tuning import (
+    KEEPS,
+    MASSES,
+    BudgetSweep,
+    Candidate,
+    KlMeter,
+    MassMeter,
+    Measurement,
+    continuation,
+    find_sweeps,
+    tune,
+)
 from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.model.runner import ModelRunner

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from decode_engine.core.seeing import Seeing
-from decode_engine.engine.sampler import Sampler
-from decode_engine.engine.sampling.parameters import SamplingParameters
+from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.evaluation.scoring import Segment, reference_log_probs, score_segment
 from decode_engine.layers.session import Session
 from decode_engine.model.auditing import audited

@@ -16,9 +16,8 @@ import torch
 from msgspec.structs import replace
 
 from decode_engine.engine.engine import Engine
-from decode_engine.engine.reply import Reply
-from decode_engine.engine.sampler import Sampler
-from decode_engine.engine.sampling.parameters import SamplingParameters
+from decode_engine.engine.job import Reply
+from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.evaluation.tasks import source_text
 from decode_engine.layers.session import Session
 from decode_engine.model.continuing import SessionWork

@@ -27,8 +27,8 @@ from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.json_fields import plain
 from index_store.store.description.manifest import FORMAT_VERSION, LAYERS_VERSION, MANIFESTS, Manifest
 from index_store.store.zarr_io import CHECKSUM_BYTES, chunk_path
-from prefill_worker.jobs.checkpoint import Checkpoint
-from prefill_worker.jobs.means import load_for_reading
+from prefill_worker.build.checkpoint import Checkpoint
+from prefill_worker.jobs.document_layers import load_for_reading
 from prefill_worker.reading.capture import Capture
 from prefill_worker.reading.prefill import run_context
 from prefill_worker.reading.query_sample import plan_sample

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from decode_engine.engine.sampler import Guesses, Sampler
-from decode_engine.engine.sampling.parameters import SamplingParameters
+from decode_engine.engine.sampler import Guesses, Sampler, SamplingParameters
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.steps.batches import FIXED_ROWS, MAX_ROWS

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode_engine.engine.sampler import Sampler
-from decode_engine.engine.sampling.parameters import SamplingParameters
+from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from harness.checks import CheckFailedError
 from harness.doors import Heard
+from harness.report import CheckFailedError
 
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.settings.config import ServeConfig

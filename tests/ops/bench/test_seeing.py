@@ -10,9 +10,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from harness.checks import CheckFailedError
 from harness.collector import collector
 from harness.doors import Heard
+from harness.report import CheckFailedError
 
 from tests.ops.bench.conftest import Run, load_bench
 

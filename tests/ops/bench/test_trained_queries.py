@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness.steps import trained_queries
+from harness.made_up import trained_rows
+from harness.made_up.trained_rows import asked
 from harness.steps.general_steps import first_tokens, forward, start_sessions
-from harness.steps.trained_queries import asked
 from torch._dynamo.backends.common import aot_autograd
 from transformers import AttentionInterface
 
@@ -59,7 +59,7 @@ def test_a_compiled_step_still_computes_its_own_queries(monkeypatch: pytest.Monk
     weights = torch.randn(8, 2 * 64)
     module = torch.nn.Module()
     module.layer_idx = 0  # type: ignore[assignment]
-    monkeypatch.setattr(trained_queries, "decode_attention", lambda module, query, *_: 2.0 * query)
+    monkeypatch.setattr(trained_rows, "decode_attention", lambda module, query, *_: 2.0 * query)
 
     def step(rows: torch.Tensor) -> torch.Tensor:
         return AttentionInterface()[ATTENTION_NAME](module, (rows @ weights).view(1, 2, 1, 64))

@@ -16,16 +16,25 @@ import torch
 from torch import Tensor
 
 from index_store.errors import InvalidArgumentError, StoreFullError
+from index_store.indexes.interface.layer_index import LayerSource, QuerySample
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.methods.index_specs import INDEX_SPECS
+from index_store.selection.budgets import Threshold, ThresholdCurve
+from index_store.selection.calibration import ThresholdCalibrator
+from index_store.selection.cutting import cut
+from index_store.selection.ranking import Step
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.writer import ContextWriter
-from prefill_worker.build import layer_arrays, layer_writing, stages
-from prefill_worker.build.layer_writing import UNDER_WAY, LayerWriting, WrittenLayers
+from prefill_worker.build import layer_writing, stages
+from prefill_worker.build.layer_writing import UNDER_WAY, LayerWriting, WrittenLayers, calibrate
 from prefill_worker.build.stages import BuildStream, ChunkWriting, Clock, Stage
 from prefill_worker.reading.capture import Capture
-from prefill_worker.reading.query_sample import SampledPositions
+from prefill_worker.reading.query_sample import (
+    SampledPositions,
+    late_rows,
+    plan_sample,
+)
 
 LAYERS, TOKENS, DIM = 5, 200, 16
 IDENTITY = ModelIdentity("tiny", "llama", "0", "0", LAYERS, 4, 2, DIM, 100, 4096)
@@ -117,7 +126,7 @@ def test_all_that_is_written_is_complete(tmp_path: Path, monkeypatch: pytest.Mon
         running = False
 
     made = []
-    for owner in (layer_arrays.CapturedWriting, layer_arrays.IndexWriting):
+    for owner in (layer_writing.CapturedWriting, layer_writing.IndexWriting):
 
         def chunks(self: Any, *given: Any, original: Any = owner.chunks) -> Any:
             made.append(running)
@@ -194,7 +203,7 @@ STAGES: dict[str, tuple[object, str]] = {
     "checking": (layer_writing, "check_finite"),
     "measuring": (layer_writing, "measure_selectivity"),
     "building": (KeyClusters, "build"),
-    "calibrating": (layer_arrays, "calibrate"),
+    "calibrating": (layer_writing, "calibrate"),
     "creating": (ContextWriter, "create_array"),
     "writing": (ContextWriter, "write_rows"),
 }
@@ -320,3 +329,41 @@ def test_the_clock_adds_up_over_threads(monkeypatch: pytest.MonkeyPatch) -> None
         for future in [stage.submit(work) for _ in range(4)]:
             future.result()
     assert clock.seconds == {"work": 4.0}
+
+
+def make_source(tokens: int, window: bool) -> LayerSource:
+    generator = torch.Generator().manual_seed(tokens)
+    kv = torch.randn(2, tokens, 2, 16, generator=generator)
+    plan = plan_sample(tokens, (50,), 128, seed=0)
+    sampled = torch.cat([plan.context_P, plan.prompts[0] + tokens]).sort().values
+    queries = 3.0 * torch.randn(2, len(sampled), 2, 16, generator=generator)
+    frequencies = 0.3 ** torch.arange(8.0) if window else None
+    return LayerSource(kv, QuerySample(queries, sampled), frequencies)
+
+
+@pytest.mark.parametrize("window", [0, 300])
+def test_the_wanted_share_is_kept_by_the_late_queries(window: int) -> None:
+    """Also where the index needs every query's own position."""
+    source = make_source(1500, window > 0)
+    spec = INDEX_SPECS["key_clusters"].with_parameters(window=window)
+    index = KeyClusters.build(spec.parameters, source, 0)
+    calibrator = ThresholdCalibrator()
+    calibrate(calibrator, index, source, 8)
+    curve = ThresholdCurve(calibrator.thresholds)
+    sample = source.queries
+    shares = []
+    for row in late_rows(sample.positions_P, 1500).tolist():
+        position = int(sample.positions_P[row])
+        queries = sample.queries_HPGD[:, row : row + 1] / 4.0
+        ranking = index.rank(queries, 8, 1500, None, {}, position=position)
+        step = Step(1500, curve, lambda ids: ids.float(), torch.zeros(2, 1, 2))
+        shares.append(cut(Threshold(keep=0.1), ranking, step).counts_HT.float().mean() / 1492)
+    assert float(torch.stack(shares).mean()) == pytest.approx(0.1, rel=0.1)
+
+
+def test_a_context_of_sinks_only_calibrates_nothing() -> None:
+    source = make_source(6, window=False)
+    index = KeyClusters.build(INDEX_SPECS["key_clusters"].parameters, source, 0)
+    calibrator = ThresholdCalibrator()
+    calibrate(calibrator, index, source, 8)
+    assert calibrator.thresholds == ()

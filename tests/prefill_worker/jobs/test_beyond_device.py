@@ -21,7 +21,7 @@ from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import PrefillReport
 from prefill_worker.muse.ranges import planned_bytes
 from prefill_worker.muse.settings import MuseSettings
-from prefill_worker.reading import causal_attention
+from prefill_worker.reading import kept_layers
 from prefill_worker.reading.capture import Capture, register_attention
 from prefill_worker.reading.prefill import run_context, run_prompts
 from prefill_worker.reading.query_sample import plan_sample
@@ -73,9 +73,9 @@ def test_blocks_of_host_memory_give_the_same_bits_as_the_same_blocks_on_the_devi
     folder: Path, device: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = captured(folder, device, block)
-    original = causal_attention.divide_past
+    original = kept_layers.divide_past
     monkeypatch.setattr(
-        causal_attention, "divide_past", lambda count, largest, smallest: original(count, block, block)
+        kept_layers, "divide_past", lambda count, largest, smallest: original(count, block, block)
     )
     expected = captured(folder, device, None)
     for ours, theirs in zip(found, expected, strict=True):

@@ -15,7 +15,7 @@ from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
 from prefill_worker.reading.capture import Capture, register_attention
-from prefill_worker.reading.causal_attention import attend_causally
+from prefill_worker.reading.kept_layers import attend_causally
 from prefill_worker.reading.prefill import run_context
 from prefill_worker.reading.query_sample import plan_sample
 from tests.support.models import write_model_folder

@@ -1,34 +1,47 @@
-"""Workers of a queue: what they make, what a killed one leaves to the next, what they share and what they refuse."""
+"""Workers of a queue: what they make, share, refuse and leave to the next, how far jobs are, and grown children."""
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
+import torch
 
 from index_store.cli.console import SilentReporter
+from index_store.errors import SparseKVError, StoreFullError, StoreUnavailableError
+from index_store.family.children import publish_child, read_own_rows
 from index_store.jobs.job_queue import JobQueue
-from index_store.jobs.job_record import JobOrder, JobRecord, JobState
+from index_store.jobs.job_record import MOST_PRIORITY, JobFolder, JobOrder, JobProgress, JobRecord, JobState
 from index_store.models.loading import identify, resolve_model
-from index_store.store.catalog import Store
+from index_store.store.catalog import Store, utc_now
+from index_store.store.clean_up import find_leftovers
 from index_store.store.description.manifest import Manifest
-from prefill_worker.build.layer_arrays import IndexWriting
+from index_store.store.files import durable
+from index_store.store.writer import ContextWriter
+from prefill_worker.build import checkpoint
+from prefill_worker.build.checkpoint import Checkpoint
+from prefill_worker.build.layer_writing import IndexWriting
 from prefill_worker.config import PrefillConfig, WorkerConfig
 from prefill_worker.jobs import prepared_job
-from prefill_worker.jobs.checkpoint import Checkpoint
 from prefill_worker.jobs.job import run_job
 from prefill_worker.reading import prefill
-from prefill_worker.worker.queue_worker import MOST_ATTEMPTS, QueueWorker
+from prefill_worker.worker import queue_worker
+from prefill_worker.worker.queue_worker import MOST_ATTEMPTS, JobProgressWriter, QueueWorker
 from tests.prefill_worker.conftest import DOCUMENT
 from tests.support.forking import kill_after, start
 from tests.support.models import LAYER_KINDS, write_model_folder
+from tests.support.store import continuation
 from tests.support.waiting import wait_until
 
 CHUNK = 50
@@ -354,3 +367,281 @@ def test_an_attached_worker_whose_clean_ups_hang_ends_with_its_input() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", hanging], input=b"", timeout=300, check=False)
     assert ended.returncode == 1
+
+
+COUNT = 10
+ORDER = JobOrder("a" * 64, "model", "model", "", "title", ("full",), "bfloat16", None, COUNT)
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> JobQueue:
+    Store(tmp_path, create=True)
+    queue = JobQueue(tmp_path)
+    queue.add(JobRecord("1" * 32, ORDER, datetime.now(UTC)), np.arange(COUNT, dtype=np.uint32))
+    return queue
+
+
+def killed_at(queue: JobQueue, tokens: int, layers: int = 0) -> JobRecord:
+    """What a worker leaves that takes the job, comes so far, and is killed."""
+    with queue.claim() as claim:
+        assert claim is not None
+        claim.write(replace(claim.record, attempts=claim.record.attempts + 1, progress=JobProgress()))
+        reporter = JobProgressWriter(claim, claim.folder / "context", clock_s=lambda: 1e9)
+        with reporter.phase("prefill", "tokens") as update:
+            update(tokens, tokens)
+        if layers:
+            with reporter.phase("index", "layers") as update:
+                update(layers, layers)
+    return queue.get("1" * 32)
+
+
+def test_only_who_comes_further_than_all_before_is_no_attempt(queue: JobQueue) -> None:
+    assert killed_at(queue, 5).attempts == 0
+    assert [killed_at(queue, tokens).attempts for tokens in (5, 4, 5)] == [1, 2, 3]
+    assert killed_at(queue, 10).attempts == 0
+    assert killed_at(queue, 10).attempts == 1
+    assert killed_at(queue, 10, 2).attempts == 0
+    last = killed_at(queue, 10, 2)
+    assert (last.attempts, last.furthest, last.progress.layers_done) == (1, (10, 2), 2)
+
+
+def fail_with(error: SparseKVError) -> Callable[..., Any]:
+    """Stands in for what cannot be done."""
+
+    def fail(*arguments: object) -> None:
+        raise error
+
+    return fail
+
+
+def test_a_full_disk_ends_neither_the_worker_nor_the_job(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = shop.order()
+    worker, stopping, tries = shop.worker(), Event(), []
+    write = JobFolder.write
+
+    def refuse_once(folder: JobFolder, record: JobRecord) -> None:
+        tries.append(record)
+        if len(tries) == 1:
+            raise StoreFullError("no space is left")
+        write(folder, record)
+
+    def work() -> bool:
+        if not shop.queue.get(job.id).open:
+            stopping.set()
+        return work_once()
+
+    work_once = worker.work_once
+    monkeypatch.setattr(queue_worker, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(JobFolder, "write", refuse_once)
+    monkeypatch.setattr(worker, "work_once", work)
+    worker.run(stopping)
+    shop.made(job)
+
+
+def test_a_store_that_does_not_answer_is_asked_again_and_keeps_the_checkpoint(
+    shop: Shop, expected: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = shop.order()
+    with monkeypatch.context() as patch:
+        patch.setattr(ContextWriter, "publish", fail_with(StoreUnavailableError("cannot be read now")))
+        for _ in range(2):
+            with pytest.raises(StoreUnavailableError):
+                shop.worker().work_once()
+    assert shop.queue.get(job.id).open
+    passes: list[int] = []
+    forward = prefill._forward
+
+    def count(model: Any, capture: Any, ids: Any, first: int) -> None:
+        passes.append(first)
+        forward(model, capture, ids, first)
+
+    monkeypatch.setattr(prefill, "_forward", count)
+    assert shop.worker().work_once()
+    assert passes == [(TOKENS - 1) // CHUNK * CHUNK]
+    assert same_context(shop.made(job), expected)
+
+
+def test_a_store_that_stays_full_ends_the_job(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = shop.order()
+    worker = shop.worker()
+    monkeypatch.setattr(worker, "_carry_out", fail_with(StoreFullError("no space is left")))
+    for _ in range(MOST_ATTEMPTS - 1):
+        with pytest.raises(StoreFullError):
+            worker.work_once()
+    assert worker.work_once()
+    failure = shop.queue.get(job.id).failure
+    assert failure is not None
+    assert failure.reason == "STORE_FULL"
+
+
+@pytest.mark.parametrize("step", ["tokens", "layer"])
+def test_a_checkpoint_without_room_does_not_end_the_job(
+    step: str, shop: Shop, expected: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = shop.order()
+    opened: list[str] = []
+
+    def new_file(path: Path, permissions: int) -> BinaryIO:
+        opened.append(path.name)
+        if f"{step}-" in path.name:
+            path.write_bytes(b"half of it")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return durable.new_file(path, permissions)
+
+    monkeypatch.setattr(checkpoint, "new_file", new_file)
+    seen: list[bool] = []
+    publish = ContextWriter.publish
+
+    def look_and_publish(writer: ContextWriter, manifest: Manifest) -> Manifest:
+        seen.append((shop.queue.folder(job.id) / "reading").exists())
+        return publish(writer, manifest)
+
+    monkeypatch.setattr(ContextWriter, "publish", look_and_publish)
+    assert shop.worker().work_once()
+    assert same_context(shop.made(job), expected)
+    assert seen == [False]
+    assert len([name for name in opened if f"{step}-" in name]) == 1
+    told = " ".join(shop.queue.get(job.id).notes)
+    assert "went on without a checkpoint, for which there is no room" in told
+
+
+GROWN = TOKENS // 4 + 1
+
+
+@pytest.fixture
+def family_shop(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Shop:
+    """With one context, and without the least number of tokens and the time that a child has to be there."""
+    monkeypatch.setattr("index_store.family.parents.GROWN_TOKENS", 10)
+    monkeypatch.setattr("prefill_worker.worker.queue_worker.SETTLED", timedelta(0))
+    family_shop = Shop(tmp_path, tiny_model)
+    family_shop.order()
+    assert family_shop.worker().work_once()
+    return family_shop
+
+
+def child_of(family_shop: Shop, count: int = GROWN, **changes: Any) -> Manifest:
+    (root,) = [entry for entry in family_shop.contexts.list() if entry.parent is None]
+    return publish_child(family_shop.contexts, continuation(family_shop.contexts, root, count, **changes))
+
+
+def ordered(family_shop: Shop) -> list[JobRecord]:
+    return [job for job in family_shop.queue.entries() if isinstance(job, JobRecord) and job.order.whole]
+
+
+def test_a_grown_child_is_made_whole_behind_all_else(family_shop: Shop) -> None:
+    child = child_of(family_shop)
+    (root,) = [entry for entry in family_shop.contexts.list() if entry.parent is None]
+    rows = read_own_rows(family_shop.contexts, child)
+    worker = family_shop.worker()
+    worker.order_grown()
+    worker.order_grown()
+    (job,) = ordered(family_shop)
+    assert (job.order.context, job.order.parent, job.priority) == (child.id, root.id, -MOST_PRIORITY)
+    other = family_shop.order("Another document. " * 20, 7)
+    assert worker.work_once()
+    assert not family_shop.queue.get(other.id).open
+    assert family_shop.queue.get(job.id).open
+    family_shop.contexts.update(child.id, lambda manifest: replace(manifest, name="renamed", pinned=True))
+    assert worker.work_once()
+    whole = family_shop.made(job)
+    assert (whole.id, whole.parent, whole.token_count) == (child.id, None, child.token_count)
+    assert (whole.name, whole.pinned, whole.created_at) == ("renamed", True, child.created_at)
+    assert [index.name for index in whole.indexes] == [index.name for index in root.indexes]
+    with family_shop.contexts.open(whole.id) as found, family_shop.contexts.open(root.id) as before:
+        assert torch.equal(found.tokens(), torch.cat([before.tokens(), rows.token_ids]))
+        for layer in range(whole.model.layers):
+            joined = torch.cat([before.array("kv", layer, 1), rows.rows[layer][1]])
+            assert torch.equal(found.array(whole.kv.path, layer, 1), joined)
+    worker.order_grown()
+    assert not worker.work_once()
+    assert family_shop.queue.get(job.id).progress.tokens_done == child.token_count
+
+
+def test_others_are_left_alone(family_shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    child_of(family_shop, GROWN - 2)
+    child_of(family_shop, expires_at=utc_now() - timedelta(1), seed=2)
+    family_shop.worker().order_grown()
+    grown = child_of(family_shop, seed=3)
+    QueueWorker(replace(family_shop.config(), grown_share=0)).order_grown()
+    QueueWorker(replace(family_shop.config(), grown_share=1)).order_grown()
+    monkeypatch.setattr("index_store.family.parents.GROWN_TOKENS", GROWN + 1)
+    family_shop.worker().order_grown()
+    with monkeypatch.context() as patch:
+        patch.setattr("index_store.family.parents.GROWN_TOKENS", GROWN)
+        patch.setattr("prefill_worker.worker.queue_worker.SETTLED", timedelta(seconds=60))
+        family_shop.worker().order_grown()
+    assert ordered(family_shop) == []
+    monkeypatch.setattr("index_store.family.parents.GROWN_TOKENS", GROWN)
+    worker = family_shop.worker()
+    worker.order_grown()
+    (job,) = ordered(family_shop)
+    family_shop.queue.cancel(job.id)
+    worker.order_grown()
+    assert [job.state for job in ordered(family_shop)] == [JobState.CANCELLED]  # and is not ordered again
+    assert family_shop.contexts.manifest(grown.id) == grown
+
+
+def test_a_worker_that_ends_in_between_leaves_the_child_to_the_next(
+    family_shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = child_of(family_shop)
+    worker, build = family_shop.worker(), IndexWriting.build
+    worker.order_grown()
+
+    def end(writing: IndexWriting, layer: int, *arguments: Any) -> Any:
+        if layer == 1:
+            raise SystemExit(143)
+        return build(writing, layer, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexWriting, "build", end)
+        with pytest.raises(SystemExit):
+            worker.work_once()
+    (job,) = ordered(family_shop)
+    assert (job.open, family_shop.queue.held(job.id)) == (True, False)
+    assert (family_shop.contexts.manifest(child.id), family_shop.contexts.verify(child.id)) == (child, [])
+    assert family_shop.worker().work_once()
+    assert family_shop.made(job).parent is None
+
+
+def test_a_child_that_is_deleted_meanwhile_stays_so(
+    family_shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = child_of(family_shop)
+    worker, build = family_shop.worker(), IndexWriting.build
+    worker.order_grown()
+
+    def delete_first(writing: IndexWriting, layer: int, *arguments: Any) -> Any:
+        if layer == 0:
+            family_shop.contexts.delete(child.id)
+        return build(writing, layer, *arguments)
+
+    monkeypatch.setattr(IndexWriting, "build", delete_first)
+    assert worker.work_once()
+    (job,) = ordered(family_shop)
+    assert job.failure is not None
+    assert job.failure.reason == "CONTEXT_NOT_FOUND"
+    assert [entry.id for entry in family_shop.contexts.entries()] != [child.id]
+    assert find_leftovers(family_shop.contexts) == []
+
+
+@pytest.mark.nightly
+def test_killed_workers_lose_no_child_and_show_nothing_half(family_shop: Shop) -> None:
+    """Killed at moments spread over the whole of it, of children each of which is made whole in the end."""
+    children = [child_of(family_shop, seed=seed) for seed in range(2, 8)]
+    family_shop.worker().order_grown()
+    for number in range(8):
+        assert kill_after(0.05 + 0.07 * number, work_in_process, family_shop.config())
+        for child in children:
+            found = family_shop.contexts.manifest(child.id)
+            assert found == child or found.parent is None
+            if found.parent is None:
+                assert family_shop.contexts.verify(child.id) == []
+            else:
+                assert read_own_rows(family_shop.contexts, child)
+    process = start(work_in_process, family_shop.config())
+    wait_until(lambda: not any(job.open for job in ordered(family_shop)))
+    process.kill()
+    process.join()
+    for job in ordered(family_shop):
+        assert family_shop.made(job).parent is None

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from decode_engine.engine.engine import Engine
-from decode_engine.engine.reply import Reply
+from decode_engine.engine.job import Reply
 from decode_engine.layers.session import Session
 from decode_engine.model.continuing import SessionWork
 from decode_engine.model.runner import ModelRunner
 from decode_engine.orders.events import Ends, Event, Fails, Says
 from decode_engine.orders.order import Order
-from harness.checks import CheckFailedError
+from harness.report import CheckFailedError
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
 

@@ -7,7 +7,6 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -17,11 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decode_engine.engine.sampler import Sampler
-from decode_engine.engine.sampling.parameters import SamplingParameters
+from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.stepping import Flight
 from decode_engine.host_search.mailbox import Mailbox
-from decode_engine.host_search.shared_search_numba import COUNT_BITS
 from decode_engine.host_search.workers import SearchThreads
 from decode_engine.kernels import records
 from decode_engine.layers.session import Session
@@ -31,17 +28,13 @@ from decode_engine.steps.attention.step_batch import step_counts
 from decode_engine.steps.batches import MAX_ROWS
 from decode_engine.steps.step_graph import StepGraph, StepModel
 from decode_engine.steps.stepper import Stepper
-from harness.checks import CheckFailedError, compare
+from harness.report import CheckFailedError, compare
 from harness.steps import general_steps
 from harness.steps.general_steps import first_tokens, percentile, start_sessions, step_figures, time_steps
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.selection.budgets import Ratio
 from index_store.selection.cutting import best_keys
-
-REPLAYS = 25
-ANSWERED = 1 << (62 - COUNT_BITS)
-"""A number that no search comes to."""
 
 
 class Lanes:
@@ -126,24 +119,6 @@ class Lanes:
             tokens = self.step(tokens)
             found.append(standing_still_ns([mailbox.waits() for mailbox in self.mailboxes]) * 1e-6)
         return statistics.median(found)
-
-    def device_ms(self) -> float:
-        """Median time of replays that find all lists there."""
-        for mailbox in self.mailboxes:
-            words = mailbox.shared.answers_RX[:, 0]
-            words.copy_((ANSWERED << COUNT_BITS) | (words & ((1 << COUNT_BITS) - 1)))
-        graphs = self.graphs
-        streams = [None, *(torch.cuda.Stream() for _ in graphs[1:])]  # type: ignore[no-untyped-call]
-        times = []
-        for _ in range(REPLAYS):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for graph, stream in zip(graphs, streams, strict=True):
-                with nullcontext() if stream is None else torch.cuda.stream(stream):
-                    graph.run()
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
-        return statistics.median(times) * 1e3
 
 
 def standing_still_ns(lanes: Sequence[NDArray[np.int64]]) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decode_engine.layers.session import Session
 from decode_engine.model.decode_attention import packed
-from harness.checks import compare
+from harness.report import compare
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method

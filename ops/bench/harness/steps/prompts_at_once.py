@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from decode_engine.engine.engine import Engine
+from decode_engine.engine.job import Reply
 from decode_engine.engine.prompt_pieces import prompt_cost
-from decode_engine.engine.reply import Reply
 from decode_engine.engine.requests import Step, Work
 from decode_engine.engine.sampler import Sampler
 from decode_engine.layers.session import Session
@@ -22,7 +22,7 @@ from decode_engine.orders.events import Ends, Event, Fails
 from decode_engine.orders.fields import Sampling
 from decode_engine.orders.order import Order
 from decode_engine.settings.command_options import Prompts
-from harness.checks import CheckFailedError
+from harness.report import CheckFailedError
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
 

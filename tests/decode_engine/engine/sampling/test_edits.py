@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from decode_engine.engine.sampler import SamplingParameters
 from decode_engine.engine.sampling.edits import (
     COUNT,
     ENDS,
     SAID,
     Edits,
+    RuledLogits,
     edit_logits_reference,
     tell_tokens_reference,
 )
@@ -29,8 +31,6 @@ from decode_engine.engine.sampling.edits_triton import (
     tell_tokens,
     write_edits,
 )
-from decode_engine.engine.sampling.logit_rules import RuledLogits
-from decode_engine.engine.sampling.parameters import SamplingParameters
 from decode_engine.orders.events import TokenLogprob
 from decode_engine.orders.fields import Sampling
 from index_store.errors import InvalidArgumentError

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decode_engine.engine.engine import Engine
-from decode_engine.engine.job import new_job
-from decode_engine.engine.places import Place
+from decode_engine.engine.job import Outbox, Place, Reply, new_job
 from decode_engine.engine.queues import Job, Waiting
-from decode_engine.engine.reply import Outbox, Reply
 from decode_engine.engine.requests import Step
 from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.scheduler import CrashError

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from decode_engine.core.meaning import choose_method
+from decode_engine.core.service import choose_method
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context

@@ -93,7 +93,7 @@ def test_what_would_take_for_ever_is_refused_and_harms_nobody(
     expected = client.generate(lamp, text=PROMPT, max_tokens=20).read()
     hostile = {"type": "integer", "multipleOf": 99_999_989}
     with ThreadPoolExecutor(2) as threads, monkeypatch.context() as patch:
-        patch.setattr("decode_engine.engine.sampling.trial._TRIAL_S", 2.0)
+        patch.setattr("decode_engine.engine.sampling.constraints._TRIAL_S", 2.0)
         refused = threads.submit(client.generate(lamp, text=PROMPT, json_schema=hostile).read)
         assert client.generate(lamp, text=PROMPT, max_tokens=20).read() == expected
         with pytest.raises(InvalidArgumentError, match="too complex"):

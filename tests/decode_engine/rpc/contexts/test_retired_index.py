@@ -21,7 +21,7 @@ from index_store.store.catalog import Store
 from index_store.store.description.manifest import Manifest
 from index_store.store.tuned_defaults import TunedDefault
 from prefill_worker.build.index_choice import choose_indexes
-from prefill_worker.jobs.detached import _specs
+from prefill_worker.jobs.children import _specs
 from tests.decode_engine.conftest import Library, make_library
 from tests.support.store import RETIRED_INDEX, add_index
 

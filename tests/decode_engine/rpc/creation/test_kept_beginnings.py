@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from decode_engine.core import kept_beginnings
-from decode_engine.core.kept_beginnings import KeepingRules, KeptBeginnings, stored_bytes
+from decode_engine.core import housekeeping
+from decode_engine.core.housekeeping import KeepingRules, KeptBeginnings, stored_bytes
 from decode_engine.rpc.client import Client, Keep, Summary
 from decode_engine.rpc.server import DecodeServer
 from index_store.jobs.job_queue import JobQueue
@@ -142,7 +142,7 @@ def test_nothing_is_kept_unasked(shop: Library) -> None:
 def test_long_ones_get_the_indexes_of_the_default_method(
     keeping: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_beginnings, "_INDEXED_TOKENS", 1024)
+    monkeypatch.setattr(housekeeping, "_INDEXED_TOKENS", 1024)
     for tail in ("One", "Two"):
         keeping.ask(text=document(1, 1100) + tail)
     keeping.work()

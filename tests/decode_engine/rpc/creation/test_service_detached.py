@@ -14,7 +14,7 @@ from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up
 from prefill_worker.config import AddIndexConfig, DetachConfig
 from prefill_worker.jobs.added_indexes import run_add_index
-from prefill_worker.jobs.detached import run_detach
+from prefill_worker.jobs.children import run_detach
 from tests.decode_engine.conftest import Library, make_library
 
 MORE = "Every winter the harbour froze, and the keeper walked over the ice to the ships. "

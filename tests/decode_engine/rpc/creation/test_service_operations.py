@@ -13,7 +13,7 @@ from index_store.errors import (
     JobNotFoundError,
     JobUnfinishedError,
 )
-from prefill_worker.jobs.checkpoint import Checkpoint
+from prefill_worker.build.checkpoint import Checkpoint
 from prefill_worker.worker.queue_worker import QueueWorker
 from tests.decode_engine.conftest import Library, Stubs
 from tests.decode_engine.rpc.creation.conftest import document, names

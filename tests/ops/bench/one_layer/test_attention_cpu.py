@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import ModuleType
 
 import pytest
-from harness.checks import CheckFailedError
+from harness.report import CheckFailedError
 
 from index_store.attention.attention_state import AttentionState
 from index_store.indexes.coarse_rows.index import CoarseRows

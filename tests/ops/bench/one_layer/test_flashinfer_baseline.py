@@ -12,7 +12,7 @@ import pytest
 import torch
 import typer
 from harness import flashinfer_baseline, layer
-from harness.checks import CheckFailedError
+from harness.report import CheckFailedError
 from torch import Tensor
 
 from tests.ops.bench.conftest import Run, load_bench

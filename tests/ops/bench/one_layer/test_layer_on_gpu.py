@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -10,13 +9,11 @@ import pytest
 import torch
 import typer
 from harness import layer
-from harness.checks import CheckFailedError
 from harness.made_up import coarse_layers
 from harness.made_up.trained_rows import TrainedRows
+from harness.report import CheckFailedError
 
-from decode_engine.kernels.slots.gather_rows import CopyShape
 from decode_engine.kernels.tables.sizes import TableShape, TableSizes
-from index_store.attention.attention_state import AttentionState
 from tests.ops.bench.conftest import load_bench
 
 pytestmark = pytest.mark.usefixtures("few_programs")
@@ -99,24 +96,6 @@ def test_heads_that_refined_has_no_kernels_for_are_refused(monkeypatch: pytest.M
             bench.main(head_dim=head_dim, group=group)
 
 
-@pytest.mark.parametrize("rows", ["dtype", "int8"])
-def test_wrong_attention_of_refined_to_host_memory_is_not_timed(
-    rows: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = load("refined_host_gpu", monkeypatch)
-    monkeypatch.setattr(bench, "graph_us", lambda steps, turns: [step() for step in steps] and 1.0)
-    memory = bench.HostMemory(256, clustered=False, trained=None, rows=rows)
-    steps = bench.Bench(memory, 4, 0.05)
-    assert steps.row_bytes == {"dtype": layer.ROW, "int8": 128}[rows] == memory.host_rows[0][0, 0].nbytes
-    steps.check()
-    assert steps.read() == pytest.approx(13 + 8 + 64, abs=12)  # what is kept, sinks and recent window
-    assert steps.times() == {"step_us": 0.0, "empty_us": 1.0, "reused_us": 1.0, "device_us": 1.0}
-    right = steps.hybrid.attend
-    monkeypatch.setattr(steps.hybrid, "attend", lambda *arguments: 2 * right(*arguments))
-    with pytest.raises(CheckFailedError, match="relative error"):
-        steps.check()
-
-
 def test_rows_of_a_trained_model_are_tiled() -> None:
     layers, sessions, heads, group, own = 3, 2, 2, 2, 4
     kv = torch.arange(layers * heads * 5 * 2 * own).view(layers, heads, 5, 2, own).float()
@@ -154,31 +133,6 @@ def test_wrong_attention_of_many_sessions_is_not_timed(
         steps.check()
 
 
-def test_wrong_attention_of_many_prompts_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = load_bench("one_layer/prompts_gpu")
-    monkeypatch.setattr(bench, "KV_HEADS", 2)
-    monkeypatch.setattr(bench, "event_ms", lambda way: 2.0 if way() else 0.0)
-    expected = {"figure": "attend", "rows": 100, "keys": 256, "divided": False, "over_flash": 1.0}
-    (row,) = bench.figures([100], [256], False)
-    assert expected.items() <= row.items()
-    assert row["chosen_tflops"] == row["cudnn_tflops"] == pytest.approx(4 * 2 * 100 * 256 * 128 / 2e9)
-    (row,) = bench.figures([100], [300], False)
-    assert "cudnn_ms" not in row
-    case = bench.Case(100, torch.randn(2, 300, 2, 128, device=layer.DEVICE).to(layer.DTYPE))
-    for division in bench.neighbours(bench.Division(64, 128, 32)):
-        assert case.measure("divided", lambda division=division: case.divided(division))
-    right = bench.attend_many
-    for factor, message in ((2.0, "chosen: relative error"), (1.0, "chosen, log-sum-exp")):
-
-        def wrong(*args: Any, factor: float = factor) -> AttentionState:
-            state = right(*args)
-            return AttentionState(factor * state.out, state.lse + 1)
-
-        monkeypatch.setattr(bench, "attend_many", wrong)
-        (row,) = bench.figures([100], [256], False)
-        assert row["error"].startswith(message)
-
-
 def test_a_figure_says_how_it_misses_its_bar(tables: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "graph_us", lambda steps, turns: 10.0)
     monkeypatch.setattr(layer, "eager_us", lambda steps: 20.0)
@@ -199,31 +153,6 @@ def test_a_figure_says_how_it_misses_its_bar(tables: ModuleType, monkeypatch: py
     assert (row["ratio"], row["full_backend"], missed) == (4.0, "flash", ["small at 0.05: 4.00x, bar 5.0x"])
     assert row["fraction"] == pytest.approx(row["bytes"] / 10e-6 / 1e9)
     assert 0.5 < row["kept_of_wanted"] < 2
-
-
-def test_rows_from_host_memory_are_compared_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = load("gather_gpu", monkeypatch)
-    timed: list[Callable[[], object]] = []
-    monkeypatch.setattr(bench, "graph_us", lambda steps: timed.extend(steps) or 1.0)
-    memory, shape = bench.Memory(LENGTH, 2, mapped=layer.ON_GPU), CopyShape(programs=5)
-    for figure, layers in (("gather", 1), ("wide", 2)):
-        row = bench.gather_figure(memory, 0.05, shape, figure)
-        assert row["gb_per_s"] == pytest.approx(layers * round(0.05 * LENGTH) * layer.ROW * 1e-3)
-    assert timed
-    memory.device_kv.neg_()
-    with pytest.raises(CheckFailedError, match="are not those in host memory"):
-        bench.gather_figure(memory, 0.05, shape, "gather")
-
-
-def test_hybrid_steps_are_compared_with_attention_to_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = load("gather_gpu", monkeypatch)
-    monkeypatch.setattr(bench.PreparedLists, "searching", False)  # which changes nothing but times
-    memory = bench.Memory(LENGTH, 1, mapped=layer.ON_GPU)
-    steps = bench.HybridBench(memory, 0.05, 0.0, CopyShape(programs=5))
-    assert steps.check() < 1e-2
-    memory.device_kv.neg_()
-    with pytest.raises(CheckFailedError, match="relative error"):
-        steps.check()
 
 
 def test_wrong_attention_over_clusters_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.checks import CheckFailedError
+from harness.report import CheckFailedError
 
 from decode_engine.settings.command_options import Prompts
 from index_store.methods.presets import get_method

@@ -62,7 +62,7 @@ def test_a_wrong_answer_is_found() -> None:
 
 def test_schemas_are_schemas() -> None:
     load_bench("whole_model/constraints")
-    from harness.made_up.random_schemas import random_schema
+    from harness.made_up.random_constraints import random_schema
 
     schemas = [random_schema(random.Random(seed)) for seed in range(100)]
     for schema in schemas:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from decode_engine.engine.drafting.worth import Allowance
+from decode_engine.engine.drafting import Allowance
 from decode_engine.settings.command_options import Compilation
 from tests.ops.bench.conftest import Run, load_bench
 from tests.support.tiny_model import IDENTITY, make_model

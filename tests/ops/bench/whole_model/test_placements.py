@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import typer
 from harness.made_up import contexts
-from harness.steps import captured_steps, general_steps
-from harness.steps.recorded_lists import RecordedLists
+from harness.steps import captured_steps
 
 from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.step_model import step_model
-from index_store.memory.placement import USUAL_ROOM, SlotRoom
+from index_store.memory.placement import USUAL_ROOM
 from index_store.methods.presets import get_method
 from index_store.store.description.dtypes import AS_DTYPE, INT8
 from tests.ops.bench.conftest import Run, load_bench
@@ -48,7 +45,6 @@ def test_cases(bench: ModuleType) -> None:
     ]
     fits = [[case.fits(batch, batch) for batch in (1, 4)] for case in listed]
     assert fits == [[True, True]] * 4 + [[False, True], [True, True], [False, True]] + [[True, False]] * 2
-    assert all(bench.Case.parse(text).replays for text in bench.LISTED_CASES.split(","))
     with_period = bench.Case.parse("csattention@period=4:0.05@device")
     assert with_period.method.schedule.period == 4
     for wrong in ("full", "full@disk", "pq+dropped:0.01@streamed"):
@@ -68,7 +64,6 @@ def figures(
     gigabytes: float = 2**22 * 1e-9,
     *,
     count: int | None = None,
-    recorded: RecordedLists | None = None,
     rows: str = AS_DTYPE,
 ) -> list[dict[str, Any]]:
     """count: of contexts, one for each session by default."""
@@ -76,12 +71,11 @@ def figures(
     listed = [bench.Case.parse(text) for text in cases.split(",")]
     methods = bench.methods_of(listed)
     ranges = contexts.make_ranges(gigabytes, methods)
-    runs = bench.Bench(model, step_model(model, Compilation.OFF), 1, 2, 60.0, recorded)
+    runs = bench.Bench(model, step_model(model, Compilation.OFF), 1, 2, 60.0)
 
     def make() -> Any:
-        slots = USUAL_ROOM if recorded is None else SlotRoom(share=1)
         return contexts.PlacedContexts(
-            WIDE, methods, LENGTH, count or batch, model.device, ranges, slots, rows
+            WIDE, methods, LENGTH, count or batch, model.device, ranges, USUAL_ROOM, rows
         )
 
     return list(bench.shape_figures(runs, make, listed, batch))
@@ -128,28 +122,6 @@ def test_of_rows_in_8_bits_the_low_plane_is_read_from_host_memory(bench: ModuleT
     assert 0 < some["host_mb"] < kv_mb
     for row in (device, some, whole):
         assert row["logits_difference"] < 1e-3
-
-
-@pytest.mark.usefixtures("watched")
-def test_sessions_on_one_context_replay_lists(
-    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They say the same in both placements, and find in slots what the warm-up has brought. A row of four is idle."""
-    monkeypatch.setattr(general_steps, "WARM_UP", 1)
-    keys = np.arange(20, 60, 2, dtype=np.int32)
-    recorded = RecordedLists(np.stack([keys, keys + 1])[:, None, None].repeat(2, axis=1), LENGTH)
-    recorded.save(tmp_path / "lists.npz")
-    cases = [bench.Case.parse(f"pq+dropped:0.05@{where}") for where in ("device", "hybrid")]
-    read = bench.read_lists(tmp_path / "lists.npz", cases, LENGTH)
-    assert np.array_equal(read.ids_SBRW, recorded.ids_SBRW)
-    labels = ",".join(f"{case.label}@{case.placement.value}" for case in cases)
-    device, hybrid = figures(bench, labels, 3, count=1, recorded=read)
-    assert device["same_tokens"] == hybrid["same_tokens"] == 1.0
-    assert hybrid["reused"] == 1.0
-    with pytest.raises(typer.BadParameter, match="remainder is dropped"):
-        bench.read_lists(tmp_path / "lists.npz", [bench.Case.parse("pq:0.01@hybrid")], LENGTH)
-    with pytest.raises(typer.BadParameter, match="contexts have 100"):
-        bench.read_lists(tmp_path / "lists.npz", cases, 100)
 
 
 @pytest.mark.parametrize("case", ["full@streamed", "full@device"])
@@ -208,12 +180,3 @@ def test_every_line_is_printed(bench: ModuleType, run: Run, monkeypatch: pytest.
             (False, LENGTH, "device"),
         ],
     )
-
-
-@pytest.mark.parametrize("contents", [None, b"", b"no lists"])
-def test_a_file_without_lists_is_refused(bench: ModuleType, tmp_path: Path, contents: bytes | None) -> None:
-    path = tmp_path / "lists.npz"
-    if contents is not None:
-        path.write_bytes(contents)
-    with pytest.raises(typer.BadParameter, match=r"holds no lists that shared_lists\.py wrote"):
-        bench.read_lists(path, [], 100)

@@ -1,1 +1,0 @@
-"""Commands that serve, and make the tokens that let callers in."""

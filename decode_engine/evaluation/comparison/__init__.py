@@ -1,1 +1,0 @@
-"""Methods compared with full attention: the run, means and errors, files, tables and pictures."""

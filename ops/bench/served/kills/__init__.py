@@ -1,1 +1,0 @@
-"""What kills a service at random moments, and callers who remember what they were told."""
