@@ -35,8 +35,9 @@ IN_ORDER_S = 4.0
 def stop_signals(grace_s: float) -> Iterator[threading.Event]:
     """An event that the first SIGINT, SIGTERM or SIGHUP sets; a second one ends the process at once.
 
-    grace_s: of running requests. If the process lives IN_ORDER_S after that, it says what its threads do and ends
-    with 1.
+    grace_s: of running requests. If the process lives IN_ORDER_S after that, the interpreter's watchdog, which needs no
+    thread and no lock, says what its threads do and ends it with 1. What a signal does at once is to write its number
+    into a pipe that a thread of its own reads: Python's handlers run on the main thread only, when that comes by.
     """
     stopping = threading.Event()
     reading, writing = socket.socketpair()

@@ -21,16 +21,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from decode_engine.errors import AddressError, InternalError, error_by_reason
-from decode_engine.processes.attached import (
-    Failed,
-    Phase,
-    Serving,
-    Setup,
-    Silent,
-    Stop,
-    Word,
-    setup_line,
-)
+from decode_engine.processes.attached import Failed, Phase, Serving, Setup, Silent, Stop, Word, setup_line
 from index_store.errors import SparseKVError
 
 logger = logging.getLogger(__name__)

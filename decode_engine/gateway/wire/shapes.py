@@ -127,8 +127,6 @@ class Shape(ABC):
 
 
 class _Choices(Shape):
-    """Chat completions and completions: chunks with choices."""
-
     chunk: type[ChatChunk] | type[CompletionChunk]
     kind: str
 
@@ -414,7 +412,6 @@ class ResponseShape(Shape):
         return self._event("error", code=told.code, message=told.message, param=told.param)
 
     def _open(self, item: MessageItem | CallItem) -> bytes:
-        """Begins an item, and ends the one before."""
         events = self._close("completed") if self._items else b""
         self._items.append(item)
         events += self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
@@ -433,10 +430,7 @@ class ResponseShape(Shape):
         else:
             item.arguments = text
             events = self._event(
-                "response.function_call_arguments.done",
-                **self._item_place(),
-                name=item.name,
-                arguments=text,
+                "response.function_call_arguments.done", **self._item_place(), name=item.name, arguments=text
             )
         return events + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
@@ -447,7 +441,6 @@ class ResponseShape(Shape):
         return {**self._item_place(), "content_index": 0}
 
     def _next(self) -> int:
-        """The number of the next event."""
         number, self._number = self._number, self._number + 1
         return number
 
@@ -491,7 +484,6 @@ def _status(summary: Summary) -> ItemStatus:
 
 
 def _message(text: str | None) -> MessageItem:
-    """A message of a text; None for one that is open."""
     return MessageItem(
         id="msg_" + secrets.token_hex(16), content=[] if text is None else [OutputText(text=text)]
     )

@@ -262,10 +262,7 @@ class Answering:
             self.vocabulary.check(constraint)
         if order.prompt_logprobs or order.sampling.top_logprobs is not None:
             self.vocabulary.token_bytes  # noqa: B018 - made here, since it takes a second
-        return (
-            replace(order, text=None, turns=(), tools=(), prompt=ids, constraint=constraint),
-            calls,
-        )
+        return (replace(order, text=None, turns=(), tools=(), prompt=ids, constraint=constraint), calls)
 
 
 class Inbox:

@@ -13,7 +13,7 @@ context that is not there raises ContextNotFoundError. `reason` and `metadata` a
 from decode_engine.rpc.client.answers import AsyncBatch, AsyncGeneration, Batch, Generation
 from decode_engine.rpc.client.clients import AsyncClient, Client
 from decode_engine.rpc.client.connection import ServerHealth
-from decode_engine.rpc.client.replies import BatchItem, OperationInfo, OperationPage, ServerStatus, calls_of
+from decode_engine.rpc.client.replies import BatchItem, OperationInfo, ServerStatus, calls_of
 from decode_engine.rpc.client.verbs import NEVER, ContextChanges, CreateOptions, GenerateOptions, Keep, Never
 from decode_engine.rpc.door.options import Credentials
 from sparsekv.v1.values import (

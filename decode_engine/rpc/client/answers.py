@@ -1,4 +1,4 @@
-"""An answer as its client reads it: pieces, and what was used."""
+"""Answers and batches as their client reads them, by a thread or by a coroutine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ class Running(ABC, Generic[ResponseT, ItemT]):
         """What a message brought; None where that is nothing for the reader."""
 
     async def _next(self) -> ItemT | None:
-        """What is read next, None at the end."""
         while (response := await self._stream.read()) is not None:
             if (item := self._take(response)) is not None:
                 return item
@@ -136,7 +135,6 @@ class Answer(Running[GenerateResponse, Piece]):
         return calls_of(self._called)
 
     def _take(self, response: GenerateResponse) -> Piece | None:
-        """What a message brought; None where that is no part of the answer."""
         if response.HasField("usage"):
             self._usage = read_reply(Usage, response.usage)
         if response.HasField("waiting"):
@@ -193,7 +191,6 @@ class Results(Running[BatchGenerateResponse, BatchItem]):
         self._prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
 
     def _take(self, response: BatchGenerateResponse) -> BatchItem | None:
-        """What became of a request with this message; None while it goes on."""
         index = response.index
         if response.HasField("error"):
             return self._item(index, response.error)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -117,14 +116,3 @@ class OwnWorker:
             )
             os.setpriority(os.PRIO_PROCESS, self._process.pid, LOWEST_PRIORITY)
             return self._process
-
-
-def worker_command(
-    store: str, model: str, *, grown_share: float, store_bytes: int | None, as_json: bool, log_level: str
-) -> list[str]:
-    """Starts a worker on the CPU that logs as its server does."""
-    command = [sys.executable, "-m", "prefill_worker", "serve", "--store", store, "--model", model]
-    command += ["--grown-share", f"{grown_share:g}"]
-    command += [] if store_bytes is None else ["--store-bytes", str(store_bytes)]
-    logs = ["--log-level", log_level, "--format", "json" if as_json else "text"]
-    return [*command, "--device", "cpu", "--attached", *logs]

@@ -3,6 +3,11 @@
 The gate stands before all services, health and reflection included. It takes every handler over as one that reads and
 writes single messages, which looks the same on the wire, so that a call whose message does not come, or whose answer
 nobody reads, is a wait with an end and not a handler that hangs. Handlers get a `Call` in place of gRPC's context.
+
+A call may wait for its client twice, for its message and for the answer to be read; `Stalls` bounds both. Who is
+given up while a message of the server lies unread cannot be told so, because the status stands behind that message
+in HTTP/2's flow control; its call stays with the transport until the client reads, resets the stream or goes away.
+`Abandoned` bounds how many there are, by ending connections.
 """
 
 from __future__ import annotations
@@ -25,12 +30,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
 
-from decode_engine.errors import (
-    CancelledError,
-    DeadlineExceededError,
-    UnfinishedCallError,
-    UnreadAnswerError,
-)
+from decode_engine.errors import CancelledError, DeadlineExceededError, UnfinishedCallError, UnreadAnswerError
 from decode_engine.rpc.door.access import Door, Sharing
 from decode_engine.rpc.transport.asker import Asker, endpoint_of, plain_address
 from decode_engine.rpc.transport.status import Paths, code_of, reason_of, to_trailers
@@ -354,7 +354,6 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
             raise CancelledError("the client ended the call") from error
 
     async def _fail(self, call: Call, error: Exception) -> None:
-        """Ends the call with the error's status."""
         if isinstance(error, AbortError):
             self._log(call, error.code.name, error.details)
             ending = call.context.abort(error.code, error.details)
@@ -381,7 +380,6 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def _behaviour(handler: Any) -> Any:
-    """The handler's function, whichever kind it is."""
     if handler.request_streaming:
         return handler.stream_stream if handler.response_streaming else handler.stream_unary
     return handler.unary_stream if handler.response_streaming else handler.unary_unary

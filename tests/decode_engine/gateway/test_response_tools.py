@@ -22,13 +22,7 @@ from tests.decode_engine.gateway.test_tools import BEGUN, PARAMETERS, QUESTION, 
 __all__ = ["gateway", "spoken"]
 
 TOOLS: Any = [
-    {
-        "type": "function",
-        "name": "look",
-        "description": "Looks.",
-        "parameters": PARAMETERS,
-        "strict": None,
-    },
+    {"type": "function", "name": "look", "description": "Looks.", "parameters": PARAMETERS, "strict": None},
     {"type": "function", "name": "wait", "parameters": None, "strict": False},
 ]
 NAMED: Any = {"type": "function", "name": "look"}

@@ -124,31 +124,3 @@ def test_a_session_is_kept(
     kept = web.get(f"/v1/contexts/{told['sparsekv']['context']}").json()
     assert (kept["display_name"], kept["parent"]) == ("kept", spoken["name"])
     assert kept["expire_time"] is not None
-
-
-@pytest.mark.parametrize(
-    ("changes", "param"),
-    [
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "x", "colour": 1}}]},
-            "tools[0].function.colour",
-        ),
-        ({"tools": [{"type": "function", "function": {"name": "x"}}]}, "tools"),
-        ({"tools": "look"}, "tools"),
-        ({"tools": [], "tool_choice": {**ALLOWED, "mode": "auto"}, "context": None}, "tool_choice"),
-        ({"tool_choice": "sometimes"}, "tool_choice"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "none", "tools": [NAMED]}}, "tool_choice.mode"),
-        ({"tool_choice": {"type": "allowed_tools", "tools": [NAMED, {"name": "run"}]}}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "run"}}}, "tool_choice"),
-        ({"keep": {"colour": 1}}, "keep.colour"),
-        ({"regex": "("}, "regex"),
-        ({"method": "magic"}, "method"),
-        ({"keep": {}, "tool_choice": "auto"}, "keep"),
-    ],
-)
-def test_wrong_values_are_named(web: httpx.Client, spoken: dict[str, Any], changes: Any, param: str) -> None:
-    body = {name: value for name, value in ASK.items() if name != "extra_body"}
-    reply = web.post("/v1/chat/completions", json={**body, "context": "spoken", **changes})
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -131,18 +130,6 @@ def test_a_stop_string_ends_what_is_kept(shelf: Shelf, client: Client) -> None:
     assert kept.display_name == f"root {kept.name.removeprefix('contexts/')[:6]}"
 
 
-def test_children_outlive_the_server(shelf: Shelf, tmp_path: Path) -> None:
-    library = Library(shelf.library.model, tmp_path / "store")
-    shutil.copytree(shelf.library.store, library.store)
-    with DecodeServer(library.config()) as server, Client(server.address) as client:
-        server.load()
-        child = extend(client, shelf.root)
-        expected, _ = ask(client, child, "The lamp")
-    with DecodeServer(library.config()) as server, Client(server.address) as client:
-        server.load()
-        assert ask(client, child, "The lamp")[0] == expected
-
-
 def test_a_parent_is_deleted_with_its_children_or_not_at_all(shelf: Shelf, client: Client) -> None:
     root = "contexts/" + shelf.library.prefill("short-lived", method=METHODS)
     children = [extend(client, root, text) for text in (MORE, MORE * 2)]
@@ -225,16 +212,6 @@ def test_a_damaged_child_is_refused_and_its_parent_is_not(
     client.delete_context(child)
 
 
-def test_many_sessions_on_children_of_one_parent(shelf: Shelf, client: Client) -> None:
-    children = [extend(client, shelf.root, f"{number} ships. ") for number in range(4)]
-    alone = [ask(client, child, "The lamp", method="full")[0] for child in children]
-    with ThreadPoolExecutor(8) as pool:
-        together = list(
-            pool.map(lambda child: ask(client, child, "The lamp", method="full")[0], children * 2)
-        )
-    assert together == alone * 2
-
-
 def test_what_a_session_may_be_kept_as(shelf: Shelf, client: Client) -> None:
     ttl = timedelta(hours=1)
     kept = ask(client, shelf.root, "Once ", keep=Keep(ttl=ttl))[1].kept_context
@@ -312,20 +289,3 @@ def test_a_text_that_is_stored_with_nothing_behind_it_is_answered(
         count = client.get_context(context).token_count
         assert (summary.context, summary.cached_tokens, summary.prompt_tokens) == (context, count - 1, 1)
         assert len(client.tokenize(whole).ids) == count
-
-
-def test_what_follows_a_context_that_was_found_is_checked_like_any_prompt(
-    shelf: Shelf, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = "The tide went out, and the ship lay on the sand until the evening. " * 6
-    shelf.library.prefill("sand", text=text, method=METHODS, salt="")
-    monkeypatch.setattr("decode_engine.rpc.answers.prompting.MAX_PROMPT_LOGPROBS", 4)
-    client.generate("", text="Once", prompt_logprobs=True, max_tokens=1).read()
-    with pytest.raises(InvalidArgumentError, match="wanted of 406 tokens, expected a prompt of at most 4"):
-        client.generate("", text=text + " She", prompt_logprobs=True, max_tokens=1).read()
-
-
-def test_a_child_can_be_warmed(shelf: Shelf, client: Client) -> None:
-    child = extend(client, shelf.root)
-    assert client.warm_context(child).context.name == child
-    assert client.get_context(child).resident

@@ -14,11 +14,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from decode_engine.errors import (
-    AddressError,
-    EngineCrashedError,
-    NotReadyError,
-)
+from decode_engine.errors import AddressError, EngineCrashedError, NotReadyError
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import SERVICES, DecodeServer
 from sparsekv.v1 import context_pb2, generation_pb2
