@@ -70,12 +70,6 @@ def test_calls_come_whole_and_in_events(official: openai.OpenAI, spoken: dict[st
     assert (events[2].item.arguments, events[2].item.status) == ("", "in_progress")
 
 
-def test_a_call_that_is_cut_is_incomplete(official: openai.OpenAI, spoken: dict[str, Any]) -> None:
-    reply = official.responses.create(**{**ASK, "tool_choice": NAMED, "max_output_tokens": 12})
-    assert (reply.status, reply.output[-1].status) == ("incomplete", "incomplete")
-    assert reply.incomplete_details.reason == "max_output_tokens"
-
-
 def test_an_agent_goes_on_with_what_its_functions_say(
     official: openai.OpenAI, web: httpx.Client, spoken: dict[str, Any]
 ) -> None:

@@ -111,16 +111,3 @@ def test_an_agent_goes_on_with_what_its_tools_say(official: openai.OpenAI, spoke
     reply = official.chat.completions.create(**last)
     assert (reply.choices[0].finish_reason, reply.choices[0].message.tool_calls) == ("length", None)
     assert reply.usage.prompt_tokens_details.cached_tokens == spoken["token_count"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_session_is_kept(
-    web: httpx.Client, official: openai.OpenAI, spoken: dict[str, Any], stream: bool
-) -> None:
-    options = {**ASK, "max_tokens": 4, "tool_choice": "none", "stream": stream}
-    options["extra_body"] = {"context": "spoken", "keep": {"display_name": "kept", "ttl_seconds": 600}}
-    reply = official.chat.completions.create(**options)
-    told = list(reply)[-1].model_extra if stream else reply.model_extra
-    kept = web.get(f"/v1/contexts/{told['sparsekv']['context']}").json()
-    assert (kept["display_name"], kept["parent"]) == ("kept", spoken["name"])
-    assert kept["expire_time"] is not None

@@ -40,22 +40,6 @@ def test_what_changes_nothing_is_taken_and_told(
     assert set(reply.headers["x-sparsekv-taken"].split(", ")) == {*labels, *inside}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_cap_above_what_fits_is_cut_to_it(
-    web: httpx.Client, client: Client, lamp: str, stream: bool
-) -> None:
-    body = {"model": "model", "context": "lamp", "prompt": "The", "temperature": 0, "stream": stream}
-    room = MAX_POSITIONS - client.get_context(lamp).token_count - 3
-    for cap in (65535, 2**40, -1):
-        schema = {"regex": "a{3}"}  # which ends the answer soon
-        reply = web.post("/v1/completions", json={**body, **schema, "max_tokens": cap})
-        assert reply.status_code == 200, reply.text
-        told = int(reply.headers["x-sparsekv-max-tokens"])
-        assert room - 3 <= told <= room + 3
-    fits = web.post("/v1/completions", json={**body, "max_tokens": 4})
-    assert "x-sparsekv-max-tokens" not in fits.headers
-
-
 def test_several_answers(official: openai.OpenAI, lamp: str) -> None:
     ask = {**ASK, "temperature": 1, "seed": 5, "n": 3, "logprobs": True, "top_logprobs": 2}
     reply = valid(ChatCompletion, official.chat.completions.create(**ask))
@@ -75,21 +59,6 @@ def test_several_answers(official: openai.OpenAI, lamp: str) -> None:
         told_bytes = bytes(byte for token in tokens for byte in token.bytes)
         assert told_bytes.decode("utf-8", "ignore") == choice.message.content.replace("\ufffd", "")
         assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in tokens)
-
-
-def test_log_probabilities_of_completions(official: openai.OpenAI, lamp: str) -> None:
-    ask: Any = {
-        "model": "model",
-        "prompt": " The",
-        "temperature": 0,
-        "logprobs": 2,
-        "extra_body": {"context": "lamp"},
-    }
-    (choice,) = official.completions.create(**ask).choices
-    told = choice.logprobs
-    assert len(told.tokens) == len(told.token_logprobs) == len(told.text_offset) == 16
-    assert told.text_offset[0] == 0
-    assert told.text_offset == sorted(told.text_offset)
 
 
 SCHEMA = {
@@ -128,19 +97,6 @@ def test_turns_are_sent_as_they_are(official: openai.OpenAI, client: Client, lam
         model="model", input=messages, max_output_tokens=6, temperature=0, extra_body={"context": "lamp"}
     )
     assert answered.output_text == expected
-
-
-def test_an_answer_follows_a_last_turn_of_the_model(web: httpx.Client) -> None:
-    turns = [{"role": "user", "content": "Who lit it?"}, {"role": "assistant", "content": "A keeper."}]
-    tokens = web.post("/tokenize", json={"messages": turns}).json()["tokens"]
-    worded = web.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
-    assert worded.rpartition("A keeper.")[2] == worded.rpartition("Who lit it?")[2].partition("\nQ")[0] != ""
-    ask: Any = {"model": "model", "max_tokens": 5, "temperature": 0}
-    raw = web.post("/v1/completions", json={**ask, "prompt": tokens}).json()
-    said = web.post("/v1/chat/completions", json={**ask, "max_tokens": 5.0, "messages": turns}).json()
-    assert said["choices"][0]["message"]["content"] == raw["choices"][0]["text"]
-    wrong = web.post("/v1/chat/completions", json={**ask, "max_tokens": 5.5, "messages": turns}).json()
-    assert wrong["error"]["param"] == "max_tokens"
 
 
 def test_several_prompts_are_answered_as_each_by_itself(web: httpx.Client, lamp: str) -> None:

@@ -60,34 +60,6 @@ def test_the_last_message_has_the_summary(server: DecodeServer, client: Client, 
     assert keys.fraction_all == pytest.approx((1 + keys.fraction_sparse) / 2)
 
 
-def test_text_and_tokens_say_the_same(server: DecodeServer, client: Client, lamp: str) -> None:
-    pieces = list(client.generate(lamp, text="Who lit the lamp?", max_tokens=40, temperature=1.0, seed=4))
-    tokens = [id_ for piece in pieces for id_ in piece.token_ids]
-    text = "".join(piece.text for piece in pieces)
-    decoded = server.backend.runner.tokenizer.decode(tokens)
-    assert decoded.startswith(text)
-    assert decoded[len(text) :] in ("", "\ufffd", "\ufffd" * 2, "\ufffd" * 3)
-
-
-def test_question_is_worded_by_the_chat_template(client: Client, lamp: str) -> None:
-    asked = client.generate(lamp, question="Who?", max_tokens=5)
-    written = client.generate(lamp, text="\nQuestion: Who?\nAnswer:", max_tokens=5)
-    assert asked.read() == written.read()
-    assert asked.summary.prompt_tokens == len("\nQuestion: Who?\nAnswer:")
-
-
-def test_stop_string_ends_the_text_before_it(client: Client, lamp: str) -> None:
-    whole = client.generate(lamp, text="Who?", max_tokens=40, temperature=0.7, seed=11)
-    text = whole.read()
-    stop = text[10:13]
-    stopped = client.generate(
-        lamp, text="Who?", max_tokens=40, temperature=0.7, seed=11, stop=["never", stop]
-    )
-    assert stopped.read() == text[: text.index(stop)]
-    assert stopped.summary.finish_reason == "stop"
-    assert stopped.summary.completion_tokens < whole.summary.completion_tokens
-
-
 def test_without_a_limit_the_answer_fits_the_model(library: Library, client: Client) -> None:
     name = "contexts/" + library.prefill("almost-full", text="x" * (MAX_POSITIONS - 20))
     generation = client.generate(name, text="12345", temperature=1.0, seed=1)

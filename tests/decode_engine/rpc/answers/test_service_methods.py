@@ -145,15 +145,6 @@ def test_a_budget_replaces_the_methods_own(client: Client, shelf: str) -> None:
     assert found["squeezed"].selection.fraction_sparse != found["csattention"].selection.fraction_sparse
 
 
-def test_expressions_choose_remainder_and_schedule(client: Client, shelf: str) -> None:
-    summary = summary_of(client, shelf, method="oracle+monopole@period=3")
-    assert (summary.method, summary.remainder) == ("oracle+monopole@period=3", "monopole")
-    assert summary.selection.searches == 2 * (4 + 1)  # four prompt tokens, and one step for three
-    shorter = summary_of(client, shelf, method="oracle+monopole@period=3", search_period=2)
-    assert shorter.selection.searches == 2 * (4 + 2)
-    assert summary_of(client, shelf, method="pq@lag@correct=0.9").method == "pq@lag@correct=0.9"
-
-
 def test_a_keep_ratio_without_a_calibrated_threshold_is_refused_before_anything_is_loaded(
     server: DecodeServer, library: Library, client: Client
 ) -> None:
@@ -219,22 +210,3 @@ def test_a_damaged_tuned_default_is_not_replaced_silently(
         summary_of(client, shelf)
     assert caught.value.metadata["cause"] == "TUNED_DEFAULT_INVALID"
     assert summary_of(client, shelf, method="full").method == "full"
-
-
-def test_methods_are_listed(server: DecodeServer, client: Client) -> None:
-    listed = client.list_methods()
-    methods = {method.name: method for method in listed.methods}
-    assert tuple(methods) == tuple(METHODS)
-    assert (listed.head_dim, listed.dtype, listed.kv_bytes_per_token) == (32, "float32", 2 * 32 * 4)
-    assert methods["full"].keep_ratio is None
-    assert methods["full"].parameters == {}
-    assert methods["csattention"].keep_ratio == methods["squeezed"].keep_ratio == 0.05
-    assert (methods["tactic"].keep_ratio, methods["tactic"].target_mass) == (None, 0.9)
-    assert methods["csattention"].indexes == ("query_tables", "remainder_clusters")
-    assert methods["csattention"].remainder_optional
-    assert methods["oracle"].indexes == methods["full"].indexes == ()
-    assert methods["multipole"].partition == methods["multipole"].index == "key_clusters"
-    # 16 keys share a mean key and a value sum, a count and an offset; a key has its place in a list and a cluster
-    assert methods["multipole"].bytes_per_token == (2 * 32 * 4 + 8) / 16 + 8
-    assert methods["pq"].parameters["product_codes.subspaces"] == "8"
-    assert all(method.summary and method.source for method in methods.values())

@@ -98,22 +98,6 @@ def test_penalties_and_biases_change_the_answer(client: Client, lamp: str) -> No
     assert len(set(ask(repetition_penalty=100.0))) == 24
 
 
-def test_tokens_that_stop_end_the_answer_once_enough_came(client: Client, lamp: str) -> None:
-    plain = client.generate(lamp, text=PROMPT, max_tokens=8)
-    tokens = [id_ for piece in plain for id_ in piece.token_ids]
-    stopped = client.generate(lamp, text=PROMPT, max_tokens=8, stop_token_ids=[tokens[3]])
-    pieces = list(stopped)
-    seen = [id_ for piece in pieces for id_ in piece.token_ids]
-    assert seen == tokens[: tokens.index(tokens[3]) + 1]
-    assert stopped.summary.finish_reason == "stop"
-    later = client.generate(
-        lamp, text=PROMPT, max_tokens=8, stop_token_ids=[tokens[0], tokens[3]], min_tokens=6
-    )
-    longer = [id_ for piece in later for id_ in piece.token_ids]
-    assert len(longer) >= 6
-    assert not {tokens[0], tokens[3]} & set(longer[:5])
-
-
 def test_a_prompt_that_is_too_long_for_log_probabilities_is_refused(
     client: Client, lamp: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,13 +105,3 @@ def test_a_prompt_that_is_too_long_for_log_probabilities_is_refused(
     assert list(client.generate(lamp, token_ids=[5] * 100, prompt_logprobs=True, max_tokens=1))
     with pytest.raises(InvalidArgumentError, match="at most 100"):
         list(client.generate(lamp, token_ids=[5] * 101, prompt_logprobs=True, max_tokens=1))
-
-
-def test_texts_are_cut_counted_and_joined(client: Client) -> None:
-    text = "The lamp of the grey härbour was lit."
-    cut = client.tokenize(text)
-    assert b"".join(cut.texts).decode() == text
-    assert client.count_tokens(text) == len(cut.ids)
-    assert client.detokenize(cut.ids) == text
-    with pytest.raises(InvalidArgumentError, match="ids"):
-        client.detokenize([10**9])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
@@ -18,7 +17,6 @@ from index_store.errors import (
     ContextCorruptError,
     ContextHasChildrenError,
     ContextNotFoundError,
-    InvalidArgumentError,
     StoreFullError,
 )
 from tests.decode_engine.conftest import TEXT, Library, make_library
@@ -117,19 +115,6 @@ def test_a_session_that_is_kept_goes_on_where_it_ended(shelf: Shelf, client: Cli
     assert again_kept.kept_context == child.name
 
 
-def test_a_stop_string_ends_what_is_kept(shelf: Shelf, client: Client) -> None:
-    answer, _ = ask(client, shelf.root, "The lamp", max_tokens=8)
-    with client.generate(shelf.root, text="The lamp", max_tokens=8) as generation:
-        text = generation.read()
-    stop = text[2:4]
-    tokens, summary = ask(client, shelf.root, "The lamp", max_tokens=8, stop=[stop], keep=Keep())
-    assert summary.finish_reason == "stop"
-    assert tokens == answer[: len(tokens)]
-    kept = client.get_context(summary.kept_context)
-    assert kept.token_count == summary.context_tokens + summary.prompt_tokens + len(tokens)
-    assert kept.display_name == f"root {kept.name.removeprefix('contexts/')[:6]}"
-
-
 def test_a_parent_is_deleted_with_its_children_or_not_at_all(shelf: Shelf, client: Client) -> None:
     root = "contexts/" + shelf.library.prefill("short-lived", method=METHODS)
     children = [extend(client, root, text) for text in (MORE, MORE * 2)]
@@ -210,23 +195,6 @@ def test_a_damaged_child_is_refused_and_its_parent_is_not(
     assert extend(client, shelf.root, MORE * 5) == child  # made anew
     assert ask(client, child)[0]
     client.delete_context(child)
-
-
-def test_what_a_session_may_be_kept_as(shelf: Shelf, client: Client) -> None:
-    ttl = timedelta(hours=1)
-    kept = ask(client, shelf.root, "Once ", keep=Keep(ttl=ttl))[1].kept_context
-    expires = client.get_context(kept).expire_time
-    assert expires is not None
-    assert timedelta(minutes=55) < expires - datetime.now(UTC) <= ttl
-    for keep, field in (
-        (Keep(name="a\nb"), "keep.display_name"),
-        (Keep(name="a" * 501), "keep.display_name"),
-        (Keep(ttl=timedelta(0)), "keep.ttl"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=field):
-            ask(client, shelf.root, keep=keep)
-    with pytest.raises(InvalidArgumentError, match=r"max_tokens is 3 and keep\.prompt_only"):
-        ask(client, shelf.root, max_tokens=3, keep=Keep(prompt_only=True))
 
 
 def test_a_full_disk_is_told_and_nothing_stays(

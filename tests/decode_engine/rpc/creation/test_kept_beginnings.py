@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,6 @@ from index_store.store.room import KEPT_BEGINNING
 from prefill_worker.config import WorkerConfig
 from prefill_worker.worker.queue_worker import QueueWorker
 from tests.decode_engine.conftest import Library, make_library
-from tests.support.serving.service import wait_until
 
 TOKENS = 512
 MOST_BYTES = 2**26
@@ -194,65 +190,5 @@ def test_one_that_is_in_use_stays(shop: Library, keeping: Kept) -> None:
     other.close()
 
 
-class Running:
-    """`serve` as a process of its own, which makes what it keeps itself, so that it can be killed."""
-
-    def __init__(self, shop: Library, *options: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "decode_engine",
-            "serve",
-            "--store",
-            shop.store,
-            "--model",
-            shop.model,
-        ]
-        command += [
-            "--listen",
-            "127.0.0.1:0",
-            "--no-warm-up",
-            "--prefill",
-            "--doors",
-            "0",
-            "--device",
-            "cpu",
-            "--format",
-            "json",
-        ]
-        command = [*map(str, command), *options]
-        with (shop.store.parent / "server.log").open("a") as log:
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        assert self._process.stdout is not None
-        self.client = Client(json.loads(self._process.stdout.readline())["address"])
-        wait_until(self.client.is_serving)
-
-    def kill(self) -> None:
-        """Ends it as no handler can notice."""
-        self.client.close()
-        self._process.kill()
-        self._process.communicate()
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("moment", ["ordered", "begun", "made"])
-def test_a_server_that_is_killed_leaves_nothing_half(shop: Library, moment: str) -> None:
-    """Its order is there and is worked on by the next one, or its context is."""
-    text = document(1, 3000)
-    store, queue = Store(shop.store), JobQueue(shop.store)
-    server = Running(shop, "--keep-beginnings", "512")
-    for tail in ("One", "Two"):
-        server.client.generate(text=text + tail, max_tokens=2).read()
-    wait_until(lambda: bool(queue.entries()))
-    if moment == "begun":
-        wait_until(lambda: not queue.entries() or queue.held(queue.entries()[0].id) or bool(store.list()))
-    if moment == "made":
-        wait_until(lambda: bool(store.list()))
-    server.kill()
-    assert all(not store.verify(each.id) for each in store.list())
-    again = Kept(shop)
-    wait_until(lambda: again.work() == 0)
-    ((id_, tokens),) = again.kept().items()
-    assert again.ask(text=text + "Three")[1].cached_tokens == tokens == 2816
-    assert store.verify(id_) == []
-    again.close()
