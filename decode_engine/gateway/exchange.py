@@ -389,9 +389,7 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             self._begun, self._said_s = True, loop.time()
             comments = asyncio.ensure_future(self._comment(send))
-            comments.add_done_callback(
-                forget_error
-            )  # of a connection that is gone, which the next event meets, too
+            comments.add_done_callback(forget_error)  # a connection is gone, which the next event meets, too
             try:
                 async for data in events:
                     self._said_s = loop.time()

@@ -194,9 +194,7 @@ class Parent:
 
     def _listen(self) -> None:
         while line := self._input.readline():
-            if (
-                not self._serves
-            ):  # starting changes nothing that would be left half done, and may take minutes
+            if not self._serves:  # starting leaves nothing half done, and may take minutes
                 os._exit(0)
             self._ends.put(_read_stop(line).grace_s)
         os._exit(1)

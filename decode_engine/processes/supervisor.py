@@ -28,10 +28,8 @@ logger = logging.getLogger(__name__)
 
 ENGINE = (sys.executable, "-c", "from decode_engine.processes.engine_process import main; main()")
 DOOR = (sys.executable, "-c", "from decode_engine.processes.door_process import main; main()")
-_LEAST_S, _MOST_S = (
-    1.0,
-    60.0,
-)  # between the end of a process that did not come to serve and the start of the next
+_LEAST_S, _MOST_S = 1.0, 60.0
+"""Between the end of a process that did not come to serve and the start of the next."""
 _LAST_S = 3.5
 """After the grace, for requests to be told why they end, and for processes to end."""
 

@@ -47,9 +47,8 @@ SERVICES = (
 )
 LAST_WORDS_S = 1.0
 """After the grace, for the reason why the rest was ended to reach its clients."""
-_STEP_S = (
-    1.0  # then, for the step that the engine takes: what compiles or waits for a device cannot be interrupted
-)
+_STEP_S = 1.0
+"""Then, for the step that the engine takes: what compiles or waits for a device cannot be interrupted."""
 _OTHER_HANDLES = 1024  # files that are open beside the connections, mostly of contexts that are being loaded
 
 

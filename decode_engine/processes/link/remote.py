@@ -216,9 +216,7 @@ class RemoteCore:
             case Closing(error):
                 self._lose(error, error)
             case Unknown(why):
-                if (
-                    self._facts is not None
-                ):  # else a hello is on its way, that says more than what this answers
+                if self._facts is not None:  # else a hello is on its way, which says more than this answers
                     crashed = (
                         f"the engine gave up this door ({why}), and the request with it; it may be sent again"
                     )

@@ -13,7 +13,6 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from decode_engine.rpc.client.answers import (
-    AsyncBatch,
     AsyncGeneration,
     Batch,
     Generation,
@@ -118,10 +117,10 @@ class AsyncClient(Verbs):
 
     def batch_generate(
         self, context: str, requests: Sequence[GenerateOptions], *, timeout_s: float | None = None
-    ) -> AsyncBatch:
+    ) -> Batch:
         """Continues one context, or none, by many prompts, 1 to 1,000: as many at once as the server has sessions."""
         request = batch_request(context, requests)
-        return AsyncBatch(self._stream("BatchGenerate", request, timeout_s), request)
+        return Batch(self._stream("BatchGenerate", request, timeout_s), request)
 
     def _method(self, name: str) -> Any:
         method = METHODS[name]

@@ -211,9 +211,7 @@ class Stream(Generic[ResponseT]):
                 return cast(ResponseT | None, response)
             except grpc.RpcError as error:
                 failed = self._repeats.translate(error)
-            except (
-                asyncio.CancelledError
-            ):  # what reads was cancelled, or by gRPC's account the call, with `cancel`
+            except asyncio.CancelledError:  # of what reads, or by gRPC's account of the call, by `cancel`
                 task = asyncio.current_task()
                 if not self._cancelled.is_set() or (task is not None and task.cancelling()):
                     self.cancel()  # gRPC does so, too, but not where the task was cancelled with a response in hand

@@ -49,9 +49,7 @@ class Stalls:
         self._limit = limit
         self._seconds = seconds
         self._waits: dict[asyncio.Future[None], float] = {}  # when each ends at the latest, the oldest first
-        self._timer: asyncio.TimerHandle | None = (
-            None  # one for all: a message is sent more often than one is late
-        )
+        self._timer: asyncio.TimerHandle | None = None  # for all: messages are sent more often than late
 
     def __len__(self) -> int:
         return len(self._waits)
@@ -335,9 +333,7 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
     async def send(self, call: Call, message: Any) -> None:
         """Sends one message; see `Call.write`."""
         data = call.serialize(message)
-        if (
-            not call.begun
-        ):  # apart from the first message, so that a status can follow even where that lies unread
+        if not call.begun:  # by itself, so that a status can follow even where the first message lies unread
             call.begun = True
             await self._until_taken(call.context.send_initial_metadata(()))
         await self._until_taken(call.context.write(data))
