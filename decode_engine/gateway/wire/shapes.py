@@ -127,8 +127,26 @@ class Shape(ABC):
 
 
 class _Choices(Shape):
+    reply: type[ChatReply] | type[CompletionReply]
     chunk: type[ChatChunk] | type[CompletionChunk]
-    kind: str
+    kinds: tuple[str, str]
+    """What whole replies and chunks call themselves."""
+
+    def whole(self, answers: Sequence[Answered], summaries: Sequence[Summary]) -> Struct:
+        choices = [
+            self._whole(index, answer, finish_reason(summary))
+            for index, (answer, summary) in enumerate(zip(answers, summaries, strict=True))
+        ]
+        return self.reply(
+            self.id,
+            self.kinds[0],
+            self.created,
+            self.asked.model,
+            choices,
+            usage(summaries, self.asked.order.answers),
+            figures_of(summaries[0]),
+            looks_of(answers[0].looks),
+        )
 
     def begin(self) -> bytes:
         return b""
@@ -153,6 +171,10 @@ class _Choices(Shape):
         return event(error) + event(DONE)
 
     @abstractmethod
+    def _whole(self, index: int, answer: Answered, finished: FinishReason) -> Any:
+        """One choice of a whole reply."""
+
+    @abstractmethod
     def _choice(self, said: Said, finished: FinishReason | None) -> Any:
         """The one choice of a chunk."""
 
@@ -166,7 +188,7 @@ class _Choices(Shape):
         return event(
             self.chunk(
                 self.id,
-                self.kind,
+                self.kinds[1],
                 self.created,
                 self.asked.model,
                 choices,
@@ -181,34 +203,20 @@ class ChatShape(_Choices):
     """Chat completions."""
 
     prefix = "chatcmpl-"
-    chunk = ChatChunk
-    kind = "chat.completion.chunk"
+    reply, chunk = ChatReply, ChatChunk
+    kinds = ("chat.completion", "chat.completion.chunk")
 
     def begin(self) -> bytes:
         delta = ChatDelta(role="assistant", content="", refusal=None)
         choices = (ChatChunkChoice(index, delta, None, None) for index in range(self.asked.order.answers))
         return b"".join(self._chunk([choice]) for choice in choices)
 
-    def whole(self, answers: Sequence[Answered], summaries: Sequence[Summary]) -> ChatReply:
-        choices = []
-        for index, (answer, summary) in enumerate(zip(answers, summaries, strict=True)):
-            message = ChatMessage("assistant", answer.text)
-            if answer.calls:
-                message = ChatMessage(
-                    "assistant", answer.text or None, tool_calls=list(map(_whole_call, answer.calls))
-                )
-            told = chat_logprobs(answer.logprobs, self.bytes_of)
-            choices.append(ChatChoice(index, message, told, finish_reason(summary)))
-        return ChatReply(
-            self.id,
-            "chat.completion",
-            self.created,
-            self.asked.model,
-            choices,
-            usage(summaries, self.asked.order.answers),
-            figures_of(summaries[0]),
-            looks_of(answers[0].looks),
-        )
+    def _whole(self, index: int, answer: Answered, finished: FinishReason) -> ChatChoice:
+        message = ChatMessage("assistant", answer.text)
+        if answer.calls:
+            calls = [*map(_whole_call, answer.calls)]
+            message = ChatMessage("assistant", answer.text or None, tool_calls=calls)
+        return ChatChoice(index, message, chat_logprobs(answer.logprobs, self.bytes_of), finished)
 
     def _choice(self, said: Said, finished: FinishReason | None) -> ChatChunkChoice:
         calls = [_call_delta(part) for part in said.calls] if said.calls else UNSET
@@ -221,28 +229,15 @@ class CompletionShape(_Choices):
     """Completions."""
 
     prefix = "cmpl-"
-    chunk = CompletionChunk
-    kind = "text_completion"
+    reply, chunk = CompletionReply, CompletionChunk
+    kinds = ("text_completion", "text_completion")
 
     def __init__(self, asked: Asked, bytes_of: BytesOf) -> None:
         super().__init__(asked, bytes_of)
         self._offsets: dict[int, int] = {}
 
-    def whole(self, answers: Sequence[Answered], summaries: Sequence[Summary]) -> CompletionReply:
-        choices = [
-            self._choice(Said(index, text=answer.text, logprobs=answer.logprobs), finish_reason(summary))
-            for index, (answer, summary) in enumerate(zip(answers, summaries, strict=True))
-        ]
-        return CompletionReply(
-            self.id,
-            self.kind,
-            self.created,
-            self.asked.model,
-            choices,
-            usage(summaries, self.asked.order.answers),
-            figures_of(summaries[0]),
-            looks_of(answers[0].looks),
-        )
+    def _whole(self, index: int, answer: Answered, finished: FinishReason) -> CompletionChoice:
+        return self._choice(Said(index, text=answer.text, logprobs=answer.logprobs), finished)
 
     def _choice(self, said: Said, finished: FinishReason | None) -> CompletionChoice:
         before = self._offsets.get(said.answer, 0)

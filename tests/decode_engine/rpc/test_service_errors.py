@@ -12,10 +12,7 @@ from decode_engine.rpc.client import Client
 from decode_engine.rpc.client.connection import REPEATED
 from decode_engine.rpc.context_service import ContextService, OperationsService
 from decode_engine.rpc.generation_service import GenerationService
-from index_store.errors import (
-    ContextCorruptError,
-    ContextNotFoundError,
-)
+from index_store.errors import ContextCorruptError, ContextNotFoundError
 from sparsekv.v1 import context_pb2, generation_pb2
 from tests.decode_engine.conftest import Library, Stubs
 from tests.support.serving.service import fails

@@ -188,7 +188,3 @@ def test_one_that_is_in_use_stays(shop: Library, keeping: Kept) -> None:
     assert other._make_room(most - 1000)
     assert keeping.kept() == {}
     other.close()
-
-
-
-
