@@ -18,7 +18,6 @@ import typer
 
 from decode_engine.errors import AddressError
 from decode_engine.processes.attached import end_process, stop_signals
-from decode_engine.rpc.door.options import warn_of_exposure
 from decode_engine.settings.config import ServeConfig
 from index_store.cli.logs import LogLevel, LogLevelOption, logging_to_stderr
 from index_store.cli.options import FormatOption, OutputFormat, configured
@@ -103,7 +102,7 @@ def _supervise(config: ServeConfig, log_level: LogLevel, as_json: bool) -> None:
     from decode_engine.rpc.transport.starting import Phase
     from index_store.jobs.job_queue import JobQueue
 
-    warn_of_exposure(config, config.listen)
+    config.warn_of_exposure()
     setup = Setup(config, Sharing().key, Path(), log_level, as_json)
     with stop_signals(config.grace) as stopping, kept_addresses(setup) as kept, ExitStack() as until_served:
         address, port = kept.config.listen, kept.config.http_port

@@ -1,4 +1,4 @@
-"""The paths, and what stands before all of them: tokens, bounds, errors in one shape, a line in the log."""
+"""The paths, the OpenAPI document of them, and what stands before all: tokens, bounds, errors, a line in the log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from decode_engine.errors import CancelledError, TooManyRequestsError
 from decode_engine.gateway import generating, resources
-from decode_engine.gateway.exchange import Bounds, Exchange, HeldBodies, HttpError, refusal
+from decode_engine.gateway.exchange import Bounds, Exchange, HttpError, refusal
 from decode_engine.gateway.resources import CREATE, DETOKENIZE, INPUT_TOKENS, MOST_TOKENS, TOKENIZE, UPDATE
 from decode_engine.gateway.wire.bodies import CHAT, COMPLETIONS, RESPONSES
 from decode_engine.gateway.wire.parameters import Endpoint, Fate, Members, Parameter, Variants
@@ -110,7 +110,6 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
 
 
 def _described(route: Route) -> dict[str, Any]:
-    """One operation."""
     name: str = route.endpoint.__name__
     operation = _OPERATIONS.get(name, _Operation())
     whole = _OBJECT if operation.replies is None else _ref(operation.replies)
@@ -185,16 +184,12 @@ def _value(parameter: Parameter) -> dict[str, Any]:
 
 
 def _filled(schema: Mapping[str, Any], inside: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema with what its objects contain."""
     if schema.get("type") == "object":
         return inside
     if schema.get("type") == "array":
         return {**schema, "items": _filled(schema["items"], inside)}
     if "anyOf" in schema:
         return {"anyOf": [_filled(one, inside) for one in schema["anyOf"]]}
-    if isinstance(schema.get("type"), list):
-        others = [kind for kind in schema["type"] if kind != "object"]
-        return {"anyOf": [{"type": others}, inside]}
     return schema
 
 
@@ -274,7 +269,7 @@ class Front:
         self._beside = beside
         self._bounds = bounds
         self._open = 0
-        self._bodies = HeldBodies(bounds.body_bytes)
+        self._body_bytes = 0
         self.files = 0
         """That are being taken."""
 
@@ -282,7 +277,7 @@ class Front:
         """Serves one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']} is not served")
-        exchange = Exchange(scope, send, self._beside, self._bodies)
+        exchange = Exchange(scope, send, self._beside, self._hold)
         if self._beside.traces is not None and not exchange.open:
             told = {"http.request.method": exchange.method, "http.route": _route(scope)}
             exchange.begin_span(self._beside.traces, " ".join(told.values()).rstrip(), told)
@@ -297,6 +292,14 @@ class Front:
         finally:
             self._open -= 1
             exchange.end()
+
+    def _hold(self, nbytes: int) -> None:
+        if nbytes > 0 and self._body_bytes + nbytes > self._bounds.body_bytes:
+            raise TooManyRequestsError(
+                f"open requests have bodies of {self._body_bytes} bytes, the limit is {self._bounds.body_bytes}; try "
+                "again later"
+            )
+        self._body_bytes += nbytes
 
     async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
         if not exchange.open:
@@ -325,7 +328,6 @@ class Front:
 
 
 def _route(scope: Scope) -> str:
-    """The path as `ROUTES` has it; "" where there is none."""
     return next((route.path for route in ROUTES if route.matches(scope)[0] is Match.FULL), "")
 
 

@@ -1,4 +1,4 @@
-"""One request and its response: who asks, a body within bounds, an answer that ends when its client is gone."""
+"""One request and its response: who asks, a body within bounds, errors, an answer that ends when its client is gone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from decode_engine.errors import CancelledError, PromptTooLongError, TooManyRequestsError
+from decode_engine.errors import CancelledError, PromptTooLongError
 from decode_engine.gateway.wire.parameters import Endpoint, Reading
 from decode_engine.gateway.wire.reply_structs import ErrorDetails, ErrorReply, JsonReply
 from decode_engine.rpc.client.verbs import METHODS, Call, Verbs
@@ -116,9 +116,7 @@ ResultT = TypeVar("ResultT")
 
 _OPEN_PATHS = frozenset({"/health", "/", "/page.css", "/page.js"})
 _BODY_S = 20.0
-"""How long a body may take to arrive."""
-_FILE_S = 600.0
-"""The same of a file."""
+"""How long a body may take to arrive, or the next piece of a file."""
 _MOST_TOLD = 40
 """Names in a header."""
 _SILENCE_S = 15.0
@@ -183,33 +181,14 @@ class Bounds:
         return replace(self, connections=places + self.connections, requests=places + self.requests)
 
 
-class HeldBodies:
-    """Bytes of bodies that have arrived for requests that are not over. To be used on the loop's thread."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._held = 0
-
-    def add(self, nbytes: int) -> None:
-        """Raises TooManyRequestsError where it is too much."""
-        if self._held + nbytes > self._most:
-            raise TooManyRequestsError(
-                f"open requests have bodies of {self._held} bytes, the limit is {self._most}; try again later"
-            )
-        self._held += nbytes
-
-    def remove(self, nbytes: int) -> None:
-        """When the request is over."""
-        self._held -= nbytes
-
-
 class Exchange(Asker):
     """Who asks over HTTP, and what is known of the request and its response. beside: whose answers these are, too.
 
     open: no token is asked for. begun: the response has begun. told: further headers of it. said: why it is an error.
     """
 
-    def __init__(self, scope: Scope, send: Send, beside: GrpcDoor, bodies: HeldBodies) -> None:
+    def __init__(self, scope: Scope, send: Send, beside: GrpcDoor, hold: Callable[[int], None]) -> None:
+        """hold: counts bytes that bodies of open requests have. Raises TooManyRequestsError."""
         host, port = scope["client"] or ("", 0)
         shown = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         super().__init__(beside.listener.work, f"http:{host}:{port}", shown)
@@ -221,14 +200,14 @@ class Exchange(Asker):
         self.said = ""
         self.begun = False
         self.told: dict[str, str] = {}
-        self._bodies = bodies
+        self._hold = hold
         self._body_bytes = 0
         self._status = 0
         self._send = send
 
     def hold(self, nbytes: int) -> None:
         """Counts bytes of its body. Raises TooManyRequestsError."""
-        self._bodies.add(nbytes)
+        self._hold(nbytes)
         self._body_bytes += nbytes
 
     async def send(self, message: Message) -> None:
@@ -244,7 +223,7 @@ class Exchange(Asker):
     def end(self) -> None:
         """It is over: one line about what became of it; none of a health check."""
         super().end()
-        self._bodies.remove(self._body_bytes)
+        self._hold(-self._body_bytes)
         level = logging.DEBUG if self.open else logging.INFO
         if self.span is not None:
             self.note(status=self._status)
@@ -258,7 +237,7 @@ def exchange_of(request: Request) -> Exchange:
     return exchange
 
 
-class Answered(Verbs):
+class LocalVerbs(Verbs):
     """The client's verbs, answered by the services here. Raises NotReadyError, and what their handlers raise."""
 
     def __init__(self, request: Request) -> None:
@@ -285,34 +264,28 @@ def tell(request: Request, name: str, values: Sequence[str]) -> None:
 
 async def _read_body(request: Request) -> bytes:
     pieces: list[bytes] = []
-    total = 0
+    left = MAX_REQUEST_BYTES
     unpack = _unpacking(request.headers.get("content-encoding", "identity"))
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > MAX_REQUEST_BYTES:
-        raise _too_large()
+        raise _too_large(MAX_REQUEST_BYTES)
+    bounded = Request(request.scope, bounded_receive(request.receive, MAX_REQUEST_BYTES, _BODY_S))
     try:
-        async with asyncio.timeout(_BODY_S):
-            async for packed in request.stream():
-                piece = unpack(packed, MAX_REQUEST_BYTES + 1 - total)
-                total += len(piece)
-                if total > MAX_REQUEST_BYTES:
-                    raise _too_large()
-                exchange_of(request).hold(len(piece))
-                pieces.append(piece)
-    except TimeoutError as error:
-        raise HttpError(
-            408, f"the body did not arrive within {_BODY_S:g} s; send it with the request", "body_too_late"
-        ) from error
+        async for packed in bounded.stream():
+            piece = unpack(packed, left + 1)
+            left -= len(piece)
+            if left < 0:
+                raise _too_large(MAX_REQUEST_BYTES)
+            exchange_of(request).hold(len(piece))
+            pieces.append(piece)
     except zlib.error as error:
         raise InvalidArgumentError(f"the body is not what its content-encoding says: {error}") from error
     return b"".join(pieces)
 
 
-def _too_large() -> HttpError:
+def _too_large(most_bytes: int) -> HttpError:
     return HttpError(
-        413,
-        f"the body has more than {MAX_REQUEST_BYTES} bytes, which is the limit; shorten it",
-        "body_too_large",
+        413, f"the body has more than {most_bytes} bytes, which is the limit; shorten it", "body_too_large"
     )
 
 
@@ -331,12 +304,9 @@ def _unpacking(encoding: str) -> Callable[[bytes, int], bytes]:
     return zlib.decompressobj(wbits=zlib.MAX_WBITS | 32 if "gzip" in name else zlib.MAX_WBITS).decompress
 
 
-def bounded_receive(receive: Receive, most_bytes: int) -> Receive:
-    """What arrives of a larger body, in pieces.
-
-    Raises HttpError for one too many bytes, a piece that is late, or all of them.
-    """
-    total, until = 0, time.monotonic() + _FILE_S
+def bounded_receive(receive: Receive, most_bytes: int, seconds: float) -> Receive:
+    """What arrives of a body, in pieces. Raises HttpError for one too many bytes, or where they are late."""
+    total, until = 0, time.monotonic() + seconds
 
     async def bounded() -> Message:
         nonlocal total
@@ -344,18 +314,11 @@ def bounded_receive(receive: Receive, most_bytes: int) -> Receive:
             async with asyncio.timeout(min(_BODY_S, until - time.monotonic())):
                 message = await receive()
         except TimeoutError as error:
-            raise HttpError(
-                408,
-                f"nothing of the body came for {_BODY_S:g} s, or not all in {_FILE_S:g} s",
-                "body_too_late",
-            ) from error
+            said = f"the body did not arrive within {seconds:g} s; send it with the request"
+            raise HttpError(408, said, "body_too_late") from error
         total += len(message.get("body", b""))
         if total > most_bytes:
-            raise HttpError(
-                413,
-                f"the body has more than {most_bytes} bytes, which is the limit; shorten it",
-                "body_too_large",
-            )
+            raise _too_large(most_bytes)
         return message
 
     return bounded
@@ -426,9 +389,7 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             self._begun, self._said_s = True, loop.time()
             comments = asyncio.ensure_future(self._comment(send))
-            comments.add_done_callback(
-                forget_error
-            )  # of a connection that is gone, which the next event meets, too
+            comments.add_done_callback(forget_error)  # a connection is gone, which the next event meets, too
             try:
                 async for data in events:
                     self._said_s = loop.time()

@@ -1,4 +1,7 @@
-"""What there is to ask: contexts and models, and whether anybody answers."""
+"""All that is asked over HTTP but answers: contexts, operations, files, models, tokens, health, and a page at `/`.
+
+The page's files hold nothing of the server's and need no token; what it asks by them does.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ from starlette.routing import Route
 
 from decode_engine.errors import TooManyRequestsError
 from decode_engine.gateway.exchange import (
-    Answered,
     EventStream,
     HttpError,
+    LocalVerbs,
     bounded_receive,
     exchange_of,
     failure,
@@ -111,14 +114,10 @@ def _model(request: Request) -> dict[str, Any]:
 async def list_contexts(request: Request) -> Response:
     """GET /v1/contexts: a page, newest first unless `order_by` says otherwise."""
     known_query(request, "page_size", "page_token", "filter", "order_by")
-    size = request.query_params.get("page_size", "0")
-    if not (size.isascii() and size.isdigit() and len(size) < 10 and int(size) <= _MOST_ON_A_PAGE):
-        raise InvalidArgumentError(
-            f"page_size is {size[:100]!r}, expected an integer of 0 to {_MOST_ON_A_PAGE}", field="page_size"
-        )
+    size = _integer(request, "page_size", "0", _MOST_ON_A_PAGE)
     names = ("page_token", "filter", "order_by")
     token, chosen, order = (request.query_params.get(name, "") for name in names)
-    page = await Answered(request).list_page(int(size), token, filter=chosen, order_by=order)
+    page = await LocalVerbs(request).list_page(size, token, filter=chosen, order_by=order)
     return JsonReply(
         {
             "object": "list",
@@ -145,7 +144,7 @@ async def update_context(request: Request) -> Response:
     others = {name: value for name, value in given.items() if name not in ("expire_time", "ttl_seconds")}
     changes = cast(ContextChanges, {**others, "expire_time": expiry_of(given)})
     context = await _find(request)
-    return JsonReply(context_object(await Answered(request).update_context(context.name, **changes)))
+    return JsonReply(context_object(await LocalVerbs(request).update_context(context.name, **changes)))
 
 
 def expiry_of(given: Mapping[str, Any]) -> datetime | Never | None:
@@ -181,12 +180,12 @@ async def delete_context(request: Request) -> Response:
     if force not in ("true", "false"):
         raise InvalidArgumentError(f"force is {force[:100]!r}, expected true or false", field="force")
     context = await _find(request)
-    await Answered(request).delete_context(context.name, force=force == "true")
+    await LocalVerbs(request).delete_context(context.name, force=force == "true")
     return JsonReply({"id": _id(context), "object": "context", "deleted": True})
 
 
 async def _find(request: Request) -> ContextInfo:
-    return await Answered(request).find_context(request.path_params["context"])
+    return await LocalVerbs(request).find_context(request.path_params["context"])
 
 
 def context_object(context: ContextInfo) -> dict[str, Any]:
@@ -198,6 +197,16 @@ def context_object(context: ContextInfo) -> dict[str, Any]:
 
 def _id(context: ContextInfo) -> str:
     return context.name.removeprefix("contexts/")
+
+
+def _integer(request: Request, name: str, usual: str, most: int) -> int:
+    """A parameter of the address. Raises InvalidArgumentError."""
+    text = request.query_params.get(name, usual)
+    if not (text.isascii() and text.isdigit() and len(text) < 11 and int(text) <= most):
+        raise InvalidArgumentError(
+            f"{name} is {text[:100]!r}, expected an integer of 0 to {most}", field=name
+        )
+    return int(text)
 
 
 def known_query(request: Request, *names: str) -> None:
@@ -218,10 +227,7 @@ CREATE = Endpoint(
         ),
         Parameter("token_ids", TOKENS, "The document as tokens."),
         Parameter(
-            "messages",
-            MESSAGES,
-            "The document as messages, which those of requests follow.",
-            inside=MESSAGE,
+            "messages", MESSAGES, "The document as messages, which those of requests follow.", inside=MESSAGE
         ),
         Parameter("tools", TOOLS, "With `messages`: functions that the model may call.", inside=TOOL),
         Parameter("file_id", TEXT, "The document as a file that /v1/files took, by its id."),
@@ -254,6 +260,8 @@ _SOURCES = ("text", "token_ids", "messages", "file_id")
 _FILE_PREFIX = "file-"
 _PURPOSE = "user_data"
 _WAIT_S = 1.0
+_FILE_S = 600.0
+"""How long a file may take to arrive."""
 _MOST_FILES = 4
 """Files that are taken at once: each may lie in memory whole."""
 
@@ -265,7 +273,7 @@ async def create_context(request: Request) -> Response:
         raise InvalidArgumentError(f"give exactly one of {', '.join(_SOURCES)}")
     parent, upload = given.get("parent"), _upload_of(given.get("file_id"))
     if parent is not None:
-        parent = (await Answered(request).find_context(parent)).name
+        parent = (await LocalVerbs(request).find_context(parent)).name
     others = {name: given[name] for name in CreateOptions.__annotations__ if name in given}
     options = cast(CreateOptions, {**others, "ttl_s": _lives_s(given), "parent": parent})
     order = verbs.create_context(
@@ -275,7 +283,7 @@ async def create_context(request: Request) -> Response:
         messages=_messages_of(given),
         upload=upload,
     )
-    operation = await Answered(request).run(order)
+    operation = await LocalVerbs(request).run(order)
     if given.get("stream"):
         return EventStream(_progress(request, operation), _no_work)
     return JsonReply(operation_object(operation), status_code=202)
@@ -302,7 +310,7 @@ def _messages_of(given: dict[str, Any]) -> Sequence[Message] | Conversation | No
 async def list_operations(request: Request) -> Response:
     """GET /v1/operations: the newest ones."""
     known_query(request)
-    found = [operation_object(each) async for each in Answered(request).list_operations()]
+    found = [operation_object(each) async for each in LocalVerbs(request).list_operations()]
     return JsonReply({"object": "list", "data": found, "has_more": False})
 
 
@@ -313,12 +321,12 @@ async def get_operation(request: Request) -> Response:
 
 async def cancel_operation(request: Request) -> Response:
     """POST /v1/operations/{operation}/cancel."""
-    await Answered(request).cancel_operation(_operation_name(request))
+    await LocalVerbs(request).cancel_operation(_operation_name(request))
     return JsonReply(operation_object(await _operation(request)))
 
 
 async def _operation(request: Request) -> OperationInfo:
-    return await Answered(request).get_operation(_operation_name(request))
+    return await LocalVerbs(request).get_operation(_operation_name(request))
 
 
 async def create_file(request: Request) -> Response:
@@ -335,7 +343,7 @@ async def create_file(request: Request) -> Response:
 
 
 async def _take_file(request: Request) -> Response:
-    bounded = Request(request.scope, bounded_receive(request.receive, MOST_DOCUMENT_BYTES + 2**16))
+    bounded = Request(request.scope, bounded_receive(request.receive, MOST_DOCUMENT_BYTES + 2**16, _FILE_S))
     try:
         async with bounded.form(max_files=1, max_fields=8) as form:
             file, purpose = form.get("file"), form.get("purpose")
@@ -351,7 +359,7 @@ async def _take_file(request: Request) -> Response:
             filename = file.filename or ""
     except HTTPException as error:
         raise InvalidArgumentError(f"the body is no form: {error.detail}", field="file") from error
-    upload = await Answered(request).upload_document(document)
+    upload = await LocalVerbs(request).upload_document(document)
     return JsonReply(
         {
             "id": _FILE_PREFIX + upload.name.removeprefix("uploads/"),
@@ -381,7 +389,7 @@ async def _progress(request: Request, operation: OperationInfo) -> AsyncGenerato
             if operation.done:
                 yield event(context_object(operation.result()), "context")
                 break
-            operation = await Answered(request).wait_operation(operation.name, _WAIT_S)
+            operation = await LocalVerbs(request).wait_operation(operation.name, _WAIT_S)
     except Exception as error:
         yield event(failure(exchange.public(error, exchange.beside.paths))[1], "error")
     yield event(DONE)
@@ -433,10 +441,7 @@ _COUNTED = frozenset(
 )
 INPUT_TOKENS = Endpoint(
     "/v1/responses/input_tokens",
-    (
-        *(one for one in RESPONSES.parameters if one.name in _COUNTED),
-        *taken("model", "one model is served"),
-    ),
+    (*(one for one in RESPONSES.parameters if one.name in _COUNTED), *taken("model", "one model is served")),
 )
 TOKENIZE = Endpoint(
     "/tokenize",
@@ -464,7 +469,7 @@ async def tokenize(request: Request) -> Response:
     said: str | Conversation = given.get("prompt", "")
     if "messages" in given:
         said = Conversation(turns_of(given["messages"]), tools_of(given.get("tools", [])))
-    found = await Answered(request).tokenize(said)
+    found = await LocalVerbs(request).tokenize(said)
     texts = [text.decode("utf-8", "replace") for text in found.texts]
     return JsonReply(
         {
@@ -479,7 +484,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """POST /detokenize: the text of tokens."""
     given = await read_given(request, DETOKENIZE)
-    return JsonReply({"prompt": await Answered(request).detokenize(given["tokens"])})
+    return JsonReply({"prompt": await LocalVerbs(request).detokenize(given["tokens"])})
 
 
 async def count_input(request: Request) -> Response:
@@ -488,7 +493,7 @@ async def count_input(request: Request) -> Response:
     turns, places = response_turns(given)
     said = Conversation(turns, tools_of(given.get("tools", [])))
     try:
-        counted = await Answered(request).count_tokens(said)
+        counted = await LocalVerbs(request).count_tokens(said)
     except InvalidArgumentError as error:
         rename_parts(error, places)
         raise
@@ -546,19 +551,11 @@ async def server_status(request: Request) -> Response:
 async def context_tokens(request: Request) -> Response:
     """GET /v1/contexts/{context}/tokens: the texts of some of a context's tokens; joined they are the text."""
     known_query(request, "start", "count")
-    given = {
-        name: request.query_params.get(name, usual) for name, usual in (("start", "0"), ("count", "2048"))
-    }
-    for name, most in (("start", 2**31 - 1), ("count", MOST_TOKENS)):
-        text = given[name]
-        if not (text.isascii() and text.isdigit() and len(text) < 11 and int(text) <= most):
-            raise InvalidArgumentError(
-                f"{name} is {text[:100]!r}, expected an integer of 0 to {most}", field=name
-            )
+    start = _integer(request, "start", "0", 2**31 - 1)
+    count = _integer(request, "count", "2048", MOST_TOKENS)
     exchange = exchange_of(request)
     answering = exchange.beside.served.answering
-    found = await Answered(request).find_context(request.path_params["context"])
-    start, count = int(given["start"]), int(given["count"])
+    found = await LocalVerbs(request).find_context(request.path_params["context"])
 
     def read() -> tuple[int, list[str]]:
         manifest = answering.store.manifest(found.name.removeprefix("contexts/"))

@@ -1,4 +1,4 @@
-"""The HTTP door: a port on the event loop of the gRPC door, beside which it answers."""
+"""The HTTP door: a port on the event loop of the gRPC door, whose connections have an end."""
 
 from __future__ import annotations
 
@@ -224,7 +224,6 @@ def _encryption(certificates: Certificates | None) -> dict[str, Any]:
 
 
 def _bind(listen: str, shared: bool) -> socket.socket:
-    """A socket that listens there. Raises AddressError."""
     host, _, port = listen.rpartition(":")
     try:
         (family, kind, protocol, _, place), *_ = socket.getaddrinfo(

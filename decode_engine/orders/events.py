@@ -1,7 +1,7 @@
 """What the engine says of a request: `Waits` now and then, `Begins`, `Says` for its answers, `Ends` for each of them.
 
 `Fails` ends the whole request. Structs are arrays on the wire: a step sends one message with the events of all
-requests.
+requests. `Core` is the engine as doors see it: the same in their own process and behind a socket.
 """
 
 from __future__ import annotations

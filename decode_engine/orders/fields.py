@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+import msgspec
+from msgspec import Meta, Struct
 
 from decode_engine.settings.request_bounds import (
     MAX_ANSWERS,
@@ -38,11 +39,24 @@ _MOST_SHOWN = 40
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a value has to be. shown: in words. fits: whether one is. schema: the same as far as JSON schema says it."""
+    """What a value has to be. shown: in words. type: as msgspec reads it. holds: what types do not say."""
 
     shown: str
-    fits: Callable[[Any], bool]
-    schema: Mapping[str, Any] = field(default_factory=dict)
+    type: Any
+    holds: Callable[[Any], bool] = lambda value: True
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value of JSON is one."""
+        try:
+            msgspec.convert(value, self.type)
+        except msgspec.ValidationError:
+            return False
+        return self.holds(value)
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """The same as far as JSON schema says it."""
+        return {} if self.type is Any else msgspec.json.schema(self.type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,51 +83,21 @@ class Range:
     def kind(self) -> Kind:
         """Of a value that may be anything."""
         least = "exclusiveMinimum" if self.above else "minimum"
-        schema = {"type": "integer" if self.whole else "number", least: self.least, "maximum": self.most}
+        bounds = Meta(extra_json_schema={least: self.least, "maximum": self.most})
         if self.whole:
             shown = f"an integer of {self.least} to {self.most}"
         elif self.above:
             shown = f"a number above {self.least:g}, at most {self.most:g}"
         else:
             shown = f"a number of {self.least:g} to {self.most:.12g}"
-        is_one = is_integer if self.whole else is_number
-        return Kind(shown, lambda value: is_one(value) and self.holds(value), schema)
+        return Kind(shown, Annotated[int, bounds] if self.whole else Annotated[float, bounds], self.holds)
 
 
-def is_number(value: Any) -> bool:
-    """Whether a value of JSON is a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def is_integer(value: Any) -> bool:
-    """Whether a value of JSON is an integer."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_object(value: Any, most: int) -> bool:
-    """Whether a value of JSON is an object of at most so many members."""
-    return isinstance(value, dict) and len(value) <= most
-
-
-def list_of(one: Kind, most: int) -> Callable[[Any], bool]:
-    """Whether a value is a list of at most so many. Looked at first: the rest takes time for each."""
-    return lambda value: isinstance(value, list) and len(value) <= most and all(map(one.fits, value))
-
-
-def listed(one: Kind, most: int) -> Mapping[str, Any]:
-    """The JSON schema of the same."""
-    return {"type": "array", "items": one.schema, "maxItems": most}
-
-
-ANY = Kind("anything", lambda value: True)
-TEXT = Kind("a text", lambda value: isinstance(value, str), {"type": "string"})
-FLAG = Kind("true or false", lambda value: isinstance(value, bool), {"type": "boolean"})
-OBJECT = Kind("an object", lambda value: isinstance(value, dict), {"type": "object"})
-TOKENS = Kind(
-    "a list of token ids",
-    lambda value: isinstance(value, list) and all(is_integer(id_) and id_ >= 0 for id_ in value),
-    {"type": "array", "items": {"type": "integer", "minimum": 0}},
-)
+ANY = Kind("anything", Any)
+TEXT = Kind("a text", str)
+FLAG = Kind("true or false", bool)
+OBJECT = Kind("an object", dict)
+TOKENS = Kind("a list of token ids", list[Annotated[int, Meta(ge=0)]])
 
 
 def shown(value: object) -> str:
@@ -228,21 +212,19 @@ def _of_choices(name: str, chat: str = "") -> Mapping[Endpoint, tuple[str, ...]]
 
 _TEXTS = Kind(
     f"a text, or a list of at most {MAX_STOP_STRINGS} texts",
-    lambda value: isinstance(value, str) or list_of(TEXT, MAX_STOP_STRINGS)(value),
-    {"anyOf": [TEXT.schema, listed(TEXT, MAX_STOP_STRINGS)]},
+    str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)],
 )
 _TEXTS_ONLY = Kind(
-    f"a list of at most {MAX_CHOICES:,} texts", list_of(TEXT, MAX_CHOICES), listed(TEXT, MAX_CHOICES)
+    f"a list of at most {MAX_CHOICES:,} texts", Annotated[list[str], Meta(max_length=MAX_CHOICES)]
 )
 _BIAS = Kind(
     f"numbers by token id, at most {MAX_BIASED_TOKENS}",
-    lambda value: is_object(value, MAX_BIASED_TOKENS) and all(map(is_number, value.values())),
-    {"type": "object", "additionalProperties": {"type": "number"}, "maxProperties": MAX_BIASED_TOKENS},
+    Annotated[dict[str, float], Meta(max_length=MAX_BIASED_TOKENS)],
 )
 _MOST_TOKENS = Kind(
     "an integer of 1 or more; -1 for as many as fit",
-    lambda value: is_integer(value) and (value >= 1 or value == -1),
-    {"type": "integer", "anyOf": [{"minimum": 1}, {"const": -1}]},
+    Annotated[int, Meta(extra_json_schema={"anyOf": [{"minimum": 1}, {"const": -1}]})],
+    lambda value: value >= 1 or value == -1,
 )
 
 FIELDS = (

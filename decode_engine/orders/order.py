@@ -1,4 +1,4 @@
-"""One request as doors and engine hold it, from the wire until its session ends."""
+"""One request as doors and engine hold it, from the wire until its session ends, and what every door checks of it."""
 
 from __future__ import annotations
 

@@ -35,8 +35,9 @@ IN_ORDER_S = 4.0
 def stop_signals(grace_s: float) -> Iterator[threading.Event]:
     """An event that the first SIGINT, SIGTERM or SIGHUP sets; a second one ends the process at once.
 
-    grace_s: of running requests. If the process lives IN_ORDER_S after that, it says what its threads do and ends
-    with 1.
+    grace_s: of running requests. If the process lives IN_ORDER_S after that, the interpreter's watchdog, which needs no
+    thread and no lock, says what its threads do and ends it with 1. What a signal does at once is to write its number
+    into a pipe that a thread of its own reads: Python's handlers run on the main thread only, when that comes by.
     """
     stopping = threading.Event()
     reading, writing = socket.socketpair()
@@ -193,9 +194,7 @@ class Parent:
 
     def _listen(self) -> None:
         while line := self._input.readline():
-            if (
-                not self._serves
-            ):  # starting changes nothing that would be left half done, and may take minutes
+            if not self._serves:  # starting leaves nothing half done, and may take minutes
                 os._exit(0)
             self._ends.put(_read_stop(line).grace_s)
         os._exit(1)

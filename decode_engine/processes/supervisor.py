@@ -21,26 +21,15 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from decode_engine.errors import AddressError, InternalError, error_by_reason
-from decode_engine.processes.attached import (
-    Failed,
-    Phase,
-    Serving,
-    Setup,
-    Silent,
-    Stop,
-    Word,
-    setup_line,
-)
+from decode_engine.processes.attached import Failed, Phase, Serving, Setup, Silent, Stop, Word, setup_line
 from index_store.errors import SparseKVError
 
 logger = logging.getLogger(__name__)
 
 ENGINE = (sys.executable, "-c", "from decode_engine.processes.engine_process import main; main()")
 DOOR = (sys.executable, "-c", "from decode_engine.processes.door_process import main; main()")
-_LEAST_S, _MOST_S = (
-    1.0,
-    60.0,
-)  # between the end of a process that did not come to serve and the start of the next
+_LEAST_S, _MOST_S = 1.0, 60.0
+"""Between the end of a process that did not come to serve and the start of the next."""
 _LAST_S = 3.5
 """After the grace, for requests to be told why they end, and for processes to end."""
 

@@ -8,33 +8,62 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 
 from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf.empty_pb2 import Empty
 
-from decode_engine.errors import UnfinishedCallError
+from decode_engine.errors import CancelledError, UnfinishedCallError
 from decode_engine.orders.events import Core, Residency
-from decode_engine.rpc.contexts.creation import Operations, Workshop, parse_operation
-from decode_engine.rpc.contexts.listing import COLLECTION, Pager, find_context, parse_name, update_context
+from decode_engine.rpc.contexts.creation import Workshop, unattended
+from decode_engine.rpc.contexts.listing import (
+    COLLECTION,
+    DEFAULT_PAGE_SIZE,
+    MAX_PAGE_SIZE,
+    Pager,
+    find_context,
+    parse_name,
+    update_context,
+)
 from decode_engine.rpc.describe import describe_broken, describe_context, describe_upload
 from decode_engine.rpc.door.access import Sharing
 from decode_engine.rpc.transport.asker import Asker
-from decode_engine.rpc.transport.status import Paths
+from decode_engine.rpc.transport.status import Paths, status_of, to_status
 from decode_engine.rpc.transport.work import Bound
 from index_store.cli.traces import trace_id
-from index_store.errors import ContextNotFoundError, SparseKVError
+from index_store.errors import ContextNotFoundError, InvalidArgumentError, SparseKVError
 from index_store.family.parents import parent_of
+from index_store.jobs.job_queue import BrokenJob
+from index_store.jobs.job_queue import Entry as JobEntry
+from index_store.jobs.job_record import JobRecord, JobState, is_job_id
 from index_store.jobs.uploads import Upload, UploadWriting
 from index_store.memory.placement import Placement
 from index_store.store.catalog import Store
 from index_store.store.description.manifest import Manifest
 from index_store.store.listing import BrokenContext
 from sparsekv.v1 import context_pb2, context_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+_COLLECTION = "operations/"
+_MAX_WARMING = 8
+"""Calls that load contexts ahead of need, at once: each holds a thread while it waits."""
+_MAX_ORDERING = 8
+"""Calls that order contexts, at once: each holds a thread while its document is cut into tokens."""
+_MAX_UPLOADING = 8
+_UPLOAD_S = 600
+_MAX_WAITS = 64
+"""Calls that wait for operations, at once: each has the store looked into every quarter of a second."""
+_LOOK_S = 0.25
+_DEFAULT_WAIT_S, _LONGEST_WAIT_S = 60.0, 600.0
+_BUSY_S = 2.0
+"""How long an update waits for others of the same context; a job that writes it takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +78,7 @@ class Library:
     core: Core
     loop: asyncio.AbstractEventLoop
     paths: Paths
-
-    def operations(self) -> Operations:
-        """The operations that follow orders."""
-        return Operations(self.workshop.queue, self.describe_id, self.paths)
+    pager: Pager
 
     def describe_id(self, id_: str) -> context_pb2.Context:
         """The context of an id as the API shows it, also where it has been deleted."""
@@ -76,7 +102,6 @@ class Library:
         ]
 
     def _base(self, entry: Manifest | BrokenContext) -> Manifest | BrokenContext:
-        """What is searched of a context."""
         if isinstance(entry, BrokenContext):
             return entry
         try:
@@ -111,21 +136,100 @@ class Library:
             children=children,
         )
 
+    def operations(
+        self, request: operations_pb2.ListOperationsRequest
+    ) -> operations_pb2.ListOperationsResponse:
+        """One page of all operations, newest first. Raises InvalidArgumentError."""
+        if request.name not in ("", "operations"):
+            raise InvalidArgumentError(f"name is {request.name[:100]!r}, expected operations", field="name")
+        if request.filter:
+            raise InvalidArgumentError(
+                f"filter is {request.filter[:100]!r}, expected none: operations cannot be filtered",
+                field="filter",
+            )
+        if request.page_size < 0:
+            raise InvalidArgumentError(
+                f"page_size is {request.page_size}, expected 0 or more", field="page_size"
+            )
+        size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
+        all_entries = self.workshop.queue.entries()
+        entries = sorted(all_entries, key=_place)
+        if request.page_token:
+            age, id_ = self.pager.read(request.page_token)
+            last = float(age), id_
+            entries = [entry for entry in entries if _place(entry) > last]
+        shown = entries[:size]
+        token = self.pager.token(*map(str, _place(shown[-1]))) if len(entries) > size else ""
+        return operations_pb2.ListOperationsResponse(
+            operations=[self.operation(entry, all_entries) for entry in shown], next_page_token=token
+        )
 
-logger = logging.getLogger(__name__)
+    def operation(
+        self, entry: JobEntry, entries: Sequence[JobEntry] | None = None
+    ) -> operations_pb2.Operation:
+        """One operation. entries: all there are, where they are known."""
+        operation = operations_pb2.Operation(name=_COLLECTION + entry.id)
+        if isinstance(entry, BrokenJob):
+            operation.done = True
+            operation.error.CopyFrom(to_status(entry.error))
+            operation.error.message = self.paths.hide(operation.error.message)
+            return operation
+        operation.metadata.Pack(self._metadata(entry, entries))
+        operation.done = not entry.open
+        if entry.state is JobState.DONE:
+            operation.response.Pack(self.describe_id(entry.order.context))
+        elif entry.state is JobState.CANCELLED:
+            operation.error.CopyFrom(to_status(CancelledError("the operation was cancelled")))
+        elif entry.failure is not None:
+            failure = entry.failure
+            metadata = {name: self.paths.hide(value) for name, value in failure.metadata.items()}
+            operation.error.CopyFrom(status_of(failure.reason, self.paths.hide(failure.message), metadata))
+        return operation
 
-_MAX_WARMING = 8
-"""Calls that load contexts ahead of need, at once: each holds a thread while it waits."""
-_MAX_ORDERING = 8
-"""Calls that order contexts, at once: each holds a thread while its document is cut into tokens."""
-_MAX_UPLOADING = 8
-_UPLOAD_S = 600
-_MAX_WAITS = 64
-"""Calls that wait for operations, at once: each has the store looked into every quarter of a second."""
-_LOOK_S = 0.25
-_DEFAULT_WAIT_S, _LONGEST_WAIT_S = 60.0, 600.0
-_BUSY_S = 2.0
-"""How long an update waits for others of the same context; a job that writes it takes longer."""
+    def _metadata(
+        self, record: JobRecord, entries: Sequence[JobEntry] | None
+    ) -> context_pb2.CreateContextMetadata:
+        metadata = context_pb2.CreateContextMetadata
+        order, progress = record.order, record.progress
+        phase, ahead, remaining, reason = metadata.ENDED, 0, None, ""
+        if record.open and self.workshop.queue.held(record.id):
+            phase, remaining = getattr(metadata, progress.phase.name), progress.remaining
+        elif record.open:
+            phase, reason = metadata.QUEUED, unattended(self.workshop.queue, record)
+            known = self.workshop.queue.entries() if entries is None else entries
+            ahead = sum(
+                isinstance(other, JobRecord) and other.open and other.turn < record.turn for other in known
+            )
+        return metadata(
+            phase=phase,
+            tokens_done=progress.tokens_done,
+            tokens_total=order.tokens,
+            bytes_written=progress.bytes_written,
+            remaining=None if remaining is None else timedelta(seconds=math.ceil(remaining)),
+            create_time=record.created_at,
+            jobs_ahead=ahead,
+            context=f"contexts/{order.context}",
+            layers_done=progress.layers_done,
+            layers_total=progress.layers_total,
+            owner=order.owner,
+            waiting_reason=reason,
+            notes=[self.paths.hide(note) for note in record.notes],
+        )
+
+
+def _operation_id(name: str) -> str:
+    """The job's id in an operation's name. Raises InvalidArgumentError for anything else."""
+    id_ = name.removeprefix(_COLLECTION)
+    if not name.startswith(_COLLECTION) or not is_job_id(id_):
+        raise InvalidArgumentError(
+            f"name is {name[:100]!r}, expected {_COLLECTION} and 32 hexadecimal digits", field="name"
+        )
+    return id_
+
+
+def _place(entry: JobEntry) -> tuple[float, str]:
+    """Newest first, those that cannot be read last."""
+    return (-entry.created_at.timestamp() if isinstance(entry, JobRecord) else math.inf, entry.id)
 
 
 class ContextService(context_pb2_grpc.ContextServiceServicer):
@@ -135,7 +239,6 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         """model: fingerprint of the one that is served."""
         self._library = library
         self._model = model
-        self._pager = Pager(sharing.key)
         self._warming = Bound(_MAX_WARMING, "contexts are being loaded ahead of need", sharing)
         self._ordering = Bound(_MAX_ORDERING, "contexts are being ordered", sharing)
         self._uploading = Bound(_MAX_UPLOADING, "documents are being uploaded", sharing)
@@ -143,19 +246,16 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
     async def CreateContext(
         self, request: context_pb2.CreateContextRequest, call: Asker
     ) -> operations_pb2.Operation:
-        library = self._library
         # Who leaves has the order made or not made, and finds out by its request_id.
-        work = partial(self._create, library, request, call)
+        work = partial(self._create, request, call)
         operation = await self._ordering.run(partial(call.run_alone, work))
         call.note(operation=operation.name)
         return operation
 
-    def _create(
-        self, library: Library, request: context_pb2.CreateContextRequest, call: Asker
-    ) -> operations_pb2.Operation:
+    def _create(self, request: context_pb2.CreateContextRequest, call: Asker) -> operations_pb2.Operation:
         traceparent = call.traceparent if trace_id(call.traceparent) else ""
-        order = library.workshop.order(request, call.check, call.caller, traceparent)
-        return library.operations().show(order)
+        order = self._library.workshop.order(request, call.check, call.caller, traceparent)
+        return self._library.operation(order)
 
     async def UploadDocument(
         self, requests: AsyncIterator[context_pb2.UploadDocumentRequest], call: Asker
@@ -171,10 +271,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         return describe_upload(upload)
 
     async def _receive(
-        self,
-        requests: AsyncIterator[context_pb2.UploadDocumentRequest],
-        writing: UploadWriting,
-        call: Asker,
+        self, requests: AsyncIterator[context_pb2.UploadDocumentRequest], writing: UploadWriting, call: Asker
     ) -> Upload:
         sha256 = ""
         try:
@@ -196,25 +293,21 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
             logger.exception("what had come of an upload was not removed")
 
     async def GetContext(self, request: context_pb2.GetContextRequest, call: Asker) -> context_pb2.Context:
-        context = await call.run(partial(self._get, self._library, request))
+        context = await call.run(partial(self._get, request))
         call.note(context=context.name.removeprefix(COLLECTION))
         return context
 
-    def _get(self, library: Library, request: context_pb2.GetContextRequest) -> context_pb2.Context:
-        entry = find_context(library.store, request, self._model)
-        return library.describe([entry])[0]
+    def _get(self, request: context_pb2.GetContextRequest) -> context_pb2.Context:
+        return self._library.describe([find_context(self._library.store, request, self._model)])[0]
 
     async def ListContexts(
         self, request: context_pb2.ListContextsRequest, call: Asker
     ) -> context_pb2.ListContextsResponse:
-        library = self._library
-        return await call.run(partial(library.store.bounded, partial(self._list, library, request)))
+        return await call.run(partial(self._library.store.bounded, partial(self._list, request)))
 
-    def _list(
-        self, library: Library, request: context_pb2.ListContextsRequest
-    ) -> context_pb2.ListContextsResponse:
-        page, next_token = self._pager.page(library.store, request)
-        return context_pb2.ListContextsResponse(contexts=library.describe(page), next_page_token=next_token)
+    def _list(self, request: context_pb2.ListContextsRequest) -> context_pb2.ListContextsResponse:
+        page, token = self._library.pager.page(self._library.store, request)
+        return context_pb2.ListContextsResponse(contexts=self._library.describe(page), next_page_token=token)
 
     async def UpdateContext(
         self, request: context_pb2.UpdateContextRequest, call: Asker
@@ -268,17 +361,17 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore
         self, request: operations_pb2.ListOperationsRequest, call: Asker
     ) -> operations_pb2.ListOperationsResponse:
         library = self._library
-        return await call.run(partial(library.store.bounded, partial(library.operations().page, request)))
+        return await call.run(partial(library.store.bounded, partial(library.operations, request)))
 
     async def GetOperation(
         self, request: operations_pb2.GetOperationRequest, call: Asker
     ) -> operations_pb2.Operation:
-        return await self._look(parse_operation(request.name), call)
+        return await self._look(_operation_id(request.name), call)
 
     async def WaitOperation(
         self, request: operations_pb2.WaitOperationRequest, call: Asker
     ) -> operations_pb2.Operation:
-        id_ = parse_operation(request.name)
+        id_ = _operation_id(request.name)
         asked = request.timeout.ToTimedelta().total_seconds() if request.HasField("timeout") else None
         wait_s = _DEFAULT_WAIT_S if asked is None else min(max(asked, 0.0), _LONGEST_WAIT_S)
         end = time.monotonic() + wait_s
@@ -292,14 +385,18 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore
 
     async def CancelOperation(self, request: operations_pb2.CancelOperationRequest, call: Asker) -> Empty:
         queue = self._library.workshop.queue
-        await call.run(partial(queue.cancel, parse_operation(request.name)))
+        await call.run(partial(queue.cancel, _operation_id(request.name)))
         return Empty()
 
     async def DeleteOperation(self, request: operations_pb2.DeleteOperationRequest, call: Asker) -> Empty:
         queue = self._library.workshop.queue
-        await call.run(partial(queue.remove, parse_operation(request.name)))
+        await call.run(partial(queue.remove, _operation_id(request.name)))
         return Empty()
 
     async def _look(self, id_: str, call: Asker) -> operations_pb2.Operation:
         library = self._library
-        return await call.run(partial(library.store.bounded, partial(library.operations().get, id_)))
+
+        def look() -> operations_pb2.Operation:
+            return library.operation(library.workshop.queue.entry(id_))
+
+        return await call.run(partial(library.store.bounded, look))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
-from datetime import datetime
 from typing import TYPE_CHECKING
 
-from google.protobuf.timestamp_pb2 import Timestamp
 from msgspec import structs
 
 from decode_engine.layers.figures import Figures
@@ -68,8 +66,8 @@ def describe_context(
         index_bytes=own.index_bytes,
         state=states.EXPIRED if expired else states.READY,
         state_message=problem or ("" if child is None else _advice(child, manifest)),
-        create_time=_timestamp(own.created_at),
-        expire_time=None if own.expires_at is None else _timestamp(own.expires_at),
+        create_time=own.created_at,
+        expire_time=own.expires_at,
         resident=resident,
         methods=supported_methods(manifest),
         default_method="" if problem else default.expression,
@@ -109,11 +107,7 @@ def describe_broken(broken: BrokenContext) -> context_pb2.Context:
         state = states.UNSUPPORTED
     elif isinstance(broken.error, StoreUnavailableError):
         state = states.UNAVAILABLE
-    return context_pb2.Context(
-        name=COLLECTION + broken.id,
-        state=state,
-        state_message=broken.error.message,
-    )
+    return context_pb2.Context(name=COLLECTION + broken.id, state=state, state_message=broken.error.message)
 
 
 def describe_methods(head_dim: int, dtype: str) -> generation_pb2.ListMethodsResponse:
@@ -150,12 +144,11 @@ def describe_upload(upload: Upload) -> context_pb2.Upload:
         name=f"uploads/{upload.id}",
         size_bytes=upload.nbytes,
         sha256=upload.sha256,
-        expire_time=_timestamp(upload.expires_at),
+        expire_time=upload.expires_at,
     )
 
 
 def _describe_method(method: Method, head_dim: int) -> generation_pb2.Method:
-    """A method as the API shows it."""
     budget = method.budget
     partition = None if method.drops_remainder else method.partition or method.index
     return generation_pb2.Method(
@@ -207,12 +200,6 @@ def _describe_index(index: IndexEntry, token_count: int) -> context_pb2.Context.
         bytes_per_token=index.nbytes / token_count,
         layers=index.layers,
     )
-
-
-def _timestamp(time: datetime) -> Timestamp:
-    stamp = Timestamp()
-    stamp.FromDatetime(time)
-    return stamp
 
 
 def said_message(said: Said, bytes_of: Sequence[bytes]) -> generation_pb2.GenerateResponse:

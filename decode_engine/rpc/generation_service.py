@@ -1,4 +1,4 @@
-"""The service of generation: thin handlers between messages and a door's answers.
+"""The service of generation: requests as checked orders, and thin handlers between messages and a door's answers.
 
 Handlers run on the listener's thread and never block it: what reads files goes through `Asker.run`, what waits for
 memory through `Asker.run_alone`. Errors are left to the gate.
@@ -253,10 +253,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 call.note(failed=failed, generated_tokens=generated)
 
     async def _answer_in_turn(
-        self,
-        context: str,
-        request: generation_pb2.GenerateRequest,
-        call: Asker,
+        self, context: str, request: generation_pb2.GenerateRequest, call: Asker
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """As `_answer`, of a request in a batch; where there is no place for it, it waits for one."""
         if request.context:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -16,9 +17,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from google.longrunning import operations_pb2, operations_pb2_grpc
 
-from decode_engine.rpc.contexts.own_worker import OwnWorker, worker_command
+from decode_engine.rpc.contexts.own_worker import OwnWorker
 from decode_engine.rpc.door.access import Door, FailedAttempts, Sharing
-from decode_engine.rpc.door.options import certificates_of, warn_of_exposure
 from decode_engine.rpc.transport.calls import Limits
 from decode_engine.rpc.transport.listener import Listener
 from decode_engine.rpc.transport.starting import Phase, Services
@@ -47,9 +47,8 @@ SERVICES = (
 )
 LAST_WORDS_S = 1.0
 """After the grace, for the reason why the rest was ended to reach its clients."""
-_STEP_S = (
-    1.0  # then, for the step that the engine takes: what compiles or waits for a device cannot be interrupted
-)
+_STEP_S = 1.0
+"""Then, for the step that the engine takes: what compiles or waits for a device cannot be interrupted."""
 _OTHER_HANDLES = 1024  # files that are open beside the connections, mostly of contexts that are being loaded
 
 
@@ -69,13 +68,7 @@ class GrpcDoor:
     is taken, InvalidArgumentError when spans cannot be sent where the environment wants them.
     """
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        phase: Phase,
-        *,
-        sharing: Sharing | None = None,
-    ) -> None:
+    def __init__(self, config: ServeConfig, phase: Phase, *, sharing: Sharing | None = None) -> None:
         """sharing: where other processes listen at the port, too."""
         self._sharing = sharing or Sharing(places=config.places)
         self._phase = phase
@@ -86,7 +79,7 @@ class GrpcDoor:
         self.folder = resolve_model(config.model)
         self._services = Services(SERVICES, phase.refusal)
         self.paths = Paths((config.store, self.folder.path))
-        self.certificates = certificates_of(config)
+        self.certificates = config.certificates()
         self.traces = open_traces()
         _provide_handles(config.max_connections)
         limits = Limits(
@@ -126,10 +119,11 @@ class GrpcDoor:
         """From here on calls are served."""
         from decode_engine.rpc.answers.answering import Answering
         from decode_engine.rpc.context_service import ContextService, Library, OperationsService
+        from decode_engine.rpc.contexts.listing import Pager
         from decode_engine.rpc.generation_service import GenerationService
 
         sharing = self._sharing
-        library = Library(self.store, workshop, core, self.listener.loop, self.paths)
+        library = Library(self.store, workshop, core, self.listener.loop, self.paths, Pager(sharing.key))
         answering = Answering(core, facts, self.store, tokenizer, vocabulary, sharing)
         contexts = ContextService(library, facts.identity.fingerprint, sharing)
         generations = GenerationService(answering, self.paths, sharing)
@@ -157,12 +151,7 @@ class DecodeServer:
     Use as a context manager, or call `stop`. Raises what `GrpcDoor` raises, which answers from the start.
     """
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        *,
-        log_json: bool = False,
-    ) -> None:
+    def __init__(self, config: ServeConfig, *, log_json: bool = False) -> None:
         """log_json: how a worker of the server's own logs."""
         self._config = config
         self._log_json = log_json
@@ -174,7 +163,7 @@ class DecodeServer:
         self.grpc = GrpcDoor(config, self.phase)
         self._listener = self.grpc.listener
         self.address = self._listener.address
-        warn_of_exposure(config, config.listen)
+        config.warn_of_exposure()
 
     def __enter__(self) -> Self:
         return self
@@ -254,14 +243,12 @@ class DecodeServer:
 
 def start_worker(config: ServeConfig, log_json: bool, queue: JobQueue, fingerprint: str) -> OwnWorker:
     """Begins to make contexts that are ordered for the model of that fingerprint, in a process beside this one."""
-    command = worker_command(
-        str(config.store),
-        config.model,
-        grown_share=config.grown_share,
-        store_bytes=config.store_bytes,
-        as_json=log_json,
-        log_level=logging.getLevelName(logger.getEffectiveLevel()).lower(),
-    )
+    command = [sys.executable, "-m", "prefill_worker", "serve", "--store", str(config.store)]
+    command += ["--model", config.model, "--grown-share", f"{config.grown_share:g}"]
+    command += [] if config.store_bytes is None else ["--store-bytes", str(config.store_bytes)]
+    level = logging.getLevelName(logger.getEffectiveLevel()).lower()
+    command += ["--device", "cpu", "--attached", "--log-level", level]
+    command += ["--format", "json" if log_json else "text"]
     worker = OwnWorker(command, max(1, config.threads // 2), partial(queue.attending, fingerprint))
     worker.start()
     return worker

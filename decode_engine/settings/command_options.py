@@ -119,11 +119,7 @@ class Prompts(Enum):
     EACH = "each"
 
 
-ModelOption = Annotated[
-    str,
-    Option("--model", help=f"{MODELS}."),
-    Filled(),
-]
+ModelOption = Annotated[str, Option("--model", help=f"{MODELS}."), Filled()]
 TextOption = Annotated[
     tuple[Path, ...],
     Option("--text", help="Text to make contexts of, may be repeated; packaged novels by default."),
@@ -144,7 +140,7 @@ PlacementOption = Annotated[
     Option(
         help="Where contexts are beside a GPU: device (all in its memory), hybrid (keys and values in host memory, "
         "indexes in the GPU's), host (query tables in host memory too, searched by the CPU), or auto (device for what "
-        "fits there, else hybrid, host for indexes that do not fit either).",
+        "fits there, else hybrid, host for indexes that do not fit either)."
     ),
     OneOf(AUTO, "device", "hybrid", "host"),
 ]

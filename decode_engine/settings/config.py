@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -11,11 +12,11 @@ from typer import Option
 from decode_engine.rpc.door.options import (
     DEFAULT_LISTEN,
     AllowRemoteOption,
+    Certificates,
     TlsCertOption,
     TlsClientCaOption,
     TlsKeyOption,
     TokensOption,
-    check_door,
     is_loopback,
 )
 from decode_engine.settings.command_options import (
@@ -51,6 +52,8 @@ from index_store.family.parents import GROWN_SHARE
 from index_store.memory.memory_sizes import parse_size
 from index_store.store.description.dtypes import KV_DTYPES
 from index_store.store.files.reading import available_cores
+
+logger = logging.getLogger(__name__)
 
 MAX_DOORS, MOST_DOORS_UNASKED = 64, 4
 MAX_LANES = 4
@@ -201,7 +204,7 @@ class ServeConfig:
         int | None,
         Option(
             help="Prompt tokens per step, of all prompts, fewer where a method makes them cost more; answers pause for "
-            "that long. 0: 256 on a CPU, 512 on a GPU.",
+            "that long. 0: 256 on a CPU, 512 on a GPU."
         ),
         Spelled(0, lambda tokens: tokens or None),
         AtLeast(1, 2**20),
@@ -235,7 +238,7 @@ class ServeConfig:
         int,
         Option(
             help="Threads that search on the CPU beside a GPU, for contexts of placement host; each takes a core "
-            "while a step runs. 0: all cores but two.",
+            "while a step runs. 0: all cores but two."
         ),
         Spelled(0, lambda threads: threads or search_cores()),
         AtLeast(1),
@@ -253,7 +256,7 @@ class ServeConfig:
         int,
         Option(
             help="Of contexts in host memory, one row in so many has a slot in GPU memory. Fewer rows are fetched with "
-            "more slots: 8 for four and more sessions on one context, 4 for sixteen.",
+            "more slots: 8 for four and more sessions on one context, 4 for sixteen."
         ),
         AtLeast(1, MAX_SLOT_SHARE),
     ] = 16
@@ -275,9 +278,7 @@ class ServeConfig:
         ),
     ] = Compilation.OFF
     dtype: Annotated[
-        str,
-        Option(help="Stored dtype of the contexts to serve; auto: the model's."),
-        OneOf(AUTO, *KV_DTYPES),
+        str, Option(help="Stored dtype of the contexts to serve; auto: the model's."), OneOf(AUTO, *KV_DTYPES)
     ] = AUTO
     warm_up: Annotated[
         bool,
@@ -331,7 +332,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        check_door(self, {"--listen": self.listen})
+        self._check_door()
         for name, place in (("metrics", self.metrics), ("kv_events", self.kv_events)):
             if place is not None and not (self.allow_remote or is_loopback(place)):
                 raise InvalidArgumentError(
@@ -347,6 +348,51 @@ class ServeConfig:
                     f"{flag} is {threads}, expected at most {cores}, the cores of this machine; 0 leaves the number "
                     "to the program"
                 )
+
+    def _check_door(self) -> None:
+        """Raises InvalidArgumentError for options that do not go together, and for an address that others reach without
+        encryption and tokens, unless that is allowed."""
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidArgumentError(
+                "expected both of --tls-cert and --tls-key, or neither", field="tls_cert"
+            )
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise InvalidArgumentError(
+                "--tls-client-ca is given without --tls-cert and --tls-key, which encryption needs",
+                field="tls_client_ca",
+            )
+        if self.unprotected and not (self.allow_remote or is_loopback(self.listen)):
+            raise InvalidArgumentError(
+                f"--listen is {self.listen}, which other machines can reach, and there {self.unprotected}. Listen at "
+                "127.0.0.1, give --tls-cert, --tls-key and --tokens, or add --allow-remote where a network or a proxy "
+                "keeps others out",
+                field="listen",
+            )
+
+    @property
+    def unprotected(self) -> str:
+        """What is not protected at the port, as a sentence goes on after "there"; "" where all is."""
+        if self.tls_cert is None and self.tokens is None:
+            return (
+                "is neither encryption nor any token: who reaches it may read what is sent, and question and delete "
+                "every context"
+            )
+        if self.tls_cert is None:
+            return "is no encryption: who listens in may read what is sent, tokens included"
+        return "" if self.tokens else "are no tokens: who reaches it may question and delete every context"
+
+    def warn_of_exposure(self) -> None:
+        """Says in the log what is not protected, where other machines reach the port."""
+        if self.unprotected and not is_loopback(self.listen):
+            logger.warning("other machines can reach %s, and there %s", self.listen, self.unprotected)
+
+    def certificates(self) -> Certificates | None:
+        """Those to show, None where nothing is encrypted. Raises CertificateError."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        certificates = Certificates(self.tls_cert, self.tls_key, self.tls_client_ca)
+        certificates.check()
+        return certificates
 
     @property
     def places(self) -> int:

@@ -10,12 +10,12 @@ import re
 import sys
 from pathlib import Path
 
+from parameter_tables import describe, describe_inside
 from proto_pages import messages_page
 
 from decode_engine.gateway.exchange import status_of_reason
 from decode_engine.gateway.resources import CREATE, TOKENIZE, UPDATE
 from decode_engine.gateway.wire.bodies import CHAT, COMPLETIONS, RESPONSES
-from decode_engine.gateway.wire.parameters import describe, describe_inside
 from decode_engine.rpc.transport.status import CODES
 
 ROOT = Path(__file__).resolve().parents[2]

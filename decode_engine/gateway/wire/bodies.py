@@ -1,4 +1,4 @@
-"""What the bodies of OpenAI's endpoints mean for a generation."""
+"""The tables of parameters of OpenAI's endpoints, and what their bodies mean for a generation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from decode_engine.gateway.wire.messages_shape import (
     CHOICE,
@@ -35,18 +37,7 @@ from decode_engine.gateway.wire.parameters import (
     taken,
 )
 from decode_engine.orders import fields
-from decode_engine.orders.fields import (
-    BUDGETS,
-    BY_NAME,
-    CONSTRAINTS,
-    FIELDS,
-    FLAG,
-    OBJECT,
-    TEXT,
-    Kind,
-    list_of,
-    split,
-)
+from decode_engine.orders.fields import BUDGETS, BY_NAME, CONSTRAINTS, FIELDS, FLAG, OBJECT, TEXT, Kind, split
 from decode_engine.orders.order import (
     Constraint,
     KeepOptions,
@@ -147,7 +138,6 @@ _OWN = (
 
 
 def _fields(endpoint: fields.Endpoint) -> tuple[Parameter, ...]:
-    """What the table of fields has for an endpoint."""
     return tuple(
         Parameter(name, field.kind, _SAID.get((endpoint, name), field.says), neutral=_UNSET.get(name, ()))
         for field in fields.FIELDS
@@ -284,7 +274,8 @@ COMPLETIONS = Endpoint(
 
 _INCLUDED = Kind(
     "a list of texts without message.output_text.logprobs, which chat completions send",
-    lambda value: list_of(TEXT, 100)(value) and "message.output_text.logprobs" not in value,
+    Annotated[list[str], Meta(max_length=100)],
+    lambda value: "message.output_text.logprobs" not in value,
 )
 
 RESPONSES = Endpoint(
@@ -544,7 +535,6 @@ def _asked(
 
 
 def _plain(values: dict[str, Any], most: int | None) -> dict[str, Any]:
-    """Values as orders have them. Raises InvalidArgumentError."""
     the_one([*values], BUDGETS, "budget")
     plain = {name: value for name, value in values.items() if name not in CONSTRAINTS}
     stop = plain.get("stop", ())
@@ -555,7 +545,6 @@ def _plain(values: dict[str, Any], most: int | None) -> dict[str, Any]:
 
 
 def _constraint(values: Mapping[str, Any], schema: dict[str, Any] | None) -> Constraint | None:
-    """What the answer has to be. Raises InvalidArgumentError."""
     given = {name: values[name] for name in CONSTRAINTS if name in values}
     if schema is not None:
         given["json_schema"] = json.dumps(schema)

@@ -1,4 +1,4 @@
-"""Messages as OpenAI's endpoints spell them, and as their clients send back what they were told.
+"""Messages, items and tools as OpenAI's endpoints spell them, and as their clients send back what they were told.
 
 What was said before is history: it is worded as it is or left out, and nobody checks whether it could be done again.
 """
@@ -7,29 +7,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from decode_engine.gateway.wire.parameters import (
     CONTENT,
     JSON_TEXT,
     OBJECTS,
+    TOOLS,
     Members,
     Parameter,
     Variants,
     refused,
     taken,
 )
-from decode_engine.orders.fields import ANY, FLAG, OBJECT, TEXT, Kind, list_of, listed
+from decode_engine.orders.fields import ANY, FLAG, OBJECT, TEXT, Kind
 from decode_engine.orders.order import ToolChoice
 from index_store.errors import InvalidArgumentError
-from index_store.models.conversation.messages import (
-    MAX_TOOLS,
-    Message,
-    Tool,
-    check_tools,
-    read_tools,
-    read_turns,
-)
+from index_store.models.conversation.messages import Message, Tool, check_tools, read_tools, read_turns
 
 _ONLY_TEXT = "models here read and write text"
 _THOUGHTS = "what was thought before an earlier answer is not repeated"
@@ -228,8 +222,7 @@ TOOL = Variants(
 
 TOOL_CHOICE = Kind(
     "`none`, `auto`, `required`, a function by its name, or `allowed_tools`",
-    lambda value: value in _WORDS if isinstance(value, str) else isinstance(value, dict),
-    {"anyOf": [{"enum": list(_WORDS)}, OBJECT.schema]},
+    Literal["none", "auto", "required"] | dict,
 )
 _CHOSEN = Parameter("name", TEXT, "The function's name.")
 _FUNCTION_CHOSEN = Members(
@@ -240,12 +233,10 @@ _FUNCTION_CHOSEN = Members(
     ),
 )
 _ALLOWED = (
-    Parameter(
-        "mode", Kind("`auto` or `required`", lambda value: value in _WORDS[1:]), "Whether one is called."
-    ),
+    Parameter("mode", Kind("`auto` or `required`", Literal["auto", "required"]), "Whether one is called."),
     Parameter(
         "tools",
-        Kind("a list of functions by their names", list_of(OBJECT, MAX_TOOLS), listed(OBJECT, MAX_TOOLS)),
+        Kind("a list of functions by their names", TOOLS.type),
         "Those of the tools that may be called; the model is told of all.",
         inside=Variants("type", {"function": _FUNCTION_CHOSEN}, usual="function"),
     ),

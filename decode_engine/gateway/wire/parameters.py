@@ -6,25 +6,15 @@ header of the response names it. Null and empty members count nowhere. The table
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
-from decode_engine.orders.fields import (
-    ANY,
-    OBJECT,
-    TEXT,
-    Kind,
-    Range,
-    is_integer,
-    is_object,
-    list_of,
-    listed,
-    shown,
-)
+from msgspec import Meta
+
+from decode_engine.orders.fields import ANY, Kind, Range, shown
 from decode_engine.settings.request_bounds import MAX_PROMPTS
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import MAX_MESSAGES, MAX_TOOLS
@@ -33,63 +23,34 @@ _MOST_LABELS = 1000
 """That are looked at; how many a context may have is the server's to say."""
 _MOST_PARTS = 4096
 
-MESSAGES = Kind(
-    f"a list of messages, at most {MAX_MESSAGES:,}",
-    list_of(OBJECT, MAX_MESSAGES),
-    listed(OBJECT, MAX_MESSAGES),
-)
-TOOLS = Kind(f"a list of tools, at most {MAX_TOOLS}", list_of(OBJECT, MAX_TOOLS), listed(OBJECT, MAX_TOOLS))
-OBJECTS = Kind("a list of objects", list_of(OBJECT, MAX_MESSAGES), listed(OBJECT, MAX_MESSAGES))
-_PART = Kind(
-    "a part",
-    lambda value: value is None or isinstance(value, str | dict),
-    {"type": ["null", "string", "object"]},
+_OBJECTS = Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)]
+MESSAGES = Kind(f"a list of messages, at most {MAX_MESSAGES:,}", _OBJECTS)
+OBJECTS = Kind("a list of objects", _OBJECTS)
+INPUT = Kind(f"a text, or a list of items, at most {MAX_MESSAGES:,}", str | _OBJECTS)
+TOOLS = Kind(
+    f"a list of tools, at most {MAX_TOOLS}", Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
 )
 CONTENT = Kind(
     f"a text, or a list of at most {_MOST_PARTS:,} parts",
-    lambda value: isinstance(value, str) or list_of(_PART, _MOST_PARTS)(value),
-    {"anyOf": [TEXT.schema, listed(_PART, _MOST_PARTS)]},
+    str | Annotated[list[str | dict[str, Any] | None], Meta(max_length=_MOST_PARTS)],
 )
-LABELS = Kind(
-    "texts or null by name",
-    lambda value: (
-        is_object(value, _MOST_LABELS) and all(label is None or TEXT.fits(label) for label in value.values())
-    ),
-    {"type": "object", "additionalProperties": {"type": ["string", "null"]}, "maxProperties": _MOST_LABELS},
-)
-LABELS_ONLY = Kind(
-    "texts by name",
-    lambda value: is_object(value, _MOST_LABELS) and all(map(TEXT.fits, value.values())),
-    {"type": "object", "additionalProperties": TEXT.schema, "maxProperties": _MOST_LABELS},
-)
+LABELS = Kind("texts or null by name", Annotated[dict[str, str | None], Meta(max_length=_MOST_LABELS)])
+LABELS_ONLY = Kind("texts by name", Annotated[dict[str, str], Meta(max_length=_MOST_LABELS)])
 
 
-def _is_prompt(value: Any) -> bool:
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        return len(value) <= MAX_PROMPTS and all(one and _is_one_prompt(one) for one in value)
-    return _is_one_prompt(value)
+def _is_prompt(value: str | list[Any]) -> bool:
+    """Besides its type: token ids alone, or prompts alone, none of these empty."""
+    if isinstance(value, str) or all(isinstance(one, int) for one in value):
+        return True
+    return len(value) <= MAX_PROMPTS and all(one and not isinstance(one, int) for one in value)
 
 
-def _is_one_prompt(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(map(is_integer, value)))
-
-
-_ONE_PROMPT = [TEXT.schema, {"type": "array", "items": {"type": "integer"}}]
 PROMPT = Kind(
     f"a text, a list of token ids, or a list of these, at most {MAX_PROMPTS}",
+    str | list[int | str | list[int]],
     _is_prompt,
-    {"anyOf": [*_ONE_PROMPT, {"type": "array", "items": {"anyOf": _ONE_PROMPT}, "maxItems": MAX_PROMPTS}]},
 )
-INPUT = Kind(
-    f"a text, or a list of items, at most {MAX_MESSAGES:,}",
-    lambda value: isinstance(value, str) or MESSAGES.fits(value),
-    {"anyOf": [TEXT.schema, MESSAGES.schema]},
-)
-JSON_TEXT = Kind(
-    "an object, or JSON as text",
-    lambda value: not isinstance(value, bool | int | float),
-    {"type": ["object", "string"]},
-)
+JSON_TEXT = Kind("an object, or JSON as text", dict | str | list)
 TTL = Range(1, 36_500 * 86_400).kind
 
 
@@ -241,7 +202,7 @@ class Reading:
                     f"{where} is {found}, expected {parameter.kind.shown}", field=where
                 )
             return None
-        if parameter.kind.schema.get("type") == "integer" and isinstance(value, float) and value.is_integer():
+        if isinstance(value, float) and value.is_integer() and parameter.kind.schema.get("type") == "integer":
             value = int(value)
         if any(type(value) is type(one) and value == one for one in parameter.asks_nothing):
             return None
@@ -288,56 +249,6 @@ class Endpoint:
         if not isinstance(body, dict):
             raise InvalidArgumentError("the body is no JSON object, expected one")
         return (reading or Reading()).members("", Members(self.path, self.parameters), body)
-
-
-def describe(inside: Endpoint | Members) -> str:
-    """A table of parameters, as docs/api.md has it."""
-    rows = ["| name | | takes | what it does |", "|---|---|---|---|"]
-    for parameter in inside.parameters:
-        kind = parameter.kind.shown if parameter.fate is Fate.HONOURED else ""
-        if parameter.neutral:
-            neutral = ", ".join(f"`{json.dumps(value)}`" for value in parameter.neutral)
-            kind += f"{', nothing by' if kind else 'but'} {neutral}"
-        if parameter.required:
-            kind += ", required"
-        rows.append(f"| `{parameter.name}` | {parameter.fate.value} | {kind} | {parameter.says} |")
-    if isinstance(inside, Members) and inside.others_taken:
-        rows.append("| any other | taken | | It is said by nobody. |")
-    return "\n".join(rows) + "\n"
-
-
-def tables_in(parameters: Sequence[Parameter]) -> Iterator[tuple[str, Members | str]]:
-    """Tables of what stands inside of these, by their titles, and why objects of other kinds have none."""
-    for parameter in parameters:
-        if parameter.inside is not None:
-            yield from _tables_of(parameter.name, "", parameter.inside)
-
-
-def _tables_of(name: str, kind: str, inside: Members | Variants | str) -> Iterator[tuple[str, Members | str]]:
-    if isinstance(inside, Variants):
-        for variant, one in inside.kinds.items():
-            yield from _tables_of(name, variant, one)
-    elif isinstance(inside, Members):
-        yield inside.title, inside
-        yield from tables_in(inside.parameters)
-    else:
-        yield f"`{kind}` in `{name}`", inside
-
-
-def describe_inside(endpoints: Sequence[Endpoint]) -> str:
-    """All tables of members, each once, and the names that are taken wherever they stand."""
-    found = dict(pair for endpoint in endpoints for pair in tables_in(endpoint.parameters))
-    parts = [
-        f"#### {title[:1].upper()}{title[1:]}\n\n{describe(one)}"
-        for title, one in found.items()
-        if isinstance(one, Members)
-    ]
-    others = [f"| {title} | {why} |" for title, why in found.items() if isinstance(why, str)]
-    parts.append("\n".join(["| objects of other kinds | |", "|---|---|", *others]) + "\n")
-    told = [(about, pattern.replace("|", r"\|")) for about, pattern in FAMILIES.items()]
-    rows = [f"| {about} | `{pattern}` |" for about, pattern in told]
-    parts.append("\n".join(["| names that are taken anywhere | |", "|---|---|", *rows]) + "\n")
-    return "\n".join(parts)
 
 
 def pick(given: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -127,10 +127,26 @@ class Shape(ABC):
 
 
 class _Choices(Shape):
-    """Chat completions and completions: chunks with choices."""
-
+    reply: type[ChatReply] | type[CompletionReply]
     chunk: type[ChatChunk] | type[CompletionChunk]
-    kind: str
+    kinds: tuple[str, str]
+    """What whole replies and chunks call themselves."""
+
+    def whole(self, answers: Sequence[Answered], summaries: Sequence[Summary]) -> Struct:
+        choices = [
+            self._whole(index, answer, finish_reason(summary))
+            for index, (answer, summary) in enumerate(zip(answers, summaries, strict=True))
+        ]
+        return self.reply(
+            self.id,
+            self.kinds[0],
+            self.created,
+            self.asked.model,
+            choices,
+            usage(summaries, self.asked.order.answers),
+            figures_of(summaries[0]),
+            looks_of(answers[0].looks),
+        )
 
     def begin(self) -> bytes:
         return b""
@@ -155,6 +171,10 @@ class _Choices(Shape):
         return event(error) + event(DONE)
 
     @abstractmethod
+    def _whole(self, index: int, answer: Answered, finished: FinishReason) -> Any:
+        """One choice of a whole reply."""
+
+    @abstractmethod
     def _choice(self, said: Said, finished: FinishReason | None) -> Any:
         """The one choice of a chunk."""
 
@@ -168,7 +188,7 @@ class _Choices(Shape):
         return event(
             self.chunk(
                 self.id,
-                self.kind,
+                self.kinds[1],
                 self.created,
                 self.asked.model,
                 choices,
@@ -183,34 +203,20 @@ class ChatShape(_Choices):
     """Chat completions."""
 
     prefix = "chatcmpl-"
-    chunk = ChatChunk
-    kind = "chat.completion.chunk"
+    reply, chunk = ChatReply, ChatChunk
+    kinds = ("chat.completion", "chat.completion.chunk")
 
     def begin(self) -> bytes:
         delta = ChatDelta(role="assistant", content="", refusal=None)
         choices = (ChatChunkChoice(index, delta, None, None) for index in range(self.asked.order.answers))
         return b"".join(self._chunk([choice]) for choice in choices)
 
-    def whole(self, answers: Sequence[Answered], summaries: Sequence[Summary]) -> ChatReply:
-        choices = []
-        for index, (answer, summary) in enumerate(zip(answers, summaries, strict=True)):
-            message = ChatMessage("assistant", answer.text)
-            if answer.calls:
-                message = ChatMessage(
-                    "assistant", answer.text or None, tool_calls=list(map(_whole_call, answer.calls))
-                )
-            told = chat_logprobs(answer.logprobs, self.bytes_of)
-            choices.append(ChatChoice(index, message, told, finish_reason(summary)))
-        return ChatReply(
-            self.id,
-            "chat.completion",
-            self.created,
-            self.asked.model,
-            choices,
-            usage(summaries, self.asked.order.answers),
-            figures_of(summaries[0]),
-            looks_of(answers[0].looks),
-        )
+    def _whole(self, index: int, answer: Answered, finished: FinishReason) -> ChatChoice:
+        message = ChatMessage("assistant", answer.text)
+        if answer.calls:
+            calls = [*map(_whole_call, answer.calls)]
+            message = ChatMessage("assistant", answer.text or None, tool_calls=calls)
+        return ChatChoice(index, message, chat_logprobs(answer.logprobs, self.bytes_of), finished)
 
     def _choice(self, said: Said, finished: FinishReason | None) -> ChatChunkChoice:
         calls = [_call_delta(part) for part in said.calls] if said.calls else UNSET
@@ -223,28 +229,15 @@ class CompletionShape(_Choices):
     """Completions."""
 
     prefix = "cmpl-"
-    chunk = CompletionChunk
-    kind = "text_completion"
+    reply, chunk = CompletionReply, CompletionChunk
+    kinds = ("text_completion", "text_completion")
 
     def __init__(self, asked: Asked, bytes_of: BytesOf) -> None:
         super().__init__(asked, bytes_of)
         self._offsets: dict[int, int] = {}
 
-    def whole(self, answers: Sequence[Answered], summaries: Sequence[Summary]) -> CompletionReply:
-        choices = [
-            self._choice(Said(index, text=answer.text, logprobs=answer.logprobs), finish_reason(summary))
-            for index, (answer, summary) in enumerate(zip(answers, summaries, strict=True))
-        ]
-        return CompletionReply(
-            self.id,
-            self.kind,
-            self.created,
-            self.asked.model,
-            choices,
-            usage(summaries, self.asked.order.answers),
-            figures_of(summaries[0]),
-            looks_of(answers[0].looks),
-        )
+    def _whole(self, index: int, answer: Answered, finished: FinishReason) -> CompletionChoice:
+        return self._choice(Said(index, text=answer.text, logprobs=answer.logprobs), finished)
 
     def _choice(self, said: Said, finished: FinishReason | None) -> CompletionChoice:
         before = self._offsets.get(said.answer, 0)
@@ -414,7 +407,6 @@ class ResponseShape(Shape):
         return self._event("error", code=told.code, message=told.message, param=told.param)
 
     def _open(self, item: MessageItem | CallItem) -> bytes:
-        """Begins an item, and ends the one before."""
         events = self._close("completed") if self._items else b""
         self._items.append(item)
         events += self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
@@ -433,10 +425,7 @@ class ResponseShape(Shape):
         else:
             item.arguments = text
             events = self._event(
-                "response.function_call_arguments.done",
-                **self._item_place(),
-                name=item.name,
-                arguments=text,
+                "response.function_call_arguments.done", **self._item_place(), name=item.name, arguments=text
             )
         return events + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
@@ -447,7 +436,6 @@ class ResponseShape(Shape):
         return {**self._item_place(), "content_index": 0}
 
     def _next(self) -> int:
-        """The number of the next event."""
         number, self._number = self._number, self._number + 1
         return number
 
@@ -491,7 +479,6 @@ def _status(summary: Summary) -> ItemStatus:
 
 
 def _message(text: str | None) -> MessageItem:
-    """A message of a text; None for one that is open."""
     return MessageItem(
         id="msg_" + secrets.token_hex(16), content=[] if text is None else [OutputText(text=text)]
     )

@@ -1,4 +1,4 @@
-"""What crosses the link: messages of a door to the engine and back, in msgpack.
+"""What crosses the link, messages of a door to the engine and back in msgpack, and the socket that they cross by.
 
 A door says `Hello`, until it is answered by `Welcome`; from then on it submits. It numbers its requests and questions
 from one count, and never uses a number again. `life` counts its hellos: who says hello again has given up all before.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import zmq
@@ -21,7 +21,7 @@ from decode_engine.errors import AddressError
 from decode_engine.orders.events import Event, Facts, Fails
 from decode_engine.orders.order import Order
 
-VERSION = 2
+VERSION = 3
 
 LIFE_S = 1.0
 """A door says so often that it lives, and is answered."""
@@ -56,32 +56,12 @@ class Cancels(Struct, frozen=True, array_like=True, tag="cancel"):
     number: int
 
 
-class AsksStatus(Struct, frozen=True, array_like=True, tag="status"):
-    """`Core.status`."""
+class Asks(Struct, frozen=True, array_like=True, tag="ask"):
+    """A question, that one of these methods of `Core` answers. given: to it."""
 
     number: int
-
-
-class AsksResidency(Struct, frozen=True, array_like=True, tag="residency"):
-    """`Core.residency`."""
-
-    number: int
-    bases: Sequence[str]
-
-
-class Warms(Struct, frozen=True, array_like=True, tag="warm"):
-    """`Core.warm`."""
-
-    number: int
-    context: str
-    deadline_ns: int | None
-
-
-class Changed(Struct, frozen=True, array_like=True, tag="changed"):
-    """`Core.changed`."""
-
-    number: int
-    context: str
+    method: Literal["status", "residency", "warm", "changed"]
+    given: list[Any]
 
 
 class Alive(Struct, frozen=True, array_like=True, tag="alive"):
@@ -92,8 +72,7 @@ class Leaves(Struct, frozen=True, array_like=True, tag="leave"):
     """The last message of a door: it wants nothing any more."""
 
 
-Question = AsksStatus | AsksResidency | Warms | Changed
-FromDoor = Hello | Submits | Stops | Cancels | Question | Alive | Leaves
+FromDoor = Hello | Submits | Stops | Cancels | Asks | Alive | Leaves
 
 
 class Starting(Struct, frozen=True, array_like=True, tag="starting"):
@@ -164,7 +143,11 @@ _MESSAGE_BYTES = 2**26
 
 
 class LoopSocket:
-    """To be made and used on the loop that runs; other threads have no part in it."""
+    """A ZeroMQ socket on the event loop that runs; other threads have no part in it.
+
+    Its descriptor tells of changes, once for several messages, so it is read until nothing is there; sending may take
+    such a word away. It is no part of a socket's own events that the other side has gone: its monitor tells that.
+    """
 
     def __init__(
         self,

@@ -27,23 +27,19 @@ from decode_engine.processes.link.frames import (
     VERSION,
     Alive,
     Answers,
-    AsksResidency,
-    AsksStatus,
+    Asks,
     Cancels,
-    Changed,
     Closing,
     Denies,
     FromEngine,
     Hello,
     Leaves,
     LoopSocket,
-    Question,
     Starting,
     Stops,
     Submits,
     Turn,
     Unknown,
-    Warms,
     Welcome,
     decode_from_door,
     encode,
@@ -204,7 +200,7 @@ class EngineHost:
         ready = self._core is not None and self._facts is not None
         self._send(peer, Welcome(hello.life, self._facts) if ready and self._facts else Starting(self._phase))
 
-    def _do(self, peer: _Peer, message: Submits | Stops | Cancels | Question | Alive | Leaves) -> None:
+    def _do(self, peer: _Peer, message: Submits | Stops | Cancels | Asks | Alive | Leaves) -> None:
         match message:
             case Submits():
                 self._submit(peer, message)
@@ -261,7 +257,7 @@ class EngineHost:
             if self._peers.get(peer.address) is peer:
                 self._send(peer, Turn(events))
 
-    async def _answer(self, peer: _Peer, question: Question) -> None:
+    async def _answer(self, peer: _Peer, question: Asks) -> None:
         answer: Answers | Denies
         try:
             answer = Answers(question.number, Raw(encode(await self._ask(question))))
@@ -272,19 +268,11 @@ class EngineHost:
         if self._peers.get(peer.address) is peer:
             self._send(peer, answer)
 
-    async def _ask(self, question: Question) -> object:
+    async def _ask(self, question: Asks) -> object:
         if self._core is None:
             raise InternalError("a question came before the engine answered any")
-        match question:
-            case AsksStatus():
-                return await self._core.status()
-            case AsksResidency(_, bases):
-                return await self._core.residency(bases)
-            case Warms(_, context, deadline_ns):
-                return await self._core.warm(context, deadline_ns)
-            case Changed(_, context):
-                await self._core.changed(context)
-                return None
+        answer: object = await getattr(self._core, question.method)(*question.given)
+        return answer
 
     def _send(self, peer: _Peer, message: FromEngine) -> None:
         """Sends at once, or gives the door up."""
@@ -322,7 +310,6 @@ class EngineHost:
         self._end_all(peer)
 
     def _end_all(self, peer: _Peer) -> None:
-        """Cancels what the door wants. Idempotent."""
         requests, peer.requests = peer.requests, {}
         for request in requests.values():
             if request.handle is not None:

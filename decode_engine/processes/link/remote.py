@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import zmq
 from msgspec import Raw
@@ -32,23 +32,19 @@ from decode_engine.processes.link.frames import (
     VERSION,
     Alive,
     Answers,
-    AsksResidency,
-    AsksStatus,
+    Asks,
     Cancels,
-    Changed,
     Closing,
     Denies,
     FromDoor,
     Hello,
     Leaves,
     LoopSocket,
-    Question,
     Starting,
     Stops,
     Submits,
     Turn,
     Unknown,
-    Warms,
     Welcome,
     decode_from_engine,
     decode_result,
@@ -150,16 +146,16 @@ class RemoteCore:
         return handle
 
     async def status(self) -> Status:
-        return await self._ask(AsksStatus(next(self._numbers)), Status)
+        return await self._ask(Status, "status")
 
     async def residency(self, bases: Sequence[str] = ()) -> Residency:
-        return await self._ask(AsksResidency(next(self._numbers), bases), Residency)
+        return await self._ask(Residency, "residency", bases)
 
     async def warm(self, context: str, deadline_ns: int | None) -> Warmed:
-        return await self._ask(Warms(next(self._numbers), context, deadline_ns), Warmed)
+        return await self._ask(Warmed, "warm", context, deadline_ns)
 
     async def changed(self, context: str) -> None:
-        await self._ask(Changed(next(self._numbers), context), type(None))
+        await self._ask(type(None), "changed", context)
 
     def close(self) -> None:
         """Leaves; what is open gets no more events. Idempotent."""
@@ -181,8 +177,11 @@ class RemoteCore:
         if self._requests.pop(number, None) is not None:
             self.send(Cancels(number))
 
-    async def _ask(self, question: Question, kind: type[ResultT]) -> ResultT:
+    async def _ask(
+        self, kind: type[ResultT], method: Literal["status", "residency", "warm", "changed"], *given: object
+    ) -> ResultT:
         await self.facts()
+        question = Asks(next(self._numbers), method, [*given])
         answer = self._questions[question.number] = self._loop.create_future()
         self.send(question)
         try:
@@ -217,9 +216,7 @@ class RemoteCore:
             case Closing(error):
                 self._lose(error, error)
             case Unknown(why):
-                if (
-                    self._facts is not None
-                ):  # else a hello is on its way, that says more than what this answers
+                if self._facts is not None:  # else a hello is on its way, which says more than this answers
                     crashed = (
                         f"the engine gave up this door ({why}), and the request with it; it may be sent again"
                     )

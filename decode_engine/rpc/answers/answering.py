@@ -231,8 +231,7 @@ class Answering:
         try:
             if order.constraint is not None or order.tools or order.choice.mode != "none":
                 return await self.long(call, work)
-            told = order.prompt_logprobs or order.sampling.top_logprobs is not None
-            if 0 < len(order.prompt) <= _SHORT and not told:
+            if 0 < len(order.prompt) <= _SHORT and not order.tells_logprobs:
                 return work()
             return await call.run(work)
         except TooManyRequestsError as error:
@@ -260,12 +259,9 @@ class Answering:
         constraint = order.constraint if calls is None else calls.constraint
         if constraint is not None:
             self.vocabulary.check(constraint)
-        if order.prompt_logprobs or order.sampling.top_logprobs is not None:
+        if order.tells_logprobs:
             self.vocabulary.token_bytes  # noqa: B018 - made here, since it takes a second
-        return (
-            replace(order, text=None, turns=(), tools=(), prompt=ids, constraint=constraint),
-            calls,
-        )
+        return (replace(order, text=None, turns=(), tools=(), prompt=ids, constraint=constraint), calls)
 
 
 class Inbox:

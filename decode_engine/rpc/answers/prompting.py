@@ -1,4 +1,4 @@
-"""Prompts of orders as token ids, and what is checked of them: by the door, which has the tokenizer."""
+"""What a request says to a model, as tokens: messages, tools and texts, behind what is stored; and their checks."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ from index_store.store.description.manifest import Manifest
 from sparsekv.v1 import conversation_pb2
 
 
-def parse_messages(
-    message: conversation_pb2.Conversation,
-) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
+def parse_messages(message: conversation_pb2.Conversation) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
     """Its messages and tools. Whether they can be said is checked with what they follow."""
     return (
         tuple(_parse_message(number, item) for number, item in enumerate(message.messages)),

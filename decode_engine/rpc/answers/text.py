@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from decode_engine.settings.request_bounds import MAX_STOP_LENGTH, MAX_STOP_STRINGS
-from index_store.errors import InvalidArgumentError
-
 _REPLACEMENT = "�"
 _CONTEXT_TOKENS = 8
 _MAX_PENDING = 256
@@ -98,7 +95,6 @@ class Detokenizer:
 
 
 def _replacements(text: str) -> int:
-    """How many U+FFFD the text ends with."""
     return len(text) - len(text.rstrip(_REPLACEMENT))
 
 
@@ -109,15 +105,6 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        if len(stops) > MAX_STOP_STRINGS:
-            raise InvalidArgumentError(
-                f"{len(stops)} stop strings were given, expected at most {MAX_STOP_STRINGS}", field="stop"
-            )
-        for stop in stops:
-            if not 1 <= len(stop) <= MAX_STOP_LENGTH:
-                raise InvalidArgumentError(
-                    f"a stop string has {len(stop)} characters, expected 1 to {MAX_STOP_LENGTH}", field="stop"
-                )
         self._stops = tuple(stops)
         self._held = ""
 

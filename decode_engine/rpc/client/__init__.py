@@ -10,10 +10,10 @@ Errors are the classes of index_store.errors and decode_engine.errors, as if the
 context that is not there raises ContextNotFoundError. `reason` and `metadata` are those that the server sent.
 """
 
-from decode_engine.rpc.client.answers import AsyncBatch, AsyncGeneration, Batch, Generation
+from decode_engine.rpc.client.answers import AsyncGeneration, Batch, Generation
 from decode_engine.rpc.client.clients import AsyncClient, Client
 from decode_engine.rpc.client.connection import ServerHealth
-from decode_engine.rpc.client.replies import BatchItem, OperationInfo, OperationPage, ServerStatus, calls_of
+from decode_engine.rpc.client.replies import BatchItem, OperationInfo, ServerStatus, calls_of
 from decode_engine.rpc.client.verbs import NEVER, ContextChanges, CreateOptions, GenerateOptions, Keep, Never
 from decode_engine.rpc.door.options import Credentials
 from sparsekv.v1.values import (
@@ -38,3 +38,6 @@ from sparsekv.v1.values import (
     Waiting,
     WarmResult,
 )
+
+AsyncBatch = Batch
+"""The same for coroutines: `async with` and `async for`."""

@@ -1,4 +1,4 @@
-"""An answer as its client reads it: pieces, and what was used."""
+"""Answers and batches as their client reads them, by a thread or by a coroutine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def finish(coroutine: Coroutine[Any, Any, ReplyT]) -> ReplyT:
 
 
 class Running(ABC, Generic[ResponseT, ItemT]):
-    """A stream, and what its messages mean."""
+    """A stream, and what its messages mean: read by a thread, or by a coroutine, as its client is.
+
+    Leaving it as a context manager, `cancel`, or cancelling the task that reads it ends the work on the server.
+    """
 
     def __init__(self, stream: Stream[ResponseT]) -> None:
         self._stream = stream
@@ -49,15 +52,10 @@ class Running(ABC, Generic[ResponseT, ItemT]):
         """What a message brought; None where that is nothing for the reader."""
 
     async def _next(self) -> ItemT | None:
-        """What is read next, None at the end."""
         while (response := await self._stream.read()) is not None:
             if (item := self._take(response)) is not None:
                 return item
         return None
-
-
-class Reader(Running[ResponseT, ItemT]):
-    """For threads. Leaving it as a context manager ends the work on the server."""
 
     def __enter__(self) -> Self:
         return self
@@ -77,10 +75,6 @@ class Reader(Running[ResponseT, ItemT]):
             if item is None:
                 return
             yield item
-
-
-class AsyncReader(Running[ResponseT, ItemT]):
-    """For coroutines. Cancelling the task that reads ends the work on the server, too."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -136,7 +130,6 @@ class Answer(Running[GenerateResponse, Piece]):
         return calls_of(self._called)
 
     def _take(self, response: GenerateResponse) -> Piece | None:
-        """What a message brought; None where that is no part of the answer."""
         if response.HasField("usage"):
             self._usage = read_reply(Usage, response.usage)
         if response.HasField("waiting"):
@@ -154,11 +147,8 @@ class Answer(Running[GenerateResponse, Piece]):
         return piece
 
 
-class Generation(Answer, Reader[GenerateResponse, Piece]):
-    """A running generation: iterate for its pieces; `summary` is there after the last one.
-
-    Leaving it as a context manager, or `cancel`, ends the work on the server.
-    """
+class Generation(Answer):
+    """A running generation: iterate for its pieces; `summary` is there after the last one."""
 
     def read(self) -> str:
         """The rest of the text, all at once; of the first answer where there are several."""
@@ -169,9 +159,8 @@ class Generation(Answer, Reader[GenerateResponse, Piece]):
         return texts_of(list(self))
 
 
-class AsyncGeneration(Answer, AsyncReader[GenerateResponse, Piece]):
-    """The same for coroutines: `async with`, `async for`, and `await read()`. Cancelling the task that reads it ends
-    the work on the server, too."""
+class AsyncGeneration(Answer):
+    """The same for coroutines: `async with`, `async for`, and `await read()`."""
 
     async def read(self) -> str:
         """The rest of the text, all at once; of the first answer where there are several."""
@@ -182,8 +171,8 @@ class AsyncGeneration(Answer, AsyncReader[GenerateResponse, Piece]):
         return texts_of([piece async for piece in self])
 
 
-class Results(Running[BatchGenerateResponse, BatchItem]):
-    """What is known of a running batch, whichever way it is read."""
+class Batch(Running[BatchGenerateResponse, BatchItem]):
+    """A running batch: iterate for its requests as they end, in any order; each comes once."""
 
     def __init__(self, stream: Stream[BatchGenerateResponse], request: BatchGenerateRequest) -> None:
         super().__init__(stream)
@@ -193,7 +182,6 @@ class Results(Running[BatchGenerateResponse, BatchItem]):
         self._prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
 
     def _take(self, response: BatchGenerateResponse) -> BatchItem | None:
-        """What became of a request with this message; None while it goes on."""
         index = response.index
         if response.HasField("error"):
             return self._item(index, response.error)
@@ -224,14 +212,3 @@ class Results(Running[BatchGenerateResponse, BatchItem]):
             tuple(tuple(each for piece in own for each in piece.logprobs) for own in answers),
             self._prompt_logprobs.pop(index, ()),
         )
-
-
-class Batch(Results, Reader[BatchGenerateResponse, BatchItem]):
-    """A running batch: iterate for its requests as they end, in any order; each comes once.
-
-    Leaving it as a context manager, or `cancel`, ends the work on the server.
-    """
-
-
-class AsyncBatch(Results, AsyncReader[BatchGenerateResponse, BatchItem]):
-    """The same for coroutines: `async with` and `async for`."""

@@ -1,4 +1,4 @@
-"""The client: for coroutines, and what `Client` runs in the thread that calls it."""
+"""The clients: for coroutines, and for threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from decode_engine.rpc.client.answers import (
-    AsyncBatch,
     AsyncGeneration,
     Batch,
     Generation,
@@ -118,13 +117,12 @@ class AsyncClient(Verbs):
 
     def batch_generate(
         self, context: str, requests: Sequence[GenerateOptions], *, timeout_s: float | None = None
-    ) -> AsyncBatch:
+    ) -> Batch:
         """Continues one context, or none, by many prompts, 1 to 1,000: as many at once as the server has sessions."""
         request = batch_request(context, requests)
-        return AsyncBatch(self._stream("BatchGenerate", request, timeout_s), request)
+        return Batch(self._stream("BatchGenerate", request, timeout_s), request)
 
     def _method(self, name: str) -> Any:
-        """What sends to a method."""
         method = METHODS[name]
         ways = {False: "unary", True: "stream"}
         way = f"{ways[method.client_streaming]}_{ways[method.server_streaming]}"
@@ -161,7 +159,6 @@ P = ParamSpec("P")
 def _now(
     verb: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, ReplyT]],
 ) -> Callable[Concatenate[Client, P], ReplyT]:
-    """The verb with one reply."""
 
     @wraps(verb)
     def blocking(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> ReplyT:
@@ -173,7 +170,6 @@ def _now(
 def _each(
     verb: Callable[Concatenate[AsyncClient, P], AsyncIterator[ReplyT]],
 ) -> Callable[Concatenate[Client, P], Iterator[ReplyT]]:
-    """The verb that lists."""
 
     @wraps(verb)
     def blocking(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[ReplyT]:
@@ -193,7 +189,11 @@ async def _next(items: AsyncIterator[ReplyT]) -> ReplyT:
 
 
 class Client:
-    """A connection to a server, usable from several threads."""
+    """A connection to a server, usable from several threads: each verb of `AsyncClient` runs in the one that calls it.
+
+    There is no loop and no thread behind it. So it works where a loop runs, in processes that are forked, and when the
+    interpreter ends; callbacks come in the caller's thread, and an interrupt reaches the call.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a client's connection is made of: certificates, tokens; and a failed call as one of our errors."""
+"""What a connection is made of, what a failed call means, and how it is made again where no server took it."""
 
 from __future__ import annotations
 
@@ -145,7 +145,11 @@ def _channel(kind: Any, address: str, encryption: grpc.ChannelCredentials | None
 
 
 class Repeats:
-    """Counts how often one call was made. patience_s: how long it is repeated where the server says when."""
+    """Counts how often one call was made. patience_s: how long it is repeated where the server says when.
+
+    gRPC would repeat by itself. But where a server dies while its retries have a stream in hand, that stream may never
+    end, not even at its deadline (grpcio 1.85: after one in 10 to 20 killed servers, six streams at a time).
+    """
 
     def __init__(self, address: str, timeout_s: float | None, patience_s: float = 0.0) -> None:
         self._address = address
@@ -207,9 +211,7 @@ class Stream(Generic[ResponseT]):
                 return cast(ResponseT | None, response)
             except grpc.RpcError as error:
                 failed = self._repeats.translate(error)
-            except (
-                asyncio.CancelledError
-            ):  # what reads was cancelled, or by gRPC's account the call, with `cancel`
+            except asyncio.CancelledError:  # of what reads, or by gRPC's account of the call, by `cancel`
                 task = asyncio.current_task()
                 if not self._cancelled.is_set() or (task is not None and task.cancelling()):
                     self.cancel()  # gRPC does so, too, but not where the task was cancelled with a response in hand

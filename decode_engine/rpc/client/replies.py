@@ -53,14 +53,6 @@ class OperationInfo(OperationState):
 
 
 @dataclass(frozen=True, slots=True)
-class OperationPage:
-    """Some operations, newest first, and the token of the next page, "" behind the last one."""
-
-    operations: tuple[OperationInfo, ...]
-    next_page_token: str
-
-
-@dataclass(frozen=True, slots=True)
 class BatchItem:
     """What became of one request of a batch. index: which. texts, token_ids, summaries, tool_calls, logprobs: of its
     answers. prompt_logprobs: of the prompt's tokens but the first, where they are wanted.
@@ -115,11 +107,6 @@ def read_operation(operation: operations_pb2.Operation) -> OperationInfo:
     )
 
 
-def read_operations(response: operations_pb2.ListOperationsResponse) -> OperationPage:
-    """A page of operations as plain values."""
-    return OperationPage(tuple(map(read_operation, response.operations)), response.next_page_token)
-
-
 def calls_of(pieces: Iterable[Piece]) -> tuple[ToolCall, ...]:
     """The calls that pieces of one answer make together."""
     calls: list[ToolCall] = []
@@ -171,7 +158,6 @@ def _reader(field: FieldDescriptor, *, may_be_unset: bool) -> Callable[[Any], ob
 
 
 def _one(field: FieldDescriptor) -> Callable[[Any], object] | None:
-    """What reads one value of a field; None where it is what it should be."""
     if (kind := field.message_type) is not None:
         others = {
             "google.protobuf.Timestamp": lambda time: time.ToDatetime(UTC),

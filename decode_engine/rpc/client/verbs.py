@@ -18,14 +18,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from decode_engine.rpc.client.replies import (
-    OperationInfo,
-    ServerStatus,
-    read_nothing,
-    read_operation,
-    read_operations,
-    reads,
-)
+from decode_engine.rpc.client.replies import OperationInfo, ServerStatus, read_nothing, read_operation, reads
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import Conversation, Tool
@@ -299,13 +292,19 @@ def _content(content: Content) -> dict[str, Any]:
 
 
 def message(kind: type[MessageT], **fields: Any) -> MessageT:
-    """A message of the fields that are not None. Raises InvalidArgumentError that names a field which does not fit."""
+    """A message of the fields that are not None; one text where there may be several is a list of it.
+
+    Raises InvalidArgumentError that names a field which does not fit.
+    """
     made = kind()
-    for name, value in _in_lists(kind, fields):
+    for name, value in fields.items():
         if value is None:
             continue
+        field = kind.DESCRIPTOR.fields_by_name.get(name)
+        texts = field is not None and field.is_repeated and field.type == field.TYPE_STRING
         try:
             given = generation_pb2.TokenIds(ids=value) if name == "token_ids" else value
+            given = [given] if texts and isinstance(given, str) else given
             made.MergeFrom(kind(**{name: given}))
         except (ValueError, TypeError, OverflowError) as error:
             raise _unfit(name, value, error) from error
@@ -313,22 +312,9 @@ def message(kind: type[MessageT], **fields: Any) -> MessageT:
 
 
 def _unfit(field: str, value: object, error: Exception) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"{field} is {_shown(value)}, which no request can carry: {error}", field=field
-    )
-
-
-def _in_lists(kind: type[Message], fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The fields; one text where there may be several is a list of it, and would be taken for one of its letters."""
-    for name, value in fields.items():
-        field = kind.DESCRIPTOR.fields_by_name.get(name)
-        texts = field is not None and field.is_repeated and field.type == field.TYPE_STRING
-        yield name, [value] if texts and isinstance(value, str) else value
-
-
-def _shown(value: object) -> str:
     text = ascii(value)  # what cannot be sent can often not be printed either
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    shown = text if len(text) <= 60 else f"{text[:57]}..."
+    return InvalidArgumentError(f"{field} is {shown}, which no request can carry: {error}", field=field)
 
 
 LOOK_S = 30.0
@@ -480,9 +466,9 @@ class Verbs(ABC):
         """All operations, newest first, fetched page by page (0: the server's page size)."""
         token: str | None = ""
         while token is not None:
-            page = await self._ask("ListOperations", read_operations, page_size=page_size, page_token=token)
+            page = await self._ask("ListOperations", lambda page: page, page_size=page_size, page_token=token)
             for operation in page.operations:
-                yield operation
+                yield read_operation(operation)
             token = page.next_page_token or None
 
     async def cancel_operation(self, name: str) -> None:

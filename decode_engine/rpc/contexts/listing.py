@@ -1,4 +1,4 @@
-"""Names of contexts as resources."""
+"""Which contexts a call means, and what it changes of one: names, filters, orders, pages, updates."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import Enum
 from functools import cmp_to_key
+from typing import Any
 
 from index_store.errors import ContextNotFoundError, InvalidArgumentError, ManifestError
 from index_store.store.catalog import Store, require_free, take_name
@@ -30,8 +31,7 @@ def parse_name(name: str, field: str = "name") -> str:
     id_ = name.removeprefix(COLLECTION).lower()
     if not name.startswith(COLLECTION) or not is_context_id(id_):
         raise InvalidArgumentError(
-            f"{field} is {name[:100]!r}, expected {COLLECTION} and 64 hexadecimal digits",
-            field=field,
+            f"{field} is {name[:100]!r}, expected {COLLECTION} and 64 hexadecimal digits", field=field
         )
     return id_
 
@@ -76,7 +76,7 @@ def row_of(entry: Entry, *, expired: bool) -> Row:
     """The fields of a context; of one whose manifest cannot be used only its name and state."""
     if isinstance(entry, BrokenContext):
         return Row(entry, {"name": COLLECTION + entry.id, "state": state_of(entry, expired=expired)})
-    values: dict[str, Value] = {
+    values: dict[str, Value | None] = {
         "name": COLLECTION + entry.id,
         "display_name": entry.name,
         "model": entry.model.name,
@@ -85,12 +85,10 @@ def row_of(entry: Entry, *, expired: bool) -> Row:
         "token_count": entry.token_count,
         "pinned": entry.pinned,
         "is_conversation": entry.conversation is not None,
+        "owner": entry.owner or None,
+        "expire_time": entry.expires_at,
     }
-    if entry.owner:
-        values["owner"] = entry.owner
-    if entry.expires_at is not None:
-        values["expire_time"] = entry.expires_at
-    return Row(entry, values, entry.labels)
+    return Row(entry, {name: value for name, value in values.items() if value is not None}, entry.labels)
 
 
 MAX_FILTER_CHARACTERS = 2000
@@ -133,7 +131,15 @@ class _Token:
 
 
 def parse_filter(text: str) -> Test:
-    """What tells whether a context fits the filter; every one fits an empty filter. Raises InvalidArgumentError."""
+    """What tells whether a context fits a filter, in a part of AIP-160's language; every one fits an empty filter.
+
+        filter     := part { AND part }            part := term { OR term }
+        term       := [NOT | -] ( "(" filter ")" | comparison )
+        comparison := FIELD OPERATOR VALUE         OPERATOR := = | != | < | <= | > | >= | :
+
+    OR binds more tightly than AND, as AIP-160 has it. A context without the field fits no comparison but `!=`. Values
+    are words or texts in double quotes. Raises InvalidArgumentError, which says at which character what was found.
+    """
     if len(text) > MAX_FILTER_CHARACTERS:
         raise InvalidArgumentError(
             f"filter has {len(text)} characters, expected at most {MAX_FILTER_CHARACTERS}", field="filter"
@@ -345,7 +351,7 @@ class ListOrder:
 
 
 def parse_order(text: str) -> ListOrder:
-    """The order that a text asks for. Raises InvalidArgumentError."""
+    """The order (AIP-132) that a text asks for, fields perhaps followed by `desc`. Raises InvalidArgumentError."""
     fields: list[tuple[str, bool]] = []
     for part in text.split(",") if text.strip() else ():
         words = part.split()
@@ -407,14 +413,14 @@ class Pager:
             raise InvalidArgumentError(f"page_size is {size}, expected 0 or more", field="page_size")
         size = min(size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
         fits, order = parse_filter(request.filter), parse_order(request.order_by)
-        last = self._read(request.page_token, asked) if request.page_token else None
+        last = self._last(request.page_token, asked) if request.page_token else None
         rows = (
             row_of(entry, expired=isinstance(entry, Manifest) and store.expired(entry))
             for entry in store.entries()
         )
         found = order.after([row for row in rows if fits(row)], last)
         listed = found[:size]
-        token = self._write(order.key(listed[-1]), asked) if size < len(found) else ""
+        token = self.token(order.key(listed[-1]), asked) if size < len(found) else ""
         page = []
         for row in listed:
             try:
@@ -423,11 +429,13 @@ class Pager:
                 continue
         return page, token
 
-    def _write(self, key: Key, asked: tuple[str, str]) -> str:
-        payload = json.dumps([key, asked]).encode()
+    def token(self, *said: object) -> str:
+        """A token that only `read` makes something of."""
+        payload = json.dumps(said).encode()
         return base64.urlsafe_b64encode(self._sign(payload) + payload).decode()
 
-    def _read(self, token: str, asked: tuple[str, str]) -> Key:
+    def read(self, token: str) -> Any:
+        """What a token says. Raises InvalidArgumentError for one of another origin."""
         try:
             raw = base64.b64decode(token.encode("ascii"), altchars=b"-_", validate=True)
         except (binascii.Error, UnicodeEncodeError):
@@ -439,7 +447,10 @@ class Pager:
                 "pass next_page_token of the previous page unchanged, or start again without one",
                 field="page_token",
             )
-        (values, (broken, age, id_)), of = json.loads(payload)
+        return json.loads(payload)
+
+    def _last(self, token: str, asked: tuple[str, str]) -> Key:
+        (values, (broken, age, id_)), of = self.read(token)
         if tuple(of) != asked:
             raise InvalidArgumentError(
                 "page_token is of a list with another filter or order_by; pass the same as for the previous page, or "

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -77,54 +77,29 @@ class OwnWorker:
     def _keep(self) -> None:
         pause_s = _LEAST_S
         while True:
+            begun = time.monotonic()
             try:
                 with self._attending():
-                    process = self._begin()
-                    if process is None:
-                        return
-                    if self._outlives_start(process):
-                        pause_s = _LEAST_S
-                what = f"ended with {process.returncode}"
-            except (
-                OSError,
-                StoreError,
-            ) as error:  # no memory, files or space are left for it, which may pass
+                    with self._lock:
+                        if self._stopping.is_set():
+                            return
+                        # In a session of its own, so that a Ctrl-C ends the server, which then ends it.
+                        process = self._process = subprocess.Popen(
+                            self._command,
+                            stdin=subprocess.PIPE,
+                            env=self._environment,
+                            start_new_session=True,
+                        )
+                        os.setpriority(os.PRIO_PROCESS, process.pid, LOWEST_PRIORITY)
+                    with process:
+                        what = f"ended with {process.wait()}"
+            except (OSError, StoreError) as error:  # no memory, files or space are left, which may pass
                 what = f"could not be started: {error}"
             if self._stopping.is_set():
                 return
+            if time.monotonic() - begun >= _STEADY_S:
+                pause_s = _LEAST_S
             logger.warning("the server's own prefill worker %s; starting another one in %g s", what, pause_s)
             if self._stopping.wait(pause_s):
                 return
             pause_s = min(2 * pause_s, _MOST_S)
-
-    def _outlives_start(self, process: subprocess.Popen[bytes]) -> bool:
-        """Waits for the end of the process: whether it lived long enough for its end to have come from its work."""
-        with process:
-            try:
-                process.wait(_STEADY_S)
-            except subprocess.TimeoutExpired:
-                process.wait()
-                return True
-        return False
-
-    def _begin(self) -> subprocess.Popen[bytes] | None:
-        with self._lock:
-            if self._stopping.is_set():
-                return None
-            # In a session of its own, so that a Ctrl-C ends the server, which then ends it.
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, env=self._environment, start_new_session=True
-            )
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, LOWEST_PRIORITY)
-            return self._process
-
-
-def worker_command(
-    store: str, model: str, *, grown_share: float, store_bytes: int | None, as_json: bool, log_level: str
-) -> list[str]:
-    """Starts a worker on the CPU that logs as its server does."""
-    command = [sys.executable, "-m", "prefill_worker", "serve", "--store", store, "--model", model]
-    command += ["--grown-share", f"{grown_share:g}"]
-    command += [] if store_bytes is None else ["--store-bytes", str(store_bytes)]
-    logs = ["--log-level", log_level, "--format", "json" if as_json else "text"]
-    return [*command, "--device", "cpu", "--attached", *logs]

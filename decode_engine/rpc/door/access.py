@@ -1,4 +1,11 @@
-"""Errors of the door."""
+"""Who is let in: the file of tokens, and one rule for both ports.
+
+A token is 32 random bytes, so its SHA-256, which is all that the file has, tells nothing about it. The file is JSON
+with a version and a checksum over itself, private to its owner, replaced all at once. All tokens are compared with
+what a caller shows, `authorization: Bearer TOKEN`, each in constant time, so neither answer nor time tells how
+close a guess was. Attempts that fail are counted by address: where they come too fast, tokens that were not used
+before are refused unseen, while those in use are let in as ever, so that guessing locks nobody else out.
+"""
 
 from __future__ import annotations
 

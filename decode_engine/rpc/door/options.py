@@ -1,4 +1,4 @@
-"""Options of whoever listens at a port, and of whoever calls there."""
+"""Options of whoever listens at a port, and of whoever calls there, and the certificates that they show."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import ssl
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from typer import Option
 
@@ -122,76 +122,6 @@ AllowRemoteOption = Annotated[
         "what is sent, or question and delete every context.",
     ),
 ]
-
-
-class DoorOptions(Protocol):
-    """What a program that listens is told of who may call."""
-
-    @property
-    def tls_cert(self) -> Path | None: ...
-    @property
-    def tls_key(self) -> Path | None: ...
-    @property
-    def tls_client_ca(self) -> Path | None: ...
-    @property
-    def tokens(self) -> Path | None: ...
-    @property
-    def allow_remote(self) -> bool: ...
-
-
-def check_door(options: DoorOptions, listening: dict[str, str]) -> None:
-    """Raises InvalidArgumentError for options that do not go together, and for an address that others reach.
-
-    listening: flags with their addresses. Others may reach one where there is encryption and tokens are asked for, or
-    where that is allowed.
-    """
-    if (options.tls_cert is None) != (options.tls_key is None):
-        raise InvalidArgumentError("expected both of --tls-cert and --tls-key, or neither", field="tls_cert")
-    if options.tls_client_ca is not None and options.tls_cert is None:
-        raise InvalidArgumentError(
-            "--tls-client-ca is given without --tls-cert and --tls-key, which encryption needs",
-            field="tls_client_ca",
-        )
-    missing = missing_protection(options)
-    if not missing or options.allow_remote:
-        return
-    for flag, address in listening.items():
-        if not is_loopback(address):
-            raise InvalidArgumentError(
-                f"{flag} is {address}, which other machines can reach, and there {missing}. Listen at 127.0.0.1, give "
-                "--tls-cert, --tls-key and --tokens, or add --allow-remote where a network or a proxy keeps others out",
-                field=flag.lstrip("-"),
-            )
-
-
-def missing_protection(options: DoorOptions) -> str:
-    """What is not protected, as a sentence goes on after "there"; empty where all is."""
-    if options.tls_cert is None and options.tokens is None:
-        return (
-            "is neither encryption nor any token: who reaches it may read what is sent, and question and delete every "
-            "context"
-        )
-    if options.tls_cert is None:
-        return "is no encryption: who listens in may read what is sent, tokens included"
-    if options.tokens is None:
-        return "are no tokens: who reaches it may question and delete every context"
-    return ""
-
-
-def warn_of_exposure(options: DoorOptions, address: str) -> None:
-    """Says in the log what is not protected, where other machines reach the address."""
-    missing = missing_protection(options)
-    if missing and not is_loopback(address):
-        logger.warning("other machines can reach %s, and there %s", address, missing)
-
-
-def certificates_of(options: DoorOptions) -> Certificates | None:
-    """The certificates to show, None where nothing is encrypted. Raises CertificateError."""
-    if options.tls_cert is None or options.tls_key is None:
-        return None
-    certificates = Certificates(options.tls_cert, options.tls_key, options.tls_client_ca)
-    certificates.check()
-    return certificates
 
 
 ServerOption = Annotated[

@@ -35,11 +35,7 @@ class Asker:
     """
 
     def __init__(
-        self,
-        work: BlockingWork,
-        peer: str,
-        shown: Mapping[str, str],
-        left_s: float | None = None,
+        self, work: BlockingWork, peer: str, shown: Mapping[str, str], left_s: float | None = None
     ) -> None:
         """shown: its headers or metadata. left_s: until the deadline."""
         self.id = secrets.token_hex(8)
@@ -91,7 +87,6 @@ class Asker:
 
     @property
     def _names(self) -> dict[str, str]:
-        """It in logs."""
         told = {"request_id": self.id, "trace_id": trace_id(self.traceparent)}
         return {name: value for name, value in told.items() if value}
 

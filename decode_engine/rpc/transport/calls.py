@@ -3,6 +3,11 @@
 The gate stands before all services, health and reflection included. It takes every handler over as one that reads and
 writes single messages, which looks the same on the wire, so that a call whose message does not come, or whose answer
 nobody reads, is a wait with an end and not a handler that hangs. Handlers get a `Call` in place of gRPC's context.
+
+A call may wait for its client twice, for its message and for the answer to be read; `Stalls` bounds both. Who is
+given up while a message of the server lies unread cannot be told so, because the status stands behind that message
+in HTTP/2's flow control; its call stays with the transport until the client reads, resets the stream or goes away.
+`Abandoned` bounds how many there are, by ending connections.
 """
 
 from __future__ import annotations
@@ -25,12 +30,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
 
-from decode_engine.errors import (
-    CancelledError,
-    DeadlineExceededError,
-    UnfinishedCallError,
-    UnreadAnswerError,
-)
+from decode_engine.errors import CancelledError, DeadlineExceededError, UnfinishedCallError, UnreadAnswerError
 from decode_engine.rpc.door.access import Door, Sharing
 from decode_engine.rpc.transport.asker import Asker, endpoint_of, plain_address
 from decode_engine.rpc.transport.status import Paths, code_of, reason_of, to_trailers
@@ -49,9 +49,7 @@ class Stalls:
         self._limit = limit
         self._seconds = seconds
         self._waits: dict[asyncio.Future[None], float] = {}  # when each ends at the latest, the oldest first
-        self._timer: asyncio.TimerHandle | None = (
-            None  # one for all: a message is sent more often than one is late
-        )
+        self._timer: asyncio.TimerHandle | None = None  # for all: messages are sent more often than late
 
     def __len__(self) -> int:
         return len(self._waits)
@@ -335,9 +333,7 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
     async def send(self, call: Call, message: Any) -> None:
         """Sends one message; see `Call.write`."""
         data = call.serialize(message)
-        if (
-            not call.begun
-        ):  # apart from the first message, so that a status can follow even where that lies unread
+        if not call.begun:  # by itself, so that a status can follow even where the first message lies unread
             call.begun = True
             await self._until_taken(call.context.send_initial_metadata(()))
         await self._until_taken(call.context.write(data))
@@ -354,7 +350,6 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
             raise CancelledError("the client ended the call") from error
 
     async def _fail(self, call: Call, error: Exception) -> None:
-        """Ends the call with the error's status."""
         if isinstance(error, AbortError):
             self._log(call, error.code.name, error.details)
             ending = call.context.abort(error.code, error.details)
@@ -381,7 +376,6 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def _behaviour(handler: Any) -> Any:
-    """The handler's function, whichever kind it is."""
     if handler.request_streaming:
         return handler.stream_stream if handler.response_streaming else handler.stream_unary
     return handler.unary_stream if handler.response_streaming else handler.unary_unary

@@ -1,4 +1,4 @@
-"""What a server says while it starts: which phase it is in, over every door, before it has anything to serve from.
+"""What a server says of itself: the phase that it is in while it starts, over every door, and its health.
 
 Nothing here imports what takes seconds, so that ports answer in the first second.
 """

@@ -1,22 +1,5 @@
 """Errors on the wire: gRPC status codes with google.rpc.ErrorInfo (AIP-193), and google.rpc.RetryInfo where it helps.
 
-| reasons | status code |
-|---|---|
-| INVALID_ARGUMENT, PROMPT_TOO_LONG, METHOD_UNSUPPORTED, CONTEXT_AMBIGUOUS | INVALID_ARGUMENT |
-| CONTEXT_NOT_FOUND, OPERATION_NOT_FOUND, UPLOAD_NOT_FOUND | NOT_FOUND |
-| UNAUTHENTICATED | UNAUTHENTICATED |
-| NAME_TAKEN | ALREADY_EXISTS |
-| CONTEXT_EXPIRED, CONTEXT_HAS_CHILDREN, MODEL_MISMATCH, DTYPE_MISMATCH | FAILED_PRECONDITION |
-| FORMAT_VERSION_UNSUPPORTED, MODEL_UNSUPPORTED, OPERATION_UNFINISHED | FAILED_PRECONDITION |
-| CONTEXT_CORRUPT (`cause` in the metadata says how), OPERATION_CORRUPT | DATA_LOSS |
-| MEMORY_BUDGET_EXCEEDED, SESSION_MEMORY_EXCEEDED, STORE_FULL | RESOURCE_EXHAUSTED |
-| TOO_MANY_REQUESTS, TOO_MANY_ATTEMPTS, QUEUE_FULL, STORE_BOUND_REACHED | RESOURCE_EXHAUSTED |
-| STORE_UNUSABLE, STORE_UNAVAILABLE, CONTEXT_BUSY, NOT_READY, SHUTTING_DOWN | UNAVAILABLE |
-| DEADLINE_EXCEEDED, CALL_UNFINISHED, ANSWER_UNREAD | DEADLINE_EXCEEDED |
-| CANCELLED | CANCELLED |
-| WORKERS_LOST | ABORTED |
-| ENGINE_CRASHED, INTERNAL | INTERNAL |
-
 RetryInfo comes with TOO_MANY_REQUESTS, TOO_MANY_ATTEMPTS, QUEUE_FULL, NOT_READY, CONTEXT_BUSY and STORE_UNUSABLE, and
 once more as the trailer that gRPC's own retries honour. With CONTEXT_BUSY that trailer forbids them: a job may hold the
 context for minutes, and the caller, not its library, has to know. The other reasons are not mended by waiting.
@@ -25,12 +8,12 @@ context for minutes, and the caller, not its library, has to know. The other rea
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import cast
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
-from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
@@ -45,45 +28,24 @@ _NEVER = "-1"
 CALLERS_OWN = frozenset({"CONTEXT_BUSY"})
 """Reasons that gRPC's own retries, which nobody sees, are not to wait for."""
 
-CODES = {
-    "INVALID_ARGUMENT": grpc.StatusCode.INVALID_ARGUMENT,
-    "PROMPT_TOO_LONG": grpc.StatusCode.INVALID_ARGUMENT,
-    "METHOD_UNSUPPORTED": grpc.StatusCode.INVALID_ARGUMENT,
-    "CONTEXT_AMBIGUOUS": grpc.StatusCode.INVALID_ARGUMENT,
-    "CONTEXT_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
-    "OPERATION_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
-    "UPLOAD_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
-    "UNAUTHENTICATED": grpc.StatusCode.UNAUTHENTICATED,
-    "NAME_TAKEN": grpc.StatusCode.ALREADY_EXISTS,
-    "CONTEXT_EXPIRED": grpc.StatusCode.FAILED_PRECONDITION,
-    "CONTEXT_HAS_CHILDREN": grpc.StatusCode.FAILED_PRECONDITION,
-    "MODEL_MISMATCH": grpc.StatusCode.FAILED_PRECONDITION,
-    "DTYPE_MISMATCH": grpc.StatusCode.FAILED_PRECONDITION,
-    "FORMAT_VERSION_UNSUPPORTED": grpc.StatusCode.FAILED_PRECONDITION,
-    "MODEL_UNSUPPORTED": grpc.StatusCode.FAILED_PRECONDITION,
-    "OPERATION_UNFINISHED": grpc.StatusCode.FAILED_PRECONDITION,
-    "CONTEXT_CORRUPT": grpc.StatusCode.DATA_LOSS,
-    "OPERATION_CORRUPT": grpc.StatusCode.DATA_LOSS,
-    "MEMORY_BUDGET_EXCEEDED": grpc.StatusCode.RESOURCE_EXHAUSTED,
-    "SESSION_MEMORY_EXCEEDED": grpc.StatusCode.RESOURCE_EXHAUSTED,
-    "TOO_MANY_REQUESTS": grpc.StatusCode.RESOURCE_EXHAUSTED,
-    "QUEUE_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
-    "TOO_MANY_ATTEMPTS": grpc.StatusCode.RESOURCE_EXHAUSTED,
-    "STORE_BOUND_REACHED": grpc.StatusCode.RESOURCE_EXHAUSTED,
-    "STORE_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
-    "STORE_UNUSABLE": grpc.StatusCode.UNAVAILABLE,
-    "STORE_UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
-    "CONTEXT_BUSY": grpc.StatusCode.UNAVAILABLE,
-    "NOT_READY": grpc.StatusCode.UNAVAILABLE,
-    "SHUTTING_DOWN": grpc.StatusCode.UNAVAILABLE,
-    "DEADLINE_EXCEEDED": grpc.StatusCode.DEADLINE_EXCEEDED,
-    "CALL_UNFINISHED": grpc.StatusCode.DEADLINE_EXCEEDED,
-    "ANSWER_UNREAD": grpc.StatusCode.DEADLINE_EXCEEDED,
-    "CANCELLED": grpc.StatusCode.CANCELLED,
-    "ENGINE_CRASHED": grpc.StatusCode.INTERNAL,
-    "WORKERS_LOST": grpc.StatusCode.ABORTED,
+_REASONS = {
+    "INVALID_ARGUMENT": "INVALID_ARGUMENT PROMPT_TOO_LONG METHOD_UNSUPPORTED CONTEXT_AMBIGUOUS",
+    "NOT_FOUND": "CONTEXT_NOT_FOUND OPERATION_NOT_FOUND UPLOAD_NOT_FOUND",
+    "UNAUTHENTICATED": "UNAUTHENTICATED",
+    "ALREADY_EXISTS": "NAME_TAKEN",
+    "FAILED_PRECONDITION": "CONTEXT_EXPIRED CONTEXT_HAS_CHILDREN MODEL_MISMATCH DTYPE_MISMATCH "
+    "FORMAT_VERSION_UNSUPPORTED MODEL_UNSUPPORTED OPERATION_UNFINISHED",
+    "DATA_LOSS": "CONTEXT_CORRUPT OPERATION_CORRUPT",  # of the first `cause` in the metadata says how
+    "RESOURCE_EXHAUSTED": "MEMORY_BUDGET_EXCEEDED SESSION_MEMORY_EXCEEDED TOO_MANY_REQUESTS QUEUE_FULL "
+    "TOO_MANY_ATTEMPTS STORE_BOUND_REACHED STORE_FULL",
+    "UNAVAILABLE": "STORE_UNUSABLE STORE_UNAVAILABLE CONTEXT_BUSY NOT_READY SHUTTING_DOWN",
+    "DEADLINE_EXCEEDED": "DEADLINE_EXCEEDED CALL_UNFINISHED ANSWER_UNREAD",
+    "CANCELLED": "CANCELLED",
+    "INTERNAL": "ENGINE_CRASHED",
+    "ABORTED": "WORKERS_LOST",
 }
-
+CODES = {reason: grpc.StatusCode[code] for code, reasons in _REASONS.items() for reason in reasons.split()}
+"""Status codes by reason; those of all others are INTERNAL."""
 
 _RETRY_S = {
     "NOT_READY": 1.0,
@@ -116,9 +78,8 @@ def public_error(error: Exception, request_id: str, paths: Paths | None = None) 
             f"the server failed on this request; its log has the details under request {request_id}",
             request_id=request_id,
         )
-    if paths is None or paths.hide(str((error.message, error.metadata))) == str(
-        (error.message, error.metadata)
-    ):
+    told = str((error.message, error.metadata))
+    if paths is None or paths.hide(told) == told:
         return error
     public = type(error)(paths.hide(error.message))
     public.metadata = {key: paths.hide(value) for key, value in error.metadata.items()}
@@ -150,8 +111,7 @@ def to_status(error: SparseKVError) -> Status:
     status = status_of(reason, error.message, metadata)
     delay_s = retry_after(error)
     if delay_s is not None:
-        delay = Duration()
-        delay.FromMilliseconds(_milliseconds(delay_s))
+        delay = timedelta(milliseconds=_milliseconds(delay_s))
         status.details.append(_packed(RetryInfo(retry_delay=delay)))
     return status
 

@@ -1,6 +1,6 @@
-"""Blocking work, away from the event loop: short work on a few threads, long waits on threads of their own.
+"""Work for callers, and how much of it there is at once: threads, places, turns, and streams that run side by side.
 
-All of them are daemons: work that hangs, in a file system that does not answer, keeps nobody from ending the process.
+Threads are daemons: work that hangs, in a file system that does not answer, keeps nobody from ending the process.
 """
 
 from __future__ import annotations

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import socket
 import ssl
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from decode_engine.rpc.door.access import TokenFile
 from decode_engine.rpc.door.options import Certificates
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
+from tests.decode_engine.conftest import Library
 from tests.decode_engine.engine.fake_runner import Stream, make_client
+from tests.decode_engine.gateway.conftest import MODEL
 from tests.support.serving.service import wait_until
 
 CERTIFICATES = Path(__file__).parents[2] / "support" / "certificates"
@@ -160,12 +163,6 @@ def test_bodies_are_bounded(web: httpx.Client, gateway: Gateway) -> None:
     assert web.post("/v1/completions", content=pieces()).status_code == 413
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"\xff", b'{"a": NaN}', b"[" * 100_000])
-def test_bodies_that_are_no_request(web: httpx.Client, body: bytes) -> None:
-    reply = web.post("/v1/chat/completions", content=body)
-    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
-
-
 def test_unknown_paths_and_methods(web: httpx.Client) -> None:
     assert web.get("/v1/nothing").json()["error"]["code"] == "not_found"
     for path, methods in (("/v1/chat/completions", "POST"), ("/v1/files", "POST")):
@@ -291,3 +288,108 @@ def test_a_fault_is_told_by_the_number_under_which_the_log_has_it(
 def _chat(gateway: Gateway, **more: object) -> httpx.Response:
     asked = {"model": "model", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2, **more}
     return httpx.post(f"{gateway.url}/v1/chat/completions", json=asked, timeout=60)
+
+
+ASKED = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def both(library: Library, lamp: str) -> Iterator[tuple[DecodeServer, Gateway]]:
+    """A server with a gateway of its own, as `serve --http-port` has it."""
+    with ExitStack() as stack:
+        server = stack.enter_context(DecodeServer(library.config()))
+        server.load()
+        yield server, stack.enter_context(Gateway("127.0.0.1:0", server.grpc))
+
+
+class Lines:
+    """Lines of requests, of a level and above."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+
+    def of(self, level: int) -> list[str]:
+        """In the order of their writing, which is behind the last byte of an answer."""
+        return [
+            record.getMessage()
+            for record in self._caplog.records
+            if record.levelno >= level and hasattr(record, "milliseconds")
+        ]
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Lines:
+    caplog.set_level(logging.DEBUG, "decode_engine")
+    return Lines(caplog)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_over_http_has_one_line(
+    both: tuple[DecodeServer, Gateway], lamp: str, lines: Lines, stream: bool
+) -> None:
+    asked = {**ASKED, "context": lamp, "stream": stream}
+    assert httpx.post(f"{both[1].url}/v1/chat/completions", json=asked, timeout=60).status_code == 200
+    wait_until(lambda: bool(lines.of(logging.INFO)))
+    (line,) = lines.of(logging.INFO)
+    assert line.startswith("POST /v1/chat/completions 200 in ")
+    for fact in (
+        f"context={lamp.removeprefix('contexts/')}",
+        "method=",
+        "prompt_tokens=",
+        "generated_tokens=",
+        "first_token_ms=",
+    ):
+        assert fact in line
+    assert "ended=" not in line
+
+
+def test_a_request_over_grpc_has_one_line(
+    both: tuple[DecodeServer, Gateway], lamp: str, lines: Lines
+) -> None:
+    with Client(both[0].address) as client:
+        client.generate(lamp, text="a", max_tokens=2).read()
+        wait_until(lambda: bool(lines.of(logging.INFO)))
+        (line,) = lines.of(logging.INFO)
+        assert line.startswith("Generate OK in ")
+
+
+def test_health_has_none(both: tuple[DecodeServer, Gateway], lines: Lines) -> None:
+    server, gateway = both
+    with Client(server.address) as client:
+        assert client.is_serving()
+    assert httpx.get(f"{gateway.url}/health", timeout=60).status_code == 200
+    wait_until(lambda: any(line.startswith("GET /health 200") for line in lines.of(logging.DEBUG)))
+    assert lines.of(logging.INFO) == []
+
+
+def test_a_stream_that_the_server_ends_says_so(library: Library, lamp: str, lines: Lines) -> None:
+    asked = {**ASKED, "context": lamp, "stream": True, "max_tokens": 2000, "min_tokens": 2000}
+    with ExitStack() as stack:
+        server = stack.enter_context(DecodeServer(library.config()))
+        server.load()
+        gateway = stack.enter_context(Gateway("127.0.0.1:0", server.grpc))
+        web = stack.enter_context(httpx.Client(timeout=60))
+        answer = stack.enter_context(web.stream("POST", f"{gateway.url}/v1/chat/completions", json=asked))
+        events = answer.iter_lines()
+        next(line for line in events if line.startswith("data:"))
+        server.stop(0.0)
+        assert any("SHUTTING_DOWN" in line or "shutting_down" in line.lower() for line in events)
+
+        def told() -> list[str]:
+            return [line for line in lines.of(logging.INFO) if line.startswith("POST ")]
+
+        wait_until(lambda: bool(told()))
+        assert "ended=SHUTTING_DOWN" in told()[0]
+
+
+def test_a_stream_that_its_client_leaves_says_so(
+    both: tuple[DecodeServer, Gateway], lamp: str, lines: Lines
+) -> None:
+    asked = {**ASKED, "context": lamp, "stream": True, "max_tokens": 2000}
+    with (
+        httpx.Client(timeout=60) as web,
+        web.stream("POST", f"{both[1].url}/v1/chat/completions", json=asked) as answer,
+    ):
+        next(answer.iter_lines())
+    wait_until(lambda: bool(lines.of(logging.INFO)))
+    assert "ended=CANCELLED" in lines.of(logging.INFO)[0]

@@ -117,23 +117,6 @@ def test_an_operation_can_be_followed_and_repeated(web: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "word"),
-    [
-        ({}, 400, "exactly one of text, token_ids, messages, file_id"),
-        ({"text": "a", "token_ids": [1]}, 400, "exactly one of text"),
-        ({"text": "a", "colour": 1}, 400, "colour"),
-        ({"text": "a", "methods": ["magic"]}, 400, "magic"),
-        ({"text": "a", "ttl_seconds": 0}, 400, "ttl_seconds"),
-        ({"file_id": "x"}, 404, "POST /v1/files takes one and tells its id"),
-        ({"file_id": "file-" + "0" * 32}, 404, "upload"),
-    ],
-)
-def test_wrong_orders_are_refused(web: httpx.Client, body: Any, status: int, word: str) -> None:
-    reply = web.post("/v1/contexts", json=body)
-    assert (reply.status_code, word in reply.json()["error"]["message"]) == (status, True), reply.text
-
-
-@pytest.mark.parametrize(
     ("form", "param"),
     [
         ({"files": {"file": b"text"}}, "purpose"),

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from decode_engine.gateway import exchange
+from decode_engine.gateway import exchange, resources
 from decode_engine.gateway.exchange import Bounds
 from decode_engine.gateway.serving import Gateway
 from decode_engine.gateway.wire import messages_shape
@@ -193,7 +193,7 @@ def test_health_is_told_however_many_ask(server: DecodeServer) -> None:
 def test_a_file_that_comes_drop_by_drop_has_an_end(
     server: DecodeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange, "_FILE_S", 0.3)
+    monkeypatch.setattr(resources, "_FILE_S", 0.3)
     kind = "Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 10000\r\n\r\n--b\r\n"
     with Gateway("127.0.0.1:0", server.grpc, bounds=Bounds(head_s=1.0)) as gateway:
         answer = dripped(gateway, f"POST /v1/files HTTP/1.1\r\nHost: x\r\n{kind}")

@@ -24,12 +24,7 @@ from decode_engine.gateway.wire.reply_structs import ChatChunk
 from decode_engine.orders.fields import FIELDS
 from tests.decode_engine.gateway.test_replies import ASK
 
-CHECKS = [
-    not_a_server_error,
-    status_code_conformance,
-    content_type_conformance,
-    response_schema_conformance,
-]
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
 def test_it_is_valid_and_has_every_path(web: httpx.Client) -> None:
@@ -45,11 +40,7 @@ def test_it_is_valid_and_has_every_path(web: httpx.Client) -> None:
 
 @pytest.mark.parametrize(
     ("endpoint", "path"),
-    [
-        ("chat", "/v1/chat/completions"),
-        ("completions", "/v1/completions"),
-        ("responses", "/v1/responses"),
-    ],
+    [("chat", "/v1/chat/completions"), ("completions", "/v1/completions"), ("responses", "/v1/responses")],
 )
 def test_every_field_of_the_table_is_described(web: httpx.Client, endpoint: Any, path: str) -> None:
     body = web.get("/openapi.json").json()["paths"][path]["post"]["requestBody"]

@@ -13,6 +13,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from decode_engine.rpc.client import Client
+from index_store.models.conversation.messages import Conversation, Message, Role
+from tests.decode_engine.conftest import MAX_POSITIONS
 
 ASK: Any = {
     "model": "model",
@@ -143,43 +145,11 @@ def test_models(official: openai.OpenAI) -> None:
         official.models.retrieve("gpt")
 
 
-def test_the_same_seed_gives_the_same_answer(official: openai.OpenAI) -> None:
-    ask = {**ASK, "temperature": 1, "seed": 7}
-    answers = {official.chat.completions.create(**ask).choices[0].message.content for _ in range(2)}
-    assert len(answers) == 1
-
-
-def test_an_answer_ends_before_a_stop_text(official: openai.OpenAI, answer: str) -> None:
-    stop = answer[len(answer) // 2 :][:2]
-    reply = official.chat.completions.create(**ASK, stop=stop)
-    assert reply.choices[0].message.content == answer[: answer.index(stop)]
-    assert reply.choices[0].finish_reason == "stop"
-
-
 @pytest.mark.parametrize(
     ("changes", "kind", "param", "code"),
     [
         ({"extra_body": {"context": "nowhere"}}, openai.NotFoundError, "context", "context_not_found"),
         ({"model": "gpt"}, openai.NotFoundError, None, "model_not_found"),
-        ({"temperature": -1}, openai.BadRequestError, "temperature", "invalid_argument"),
-        (
-            {"messages": [{"role": "user", "content": "x " * 5000}]},
-            openai.BadRequestError,
-            None,
-            "context_length_exceeded",
-        ),
-        (
-            {"extra_body": {"context": "lamp", "method": "magic"}},
-            openai.BadRequestError,
-            "method",
-            "method_unsupported",
-        ),
-        (
-            {"extra_body": {"context": "lamp", "colour": 1}},
-            openai.BadRequestError,
-            "colour",
-            "invalid_argument",
-        ),
         ({"n": 2}, openai.BadRequestError, "n", "invalid_argument"),
         ({"messages": []}, openai.BadRequestError, "messages", "invalid_argument"),
     ],
@@ -195,31 +165,16 @@ def test_errors(
     assert caught.value.body["message"]
 
 
-def test_prompts_without_a_context_are_answered(official: openai.OpenAI, lamp: str) -> None:
-    question = {"role": "user", "content": "Who lit the lamp of the grey harbour?"}
-    asked = {"model": "model", "messages": [question], "max_tokens": 5, "temperature": 0}
-    whole = official.chat.completions.create(**asked)
-    pieces = list(
-        official.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
-    )
-    text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
-    assert text == whole.choices[0].message.content
-    for reply in (whole, pieces[-1]):
-        assert reply.usage.prompt_tokens_details.cached_tokens == 0
-        assert reply.model_extra["sparsekv"]["cached_context"] is None
-        assert reply.model_extra["sparsekv"]["method"] == "full"
-    tokens = official.completions.create(model="model", prompt=[70, 71, 72], max_tokens=5, temperature=0)
-    assert (tokens.usage.prompt_tokens, tokens.usage.completion_tokens) == (3, 5)
-    named = official.completions.create(
-        model="model", prompt="Who?", max_tokens=5, extra_body={"context": "lamp"}
-    )
-    assert named.model_extra["sparsekv"]["cached_context"] == lamp.removeprefix("contexts/")
+SAID: Any = {"role": "user", "content": [{"type": "text", "text": "Who?"}, {"type": "text", "text": " Me."}]}
 
 
-@pytest.mark.parametrize("token", [-1, 10**6, 2**40])
-def test_tokens_that_the_model_has_not_are_refused(web: httpx.Client, lamp: str, token: int) -> None:
-    for context in ({}, {"context": "lamp"}):
-        asked = {"model": "model", "prompt": [5, token], **context}
-        error = web.post("/v1/completions", json=asked).json()["error"]
-        assert (error["code"], error["param"]) == ("invalid_argument", "prompt")
-        assert f"contains {token}, expected ids of 0 to" in error["message"]
+def test_what_a_response_begins_with_is_counted(official: openai.OpenAI, client: Client) -> None:
+    counted = official.responses.input_tokens.count(model="model", instructions="Be brief.", input=[SAID])
+    turns = (Message(Role.SYSTEM, "Be brief."), Message(Role.USER, "Who? Me."))
+    assert counted.input_tokens == client.count_tokens(Conversation(turns))
+    assert counted.object == "response.input_tokens"
+
+
+def test_a_model_tells_how_much_it_reads(web: httpx.Client) -> None:
+    (listed,) = web.get("/v1/models").json()["data"]
+    assert listed["max_model_len"] == listed["context_length"] == MAX_POSITIONS

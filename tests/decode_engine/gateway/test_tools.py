@@ -10,9 +10,16 @@ import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from decode_engine.gateway.serving import Gateway
+from decode_engine.gateway.wire.bodies import response_order
+from decode_engine.gateway.wire.shapes import ResponseShape
+from decode_engine.orders.events import Begins, Ends, Times
+from decode_engine.rpc.answers.answering import Said, Summary, TokenUsage
 from decode_engine.rpc.server import DecodeServer
+from index_store.models.conversation.call_syntax import CallPart
 from tests.decode_engine.gateway.test_replies import valid
 
 PARAMETERS = {
@@ -113,42 +120,153 @@ def test_an_agent_goes_on_with_what_its_tools_say(official: openai.OpenAI, spoke
     assert reply.usage.prompt_tokens_details.cached_tokens == spoken["token_count"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_session_is_kept(
-    web: httpx.Client, official: openai.OpenAI, spoken: dict[str, Any], stream: bool
+FLAT_TOOLS: Any = [
+    {"type": "function", "name": "look", "description": "Looks.", "parameters": PARAMETERS, "strict": None},
+    {"type": "function", "name": "wait", "parameters": None, "strict": False},
+]
+FLAT_NAMED: Any = {"type": "function", "name": "look"}
+RESPOND: Any = {
+    "model": "model",
+    "input": QUESTION["content"],
+    "temperature": 0,
+    "max_output_tokens": 120,
+    "tools": FLAT_TOOLS,
+    "extra_body": {"context": "spoken"},
+}
+
+
+@pytest.mark.parametrize("choice", ["required", FLAT_NAMED], ids=["any", "named"])
+def test_calls_come_whole_and_in_events(official: openai.OpenAI, spoken: dict[str, Any], choice: Any) -> None:
+    options = {**RESPOND, "tool_choice": choice, "parallel_tool_calls": False}
+    reply = valid(Response, official.responses.create(**options))
+    (call,) = reply.output
+    assert (reply.status, call.type, call.status) == ("completed", "function_call", "completed")
+    assert call.name == "look" or choice == "required"
+    assert "at" in json.loads(call.arguments) or call.name == "wait"
+    assert [tool.name for tool in reply.tools] == ["look", "wait"]
+    assert reply.tools[0].parameters == PARAMETERS
+    assert reply.parallel_tool_calls is False
+    assert reply.tool_choice == choice if choice == "required" else reply.tool_choice.name == "look"
+    events = list(official.responses.create(**options, stream=True))
+    for event in events:
+        TypeAdapter(ResponseStreamEvent).validate_python(event.model_dump())
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    assert kinds == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        *["function_call_arguments.delta"] * len(deltas),
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert "".join(event.delta for event in deltas) == call.arguments == events[-3].arguments
+    (item,) = events[-1].response.output
+    assert (item.name, item.arguments, item.status) == (call.name, call.arguments, "completed")
+    assert {event.item_id for event in (*deltas, events[-3])} == {item.id, events[2].item.id}
+    assert (events[2].item.arguments, events[2].item.status) == ("", "in_progress")
+
+
+def test_an_agent_goes_on_with_what_its_functions_say(
+    official: openai.OpenAI, web: httpx.Client, spoken: dict[str, Any]
 ) -> None:
-    options = {**ASK, "max_tokens": 4, "tool_choice": "none", "stream": stream}
-    options["extra_body"] = {"context": "spoken", "keep": {"display_name": "kept", "ttl_seconds": 600}}
-    reply = official.chat.completions.create(**options)
-    told = list(reply)[-1].model_extra if stream else reply.model_extra
-    kept = web.get(f"/v1/contexts/{told['sparsekv']['context']}").json()
-    assert (kept["display_name"], kept["parent"]) == ("kept", spoken["name"])
-    assert kept["expire_time"] is not None
+    """The items of one response are input of the next, which says what the same turns of chat completions say."""
+    history: list[Any] = [*BEGUN, QUESTION]
+    options = {**RESPOND, "extra_body": {}}
+    reply = official.responses.create(**{**options, "input": history, "tool_choice": FLAT_NAMED})
+    assert reply.usage.input_tokens_details.cached_tokens == spoken["token_count"]
+    history += [item.model_dump() for item in reply.output]
+    told = {"type": "function_call_output", "call_id": reply.output[0].call_id}
+    parts = [{"type": "input_text", "text": "The "}, {"type": "input_text", "text": "keeper."}]
+    history.append({**told, "output": parts})
+    last = {**options, "input": history, "max_output_tokens": 4, "tool_choice": "none"}
+    answer = official.responses.create(**last)
+    assert answer.usage.input_tokens_details.cached_tokens == spoken["token_count"]
+    assert official.responses.create(**last, stream=False).output_text == answer.output_text
+    call = reply.output[0]
+    called = {"id": call.call_id, "function": {"name": call.name, "arguments": call.arguments}}
+    chat: Any = [
+        *BEGUN,
+        QUESTION,
+        {"role": "assistant", "tool_calls": [{**called, "type": "function"}]},
+        {"role": "tool", "tool_call_id": call.call_id, "content": "The keeper."},
+    ]
+    same = official.chat.completions.create(
+        model="model",
+        messages=chat,
+        tools=TOOLS,
+        tool_choice="none",
+        temperature=0,
+        max_tokens=4,
+    )
+    assert same.choices[0].message.content == answer.output_text
+    assert same.usage.prompt_tokens == answer.usage.input_tokens
+
+
+CALL = {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"}
+TOLD = {"type": "function_call_output", "call_id": "a", "output": "x"}
 
 
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "x", "colour": 1}}]},
-            "tools[0].function.colour",
-        ),
-        ({"tools": [{"type": "function", "function": {"name": "x"}}]}, "tools"),
+        ({"tools": [{"type": "colour"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}, {"type": "mcp", "server_url": "x"}]}, "tools[1]"),
+        ({"tools": [{"type": "function", "name": "x", "colour": 1}]}, "tools[0].colour"),
+        ({"tools": [{"type": "function", "name": "x", "defer_loading": True}]}, "tools[0].defer_loading"),
         ({"tools": "look"}, "tools"),
-        ({"tools": [], "tool_choice": {**ALLOWED, "mode": "auto"}, "context": None}, "tool_choice"),
-        ({"tool_choice": "sometimes"}, "tool_choice"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "none", "tools": [NAMED]}}, "tool_choice.mode"),
-        ({"tool_choice": {"type": "allowed_tools", "tools": [NAMED, {"name": "run"}]}}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "run"}}}, "tool_choice"),
-        ({"keep": {"colour": 1}}, "keep.colour"),
-        ({"regex": "("}, "regex"),
-        ({"method": "magic"}, "method"),
-        ({"keep": {}, "tool_choice": "auto"}, "keep"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "run"}}, "tool_choice"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": {"a": 1}}]}, "input[0].type"),
+        ({"input": [{"role": "assistant", "content": "x", "tool_calls": "y"}, CALL]}, "input[0].tool_calls"),
+        ({"input": [{**CALL, "arguments": 5}]}, "input[0].arguments"),
+        ({"input": [QUESTION, {**CALL, "name": "x" * 300}, TOLD]}, "input[1].name"),
+        ({"input": [QUESTION, CALL, {**TOLD, "output": [{"type": "input_image"}]}]}, "input[2].output[0]"),
+        ({"input": [QUESTION, CALL, {**TOLD, "call_id": 5}]}, "input[2].call_id"),
     ],
 )
 def test_wrong_values_are_named(web: httpx.Client, spoken: dict[str, Any], changes: Any, param: str) -> None:
-    body = {name: value for name, value in ASK.items() if name != "extra_body"}
-    reply = web.post("/v1/chat/completions", json={**body, "context": "spoken", **changes})
+    body = {name: value for name, value in RESPOND.items() if name != "extra_body"}
+    reply = web.post("/v1/responses", json={**body, "context": "spoken", **changes})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+
+
+CUT = Summary(
+    "length",
+    TokenUsage(prompt=1, cached=5, limit=9),
+    Begins("", "full", 5, 1, 9),
+    Ends(0, "length", 0, 0, Times(0, 0, 0, 0, 0, 0, 0), {}),
+    before_ns=0,
+)
+
+
+def test_text_and_calls_are_items_of_their_own() -> None:
+    """Text, two calls, and text again: what no test's model says by itself."""
+    order = response_order({"model": "model", "input": "x", "tools": FLAT_TOOLS, "stream": True})
+    shape = ResponseShape(order, lambda token: b"")
+    parts = [CallPart(0, "a", "look", ""), CallPart(0, "", "", '{"at"'), CallPart(0, "", "", ":1}")]
+    pieces = [
+        *(Said(text="I "), Said(text="look.")),
+        *(Said(calls=(part,)) for part in parts),
+        Said(calls=(CallPart(1, "b", "wait", "{}"),)),
+        Said(text="Done"),
+    ]
+    stream = shape.begin() + b"".join(map(shape.piece, pieces)) + shape.end([CUT])
+    events = [json.loads(text.partition("data: ")[2]) for text in stream.decode().split("\n\n") if text]
+    for number, event in enumerate(events):
+        assert TypeAdapter(ResponseStreamEvent).validate_python(event).sequence_number == number
+    done = [event for event in events if event["type"] == "response.output_item.done"]
+    assert [event["output_index"] for event in done] == [0, 1, 2, 3]
+    reply = events[-1]["response"]
+    assert (events[-1]["type"], reply["status"]) == ("response.incomplete", "incomplete")
+    assert reply["output"] == [event["item"] for event in done]
+    assert [item["status"] for item in reply["output"]] == ["completed"] * 3 + ["incomplete"]
+    assert [item.get("arguments") for item in reply["output"]] == [None, '{"at":1}', "{}", None]
+    assert [reply["output"][place]["content"][0]["text"] for place in (0, 3)] == ["I look.", "Done"]
+    assert len({item["id"] for item in reply["output"]}) == 4

@@ -14,33 +14,12 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from decode_engine.gateway.wire.bodies import CHAT, COMPLETIONS, RESPONSES
-from decode_engine.gateway.wire.parameters import Endpoint, Fate
+from decode_engine.gateway.wire.parameters import Endpoint
 from decode_engine.rpc.client import Client
 from index_store.models.conversation.messages import Message, Role
 from index_store.store.catalog import Store
 from tests.decode_engine.conftest import MAX_POSITIONS, Library
 from tests.decode_engine.gateway.test_replies import ASK, valid
-
-
-@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, RESPONSES], ids=lambda endpoint: endpoint.path)
-def test_what_is_refused_is_refused_by_its_name(endpoint: Endpoint, web: httpx.Client, lamp: str) -> None:
-    body: dict[str, Any] = {"model": "model", "context": "lamp", "temperature": 0}
-    body |= {
-        CHAT.path: {"messages": ASK["messages"], "max_tokens": 1},
-        COMPLETIONS.path: {"prompt": "x", "max_tokens": 1},
-        RESPONSES.path: {"input": "Who?", "max_output_tokens": 1},
-    }[endpoint.path]
-    for parameter in endpoint.parameters:
-        if parameter.fate is not Fate.REFUSED:
-            continue
-        refused = web.post(endpoint.path, json={**body, parameter.name: {"what": "ever"}})
-        assert refused.status_code == 400, parameter.name
-        assert refused.json()["error"]["param"] == parameter.name
-        assert parameter.says in refused.json()["error"]["message"]
-    neutral = {parameter.name: parameter.neutral[0] for parameter in endpoint.parameters if parameter.neutral}
-    nothing = {parameter.name: None for parameter in endpoint.parameters if not parameter.required}
-    assert "x-sparsekv-taken" not in web.post(endpoint.path, json={**body, **neutral}).headers
-    assert web.post(endpoint.path, json={**nothing, **body}).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -59,22 +38,6 @@ def test_what_changes_nothing_is_taken_and_told(
     reply = web.post(endpoint.path, json={**body, **labels})
     assert reply.status_code == 200, reply.text
     assert set(reply.headers["x-sparsekv-taken"].split(", ")) == {*labels, *inside}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_cap_above_what_fits_is_cut_to_it(
-    web: httpx.Client, client: Client, lamp: str, stream: bool
-) -> None:
-    body = {"model": "model", "context": "lamp", "prompt": "The", "temperature": 0, "stream": stream}
-    room = MAX_POSITIONS - client.get_context(lamp).token_count - 3
-    for cap in (65535, 2**40, -1):
-        schema = {"regex": "a{3}"}  # which ends the answer soon
-        reply = web.post("/v1/completions", json={**body, **schema, "max_tokens": cap})
-        assert reply.status_code == 200, reply.text
-        told = int(reply.headers["x-sparsekv-max-tokens"])
-        assert room - 3 <= told <= room + 3
-    fits = web.post("/v1/completions", json={**body, "max_tokens": 4})
-    assert "x-sparsekv-max-tokens" not in fits.headers
 
 
 def test_several_answers(official: openai.OpenAI, lamp: str) -> None:
@@ -98,21 +61,6 @@ def test_several_answers(official: openai.OpenAI, lamp: str) -> None:
         assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in tokens)
 
 
-def test_log_probabilities_of_completions(official: openai.OpenAI, lamp: str) -> None:
-    ask: Any = {
-        "model": "model",
-        "prompt": " The",
-        "temperature": 0,
-        "logprobs": 2,
-        "extra_body": {"context": "lamp"},
-    }
-    (choice,) = official.completions.create(**ask).choices
-    told = choice.logprobs
-    assert len(told.tokens) == len(told.token_logprobs) == len(told.text_offset) == 16
-    assert told.text_offset[0] == 0
-    assert told.text_offset == sorted(told.text_offset)
-
-
 SCHEMA = {
     "type": "object",
     "properties": {"lit": {"type": "boolean"}},
@@ -134,19 +82,6 @@ def test_an_answer_is_what_its_schema_says(official: openai.OpenAI, lamp: str, s
     assert set(json.loads(text)) == {"lit"}
 
 
-def test_a_response_is_what_its_schema_says(official: openai.OpenAI, lamp: str) -> None:
-    reply = official.responses.create(
-        model="model",
-        input="Who?",
-        text={"format": {"type": "json_schema", "name": "lamp", "schema": SCHEMA}},
-        max_output_tokens=200,
-        temperature=0,
-        extra_body={"context": "lamp"},
-    )
-    assert reply.status == "completed"
-    assert set(json.loads(reply.output_text)) == {"lit"}
-
-
 def test_turns_are_sent_as_they_are(official: openai.OpenAI, client: Client, lamp: str) -> None:
     said = [("user", "Who lit the lamp?"), ("assistant", "The keeper."), ("user", "Why?")]
     turns = [Message(Role(role), text) for role, text in said]
@@ -162,19 +97,6 @@ def test_turns_are_sent_as_they_are(official: openai.OpenAI, client: Client, lam
         model="model", input=messages, max_output_tokens=6, temperature=0, extra_body={"context": "lamp"}
     )
     assert answered.output_text == expected
-
-
-def test_an_answer_follows_a_last_turn_of_the_model(web: httpx.Client) -> None:
-    turns = [{"role": "user", "content": "Who lit it?"}, {"role": "assistant", "content": "A keeper."}]
-    tokens = web.post("/tokenize", json={"messages": turns}).json()["tokens"]
-    worded = web.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
-    assert worded.rpartition("A keeper.")[2] == worded.rpartition("Who lit it?")[2].partition("\nQ")[0] != ""
-    ask: Any = {"model": "model", "max_tokens": 5, "temperature": 0}
-    raw = web.post("/v1/completions", json={**ask, "prompt": tokens}).json()
-    said = web.post("/v1/chat/completions", json={**ask, "max_tokens": 5.0, "messages": turns}).json()
-    assert said["choices"][0]["message"]["content"] == raw["choices"][0]["text"]
-    wrong = web.post("/v1/chat/completions", json={**ask, "max_tokens": 5.5, "messages": turns}).json()
-    assert wrong["error"]["param"] == "max_tokens"
 
 
 def test_several_prompts_are_answered_as_each_by_itself(web: httpx.Client, lamp: str) -> None:
@@ -211,11 +133,6 @@ def test_several_prompts_are_answered_as_each_by_itself(web: httpx.Client, lamp:
     assert reply(prompt=["x", "y"], keep={})["error"]["param"] == "keep"
 
 
-def test_one_of_a_few_texts(official: openai.OpenAI, lamp: str) -> None:
-    ask = {**ASK, "extra_body": {"context": "lamp", "choices": ["the keeper", "the ships"]}, "max_tokens": 20}
-    assert official.chat.completions.create(**ask).choices[0].message.content in ("the keeper", "the ships")
-
-
 def test_a_context_of_another_model_says_what_is_served(
     web: httpx.Client, library: Library, tmp_path: Path
 ) -> None:
@@ -227,72 +144,3 @@ def test_a_context_of_another_model_says_what_is_served(
     Store(library.store).delete(id_)
     assert reply.status_code == 404
     assert "this server serves 'model': serve 'other' for this context" in reply.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "param"),
-    [
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
-        (
-            {"response_format": {"type": "json_object", "schema": {}, "json_schema": {"schema": {}}}},
-            "response_format",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
-            "response_format",
-        ),
-        ({"logit_bias": {"x": 1}}, "logit_bias"),
-        ({"logit_bias": {"5": 1000}}, "logit_bias"),
-        ({"presence_penalty": 3}, "presence_penalty"),
-        ({"n": 2}, "n"),
-        ({"stop": ["x"] * 17}, "stop"),
-        ({"stop": [1]}, "stop"),
-        ({"seed": -2}, "seed"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": True}, "max_tokens"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages[0].content[0]",
-        ),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": "x", "images": ["x"]}]}, "messages[0].images"),
-        ({"messages": "x"}, "messages"),
-    ],
-)
-def test_wrong_values_are_named(web: httpx.Client, lamp: str, changes: Any, param: str | None) -> None:
-    body = {name: value for name, value in ASK.items() if name != "extra_body"}
-    reply = web.post("/v1/chat/completions", json={**body, "context": "lamp", **changes})
-    assert reply.status_code == 400, reply.text
-    told = reply.json()["error"]
-    assert (told["type"], told["param"]) == ("invalid_request_error", param) or param is None
-    assert told["message"]
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [({"prompt": ""}, "prompt"), ({"prompt": [10**6]}, "prompt"), ({"prompt": []}, "prompt")],
-)
-def test_a_wrong_prompt_is_named_as_it_was_sent(web: httpx.Client, lamp: str, body: Any, param: str) -> None:
-    reply = web.post("/v1/completions", json={"model": "model", "context": "lamp", **body})
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"keep": {"ttl_seconds": 0}}, "keep.ttl_seconds is 0, expected a number of 1 to 3153600000"),
-        ({"keep": {"display_name": 1}}, "keep.display_name is 1, expected a text"),
-        ({"seed": 2**64}, "expected an integer of 0 to 18446744073709551615"),
-        ({"token_budget": 2**31}, "expected an integer of 1 to 2147483647"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "x", "parameters": []}}]},
-            "expected an object",
-        ),
-    ],
-)
-def test_what_is_expected_is_what_would_do(web: httpx.Client, lamp: str, changes: Any, words: str) -> None:
-    body = {name: value for name, value in ASK.items() if name != "extra_body"}
-    reply = web.post("/v1/chat/completions", json={**body, "context": "lamp", **changes})
-    assert (reply.status_code, words in reply.json()["error"]["message"]) == (400, True), reply.text

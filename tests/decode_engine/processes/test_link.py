@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -161,26 +164,6 @@ async def raises(kind: type[Exception], work: Awaitable[object]) -> Any:
     with pytest.raises(kind) as caught:
         await work
     return caught.value
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        frames.Hello(1, 2, 3),
-        frames.Submits(1, ORDER),
-        frames.Submits(2, Order()),
-        frames.Stops(1, 2, 3),
-        frames.Cancels(1),
-        frames.AsksStatus(1),
-        frames.AsksResidency(1, ["a"]),
-        frames.Warms(1, "a", None),
-        frames.Changed(1, "a"),
-        frames.Alive(),
-        frames.Leaves(),
-    ],
-)
-def test_what_a_door_says_crosses(message: Any) -> None:
-    assert frames.decode_from_door(frames.encode(message)) == message
 
 
 EVENTS: list[Event] = [
@@ -498,3 +481,77 @@ async def test_an_engine_that_says_nothing_counts_as_dead(path: Path) -> None:
         await there(core, lambda: len(core.orders) == 2)
         core.turn()
         assert isinstance(await later.end(), Ends)
+
+
+STREAMS = 64
+
+
+@contextmanager
+def process(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.serving.link_process", *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+async def line(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return (await asyncio.to_thread(child.stdout.readline)).strip()
+
+
+@in_loop
+async def test_streams_of_an_engine_that_is_killed_end_with_a_true_error(path: Path) -> None:
+    async with door(path) as (one, one_ready), door(path) as (two, two_ready):
+        for _ in range(3):
+            with process("engine", path) as child:
+                assert await line(child) == "there"
+                await one_ready.become(True)
+                await two_ready.become(True)
+                heard = [Heard() for _ in range(STREAMS)]
+                for number, each in enumerate(heard):
+                    (one if number % 2 else two).submit(Order(), each)
+                for each in heard:
+                    await each.wait_for(lambda: any(isinstance(event, Says) for event in each.events))  # noqa: B023
+                question = asyncio.ensure_future(one.warm("slow", None))
+                await one.status()
+                child.send_signal(signal.SIGKILL)
+                for each in heard:
+                    end = await each.end()
+                    assert isinstance(end, Fails)
+                    assert (end.reason, end.retry_after_s) == ("ENGINE_CRASHED", 5.0)
+                    tokens = [
+                        token for event in each.events if isinstance(event, Says) for token in event.token_ids
+                    ]
+                    assert tokens == list(range(len(tokens)))
+                with pytest.raises(Exception, match="the engine ended"):
+                    await question
+                refused = Heard()
+                one.submit(Order(), refused)
+                end = await refused.end()
+                assert isinstance(end, Fails)
+                assert (end.reason, end.metadata) == ("NOT_READY", {"phase": "start the engine again"})
+
+
+@in_loop
+async def test_requests_of_a_door_that_is_killed_end_and_others_go_on(path: Path) -> None:
+    async with engine(path) as (_, core), door(path) as (remote, ready):
+        await ready.become(True)
+        heard = Heard()
+        remote.submit(Order(context="of another", max_tokens=2000), heard)
+        await there(core, lambda: len(core.orders) == 1)
+        core.run(0.001)
+        with process("door", path, STREAMS) as child:
+            assert (await line(child), await line(child)) == ("there", "speaks")
+            child.send_signal(signal.SIGKILL)
+            await there(core, lambda: len(core.cancelled) == STREAMS)
+        assert {order.context for order in core.cancelled} == {"of a process"}
+        assert isinstance(await heard.end(), Ends)
+        said = [token for event in heard.events if isinstance(event, Says) for token in event.token_ids]
+        assert said == list(range(2000))

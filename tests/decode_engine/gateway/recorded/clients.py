@@ -35,10 +35,7 @@ Said = list[tuple[str, str]]
 
 def schema(parameters: Any) -> Any:
     """The response format of answers that are JSON of these parameters."""
-    return {
-        "type": "json_schema",
-        "json_schema": {"name": "answer", "schema": parameters, "strict": True},
-    }
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": parameters, "strict": True}}
 
 
 class Talks(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -15,7 +14,6 @@ from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.orders.fields import MAX_METHOD_CHARACTERS
-from decode_engine.rpc.client import Client
 from decode_engine.rpc.generation_service import parse_order
 from decode_engine.rpc.transport.status import code_of
 from index_store.errors import InvalidArgumentError, SparseKVError
@@ -24,7 +22,6 @@ from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import resolve_model
 from index_store.selection.budgets import REMAINDERS
 from sparsekv.v1 import generation_pb2
-from tests.decode_engine.conftest import MAX_POSITIONS
 from tests.support.models import write_model_folder
 
 HUGE = "1" + 24 * "0"
@@ -103,17 +100,3 @@ def test_a_refused_window_names_option_value_and_range(
         get_method(f"csattention+dropped{option}={HUGE}").on(context.manifest)
     assert f"{option} is {HUGE}, expected {least} to {POSITIONS}, the positions" in str(caught.value)
     get_method(f"csattention+dropped{option}={POSITIONS}").on(context.manifest)
-
-
-def test_an_absurd_request_changes_nothing_for_sixteen_streams(client: Client, lamp: str) -> None:
-    def ask(number: int, method: str = "csattention+dropped") -> list[int]:
-        with client.generate(lamp, text=f"Who {number}?", max_tokens=12, method=method) as generation:
-            return [token for piece in generation for token in piece.token_ids]
-
-    alone = [ask(number) for number in range(15)]
-    with ThreadPoolExecutor(16) as pool:
-        streams = [pool.submit(ask, number) for number in range(15)]
-        absurd = pool.submit(ask, 15, f"csattention+dropped@recent={HUGE}")
-        with pytest.raises(InvalidArgumentError, match=f"@recent is {HUGE}, expected 1 to {MAX_POSITIONS}"):
-            absurd.result()
-        assert [stream.result() for stream in streams] == alone

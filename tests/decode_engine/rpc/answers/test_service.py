@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from decode_engine.errors import (
-    PromptTooLongError,
-)
+from decode_engine.errors import PromptTooLongError
+from decode_engine.orders.events import Waits
+from decode_engine.rpc.answers.answering import Inbox
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import DecodeServer
-from index_store.errors import (
-    InvalidArgumentError,
-)
+from index_store.errors import InvalidArgumentError
 from index_store.methods.presets import get_method
 from tests.decode_engine.conftest import MAX_POSITIONS, Library
 from tests.support.serving.service import LONG, leases, wait_until
@@ -48,13 +47,7 @@ def test_the_last_message_has_the_summary(server: DecodeServer, client: Client, 
     assert summary.remainder == "dropped"
     times, keys = summary.timings, summary.selection
     assert times.decode_steps == 19
-    parts = (
-        times.load_ns,
-        times.queue_ns,
-        times.prompt_ns,
-        times.search_ns,
-        times.attend_ns,
-    )
+    parts = (times.load_ns, times.queue_ns, times.prompt_ns, times.search_ns, times.attend_ns)
     assert all(0 < part < times.total_ns for part in parts)
     assert times.gather_ns == 0  # rows are read where they lie
     assert times.prompt_ns < times.first_token_ns < times.total_ns
@@ -65,50 +58,6 @@ def test_the_last_message_has_the_summary(server: DecodeServer, client: Client, 
     assert keys.fraction_sparse == pytest.approx(keys.keys_attended / keys.keys_available)
     assert 0.1 < keys.fraction_sparse < 0.5
     assert keys.fraction_all == pytest.approx((1 + keys.fraction_sparse) / 2)
-
-
-def test_full_attention_touches_everything(client: Client, lamp: str) -> None:
-    generation = client.generate(lamp, text="Who?", max_tokens=3, method="full")
-    generation.read()
-    assert generation.summary.selection.fraction_sparse is None
-    assert generation.summary.selection.fraction_all == 1.0
-
-
-def test_text_and_tokens_say_the_same(server: DecodeServer, client: Client, lamp: str) -> None:
-    pieces = list(client.generate(lamp, text="Who lit the lamp?", max_tokens=40, temperature=1.0, seed=4))
-    tokens = [id_ for piece in pieces for id_ in piece.token_ids]
-    text = "".join(piece.text for piece in pieces)
-    decoded = server.backend.runner.tokenizer.decode(tokens)
-    assert decoded.startswith(text)
-    assert decoded[len(text) :] in ("", "\ufffd", "\ufffd" * 2, "\ufffd" * 3)
-
-
-def test_question_is_worded_by_the_chat_template(client: Client, lamp: str) -> None:
-    asked = client.generate(lamp, question="Who?", max_tokens=5)
-    written = client.generate(lamp, text="\nQuestion: Who?\nAnswer:", max_tokens=5)
-    assert asked.read() == written.read()
-    assert asked.summary.prompt_tokens == len("\nQuestion: Who?\nAnswer:")
-
-
-def test_stop_string_ends_the_text_before_it(client: Client, lamp: str) -> None:
-    whole = client.generate(lamp, text="Who?", max_tokens=40, temperature=0.7, seed=11)
-    text = whole.read()
-    stop = text[10:13]
-    stopped = client.generate(
-        lamp, text="Who?", max_tokens=40, temperature=0.7, seed=11, stop=["never", stop]
-    )
-    assert stopped.read() == text[: text.index(stop)]
-    assert stopped.summary.finish_reason == "stop"
-    assert stopped.summary.completion_tokens < whole.summary.completion_tokens
-
-
-def test_same_seed_same_tokens_and_the_seed_is_reported(client: Client, lamp: str) -> None:
-    first = client.generate(lamp, text="Who?", max_tokens=30, temperature=2.0)
-    text = first.read()
-    again = client.generate(lamp, text="Who?", max_tokens=30, temperature=2.0, seed=first.summary.seed)
-    other = client.generate(lamp, text="Who?", max_tokens=30, temperature=2.0)
-    assert again.read() == text
-    assert other.read() != text
 
 
 def test_without_a_limit_the_answer_fits_the_model(library: Library, client: Client) -> None:
@@ -152,3 +101,19 @@ def test_a_second_request_is_answered_while_a_long_first_one_runs(client: Client
         next(first)
         with pytest.raises(InvalidArgumentError, match="no summary"):
             _ = long.summary
+
+
+@pytest.mark.parametrize("timeout_s", [None, 60.0])
+def test_a_cancellation_that_comes_with_events_is_not_lost(timeout_s: float | None) -> None:
+    """Or a request of a batch would go on, and wait for its items to be read by nobody."""
+
+    async def run() -> None:
+        inbox = Inbox()
+        task = asyncio.ensure_future(inbox.wait(timeout_s))
+        await asyncio.sleep(0.01)
+        inbox.put([Waits("")])
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())

@@ -64,29 +64,6 @@ def test_sessions_with_and_without_constraints_share_a_batch(client: Client, lam
     assert after.decode_tokens - before.decode_tokens > 1.5 * (after.decode_steps - before.decode_steps)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"json_schema": "{"}, "not a JSON object"),
-        ({"json_schema": "[]"}, "not a JSON object"),
-        ({"json_schema": {"type": "frob"}}, "Invalid type"),
-        ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum"),
-        ({"json_schema": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
-        ({"json_schema": {"$ref": "http://example.com/schema"}}, "http://example.com/schema"),
-        ({"regex": "(a"}, "unclosed group"),
-        ({"regex": "(?=a)b"}, "look-around"),
-        ({"regex": r"[^\s\S]"}, "nothing satisfies it"),
-    ],
-)
-def test_what_cannot_be_obeyed_is_refused_with_the_reason(
-    client: Client, lamp: str, options: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(InvalidArgumentError, match=re.escape(reason)) as caught:
-        client.generate(lamp, text=PROMPT, **options).read()
-    assert caught.value.metadata["field"] == "constraint"
-    assert "\n" not in caught.value.message
-
-
 def test_what_would_take_for_ever_is_refused_and_harms_nobody(
     client: Client, lamp: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from decode_engine.model import method_choice
 from decode_engine.model.method_choice import StepTime
 from decode_engine.rpc.client import Client, Summary
 from decode_engine.rpc.server import DecodeServer
-from index_store.errors import ContextCorruptError, InvalidArgumentError, MethodUnsupportedError
+from index_store.errors import ContextCorruptError, InvalidArgumentError
 from index_store.memory.placement import Placement
 from index_store.methods.presets import METHODS
 from index_store.store.tuned_defaults import TunedDefault
@@ -116,40 +116,12 @@ def test_requests_that_leave_the_method_open_get_what_takes_less_time(
     )
 
 
-def test_auto_can_be_asked_for_where_it_is_not_what_is_served(client: Client, lamp: str) -> None:
-    assert summary_of(client, lamp).method_reason == ""
-    asked = summary_of(client, lamp, method="auto")
-    assert asked.method == "csattention"
-    assert asked.method_reason == "the context's own: steps of csattention 5.00% were not timed"
-
-
 def test_a_context_names_the_methods_that_it_supports(library: Library, client: Client, shelf: str) -> None:
     assert client.get_context(shelf).methods == tuple(METHODS)
     bare = client.get_context("contexts/" + library.prefill("bare", method=("csattention+dropped",)))
     assert bare.methods == ("full", "exact", "oracle", "csattention")
     assert (bare.default_method, bare.default_budget) == ("csattention+dropped", "5.00%")
     assert summary_of(client, bare.name).method == "csattention+dropped"
-
-
-def test_a_remainder_without_its_clusters_is_dropped_unless_it_was_asked_for(
-    library: Library, client: Client
-) -> None:
-    bare = "contexts/" + library.prefill("bare-too", method=("full",), index=("query_tables",))
-    summary = summary_of(client, bare, method="csattention")
-    assert (summary.method, summary.remainder) == ("csattention", "dropped")
-    with pytest.raises(MethodUnsupportedError, match="needs index 'remainder_clusters'"):
-        summary_of(client, bare, method="csattention+centred")
-
-
-def test_a_method_is_refused_over_an_index_that_was_built_for_other_ones(
-    library: Library, client: Client
-) -> None:
-    indexes = ("query_tables", "remainder_clusters:window=64")
-    moved = "contexts/" + library.prefill("moved", method=("full",), index=indexes)
-    assert client.get_context(moved).methods == ("full", "exact", "oracle")
-    with pytest.raises(MethodUnsupportedError, match="windowed RoPE"):
-        summary_of(client, moved, method="csattention")
-    assert summary_of(client, moved, method="csattention+monopole").remainder == "monopole"
 
 
 def test_a_budget_replaces_the_methods_own(client: Client, shelf: str) -> None:
@@ -171,45 +143,6 @@ def test_a_budget_replaces_the_methods_own(client: Client, shelf: str) -> None:
     half = found["quest"].selection.keys_kept
     assert half < summary_of(client, shelf, method="quest", target_mass=0.9).selection.keys_kept
     assert found["squeezed"].selection.fraction_sparse != found["csattention"].selection.fraction_sparse
-
-
-def test_expressions_choose_remainder_and_schedule(client: Client, shelf: str) -> None:
-    summary = summary_of(client, shelf, method="oracle+monopole@period=3")
-    assert (summary.method, summary.remainder) == ("oracle+monopole@period=3", "monopole")
-    assert summary.selection.searches == 2 * (4 + 1)  # four prompt tokens, and one step for three
-    shorter = summary_of(client, shelf, method="oracle+monopole@period=3", search_period=2)
-    assert shorter.selection.searches == 2 * (4 + 2)
-    assert summary_of(client, shelf, method="pq@lag@correct=0.9").method == "pq@lag@correct=0.9"
-
-
-def test_a_search_period_saves_searches(client: Client, lamp: str) -> None:
-    searches = []
-    for period in (0, 4):
-        generation = client.generate(
-            lamp, text="Who?", max_tokens=21, method="csattention-paper", search_period=period
-        )
-        generation.read()
-        searches.append(generation.summary.selection.searches)
-    # one searching layer: four prompt tokens and 20 steps, or the prompt and every fourth step
-    assert searches == [24, 9]
-
-
-def test_method_that_the_context_does_not_support(library: Library, client: Client, lamp: str) -> None:
-    plain = "contexts/" + library.prefill("plain", method=("full",))
-    assert client.get_context(plain).default_method == "full"
-    for name, arguments in (
-        (plain, {"method": "csattention"}),
-        (lamp, {"method": "guesswork"}),
-        (lamp, {"method": "pq"}),
-        (lamp, {"method": "csattention+dipole"}),
-        (lamp, {"method": "full", "keep_ratio": 0.5}),
-        (lamp, {"method": "full", "target_mass": 0.5}),
-        (lamp, {"method": "full", "token_budget": 5}),
-        (lamp, {"method": "full", "search_period": 2}),
-    ):
-        with pytest.raises(MethodUnsupportedError):
-            summary_of(client, name, **arguments)
-    assert summary_of(client, plain).method == "full"
 
 
 def test_a_keep_ratio_without_a_calibrated_threshold_is_refused_before_anything_is_loaded(
@@ -277,22 +210,3 @@ def test_a_damaged_tuned_default_is_not_replaced_silently(
         summary_of(client, shelf)
     assert caught.value.metadata["cause"] == "TUNED_DEFAULT_INVALID"
     assert summary_of(client, shelf, method="full").method == "full"
-
-
-def test_methods_are_listed(server: DecodeServer, client: Client) -> None:
-    listed = client.list_methods()
-    methods = {method.name: method for method in listed.methods}
-    assert tuple(methods) == tuple(METHODS)
-    assert (listed.head_dim, listed.dtype, listed.kv_bytes_per_token) == (32, "float32", 2 * 32 * 4)
-    assert methods["full"].keep_ratio is None
-    assert methods["full"].parameters == {}
-    assert methods["csattention"].keep_ratio == methods["squeezed"].keep_ratio == 0.05
-    assert (methods["tactic"].keep_ratio, methods["tactic"].target_mass) == (None, 0.9)
-    assert methods["csattention"].indexes == ("query_tables", "remainder_clusters")
-    assert methods["csattention"].remainder_optional
-    assert methods["oracle"].indexes == methods["full"].indexes == ()
-    assert methods["multipole"].partition == methods["multipole"].index == "key_clusters"
-    # 16 keys share a mean key and a value sum, a count and an offset; a key has its place in a list and a cluster
-    assert methods["multipole"].bytes_per_token == (2 * 32 * 4 + 8) / 16 + 8
-    assert methods["pq"].parameters["product_codes.subspaces"] == "8"
-    assert all(method.summary and method.source for method in methods.values())

@@ -9,9 +9,6 @@ import pytest
 
 from decode_engine.rpc.client import Client, Piece
 from index_store.errors import InvalidArgumentError
-from sparsekv.v1 import generation_pb2
-from tests.decode_engine.conftest import Stubs
-from tests.support.serving.service import fails
 
 PROMPT = "Who lit the lamp of the grey harbour?"
 
@@ -101,58 +98,6 @@ def test_penalties_and_biases_change_the_answer(client: Client, lamp: str) -> No
     assert len(set(ask(repetition_penalty=100.0))) == 24
 
 
-def test_tokens_that_stop_end_the_answer_once_enough_came(client: Client, lamp: str) -> None:
-    plain = client.generate(lamp, text=PROMPT, max_tokens=8)
-    tokens = [id_ for piece in plain for id_ in piece.token_ids]
-    stopped = client.generate(lamp, text=PROMPT, max_tokens=8, stop_token_ids=[tokens[3]])
-    pieces = list(stopped)
-    seen = [id_ for piece in pieces for id_ in piece.token_ids]
-    assert seen == tokens[: tokens.index(tokens[3]) + 1]
-    assert stopped.summary.finish_reason == "stop"
-    later = client.generate(
-        lamp, text=PROMPT, max_tokens=8, stop_token_ids=[tokens[0], tokens[3]], min_tokens=6
-    )
-    longer = [id_ for piece in later for id_ in piece.token_ids]
-    assert len(longer) >= 6
-    assert not {tokens[0], tokens[3]} & set(longer[:5])
-
-
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"n": 17}, "n"),
-        ({"n": -1}, "n"),
-        ({"n": 2}, "n"),
-        ({"top_logprobs": 21}, "top_logprobs"),
-        ({"top_logprobs": -1}, "top_logprobs"),
-        ({"presence_penalty": 2.1}, "presence_penalty"),
-        ({"frequency_penalty": math.nan}, "frequency_penalty"),
-        ({"repetition_penalty": -1.0}, "repetition_penalty"),
-        ({"repetition_penalty": math.inf}, "repetition_penalty"),
-        ({"logit_bias": {1: 101.0}}, "logit_bias"),
-        ({"logit_bias": {10**9: 1.0}}, "logit_bias"),
-        ({"logit_bias": dict.fromkeys(range(301), 1.0)}, "logit_bias"),
-        ({"stop_token_ids": [10**9]}, "stop_token_ids"),
-        ({"stop_token_ids": [1] * 65}, "stop_token_ids"),
-        ({"min_tokens": -1}, "min_tokens"),
-        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
-        ({"min_tokens": 9, "constraint": {"regex": "a"}}, "min_tokens"),
-        ({"constraint": {}}, "constraint"),
-        ({"constraint": {"regex": ""}}, "constraint"),
-        ({"constraint": {"regex": "a" * 2**17}}, "constraint"),
-        ({"constraint": {"choices": {}}}, "constraint"),
-        ({"constraint": {"choices": {"texts": ["a", "a"]}}}, "constraint"),
-    ],
-)
-def test_values_out_of_range_are_refused(
-    stubs: Stubs, lamp: str, options: dict[str, object], field: str
-) -> None:
-    request = generation_pb2.GenerateRequest(context=lamp, text=PROMPT, **options)  # type: ignore[arg-type]
-    _, info, message = fails(lambda: stubs.generations.Generate(request))
-    assert (info.reason, info.metadata["field"]) == ("INVALID_ARGUMENT", field)
-    assert "expected" in message
-
-
 def test_a_prompt_that_is_too_long_for_log_probabilities_is_refused(
     client: Client, lamp: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,13 +105,3 @@ def test_a_prompt_that_is_too_long_for_log_probabilities_is_refused(
     assert list(client.generate(lamp, token_ids=[5] * 100, prompt_logprobs=True, max_tokens=1))
     with pytest.raises(InvalidArgumentError, match="at most 100"):
         list(client.generate(lamp, token_ids=[5] * 101, prompt_logprobs=True, max_tokens=1))
-
-
-def test_texts_are_cut_counted_and_joined(client: Client) -> None:
-    text = "The lamp of the grey härbour was lit."
-    cut = client.tokenize(text)
-    assert b"".join(cut.texts).decode() == text
-    assert client.count_tokens(text) == len(cut.ids)
-    assert client.detokenize(cut.ids) == text
-    with pytest.raises(InvalidArgumentError, match="ids"):
-        client.detokenize([10**9])

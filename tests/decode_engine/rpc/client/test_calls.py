@@ -10,10 +10,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import pytest
 
-from decode_engine.errors import CancelledError, DeadlineExceededError
+from decode_engine.errors import CancelledError, DeadlineExceededError, ServerUnreachableError
 from decode_engine.rpc.client import AsyncClient, Client
+from decode_engine.rpc.client.answers import finish
+from decode_engine.rpc.client.connection import AsyncWire, BlockingWire, Repeats, Stream
+from index_store.errors import ContextBusyError, SparseKVError
 from tests.decode_engine.rpc.client.conftest import IDS, Scripted
 
 Server = tuple[Scripted, Client]
@@ -28,20 +32,6 @@ def test_what_a_loop_has_left_is_read_later(scripted: Server) -> None:
     assert generation.read() == "lo"
     assert generation.summary.finish_reason == "stop"
     assert generation.read() == ""
-
-
-def test_coroutines_read_later_what_a_loop_has_left(scripted: Server) -> None:
-    async def use() -> None:
-        async with AsyncClient(scripted[1]._address) as client:
-            generation = client.generate("contexts/x", text="a")
-            async for piece in generation:
-                assert piece.text == "hel"
-                break
-            assert await generation.read() == "lo"
-            assert generation.summary.finish_reason == "stop"
-            assert await generation.read_all() == []
-
-    asyncio.run(use())
 
 
 def test_an_answer_begins_before_it_is_read(scripted: Server) -> None:
@@ -70,22 +60,6 @@ def test_another_thread_cancels_what_one_reads(scripted: Server) -> None:
             reading.result(60)
     assert servicer.ended.wait(60)
     generation.cancel()
-
-
-def test_another_task_cancels_what_one_reads(scripted: Server) -> None:
-    servicer, client = scripted
-
-    async def use() -> None:
-        async with AsyncClient(client._address) as asynchronous:
-            generation = asynchronous.generate("contexts/x", text="stays silent")
-            reading = asyncio.create_task(generation.read())
-            assert await asyncio.to_thread(servicer.begun.wait, 60)
-            generation.cancel()
-            with pytest.raises(CancelledError, match="the call was cancelled"):
-                await reading
-            assert await asyncio.to_thread(servicer.ended.wait, 60)
-
-    asyncio.run(use())
 
 
 def test_a_task_that_is_cancelled_ends_its_answer(scripted: Server) -> None:
@@ -143,11 +117,7 @@ def test_who_waits_is_told_in_the_thread_that_reads_and_may_call(scripted: Serve
     client.wait_operation("operations/x", on_progress=tell)
     assert {ident for ident, _, _ in told} == {threading.get_ident()}
     assert [name for _, name, _ in told] == ["operations/x"] * 3
-    assert [getattr(news, "cause", None) or news.done for _, _, news in told] == [
-        "session",
-        False,
-        True,
-    ]
+    assert [getattr(news, "cause", None) or news.done for _, _, news in told] == ["session", False, True]
 
 
 def test_threads_share_a_client(scripted: Server) -> None:
@@ -209,3 +179,71 @@ def test_forked_processes_have_clients_and_processes_end_without_closing_them(
     )
     assert (done.returncode, done.stdout) == (0, printed), done.stderr
     assert "Traceback" not in done.stderr
+
+
+class Refused:
+    """A call that no server takes."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def __next__(self) -> Any:
+        raise grpc.RpcError
+
+    async def read(self) -> Any:
+        raise grpc.RpcError
+
+
+class Calls(Repeats):
+    """Makes calls, and cancels what reads them: while the second one is made, or once the first one was refused."""
+
+    def __init__(self, *, while_made: bool) -> None:
+        super().__init__("nowhere", None)
+        self.while_made = while_made
+        self.made: list[Refused] = []
+        self.stream: Any = None
+
+    def start(self, left_s: float | None) -> Refused:
+        if self.made and self.while_made:
+            self.stream.cancel()
+        self.made.append(Refused())
+        return self.made[-1]
+
+    def translate(self, error: grpc.RpcError) -> SparseKVError:
+        if not self.while_made:
+            self.stream.cancel()
+        if len(self.made) > 1 and self.made[-1].cancelled:
+            return CancelledError("the client ended the call")
+        return ServerUnreachableError("no server")
+
+
+@pytest.mark.parametrize("while_made", [True, False])
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_stream_that_is_cancelled_while_it_begins_again_ends(blocking: bool, while_made: bool) -> None:
+    calls = Calls(while_made=while_made)
+
+    async def read() -> None:
+        wire = (BlockingWire if blocking else AsyncWire)("127.0.0.1:1", None)
+        calls.stream = Stream(wire, calls.start, calls)
+        await calls.stream.read()
+
+    with pytest.raises(CancelledError if while_made else ServerUnreachableError):
+        finish(read()) if blocking else asyncio.run(read())
+    assert [call.cancelled for call in calls.made] == [True] * (2 if while_made else 1)
+
+
+def test_where_nobody_listens_one_attempt_tells() -> None:
+    repeats = Repeats("127.0.0.1:1", None)
+    for nobody in (
+        ServerUnreachableError("no server answers (failed to connect to all addresses)"),
+        ContextBusyError("a job writes it"),
+    ):
+        with pytest.raises(type(nobody)):
+            repeats.wait_s(nobody)
+    stopped = ServerUnreachableError("no server answers (Socket closed)")
+    assert [0 <= repeats.wait_s(stopped) <= longest_s for longest_s in (0.1, 0.2, 0.4)] == [True] * 3
+    with pytest.raises(ServerUnreachableError):
+        repeats.wait_s(stopped)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
@@ -19,7 +17,6 @@ from index_store.errors import (
     ContextCorruptError,
     ContextHasChildrenError,
     ContextNotFoundError,
-    InvalidArgumentError,
     StoreFullError,
 )
 from tests.decode_engine.conftest import TEXT, Library, make_library
@@ -118,31 +115,6 @@ def test_a_session_that_is_kept_goes_on_where_it_ended(shelf: Shelf, client: Cli
     assert again_kept.kept_context == child.name
 
 
-def test_a_stop_string_ends_what_is_kept(shelf: Shelf, client: Client) -> None:
-    answer, _ = ask(client, shelf.root, "The lamp", max_tokens=8)
-    with client.generate(shelf.root, text="The lamp", max_tokens=8) as generation:
-        text = generation.read()
-    stop = text[2:4]
-    tokens, summary = ask(client, shelf.root, "The lamp", max_tokens=8, stop=[stop], keep=Keep())
-    assert summary.finish_reason == "stop"
-    assert tokens == answer[: len(tokens)]
-    kept = client.get_context(summary.kept_context)
-    assert kept.token_count == summary.context_tokens + summary.prompt_tokens + len(tokens)
-    assert kept.display_name == f"root {kept.name.removeprefix('contexts/')[:6]}"
-
-
-def test_children_outlive_the_server(shelf: Shelf, tmp_path: Path) -> None:
-    library = Library(shelf.library.model, tmp_path / "store")
-    shutil.copytree(shelf.library.store, library.store)
-    with DecodeServer(library.config()) as server, Client(server.address) as client:
-        server.load()
-        child = extend(client, shelf.root)
-        expected, _ = ask(client, child, "The lamp")
-    with DecodeServer(library.config()) as server, Client(server.address) as client:
-        server.load()
-        assert ask(client, child, "The lamp")[0] == expected
-
-
 def test_a_parent_is_deleted_with_its_children_or_not_at_all(shelf: Shelf, client: Client) -> None:
     root = "contexts/" + shelf.library.prefill("short-lived", method=METHODS)
     children = [extend(client, root, text) for text in (MORE, MORE * 2)]
@@ -225,33 +197,6 @@ def test_a_damaged_child_is_refused_and_its_parent_is_not(
     client.delete_context(child)
 
 
-def test_many_sessions_on_children_of_one_parent(shelf: Shelf, client: Client) -> None:
-    children = [extend(client, shelf.root, f"{number} ships. ") for number in range(4)]
-    alone = [ask(client, child, "The lamp", method="full")[0] for child in children]
-    with ThreadPoolExecutor(8) as pool:
-        together = list(
-            pool.map(lambda child: ask(client, child, "The lamp", method="full")[0], children * 2)
-        )
-    assert together == alone * 2
-
-
-def test_what_a_session_may_be_kept_as(shelf: Shelf, client: Client) -> None:
-    ttl = timedelta(hours=1)
-    kept = ask(client, shelf.root, "Once ", keep=Keep(ttl=ttl))[1].kept_context
-    expires = client.get_context(kept).expire_time
-    assert expires is not None
-    assert timedelta(minutes=55) < expires - datetime.now(UTC) <= ttl
-    for keep, field in (
-        (Keep(name="a\nb"), "keep.display_name"),
-        (Keep(name="a" * 501), "keep.display_name"),
-        (Keep(ttl=timedelta(0)), "keep.ttl"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=field):
-            ask(client, shelf.root, keep=keep)
-    with pytest.raises(InvalidArgumentError, match=r"max_tokens is 3 and keep\.prompt_only"):
-        ask(client, shelf.root, max_tokens=3, keep=Keep(prompt_only=True))
-
-
 def test_a_full_disk_is_told_and_nothing_stays(
     shelf: Shelf, client: Client, running: DecodeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,20 +257,3 @@ def test_a_text_that_is_stored_with_nothing_behind_it_is_answered(
         count = client.get_context(context).token_count
         assert (summary.context, summary.cached_tokens, summary.prompt_tokens) == (context, count - 1, 1)
         assert len(client.tokenize(whole).ids) == count
-
-
-def test_what_follows_a_context_that_was_found_is_checked_like_any_prompt(
-    shelf: Shelf, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = "The tide went out, and the ship lay on the sand until the evening. " * 6
-    shelf.library.prefill("sand", text=text, method=METHODS, salt="")
-    monkeypatch.setattr("decode_engine.rpc.answers.prompting.MAX_PROMPT_LOGPROBS", 4)
-    client.generate("", text="Once", prompt_logprobs=True, max_tokens=1).read()
-    with pytest.raises(InvalidArgumentError, match="wanted of 406 tokens, expected a prompt of at most 4"):
-        client.generate("", text=text + " She", prompt_logprobs=True, max_tokens=1).read()
-
-
-def test_a_child_can_be_warmed(shelf: Shelf, client: Client) -> None:
-    child = extend(client, shelf.root)
-    assert client.warm_context(child).context.name == child
-    assert client.get_context(child).resident

@@ -27,26 +27,6 @@ from tests.decode_engine.conftest import Library, Stubs
 from tests.support.serving.service import wait_until
 
 
-def test_get_and_list_describe_a_context(library: Library, client: Client, lamp: str) -> None:
-    context = client.get_context(lamp)
-    assert context in list(client.list_contexts())
-    assert (context.display_name, context.state, context.dtype) == ("lamp", "READY", "float32")
-    assert (context.model, context.architecture) == (library.model.name, "LlamaForCausalLM")
-    assert context.token_count == 8 * 68
-    assert context.kv_bytes == 2 * 2 * context.token_count * 2 * 32 * 4
-    assert context.methods == ("full", "exact", "oracle", "csattention", "csattention-paper")
-    assert (context.default_method, context.default_budget, context.tuned) == ("csattention", "5.00%", False)
-    assert context.dense_layers == (0,)
-    assert {index.name: index.layers for index in context.indexes} == {
-        "query_tables": (0, 1),
-        "remainder_clusters": (0, 1),
-        "paper_tables": (0, 1),
-    }
-    total = sum(index.bytes_per_token * context.token_count for index in context.indexes)
-    assert total == pytest.approx(context.index_bytes)
-    assert context.expire_time is None
-
-
 def test_a_context_is_found_by_what_people_call_it(library: Library, client: Client, stubs: Stubs) -> None:
     """In one call, whatever the number of contexts."""
     id_ = library.prefill("found", method=("full",))

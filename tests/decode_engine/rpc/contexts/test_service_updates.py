@@ -3,47 +3,18 @@
 from __future__ import annotations
 
 import logging
-import re
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from typing import Any
 
-import grpc
 import pytest
-from google.protobuf.field_mask_pb2 import FieldMask
 
-from decode_engine.rpc.client import NEVER, Client
+from decode_engine.rpc.client import Client
 from index_store.errors import ContextBusyError, ContextNotFoundError, NameTakenError
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up
 from sparsekv.v1 import context_pb2
 from tests.decode_engine.conftest import Library, Stubs
 from tests.support.serving.service import fails, wait_until
-
-
-def test_a_context_is_renamed_labelled_and_pinned(library: Library, client: Client) -> None:
-    name = "contexts/" + library.prefill("changing")
-    assert client.get_context(name).labels == {}
-    changed = client.update_context(
-        name, display_name="changed", labels={"team": "law", "year": "2026"}, pinned=True
-    )
-    assert (changed.display_name, changed.labels, changed.pinned) == (
-        "changed",
-        {"team": "law", "year": "2026"},
-        True,
-    )
-    assert client.update_context(name, labels={"team": None, "place": "x"}).labels == {
-        "place": "x",
-        "year": "2026",
-    }
-    later = datetime(2099, 1, 1, tzinfo=UTC)
-    assert client.update_context(name, expire_time=later).expire_time == later
-    assert client.update_context(name, expire_time=NEVER).expire_time is None
-    assert client.get_context(name).display_name == "changed"
-    assert Store(library.store).verify(name.removeprefix("contexts/")) == []
-    with client.generate(name, text="The", max_tokens=2) as generation:
-        generation.read()
-    client.delete_context(name)
 
 
 def test_a_name_that_another_context_has_is_taken_by_wish_alone(library: Library, client: Client) -> None:
@@ -109,38 +80,6 @@ def test_an_update_waits_for_no_job(
     wait_until(lambda: any(getattr(record, "rpc", "") == "UpdateContext" for record in caplog.records))
     assert [getattr(record, "rpc", "") for record in caplog.records].count("UpdateContext") == 1
     assert caught.value.retry_after_s == 10
-
-
-@pytest.mark.parametrize(
-    ("fields", "paths", "message"),
-    [
-        ({}, [], "nothing to change: set some of display_name, expire_time, labels, pinned"),
-        ({"pinned": True}, ["token_count"], "update_mask: found 'token_count', expected some of"),
-        ({"pinned": True}, ["labels."], "update_mask: found 'labels.'"),
-        ({}, ["display_name"], "field 'display_name' is '', expected 1-500 printable characters"),
-        ({"labels": {"Team": "x"}}, [], "field 'labels key' is 'Team', expected 1-63 small letters"),
-        ({"labels": {"team": "x" * 64}}, [], "field 'labels.team' is .*, expected at most 63 printable"),
-        ({"labels": {f"k{number}": "" for number in range(65)}}, [], "65 labels.*at most 64"),
-    ],
-)
-def test_updates_out_of_bounds_are_refused(
-    stubs: Stubs, lamp: str, fields: dict[str, Any], paths: list[str], message: str
-) -> None:
-    request = context_pb2.UpdateContextRequest(
-        context=context_pb2.Context(name=lamp, **fields), update_mask=FieldMask(paths=paths)
-    )
-    code, info, details = fails(lambda: [stubs.contexts.UpdateContext(request)])
-    assert (code, info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
-    assert re.search(message, details)
-
-
-def test_a_mask_of_everything_takes_away_what_is_unset(stubs: Stubs, client: Client, lamp: str) -> None:
-    client.update_context(lamp, pinned=True, labels={"a": "b"})
-    everything = context_pb2.UpdateContextRequest(
-        context=context_pb2.Context(name=lamp, display_name="lamp"), update_mask=FieldMask(paths=["*"])
-    )
-    bare = stubs.contexts.UpdateContext(everything)
-    assert (bare.display_name, dict(bare.labels), bare.pinned) == ("lamp", {}, False)
 
 
 def test_lists_are_filtered_and_ordered_page_by_page(library: Library, client: Client, stubs: Stubs) -> None:

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
-import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +15,11 @@ from decode_engine.rpc.client import Client, Keep, Summary
 from decode_engine.rpc.server import DecodeServer
 from index_store.jobs.job_queue import JobQueue
 from index_store.methods.default import DEFAULT_METHOD
-from index_store.models.conversation.messages import Message, Role
 from index_store.store.catalog import Store
 from index_store.store.clean_up import KEPT_BEGINNING
-from index_store.store.description.manifest import Manifest
 from prefill_worker.config import WorkerConfig
 from prefill_worker.worker.queue_worker import QueueWorker
 from tests.decode_engine.conftest import Library, make_library
-from tests.support.serving.service import wait_until
 
 TOKENS = 512
 MOST_BYTES = 2**26
@@ -197,179 +188,3 @@ def test_one_that_is_in_use_stays(shop: Library, keeping: Kept) -> None:
     assert other._make_room(most - 1000)
     assert keeping.kept() == {}
     other.close()
-
-
-def converse(keeping: Kept, number: int, turns: int, system: str) -> tuple[int, int]:
-    """A conversation, each turn of which is sent with all before: tokens that were read, and that were not."""
-    messages, read, cached = [Message(Role.SYSTEM, system)], 0, 0
-    for turn in range(turns):
-        asked = f"{document(1000 * number + turn, 120)}?"
-        messages += [Message(Role.USER, asked)]
-        with keeping.client.generate(messages=messages, max_tokens=8) as generation:
-            answer = generation.read()
-        keeping.server.backend.beginnings.settle()
-        keeping.work()
-        read += generation.summary.prompt_tokens
-        cached += generation.summary.cached_tokens
-        messages += [Message(Role.ASSISTANT, answer or " ")]
-    return read, cached
-
-
-def compare(tmp_path: Path, conversations: int, turns: int, most: int) -> dict[str, float]:
-    """The same conversations with kept beginnings and without, over a store of their own."""
-    figures: dict[str, float] = {}
-    for name, tokens in (("off", 0), ("on", 256)):
-        shop = make_library(tmp_path / name)
-        Store(shop.store, create=True)
-        keeping = Kept(shop, keep_beginnings=tokens, keep_beginnings_bytes=most)
-        found = [converse(keeping, number, turns, document(7, 400)) for number in range(conversations)]
-        figures[f"{name}_read"] = sum(read for read, _ in found)
-        figures[f"{name}_cached"] = sum(cached for _, cached in found)
-        kept = [each for each in keeping.store.list() if KEPT_BEGINNING in each.labels]
-        figures[f"{name}_bytes"] = sum(array.nbytes for each in kept for array in each.arrays)
-        figures[f"{name}_removed"] = keeping.client.server_status().removed_beginnings
-        assert all(not keeping.store.verify(each.id) for each in kept)
-        keeping.close()
-    assert figures["off_cached"] == 0
-    assert figures["on_bytes"] <= most
-    return figures
-
-
-def test_conversations_read_less(tmp_path: Path) -> None:
-    figures = compare(tmp_path, conversations=2, turns=10, most=2**22)
-    assert figures["on_read"] + figures["on_cached"] >= 0.9 * figures["off_read"]
-    assert figures["on_read"] < 0.5 * figures["off_read"]
-
-
-class Running:
-    """`serve` as a process of its own, which makes what it keeps itself, so that it can be killed."""
-
-    def __init__(self, shop: Library, *options: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "decode_engine",
-            "serve",
-            "--store",
-            shop.store,
-            "--model",
-            shop.model,
-        ]
-        command += [
-            "--listen",
-            "127.0.0.1:0",
-            "--no-warm-up",
-            "--prefill",
-            "--doors",
-            "0",
-            "--device",
-            "cpu",
-            "--format",
-            "json",
-        ]
-        command = [*map(str, command), *options]
-        with (shop.store.parent / "server.log").open("a") as log:
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        assert self._process.stdout is not None
-        self.client = Client(json.loads(self._process.stdout.readline())["address"])
-        wait_until(self.client.is_serving)
-
-    def kill(self) -> None:
-        """Ends it as no handler can notice."""
-        self.client.close()
-        self._process.kill()
-        self._process.communicate()
-
-
-@dataclass
-class Figures:
-    """Of conversations: tokens of prompts that were read and that were stored, seconds to each first token, and kept
-    beginnings that were removed in the end."""
-
-    read: int = 0
-    cached: int = 0
-    removed: int = 0
-    first: list[float] = field(default_factory=list)
-
-    def turn(self, client: Client, messages: list[Message]) -> str:
-        """The answer to what was said."""
-        begun, pieces = time.monotonic(), []
-        with client.generate(messages=messages, max_tokens=4) as generation:
-            for piece in generation:
-                if not pieces:
-                    self.first.append(time.monotonic() - begun)
-                pieces.append(piece.text)
-        self.read += generation.summary.prompt_tokens
-        self.cached += generation.summary.cached_tokens
-        return "".join(pieces) or " "
-
-
-def converse_and_kill(
-    shop: Library, conversations: int, kills: int, *options: str
-) -> tuple[Figures, list[int]]:
-    """Conversations of ten turns, with the server killed in the middle of some; bytes of kept beginnings after each."""
-    Store(shop.store, create=True)
-    server, figures, held, queue = Running(shop, *options), Figures(), [], JobQueue(shop.store)
-    kept: list[Manifest] = []
-    deaths = random.Random(1).sample(range(conversations * 10), kills)
-    seen: set[str] = set()
-    try:
-        for number in range(conversations):
-            messages = [Message(Role.SYSTEM, document(7, 400))]
-            for turn in range(10):
-                messages += [Message(Role.USER, f"{document(1000 * number + turn, 120)}?")]
-                messages += [Message(Role.ASSISTANT, figures.turn(server.client, messages))]
-                if 10 * number + turn in deaths:
-                    server.kill()
-                    server = Running(shop, *options)
-                wait_until(lambda: not any(entry.open for entry in queue.entries()))  # who talks reads first
-            kept = [each for each in Store(shop.store).list() if KEPT_BEGINNING in each.labels]
-            held.append(sum(array.nbytes for each in kept for array in each.arrays))
-            seen |= {each.id for each in kept}
-        figures.removed = len(seen - {each.id for each in kept})
-    finally:
-        server.kill()
-    assert "Traceback" not in (shop.store.parent / "server.log").read_text()
-    assert all(not Store(shop.store).verify(each.id) for each in Store(shop.store).list())
-    return figures, held
-
-
-@pytest.mark.nightly
-def test_a_hundred_conversations_within_a_bound(tmp_path: Path) -> None:
-    """On a server that is killed in between: less is read, sooner answered, and the bound holds."""
-    most, found = 2**23, {}
-    off, _ = converse_and_kill(make_library(tmp_path / "off"), 100, 0)
-    keeping = ["--keep-beginnings", "256", "--keep-beginnings-bytes", str(most)]
-    on, held = converse_and_kill(make_library(tmp_path / "on"), 100, 8, *keeping)
-    for name, figures in (("off", off), ("on", on)):
-        found |= {f"{name}_read": figures.read, f"{name}_stored": figures.cached}
-        found[f"{name}_removed"] = figures.removed
-        found |= {f"{name}_first_token_ms": round(1000 * statistics.median(figures.first), 1)}
-    sys.stdout.write(f"{json.dumps({**found, 'most_held': max(held), 'bound': most})}\n")
-    assert (off.cached, on.read < 0.7 * off.read) == (0, True)
-    assert most / 2 < max(held) <= most
-    assert on.removed > 0
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("moment", ["ordered", "begun", "made"])
-def test_a_server_that_is_killed_leaves_nothing_half(shop: Library, moment: str) -> None:
-    """Its order is there and is worked on by the next one, or its context is."""
-    text = document(1, 3000)
-    store, queue = Store(shop.store), JobQueue(shop.store)
-    server = Running(shop, "--keep-beginnings", "512")
-    for tail in ("One", "Two"):
-        server.client.generate(text=text + tail, max_tokens=2).read()
-    wait_until(lambda: bool(queue.entries()))
-    if moment == "begun":
-        wait_until(lambda: not queue.entries() or queue.held(queue.entries()[0].id) or bool(store.list()))
-    if moment == "made":
-        wait_until(lambda: bool(store.list()))
-    server.kill()
-    assert all(not store.verify(each.id) for each in store.list())
-    again = Kept(shop)
-    wait_until(lambda: again.work() == 0)
-    ((id_, tokens),) = again.kept().items()
-    assert again.ask(text=text + "Three")[1].cached_tokens == tokens == 2816
-    assert store.verify(id_) == []
-    again.close()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from pathlib import Path
 
 import grpc
 import pytest
-from google.protobuf.duration_pb2 import Duration
+from google.longrunning import operations_pb2, operations_pb2_grpc
 
-from decode_engine.errors import PromptTooLongError
-from decode_engine.rpc.client import AsyncClient, Client, Keep, OperationInfo
+from decode_engine.errors import CancelledError, PromptTooLongError
+from decode_engine.rpc.client import Client, Keep, OperationInfo
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import (
     InvalidArgumentError,
+    JobCorruptError,
+    JobNotFoundError,
+    JobUnfinishedError,
     MethodUnsupportedError,
     NameTakenError,
     UploadNotFoundError,
@@ -22,9 +24,10 @@ from index_store.errors import (
 from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.uploads import UploadWriting
 from index_store.models.conversation.messages import Conversation, Message, Role, Tool
+from prefill_worker.build.checkpoint import Checkpoint
 from prefill_worker.worker.queue_worker import QueueWorker
-from sparsekv.v1 import context_pb2, generation_pb2
-from tests.decode_engine.conftest import MAX_POSITIONS, Library, Stubs
+from sparsekv.v1 import context_pb2
+from tests.decode_engine.conftest import Library, Stubs
 from tests.decode_engine.rpc.creation.conftest import document, make_worker, names
 from tests.support.serving.service import fails
 
@@ -198,12 +201,7 @@ def test_higher_priorities_come_first_then_the_oldest(client: Client, worker: Qu
     }
     assert [
         client.get_operation(made[name].name).jobs_ahead for name in ("urgent", "old", "new", "idle")
-    ] == [
-        0,
-        1,
-        2,
-        3,
-    ]
+    ] == [0, 1, 2, 3]
     finished = []
     for _ in orders:
         worker.work_once()
@@ -301,40 +299,6 @@ def test_a_server_without_its_context_tells_so(client: Client, worker: QueueWork
     assert client.get_operation(again.name).result().state == "READY"
 
 
-TOKENS = generation_pb2.TokenIds
-
-
-@pytest.mark.parametrize(
-    ("request_", "reason", "said"),
-    [
-        ({}, "INVALID_ARGUMENT", "the document is missing"),
-        ({"text": "  "}, "INVALID_ARGUMENT", "text is blank"),
-        ({"token_ids": TOKENS()}, "INVALID_ARGUMENT", "token_ids has no tokens"),
-        ({"token_ids": TOKENS(ids=[2**31])}, "INVALID_ARGUMENT", "expected ids of 0 to"),
-        ({"text": "a" * (MAX_POSITIONS + 1)}, "PROMPT_TOO_LONG", f"the {MAX_POSITIONS} positions"),
-        ({"token_ids": TOKENS(ids=[1] * (MAX_POSITIONS + 1))}, "PROMPT_TOO_LONG", "positions"),
-        ({"upload": "x"}, "INVALID_ARGUMENT", "expected uploads/"),
-        ({"upload": "uploads/" + "0" * 32}, "UPLOAD_NOT_FOUND", "there is no upload"),
-        ({"upload": "uploads/../x"}, "UPLOAD_NOT_FOUND", "there is no upload"),
-        ({"text": "a", "methods": ["best"]}, "METHOD_UNSUPPORTED", "best"),
-        ({"text": "a", "methods": ["full", "full"]}, "INVALID_ARGUMENT", "different ones"),
-        ({"text": "a", "methods": ["x" * 129]}, "INVALID_ARGUMENT", "128"),
-        ({"text": "a", "rows": "int4"}, "INVALID_ARGUMENT", "expected one of dtype, int8"),
-        ({"text": "a", "rows": "int8", "parent": "contexts/a"}, "INVALID_ARGUMENT", "leave it out"),
-        ({"text": "a", "display_name": "a\nb"}, "INVALID_ARGUMENT", "display_name"),
-        ({"text": "a", "request_id": "a" * 129}, "INVALID_ARGUMENT", "request_id"),
-        ({"text": "a", "priority": 101}, "INVALID_ARGUMENT", "-100 to 100"),
-        ({"text": "a", "ttl": Duration()}, "INVALID_ARGUMENT", "expected 1 s to 36500 days"),
-        ({"text": "a", "ttl": Duration(seconds=2**40)}, "INVALID_ARGUMENT", "ttl"),
-    ],
-)
-def test_wrong_orders_are_refused(stubs: Stubs, request_: dict[str, object], reason: str, said: str) -> None:
-    request = context_pb2.CreateContextRequest(**request_)  # type: ignore[arg-type]
-    _, info, details = fails(lambda: [stubs.contexts.CreateContext(request)])
-    assert info.reason == reason
-    assert said in details
-
-
 def test_the_queue_is_bounded(client: Client, server: DecodeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     queue: JobQueue = server.backend.workshop.queue
     monkeypatch.setattr(queue, "_most_jobs", 0)
@@ -353,26 +317,81 @@ def test_the_client_says_what_it_cannot_send(client: Client) -> None:
         client.create_context("a" * (5 << 20))  # uploaded, and then found to be too long
 
 
-@pytest.mark.usefixtures("working")
-def test_the_asynchronous_client_has_the_same_verbs(server: DecodeServer) -> None:
-    async def use() -> None:
-        async with AsyncClient(server.address) as client:
-            made = (await client.create_context(document("asynchronous"), ttl_s=3600)).result()
-            assert made.expire_time is not None
-            upload = await client.upload_document(document("parts").encode())
-            operation = await client.create_context(upload=upload.name, wait=False)
-            await client.cancel_operation(operation.name)
-            assert (await client.wait_operation(operation.name)).done
-            assert (await client.get_operation(operation.name)).done
-            assert operation.name in [listed.name async for listed in client.list_operations()]
-            await client.delete_operation(operation.name)
-
-    asyncio.run(use())
-
-
 def test_nothing_is_left_beside_the_records(shop: Library, worker: QueueWorker) -> None:
     while worker.work_once():
         pass
     left = [path for path in (shop.store / "jobs").rglob("*") if path.is_file() and path.name != "job.json"]
     assert left == []
     assert list(Path(shop.store / "contexts").glob(".*")) == []
+
+
+def test_a_waiting_job_is_cancelled_at_once_and_a_running_one_soon(
+    client: Client, worker: QueueWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = client.create_context(document("unwanted"), wait=False)
+    client.cancel_operation(waiting.name)
+    ended = client.get_operation(waiting.name)
+    assert ended.done
+    assert isinstance(ended.error, CancelledError)
+    assert not worker.work_once()
+
+    running = client.create_context(document("interrupted", 20), wait=False)
+    phases = []
+
+    def cancel_after_the_first_pass(checkpoint: Checkpoint, *arguments: object) -> None:
+        phases.append(client.get_operation(running.name).phase)
+        client.cancel_operation(running.name)
+
+    monkeypatch.setattr(Checkpoint, "keep", cancel_after_the_first_pass)
+    assert worker.work_once()
+    assert phases == ["reading"]
+    assert isinstance(client.get_operation(running.name).error, CancelledError)
+    assert running.context_name not in names(client)
+    client.cancel_operation(running.name)  # of what has ended nothing happens
+    assert isinstance(client.get_operation(running.name).error, CancelledError)
+
+
+def test_operations_are_listed_and_forgotten(client: Client, worker: QueueWorker, stubs: Stubs) -> None:
+    made = [client.create_context(document(f"listed {number}"), wait=False) for number in range(3)]
+    listed = [operation.name for operation in client.list_operations(page_size=2)]
+    assert [name for name in listed if name in {one.name for one in made}] == [one.name for one in made[::-1]]
+    with pytest.raises(JobUnfinishedError, match="cancel it first"):
+        client.delete_operation(made[0].name)
+    for one in made:
+        client.cancel_operation(one.name)
+        client.delete_operation(one.name)
+        with pytest.raises(JobNotFoundError):
+            client.get_operation(one.name)
+    operations = operations_pb2_grpc.OperationsStub(stubs.channel)
+    for wrong in ({"name": "contexts"}, {"filter": "done"}, {"page_size": -1}, {"page_token": "x"}):
+        request = operations_pb2.ListOperationsRequest(**wrong)
+        code, info, _ = fails(lambda request=request: [operations.ListOperations(request)])
+        assert (code, info.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, next(iter(wrong)))
+    assert not worker.work_once()
+
+
+def test_a_wait_ends_after_its_time(client: Client) -> None:
+    operation = client.create_context(document("patient"), wait=False)
+    assert client.wait_operation(operation.name, 0.1) == client.get_operation(operation.name)
+    client.cancel_operation(operation.name)
+
+
+def test_damaged_jobs_are_named_and_hold_nobody_up(
+    client: Client, worker: QueueWorker, shop: Library
+) -> None:
+    broken = client.create_context(document("damaged"), wait=False)
+    (shop.store / "jobs" / broken.name.removeprefix("operations/") / "job.json").write_text("{}")
+    fine = client.create_context(document("fine"), wait=False)
+    assert worker.work_once()
+    assert client.get_operation(fine.name).context is not None
+    found = client.get_operation(broken.name)
+    assert found.done
+    assert isinstance(found.error, JobCorruptError)
+    assert str(shop.store) not in str(found.error)
+    assert broken.name in {operation.name for operation in client.list_operations()}
+    client.delete_operation(broken.name)
+
+    short = client.create_context(document("short"), wait=False)
+    (shop.store / "jobs" / short.name.removeprefix("operations/") / "tokens").write_bytes(b"1234")
+    assert worker.work_once()
+    assert isinstance(client.get_operation(short.name).error, JobCorruptError)

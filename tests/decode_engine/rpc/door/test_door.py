@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,22 +14,29 @@ from typing import Any
 import grpc
 import pytest
 
+from decode_engine.__main__ import main
 from decode_engine.errors import ServerUnreachableError
 from decode_engine.rpc.client import Client, Credentials
+from decode_engine.rpc.contexts.listing import Pager
 from decode_engine.rpc.door.access import (
     CertificateError,
     Door,
     FailedAttempts,
+    Sharing,
     TokenFile,
     TokenFileError,
     TooManyAttemptsError,
     UnauthenticatedError,
+    digest_of,
 )
 from decode_engine.rpc.door.options import Certificates, read_token
+from decode_engine.rpc.transport.calls import Limits
 from decode_engine.rpc.transport.listener import Listener
 from decode_engine.settings.config import ServeConfig
 from index_store.errors import InvalidArgumentError
+from index_store.store.catalog import Store
 from sparsekv.v1 import context_pb2, context_pb2_grpc
+from tests.decode_engine.conftest import Library
 
 FILES = Path(__file__).parents[3] / "support" / "certificates"
 AUTHORITY, SERVER, SERVER_KEY = FILES / "authority.pem", FILES / "server.pem", FILES / "server.key"
@@ -243,3 +253,125 @@ def test_options_that_do_not_go_together() -> None:
         ServeConfig(Path(), "reader", tls_cert=SERVER)
     with pytest.raises(InvalidArgumentError, match="--tls-client-ca is given without"):
         ServeConfig(Path(), "reader", tls_client_ca=AUTHORITY)
+
+
+@pytest.mark.parametrize("doors", [1, 3, 4, 64])
+def test_parts_come_to_no_more_than_the_whole(doors: int) -> None:
+    sharing = Sharing(doors)
+    limits, whole = Limits(connections=100).of_one(sharing), Limits(connections=100)
+    for name in ("connections", "unfinished", "unread", "abandoned", "waiting"):
+        assert 1 <= doors * getattr(limits, name) <= getattr(whole, name)
+    crowded = Limits().of_one(Sharing(doors, places=500))  # who may all come by one door
+    for name in ("unfinished", "unread", "waiting"):
+        assert getattr(crowded, name) == getattr(limits, name) + 500
+    assert limits.streams == whole.streams  # of one connection, which has one door
+    assert sharing.part(8) * doors <= max(8, doors)
+
+
+def test_attempts_at_all_doors_are_as_many_as_at_one() -> None:
+    now = 0.0
+    each = [FailedAttempts(20, 3.0, lambda: now).of_one(Sharing(4)) for _ in range(4)]
+
+    def failed() -> int:
+        count = 0
+        for attempts in each:
+            while not attempts.delay_s("a"):
+                attempts.add("a")
+                count += 1
+        return count
+
+    assert failed() == 20
+    now = 12.0
+    assert failed() == 4
+
+
+def test_tokens_of_pages_are_valid_at_every_door(library: Library, lamp: str, shelf: str) -> None:
+    store, key = Store(library.store), Sharing().key
+    request = context_pb2.ListContextsRequest(page_size=1)
+    (first,), token = Pager(key).page(store, request)
+    request.page_token = token
+    (second,), _ = Pager(key).page(store, request)
+    assert first.id != second.id
+    with pytest.raises(InvalidArgumentError, match="page_token"):
+        Pager(Sharing().key).page(store, request)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "tokens.json"
+
+
+def test_a_token_is_kept_as_a_hash_in_a_private_file(path: Path) -> None:
+    secret = TokenFile(path).create("alice")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert secret not in path.read_text()
+    (token,) = TokenFile(path).read()
+    assert (token.name, token.digest) == ("alice", digest_of(secret))
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_tokens_differ_and_are_revoked_by_name(path: Path) -> None:
+    file = TokenFile(path)
+    secrets = {file.create(name) for name in ("a", "b", "c")}
+    assert len(secrets) == 3
+    file.revoke("b")
+    assert [token.name for token in file.read()] == ["a", "c"]
+    with pytest.raises(InvalidArgumentError, match="no token named 'b'"):
+        file.revoke("b")
+    with pytest.raises(InvalidArgumentError, match="named 'a' already"):
+        file.create("a")
+
+
+def test_writers_at_once_lose_no_token(path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(TokenFile(path).create, [f"user-{number}" for number in range(12)]))
+    assert {token.name for token in TokenFile(path).read()} == {f"user-{number}" for number in range(12)}
+
+
+@pytest.mark.parametrize("name", ["", "-a", "a b", "ä", "a" * 65, "a\n"])
+def test_names(path: Path, name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="the name is"):
+        TokenFile(path).create(name)
+    assert not path.exists()
+
+
+def test_a_file_that_cannot_be_used_is_refused_by_name(path: Path) -> None:
+    file = TokenFile(path)
+    with pytest.raises(
+        TokenFileError, match=r"there is no file of tokens; make one with `decode-engine token"
+    ):
+        file.read()
+    file.create("alice")
+    intact = path.read_bytes()
+    path.write_bytes(intact.replace(b"alice", b"mallo"))
+    with pytest.raises(TokenFileError, match="its contents have crc32c"):
+        file.read()
+    with pytest.raises(
+        TokenFileError, match=r"its contents have crc32c.*delete the file and make new tokens"
+    ):
+        file.create("bob")  # which would throw away what may be mended
+    path.write_bytes(intact)
+    path.chmod(0o620)
+    with pytest.raises(TokenFileError, match="can be written by others"):
+        file.read()
+
+
+def test_the_commands(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(["token", *arguments, "--tokens", str(path)])
+        captured = capsys.readouterr()
+        assert (ended.value.code, captured.err) == (0, "")
+        return captured.out
+
+    secret = run("create", "alice").strip()
+    assert digest_of(secret) == TokenFile(path).read()[0].digest
+    assert json.loads(run("create", "bob", "--format", "json"))["name"] == "bob"
+    assert [token["name"] for token in json.loads(run("list", "--format", "json"))["tokens"]] == [
+        "alice",
+        "bob",
+    ]
+    assert "alice" in run("list")
+    assert run("revoke", "alice") == "revoked alice\n"
+    run("revoke", "bob")
+    assert "nobody is let in" in run("list")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from decode_engine.rpc.client import Client, Keep, Summary
+from decode_engine.rpc.client import Client, Summary
 from decode_engine.rpc.server import DecodeServer
-from index_store.errors import ContextNotFoundError, InvalidArgumentError, MethodUnsupportedError
+from index_store.errors import ContextNotFoundError
 from index_store.family import prefixes
 from index_store.models.conversation.messages import Message, Role
 from tests.decode_engine.conftest import MAX_POSITIONS, TEXT, Library
@@ -80,26 +80,6 @@ def test_everything_that_can_be_asked_can_be_asked_without_a_context(client: Cli
         assert generation.read() in ("yes", "no")
     with client.batch_generate("", [{"question": "Who?"}, {"token_ids": [7, 8]}]) as batch:
         assert [item.error for item in batch] == [None, None]
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        (
-            {"method": "csattention"},
-            MethodUnsupportedError,
-            "searches a stored context, and this prompt begins",
-        ),
-        ({"method": "oracle"}, MethodUnsupportedError, "begins with none"),
-        ({"keep": Keep("it")}, InvalidArgumentError, "begins with none; name one"),
-        ({"question": None, "token_ids": [70, 99999]}, InvalidArgumentError, "token_ids contains 99999"),
-    ],
-)
-def test_what_needs_a_context_says_so(
-    client: Client, options: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        answered(client, **{"question": "Who?", **options})
 
 
 def test_penalties_count_what_need_not_be_read(library: Library, client: Client) -> None:
@@ -172,14 +152,3 @@ def test_an_answer_can_tell_which_beginning_was_used_and_why_no_longer_one(
     assert alone is not None
     assert (alone.lookup, alone.missed, alone.tier, alone.context) == ("none", "not_stored", "", "")
     assert answered(client, text="Who?")[1].explanation is None
-
-
-def test_the_log_tells_what_was_found(client: Client, caplog: pytest.LogCaptureFixture) -> None:
-    def lines() -> list[Any]:
-        return [vars(record) for record in caplog.records if getattr(record, "rpc", "") == "Generate"]
-
-    with caplog.at_level("INFO"):
-        answered(client, question="Who?")
-        wait_until(lambda: bool(lines()))
-    (facts,) = lines()
-    assert (facts["context"], facts["cached_tokens"], facts["method"]) == ("", 0, "full")

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from decode_engine.rpc.client import Client
@@ -21,11 +20,9 @@ from index_store.models.tokenizer import Tokenizer, load_tokenizer
 from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
-from sparsekv.v1 import conversation_pb2, generation_pb2
 from tests.decode_engine.conftest import Library, make_library
 from tests.support.models import END_TOKEN
 from tests.support.serving.chat import WITH_TOOLS
-from tests.support.serving.service import fails
 
 SYSTEM, USER, ASSISTANT = Role.SYSTEM, Role.USER, Role.ASSISTANT
 TOOLS = [{"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}]
@@ -150,46 +147,6 @@ def test_a_changed_template_is_refused_with_the_first_token_that_differs(
     assert "the conversation does not begin with the context's tokens: token " in caught.value.message
     assert "('h') with these messages" in caught.value.message
     assert "('o') in the context" in caught.value.message
-
-
-ROLES = conversation_pb2.Message
-ASKS = {"role": ROLES.USER, "content": "a"}
-
-
-@pytest.mark.parametrize(
-    ("messages", "tools", "field", "message"),
-    [
-        ([], [], "messages", "found 0 messages, expected 1 to 4096"),
-        ([{"role": ROLES.ROLE_UNSPECIFIED, "content": "a"}], [], "messages[0].role", "found 0, expected one of SYSTEM"),
-        ([{"role": 9, "content": "a"}], [], "messages[0].role", "found 9, expected one of SYSTEM"),
-        ([{"role": ROLES.SYSTEM, "content": "a"}, ASKS], [], "messages[0].content", "leaves messages[0].content out"),
-        ([{"role": ROLES.USER, "tool_calls": [{"name": "look"}]}], [], "messages[0].tool_calls", "role assistant"),
-        ([{"role": ROLES.USER, "content": "a", "name": "n" * 201}], [], "messages[0].name", "0 to 200 printable"),
-        ([{"role": ROLES.USER, "content": "a"}], [{"name": "walk"}], "tools", "was made with other tools"),
-    ],
-)  # fmt: skip
-def test_messages_that_cannot_be_said_are_refused(
-    chat_server: DecodeServer,
-    talk: str,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]],
-    field: str,
-    message: str,
-) -> None:
-    from sparsekv.v1 import generation_pb2_grpc
-
-    request = generation_pb2.GenerateRequest(
-        context=f"contexts/{talk}",
-        messages=conversation_pb2.Conversation(
-            messages=[conversation_pb2.Message(**fields) for fields in messages],
-            tools=[conversation_pb2.Tool(**fields) for fields in tools],
-        ),
-    )
-    with grpc.insecure_channel(chat_server.address) as channel:
-        stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
-        code, info, details = fails(lambda: stub.Generate(request))
-    assert (code, info.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
-    assert message in details
 
 
 @pytest.mark.parametrize(

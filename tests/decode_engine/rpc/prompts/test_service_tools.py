@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from decode_engine.rpc.client import Client, Keep, calls_of
+from decode_engine.rpc.client import Client, calls_of
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import Conversation, Message, Role, Tool
@@ -82,42 +82,6 @@ def test_the_model_is_free_to_call(client: Client, talk: str) -> None:
     assert (plain, none) == ("~~~~", ())
 
 
-def test_a_call_that_is_cut_off_ends_by_length(client: Client, talk: str) -> None:
-    _, calls, reason = answered(client, talk, tool_name="look", max_tokens=40)
-    assert reason == "length"
-    assert all(not call.arguments.endswith("}") for call in calls)
-
-
-def test_answers_of_tools_follow_calls(client: Client, talk: str) -> None:
-    _, (call,), _ = answered(client, talk, tool_name="look")
-    turns = (
-        *ASKED,
-        Message(Role.ASSISTANT, tool_calls=(call,)),
-        Message(Role.TOOL, "The keeper.", tool_call_id=call.id),
-    )
-    assert answered(client, talk, messages=turns, max_tokens=4)[2] == "length"
-
-
-@pytest.mark.parametrize(
-    ("options", "field", "words"),
-    [
-        ({"tool_name": "run"}, "tool_choice", "expected one of look, wait"),
-        ({"tool_choice": "auto", "tools": (Tool("a"), Tool("a"))}, "tools", "different ones"),
-        ({"tool_choice": "auto", "tools": (Tool("run"),)}, "tools", "was made with other tools"),
-        ({"tool_choice": "auto", "keep": Keep()}, "keep", "NONE has the model say text alone"),
-        ({"tool_choice": "required", "regex": "a"}, "constraint", "NONE has the model say text alone"),
-        ({"tool_choice": "auto", "min_tokens": 2}, "min_tokens", "NONE has the model say text alone"),
-        ({"tool_choice": "auto", "tool_name": "look"}, "tool_choice.name", "the mode REQUIRED"),
-    ],
-)
-def test_what_cannot_be_called_is_refused(
-    client: Client, talk: str, options: dict[str, Any], field: str, words: str
-) -> None:
-    with pytest.raises(InvalidArgumentError, match=words) as caught:
-        answered(client, talk, **options)
-    assert caught.value.metadata["field"] == field
-
-
 def test_a_context_of_text_has_no_tools(client: Client, tool_library: Library) -> None:
     plain = "contexts/" + tool_library.prefill("plain")
     with pytest.raises(InvalidArgumentError, match="the model is told of them at the beginning"):
@@ -180,10 +144,3 @@ def test_what_cannot_continue_is_refused(client: Client, talk: str) -> None:
     assert (text.parent, text.is_conversation) == (talk, False)
     with pytest.raises(InvalidArgumentError, match="was made of messages"):
         client.create_context(messages=ASKED, parent=text.name)
-
-
-def test_conversations_are_counted(client: Client) -> None:
-    whole = Conversation((*BEGUN, *ASKED), TOOLS)
-    tokens = client.tokenize(whole)
-    assert len(tokens.ids) == len(tokens.texts) == client.count_tokens(whole) > client.count_tokens(BEGUN)
-    assert b"".join(tokens.texts).decode().count("Who lit it?") == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import threading
-from typing import Any
 
 import grpc
 import pytest
@@ -14,17 +13,11 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from decode_engine.errors import (
-    AddressError,
-    EngineCrashedError,
-    NotReadyError,
-)
+from decode_engine.errors import AddressError, NotReadyError
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import SERVICES, DecodeServer
 from sparsekv.v1 import context_pb2, generation_pb2
 from tests.decode_engine.conftest import Library, Stubs
-from tests.decode_engine.engine.fake_runner import Stream, make_client
-from tests.support.serving.service import wait_until
 
 
 def health_of(address: str, service: str = "") -> int:
@@ -56,22 +49,6 @@ def test_health_follows_the_server(library: Library, lamp: str) -> None:
 def client_of_nobody(address: str) -> bool:
     with Client(address) as client:
         return client.is_serving()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_crashed_engine_is_not_serving(library: Library, lamp: str) -> None:
-    def crash() -> Any:
-        raise SystemExit("the scheduler's thread must not survive this")
-
-    with DecodeServer(library.config()) as server, Client(server.address) as client:
-        server.load()
-        engine = server.backend.engine
-        work = make_client("fatal", start=crash).work
-        engine.submit(engine.reserve(), work, Stream(engine.wake))  # type: ignore[arg-type]
-        wait_until(lambda: not client.is_serving())
-        assert health_of(server.address) == NOT_SERVING
-        with pytest.raises(EngineCrashedError):
-            client.generate(lamp, text="x").read()
 
 
 def test_stopping_drains_running_generations(library: Library, lamp: str) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch import Tensor
 
-from decode_engine.errors import CancelledError, DeadlineExceededError
+from decode_engine.errors import CancelledError
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import DecodeServer
 from index_store.store.stored_context import Context
@@ -106,20 +106,6 @@ def test_who_runs_behind_a_loading_gives_way(
         text = answer.result(SOON)
     assert waiting.summary.completion_tokens == 3
     assert client.generate(cold, text="Who?", max_tokens=3).read() == text
-
-
-def test_who_goes_away_while_running_behind_a_loading_ends_at_once(
-    library: Library, server: DecodeServer, client: Client, door: threading.Event
-) -> None:
-    cold = "contexts/" + library.prefill("impatient")
-    engine = server.backend.engine
-    wait_until(lambda: engine.places == 0)
-    with pytest.raises(DeadlineExceededError):
-        client.generate(cold, text="Who?", max_tokens=3, timeout_s=0.3).read()
-    assert not door.is_set()
-    wait_until(lambda: engine.stats().prompting == 0)
-    door.set()
-    wait_until(lambda: engine.places == 0)
 
 
 def test_who_goes_away_ends_the_loading(
