@@ -10,9 +10,9 @@ from decode_engine.settings.request_bounds import MAX_SEARCH_PERIOD
 from index_store.errors import InvalidArgumentError
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
+from index_store.store.catalog import TunedDefault
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.manifest import Manifest
-from index_store.store.tuned_defaults import TunedDefault
 
 DEFAULT_MAX_TOKENS = 256
 MIN_APPEND_BLOCK = 16  # every move of the window costs a search and an append, however short

@@ -13,7 +13,7 @@ from index_store.attention.attention_state import PLAIN, LogitForm
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.interface.layer_index import LayerIndex, LayerSource, all_finite
-from index_store.methods.index_specs import IndexSpec
+from index_store.methods.method import IndexSpec
 from index_store.selection.budgets import CLUSTERS
 from index_store.selection.calibration import ThresholdCalibrator
 from index_store.store.description.array_entry import (

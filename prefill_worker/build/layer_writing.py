@@ -26,7 +26,7 @@ from index_store.attention.attention_state import LogitForm
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.coarse_rows.two_planes import find_low_plane
 from index_store.indexes.interface.layer_index import ClusterStarts, LayerIndex, LayerSource
-from index_store.methods.index_specs import IndexSpec
+from index_store.methods.method import IndexSpec
 from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.dtypes import AS_DTYPE

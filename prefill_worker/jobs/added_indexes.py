@@ -10,7 +10,7 @@ from torch import Tensor
 from index_store.cli.console import Reporter
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.methods.index_specs import IndexSpec
+from index_store.methods.method import IndexSpec
 from index_store.store.catalog import Store
 from index_store.store.description.dtypes import stored_dtype
 from index_store.store.description.manifest import IndexEntry, Manifest

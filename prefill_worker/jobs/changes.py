@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from index_store.cli.options import parse_ttl
 from index_store.errors import InvalidArgumentError
-from index_store.methods.index_specs import IndexSpec
+from index_store.methods.method import IndexSpec
 from index_store.store.catalog import utc_now
 from index_store.store.description.json_fields import Scalar
 from index_store.store.description.manifest import IndexEntry, Manifest

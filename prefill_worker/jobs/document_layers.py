@@ -8,7 +8,7 @@ from functools import partial
 
 from index_store.cli.console import Reporter
 from index_store.errors import InvalidArgumentError, SparseKVError
-from index_store.methods.index_specs import IndexSpec
+from index_store.methods.method import IndexSpec
 from index_store.models.attention_reading import logit_cap
 from index_store.store.description.dtypes import dtype_name, stored_dtype
 from index_store.store.description.json_fields import Scalar

@@ -48,7 +48,7 @@ from index_store.indexes.coarse_rows.coding_numba import code_rows
 from index_store.indexes.coarse_rows.two_planes import TwoPlanes, find_low_plane
 from index_store.memory.host_memory import HostBlock, default_page_locker
 from index_store.memory.placement import slots_per_head
-from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.method import INDEX_SPECS
 from index_store.methods.presets import METHODS
 from index_store.selection.budgets import Ratio
 from index_store.store.description.dtypes import AS_DTYPE, INT8, ROW_CODINGS

@@ -24,7 +24,7 @@ from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod, Method
 from index_store.methods.presets import get_method
 from tests.decode_engine.evaluation.evaluation_samples import ALL, FULL, SOME, SPARSE, make_tally
-from tests.index_store.methods.test_fitted import context as context_with_all_indexes
+from tests.index_store.methods.test_methods import context as context_with_all_indexes
 
 NOTHING_STORED = StoredBytes(0.0, 0.0, 0.0)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
-from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.method import INDEX_SPECS
 from prefill_worker.build.index_choice import ChosenIndexes, choose_indexes, table_flags
 from prefill_worker.config import PrefillConfig
 

@@ -7,7 +7,7 @@ import torch
 
 from index_store.indexes.interface.layer_index import LayerSource, QuerySample
 from index_store.indexes.key_clusters.index import KeyClusters
-from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.method import INDEX_SPECS
 from index_store.selection.budgets import Threshold, ThresholdCurve
 from index_store.selection.calibration import ThresholdCalibrator
 from index_store.selection.cutting import cut

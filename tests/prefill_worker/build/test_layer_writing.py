@@ -17,7 +17,7 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError, StoreFullError
 from index_store.indexes.key_clusters.index import KeyClusters
-from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.method import INDEX_SPECS
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.writer import ContextWriter

@@ -21,7 +21,7 @@ from index_store.models.conversation.call_syntax import CallReader
 from index_store.models.conversation.messages import Tool
 from index_store.models.loading import resolve_model
 from index_store.models.tokenizer import Tokenizer, load_tokenizer
-from tests.index_store.models.conversation.test_call_syntax import MARKED
+from tests.index_store.models.conversation.test_turns import MARKED
 from tests.support.serving.chat import WITH_TOOLS, write_chat_tokenizer
 
 SCHEMA = {
