@@ -330,6 +330,10 @@ class ContextWriter:
             )
         return int.from_bytes(trailer, "little")
 
+    def checksums(self, path: str) -> str:
+        """Those of all chunks of an array, as its entry has them. Raises MissingChunkError for one never written."""
+        return join_checksums(self.checksum(path, indices) for indices in self._entries[path].chunk_indices())
+
     def write_tokens(
         self, token_ids: Sequence[int] | Tensor | NDArray[np.integer], folder: str = ""
     ) -> ArrayEntry:
@@ -455,10 +459,7 @@ class ContextWriter:
                 "the entries that create_array returned"
             )
         known = {path: entry.checksums or "" for path, entry in present.items()}
-        written = {
-            path: join_checksums(self.checksum(path, indices) for indices in entry.chunk_indices())
-            for path, entry in self._entries.items()
-        }
+        written = {path: self.checksums(path) for path in self._entries}
         sealed = manifest.with_checksums({**known, **written})
         entries = [entry for entry in sealed.arrays if entry.path in written]
         for problem in chain(check_metadata(self._folder, entries), check_chunks(self._folder, entries)):

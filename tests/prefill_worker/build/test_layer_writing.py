@@ -81,8 +81,8 @@ def write(
         written = writing.finish(progress)
         assert written.queries is not None
         arrays = [written.queries, *(array for index in written.indexes for array in index.arrays)]
-        sums = {entry.path: writer._arrays.checksums(entry) for entry in arrays}
-        sums["kv"] = writer._arrays.checksums(writer._entries["kv"])
+        sums = {entry.path: writer.checksums(entry.path) for entry in arrays}
+        sums["kv"] = writer.checksums("kv")
     return written, sums, clock
 
 
