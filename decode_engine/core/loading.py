@@ -39,8 +39,8 @@ from index_store.memory.memory_sizes import free_memory
 from index_store.memory.placement import SlotRoom, parse_placement
 from index_store.methods.method import FittedMethod, Method
 from index_store.methods.presets import METHODS, get_method
-from index_store.models.files.folder import ModelFolder
-from index_store.models.identity import checkpoint_dtype
+from index_store.models.loading import checkpoint_dtype
+from index_store.models.model_folder import ModelFolder
 from index_store.store.catalog import Store
 from index_store.store.clean_up import StoreRoom
 from index_store.store.description.manifest import Manifest

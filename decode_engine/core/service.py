@@ -46,10 +46,9 @@ from index_store.memory.arena import Arena
 from index_store.memory.devices import describe_device
 from index_store.methods.method import FittedMethod, Method
 from index_store.methods.presets import get_method
-from index_store.store.catalog import Store
+from index_store.store.catalog import Store, TunedDefault
 from index_store.store.description.context_id import ModelIdentity, continued_digests, first_digest
 from index_store.store.description.manifest import Manifest
-from index_store.store.tuned_defaults import TunedDefault
 
 DEFAULT_MAX_TOKENS = 256
 MIN_APPEND_BLOCK = 16  # every move of the window costs a search and an append, however short

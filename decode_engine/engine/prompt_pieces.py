@@ -23,8 +23,7 @@ import torch
 
 from decode_engine.settings.command_options import Prompts
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.methods.index_specs import IndexSpec
-from index_store.methods.method import FittedMethod
+from index_store.methods.method import FittedMethod, IndexSpec
 from index_store.selection.budgets import CLUSTERS, Budget, Mass, Ratio, Threshold, TokenCount
 
 _KEPT_WORK = 60

@@ -20,8 +20,7 @@ from index_store.indexes.coarse_rows.two_planes import TwoPlanes
 from index_store.indexes.exact_index import ExactIndex
 from index_store.indexes.interface.layer_index import Do, LayerIndex, do_now
 from index_store.memory.resident import ResidentContext
-from index_store.methods.index_specs import IndexSpec
-from index_store.methods.method import FittedMethod
+from index_store.methods.method import FittedMethod, IndexSpec
 from index_store.models.state_cache import TextStates
 
 Watch = Callable[[int, Observation], None]

@@ -27,7 +27,7 @@ from index_store.cli.options import AUTO
 from index_store.compiled.launch import get_num_threads, set_num_threads
 from index_store.compiled.loop_cache import environment
 from index_store.memory.devices import processor_name
-from index_store.models.files.digests import keep, recall
+from index_store.models.digests import keep, recall
 
 _MOST_ROWS = 48
 """Rows up to which products row by row take less time than torch's, whose weights are widened first."""

@@ -21,8 +21,7 @@ from index_store.indexes.coarse_rows.two_planes import find_low_plane
 from index_store.indexes.interface.layer_index import LayerIndex, LayerSource
 from index_store.memory.placement import HOST_SEARCHED, Placement
 from index_store.memory.resident import ResidentContext
-from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
-from index_store.methods.method import Method
+from index_store.methods.method import INDEX_SPECS, IndexSpec, Method
 from index_store.selection.budgets import KEEP_GRID
 from index_store.selection.calibration import ThresholdCalibrator
 from index_store.store.description.array_entry import index_array_entry

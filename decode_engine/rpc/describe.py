@@ -20,11 +20,11 @@ from index_store.memory.placement import Placement
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
 from index_store.selection.budgets import Mass, Ratio, Threshold, TokenCount
+from index_store.store.catalog import TunedDefault
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.dtypes import stored_dtype
 from index_store.store.description.manifest import IndexEntry, Manifest
 from index_store.store.listing import BrokenContext
-from index_store.store.tuned_defaults import TunedDefault
 from sparsekv.v1 import context_pb2, conversation_pb2, generation_pb2
 
 if TYPE_CHECKING:

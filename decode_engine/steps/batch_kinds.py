@@ -14,8 +14,7 @@ from decode_engine.steps.attention.registry import step_attention_for
 from decode_engine.steps.attention.step_attention import StepAttention
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.placement import Placement
-from index_store.methods.index_specs import IndexSpec
-from index_store.methods.method import FittedMethod, Method
+from index_store.methods.method import FittedMethod, IndexSpec, Method
 from index_store.store.description.dtypes import INT8, stored_dtype
 
 _LEAST_KEYS = 2**12

@@ -1,4 +1,4 @@
-"""Partial attention results and their merge.
+"""Partial attention results and their merge, and what a layer does to its logits.
 
 A softmax over a set of keys splits into parts: each part yields its own normalised output and the logarithm of
 its share of the denominator. Parts merge exactly, in any order.

@@ -18,7 +18,6 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
@@ -30,11 +29,11 @@ from index_store.attention.vectors.code import (
     HALF,
     LANES,
     SIZE,
-    Generated,
     Rows,
     constants,
     each_reduced,
     each_vector,
+    emits,
     gathered,
     plus,
     repeated,
@@ -49,104 +48,75 @@ FLOAT32, BFLOAT16, FLOAT16 = range(3)
 _HALVES = ir.VectorType(HALF, LANES)
 
 
-@intrinsic
+@emits(types.void, "rows i i rows i i rows i")
 def multiply_row(
-    typing: Any,
-    table: Any,
+    builder: Any,
+    table: Rows,
     row: Any,
     kind: Any,
-    queries: Any,
+    queries: Rows,
     heads: Any,
     vectors: Any,
-    out: Any,
+    out: Rows,
     column: Any,
-) -> Generated:
-    """multiply_row(table, row, kind, queries, heads, vectors, out, column)
+) -> None:
+    """out[h, column] = the product of queries[h] and table[row], so many vectors of both, for h < heads."""
 
-    out[h, column] = the product of queries[h] and table[row], so many vectors of both, for h < heads.
-    """
+    def multiply(first_head: Any, count: int) -> None:
+        totals = [variable(builder, constants(FLOATS, 0.0)) for _ in range(count)]
+        with each_vector(builder, vectors) as first:
+            taken = _loaded(builder, table, kind, row, first)
+            for h, total in enumerate(totals):
+                query = queries.load(plus(builder, first_head, h), first, FLOATS)
+                builder.store(add_product(builder, taken, query, builder.load(total)), total)
+        sums = [builder.load(total) for total in totals]
+        sums += sums[-1:] * (4 - count)  # the same order of additions for any number of heads
+        lanes = gathered(builder, sums, builder.fadd)
+        for h, found in enumerate(each_reduced(builder, lanes, builder.fadd, 4)[:count]):
+            out.store(found, plus(builder, first_head, h), column)
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        table_at, queries_at, out_at = (
-            Rows(context, builder, signature.args[place], values[place]) for place in (0, 3, 6)
-        )
-        _, row, kind, _, heads, vectors, _, column = values
-
-        def multiply(first_head: Any, count: int) -> None:
-            totals = [variable(builder, constants(FLOATS, 0.0)) for _ in range(count)]
-            with each_vector(builder, vectors) as first:
-                taken = _loaded(builder, table_at, kind, row, first)
-                for h, total in enumerate(totals):
-                    query = queries_at.load(plus(builder, first_head, h), first, FLOATS)
-                    builder.store(add_product(builder, taken, query, builder.load(total)), total)
-            sums = [builder.load(total) for total in totals]
-            sums += sums[-1:] * (4 - count)  # the same order of additions for any number of heads
-            lanes = gathered(builder, sums, builder.fadd)
-            for h, found in enumerate(each_reduced(builder, lanes, builder.fadd, 4)[:count]):
-                out_at.store(found, plus(builder, first_head, h), column)
-
-        _by_heads(builder, heads, multiply)
-        return context.get_dummy_value()
-
-    size = types.intp
-    return types.void(table, size, types.int64, queries, size, size, out, size), generate
+    _by_heads(builder, heads, multiply)
 
 
-@intrinsic
+@emits(types.void, "rows rows i i i i rows rows i i")
 def add_weighted_rows(
-    typing: Any,
-    table: Any,
-    rows: Any,
+    builder: Any,
+    table: Rows,
+    rows: Rows,
     first_row: Any,
     count: Any,
     kind: Any,
     column: Any,
-    weights: Any,
-    out: Any,
+    weights: Rows,
+    out: Rows,
     heads: Any,
     vectors: Any,
-) -> Generated:
-    """add_weighted_rows(table, rows, first_row, count, kind, column, weights, out, heads, vectors)
-
-    out[h] += the sum of weights[h, n] * table[rows[0, n]], so many vectors from number `column` on, for `count` rows n
-    from first_row on and h < heads. rows: int64.
+) -> None:
+    """out[h] += the sum of weights[h, n] * table[rows[0, n]], so many vectors from number `column` on, for `count` rows
+    n from first_row on and h < heads. rows: int64.
     """
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        table_at, rows_at, weights_at, out_at = (
-            Rows(context, builder, signature.args[place], values[place]) for place in (0, 1, 6, 7)
-        )
-        _, _, first_row, count, kind, column, _, _, heads, vectors = values
-
-        def add(first_head: Any, some: int) -> None:
-            with each_vector(builder, vectors) as first:
-                own = [plus(builder, first_head, h) for h in range(some)]
-                totals = [variable(builder, out_at.load(head, first, FLOATS)) for head in own]
-                with cgutils.for_range(builder, count) as loop:
-                    number = builder.add(first_row, loop.index)
-                    row = rows_at.load(SIZE(0), number, SIZE)
-                    taken = _loaded(builder, table_at, kind, row, builder.add(column, first))
-                    for head, total in zip(own, totals, strict=True):
-                        weight = repeated(builder, weights_at.load(head, number, FLOAT))
-                        builder.store(add_product(builder, taken, weight, builder.load(total)), total)
+    def add(first_head: Any, some: int) -> None:
+        with each_vector(builder, vectors) as first:
+            own = [plus(builder, first_head, h) for h in range(some)]
+            totals = [variable(builder, out.load(head, first, FLOATS)) for head in own]
+            with cgutils.for_range(builder, count) as loop:
+                number = builder.add(first_row, loop.index)
+                row = rows.load(SIZE(0), number, SIZE)
+                taken = _loaded(builder, table, kind, row, builder.add(column, first))
                 for head, total in zip(own, totals, strict=True):
-                    out_at.store(builder.load(total), head, first)
+                    weight = repeated(builder, weights.load(head, number, FLOAT))
+                    builder.store(add_product(builder, taken, weight, builder.load(total)), total)
+            for head, total in zip(own, totals, strict=True):
+                out.store(builder.load(total), head, first)
 
-        _by_heads(builder, heads, add)
-        return context.get_dummy_value()
-
-    size = types.intp
-    return types.void(table, rows, size, size, types.int64, size, weights, out, size, size), generate
+    _by_heads(builder, heads, add)
 
 
-@intrinsic
-def float_of(typing: Any, bits: Any) -> Generated:
+@emits(types.float32, "w")
+def float_of(builder: Any, bits: Any) -> Any:
     """float_of(bits): the float32 number of these 32 bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.bitcast(values[0], FLOAT)
-
-    return types.float32(types.uint32), generate
+    return builder.bitcast(bits, FLOAT)
 
 
 def _by_heads(builder: Any, heads: Any, emit: Callable[[Any, int], None]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from index_store.attention.vectors.code import LANES
@@ -50,6 +51,25 @@ class RowsInLine:
         whole = tensors[0].untyped_storage().nbytes() // tensors[0].element_size()
         line = tensors[0].as_strided((whole,), (1,), 0)
         return cls(line.numpy(), places, counts)
+
+
+def rows_in_line(rows_HNJ: Tensor) -> Tensor:
+    """The rows, each head's one behind the other, and heads whole rows apart: a copy where they are not."""
+    width = rows_HNJ.shape[2]
+    fits = rows_HNJ.stride()[1:] == (width, 1) and rows_HNJ.stride(0) % width == 0
+    return rows_HNJ if fits else rows_HNJ.contiguous()
+
+
+def row_table(rows_HNJ: Tensor) -> tuple[NDArray[np.generic], int]:
+    """All heads' rows as one contiguous table, and how many of its rows lie between the first ones of two heads.
+
+    So loops are compiled once, whether or not there is room behind the rows of a head.
+    """
+    heads, count, width = rows_HNJ.shape
+    rows_HNJ = rows_in_line(rows_HNJ)
+    stride = rows_HNJ.stride(0) // width if heads > 1 else count
+    size = ((heads - 1) * stride + count, width)
+    return rows_HNJ.as_strided(size, (width, 1), rows_HNJ.storage_offset()).numpy(), stride
 
 
 @njit(_nrt=False)

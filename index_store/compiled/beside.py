@@ -1,4 +1,7 @@
-"""Compiles loops in processes of their own, beside whatever the caller does, who finds them in the cache then."""
+"""Loops that decode steps run, compiled in processes of their own beside whatever the caller does.
+
+Who calls one then finds it in the cache.
+"""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ def start_loading(
     context must stay open until loading has ended. A read that does not come back ends loading with
     StoreUnavailableError after the context's limit; the memory is then let go of when it does come back.
 
-    device: into whose memory, through a few staging buffers, with rows padded as `device_memory` says; None for host
+    device: into whose memory, through a few staging buffers, with rows padded as said above; None for host
     memory, which is then page-locked by `locker`. placement: all but DEVICE need a device, and put keys and values into
     host memory, one range per layer, each locked at the latest when it has been read; HOST also indexes that the host
     searches.

@@ -1,6 +1,6 @@
 """Blocks of host memory, locked where a GPU will read them.
 
-What a GPU reads row by row lies in memory that it maps in large pages (`mapped_memory`), where CUDA has it. Other
+What a GPU reads row by row lies in memory that it maps in large pages (`map_memory`), where CUDA has it. Other
 memory is allocated first and page-locked after it has been filled: torch's own pinned allocator rounds every size up to
 a power of two, and locking pages that are already there is fast.
 """

@@ -29,9 +29,9 @@ _CHECK_INTERVAL_S = 0.01  # others may wait for the thread that waits here
 class LayerGate:
     """Opens layer by layer, in order, or fails once and for all. Safe to use from several threads."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, *, opened: bool = False) -> None:
         self._layers = layers
-        self._ready = 0
+        self._ready = layers if opened else 0
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._begun_ns = perf_counter_ns()
@@ -106,10 +106,11 @@ Made = TypeVar("Made")
 class ResidentContext:
     """A context in memory, shared by every session that uses it. Its tensors must not be written to.
 
-    On a GPU the rows of some index arrays are padded, see `device_memory`. While the context is loaded in the
+    On a GPU the rows of some index arrays are padded, see `context_loading`. While the context is loaded in the
     background, whoever asks for keys, values or an index waits for their layer, and gets the error that loading raised.
 
-    Tensors stay usable while the arena's lease that handed out this object is held.
+    Tensors stay usable while the arena's lease that handed out this object is held. nbytes: of all of them. device:
+    what computes with it; indexes are in its memory, keys and values too unless `placement` says otherwise.
     """
 
     def __init__(
@@ -136,8 +137,8 @@ class ResidentContext:
         self.manifest = manifest
         self.placement = placement
         self.slots = slots
-        self._device = device or next((layer.device for layer in kv.values()), tokens.device)
-        self._gate = gate
+        self.device = device or next((layer.device for layer in kv.values()), tokens.device)
+        self._gate = gate or LayerGate(manifest.model.layers, opened=True)
         self._tokens: Tensor | None = tokens
         self._state = state
         self._kv = dict(kv)
@@ -153,46 +154,33 @@ class ResidentContext:
             *(a for group in self._arrays.values() for a in group.values()),
             *(() if state is None else (state,)),
         ]
-        self._nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return self._nbytes
-
-    @property
-    def device(self) -> torch.device:
-        """What computes with the context: its indexes are in its memory, keys and values too unless `placement` says
-        otherwise."""
-        return self._device
+        self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @property
     def first_layer_ns(self) -> int:
         """Nanoseconds that loading took until the first layer was there; 0 before, and where nothing was loaded."""
-        return 0 if self._gate is None else self._gate.first_layer_ns
+        return self._gate.first_layer_ns
 
     @property
     def all_layers_ns(self) -> int:
         """Nanoseconds that loading took until every layer was there; 0 before, and where nothing was loaded."""
-        return 0 if self._gate is None else self._gate.all_layers_ns
+        return self._gate.all_layers_ns
 
     @property
     def loading(self) -> bool:
         """Whether some of it is still on its way to memory. What failed is not, and whoever asks for it is told why."""
-        return self._gate is not None and self._gate.loading
+        return self._gate.loading
 
     def wait_for_layer(self, layer: int, check: Callable[[], None] = lambda: None) -> None:
         """Returns when the layer is in memory. Raises the error that loading raised.
 
         check: called every 10 ms while waiting; what it raises ends the wait.
         """
-        if self._gate is not None:
-            self._gate.wait(layer, check)
+        self._gate.wait(layer, check)
 
     def wait_for_layers(self) -> None:
         """Returns when every layer is in memory; otherwise as `wait_for_layer`."""
-        if self._gate is not None:
-            self._gate.wait_for_all()
+        self._gate.wait_for_all()
 
     def tokens(self) -> Tensor:
         """The context's token ids, [N] int64."""
@@ -232,8 +220,7 @@ class ResidentContext:
     def stored_rows(self, layer: int) -> Tensor:
         """The tensor that holds one layer of `rows`: of two planes the low one, uint8 [H, N, 2, d/2]. Waits for it."""
         self._check_layer(layer)
-        if self._gate is not None:
-            self._gate.wait(layer)
+        self._gate.wait(layer)
         return self._kv[layer]
 
     def keys(self, layer: int) -> Tensor:
@@ -249,7 +236,7 @@ class ResidentContext:
 
         Raises MethodUnsupportedError when the context has no such index, or this program cannot read its kind.
         """
-        if self._gate is not None and layer in self._kv:
+        if layer in self._kv:
             self._gate.wait(layer)
         with self._building:
             found = self._indexes.get((name, layer))

@@ -12,7 +12,6 @@ from types import MappingProxyType
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.methods.index_specs import IndexSpec
 from index_store.selection.budgets import (
     COARSE_ROWS,
     DROPPED,
@@ -26,6 +25,116 @@ from index_store.selection.budgets import (
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.json_fields import Scalar
 from index_store.store.description.manifest import IndexEntry, Manifest
+
+
+def _nothing() -> Mapping[str, Scalar]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class IndexSpec:
+    """An index to build or to use.
+
+    name: the folder under `index/` and the name in the manifest. kind: a key of INDEX_KINDS.
+    parameters: what `LayerIndex.build` takes. stored: False for indexes that need nothing but the keys.
+    """
+
+    name: str
+    kind: str
+    parameters: Mapping[str, Scalar] = field(default_factory=_nothing)
+    stored: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in INDEX_KINDS:
+            raise InvalidArgumentError(
+                f"index kind is {self.kind!r}, expected one of {', '.join(sorted(INDEX_KINDS))}",
+                kind=self.kind,
+            )
+
+    def with_parameters(self, **overrides: Scalar | None) -> IndexSpec:
+        """The same index with some build parameters replaced; overrides of None are ignored.
+
+        Raises InvalidArgumentError for a parameter that the index does not know.
+        """
+        given = {key: value for key, value in overrides.items() if value is not None}
+        unknown = sorted(set(given) - set(self.parameters))
+        if unknown:
+            raise InvalidArgumentError(
+                f"index {self.name!r} has no parameter {', '.join(unknown)}; it has {', '.join(self.parameters)}"
+            )
+        return replace(self, parameters={**self.parameters, **given})
+
+
+_TABLES: Mapping[str, Scalar] = {
+    "layout": "dense",
+    "subspaces": 16,
+    "centroids": 32,
+    "split": "strided",
+    "scores": "dot",
+    "alpha": 0.2,
+    "iterations": 10,
+}
+_CLUSTERS: Mapping[str, Scalar] = {
+    "keys_per_cluster": 16,
+    "metric": "cosine",
+    "block": 8192,
+    "iterations": 10,
+    "moments": "none",
+    "window": 0,
+    "sinks": 8,
+}
+
+_COARSE: Mapping[str, Scalar] = {
+    "coding": "scalar",
+    "key_bits": 4,
+    "value_bits": 4,
+    "value_group": 128,
+    "iterations": 10,
+}
+
+INDEX_SPECS: Mapping[str, IndexSpec] = MappingProxyType(
+    {
+        spec.name: spec
+        for spec in (
+            IndexSpec("exact", "exact", stored=False),
+            IndexSpec("query_tables", "query_tables", _TABLES),
+            IndexSpec(
+                "paper_tables",
+                "query_tables",
+                {
+                    **_TABLES,
+                    "layout": "lists",
+                    "subspaces": 8,
+                    "centroids": 64,
+                    "split": "contiguous",
+                    "scores": "cosine",
+                },
+            ),
+            IndexSpec("key_clusters", "key_clusters", _CLUSTERS),
+            IndexSpec("windowed_clusters", "key_clusters", {**_CLUSTERS, "window": 4096}),
+            IndexSpec("cluster_tree", "cluster_tree", {**_CLUSTERS, "keys_per_coarse": 100}),
+            IndexSpec(
+                "remainder_clusters",
+                "key_clusters",
+                {**_CLUSTERS, "metric": "euclidean", "moments": "diagonal"},
+            ),
+            IndexSpec(
+                "dipole_clusters",
+                "key_clusters",
+                {**_CLUSTERS, "metric": "euclidean", "moments": "full", "keys_per_cluster": 32},
+            ),
+            IndexSpec("pages", "pages", {"size": 16}),
+            IndexSpec(
+                "product_codes",
+                "product_codes",
+                {"subspaces": 8, "bits": 8, "split": "strided", "iterations": 10},
+            ),
+            IndexSpec("coarse_rows", "coarse_rows", _COARSE),
+            IndexSpec("coarse_rows_3", "coarse_rows", {**_COARSE, "key_bits": 3, "value_bits": 3}),
+        )
+    }
+)
+"""Every index that a method may name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +169,6 @@ class Schedule:
     def by_step(self) -> bool:
         """Whether a step's selection depends on earlier steps, so that tokens must be fed one by one."""
         return self.period > 1 or self.lag > 0
-
-
-def _nothing() -> Mapping[str, Scalar]:
-    return MappingProxyType({})
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from types import MappingProxyType
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.indexes.coarse_rows.parameters import RETIRED
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.methods.index_specs import INDEX_SPECS
-from index_store.methods.method import Method, Schedule
+from index_store.methods.method import INDEX_SPECS, Method, Schedule
 from index_store.selection.budgets import DROPPED, REMAINDERS, Budget, Mass, Ratio, Threshold, TokenCount
 from index_store.store.description.json_fields import Scalar
 

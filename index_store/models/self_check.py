@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 from index_store.attention.attention_state import LogitForm
 from index_store.attention.fused import narrow, widen
 from index_store.models.attention_reading import LayerReading
-from index_store.models.files.digests import keep, recall
+from index_store.models.digests import keep, recall
 from index_store.models.state_cache import StateCache, TextStates, attending_layer
 from index_store.store.description.context_id import ModelIdentity
 

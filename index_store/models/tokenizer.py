@@ -14,8 +14,8 @@ from index_store.models.conversation.call_syntax import CallSyntax
 from index_store.models.conversation.chat_template import ChatTemplate, OrdinaryText
 from index_store.models.conversation.messages import Conversation, Message, Role
 from index_store.models.conversation.turns import StoredConversation, begin, extend, go_on, turns_after_text
-from index_store.models.files.digests import hash_file
-from index_store.models.files.folder import ModelFolder, first_line
+from index_store.models.digests import hash_file
+from index_store.models.model_folder import ModelFolder, first_line
 
 # Files that decide which ids a text becomes. tokenizer_config.json counts without its chat template, which decides
 # how questions are worded, not how words are cut.

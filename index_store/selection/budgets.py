@@ -1,4 +1,7 @@
-"""Budgets: the rules that cut a ranking into a selection. No torch here: `cutting` does it."""
+"""Budgets and remainders: rules that cut a ranking into a selection, and what becomes of the other keys.
+
+No torch here: `cutting` does it.
+"""
 
 from __future__ import annotations
 

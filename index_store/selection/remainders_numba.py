@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from index_store.attention.rows_in_line_numba import row_table
 from index_store.compiled.launch import B1, F4, I4, I8, launch, njit, on_host, task_loop
 
 # With more rows, products of matrices are faster.
@@ -42,20 +43,17 @@ def cluster_sums(
     weights = logits_HTGC.new_empty(heads, rows, count)
     totals = logits_HTGC.new_empty(heads, tasks, rows)
     sums = logits_HTGC.new_empty(heads, tasks, rows, head_dim)
-    value_table, value_stride = _table(value_sums_HCD)
-    variance_table, variance_stride = logits_HTGC.new_empty(0, head_dim), 0
-    if variances_HCD is not None:
-        variance_table, variance_stride = _table(variances_HCD)
+    variances = (
+        (np.empty((0, head_dim), np.float32), 0) if variances_HCD is None else row_table(variances_HCD)
+    )
     launch(
         _cluster_sums,
         heads * tasks,
         logits_HTGC.reshape(heads, rows, count).numpy(),
         counts_HTC.contiguous().numpy(),
         queries_HTGD.square().reshape(heads, rows, -1).numpy(),
-        variance_table.numpy(),
-        variance_stride,
-        value_table.numpy(),
-        value_stride,
+        *variances,
+        *row_table(value_sums_HCD),
         weights.numpy(),
         totals.numpy(),
         sums.numpy(),
@@ -82,16 +80,6 @@ def cluster_sums_reference(
     sums = torch.bmm(weights, value_sums_HCD).view(heads, positions, group, -1)
     weights = weights.view(heads, positions, group, count)
     return weights, (weights * counts_HTC[:, :, None]).sum(-1), sums
-
-
-def _table(rows_HCD: Tensor) -> tuple[Tensor, int]:
-    """All rows as one contiguous table, and how many of its rows lie between the first ones of two heads."""
-    heads, count, dim = rows_HCD.shape
-    if rows_HCD.stride()[1:] != (dim, 1) or rows_HCD.stride(0) % dim:
-        rows_HCD = rows_HCD.contiguous()
-    stride = rows_HCD.stride(0) // dim if heads > 1 else count
-    size = ((heads - 1) * stride + count, dim)
-    return rows_HCD.as_strided(size, (dim, 1), rows_HCD.storage_offset()), stride
 
 
 @task_loop("f4x3 f4x3 f4x3 f4x2 i8 f4x2 i8 f4x3 f4x3 f4x4", fastmath={"reassoc", "contract"})

@@ -1,4 +1,7 @@
-"""Cleaning a store up: what killed jobs, interrupted deletions and ended contexts left, found and removed."""
+"""Cleaning a store up, and room in one that has a bound.
+
+What killed jobs, interrupted deletions and ended contexts left is found and removed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from index_store.errors import (
     StoreError,
     format_bytes,
 )
-from index_store.store.catalog import Store
+from index_store.store.catalog import DefaultsFolder, Store
 from index_store.store.description.array_entry import kv_entry, state_entry, window_entry
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.manifest import Manifest
@@ -45,7 +48,6 @@ from index_store.store.files.leftovers import (
 )
 from index_store.store.listing import BrokenContext, Entry
 from index_store.store.store_folders import is_lock_name
-from index_store.store.tuned_defaults import DefaultsFolder
 
 
 def find_leftovers(store: Store) -> Sequence[Leftover]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -190,99 +190,11 @@ class ArrayFiles:
             path.mkdir(self._permissions, exist_ok=True)
 
 
-class _ArrayWriter:
-    """Creates arrays below one folder, as zarr describes them, and writes their chunks as it does.
-
-    Chunks may be written by several threads, at the same time. After an error nothing more can be written.
-    """
-
-    def __init__(self, folder: Path, permissions: int) -> None:
-        self._files = ArrayFiles(folder, permissions)
-        self._described: dict[str, Any] = {}
-        self._written: set[str] = set()
-
-    def open(self) -> None:
-        """Creates the root group. Comes first."""
-        zarr.create_group(MemoryStore(self._described), zarr_format=3)
-        self._write_described()
-
-    def create(self, entry: ArrayEntry) -> None:
-        """Creates the array without any chunk; it is complete once every chunk has been written or adopted."""
-        dtype = STORED_DTYPES[entry.dtype]
-        zarr.create_array(
-            MemoryStore(self._described),
-            name=entry.path,
-            shape=entry.shape,
-            chunks=entry.chunks,
-            dtype=dtype.zarr_name,
-            filters=None,
-            compressors=[Crc32cCodec()],
-            fill_value=0,
-            attributes={"dtype": dtype.name},
-        )
-        self._write_described()
-
-    def write_rows(self, entry: ArrayEntry, indices: Sequence[int], start: int, data: Tensor) -> None:
-        """Writes rows of one chunk, from row `start` on; see `ContextWriter.write_rows`.
-
-        Raises InvalidArgumentError when coordinates, shape or dtype disagree with the array.
-        """
-        key = self._key(entry, indices)
-        count, *row = _row_shape(entry, indices)
-        if start + len(data) > count or list(data.shape[1:]) != row:
-            raise InvalidArgumentError(
-                f"{entry.path}: a chunk is {entry.chunks}, got {tuple(data.shape)} from row {start} on"
-            )
-        if dtype_name(data.dtype) != entry.dtype:
-            raise InvalidArgumentError(
-                f"{entry.path}: a chunk is {entry.dtype}, got {dtype_name(data.dtype)}"
-            )
-        raw = raw_bytes(data.detach().cpu().contiguous())
-        self._files.write_part(key, start * (entry.chunk_bytes // count), raw, entry.chunk_bytes)
-
-    def adopt_chunk(self, entry: ArrayEntry, indices: Sequence[int], checksum: int) -> bool:
-        """Whether an earlier writer left the chunk with this checksum, which then counts as written."""
-        return self._files.adopt_chunk(self._key(entry, indices), entry.chunk_bytes, checksum)
-
-    def checksum(self, entry: ArrayEntry, indices: Sequence[int]) -> int:
-        """Of a chunk that was written. Raises MissingChunkError."""
-        trailer = self._files.trailer(self._key(entry, indices))
-        if trailer is None:
-            path = chunk_path(self._files.root, entry, indices)
-            raise MissingChunkError(
-                f"{path}: a chunk of array {entry.path!r} was never written", path=path, array=entry.path
-            )
-        return int.from_bytes(trailer, "little")
-
-    def checksums(self, entry: ArrayEntry) -> str:
-        """The checksums of an array's chunks as they were written, for its entry; nothing is read.
-
-        Raises MissingChunkError when a chunk was never written.
-        """
-        return join_checksums([self.checksum(entry, indices) for indices in entry.chunk_indices()])
-
-    def sync(self, on_bytes: Callable[[int], None]) -> None:
-        """Returns when all chunks are durable."""
-        self._files.sync(on_bytes)
-
-    def close(self) -> None:
-        """Ends all writing, also by threads that nobody waits for any more."""
-        self._files.seal()
-
-    def _write_described(self) -> None:
-        """Writes what zarr has said of an array, and of new groups above it, over what an earlier writer left."""
-        for key in sorted(self._described.keys() - self._written):
-            self._files.write(key, self._described[key].to_bytes())
-            self._written.add(key)
-
-    def _key(self, entry: ArrayEntry, indices: Sequence[int]) -> str:
-        return chunk_path(self._files.root, entry, indices).relative_to(self._files.root).as_posix()
-
-
 class ContextWriter:
     """A context being written. Use as a context manager: leaving it without `publish` removes everything.
 
-    Arrays are created from one thread; their chunks may be written from several. A lock of the temporary folder's name
+    Arrays are created from one thread, as zarr describes them; their chunks may be written from several at once. After
+    an error nothing more can be written. A lock of the temporary folder's name
     is held while this object lives, so that a folder without one is known to be a dead writer's.
     """
 
@@ -305,6 +217,8 @@ class ContextWriter:
         self._id = context_id
         self._keep_existing = keep_existing
         self._entries: dict[str, ArrayEntry] = {}
+        self._described: dict[str, Any] = {}
+        self._written: set[str] = set()
         self._given = folder
         self._resources = ExitStack()
 
@@ -318,10 +232,11 @@ class ContextWriter:
                 self._folder.mkdir(self._permissions, exist_ok=self._given is not None)
             if self._given is None:
                 stack.callback(self._remove_folder)
-            self._arrays = _ArrayWriter(self._folder, self._permissions)
-            stack.callback(self._arrays.close)
+            self._files = ArrayFiles(self._folder, self._permissions)
+            stack.callback(self._files.seal)
             with storing("writing", self._folder):
-                self._arrays.open()
+                zarr.create_group(MemoryStore(self._described), zarr_format=3)
+                self._write_described()
             self._resources = stack.pop_all()
         return self
 
@@ -339,7 +254,18 @@ class ContextWriter:
         if path in self._entries:
             raise InvalidArgumentError(f"array {path!r} was created before")
         with storing("writing", self._folder):
-            self._arrays.create(entry)
+            zarr.create_array(
+                MemoryStore(self._described),
+                name=entry.path,
+                shape=entry.shape,
+                chunks=entry.chunks,
+                dtype=STORED_DTYPES[entry.dtype].zarr_name,
+                filters=None,
+                compressors=[Crc32cCodec()],
+                fill_value=0,
+                attributes={"dtype": STORED_DTYPES[entry.dtype].name},
+            )
+            self._write_described()
         self._entries[path] = entry
         return entry
 
@@ -362,8 +288,26 @@ class ContextWriter:
         The rows of a chunk come in order, by any threads, one at a time; from row 0 on it is begun anew. Their
         checksum is that of the memory they come from, and stands behind the last of them. Raises as `write_chunk`.
         """
+        entry = self._entry(path)
+        key, (count, *row) = self._key(entry, indices), _row_shape(entry, indices)
+        if start + len(rows) > count or list(rows.shape[1:]) != row:
+            raise InvalidArgumentError(
+                f"{path}: a chunk is {entry.chunks}, got {tuple(rows.shape)} from row {start} on"
+            )
+        if dtype_name(rows.dtype) != entry.dtype:
+            raise InvalidArgumentError(f"{path}: a chunk is {entry.dtype}, got {dtype_name(rows.dtype)}")
+        raw = raw_bytes(rows.detach().cpu().contiguous())
         with storing("writing", self._folder):
-            self._arrays.write_rows(self._entry(path), indices, start, rows)
+            self._files.write_part(key, start * (entry.chunk_bytes // count), raw, entry.chunk_bytes)
+
+    def _write_described(self) -> None:
+        """Writes what zarr has said of an array, and of new groups above it, over what an earlier writer left."""
+        for key in sorted(self._described.keys() - self._written):
+            self._files.write(key, self._described[key].to_bytes())
+            self._written.add(key)
+
+    def _key(self, entry: ArrayEntry, indices: Sequence[int]) -> str:
+        return chunk_path(self._folder, entry, indices).relative_to(self._folder).as_posix()
 
     def _entry(self, path: str) -> ArrayEntry:
         if path not in self._entries:
@@ -372,36 +316,49 @@ class ContextWriter:
 
     def adopt_chunk(self, path: str, indices: Sequence[int], checksum: int) -> bool:
         """Counts a chunk as written that an earlier writer left in the given folder; False where it is another one."""
-        return self._arrays.adopt_chunk(self._entries[path], indices, checksum)
+        entry = self._entries[path]
+        return self._files.adopt_chunk(self._key(entry, indices), entry.chunk_bytes, checksum)
 
     def checksum(self, path: str, indices: Sequence[int]) -> int:
         """The crc32c of a chunk that was written. Raises MissingChunkError."""
-        return self._arrays.checksum(self._entries[path], indices)
+        entry = self._entries[path]
+        trailer = self._files.trailer(self._key(entry, indices))
+        if trailer is None:
+            place = chunk_path(self._folder, entry, indices)
+            raise MissingChunkError(
+                f"{place}: a chunk of array {path!r} was never written", path=place, array=path
+            )
+        return int.from_bytes(trailer, "little")
+
+    def checksums(self, path: str) -> str:
+        """Those of all chunks of an array, as its entry has them. Raises MissingChunkError for one never written."""
+        return join_checksums(self.checksum(path, indices) for indices in self._entries[path].chunk_indices())
 
     def write_tokens(
         self, token_ids: Sequence[int] | Tensor | NDArray[np.integer], folder: str = ""
     ) -> ArrayEntry:
         """Writes the array of token ids and returns its entry. folder: that it lies in."""
         ids = np.asarray(token_ids).astype(np.uint32)
-        entry = tokens_entry(len(ids)).below(folder)
-        self.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
-        self.write_chunk(entry.path, (0,), ids)
-        return entry
+        return self._write_whole(tokens_entry(len(ids)).below(folder), torch.from_numpy(ids))
 
     def write_state(self, stored: Tensor | None, folder: str = "") -> ArrayEntry | None:
         """Writes packed states, uint8 [bytes], and returns their entry; None of a model without. folder: see above."""
         if stored is None:
             return None
-        path = ArrayEntry("state", (len(stored),), (len(stored),), "uint8").below(folder).path
-        entry = self.create_array(path, stored.shape, stored.shape, "uint8")
-        self.write_chunk(entry.path, (0,), stored)
-        return entry
+        return self._write_whole(
+            ArrayEntry("state", (len(stored),), (len(stored),), "uint8").below(folder), stored
+        )
 
     def write_conversation(self, data: bytes) -> ArrayEntry:
         """Writes what is kept of messages, as one array of bytes, and returns its entry."""
-        entry = conversation_entry(len(data))
+        return self._write_whole(
+            conversation_entry(len(data)), torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        )
+
+    def _write_whole(self, entry: ArrayEntry, data: Tensor) -> ArrayEntry:
+        """An array of one chunk."""
         self.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
-        self.write_chunk(entry.path, (0,), np.frombuffer(bytearray(data), dtype=np.uint8))
+        self.write_chunk(entry.path, (0,), data)
         return entry
 
     def sync(self, on_bytes: Callable[[int], None] = lambda _: None) -> None:
@@ -410,7 +367,7 @@ class ContextWriter:
         on_bytes: told how many bytes have become so, for progress. Raises StoreError where the disk refuses some.
         """
         with storing("writing", self._folder):
-            self._arrays.sync(on_bytes)
+            self._files.sync(on_bytes)
 
     def publish(self, manifest: Manifest) -> Manifest:
         """Makes the context durable and visible, all at once; returns the manifest with the chunks' checksums.
@@ -450,17 +407,7 @@ class ContextWriter:
                 "else"
             )
         sealed = self._seal(manifest, {entry.path: entry for entry in present.arrays})
-        target = self._contexts / self._id
-        with storing("publishing", self._folder):
-            self._write_manifest(sealed)
-            try:
-                move_indexes(manifest.stored_indexes - present.stored_indexes, self._folder, target)
-                os.replace(self._folder / MANIFEST_NAME, target / MANIFEST_NAME)
-                sync_path(target)
-            except FileNotFoundError as error:
-                raise ContextNotFoundError(
-                    f"context {self._id} was deleted while something was added to it", context=self._id
-                ) from error
+        self._exchange(sealed, manifest.stored_indexes - present.stored_indexes, "something was added to it")
         return sealed
 
     def publish_whole(self, manifest: Manifest) -> Manifest:
@@ -473,23 +420,30 @@ class ContextWriter:
         """
         said = [] if manifest.conversation is None else [manifest.conversation]
         sealed = self._seal(manifest, {entry.path: entry for entry in said})
+        self._exchange(sealed, manifest.stored_indexes, "it was made whole", whole=True)
+        return sealed
+
+    def _exchange(
+        self, sealed: Manifest, indexes: Collection[str], what: str, *, whole: bool = False
+    ) -> None:
+        """Moves indexes, and of a child all arrays, to where the context is, and then the manifest over the old one."""
         target = self._contexts / self._id
         with storing("publishing", self._folder):
             self._write_manifest(sealed)
             try:
-                move_arrays(self._folder, target)
-                move_indexes(manifest.stored_indexes, self._folder, target)
+                if whole:
+                    move_arrays(self._folder, target)
+                move_indexes(indexes, self._folder, target)
                 os.replace(self._folder / MANIFEST_NAME, target / MANIFEST_NAME)
                 sync_path(target)
             except FileNotFoundError as error:
                 raise ContextNotFoundError(
-                    f"context {self._id} was deleted while it was made whole", context=self._id
+                    f"context {self._id} was deleted while {what}", context=self._id
                 ) from error
-        return sealed
 
     def _write_manifest(self, sealed: Manifest) -> None:
         """The last file; all are durable then."""
-        self._arrays.sync(lambda _: None)
+        self._files.sync(lambda _: None)
         with new_file(self._folder / MANIFEST_NAME, self._permissions) as file:
             file.write(MANIFESTS.render(sealed))
         sync_tree(self._folder)
@@ -505,7 +459,7 @@ class ContextWriter:
                 "the entries that create_array returned"
             )
         known = {path: entry.checksums or "" for path, entry in present.items()}
-        written = {path: self._arrays.checksums(entry) for path, entry in self._entries.items()}
+        written = {path: self.checksums(path) for path in self._entries}
         sealed = manifest.with_checksums({**known, **written})
         entries = [entry for entry in sealed.arrays if entry.path in written]
         for problem in chain(check_metadata(self._folder, entries), check_chunks(self._folder, entries)):

@@ -40,8 +40,11 @@ from index_store.errors import InvalidArgumentError, SparseKVError  # noqa: E402
 from index_store.memory.arena import Arena  # noqa: E402
 from index_store.memory.resident import ResidentContext  # noqa: E402
 from index_store.methods.presets import METHODS  # noqa: E402
-from index_store.models.identity import attention_of, identify  # noqa: E402
-from index_store.models.loading import resolve_model  # noqa: E402
+from index_store.models.loading import (  # noqa: E402
+    attention_of,
+    identify,
+    resolve_model,
+)
 from index_store.store.catalog import Store  # noqa: E402
 from index_store.store.description.manifest import Manifest  # noqa: E402
 from prefill_worker.config import PrefillConfig  # noqa: E402

@@ -12,8 +12,7 @@ from index_store.errors import InvalidArgumentError
 from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.coarse_rows.parameters import RETIRED
 from index_store.indexes.interface.layer_index import LayerSource
-from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
-from index_store.methods.method import Method
+from index_store.methods.method import INDEX_SPECS, IndexSpec, Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.json_fields import Scalar

@@ -31,7 +31,7 @@ from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.coarse_rows.two_planes import find_low_plane, read_rows
 from index_store.indexes.interface.layer_index import ClusterStarts, LayerIndex, LayerSource, all_finite
-from index_store.methods.index_specs import IndexSpec
+from index_store.methods.method import IndexSpec
 from index_store.selection.budgets import CLUSTERS
 from index_store.selection.calibration import ThresholdCalibrator
 from index_store.store.description.array_entry import (

@@ -36,7 +36,7 @@ from index_store.indexes.coarse_rows.parameters import RETIRED
 from index_store.indexes.coarse_rows.two_planes import find_low_plane
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.methods.index_specs import IndexSpec
+from index_store.methods.method import IndexSpec
 from index_store.store.catalog import CHANGEABLE, Store, free_name, utc_now
 from index_store.store.description.array_entry import (
     ArrayEntry,

@@ -24,7 +24,7 @@ from index_store.cli.console import Reporter
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.family.prefixes import longest_beginning
 from index_store.indexes.coarse_rows.two_planes import read_rows
-from index_store.methods.index_specs import IndexSpec
+from index_store.methods.method import IndexSpec
 from index_store.models.attention_reading import logit_cap
 from index_store.models.loading import LoadedModel, ModelFolder, load_model
 from index_store.store.catalog import Store

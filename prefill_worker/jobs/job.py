@@ -13,7 +13,7 @@ from index_store.cli.report import layers_text
 from index_store.cli.traces import TRACEPARENT
 from index_store.errors import ContextCorruptError, ContextExpiredError, ContextNotFoundError
 from index_store.models.attention_reading import logit_cap
-from index_store.models.identity import attention_of, identifying
+from index_store.models.loading import attention_of, identifying
 from index_store.models.resolve import resolve_model
 from index_store.store.catalog import Store, free_name, require_free, take_name, utc_now
 from index_store.store.clean_up import clean_up

@@ -18,8 +18,8 @@ from index_store.cli.documents import STANDARD_INPUT, document_name, read_docume
 from index_store.errors import InvalidArgumentError, StoreFullError
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.jobs.job_record import ReadingOptions
-from index_store.methods.index_specs import IndexSpec
-from index_store.models.configuration import feed_forward_width
+from index_store.methods.method import IndexSpec
+from index_store.models.attention_reading import feed_forward_width
 from index_store.models.conversation.messages import Message, Role
 from index_store.models.conversation.turns import StoredConversation
 from index_store.models.loading import (

@@ -12,8 +12,8 @@ import torch
 
 from decode_engine.rpc.door.access import TOKENS, Token, Tokens
 from index_store.jobs.job_record import JOBS, JobFailure, JobOrder, JobPhase, JobProgress, JobRecord, JobState
-from index_store.methods.index_specs import INDEX_SPECS
-from index_store.store.catalog import Store
+from index_store.methods.method import INDEX_SPECS
+from index_store.store.catalog import DEFAULTS, Store, TunedDefault
 from index_store.store.description.array_entry import (
     conversation_entry,
     index_array_entry,
@@ -26,7 +26,6 @@ from index_store.store.description.context_id import Parent, WindowLayers
 from index_store.store.description.json_fields import Sealed
 from index_store.store.description.manifest import MANIFESTS, IndexEntry, Manifest
 from index_store.store.files.leftovers import WHOLE
-from index_store.store.tuned_defaults import DEFAULTS, TunedDefault
 from prefill_worker.build.checkpoint import CHECKPOINTS, KeptArray, KeptChunk, LayerRecord
 from prefill_worker.build.dense_layers import Selectivity
 from tests.support.store import (

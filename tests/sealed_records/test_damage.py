@@ -16,9 +16,9 @@ from decode_engine.rpc.describe import describe_context
 from index_store.cli import report
 from index_store.errors import SparseKVError
 from index_store.memory.context_loading import placed_bytes
+from index_store.store.catalog import TunedDefault
 from index_store.store.description.json_fields import Sealed, render_document
 from index_store.store.description.manifest import Manifest
-from index_store.store.tuned_defaults import TunedDefault
 from tests.sealed_records.records import KINDS
 from tests.support.store import synthetic_context
 

@@ -13,8 +13,7 @@ from decode_engine.layers.figures import Figures
 from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
 from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.interface.layer_index import LayerIndex, LayerSource
-from index_store.methods.index_specs import IndexSpec
-from index_store.methods.method import Method
+from index_store.methods.method import IndexSpec, Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.selection.budgets import Mass, Ratio, Threshold
 from index_store.store.description.json_fields import Scalar

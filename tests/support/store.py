@@ -16,7 +16,7 @@ from torch import Tensor
 
 from index_store.family.children import Continuation, OwnRows
 from index_store.indexes.interface.layer_index import LayerIndex
-from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
+from index_store.methods.method import INDEX_SPECS, IndexSpec
 from index_store.selection.budgets import KEEP_GRID
 from index_store.store.catalog import Store
 from index_store.store.description.array_entry import (

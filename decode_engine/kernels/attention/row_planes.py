@@ -17,7 +17,7 @@ import triton.language as tl
 from decode_engine.kernels.attention.online_softmax import attend_tile
 from decode_engine.kernels.record_fields import key_pointers, value_pointers
 from index_store.indexes.coarse_rows.parameters import BLOCK
-from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.method import INDEX_SPECS
 from index_store.store.description.manifest import HIGH_PLANE
 
 _BLOCK = tl.constexpr(BLOCK)

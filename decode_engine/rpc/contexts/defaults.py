@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from index_store.errors import SparseKVError
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
-from index_store.store.catalog import Store
+from index_store.store.catalog import Store, TunedDefault
 from index_store.store.description.manifest import Manifest
-from index_store.store.tuned_defaults import TunedDefault
 
 logger = logging.getLogger(__name__)
 

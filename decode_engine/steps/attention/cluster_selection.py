@@ -28,8 +28,7 @@ from decode_engine.steps.attention.step_parts import KeySelection, StepRemainder
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.key_clusters.parameters import ClusterParameters
 from index_store.memory.resident import ResidentContext
-from index_store.methods.index_specs import IndexSpec
-from index_store.methods.method import Method
+from index_store.methods.method import IndexSpec, Method
 from index_store.selection import budgets
 from index_store.store.description.manifest import Manifest
 

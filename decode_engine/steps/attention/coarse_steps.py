@@ -23,8 +23,7 @@ from decode_engine.steps.attention.step_parts import KeySelection, StepRemainder
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.coarse_rows.parameters import CoarseParameters, value_groups
 from index_store.memory.resident import ResidentContext
-from index_store.methods.index_specs import IndexSpec
-from index_store.methods.method import Method
+from index_store.methods.method import IndexSpec, Method
 from index_store.store.description.dtypes import INT8
 from index_store.store.description.manifest import HIGH_PLANE, Manifest
 

@@ -19,8 +19,7 @@ from decode_engine.steps.attention.step_parts import KeySelection
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.product_codes.parameters import CodeParameters
 from index_store.memory.resident import ResidentContext
-from index_store.methods.index_specs import IndexSpec
-from index_store.methods.method import Method
+from index_store.methods.method import IndexSpec, Method
 from index_store.store.description.manifest import Manifest
 
 

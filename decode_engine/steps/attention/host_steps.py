@@ -38,8 +38,7 @@ from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.memory.resident import ResidentContext
-from index_store.methods.index_specs import IndexSpec
-from index_store.methods.method import Method
+from index_store.methods.method import IndexSpec, Method
 from index_store.store.description.manifest import Manifest
 
 _LIMIT_NS = 2_000_000_000

@@ -23,8 +23,7 @@ from decode_engine.kernels.attention.sparse_attention import TakeOut
 from decode_engine.steps.attention.step_attention import StepPlan
 from index_store.errors import MethodUnsupportedError
 from index_store.memory.resident import ResidentContext
-from index_store.methods.index_specs import IndexSpec
-from index_store.methods.method import Method
+from index_store.methods.method import IndexSpec, Method
 from index_store.store.description.manifest import Manifest
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ from index_store.indexes.coarse_rows.two_planes import TwoPlanes
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.indexes.query_tables.parameters import TableParameters, TableSearch
 from index_store.memory.resident import ResidentContext
-from index_store.methods.index_specs import IndexSpec
-from index_store.methods.method import Method
+from index_store.methods.method import IndexSpec, Method
 from index_store.store.description.manifest import Manifest
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils, codegen, config
-from numba.extending import intrinsic
 
 from index_store.attention.vectors.code import (
     BYTE,
@@ -24,10 +23,10 @@ from index_store.attention.vectors.code import (
     TWOS,
     WORD,
     WORDS,
-    Generated,
     Rows,
     ask_for,
     call,
+    emits,
     in_lanes,
     joined,
     plus,
@@ -45,52 +44,38 @@ def instruction_sets() -> frozenset[str]:
 def make_block_product(rows: int, vectors: int, sets: frozenset[str]) -> Any:
     """The product of a block, for so many rows and vectors of columns, with these sets of instructions."""
 
-    @intrinsic
+    @emits(types.void, "rows i rows i i rows i i")
     def block_product(
-        typing: Any,
-        codes: Any,
+        builder: Any,
+        codes: Rows,
         column: Any,
-        weights: Any,
+        weights: Rows,
         row: Any,
         words: Any,
-        sums: Any,
+        sums: Rows,
         to_row: Any,
         to_column: Any,
-    ) -> Generated:
-        """block_product(codes, column, weights, row, words, sums, to_row, to_column)
-
-        sums[to_row + r, to_column + n] = sum over k < words of the four products in codes[k, column + n] and
+    ) -> None:
+        """sums[to_row + r, to_column + n] = sum over k < words of the four products in codes[k, column + n] and
         weights[row + r, 4k .. 4k+3]. codes: [., .] uint32 of four codes up to 15 each. weights: [., .] int8. sums:
         [., .] int32.
         """
-
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            codes_at, weights_at, sums_at = (
-                Rows(context, builder, signature.args[number], values[number]) for number in (0, 2, 5)
-            )
-            _, column, _, row, words, _, to_row, to_column = values
-            totals = [[cgutils.alloca_once(builder, WORDS) for _ in range(vectors)] for _ in range(rows)]
-            for total in (total for line in totals for total in line):
-                builder.store(ir.Constant(WORDS, [0] * LANES), total)
-            with cgutils.for_range(builder, words) as loop:
-                taken = [
-                    codes_at.load(loop.index, plus(builder, column, LANES * v), WORDS) for v in range(vectors)
-                ]
-                four = builder.mul(loop.index, SIZE(4))
-                for r in range(rows):
-                    weight = weights_at.load(plus(builder, row, r), four, WORD)
-                    everywhere = repeated(builder, weight)
-                    for v in range(vectors):
-                        total = builder.load(totals[r][v])
-                        builder.store(_add_products(builder, total, taken[v], everywhere, sets), totals[r][v])
+        totals = [[cgutils.alloca_once(builder, WORDS) for _ in range(vectors)] for _ in range(rows)]
+        for total in (total for line in totals for total in line):
+            builder.store(ir.Constant(WORDS, [0] * LANES), total)
+        with cgutils.for_range(builder, words) as loop:
+            taken = [codes.load(loop.index, plus(builder, column, LANES * v), WORDS) for v in range(vectors)]
+            four = builder.mul(loop.index, SIZE(4))
             for r in range(rows):
+                weight = weights.load(plus(builder, row, r), four, WORD)
+                everywhere = repeated(builder, weight)
                 for v in range(vectors):
-                    place = plus(builder, to_column, LANES * v)
-                    sums_at.store(builder.load(totals[r][v]), plus(builder, to_row, r), place)
-            return context.get_dummy_value()
-
-        places = (types.intp, types.intp)
-        return types.void(codes, types.intp, weights, *places, sums, *places), generate
+                    total = builder.load(totals[r][v])
+                    builder.store(_add_products(builder, total, taken[v], everywhere, sets), totals[r][v])
+        for r in range(rows):
+            for v in range(vectors):
+                place = plus(builder, to_column, LANES * v)
+                sums.store(builder.load(totals[r][v]), plus(builder, to_row, r), place)
 
     return block_product
 
@@ -98,35 +83,24 @@ def make_block_product(rows: int, vectors: int, sets: frozenset[str]) -> Any:
 def make_transposition(bits: int) -> Any:
     """The transposition of 16 rows, whose bytes hold numbers of so many bits: 2, 4 or 8."""
 
-    @intrinsic
+    @emits(types.void, "rows i i rows i i i")
     def transpose_rows(
-        typing: Any, source: Any, row: Any, byte: Any, words: Any, to_row: Any, to_column: Any, apart: Any
-    ) -> Generated:
-        """transpose_rows(source, row, byte, words, to_row, to_column, apart)
-
-        words[to_row + p * apart + k, to_column + i] = numbers p of the four bytes from byte + 4k on of source[row + i],
-        for 16 rows i, k < 4, and as many p as a byte has numbers. source: [., .] uint8. words: [., .] uint32.
+        builder: Any, source: Rows, row: Any, byte: Any, words: Rows, to_row: Any, to_column: Any, apart: Any
+    ) -> None:
+        """words[to_row + p * apart + k, to_column + i] = numbers p of the four bytes from byte + 4k on of source[row +
+        i], for 16 rows i, k < 4, and as many p as a byte has numbers. source: [., .] uint8. words: [., .] uint32.
         """
-
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            source, row, byte, words, to_row, to_column, apart = values
-            source_at = Rows(context, builder, signature.args[0], source)
-            words_at = Rows(context, builder, signature.args[3], words)
-            four = ir.VectorType(WORD, 4)
-            lines = source_at.load_rows(row, byte, four, 16)
-            # Lane by lane of 128 bits, which is how processors shuffle: rows k, k + 4, k + 8, k + 12 side by side.
-            wide = [joined(builder, [lines[k + 4 * lane] for lane in range(4)]) for k in range(4)]
-            pairs = [in_lanes(builder, wide[2 * p], wide[2 * p + 1], order) for p in (0, 1) for order in ONES]
-            made = [in_lanes(builder, pairs[k // 2], pairs[2 + k // 2], TWOS[k % 2]) for k in range(4)]
-            for k, vector in enumerate(made):
-                place = plus(builder, to_row, k)
-                for plane in _planes(builder, vector, bits):
-                    words_at.store(plane, place, to_column)
-                    place = builder.add(place, apart)
-            return context.get_dummy_value()
-
-        numbers = (types.intp, types.intp)
-        return types.void(source, *numbers, words, *numbers, types.intp), generate
+        four = ir.VectorType(WORD, 4)
+        lines = source.load_rows(row, byte, four, 16)
+        # Lane by lane of 128 bits, which is how processors shuffle: rows k, k + 4, k + 8, k + 12 side by side.
+        wide = [joined(builder, [lines[k + 4 * lane] for lane in range(4)]) for k in range(4)]
+        pairs = [in_lanes(builder, wide[2 * p], wide[2 * p + 1], order) for p in (0, 1) for order in ONES]
+        made = [in_lanes(builder, pairs[k // 2], pairs[2 + k // 2], TWOS[k % 2]) for k in range(4)]
+        for k, vector in enumerate(made):
+            place = plus(builder, to_row, k)
+            for plane in _planes(builder, vector, bits):
+                words.store(plane, place, to_column)
+                place = builder.add(place, apart)
 
     return transpose_rows
 
@@ -134,48 +108,31 @@ def make_transposition(bits: int) -> Any:
 def make_interleaving(bits: int, count: int) -> Any:
     """The interleaving of 16 or 64 bytes of four rows, whose bytes hold numbers of so many bits: 2, 4 or 8."""
 
-    @intrinsic
+    @emits(types.void, "rows i i rows i i i")
     def interleave_rows(
-        typing: Any, source: Any, row: Any, byte: Any, words: Any, to_row: Any, to_column: Any, apart: Any
-    ) -> Generated:
-        """interleave_rows(source, row, byte, words, to_row, to_column, apart)
-
-        words[to_row, to_column + p * apart + i] = numbers p of byte `byte + i` of source[row], source[row + 1] and the
-        next two, for i < count and as many p as a byte has numbers. source: [., .] uint8. words: [., .] uint32.
+        builder: Any, source: Rows, row: Any, byte: Any, words: Rows, to_row: Any, to_column: Any, apart: Any
+    ) -> None:
+        """words[to_row, to_column + p * apart + i] = numbers p of byte `byte + i` of source[row], source[row + 1] and
+        the next two, for i < count and as many p as a byte has numbers. source: [., .] uint8. words: [., .] uint32.
         """
-
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            source, row, byte, words, to_row, to_column, apart = values
-            source_at = Rows(context, builder, signature.args[0], source)
-            words_at = Rows(context, builder, signature.args[3], words)
-            line = ir.VectorType(BYTE, count)
-            lines = source_at.load_rows(row, byte, line, 4)
-            for first, vector in enumerate(_interleaved(builder, lines)):
-                place = plus(builder, to_column, LANES * first)
-                for plane in _planes(builder, builder.bitcast(vector, WORDS), bits):
-                    words_at.store(plane, to_row, place)
-                    place = builder.add(place, apart)
-            return context.get_dummy_value()
-
-        numbers = (types.intp, types.intp)
-        return types.void(source, *numbers, words, *numbers, types.intp), generate
+        line = ir.VectorType(BYTE, count)
+        lines = source.load_rows(row, byte, line, 4)
+        for first, vector in enumerate(_interleaved(builder, lines)):
+            place = plus(builder, to_column, LANES * first)
+            for plane in _planes(builder, builder.bitcast(vector, WORDS), bits):
+                words.store(plane, to_row, place)
+                place = builder.add(place, apart)
 
     return interleave_rows
 
 
-@intrinsic
-def prefetch(typing: Any, rows: Any, row: Any, byte: Any) -> Generated:
+@emits(types.void, "rows i i")
+def prefetch(builder: Any, rows: Rows, row: Any, byte: Any) -> None:
     """prefetch(rows, row, byte): asks for the cache line there, which may also be beyond the array's end.
 
     rows: [., .] uint8.
     """
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        rows, row, byte = values
-        ask_for(builder, Rows(context, builder, signature.args[0], rows).address(row, byte, BYTE))
-        return context.get_dummy_value()
-
-    return types.void(rows, types.intp, types.intp), generate
+    ask_for(builder, rows.address(row, byte, BYTE))
 
 
 def _add_products(builder: Any, total: Any, codes: Any, weights: Any, sets: frozenset[str]) -> Any:

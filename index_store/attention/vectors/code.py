@@ -5,12 +5,15 @@ Arrays' rows are contiguous, and bounds are the caller's care.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
+from numba import types
 from numba.core import cgutils
+from numba.extending import intrinsic
 
 LANES = 16
 """Numbers of 32 bits in a vector."""
@@ -23,11 +26,43 @@ Generated = tuple[Any, Callable[..., Any]]
 """What an intrinsic returns: its signature and what emits its code."""
 
 
+def emits(result: Any, arguments: str) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a function that compiled ones call of one that emits its code, given a builder and the arguments.
+
+    arguments: of each, whether it is an array of two dimensions (`rows`), which is given as `Rows`, a size (`i`), a
+    float32 (`f`) or a word (`w`). result: its type; what emits returns a value, or a tuple of them, unless it is void.
+    """
+    words = arguments.split()
+    kinds = {"i": types.intp, "f": types.float32, "w": types.uint32}
+
+    def made(emit: Callable[..., Any]) -> Any:
+        def define(typing: Any, *given: Any) -> Generated:
+            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                operands = (
+                    Rows(context, builder, kind, value) if word == "rows" else value
+                    for word, kind, value in zip(words, signature.args, values, strict=True)
+                )
+                found = emit(builder, *operands)
+                if isinstance(found, tuple):
+                    return context.make_tuple(builder, signature.return_type, found)
+                return context.get_dummy_value() if result == types.void else found
+
+            return result(*(kinds.get(word, own) for word, own in zip(words, given, strict=True))), generate
+
+        define.__name__, define.__doc__ = emit.__name__, emit.__doc__
+        named = list(inspect.signature(emit).parameters.values())
+        define.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+        return intrinsic(define)
+
+    return made
+
+
 class Rows:
     """Loads and stores at rows and elements of a two-dimensional array whose rows are contiguous."""
 
     def __init__(self, context: Any, builder: Any, array_type: Any, value: Any) -> None:
         array = context.make_array(array_type)(context, builder, value)
+        self.dtype = array_type.dtype
         self._builder = builder
         self._data = builder.ptrtoint(array.data, SIZE)
         self._row_bytes = cgutils.unpack_tuple(builder, array.strides)[0]

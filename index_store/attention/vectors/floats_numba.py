@@ -10,7 +10,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from index_store.attention.vectors.bytes_numba import instruction_sets
 from index_store.attention.vectors.code import (
@@ -19,11 +18,11 @@ from index_store.attention.vectors.code import (
     SIZE,
     WORD,
     WORDS,
-    Generated,
     Rows,
     call,
     constants,
     each_vector,
+    emits,
     plus,
     reduced,
     repeated,
@@ -49,196 +48,136 @@ _EXPONENTIAL = (
 """2^x on [-0.5, 0.5] with the least relative error, 1e-7."""
 
 
-@intrinsic
-def highest(typing: Any, source: Any, row: Any, column: Any, vectors: Any) -> Generated:
+@emits(types.float32, "rows i i i")
+def highest(builder: Any, source: Rows, row: Any, column: Any, vectors: Any) -> Any:
     """highest(source, row, column, vectors): the largest of so many vectors of source[row, column..]."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        source, row, column, vectors = values
-        source_at = Rows(context, builder, signature.args[0], source)
-        most = variable(builder, constants(FLOATS, float("-inf")))
-        with each_vector(builder, vectors) as first:
-            numbers = source_at.load(row, builder.add(column, first), FLOATS)
-            builder.store(larger(builder, numbers, builder.load(most)), most)
-        return reduced(builder, builder.load(most), lambda a, b: larger(builder, a, b))
-
-    return types.float32(source, *_SIZES3), generate
+    most = variable(builder, constants(FLOATS, float("-inf")))
+    with each_vector(builder, vectors) as first:
+        numbers = source.load(row, builder.add(column, first), FLOATS)
+        builder.store(larger(builder, numbers, builder.load(most)), most)
+    return reduced(builder, builder.load(most), lambda a, b: larger(builder, a, b))
 
 
-@intrinsic
-def total_of(typing: Any, source: Any, row: Any, column: Any, vectors: Any) -> Generated:
+@emits(types.float32, "rows i i i")
+def total_of(builder: Any, source: Rows, row: Any, column: Any, vectors: Any) -> Any:
     """total_of(source, row, column, vectors): the sum of so many vectors of source[row, column..]."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        source, row, column, vectors = values
-        source_at = Rows(context, builder, signature.args[0], source)
-        total = variable(builder, constants(FLOATS, 0.0))
-        with each_vector(builder, vectors) as first:
-            numbers = source_at.load(row, builder.add(column, first), FLOATS)
-            builder.store(builder.fadd(builder.load(total), numbers), total)
-        return sum_of(builder, builder.load(total))
-
-    return types.float32(source, *_SIZES3), generate
+    total = variable(builder, constants(FLOATS, 0.0))
+    with each_vector(builder, vectors) as first:
+        numbers = source.load(row, builder.add(column, first), FLOATS)
+        builder.store(builder.fadd(builder.load(total), numbers), total)
+    return sum_of(builder, builder.load(total))
 
 
-@intrinsic
-def extremes(typing: Any, source: Any, row: Any, column: Any, vectors: Any) -> Generated:
+@emits(types.UniTuple(types.float32, 2), "rows i i i")
+def extremes(builder: Any, source: Rows, row: Any, column: Any, vectors: Any) -> Any:
     """extremes(source, row, column, vectors): the least and the largest of so many vectors of source[row, column..]."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        source, row, column, vectors = values
-        source_at = Rows(context, builder, signature.args[0], source)
-        least, most = (variable(builder, constants(FLOATS, float(end))) for end in ("inf", "-inf"))
-        with each_vector(builder, vectors) as first:
-            numbers = source_at.load(row, builder.add(column, first), FLOATS)
-            builder.store(_smaller(builder, numbers, builder.load(least)), least)
-            builder.store(larger(builder, numbers, builder.load(most)), most)
-        found = (
-            reduced(builder, builder.load(least), lambda a, b: _smaller(builder, a, b)),
-            reduced(builder, builder.load(most), lambda a, b: larger(builder, a, b)),
-        )
-        return context.make_tuple(builder, signature.return_type, found)
-
-    return types.UniTuple(types.float32, 2)(source, *_SIZES3), generate
+    least, most = (variable(builder, constants(FLOATS, float(end))) for end in ("inf", "-inf"))
+    with each_vector(builder, vectors) as first:
+        numbers = source.load(row, builder.add(column, first), FLOATS)
+        builder.store(_smaller(builder, numbers, builder.load(least)), least)
+        builder.store(larger(builder, numbers, builder.load(most)), most)
+    return (
+        reduced(builder, builder.load(least), lambda a, b: _smaller(builder, a, b)),
+        reduced(builder, builder.load(most), lambda a, b: larger(builder, a, b)),
+    )
 
 
-@intrinsic
+@emits(types.float32, "rows i i f rows i i i")
 def exponentials(
-    typing: Any,
-    source: Any,
+    builder: Any,
+    source: Rows,
     row: Any,
     column: Any,
     base: Any,
-    out: Any,
+    out: Rows,
     to_row: Any,
     to_column: Any,
     vectors: Any,
-) -> Generated:
+) -> Any:
     """exponentials(source, row, column, base, out, to_row, to_column, vectors): the sum of what is written.
 
     out[to_row, to_column..] = exp(source[row, column..] - base) for numbers up to base, and 0 where that is below
     2^-125. Relative error 4e-6 at most, 1e-6 down to 2^-20.
     """
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        source, row, column, base, out, to_row, to_column, vectors = values
-        source_at, out_at = (
-            Rows(context, builder, signature.args[number], value) for number, value in ((0, source), (4, out))
-        )
-        bases = repeated(builder, base)
-        total = variable(builder, constants(FLOATS, 0.0))
-        with each_vector(builder, vectors) as first:
-            numbers = source_at.load(row, builder.add(column, first), FLOATS)
-            made = _exponential(builder, builder.fsub(numbers, bases))
-            out_at.store(made, to_row, builder.add(to_column, first))
-            builder.store(builder.fadd(builder.load(total), made), total)
-        return sum_of(builder, builder.load(total))
-
-    floats = types.float32
-    return floats(source, *_SIZES2, floats, out, *_SIZES3), generate
+    bases = repeated(builder, base)
+    total = variable(builder, constants(FLOATS, 0.0))
+    with each_vector(builder, vectors) as first:
+        numbers = source.load(row, builder.add(column, first), FLOATS)
+        made = _exponential(builder, builder.fsub(numbers, bases))
+        out.store(made, to_row, builder.add(to_column, first))
+        builder.store(builder.fadd(builder.load(total), made), total)
+    return sum_of(builder, builder.load(total))
 
 
 def make_widening(kind: str) -> Any:
     """Numbers of another kind to floats: `float16` (finite ones) and `bfloat16`, both as int16, and `float32`."""
 
-    @intrinsic
+    @emits(types.void, "rows i i rows i i i")
     def widen_row(
-        typing: Any, source: Any, row: Any, column: Any, out: Any, to_row: Any, to_column: Any, vectors: Any
-    ) -> Generated:
-        """widen_row(source, row, column, out, to_row, to_column, vectors)
-
-        out[to_row, to_column..] = source[row, column..]
-        """
-
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            source, row, column, out, to_row, to_column, vectors = values
-            source_at, out_at = (
-                Rows(context, builder, signature.args[place], value)
-                for place, value in ((0, source), (3, out))
-            )
-            with each_vector(builder, vectors) as first:
-                place = builder.add(column, first)
-                taken = source_at.load(row, place, FLOATS if kind == "float32" else _HALVES)
-                out_at.store(widened(builder, taken, kind), to_row, builder.add(to_column, first))
-            return context.get_dummy_value()
-
-        return types.void(source, *_SIZES2, out, *_SIZES3), generate
+        builder: Any,
+        source: Rows,
+        row: Any,
+        column: Any,
+        out: Rows,
+        to_row: Any,
+        to_column: Any,
+        vectors: Any,
+    ) -> None:
+        """out[to_row, to_column..] = source[row, column..]"""
+        with each_vector(builder, vectors) as first:
+            place = builder.add(column, first)
+            taken = source.load(row, place, FLOATS if kind == "float32" else _HALVES)
+            out.store(widened(builder, taken, kind), to_row, builder.add(to_column, first))
 
     return widen_row
 
 
-@intrinsic
+@emits(types.void, "f rows i i rows i i i")
 def add_weighted(
-    typing: Any,
+    builder: Any,
     weight: Any,
-    source: Any,
+    source: Rows,
     row: Any,
     column: Any,
-    out: Any,
+    out: Rows,
     to_row: Any,
     to_column: Any,
     vectors: Any,
-) -> Generated:
-    """add_weighted(weight, source, row, column, out, to_row, to_column, vectors)
-
-    out[to_row, to_column..] += weight * source[row, column..]
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        weight, source, row, column, out, to_row, to_column, vectors = values
-        source_at, out_at = (
-            Rows(context, builder, signature.args[place], value) for place, value in ((1, source), (4, out))
-        )
-        weights = repeated(builder, weight)
-        with each_vector(builder, vectors) as first:
-            taken = source_at.load(row, builder.add(column, first), FLOATS)
-            place = builder.add(to_column, first)
-            sums = out_at.load(to_row, place, FLOATS)
-            out_at.store(add_product(builder, taken, weights, sums), to_row, place)
-        return context.get_dummy_value()
-
-    return types.void(types.float32, source, *_SIZES2, out, *_SIZES3), generate
+) -> None:
+    """out[to_row, to_column..] += weight * source[row, column..]"""
+    weights = repeated(builder, weight)
+    with each_vector(builder, vectors) as first:
+        taken = source.load(row, builder.add(column, first), FLOATS)
+        place = builder.add(to_column, first)
+        sums = out.load(to_row, place, FLOATS)
+        out.store(add_product(builder, taken, weights, sums), to_row, place)
 
 
 def make_scaling(add: bool) -> Any:
     """Whole numbers to floats that replace what stands there, or are added to it."""
 
-    @intrinsic
+    @emits(types.void, "rows i i f f rows i i i")
     def scale_row(
-        typing: Any,
-        whole: Any,
+        builder: Any,
+        whole: Rows,
         row: Any,
         column: Any,
         unit: Any,
         shift: Any,
-        out: Any,
+        out: Rows,
         to_row: Any,
         to_column: Any,
         vectors: Any,
-    ) -> Generated:
-        """scale_row(whole, row, column, unit, shift, out, to_row, to_column, vectors)
-
-        out[to_row, to_column..] is, or gets besides, unit * whole[row, column..] + shift. whole: [., .] int32.
-        """
-
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            whole, row, column, unit, shift, out, to_row, to_column, vectors = values
-            whole_at, out_at = (
-                Rows(context, builder, signature.args[place], value)
-                for place, value in ((0, whole), (5, out))
-            )
-            units, shifts = repeated(builder, unit), repeated(builder, shift)
-            with each_vector(builder, vectors) as first:
-                place = builder.add(to_column, first)
-                floats = builder.sitofp(whole_at.load(row, builder.add(column, first), WORDS), FLOATS)
-                made = add_product(builder, floats, units, shifts)
-                if add:
-                    made = builder.fadd(out_at.load(to_row, place, FLOATS), made)
-                out_at.store(made, to_row, place)
-            return context.get_dummy_value()
-
-        floats = types.float32
-        return types.void(whole, *_SIZES2, floats, floats, out, *_SIZES3), generate
+    ) -> None:
+        """out[to_row, to_column..] is, or gets besides, unit * whole[row, column..] + shift. whole: [., .] int32."""
+        units, shifts = repeated(builder, unit), repeated(builder, shift)
+        with each_vector(builder, vectors) as first:
+            place = builder.add(to_column, first)
+            floats = builder.sitofp(whole.load(row, builder.add(column, first), WORDS), FLOATS)
+            made = add_product(builder, floats, units, shifts)
+            if add:
+                made = builder.fadd(out.load(to_row, place, FLOATS), made)
+            out.store(made, to_row, place)
 
     return scale_row
 
@@ -309,23 +248,23 @@ _FLOAT = FLOATS.element
 _WHOLE_BITS = 0x4B400000  # of the float32 number WHOLE
 
 
-@intrinsic
+@emits(types.void, "rows rows rows rows i f rows rows i rows rows rows i")
 def fold_rows(
-    typing: Any,
-    numbers: Any,
-    columns: Any,
-    factors: Any,
-    centres: Any,
+    builder: Any,
+    numbers: Rows,
+    columns: Rows,
+    factors: Rows,
+    centres: Rows,
     group: Any,
     middle: Any,
-    folded: Any,
-    rounded: Any,
+    folded: Rows,
+    rounded: Rows,
     to_row: Any,
-    units: Any,
-    shifts: Any,
-    sums: Any,
+    units: Rows,
+    shifts: Rows,
+    sums: Rows,
     vectors: Any,
-) -> Generated:
+) -> None:
     """Folds and rounds four rows.
 
     fold_rows(numbers, columns, factors, centres, group, middle, folded, rounded, to_row, units, shifts, sums, vectors)
@@ -336,61 +275,39 @@ def fold_rows(
     factors * code + centres - middle * factors is what they stand for. sums[0, to_row + r]: of n_r. columns: int64.
     folded: [4, .], scratch. rounded: [., .] int8.
     """
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        (
-            numbers_at,
-            columns_at,
-            factors_at,
-            centres_at,
-            folded_at,
-            rounded_at,
-            units_at,
-            shifts_at,
-            sums_at,
-        ) = (
-            Rows(context, builder, signature.args[place], values[place])
-            for place in (0, 1, 2, 3, 6, 7, 9, 10, 11)
-        )
-        group, middle, to_row, vectors = (values[place] for place in (4, 5, 8, 12))
-        rows = range(FOLDED)
-        zero = SIZE(0)
-        columns = [columns_at.load(zero, SIZE(r), SIZE) for r in rows]
-        totals, added, most = ([variable(builder, constants(FLOATS, 0.0)) for _ in rows] for _ in range(3))
-        with each_vector(builder, vectors) as first:
-            factor, centre = (at.load(group, first, FLOATS) for at in (factors_at, centres_at))
-            for r in rows:
-                taken = numbers_at.load(zero, builder.add(columns[r], first), FLOATS)
-                product = builder.fmul(taken, factor)
-                folded_at.store(product, SIZE(r), first)
-                builder.store(add_product(builder, taken, centre, builder.load(totals[r])), totals[r])
-                builder.store(builder.fadd(builder.load(added[r]), taken), added[r])
-                builder.store(larger(builder, magnitude(builder, product), builder.load(most[r])), most[r])
-        peaks = [reduced(builder, builder.load(each), lambda a, b: larger(builder, a, b)) for each in most]
-        scales = []
-        for peak in peaks:
-            counts = builder.fcmp_ordered(">", peak, _FLOAT(1e-30))
-            scale = builder.fdiv(_FLOAT(127.0), builder.select(counts, peak, _FLOAT(1.0)))
-            scales.append(repeated(builder, builder.select(counts, scale, _FLOAT(0.0))))
-        wholes = [variable(builder, constants(WORDS, 0)) for _ in rows]
-        with each_vector(builder, vectors) as first:
-            for r in rows:
-                taken = folded_at.load(SIZE(r), first, FLOATS)
-                moved = add_product(builder, taken, scales[r], constants(FLOATS, WHOLE))
-                bits = builder.bitcast(moved, WORDS)
-                rounded_at.store(builder.trunc(bits, _BYTES), plus(builder, to_row, r), first)
-                builder.store(builder.add(builder.load(wholes[r]), bits), wholes[r])
-        lifted = builder.mul(builder.trunc(vectors, WORD), WORD(_WHOLE_BITS * LANES % 2**32))
+    rows = range(FOLDED)
+    zero = SIZE(0)
+    begins = [columns.load(zero, SIZE(r), SIZE) for r in rows]
+    totals, added, most = ([variable(builder, constants(FLOATS, 0.0)) for _ in rows] for _ in range(3))
+    with each_vector(builder, vectors) as first:
+        factor, centre = (at.load(group, first, FLOATS) for at in (factors, centres))
         for r in rows:
-            whole = builder.sub(reduced(builder, builder.load(wholes[r]), builder.add), lifted)
-            unit = builder.fmul(peaks[r], _FLOAT(1 / 127))
-            lost = builder.fmul(builder.fmul(unit, middle), builder.sitofp(whole, _FLOAT))
-            place = plus(builder, to_row, r)
-            units_at.store(unit, zero, place)
-            shifts_at.store(builder.fsub(sum_of(builder, builder.load(totals[r])), lost), zero, place)
-            sums_at.store(sum_of(builder, builder.load(added[r])), zero, place)
-        return context.get_dummy_value()
-
-    place, number = types.intp, types.float32
-    scratch = (folded, rounded, place, units, shifts, sums, place)
-    return types.void(numbers, columns, factors, centres, place, number, *scratch), generate
+            taken = numbers.load(zero, builder.add(begins[r], first), FLOATS)
+            product = builder.fmul(taken, factor)
+            folded.store(product, SIZE(r), first)
+            builder.store(add_product(builder, taken, centre, builder.load(totals[r])), totals[r])
+            builder.store(builder.fadd(builder.load(added[r]), taken), added[r])
+            builder.store(larger(builder, magnitude(builder, product), builder.load(most[r])), most[r])
+    peaks = [reduced(builder, builder.load(each), lambda a, b: larger(builder, a, b)) for each in most]
+    scales = []
+    for peak in peaks:
+        counts = builder.fcmp_ordered(">", peak, _FLOAT(1e-30))
+        scale = builder.fdiv(_FLOAT(127.0), builder.select(counts, peak, _FLOAT(1.0)))
+        scales.append(repeated(builder, builder.select(counts, scale, _FLOAT(0.0))))
+    wholes = [variable(builder, constants(WORDS, 0)) for _ in rows]
+    with each_vector(builder, vectors) as first:
+        for r in rows:
+            taken = folded.load(SIZE(r), first, FLOATS)
+            moved = add_product(builder, taken, scales[r], constants(FLOATS, WHOLE))
+            bits = builder.bitcast(moved, WORDS)
+            rounded.store(builder.trunc(bits, _BYTES), plus(builder, to_row, r), first)
+            builder.store(builder.add(builder.load(wholes[r]), bits), wholes[r])
+    lifted = builder.mul(builder.trunc(vectors, WORD), WORD(_WHOLE_BITS * LANES % 2**32))
+    for r in rows:
+        whole = builder.sub(reduced(builder, builder.load(wholes[r]), builder.add), lifted)
+        unit = builder.fmul(peaks[r], _FLOAT(1 / 127))
+        lost = builder.fmul(builder.fmul(unit, middle), builder.sitofp(whole, _FLOAT))
+        place = plus(builder, to_row, r)
+        units.store(unit, zero, place)
+        shifts.store(builder.fsub(sum_of(builder, builder.load(totals[r])), lost), zero, place)
+        sums.store(sum_of(builder, builder.load(added[r])), zero, place)

@@ -11,7 +11,6 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from index_store.attention.vectors.code import (
     BYTE,
@@ -21,10 +20,10 @@ from index_store.attention.vectors.code import (
     LANES,
     SIZE,
     WORDS,
-    Generated,
     Rows,
     ask_for,
     constants,
+    emits,
     plus,
     repeated,
     variable,
@@ -53,65 +52,53 @@ side: without it, 8 bits took twice as long. 4,000 to 32,000 bytes differ little
 def make_weight_product(count: int, outputs: int) -> Any:
     """The products of so many rows with so many rows of weights."""
 
-    @intrinsic
+    @emits(types.void, "rows i rows rows i i rows")
     def multiply_weights(
-        typing: Any, rows: Any, row: Any, weights: Any, scales: Any, output: Any, inputs: Any, out: Any
-    ) -> Generated:
-        """multiply_weights(rows, row, weights, scales, output, inputs, out)
-
-        out[row + r, output + o] = the sum of rows[row + r, i] * weights[output + o, i] over so many inputs i, a
+        builder: Any, rows: Rows, row: Any, weights: Rows, scales: Rows, output: Any, inputs: Any, out: Rows
+    ) -> None:
+        """out[row + r, output + o] = the sum of rows[row + r, i] * weights[output + o, i] over so many inputs i, a
         multiple of LANES. weights: float32, bfloat16 as int16, float16 as uint16, or int8; these, whose number is a
         multiple of GROUP, count in scales[output + o, i // GROUP].
         """
         kind = _KINDS[weights.dtype]
+        pairs = [(r, o) for r in range(count) for o in range(outputs)]
+        totals = {pair: variable(builder, constants(FLOATS, 0.0)) for pair in pairs}
 
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            rows_at, weights_at, scales_at, out_at = (
-                Rows(context, builder, signature.args[place], values[place]) for place in (0, 2, 3, 6)
-            )
-            _, row, _, _, output, inputs, _ = values
-            pairs = [(r, o) for r in range(count) for o in range(outputs)]
-            totals = {pair: variable(builder, constants(FLOATS, 0.0)) for pair in pairs}
+        def weights_of(first: Any) -> list[Any]:
+            loaded = weights.load_rows(output, first, _LOADED[kind], outputs)
+            if kind == "int8":
+                return [builder.sitofp(builder.sext(each, WORDS), FLOATS) for each in loaded]
+            return [widened(builder, each, kind) for each in loaded]
 
-            def weights_of(first: Any) -> list[Any]:
-                loaded = weights_at.load_rows(output, first, _LOADED[kind], outputs)
-                if kind == "int8":
-                    return [builder.sitofp(builder.sext(each, WORDS), FLOATS) for each in loaded]
-                return [widened(builder, each, kind) for each in loaded]
-
-            step = GROUP if kind == "int8" else LANES
-            with cgutils.for_range(builder, builder.udiv(inputs, SIZE(step))) as loop:
-                first = builder.mul(loop.index, SIZE(step))
-                sums = {} if kind == "int8" else {pair: builder.load(totals[pair]) for pair in pairs}
-                for begin in range(0, step, LANES):
-                    place = plus(builder, first, begin)
-                    taken = rows_at.load_rows(row, place, FLOATS, count)
-                    if begin * _BYTES[kind] % _LINE == 0:
-                        for o in range(outputs):
-                            ahead = weights_at.address(plus(builder, output, o), place, BYTE)
-                            ask_for(builder, builder.gep(ahead, [SIZE(_AHEAD)]))
-                    for o, weight in enumerate(weights_of(place)):
-                        for r in range(count):
-                            known = sums.get((r, o))
-                            sums[r, o] = (
-                                builder.fmul(taken[r], weight)
-                                if known is None
-                                else add_product(builder, taken[r], weight, known)
-                            )
-                for o in range(outputs):
-                    if kind == "int8":
-                        scale = repeated(builder, scales_at.load(plus(builder, output, o), loop.index, FLOAT))
+        step = GROUP if kind == "int8" else LANES
+        with cgutils.for_range(builder, builder.udiv(inputs, SIZE(step))) as loop:
+            first = builder.mul(loop.index, SIZE(step))
+            sums = {} if kind == "int8" else {pair: builder.load(totals[pair]) for pair in pairs}
+            for begin in range(0, step, LANES):
+                place = plus(builder, first, begin)
+                taken = rows.load_rows(row, place, FLOATS, count)
+                if begin * _BYTES[kind] % _LINE == 0:
+                    for o in range(outputs):
+                        ahead = weights.address(plus(builder, output, o), place, BYTE)
+                        ask_for(builder, builder.gep(ahead, [SIZE(_AHEAD)]))
+                for o, weight in enumerate(weights_of(place)):
                     for r in range(count):
-                        total = sums[r, o]
-                        if kind == "int8":
-                            total = add_product(builder, total, scale, builder.load(totals[r, o]))
-                        builder.store(total, totals[r, o])
-            for r, o in pairs:
-                found = sum_of(builder, builder.load(totals[r, o]))
-                out_at.store(found, plus(builder, row, r), plus(builder, output, o))
-            return context.get_dummy_value()
-
-        size = types.intp
-        return types.void(rows, size, weights, scales, size, size, out), generate
+                        known = sums.get((r, o))
+                        sums[r, o] = (
+                            builder.fmul(taken[r], weight)
+                            if known is None
+                            else add_product(builder, taken[r], weight, known)
+                        )
+            for o in range(outputs):
+                if kind == "int8":
+                    scale = repeated(builder, scales.load(plus(builder, output, o), loop.index, FLOAT))
+                for r in range(count):
+                    total = sums[r, o]
+                    if kind == "int8":
+                        total = add_product(builder, total, scale, builder.load(totals[r, o]))
+                    builder.store(total, totals[r, o])
+        for r, o in pairs:
+            found = sum_of(builder, builder.load(totals[r, o]))
+            out.store(found, plus(builder, row, r), plus(builder, output, o))
 
     return multiply_weights

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from index_store.attention.rows_in_line_numba import row_table, rows_in_line
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import make_widening
 from index_store.compiled.launch import F4, I2, I8, njit
@@ -68,25 +69,6 @@ def span_count(keys: int, shift: int) -> int:
 
 
 _widen_halves = make_widening("float16")
-
-
-def rows_in_line(rows_HNJ: Tensor) -> Tensor:
-    """The rows, each head's one behind the other, and heads whole rows apart: a copy where they are not."""
-    width = rows_HNJ.shape[2]
-    fits = rows_HNJ.stride()[1:] == (width, 1) and rows_HNJ.stride(0) % width == 0
-    return rows_HNJ if fits else rows_HNJ.contiguous()
-
-
-def row_table(rows_HNJ: Tensor) -> tuple[NDArray[np.generic], int]:
-    """All heads' rows as one contiguous table, and how many of its rows lie between the first ones of two heads.
-
-    So loops are compiled once, whether or not there is room behind the rows of a head.
-    """
-    heads, count, width = rows_HNJ.shape
-    rows_HNJ = rows_in_line(rows_HNJ)
-    stride = rows_HNJ.stride(0) // width if heads > 1 else count
-    size = ((heads - 1) * stride + count, width)
-    return rows_HNJ.as_strided(size, (width, 1), rows_HNJ.storage_offset()).numpy(), stride
 
 
 def half_table(rows_HNJ: Tensor) -> tuple[NDArray[np.generic], int]:

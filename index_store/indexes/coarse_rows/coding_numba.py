@@ -163,7 +163,7 @@ def _find_value_codes(
 
 @njit(_nrt=False)
 def _pack(codes: U1, bits: int, out: U1) -> None:  # pragma: no cover - compiled
-    """One row of codes as `packing.pack` lays it out."""
+    """One row of codes as `pack` lays it out."""
     if bits == 4:
         _pack_plane(codes, 0, 2, 4, out)
     else:

@@ -261,13 +261,10 @@ class AppendedRows(AppendedKeys):
         self._key_bits, self._value_bits = shared.key_bits, shared.value_bits
         self._groups = shared.value_scales_HNV.shape[2]
 
-        def growing(like: Tensor) -> GrowingRows:
-            return GrowingRows(heads, like.shape[2], dtype=like.dtype, addressed=_ADDRESSED, device=device)
-
-        self._key_codes, self._value_codes = growing(shared.key_codes_HNC), growing(shared.value_codes_HNC)
-        self._key_scales, self._key_offsets = growing(shared.key_scales_HBD), growing(shared.key_offsets_HBD)
-        self._value_scales = growing(shared.value_scales_HNV)
-        self._value_offsets = growing(shared.value_offsets_HNV)
+        self._coded = {
+            name: GrowingRows(heads, like.shape[2], dtype=like.dtype, addressed=_ADDRESSED, device=device)
+            for name, like in shared.arrays().items()
+        }
         self._open = GrowingRows(heads, 2, shared.head_dim, device=device, limit=BLOCK)
         self._rows: ScalarRows | None = None
 
@@ -275,26 +272,15 @@ class AppendedRows(AppendedKeys):
     def rows(self) -> ScalarRows:
         """All of them: the same views until there are more."""
         if self._rows is None:
-            self._rows = self._view_rows()
+            views = {name: rows.rows for name, rows in self._coded.items()}
+            self._rows = ScalarRows.of(views, self._key_bits, self._value_bits, self._first_id)
         return self._rows
 
     def fork(self) -> Self:
         other = super().fork()
+        other._coded = {name: rows.fork() for name, rows in self._coded.items()}
         other._rows = None  # those are views of this one's
         return other
-
-    def _view_rows(self) -> ScalarRows:
-        return ScalarRows(
-            self._key_codes.rows,
-            self._key_scales.rows,
-            self._key_offsets.rows,
-            self._value_codes.rows,
-            self._value_scales.rows,
-            self._value_offsets.rows,
-            self._key_bits,
-            self._value_bits,
-            self._first_id,
-        )
 
     def _extend(self, kv_HT2D: Tensor) -> None:
         if not kv_HT2D.shape[1]:
@@ -304,35 +290,18 @@ class AppendedRows(AppendedKeys):
         first = end - raw.shape[1]
         coded = code_rows(raw, self._first_id + first, self._key_bits, self._value_bits, self._groups)
         block = (self._first_id % BLOCK + first) // BLOCK
-        for growing, start, rows in (
-            (self._key_codes, first, coded.key_codes_HNC),
-            (self._key_scales, block, coded.key_scales_HBD),
-            (self._key_offsets, block, coded.key_offsets_HBD),
-            (self._value_codes, first, coded.value_codes_HNC),
-            (self._value_scales, first, coded.value_scales_HNV),
-            (self._value_offsets, first, coded.value_offsets_HNV),
-        ):
-            growing.put(start, rows)
+        for name, rows in coded.arrays().items():
+            self._coded[name].put(block if name in ("key_scales", "key_offsets") else first, rows)
         left = min(raw.shape[1], (self._first_id + end) % BLOCK)
         if left:
-            self._open.reserve(
-                BLOCK
-            )  # for good: how much room there is depends on no more than where keys end
+            # For good: how much room there is depends on no more than where keys end.
+            self._open.reserve(BLOCK)
         self._open.put(0, raw[:, raw.shape[1] - left :])
         self._rows = None
 
     @property
     def nbytes(self) -> int:
-        held = (
-            self._key_codes,
-            self._key_scales,
-            self._key_offsets,
-            self._value_codes,
-            self._value_scales,
-            self._value_offsets,
-            self._open,
-        )
-        return sum(rows.nbytes for rows in held)
+        return sum(rows.nbytes for rows in (*self._coded.values(), self._open))
 
 
 class CoarseRows(CoarseKind, LayerIndex):
@@ -340,13 +309,15 @@ class CoarseRows(CoarseKind, LayerIndex):
 
     def __init__(self, parameters: CoarseParameters, arrays: Mapping[str, Tensor]) -> None:
         super().__init__(arrays, arrays["key_codes"].shape[1])
-        self.rows = _rows(parameters, arrays)
+        self.rows = ScalarRows.of(arrays, parameters.key_bits, parameters.value_bits)
 
     @classmethod
     def build(cls, parameters: Mapping[str, Scalar], source: LayerSource, seed: int) -> Self:
         parsed = CoarseParameters.parse(parameters)
         check_keys(source.keys_HND)
-        return cls(parsed, _build_arrays(parsed, source))
+        groups = value_groups(source.kv_HN2D.shape[3], parsed.value_group)
+        rows = code_rows(source.kv_HN2D, 0, parsed.key_bits, parsed.value_bits, groups)
+        return cls(parsed, rows.arrays())
 
     @classmethod
     def from_arrays(
@@ -422,30 +393,3 @@ class CoarseRows(CoarseKind, LayerIndex):
                 begin = rows.first_id + first - first_key
                 pieces.append(score_rows(rows, queries_HTGD, first, logits[..., begin : begin + end - first]))
         return logits, tuple(pieces)
-
-
-def _rows(parameters: CoarseParameters, arrays: Mapping[str, Tensor]) -> ScalarRows:
-    return ScalarRows(
-        arrays["key_codes"],
-        arrays["key_scales"],
-        arrays["key_offsets"],
-        arrays["value_codes"],
-        arrays["value_scales"],
-        arrays["value_offsets"],
-        parameters.key_bits,
-        parameters.value_bits,
-    )
-
-
-def _build_arrays(parameters: CoarseParameters, source: LayerSource) -> dict[str, Tensor]:
-    """What is stored, made where keys and values are."""
-    groups = value_groups(source.kv_HN2D.shape[3], parameters.value_group)
-    rows = code_rows(source.kv_HN2D, 0, parameters.key_bits, parameters.value_bits, groups)
-    return {
-        "key_codes": rows.key_codes_HNC,
-        "key_scales": rows.key_scales_HBD,
-        "key_offsets": rows.key_offsets_HBD,
-        "value_codes": rows.value_codes_HNC,
-        "value_scales": rows.value_scales_HNV,
-        "value_offsets": rows.value_offsets_HNV,
-    }

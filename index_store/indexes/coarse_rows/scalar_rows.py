@@ -20,8 +20,9 @@ Shape legend: H KV heads, N keys, B blocks of keys, d head dim, C bytes of a row
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import NoReturn
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -72,11 +73,22 @@ _CODED_BYTES, DEVICE_CODED_BYTES = 2 * 2**20, 256 * 2**20
 """Of keys and values in float32 that are coded at a time."""
 
 
+_STORED = {
+    "key_codes": "key_codes_HNC",
+    "key_scales": "key_scales_HBD",
+    "key_offsets": "key_offsets_HBD",
+    "value_codes": "value_codes_HNC",
+    "value_scales": "value_scales_HNV",
+    "value_offsets": "value_offsets_HNV",
+}
+"""Names of a layer's arrays, in the order in which they are stored, each with its field."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScalarRows:
     """Coded keys and values of the consecutive tokens first_id, first_id + 1, ...; row n is token first_id + n.
 
-    key_codes_HNC, value_codes_HNC: [H, N, d bits / 8] uint8 (`packing`). key_scales_HBD, key_offsets_HBD: [H, B, d]
+    key_codes_HNC, value_codes_HNC: [H, N, d bits / 8] uint8 (`pack`). key_scales_HBD, key_offsets_HBD: [H, B, d]
     float16; row n belongs to block (lead + n) // 128. value_scales_HNV, value_offsets_HNV: [H, N, V] float16; group v
     holds channels v d/V to (v + 1) d/V - 1. Rows of one head are contiguous, heads may be farther apart.
     """
@@ -113,17 +125,22 @@ class ScalarRows:
         """Bytes of so many coded values of one head."""
         return float(count * (self.value_codes_HNC.shape[2] + 4 * self.value_scales_HNV.shape[2]))
 
+    @classmethod
+    def of(
+        cls, arrays: Mapping[str, Tensor], key_bits: int, value_bits: int, first_id: int = 0
+    ) -> ScalarRows:
+        """Rows of arrays as they are stored, by name."""
+        named: dict[str, Any] = {field: arrays[name] for name, field in _STORED.items()}
+        return cls(**named, key_bits=key_bits, value_bits=value_bits, first_id=first_id)
+
+    def arrays(self) -> dict[str, Tensor]:
+        """All arrays, by the names that they are stored under."""
+        return {name: getattr(self, field) for name, field in _STORED.items()}
+
     def heads(self, part: slice) -> ScalarRows:
         """The same for some KV heads."""
-        return replace(
-            self,
-            key_codes_HNC=self.key_codes_HNC[part],
-            key_scales_HBD=self.key_scales_HBD[part],
-            key_offsets_HBD=self.key_offsets_HBD[part],
-            value_codes_HNC=self.value_codes_HNC[part],
-            value_scales_HNV=self.value_scales_HNV[part],
-            value_offsets_HNV=self.value_offsets_HNV[part],
-        )
+        some = {name: array[part] for name, array in self.arrays().items()}
+        return self.of(some, self.key_bits, self.value_bits, self.first_id)
 
     def decode_keys(self, first: int, end: int) -> Tensor:
         """Rows first..end-1 of the keys, [H, n, d] float32."""

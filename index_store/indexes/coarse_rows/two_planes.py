@@ -34,7 +34,7 @@ LEVELS = 16
 class TwoPlanes:
     """Keys and values of a context's layer, in place of a tensor [H, N, 2, d].
 
-    coarse: all rows in 4 bits, first_id 0. low_HN2C: uint8 [H, N, 2, d/2], codes of 4 bits (`packing`), where the
+    coarse: all rows in 4 bits, first_id 0. low_HN2C: uint8 [H, N, 2, d/2], codes of 4 bits (`pack`), where the
     coarse rows are or in host memory beside them. dtype: of rows that are added to them, and that these were made of.
     """
 

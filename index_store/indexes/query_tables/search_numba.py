@@ -1,4 +1,4 @@
-"""Host kernels of the dense query-table search, each beside its eager reference.
+"""Host kernels of searches in query tables, dense and by Top-L lists, each beside its eager reference.
 
 Both read a shared table of the context's keys and a session-private one of appended keys; key ids count through them.
 

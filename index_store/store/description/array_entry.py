@@ -1,4 +1,4 @@
-"""One array of a context: its path, its shape, how it is cut into chunks, and the checksum of each.
+"""The arrays of a context, and each one: its path, its shape, how it is cut into chunks, and the checksum of each.
 
 Constructing one checks it. Errors are ManifestError and name field and value.
 """

@@ -1,4 +1,6 @@
-"""What fields of stored records may hold; every error names the field, the value found and what was expected.
+"""What fields of stored records may hold, and files of JSON with a checksum over themselves (`Sealed`).
+
+Every error names the field, the value found and what was expected.
 
 Numbers and texts have bounds, so that whatever a file holds can be computed with, shown and sent: integers fit into
 64 bits with their sign, numbers are finite, texts are printable.

@@ -1,4 +1,4 @@
-"""Writing to a file system: private by default, durable, removed whole, and with clear errors."""
+"""Writing to a file system: private by default, durable, locked, replaced and removed whole, and with clear errors."""
 
 from __future__ import annotations
 

@@ -170,8 +170,8 @@ class Readers:
                 try:
                     return future.result(min(_POLL_S, self._limit_s))
                 except TimeoutError:
-                    if future.done():  # the work's own
-                        raise
+                    if future.done():  # meanwhile, or it is the work's own
+                        return future.result()
                 check()
                 for mark in self._marks:
                     if mark.blocked_s() > self._limit_s:

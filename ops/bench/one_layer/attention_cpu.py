@@ -69,8 +69,7 @@ from index_store.indexes.coarse_rows.two_planes import ContextRows, TwoPlanes, f
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.query_tables.index import QueryTables
-from index_store.methods.index_specs import INDEX_SPECS
-from index_store.methods.method import Method
+from index_store.methods.method import INDEX_SPECS, Method
 from index_store.methods.presets import get_method
 from index_store.store.stored_context import QuerySample
 

@@ -62,8 +62,7 @@ from decode_engine.kernels.tables.sizes import TableShape, TableSizes, TableWork
 from decode_engine.kernels.tables.table_context import TableContext
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.table_steps import TableSelection
-from index_store.methods.index_specs import INDEX_SPECS
-from index_store.methods.method import Method
+from index_store.methods.method import INDEX_SPECS, Method
 from index_store.methods.presets import METHODS
 from index_store.selection.budgets import Ratio
 

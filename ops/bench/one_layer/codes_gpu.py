@@ -68,8 +68,7 @@ from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_parts import KeySelection
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.product_codes.index import ProductCodes
-from index_store.methods.index_specs import INDEX_SPECS
-from index_store.methods.method import Method
+from index_store.methods.method import INDEX_SPECS, Method
 from index_store.methods.presets import METHODS
 from index_store.selection.budgets import Ratio
 from index_store.selection.ranking import Items, Ranking

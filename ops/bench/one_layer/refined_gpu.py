@@ -67,8 +67,7 @@ from decode_engine.steps.attention.coarse_steps import CoarseSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from index_store.attention.attention_state import AttentionState
 from index_store.indexes.coarse_rows.parameters import BLOCK
-from index_store.methods.index_specs import INDEX_SPECS
-from index_store.methods.method import Method
+from index_store.methods.method import INDEX_SPECS, Method
 from index_store.methods.presets import METHODS
 from index_store.selection.budgets import Ratio
 

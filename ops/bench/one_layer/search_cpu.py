@@ -51,7 +51,7 @@ from decode_engine.host_search.workers import SearchWorkers
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.indexes.query_tables.search_numba import TILE
 from index_store.memory.host_memory import HostBlock
-from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.method import INDEX_SPECS
 from index_store.selection.cutting import best_keys
 
 HEADS, GROUP, HEAD_DIM = 8, 4, 128

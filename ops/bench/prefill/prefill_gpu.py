@@ -34,7 +34,7 @@ from harness.timing import seconds
 
 from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.interface.layer_index import LayerSource
-from index_store.methods.index_specs import INDEX_SPECS, IndexSpec
+from index_store.methods.method import INDEX_SPECS, IndexSpec
 from index_store.store.description.context_id import ModelIdentity
 from prefill_worker.build.kv_placement import DeviceMeter
 from prefill_worker.reading.capture import Capture, register_attention

@@ -43,8 +43,7 @@ from decode_engine.steps.batches import MAX_ROWS
 from index_store.memory.context_loading import placed_bytes
 from index_store.memory.memory_sizes import parse_size
 from index_store.memory.placement import MemoryBytes, Placement
-from index_store.methods.index_specs import IndexSpec
-from index_store.methods.method import Method
+from index_store.methods.method import IndexSpec, Method
 from index_store.store.description.array_entry import index_array_entry, kv_entry, tokens_entry
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.dtypes import stored_dtype

@@ -36,7 +36,7 @@ from index_store.indexes.key_clusters.index import OnlineClusters
 from index_store.indexes.key_clusters.parameters import online_bytes
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.memory.resident import ResidentContext
-from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.method import INDEX_SPECS
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import resolve_model
 from index_store.store.description.array_entry import kv_entry, tokens_entry

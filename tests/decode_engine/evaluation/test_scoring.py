@@ -45,7 +45,7 @@ from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
 from tests.decode_engine.evaluation.evaluation_samples import ALL, FULL, SOME, SPARSE, make_tally
-from tests.index_store.methods.test_fitted import context as context_with_all_indexes
+from tests.index_store.methods.test_methods import context as context_with_all_indexes
 from tests.support.layers import ALL_METHODS, build_layer, with_budget
 from tests.support.memory import resident_bytes
 from tests.support.store import SyntheticContext, synthetic_context

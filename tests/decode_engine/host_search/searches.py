@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decode_engine.host_search.mailbox import Mailbox, MailboxSizes, SearchedRow
 from index_store.indexes.query_tables.index import QueryTables
-from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.method import INDEX_SPECS
 from index_store.selection.cutting import best_keys
 from index_store.store.description.json_fields import Scalar
 

@@ -15,7 +15,7 @@ from index_store.indexes.coarse_rows.two_planes import TwoPlanes
 from index_store.indexes.exact_index import ExactIndex
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
-from tests.index_store.indexes.coarse_rows.test_two_planes import planes_of
+from tests.index_store.indexes.coarse_rows.test_coarse_rows import planes_of
 from tests.support.layers import ALL_METHODS, build_search, with_budget, with_everything
 
 HEADS, GROUP, CONTEXT, DIM = 2, 3, 300, 32

@@ -13,7 +13,7 @@ from decode_engine.layers.searchers import PromptWeights
 from decode_engine.layers.selected_attention import KeyRows, Observation
 from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
 from index_store.indexes.interface.layer_index import LayerIndex
-from index_store.methods.index_specs import IndexSpec
+from index_store.methods.method import IndexSpec
 from index_store.methods.presets import get_method
 from index_store.selection.budgets import Ratio
 from index_store.selection.cutting import cut

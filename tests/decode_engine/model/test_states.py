@@ -20,8 +20,7 @@ from decode_engine.model.unstored import unstored_manifest
 from index_store.errors import ContextCorruptError, ManifestError, ModelUnsupportedError
 from index_store.family.children import read_own_rows
 from index_store.memory.arena import Arena
-from index_store.models.identity import identify
-from index_store.models.loading import resolve_model
+from index_store.models.loading import identify, resolve_model
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.json_fields import plain

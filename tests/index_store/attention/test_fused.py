@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from index_store.attention.attention_state import AttentionState
+from index_store.attention import fused
+from index_store.attention.attention_state import AttentionState, LogitForm
 from index_store.attention.fused import (
+    Division,
+    attend_divided,
     attend_fused,
     attend_fused_backward,
+    attend_many,
+    attend_masked,
+    attend_recent,
     attend_to_all,
     attend_to_themselves,
+    attend_window,
+    divide_past,
+    division_on,
+    prepare_many,
 )
 
 
@@ -124,3 +136,236 @@ def test_merging_in_place_is_merging(dtype: torch.dtype) -> None:
     assert found.out.data_ptr() == memory
     torch.testing.assert_close(found.out, expected.out)
     assert torch.equal(found.lse, expected.lse)
+
+
+SMALL = Division(rows=64, longest=128, shortest=32)
+NEAR = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 1e-2}}
+
+
+def make(heads: int, rows: int, count: int, dtype: torch.dtype, dim: int = 16) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows + count)
+    queries = 3 * torch.randn(heads, rows, dim, generator=generator)
+    return queries.to(dtype), torch.randn(heads, count, 2, dim, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 9, 31, 32, 33, 100, 127])
+def test_keys_are_divided_without_gaps_into_few_lengths(count: int) -> None:
+    blocks = list(divide_past(count, 32, 8))
+    assert [key for start, end in blocks for key in range(start, end)] == list(range(count))
+    sizes = [end - start for start, end in blocks]
+    assert sizes == sorted(sizes, reverse=True)
+    assert all(size in (8, 16, 32) for size in sizes[:-1])
+    assert list(divide_past(count, 32, 32)) == [
+        (start, min(start + 32, count)) for start in range(0, count, 32)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "processors", "rows", "longest"),
+    [
+        (8, 128, 132, 2048, 32_768),
+        (8, 128, 114, 1792, 32_768),
+        (4, 128, 132, 4224, 32_768),
+        (32, 128, 132, 512, 8_192),
+        (1, 64, 132, 16_896, 32_768),
+        (48, 96, 148, 384, 4_096),  # 18 KiB a key: not quite 8,192 of them
+        (256, 256, 132, 128, 512),
+    ],
+)
+def test_the_division_fits_heads_and_processors(
+    heads: int, dim: int, processors: int, rows: int, longest: int
+) -> None:
+    division = Division.of(heads, 4 * dim, processors)
+    assert division == Division(rows, longest, longest // 4)
+    assert division.lengths == (longest, longest // 2, longest // 4)
+    assert all(size % 128 == 0 for size in (division.rows, *division.lengths))
+    assert longest * heads * 4 * dim <= 128 * 2**20 or longest == 512
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "count", "pays"),
+    [
+        (8, 4096, 131_072, True),  # 16 prompts of 64 tokens, 4 query heads for each KV head
+        (8, 2048, 131_072, True),
+        (8, 1536, 8_192, True),
+        (8, 1535, 131_072, False),  # a wave that is less than three quarters full
+        (8, 256, 131_072, False),
+        (8, 4096, 8_191, False),  # no block of keys
+        (32, 512, 131_072, False),  # copies outweigh the arithmetic
+        (32, 1024, 131_072, True),
+        (2, 4096, 131_072, False),
+    ],
+)
+def test_divided_calls_pay_where_queries_fill_the_processors(
+    heads: int, rows: int, count: int, pays: bool
+) -> None:
+    assert Division.of(heads, 512, 132).pays(rows, count) is pays
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("rows", [1, 63, 64, 100, 500])
+@pytest.mark.parametrize("count", [1, 63, 100, 128, 500])
+def test_divided_attention_is_attention(heads: int, rows: int, count: int, dtype: torch.dtype) -> None:
+    queries, kv = make(heads, rows, count, dtype)
+    expected = attend_to_all(queries[:, :, None], kv)
+    kv_before = kv.clone()
+    found = attend_divided(queries, kv, SMALL)
+    assert found.out.dtype == found.lse.dtype == torch.float32
+    torch.testing.assert_close(found.out, expected.out[:, :, 0].float(), **NEAR[dtype])
+    torch.testing.assert_close(found.lse, expected.lse[:, :, 0], **NEAR[dtype])
+    assert torch.equal(kv, kv_before)
+
+
+def test_everything_has_been_prepared_whatever_the_lengths_of_contexts_and_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shapes and strides are what cuDNN prepares for."""
+    seen: set[Any] = set()
+    lengths: list[int] = []
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, cudnn: bool) -> AttentionState:
+        if cudnn:
+            seen.add(tuple((x.shape, x.stride()) for x in (query, key, value)))
+        lengths.append(key.shape[2])
+        return attend_fused(query, key, value, causal=causal)
+
+    monkeypatch.setattr(fused, "attend_fused", attend)
+    monkeypatch.setattr(fused, "division_on", lambda *_: SMALL)
+    monkeypatch.setattr(fused, "_LEAST_ROWS", 48)
+    for heads in (1, 2):
+        assert prepare_many(heads, 16, torch.bfloat16, torch.device("cpu")) == len(SMALL.lengths)
+    prepared = set(seen)
+    assert len(prepared) == 2 * len(SMALL.lengths)
+    for heads in (1, 2):
+        for rows, count in ((70, 500), (64, 128), (130, 333), (64, 32)):
+            queries, kv = make(heads, rows, count + 50, torch.bfloat16)
+            grouped = queries.view(heads, 2, rows // 2, -1).transpose(1, 2)
+            for part in (kv, kv[:, 17 : 17 + count], kv[:, :count].contiguous()):
+                found, expected = attend_many(grouped, part), attend_to_all(grouped, part)
+                torch.testing.assert_close(found.out, expected.out.float(), **NEAR[torch.bfloat16])
+                torch.testing.assert_close(found.lse, expected.lse, **NEAR[torch.bfloat16])
+    assert seen == prepared
+    assert min(lengths) < SMALL.shortest  # the rest goes elsewhere
+
+
+def test_a_device_without_such_a_kernel_attends_in_one_call() -> None:
+    queries, kv = make(2, 100, 500, torch.bfloat16)
+    assert division_on(kv, kv.dtype) is None
+    assert prepare_many(2, 16, kv.dtype, torch.device("cpu")) == 0
+    found, expected = attend_many(queries[:, :, None], kv), attend_to_all(queries[:, :, None], kv)
+    assert found.out.dtype == torch.float32
+    assert torch.equal(found.out, expected.out.float())
+    assert torch.equal(found.lse, expected.lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "rows", "count"), [(8, 4096, 40_000), (8, 1600, 8_200), (8, 64, 9_000)])
+def test_attention_of_many_queries_on_a_gpu(dtype: torch.dtype, heads: int, rows: int, count: int) -> None:
+    queries, kv = (x.to("cuda") for x in make(heads, rows, count, dtype, dim=128))
+    prepared = prepare_many(heads, 128, dtype, kv.device)
+    assert prepared in (0, 3)
+    found = attend_many(queries[:, :, None], kv)
+    for row in (0, rows // 2, rows - 1):
+        logits = torch.einsum("hd,hnd->hn", queries[:, row].float(), kv[:, :, 0].float()) * 128**-0.5
+        out = torch.einsum("hn,hnd->hd", logits.softmax(-1), kv[:, :, 1].float())
+        torch.testing.assert_close(found.out[:, row, 0], out, rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(found.lse[:, row, 0], logits.logsumexp(-1), rtol=1e-2, atol=1e-2)
+
+
+def formula(
+    queries_HGTD: Tensor,
+    kv_HS2D: Tensor,
+    first: int,
+    window: int | None,
+    cap: float | None,
+    dropped: int | None = None,
+) -> AttentionState:
+    """dropped: in chunks, and so many keys are not there any more that came before."""
+    keys, values = kv_HS2D.double().unbind(2)
+    logits = torch.einsum("hgtd,hsd->hgts", queries_HGTD.double(), keys) * keys.shape[-1] ** -0.5
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    count, many = queries_HGTD.shape[2], kv_HS2D.shape[1]
+    ages = first + torch.arange(count)[:, None] - torch.arange(many)
+    unseen = ages < 0
+    if window is not None and dropped is not None:
+        places = dropped + torch.arange(many)
+        unseen |= (dropped + first + torch.arange(count))[:, None] // window != places // window
+    elif window is not None:
+        unseen |= ages >= window
+    logits.masked_fill_(unseen, -torch.inf)
+    weights = logits.softmax(-1).nan_to_num(0.0)
+    return AttentionState(
+        torch.einsum("hgts,hsd->hgtd", weights, values).float(), logits.logsumexp(-1).float()
+    )
+
+
+def assert_same(found: AttentionState, expected: AttentionState) -> None:
+    torch.testing.assert_close(found.out, expected.out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.lse, expected.lse, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "before", "window"),
+    [
+        (1, 0, 4),
+        (1, 10, 4),
+        (7, 0, 4),
+        (7, 2, 4),
+        (7, 3, 4),
+        (7, 9, 4),
+        (20, 0, 64),
+        (63, 70, 16),
+        (10, 5, 1),
+        (9, 1, 2),
+    ],
+)
+def test_a_window_equals_the_formula(tokens: int, before: int, window: int) -> None:
+    generator = torch.Generator().manual_seed(tokens + before)
+    queries = torch.randn(2, 3, tokens, 16, generator=generator)
+    kv = torch.randn(2, before + tokens, 2, 16, generator=generator)
+    expected = formula(queries, kv, before, window, None)
+    assert_same(attend_window(queries, kv, window), expected)
+    assert_same(attend_masked(queries, kv, before, window), expected)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("cap", [None, 0.7])
+def test_masks_and_caps_equal_the_formula(
+    window: int | None, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where some queries see no key, and where keys come in several blocks."""
+    monkeypatch.setattr("index_store.attention.fused._LOGIT_BYTES", 4 * 2 * 3 * 30 * 7)
+    generator = torch.Generator().manual_seed(3)
+    queries, kv = (torch.randn(shape, generator=generator) for shape in ((2, 3, 30, 16), (2, 25, 2, 16)))
+    for first in (-4, 0, 24):
+        found = attend_masked(queries, kv, first, window, cap)
+        assert_same(found, formula(queries, kv, first, window, cap))
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("dropped", [0, 3, 4, 13])
+@pytest.mark.parametrize(("tokens", "before"), [(1, 4), (1, 7), (9, 4), (23, 7), (23, 0)])
+def test_chunks_equal_the_formula(tokens: int, before: int, dropped: int, cap: float | None) -> None:
+    """Wherever in a chunk the queries begin and end, and whatever is there of those before."""
+    before = (
+        before if dropped + before > 8 else 8 - dropped + before
+    )  # a whole chunk at least, or all there is
+    torch.manual_seed(tokens)
+    queries, rows = torch.randn(2, 3, tokens, 16), torch.randn(2, before + tokens, 2, 16)
+    found = attend_recent(queries, rows, 8, dropped + before, chunked=True, cap=cap)
+    assert_same(found, formula(queries, rows, before, 8, cap, dropped))
+
+
+def test_a_sink_is_one_more_logit_without_a_value() -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(2, 4, 3, 9, generator=generator)
+    values, sinks = torch.randn(2, 9, 8, generator=generator), torch.randn(2, 3, generator=generator)
+    state = AttentionState(torch.einsum("htgs,hsd->htgd", logits.softmax(-1), values), logits.logsumexp(-1))
+    found = LogitForm(sink_HG=sinks).add_sink(state)
+    joined = torch.cat([logits, sinks[:, None, :, None].expand(-1, 4, -1, -1)], dim=-1)
+    expected = torch.einsum("htgs,hsd->htgd", joined.softmax(-1)[..., :-1], values)
+    torch.testing.assert_close(found.out, expected)
+    torch.testing.assert_close(found.lse, joined.logsumexp(-1))

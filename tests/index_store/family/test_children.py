@@ -261,6 +261,7 @@ def test_commands_tell_and_keep_the_rules(shelf: Shelf) -> None:
     assert both.output == f"removed {child.id}\nremoved {shelf.root.id}\n"
 
 
+@pytest.mark.nightly
 def test_a_keeper_killed_at_any_step_leaves_a_whole_child_or_none(shelf: Shelf) -> None:
     made, steps = shelf.made(), 0
     for _ in killed_at_each_step(continue_it, shelf.store.path, shelf.root.id):

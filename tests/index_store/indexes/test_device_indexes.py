@@ -29,7 +29,7 @@ from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.product_codes.parameters import CodeParameters
 from index_store.indexes.query_tables.build import build_tables, build_tables_on_device
 from index_store.indexes.query_tables.parameters import TableParameters
-from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.method import INDEX_SPECS
 from index_store.store.stored_context import QuerySample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

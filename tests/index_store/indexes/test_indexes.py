@@ -17,7 +17,7 @@ from index_store.indexes.key_pages import Pages
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.memory.arena import Arena
-from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.method import INDEX_SPECS
 from index_store.selection.budgets import Ratio
 from index_store.selection.cutting import cut
 from index_store.selection.ranking import Ranking

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from index_store.attention.attention_state import PLAIN, LogitForm
 from index_store.errors import InvalidArgumentError, ModelUnsupportedError
 from index_store.models import loading
 from index_store.models.attention_reading import LayerReading
+from index_store.models.fused.kernels_triton import (
+    Gate,
+    gated,
+    gated_reference,
+    rms_norm,
+    rms_norm_reference,
+    rotate,
+    rotate_reference,
+)
+from index_store.models.fused.layers import fuse_layers
 from index_store.models.loading import (
     LoadedModel,
     check_positions,
@@ -28,6 +43,7 @@ from index_store.models.loading import (
     load_tokenizer,
     resolve_model,
 )
+from index_store.models.model_folder import ModelFolder
 from index_store.models.self_check import Examination, Verdict, differ, examine, rotation_differs
 from index_store.store.description.context_id import WindowLayers
 from tests.support.models import FAMILIES, LAYER_KINDS, write_model_folder
@@ -391,3 +407,321 @@ def test_a_few_positions_may_differ_and_none_may_be_nan() -> None:
     assert differ(expected, expected * 1.02) is not None
     found[0, 0] = torch.nan
     assert differ(expected, found) == "are not finite"
+
+
+Change = Callable[[Path], object]
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def write(name: str, content: str | bytes) -> Change:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def without(name: str) -> Change:
+    return lambda folder: (folder / name).unlink()
+
+
+def setting(name: str, **changes: object) -> Change:
+    """Replaces entries of a JSON file."""
+
+    def change(folder: Path) -> None:
+        found = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(found | changes))
+
+    return change
+
+
+def tensors(**changed: torch.Tensor | None) -> Change:
+    """Replaces weights, adds them, or leaves them out. Names have `__` for dots."""
+
+    def change(folder: Path) -> None:
+        named = {name.replace("__", "."): tensor for name, tensor in changed.items()}
+        found = {
+            name: each for name, each in (load_file(folder / WEIGHTS) | named).items() if each is not None
+        }
+        save_file(found, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return change
+
+
+def listed(weight_map: str) -> Change:
+    """Weights that a list names, with none under the usual name."""
+    return lambda folder: (without(WEIGHTS)(folder), write(INDEX, weight_map)(folder))
+
+
+def listed_outside(name: str) -> Change:
+    """The weights lie beside the folder as well, where a list may not look."""
+    return lambda folder: (
+        shutil.copy(folder / WEIGHTS, folder.parent / "other.safetensors"),
+        write(INDEX, json.dumps({"weight_map": {"a": name}}))(folder),
+    )
+
+
+def twice(folder: Path) -> None:
+    shutil.copy(folder / WEIGHTS, folder / "part-0.safetensors")
+    write(INDEX, '{"weight_map": {"a": "part-0.safetensors"}}')(folder)
+
+
+def loaded(folder: ModelFolder) -> None:
+    load_model(folder, "sdpa")
+
+
+OUTSIDE, NO_WEIGHTS = "weights must lie in the model's own folder", r"model\.safetensors.*copy the file anew"
+UNREADABLE, BROKEN = r"config\.json cannot be read", "anew from where the model comes from"
+REFUSED: list[tuple[Change, Callable[[ModelFolder], object], str]] = [
+    (without(WEIGHTS), identify, r"weights model\.safetensors are missing"),
+    (without("tokenizer.json"), load_tokenizer, "it has no tokenizer"),
+    *((write("config.json", text), identify, UNREADABLE) for text in ("{", "[]", "{}")),
+    (write("config.json", '{"model_type": "llama", "vocab_size": "many"}'), identify, UNREADABLE),
+    *((listed(text), identify, r"index\.json cannot be read") for text in ("{", "{}")),
+    (listed('{"weight_map": {"a": "gone.safetensors"}}'), identify, r"gone\.safetensors are missing"),
+    *(
+        (listed_outside(name), identify, OUTSIDE)
+        for name in ("../other.safetensors", "/etc/passwd", "sub/model.safetensors", "")
+    ),
+    *(
+        (write(WEIGHTS, content), identify, NO_WEIGHTS)
+        for content in (b"", b"\0" * 7, b"\xff" * 100, b"\2" + b"\0" * 7 + b"[]")
+    ),
+    (
+        lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100]),
+        loaded,
+        r"has \d+ bytes, its header promises \d+; copy the file anew",
+    ),
+    (
+        lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),
+        identify,
+        r"only pytorch_model\.bin, .*convert them to safetensors",
+    ),
+    (tensors(model__layers__1__mlp__up_proj__weight=None), loaded, r"model\.layers\.1\.mlp\.up_proj\.weight"),
+    (
+        tensors(model__embed_tokens__weight=torch.zeros(300, 64)),
+        loaded,
+        r"its weights have \[300, 64\] for model\.embed_tokens\.weight, its config\.json, whose vocab_size is 259, "
+        r"means \[259, 64\]; they belong to different models: copy both",
+    ),
+    (
+        tensors(model__norm__weight=torch.zeros(32)),
+        loaded,
+        r"its weights have \[32\] for model\.norm\.weight, its config\.json means \[64\]; they belong",
+    ),
+    (
+        tensors(model__layers__0__self_attn__q_proj__bias=torch.zeros(64)),
+        loaded,
+        r"its weights have 'model\.layers\.0\.self_attn\.q_proj\.bias' \(1 such tensors\), for which a "
+        r"LlamaForCausalLM of its config\.json has no place; the config\.json .*copy both",
+    ),
+    (
+        setting("config.json", vocab_size=100),
+        load_tokenizer,
+        r"tokenizer has \d+ tokens, its config.json says 100",
+    ),
+    *(
+        (write("tokenizer.json", text), load_tokenizer, f"{said}.*{BROKEN}")
+        for text, said in (
+            ("{", "its tokenizer.json is not JSON"),
+            ("[]", "its tokenizer.json is not a JSON object"),
+            ("{}", "its tokenizer.json has no field 'model'"),
+            ('{"model": {}, "added_tokens": []}', "its tokenizer cannot be loaded from tokenizer.json"),
+        )
+    ),
+    *((twice, use, r"weights twice: model\.safetensors, and .*remove") for use in (identify, loaded)),
+    *(
+        (
+            write("adapter_config.json", '{"base_model_name_or_path": "."}'),
+            use,
+            r"has an adapter \(adapter_config\.json\) beside its weights; merge",
+        )
+        for use in (identify, loaded)
+    ),
+    *(
+        (
+            setting("config.json", transformers_weights="part-0.safetensors"),
+            use,
+            r"names the weights 'part-0\.safetensors' \(transformers_weights\); rename",
+        )
+        for use in (identify, loaded)
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "use", "message"), REFUSED)
+def test_a_folder_that_is_no_model_is_refused(
+    llama: Path,
+    tmp_path: Path,
+    change: Change,
+    use: Callable[[ModelFolder], object],
+    message: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder = Path(shutil.copytree(llama, tmp_path / "model"))
+    change(folder)
+    with pytest.raises(ModelUnsupportedError, match=message):
+        use(resolve_model(str(folder)))
+    assert capfd.readouterr().err == ""
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnsupportedError, match=r"no config\.json"):
+        resolve_model(str(tmp_path))
+
+
+def test_weights_that_belong_to_nothing_are_told(
+    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(llama, tmp_path / "model"))
+    tensors(score__weight=torch.zeros(2), v_head__bias=torch.zeros(1))(folder)
+    load_model(resolve_model(str(folder)), "sdpa")
+    assert (
+        "2 tensors of its weights belong to no part of a LlamaForCausalLM and are not used, the first is score.weight"
+        in caplog.text
+    )
+    assert capfd.readouterr().err == ""
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 96, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+DEVICES = [
+    pytest.param("cpu", torch.float16),
+    pytest.param("cpu", torch.float32),
+    *(
+        pytest.param(
+            "cuda",
+            dtype,
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        )
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    ),
+]
+WHOLE = {"norms": 5, "gates": 2, "rotations": 2, "projections": 2}
+EXPECTED = {
+    "llama": WHOLE,
+    "qwen2": WHOLE,  # biases
+    "qwen3": {**WHOLE, "norms": 9},  # of heads, too
+    "gemma": WHOLE,  # weights that count from one, another gate
+    "phi": {**WHOLE, "norms": 0, "gates": 0},  # half of a head is turned
+    "phi3": {**WHOLE, "gates": 0, "projections": 0},  # joined already
+    "glm": {**WHOLE, "gates": 0, "rotations": 0},  # turned in pairs
+    "cohere": {**WHOLE, "norms": 0, "rotations": 0},  # norms with a mean
+}
+
+
+def made(kind: str, dtype: torch.dtype, device: str) -> Any:
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES), dtype=dtype)
+    model.requires_grad_(False).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.to(device)
+
+
+def logits(model: Any, ids: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return model(ids).logits.float()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_a_model_says_the_same(kind: str, device: str, dtype: torch.dtype) -> None:
+    model = made(kind, dtype, device)
+    ids = torch.arange(48, device=device).view(2, 24)
+    before, weights = logits(model, ids), copy.deepcopy(model.state_dict())
+    assert fuse_layers(model) == EXPECTED[kind]
+    scale = float(before.abs().max())
+    torch.testing.assert_close(logits(model, ids), before, rtol=0, atol=scale * 4 * torch.finfo(dtype).eps)
+    for name, found in model.state_dict().items():
+        assert torch.equal(found, weights[name])
+    model.double()  # who gives it other weights gets what they say
+    own = made(kind, dtype, device).double()
+    torch.testing.assert_close(logits(model, ids), logits(own, ids), rtol=0, atol=scale * 1e-5)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_kernels_give_what_their_references_give(device: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    near = torch.finfo(dtype).eps
+    x, weight = numbers(3, 5, 200)[:, :, ::2], numbers(100)
+    for form in itertools.product((False, True), repeat=2):
+        wanted = rms_norm_reference(x, weight, 1e-5, *form)
+        torch.testing.assert_close(rms_norm(x, weight, 1e-5, *form), wanted, rtol=near, atol=1e-6)
+    both = numbers(2, 3, 2 * 1100)
+    for kind in Gate:
+        wanted = gated_reference(both, kind)
+        torch.testing.assert_close(gated(both, kind), wanted, rtol=near * 2, atol=4e-6)
+    q, k = numbers(2, 7, 9, 24).transpose(1, 2), numbers(2, 7, 3, 24).transpose(1, 2)
+    for rotated in (24, 12):
+        cos, sin = numbers(2, 7, rotated), numbers(1, 7, rotated)
+        found, expected = rotate(q, k, cos, sin), rotate_reference(q, k, cos, sin)
+        for each, own in zip(found, expected, strict=True):
+            torch.testing.assert_close(each, own, rtol=near, atol=1e-6)
+    assert rms_norm(x[:0], weight, 1e-5, False, True).shape == (0, 5, 100)
+    assert gated(both[:0], Gate.SILU).shape == (0, 3, 1100)
+
+
+class Doubling(nn.Module):
+    """Looks like a norm, and is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(32)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 * self.weight
+
+
+class Unwilling(Doubling):
+    """Takes texts of tokens alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() != 3:
+            raise ValueError("expected [B, T, D]")
+        return super().forward(x)
+
+
+class Shifted(modeling_llama.LlamaMLP):  # type: ignore[misc]
+    """Looks like a gated layer, and adds something."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1  # type: ignore[no-any-return]
+
+
+class Projecting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, size, bias=False) for size in (8, 4, 4))
+
+
+def test_what_only_looks_alike_stays_as_it_is() -> None:
+    doubling, shifted = Doubling(), Shifted(AutoConfig.for_model("llama", **SIZES))
+    x, y = torch.randn(2, 32), torch.randn(1, 2, 96)
+    with torch.no_grad():
+        before = doubling(x), shifted(y)
+        assert not any(fuse_layers(nn.ModuleList([doubling, Unwilling(), shifted])).values())
+        assert torch.equal(doubling(x), before[0])
+        assert torch.equal(shifted(y), before[1])
+
+
+def test_projections_of_other_inputs_and_in_another_order() -> None:
+    module = Projecting()
+    x, other = torch.randn(3, 8), torch.randn(3, 8)
+    with torch.no_grad():
+        before = [[part(each) for part in module.children()] for each in (x, other)]
+        assert fuse_layers(module)["projections"] == 1
+        torch.testing.assert_close(module.v_proj(x), before[0][2])  # before anything was asked for
+        torch.testing.assert_close(module.q_proj(x), before[0][0])
+        torch.testing.assert_close(module.k_proj(other), before[1][1])
+        torch.testing.assert_close(module.v_proj(x), before[0][2])
+        torch.testing.assert_close(module.k_proj(x), before[0][1])
+        torch.testing.assert_close(module.q_proj(other), before[1][0])

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from index_store.errors import ContextNotFoundError, InvalidArgumentError, ManifestError
-from index_store.store.catalog import Store
+from index_store.store.catalog import DEFAULTS, Store, TunedDefault, TunedDefaultError
 from index_store.store.clean_up import clean_up
-from index_store.store.tuned_defaults import DEFAULTS, TunedDefault, TunedDefaultError
 from tests.support.store import CREATED, synthetic_context
 
 ID = "5" * 64

@@ -11,12 +11,9 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.jobs.job_record import DENSE_ERROR
-from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.method import INDEX_SPECS
 from index_store.store.stored_context import QuerySample
-from prefill_worker.build.dense_layers import (
-    choose_dense_layers,
-    measure_selectivity,
-)
+from prefill_worker.build.dense_layers import choose_dense_layers, measure_selectivity
 from prefill_worker.build.index_choice import ChosenIndexes, choose_indexes, table_flags
 from prefill_worker.config import PrefillConfig
 

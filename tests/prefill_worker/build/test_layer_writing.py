@@ -18,7 +18,7 @@ from torch import Tensor
 from index_store.errors import InvalidArgumentError, StoreFullError
 from index_store.indexes.interface.layer_index import LayerSource, QuerySample
 from index_store.indexes.key_clusters.index import KeyClusters
-from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.method import INDEX_SPECS
 from index_store.selection.budgets import Threshold, ThresholdCurve
 from index_store.selection.calibration import ThresholdCalibrator
 from index_store.selection.cutting import cut
@@ -90,8 +90,8 @@ def write(
         written = writing.finish(progress)
         assert written.queries is not None
         arrays = [written.queries, *(array for index in written.indexes for array in index.arrays)]
-        sums = {entry.path: writer._arrays.checksums(entry) for entry in arrays}
-        sums["kv"] = writer._arrays.checksums(writer._entries["kv"])
+        sums = {entry.path: writer.checksums(entry.path) for entry in arrays}
+        sums["kv"] = writer.checksums("kv")
     return written, sums, clock
 
 

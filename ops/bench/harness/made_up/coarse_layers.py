@@ -12,7 +12,7 @@ from harness.layer import COLD_BYTES, DEVICE, DTYPE, GROUP, HEAD_DIM, KV_HEADS, 
 from harness.made_up.trained_rows import TrainedRows
 from index_store.indexes.coarse_rows.coding_numba import code_rows
 from index_store.indexes.coarse_rows.parameters import value_groups
-from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.method import INDEX_SPECS
 
 LENGTH, CENTRES, RUN = 131072, 1024, 64
 """Keys of a context; centres of clustered ones, and how many keys one after the other are near the same."""

@@ -40,7 +40,7 @@ from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.call_syntax import CallReader
 from index_store.models.conversation.messages import Tool
 from index_store.models.loading import Tokenizer, load_tokenizer, resolve_model
-from tests.index_store.models.conversation.test_call_syntax import MARKED
+from tests.index_store.models.conversation.test_turns import MARKED
 from tests.support.serving.chat import WITH_TOOLS, write_chat_tokenizer
 
 SIZE = 8192  # the model has more than its tokenizer's 4,096

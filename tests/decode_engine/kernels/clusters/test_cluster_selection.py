@@ -22,7 +22,7 @@ from decode_engine.kernels.records import records_of
 from index_store.indexes.key_clusters.build import divide_keys
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.key_clusters.parameters import ClusterParameters
-from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.method import INDEX_SPECS
 from index_store.selection.cutting import best_keys
 from tests.decode_engine.kernels.problems.cluster_problems import (
     SINKS,

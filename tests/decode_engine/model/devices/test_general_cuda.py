@@ -20,8 +20,7 @@ from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.indexes.product_codes.search_numba import CodeReads, score_codes
 from index_store.indexes.query_tables.search_numba import TableReads, softmax_sum_rows
 from index_store.memory.resident import ResidentContext
-from index_store.methods.index_specs import IndexSpec
-from index_store.methods.method import Method
+from index_store.methods.method import IndexSpec, Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.resolve import resolve_model
 from index_store.selection.top_k_numba import top_k

@@ -16,7 +16,7 @@ from decode_engine.rpc.server import DecodeServer
 from index_store.errors import ContextCorruptError, InvalidArgumentError
 from index_store.memory.placement import Placement
 from index_store.methods.presets import METHODS
-from index_store.store.tuned_defaults import TunedDefault
+from index_store.store.catalog import TunedDefault
 from tests.decode_engine.conftest import Library
 
 REMAINDERS = {

@@ -14,12 +14,10 @@ from decode_engine.rpc.server import DecodeServer
 from index_store.cli.console import LineReporter
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.memory.arena import Arena
-from index_store.methods.index_specs import INDEX_SPECS
-from index_store.methods.method import Method
+from index_store.methods.method import INDEX_SPECS, Method
 from index_store.methods.presets import METHODS, get_method
-from index_store.store.catalog import Store
+from index_store.store.catalog import Store, TunedDefault
 from index_store.store.description.manifest import Manifest
-from index_store.store.tuned_defaults import TunedDefault
 from prefill_worker.build.index_choice import choose_indexes
 from prefill_worker.jobs.children import _specs
 from tests.decode_engine.conftest import Library, make_library

@@ -29,8 +29,7 @@ from decode_engine.steps.attention.step_batch import STEP_COUNTS, StepBatch, ste
 from decode_engine.steps.attention.step_parts import KeySelection
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
-from index_store.methods.index_specs import INDEX_SPECS
-from index_store.methods.method import Method
+from index_store.methods.method import INDEX_SPECS, Method
 from index_store.methods.presets import get_method
 from index_store.selection.budgets import REMAINDERS, Mass, Ratio, Threshold, TokenCount
 from index_store.store.description.context_id import ModelIdentity

@@ -21,8 +21,7 @@ from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.table_steps import TableSelection
 from index_store.errors import MethodUnsupportedError
 from index_store.memory.resident import ResidentContext
-from index_store.methods.index_specs import INDEX_SPECS
-from index_store.methods.method import Method
+from index_store.methods.method import INDEX_SPECS, Method
 from index_store.methods.presets import METHODS
 from index_store.store.description.context_id import ModelIdentity
 from tests.decode_engine.kernels.problems.table_problems import DEVICE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,13 +15,40 @@ from index_store.attention.attention_state import AttentionState
 from index_store.attention.rows_in_line_numba import RowsInLine
 from index_store.attention.vectors.bytes_numba import instruction_sets, make_block_product
 from index_store.attention.vectors.code import LANES
-from index_store.indexes.coarse_rows.coded_passes_numba import CodedPass
+from index_store.indexes.coarse_rows import best_keys_numba, value_sums_numba
+from index_store.indexes.coarse_rows import index as coarse_index
+from index_store.indexes.coarse_rows.best_keys_numba import Columns, take_best
+from index_store.indexes.coarse_rows.coded_passes_numba import (
+    BEGIN,
+    EACH,
+    END,
+    SLOT,
+    SPAN,
+    SPLITS,
+    TASKS,
+    CodedPass,
+    PassTable,
+    Spans,
+    pass_of,
+    span_count,
+)
 from index_store.indexes.coarse_rows.coding_numba import code_rows
-from index_store.indexes.coarse_rows.key_scores_numba import score_keys
+from index_store.indexes.coarse_rows.index import CoarseRows
+from index_store.indexes.coarse_rows.key_scores_numba import score_keys, weigh
 from index_store.indexes.coarse_rows.parameters import BLOCK
-from index_store.indexes.coarse_rows.reference import attend_values_reference, score_keys_reference
+from index_store.indexes.coarse_rows.reference import (
+    attend_values_reference,
+    score_keys_reference,
+    take_best_reference,
+    weigh_reference,
+)
 from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
-from index_store.indexes.coarse_rows.value_sums_numba import NEGLIGIBLE, attend_values
+from index_store.indexes.coarse_rows.value_sums_numba import NEGLIGIBLE, add_values, attend_values
+from index_store.indexes.interface.layer_index import Asked, Best, LayerSource
+from index_store.methods.method import INDEX_SPECS
+from index_store.selection.budgets import COARSE, TokenCount
+from index_store.selection.cutting import cut
+from index_store.selection.remainder_states import ExactKeys, remainder_state
 
 HEADS = 2
 
@@ -195,3 +223,289 @@ def test_products_of_bytes_are_exact_with_any_instructions(sets: frozenset[str])
     run(codes.view(np.uint32)[..., 0], weights.reshape(4, -1), sums)
     expected = np.einsum("knb,rkb->rn", codes.astype(np.int32), weights.astype(np.int32))
     assert (sums == expected).all()
+
+
+HEAD_DIM = 64
+TABLES = ((5000, 0, 4), (128, 5000, 0), (300, 5000, 0), (5000, 0, 1500), (2100, 5000, 0))
+"""Rows of each table, the id of the first one, and the row that its pass begins with."""
+QUERIES = (6, 2, 2, 3, 1)
+RESULTS = ((0, 1, 2, 3, 4, 5), (0, 1), (2, 3), (6, 7, 8), (7,))
+"""Rows of results that the rows of queries of each pass add to."""
+
+
+def coded_table(count: int, first_id: int) -> ScalarRows:
+    generator = torch.Generator().manual_seed(count + first_id)
+    return code_rows(torch.randn(HEADS, count, 2, HEAD_DIM, generator=generator), first_id, 4, 4, 1)
+
+
+def make_passes() -> list[CodedPass]:
+    begins = np.cumsum((0, *QUERIES))
+    return [
+        CodedPass(coded_table(count, first_id), first, range(begins[number], begins[number + 1]))
+        for number, (count, first_id, first) in enumerate(TABLES)
+    ]
+
+
+def layout(passes: list[CodedPass]) -> tuple[RowsInLine, Spans]:
+    """Room for the weights of all passes: rows of one go over fewer keys the later they come."""
+    counts = [
+        max(0, each.rows.count - each.first - 40 * number)
+        for each in passes
+        for number in range(len(each.queries))
+    ]
+    width = max(counts) + 64
+    rows = len(counts)
+    places = np.arange(HEADS * rows).reshape(HEADS, rows) * width + 16
+    line = np.full(HEADS * rows * width, np.nan, np.float32)
+    results = np.array([row for own in RESULTS for row in own])
+    first = np.array([4 if number in (1, 2, 4) else 0 for number in range(5) for _ in RESULTS[number]])
+    spans = Spans.empty(HEADS, 1 + int(results.max()), 6).of(results, first)
+    return RowsInLine(line, places, np.array(counts)), spans
+
+
+def alone(each: CodedPass, weights: RowsInLine, spans: Spans) -> tuple[CodedPass, RowsInLine, Spans]:
+    """A pass by itself, with the same room."""
+    own = slice(each.queries.start, each.queries.stop)
+    few = RowsInLine(weights.numbers, weights.places_HR[:, own], weights.counts_R[own])
+    empty = Spans.empty(HEADS, spans.peaks_HRS.shape[1], spans.peaks_HRS.shape[2])
+    again = CodedPass(each.rows, each.first, range(len(each.queries)))
+    return again, few, empty.of(spans.rows_R[own], spans.first_R[own])
+
+
+def test_scores_of_several_tables_are_those_of_each() -> None:
+    passes = make_passes()
+    queries = torch.randn(HEADS, sum(QUERIES), HEAD_DIM, generator=torch.Generator().manual_seed(1)) / 8
+    weights, spans = layout(passes)
+    score_keys(passes, queries, weights, spans)
+    together = weights.numbers.copy()
+    weights.numbers[:] = np.nan
+    peaks, totals = np.full_like(spans.peaks_HRS, -np.inf), np.zeros_like(spans.totals_HRS)
+    for each in passes:
+        again, few, own = alone(each, weights, spans)
+        score_keys([again], queries[:, each.queries.start : each.queries.stop], few, own)
+        peaks, totals = np.maximum(peaks, own.peaks_HRS), totals + own.totals_HRS
+    assert np.array_equal(weights.numbers, together, equal_nan=True)
+    assert int((~np.isnan(together)).sum()) == HEADS * weights.counts_R.sum()
+    assert np.array_equal(spans.peaks_HRS, peaks)
+    assert np.array_equal(spans.totals_HRS, totals)
+
+
+@pytest.mark.parametrize("most_rows", [256, 4])  # of one launch
+def test_values_of_several_tables_are_those_of_each(most_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of results to which two passes add are the union of both."""
+    monkeypatch.setattr(value_sums_numba, "_MOST_ROWS", most_rows)
+    passes = make_passes()
+    queries = torch.randn(HEADS, sum(QUERIES), HEAD_DIM, generator=torch.Generator().manual_seed(2)) / 8
+    weights, spans = layout(passes)
+    score_keys(passes, queries, weights, spans)
+    together = add_values(passes, weights, spans)
+    states = []
+    for each in passes:
+        again, few, own = alone(each, weights, spans)
+        own.peaks_HRS[:], own.totals_HRS[:] = spans.peaks_HRS, spans.totals_HRS
+        states.append(add_values([again], few, own))
+    merged = states[0]
+    for state in states[1:]:
+        merged = merged.merge(state)
+    torch.testing.assert_close(together.out, merged.out, rtol=0, atol=1e-6)
+    torch.testing.assert_close(together.lse, merged.lse, rtol=1e-6, atol=1e-6)
+    for row in (4, 5, 6, 8):  # of one pass alone
+        number = next(number for number, own in enumerate(RESULTS) if row in own)
+        assert torch.equal(together.out[:, row], states[number].out[:, row])
+        assert torch.equal(together.lse[:, row], states[number].lse[:, row])
+
+
+def test_every_task_is_begun_once_and_parts_of_a_row_have_slots_of_their_own() -> None:
+    passes = make_passes()
+    weights, spans = layout(passes)
+    for table in (
+        PassTable.of_keys(passes, weights.counts_R),
+        PassTable.of_values(passes, weights.counts_R, spans.rows_R, 2),
+    ):
+        begun = [number * table.stride % table.tasks for number in range(table.tasks)]
+        assert sorted(begun) == list(range(table.tasks))
+        for number, own in enumerate(table.numbers):
+            for task in range(own[TASKS], own[TASKS] + HEADS * own[SPLITS]):
+                assert pass_of.py_func(table.numbers, task) == number
+    assert [own[SPLITS] for own in table.numbers] == [2, 1, 1, 2, 2]
+    assert [own[EACH] for own in table.numbers] == [-(-3 // 2), 1, 1, -(-3 // 2), 1]
+    taken = [
+        (row, own[SLOT] + part)
+        for own in table.numbers
+        for row in spans.rows_R[own[BEGIN] : own[END]]
+        for part in range(own[SPLITS])
+    ]
+    assert len(taken) == len(set(taken))
+    assert max(slot for _, slot in taken) < table.slots <= 4
+    assert SPAN < 2100  # the last table has two spans
+
+
+def test_passes_over_nothing_leave_everything_as_it_was() -> None:
+    rows = coded_table(300, 0)
+    weights = RowsInLine(np.zeros(64, np.float32), np.zeros((HEADS, 2), np.int64), np.zeros(2, np.int64))
+    spans = Spans.empty(HEADS, 2, 1)
+    passes = [CodedPass(rows, 0, range(1)), CodedPass(rows, 300, range(1, 2))]
+    score_keys(passes, torch.zeros(HEADS, 2, HEAD_DIM), weights, spans)
+    state = add_values(passes, weights, spans)
+    assert (state.lse == -torch.inf).all()
+    assert not state.out.any()
+    assert not weights.numbers.any()
+
+
+GROUP = 3
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("count", "shift"), [(1, 0), (15, 3), (SPAN, 0), (SPAN, 5), (2 * SPAN + 77, SPAN - 1)]
+)
+def test_weights_equal_the_reference(count: int, shift: int) -> None:
+    logits = 4 * random(HEADS, 5, count)
+    logits[:, :, 2::7] = -torch.inf
+    logits[:, 1] = -torch.inf
+    logits[:, 2, ::3] -= 200  # too little to be a float32 number beside the others
+    weights, peaks, totals = weigh_reference(logits, shift)
+    spans = Spans.empty(HEADS, 5, span_count(count, shift))
+    weigh(RowsInLine.of([logits]), shift, spans)
+    torch.testing.assert_close(logits, weights, rtol=1e-5, atol=1e-37)
+    assert np.array_equal(spans.peaks_HRS, peaks.numpy())
+    torch.testing.assert_close(torch.from_numpy(spans.totals_HRS), totals, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("threads", [0, 1000])
+@pytest.mark.parametrize(
+    ("count", "shift", "keep"), [(1, 0, 1), (100, 7, 9), (2 * SPAN + 77, 19, 40), (60, 0, 60)]
+)
+def test_the_best_keys_are_those_of_the_reference(
+    count: int, shift: int, keep: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a thread has whole rows or spans of them."""
+    monkeypatch.setattr(best_keys_numba, "thread_count", lambda: threads)
+    weights, peaks, totals = weigh_reference(5 * random(HEADS, GROUP, count), shift)
+    ids, left = take_best_reference(weights, peaks, totals, shift, keep)
+    columns = Columns.of(count, 0, shift, 0)
+    line = torch.full((HEADS, GROUP, columns.room), torch.nan)
+    here = slice(columns.lead, columns.lead + count)
+    line[..., here] = weights
+    spans = Spans(peaks.numpy(), totals.numpy(), np.arange(GROUP), np.zeros(GROUP, np.int64))
+    found, counts = torch.zeros(HEADS, 1, keep, dtype=torch.int32), torch.zeros(HEADS, 1, dtype=torch.int32)
+    places = columns.lead + columns.room * np.arange(HEADS * GROUP).reshape(HEADS, 1, GROUP)
+    take_best(line.flatten().numpy(), places, spans, [columns], [keep], found, counts)
+    assert (counts == keep).all()
+    assert torch.equal(found[:, 0], ids)
+    assert torch.equal(line[..., here], left)
+
+
+def build(count: int, head_dim: int, bits: int = 4) -> CoarseRows:
+    kv = random(HEADS, count, 2, head_dim, seed=count)
+    source = SimpleNamespace(kv_HN2D=kv, keys_HND=kv[:, :, 0], values_HND=kv[:, :, 1])
+    parameters = {**INDEX_SPECS["coarse_rows"].parameters, "key_bits": bits, "value_bits": bits}
+    assert LayerSource.__dataclass_fields__.keys() >= {"kv_HN2D"}
+    return CoarseRows.build(parameters, source, 0)  # type: ignore[arg-type]
+
+
+def ask(index: CoarseRows, first: int, end: int, head_dim: int, seed: int) -> Asked:
+    """Keys first..end-1, of which those that the context does not have are the session's own."""
+    own = max(0, end - index.key_count)
+    appended = index.start_appending() if own else None
+    if appended is not None:
+        appended.append(random(HEADS, own, 2, head_dim, seed=seed))
+    queries = 3 * head_dim**-0.5 * random(HEADS, 1, GROUP, head_dim, seed=seed)
+    return Asked(queries, first, end, appended, {}, end)
+
+
+def by_rankings(index: CoarseRows, asked: Asked, keep: int) -> Best:
+    """The general way."""
+    ranking = index.rank(
+        asked.queries_HTGD, asked.first_key, asked.end_key, asked.appended, {}, asked.position
+    )
+    selection = cut(TokenCount(keep), ranking, None)  # type: ignore[arg-type]
+    read = sum(piece.remainder_bytes("none", True) for piece in ranking.pieces)
+    width = torch.arange(selection.ids_HTK.shape[2])
+    nothing = torch.empty(0)
+    exact = ExactKeys(selection.ids_HTK, width < selection.counts_HT[..., None], nothing, nothing)
+    others = remainder_state(COARSE, ranking.pieces, [exact])
+    assert others is not None
+    totals = ([ranking.vectors_read], [ranking.bytes_read], [read])
+    return Best(selection.ids_HTK, selection.counts_HT, others, *totals)
+
+
+def listed(best: Best) -> list[list[int]]:
+    """Selected keys of every KV head, of one session."""
+    counted = zip(best.ids_HSK[:, 0].tolist(), best.counts_HS[:, 0].tolist(), strict=True)
+    return [ids[:count] for ids, count in counted]
+
+
+SESSIONS = [(4, 700, 10), (4, 5000, 1), (0, 5000, 5000), (9, 5128, 300), (4, 5256, 40), (1900, 2100, 7)]
+"""First and last searched key of sessions on a context of 5,000, and how many each keeps."""
+
+
+@pytest.mark.parametrize(("head_dim", "bits"), [(32, 4), (40, 2), (128, 4), (64, 3)])
+def test_a_step_equals_the_way_by_rankings(head_dim: int, bits: int) -> None:
+    index = build(5000, head_dim, bits)
+    asked = [ask(index, first, end, head_dim, seed) for seed, (first, end, _) in enumerate(SESSIONS)]
+    keeps = [keep for *_, keep in SESSIONS]
+    together = index.best_together(asked, keeps)
+    for number, (one, keep) in enumerate(zip(asked, keeps, strict=True)):
+        best, general = together.of([number]), by_rankings(index, one, keep)
+        assert listed(best) == listed(general)
+        assert together.kept[number] == sum(map(len, listed(general)))
+        # The weights of a tile are rounded to 127 units, where tiles begin elsewhere.
+        torch.testing.assert_close(best.others.out, general.others.out, rtol=0, atol=0.02)
+        torch.testing.assert_close(best.others.lse, general.others.lse, rtol=1e-5, atol=1e-4)
+        assert best.vectors_read == general.vectors_read
+        assert best.bytes_read == pytest.approx(general.bytes_read)
+        assert best.remainder_bytes == pytest.approx(general.remainder_bytes)
+
+
+def test_a_session_gets_the_bits_that_it_gets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when KV heads are taken one after the other, because there are many weights."""
+    index = build(5000, 32)
+    asked = [ask(index, first, end, 32, seed) for seed, (first, end, _) in enumerate(SESSIONS)]
+    keeps = [keep for *_, keep in SESSIONS]
+    together = index.best_together(asked, keeps)
+    monkeypatch.setattr(coarse_index, "_WEIGHTS", 10)
+    monkeypatch.setattr(coarse_index, "thread_count", lambda: 1)
+    for number, (one, keep) in enumerate(zip(asked, keeps, strict=True)):
+        best, alone = together.of([number]), index.best_together([one], [keep])
+        assert listed(alone) == listed(best)
+        assert torch.equal(alone.others.out, best.others.out)
+        assert torch.equal(alone.others.lse, best.others.lse)
+
+
+def test_nothing_is_left_of_keys_that_are_all_kept() -> None:
+    index = build(300, 32)
+    asked = [ask(index, 4, 300, 32, 0), ask(index, 4, 4, 32, 1)]
+    best = index.best_together(asked, [296, 5])
+    assert listed(best.of([0])) == [list(range(4, 300))] * HEADS
+    assert best.kept == [296 * HEADS, 0]
+    assert (best.others.lse == -torch.inf).all()
+    assert (best.others.out == 0).all()
+
+
+def test_a_peak_that_is_kept_leaves_the_others_their_weights() -> None:
+    """Weights are relative to their span's largest: what is much smaller than that counts in the spans without it."""
+    index = build(3 * SPAN, 32)
+    asked = ask(index, 0, 3 * SPAN, 32, 0)
+    key = index.rows.decode_keys(SPAN, SPAN + 1)[:, 0]
+    queries = 0.02 * asked.queries_HTGD + 60 * (key / key.square().sum(-1, keepdim=True))[:, None, None]
+    peaked = Asked(queries, 0, 3 * SPAN, None, {}, 0)
+    best, general = index.best_together([peaked], [1]), by_rankings(index, peaked, 1)
+    assert (best.ids_HSK == SPAN).all()
+    torch.testing.assert_close(best.others.lse, general.others.lse, rtol=0, atol=1e-3)
+
+
+def test_scores_do_not_depend_on_whether_they_are_weighed() -> None:
+    rows = build(2500, 64).rows
+    queries = random(HEADS, 5, 64)
+    logits, weights = torch.empty(HEADS, 5, 2400), torch.empty(HEADS, 5, 2400)
+    whole = [CodedPass(rows, 7, range(5))]
+    score_keys(whole, queries, RowsInLine.of([logits]))
+    spans = Spans.empty(HEADS, 5, span_count(2400, 7))
+    score_keys(whole, queries, RowsInLine.of([weights]), spans)
+    expected, peaks, _ = weigh_reference(logits, 7)
+    assert np.array_equal(spans.peaks_HRS, peaks.numpy())
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-37)

@@ -1,7 +1,10 @@
 """k-means finds planted directions and survives awkward input."""
 
+from __future__ import annotations
+
 import pytest
 import torch
+from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.kmeans.kmeans import (
@@ -10,6 +13,21 @@ from index_store.indexes.kmeans.kmeans import (
     euclidean_kmeans_batch,
     spherical_kmeans,
 )
+from index_store.indexes.kmeans.kmeans_triton import (
+    assign_vectors,
+    assign_vectors_reference,
+    cluster_blocks,
+    fill_rows,
+    find_clusters,
+    inverse_norms,
+    inverse_norms_reference,
+    move_centroids,
+    move_centroids_reference,
+    spherical_kmeans_batch,
+    spread_seeds,
+    spread_seeds_reference,
+)
+from tests.support.devices import DEVICE, DTYPES, make_kv
 
 
 def test_finds_planted_directions_whatever_their_lengths() -> None:
@@ -91,3 +109,157 @@ def test_assigning_refuses_bad_arguments() -> None:
         assign_clusters(points, 2, 0, 0, "cosine")
     with pytest.raises(InvalidArgumentError, match="NaN"):
         assign_clusters(points * torch.nan, 2, 10, 0, "cosine")
+
+
+BLOCKS = [(3, 150, 0, 20), (150, 283, 20, 37)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_an_iteration_of_kmeans(dtype: torch.dtype, metric: str, head_dim: int) -> None:
+    vectors = make_kv(300, dtype, head_dim)[:, :, 0]
+    table = torch.tensor(BLOCKS, dtype=torch.int32, device=DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    centroids = torch.randn(2, 37, head_dim, generator=generator).to(DEVICE, dtype)
+    scales, halves = None, None
+    if metric == "cosine":
+        centroids = torch.nn.functional.normalize(centroids.float(), dim=-1).to(dtype)
+        scales = vectors.float().norm(dim=-1).reciprocal()
+    else:
+        halves = 0.5 * centroids.float().square().sum(-1)
+    found, expected = (torch.full((2, 300), -1, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    assign_vectors(vectors, centroids, halves, table, BLOCKS, found)
+    assign_vectors_reference(vectors, centroids, halves, table, BLOCKS, expected)
+    assert float((found == expected).float().mean()) > 0.995  # ties
+    assert (found[:, :3] == -1).all()
+    assert (found[:, 283:] == -1).all()
+    moved = [(centroids.clone(), None if halves is None else halves.clone()) for _ in range(2)]
+    move_centroids(vectors, scales, expected, table, BLOCKS, *moved[0])
+    move_centroids_reference(vectors, scales, expected, table, BLOCKS, *moved[1])
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    for one, other in zip(moved[0], moved[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    assert not torch.equal(moved[0][0], centroids)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inverse_norms(dtype: torch.dtype) -> None:
+    vectors = make_kv(300, dtype)[:, :, 0]
+    vectors[1, 7] = 0.0
+    found = inverse_norms(vectors)
+    torch.testing.assert_close(found, inverse_norms_reference(vectors), rtol=1e-5, atol=0)
+    assert float(found[1, 7]) == pytest.approx(1e20)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("halved", [False, True])
+def test_a_centroid_among_more_than_a_tile_holds(dtype: torch.dtype, halved: bool) -> None:
+    blocks = [(0, 150, 0, 257), (150, 300, 257, 322), (300, 310, 322, 323)]
+    generator = torch.Generator().manual_seed(1)
+    vectors = torch.randn(2, 310, 64, generator=generator).to(DEVICE, dtype)
+    centroids = torch.randn(2, 323, 64, generator=generator).to(DEVICE, dtype)
+    halves = 0.5 * centroids.float().square().sum(-1) if halved else None
+    table = torch.tensor(blocks, dtype=torch.int32, device=DEVICE)
+    found, expected = (torch.full((2, 310), -1, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    assign_vectors(vectors, centroids, halves, table, blocks, found)
+    assign_vectors_reference(vectors, centroids, halves, table, blocks, expected)
+    assert float((found == expected).float().mean()) > 0.99  # ties
+    assert int(expected[:, :150].amax()) > 192
+    assert (found[:, 300:] == 322).all()
+
+
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+def test_clusters_are_as_tight_as_the_hosts(metric: str) -> None:
+    from index_store.indexes.kmeans.kmeans import assign_clusters
+
+    # Points without order: wherever k-means starts, it ends about equally well.
+    vectors = torch.randn(1, 200, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    points = torch.nn.functional.normalize(vectors, dim=-1) if metric == "cosine" else vectors
+    points = points[0].cpu()
+    assignment = cluster_blocks(vectors, [(0, 200, 0, 12)], 4, metric, seed=1).cpu()
+    theirs = assign_clusters(vectors[0].cpu(), 12, 4, 1, metric)
+    own_spread = _spread(points, assignment[0].long())
+    assert own_spread < 1.05 * _spread(points, theirs)
+    assert own_spread < 0.92 * float((points - points.mean(0)).square().sum())
+
+
+def test_sums_of_long_blocks_are_those_of_short_ones() -> None:
+    count = 33_000
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(1, count, 16, generator=generator).to(DEVICE)
+    named = torch.randint(0, 5, (1, count), generator=generator).to(DEVICE, torch.int32)
+    blocks = [(0, count, 0, 6)]
+    table = torch.tensor(blocks, dtype=torch.int32, device=DEVICE)
+    for scales in (None, vectors.norm(dim=-1).reciprocal()):
+        halves = torch.ones(1, 6, device=DEVICE) if scales is None else None
+        moved = [
+            (torch.zeros(1, 6, 16, device=DEVICE), None if halves is None else halves.clone())
+            for _ in range(2)
+        ]
+        move_centroids(vectors, scales, named, table, blocks, *moved[0])
+        move_centroids_reference(vectors, scales, named, table, blocks, *moved[1])
+        for one, other in zip(moved[0], moved[1], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        assert (moved[0][0][0, 5] == 0).all()  # no vector: it stays
+
+
+def test_rows_of_any_length() -> None:
+    assert fill_rows(torch.ones(2, 3)).tolist() == [[1.0] * 3 + [0.0] * 13] * 2
+    fitting = torch.ones(2, 64)
+    assert fill_rows(fitting) is fitting
+    assert fill_rows(torch.ones(64, 2).t()).stride() == (64, 1)
+    with pytest.raises(InvalidArgumentError, match="257 dimensions"):
+        fill_rows(torch.ones(2, 257))
+    vectors = make_kv(80, torch.float32, 24)[:, :, 0]
+    assignment, centroids = find_clusters(vectors, [(0, 80, 0, 7)], 3, "euclidean", 0)
+    assert centroids.shape == (2, 7, 24)
+    nearest = torch.cdist(vectors, centroids).argmin(-1)
+    assert float((nearest == assignment).float().mean()) > 0.99
+
+
+@pytest.mark.parametrize("clusters", [5, 7])
+def test_no_more_vectors_than_clusters(clusters: int) -> None:
+    vectors = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    assignment, centroids = find_clusters(vectors, [(0, 5, 0, clusters)], 2, "euclidean", 0)
+    assert assignment.tolist() == [[0, 1, 2, 3, 4]]
+    torch.testing.assert_close(centroids[:, :5], vectors)
+    torch.testing.assert_close(centroids[:, 5:], vectors[:, 4:].expand(-1, clusters - 5, -1))
+
+
+def _spread(points: Tensor, assignment: Tensor) -> float:
+    """Squared distances to the clusters' means."""
+    clusters = int(assignment.max()) + 1
+    sums = torch.zeros(clusters, points.shape[1]).index_add_(0, assignment, points)
+    means = sums / assignment.bincount(minlength=clusters).clamp(min=1)[:, None]
+    return float((points - means[assignment]).square().sum())
+
+
+@pytest.mark.parametrize("count", [3, 130, 1500])
+def test_seeds(count: int) -> None:
+    points = torch.randn(2, count, 16, generator=torch.Generator().manual_seed(0))
+    points = torch.nn.functional.normalize(points, dim=-1).to(DEVICE, torch.float16)
+    points[0, 0] = 0.0
+    found, expected = spread_seeds(points, 6, 0), spread_seeds_reference(points, 6, 0)
+    assert torch.equal(found, expected)
+    if count > 100:
+        assert len(found[0].unique(dim=0)) == 6
+
+
+def test_query_kmeans_is_as_tight_as_the_hosts() -> None:
+    from index_store.indexes.kmeans.kmeans import spherical_kmeans
+
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn(3, 500, 8, generator=generator)
+    points[0, :5] = 0.0
+    found = spherical_kmeans_batch(points.to(DEVICE), 16, 10, seed=0).cpu()
+    torch.testing.assert_close(found.norm(dim=-1), torch.ones(3, 16), rtol=1e-4, atol=1e-4)
+    for problem in range(3):
+        directions = torch.nn.functional.normalize(points[problem], dim=-1)
+        theirs = spherical_kmeans(points[problem], 16, 10, 0)
+        own_reach = float((directions @ found[problem].t()).amax(1).mean())
+        assert own_reach > 0.97 * float((directions @ theirs.t()).amax(1).mean())
+    few = spherical_kmeans_batch(points[:, :4].to(DEVICE), 6, 2, seed=0)
+    assert torch.isfinite(few).all()
+    with pytest.raises(InvalidArgumentError):
+        spherical_kmeans_batch(points[:, :0], 6, 2, seed=0)

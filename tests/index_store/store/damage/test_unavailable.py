@@ -21,10 +21,9 @@ from index_store.errors import (
 )
 from index_store.memory.arena import Arena
 from index_store.store import zarr_io
-from index_store.store.catalog import Store
+from index_store.store.catalog import Store, TunedDefaultError
 from index_store.store.files import reading
 from index_store.store.listing import BrokenContext
-from index_store.store.tuned_defaults import TunedDefaultError
 from index_store.store.zarr_io import chunk_path
 from tests.index_store.store.test_tuned_defaults import record
 from tests.support.memory import resident_bytes

@@ -10,7 +10,6 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-import index_store.store.files.durable
 import index_store.store.files.leftovers
 import index_store.store.writer
 from index_store.family.children import publish_child
@@ -22,9 +21,9 @@ WRITING = (
     (ContextWriter, "write_chunk"),
     (ContextWriter, "create_array"),
     (index_store.store.writer, "sync_tree"),
-    (index_store.store.files.durable, "sync_path"),
+    (os, "rename"),
 )
-"""Steps of a writer: a chunk, the sync, before or after the rename."""
+"""Steps of a writer: a chunk, the sync, the rename."""
 
 ADDING = (
     (ContextWriter, "write_chunk"),
@@ -32,7 +31,6 @@ ADDING = (
     (os, "rename"),
     (index_store.store.files.leftovers, "sync_path"),
     (os, "replace"),
-    (index_store.store.writer, "sync_path"),
     (index_store.store.writer, "remove_tree"),
 )
 """The same of adding: a chunk, a sync, a rename, the removal of the temporary folder."""

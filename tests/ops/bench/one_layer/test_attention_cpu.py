@@ -12,7 +12,7 @@ from harness.report import CheckFailedError
 from index_store.attention.attention_state import AttentionState
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.interface.layer_index import Asked, Best
-from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.method import INDEX_SPECS
 from index_store.methods.presets import get_method
 from index_store.selection.ranking import Ranking
 from tests.ops.bench.conftest import Run, load_bench

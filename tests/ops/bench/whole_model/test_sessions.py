@@ -14,7 +14,7 @@ from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.cluster_selection import device_clusters
 from index_store.memory.context_loading import placed_bytes
 from index_store.memory.placement import MemoryBytes, Placement
-from index_store.methods.index_specs import INDEX_SPECS
+from index_store.methods.method import INDEX_SPECS
 from index_store.methods.presets import METHODS, get_method
 from index_store.store.description.context_id import ModelIdentity
 from tests.ops.bench.conftest import Run, load_bench

@@ -1,4 +1,7 @@
-"""A model's folder on this machine, and where the user's cache is. Needs no machine-learning package."""
+"""A model's folder on this machine and its weights, the user's cache, and what is fetched into it.
+
+Needs no machine-learning package.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from index_store.compiled.places import cache_folder
-from index_store.models.files.folder import ModelFolder
+from index_store.models.model_folder import ModelFolder
 
 MOST = 2048
 """Records of one kind."""

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from index_store.errors import ModelUnsupportedError
-from index_store.models.files.digests import hash_file
-from index_store.models.files.folder import ModelFolder, first_line, model_cache
+from index_store.models.digests import hash_file
+from index_store.models.model_folder import ModelFolder, first_line, model_cache
 
 if TYPE_CHECKING:
     import torch
     from gguf import ReaderTensor
 
-    from index_store.models.gguf.gguf_settings import Attending
+    from index_store.models.gguf_settings import Attending
 
 ReadAttention = Callable[[ModelFolder, Any], "Sequence[Attending]"]
 
@@ -103,7 +103,7 @@ def _convert(source: ModelFolder, folder: Path, read: ReadAttention) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.integrations.gguf import read_gguf_metadata
 
-    from index_store.models.gguf.gguf_settings import (
+    from index_store.models.gguf_settings import (
         USED_BY_SETTINGS,
         GgufSettings,
         UnusedSettingError,
@@ -160,7 +160,7 @@ def _placed(
         get_gguf_hf_weights_map,
     )
 
-    from index_store.models.gguf.gguf_settings import UnusedSettingError
+    from index_store.models.gguf_settings import UnusedSettingError
 
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
     places: dict[str, str] = get_gguf_hf_weights_map(model, processor)

@@ -15,12 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from index_store.errors import ModelUnsupportedError
-from index_store.models import loading
-from index_store.models.files import digests
-from index_store.models.files.digests import HashingStoppedError, hash_file, hash_files
-from index_store.models.files.folder import ModelFolder
-from index_store.models.identity import identify, identifying
-from index_store.models.loading import load_model, load_tokenizer, resolve_model
+from index_store.models import digests, loading
+from index_store.models.digests import HashingStoppedError, hash_file, hash_files, keep, recall
+from index_store.models.loading import identify, identifying, load_model, load_tokenizer, resolve_model
+from index_store.models.model_folder import ModelFolder
 
 
 @pytest.fixture(autouse=True)
@@ -243,3 +241,60 @@ def test_the_fingerprint_is_the_digest_of_whole_files_in_order(sharded: Path) ->
         content = (sharded / f"part-{number}.safetensors").read_bytes()
         expected.update(hashlib.sha256(content).hexdigest().encode())
     assert identify(resolve_model(str(sharded))).fingerprint == expected.hexdigest()
+
+
+KEY = ("name", 7)
+RECORD = {"attention": None, "serving": "differ by 3%"}
+
+
+def test_what_is_kept_is_found_under_its_key_alone() -> None:
+    assert recall("checks", KEY) is None
+    keep("checks", KEY, RECORD)
+    assert recall("checks", KEY) == RECORD
+    assert recall("digests", KEY) is None
+    assert recall("checks", ("name", "7")) is None
+    keep("checks", KEY, {"attention": None})
+    assert recall("checks", KEY) == {"attention": None}
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [("record", {}), ("record", {"attention": 1}), ("key", ["other"]), ("version", 2), ("sha256", "0")],
+)
+def test_what_was_changed_is_not_believed(cache: Path, part: str, value: object) -> None:
+    keep("checks", KEY, RECORD)
+    (file,) = (cache / "checks").iterdir()
+    sealed = json.loads(file.read_text())
+    file.write_text(json.dumps({**sealed, part: value}))
+    assert recall("checks", KEY) is None
+    keep("checks", KEY, RECORD)
+    assert recall("checks", KEY) == RECORD
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b'{"record": {}}'])
+def test_damaged_records_are_not_there(cache: Path, content: bytes) -> None:
+    keep("checks", KEY, RECORD)
+    (file,) = (cache / "checks").iterdir()
+    file.write_bytes(content)
+    assert recall("checks", KEY) is None
+
+
+def test_the_oldest_go(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "MOST", 3)
+    for number in range(5):
+        keep("checks", (number,), RECORD)
+        for age, file in enumerate(
+            sorted((cache / "checks").iterdir(), key=lambda own: -own.stat().st_mtime_ns)
+        ):
+            os.utime(file, ns=(0, 10**15 - age * 10**9))  # clocks are too coarse to tell them apart
+    assert [number for number in range(5) if recall("checks", (number,))] == [2, 3, 4]
+    assert len(list((cache / "checks").iterdir())) == 3
+
+
+def test_a_cache_that_cannot_be_written_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPARSEKV_CACHE", str(tmp_path / "file"))
+    keep("checks", KEY, RECORD)
+    assert recall("checks", KEY) is None

@@ -1,1 +1,0 @@
-"""GGUF files: converted to model folders, in which every setting and every tensor of the file was used."""
