@@ -24,8 +24,8 @@ when a check fails, or when --bars is given and at 1 % dense tables are less tha
 attention, `refined` less than 2.5x or 4x, or an append takes more than 2 ms. `load` is how many processes wanted a core
 in the minute before: figures count where it is about that of one job.
 
-Shape legend: H KV heads, G query heads per KV head, N keys, K kept keys, d head dim, m subspaces, C centroids, Q queries
-that take turns.
+Shape legend: H KV heads, G query heads per KV head, N keys, K kept keys, d head dim, m subspaces, C centroids,
+Q queries that take turns.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from index_store.store import listing
 from index_store.store.catalog import Store
 from index_store.store.description.manifest import MANIFESTS, Manifest
 from index_store.store.listing import BrokenContext
-from tests.support.serving.many_contexts import write_manifests
+from tests.support.store import write_manifests
 
 COUNT = 40
 
