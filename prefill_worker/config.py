@@ -295,27 +295,15 @@ class RunConfig(PrefillConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class AddIndexConfig:
-    """Indexes to add to a stored context. context: its id, the first digits of it, or its name.
+class DetachConfig:
+    """A child to be made whole. context: its id, the first digits of it, or its name."""
 
-    method, index: as for a job that prefills.
-    """
-
-    context: Annotated[str, Option(help="Name or id of a stored context."), Filled()]
+    context: Annotated[str, Option(help="Name or id of a stored context that continues another."), Filled()]
     store: StoreOption
-    method: Annotated[tuple[str, ...], Option(help="Method whose indexes to add; may be repeated.")] = ()
-    index: Annotated[
-        tuple[str, ...],
-        Option(help="Index to add, NAME or NAME:parameter=value,...; may be repeated.", metavar="NAME"),
-    ] = ()
     device: Annotated[str, Option(help="auto, cpu or cuda."), OneOf(AUTO, "cpu", "cuda")] = AUTO
 
     def __post_init__(self) -> None:
-        from index_store.memory.devices import pick_device
-
-        if not (self.method or self.index):
-            raise InvalidArgumentError("nothing to add: give --method or --index")
-        pick_device(self.device)
+        _ = self.torch_device  # refuses a GPU that is not there
 
     @property
     def torch_device(self) -> torch.device:
@@ -326,24 +314,20 @@ class AddIndexConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class DetachConfig:
-    """A child to be made whole. context: its id, the first digits of it, or its name."""
+class AddIndexConfig(DetachConfig):
+    """Indexes to add to a stored context. method, index: as for a job that prefills."""
 
-    context: Annotated[str, Option(help="Name or id of a stored context that continues another."), Filled()]
-    store: StoreOption
-    device: Annotated[str, Option(help="auto, cpu or cuda."), OneOf(AUTO, "cpu", "cuda")] = AUTO
+    context: Annotated[str, Option(help="Name or id of a stored context."), Filled()]
+    method: Annotated[tuple[str, ...], Option(help="Method whose indexes to add; may be repeated.")] = ()
+    index: Annotated[
+        tuple[str, ...],
+        Option(help="Index to add, NAME or NAME:parameter=value,...; may be repeated.", metavar="NAME"),
+    ] = ()
 
     def __post_init__(self) -> None:
-        from index_store.memory.devices import pick_device
-
-        pick_device(self.device)
-
-    @property
-    def torch_device(self) -> torch.device:
-        """Where indexes are built."""
-        from index_store.memory.devices import pick_device
-
-        return pick_device(self.device)
+        if not (self.method or self.index):
+            raise InvalidArgumentError("nothing to add: give --method or --index")
+        DetachConfig.__post_init__(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,7 @@ from hypothesis import HealthCheck, settings
 
 import index_store  # noqa: F401 - before torch: it says that idle OpenMP threads sleep, and tests import torch first
 from index_store.compiled.places import make, own_place
-from tests.support.interpreter.products import round_sums_once
-from tests.support.interpreter.speed import patch_once
-from tests.support.interpreter.types import remember_types
+from tests.support.interpreter.speed import patch_once, remember_types, round_sums_once
 
 # Looking for cycles of objects takes time where there are a million, as in tests.
 gc.set_threshold(10_000)

@@ -20,6 +20,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "protos")]
 
 import torch  # noqa: E402
-from model_tables import write_tables  # noqa: E402
 from tiny_models import make_model, tiny_config  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
@@ -57,6 +57,8 @@ LENGTHS = (300, 3000)
 NEW_TOKENS = 64
 PROMPT = (70, 71, 72, 73, 74)
 LONGER = (*PROMPT, 75, 76, 77, 78, 79, 80, 81)
+PAGE = ROOT / "docs" / "models.md"
+BEGIN, END = "<!-- tables -->", "<!-- end of the tables -->"
 
 
 def check(kind: str, folder: Path) -> dict[str, Any]:
@@ -230,6 +232,42 @@ def _differing(runner: ModelRunner, context: ResidentContext, without: list[str]
                 yield name
 
 
+def write_tables(lines: Path) -> None:
+    """Puts the lists into the page, in place of those between the marks."""
+    results = [json.loads(line) for line in lines.read_text().splitlines()]
+    served = [each for each in results if "attention" in each]
+    wrong = [
+        each["kind"]
+        for each in results
+        if "failed" in each or each.get("differing") or set(each.get("equal", {}).values()) - {NEW_TOKENS}
+    ]
+    if wrong:
+        raise SystemExit(f"not right: {', '.join(wrong)}")
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for each in served:
+        kinds[each["attention"] or "causal, full"].append(each["kind"])
+    refused: dict[str, list[str]] = defaultdict(list)
+    for each in results:
+        if "refused" in each:
+            refused[_pattern(each["refused"])].append(each["kind"])
+    rows = [f"**Served** ({len(served)} of {len(results)}):", ""]
+    rows += [f"- *{what}*: {', '.join(sorted(names))}" for what, names in sorted(kinds.items())]
+    rows += ["", f"**Refused** ({len(results) - len(served)}):", ""]
+    rows += [f"- *{why}*: {', '.join(sorted(names))}" for why, names in sorted(refused.items())]
+    page = PAGE.read_text()
+    before, rest = page.split(BEGIN)
+    after = rest.split(END)[1]
+    PAGE.write_text(f"{before}{BEGIN}\n{chr(10).join(rows)}\n{END}{after}")
+
+
+def _pattern(sentence: str) -> str:
+    """A refusal without the numbers of this model."""
+    sentence = re.sub(r"\((?:\w+Error|AssertionError): .*\)$", "(the error of transformers)", sentence)
+    sentence = re.sub(r"^\S+ is an encoder", "it is an encoder", sentence)
+    sentence = re.sub(r"^its text part \(\w+\)", "its text part", sentence)
+    return re.sub(r"\d+", "N", sentence)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -243,7 +281,7 @@ def main() -> None:
     )
     chosen = parser.parse_args()
     if chosen.table is not None:
-        write_tables(chosen.table, NEW_TOKENS)
+        write_tables(chosen.table)
         return
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()

@@ -17,7 +17,7 @@ from index_store.cli.console import print_json
 from index_store.cli.entry import INTERRUPTED
 from index_store.cli.logs import LogLevel, LogLevelOption, logging_to_stderr
 from index_store.cli.options import FormatOption, InputFile, OutputFormat, QuietOption, configured
-from index_store.cli.report import layers_text, rows_text
+from index_store.cli.report import layers_text, print_rows, rows_text
 from index_store.store.description.dtypes import AS_DTYPE
 from prefill_worker.config import AddIndexConfig, DetachConfig, RunConfig, WorkerConfig
 
@@ -208,6 +208,4 @@ def _print_text(report: PrefillReport) -> None:
     ]
     if report.memory is not None and report.memory.device_peak is not None:
         rows.append(("device memory at most", f"{report.memory.device_peak:,} bytes beside the weights"))
-    width = max(len(label) for label, _ in rows)
-    for label, value in rows:
-        typer.echo(f"{label:<{width}}  {value}")
+    print_rows(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -29,8 +30,8 @@ from index_store.store.description.array_entry import (
 )
 from index_store.store.description.context_id import ModelIdentity, context_id
 from index_store.store.description.dtypes import STORED_DTYPES, dtype_name
-from index_store.store.description.json_fields import Scalar
-from index_store.store.description.manifest import HIGH_PLANE, IndexEntry, Manifest
+from index_store.store.description.json_fields import Scalar, render_document
+from index_store.store.description.manifest import HIGH_PLANE, MANIFESTS, IndexEntry, Manifest
 from index_store.store.files.leftovers import WHOLE
 from index_store.store.writer import ContextWriter
 
@@ -329,3 +330,21 @@ def open_files(folder: Path) -> list[str]:
         with suppress(OSError):  # closed meanwhile
             found.append(os.readlink(descriptor))
     return sorted(path for path in found if Path(path).is_relative_to(folder))
+
+
+def write_manifests(
+    store: Path, count: int, context: SyntheticContext | None = None, first: int = 0
+) -> Sequence[str]:
+    """Adds contexts `book 0`, `book 1`, ... to a store, each an hour younger than the one before; returns their ids."""
+    document = json.loads(MANIFESTS.render((context or synthetic_context()).manifest))
+    del document["checksum"]
+    ids = []
+    for number in range(first, first + count):
+        id_ = f"{number:08x}" + "c" * 56
+        created = CREATED + timedelta(hours=number)
+        changed = {"id": id_, "name": f"book {number}", "created_at": created.isoformat()}
+        folder = store / "contexts" / id_
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_bytes(render_document(document | changed))
+        ids.append(id_)
+    return ids

@@ -1,4 +1,4 @@
-"""Clients of both doors, many at once, in processes of their own: what each hears when.
+"""Clients of both doors, many at once, in processes of their own: what each hears when; and a collector of spans.
 
 HTTP is read from a socket without a client's library, so that what is timed is the server. Times are seconds of
 `time.monotonic`, which all processes of a machine share.
@@ -9,10 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 from decode_engine.rpc.client import AsyncClient
@@ -153,3 +157,35 @@ async def _by_http(asked: float, ask: Ask) -> Heard:
     text = "".join((choice["delta"].get("content") if chat else choice["text"]) or "" for choice in told)
     tokens = json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"]
     return Heard(asked, tuple(arrivals), tokens, text=text)
+
+
+@contextmanager
+def collector() -> Iterator[str]:
+    """Where spans may be sent, which are read and dropped by a process of its own."""
+    context = get_context("spawn")
+    there, mine = context.Pipe()
+    process = context.Process(target=_collect, args=(mine,), daemon=True)
+    process.start()
+    try:
+        yield f"http://127.0.0.1:{there.recv()}"
+    finally:
+        process.terminate()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Nothing."""
+
+
+def _collect(pipe: Connection) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
+        pipe.send(server.server_address[1])
+        server.serve_forever()

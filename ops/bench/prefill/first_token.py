@@ -37,6 +37,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -50,9 +51,15 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.made_up.contexts import HOST_GB, PlacedContexts, make_ranges, release
-from harness.made_up.random_model import DTYPE, QUERY_STD, make_model
-from harness.made_up.stored_context import write_context
+from harness.made_up.contexts import (
+    DTYPE,
+    HOST_GB,
+    QUERY_STD,
+    PlacedContexts,
+    make_model,
+    make_ranges,
+    release,
+)
 from harness.page_cache import cached_share, drop_from_page_cache, files_below, read_into_page_cache
 from harness.parsing import parse_counts, parse_method
 from harness.report import compare, reporting
@@ -92,6 +99,37 @@ CHUNKS = {"cpu": 256, "cuda": 512}
 TURNS = 4
 STEPS = 6
 CHECKED_PROMPT = 24
+WRITERS = 8
+
+
+def host_chunks(made: ResidentContext, layer: int) -> list[tuple[str, int, Tensor]]:
+    """Array, KV head and contents of one layer's chunks."""
+    arrays = {"kv": made.kv(layer)} | {
+        f"index/{index.name}/{name}": array
+        for index in made.manifest.indexes
+        for name, array in made.index(index.name, layer).arrays().items()
+    }
+    return [(path, head, chunk.cpu()) for path, array in arrays.items() for head, chunk in enumerate(array)]
+
+
+def write_context(store: Store, made: ResidentContext, id_: str, distinct: int) -> Manifest:
+    """Writes a made-up context into the store, several chunks at a time; its first layers take turns over all."""
+    manifest = replace(made.manifest, id=id_)
+    entries = {entry.path: entry for entry in manifest.arrays}
+    with store.writer(id_) as writer, ThreadPoolExecutor(WRITERS) as pool:
+        writer.write_tokens(made.tokens())
+        for entry in entries.values():
+            if entry.path != "tokens":
+                writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
+        held = [host_chunks(made, layer) for layer in range(min(distinct, manifest.model.layers))]
+        done = [
+            pool.submit(writer.write_chunk, path, (layer, head), chunk)
+            for layer in range(manifest.model.layers)
+            for path, head, chunk in held[layer % distinct]
+        ]
+        for each in done:
+            each.result()
+        return writer.publish(manifest)
 
 
 class Requests:

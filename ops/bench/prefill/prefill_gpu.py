@@ -27,7 +27,7 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.made_up.random_model import VOCABULARY, make_model
+from harness.made_up.contexts import VOCABULARY, make_model
 from harness.parsing import parse_counts
 from harness.report import CheckFailedError, check_close, reporting
 from harness.timing import seconds

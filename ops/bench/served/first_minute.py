@@ -57,7 +57,7 @@ _PROMPT = "What is the access code of the overhead dairy?"
 
 def write_model(folder: Path) -> None:
     """The folder of a random 8B shape: weights in four files, and the reader's tokenizer."""
-    from harness.made_up.random_model import make_model
+    from harness.made_up.contexts import make_model
 
     model, _ = make_model(32, attention="sdpa", fused=False)
     model.config.max_position_embeddings = 2**18

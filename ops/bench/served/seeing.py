@@ -33,8 +33,7 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 
 # isort: split
 import typer
-from harness.collector import collector
-from harness.doors import Ask, Asked, Heard
+from harness.doors import Ask, Asked, Heard, collector
 from harness.report import CheckFailedError, reporting
 from harness.served import Shelf, serving
 

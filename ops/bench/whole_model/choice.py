@@ -29,7 +29,7 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.made_up.random_model import DTYPE, make_model
+from harness.made_up.contexts import DTYPE, make_model
 from harness.parsing import parse_counts
 from harness.report import CheckFailedError, reporting
 from harness.steps.prompts_at_once import read_prompts

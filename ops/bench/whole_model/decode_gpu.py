@@ -61,8 +61,7 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 import torch
 import typer
 from harness.flashinfer_baseline import float8_steps
-from harness.made_up.contexts import HOST_GB, PlacedContexts, make_ranges, release
-from harness.made_up.random_model import make_model, read_bytes
+from harness.made_up.contexts import HOST_GB, PlacedContexts, make_model, make_ranges, read_bytes, release
 from harness.made_up.trained_rows import asked, record_rows
 from harness.parsing import parse_method, parse_shared_shapes
 from harness.report import failure, reporting

@@ -36,9 +36,8 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.made_up.contexts import PlacedContexts, release
+from harness.made_up.contexts import PlacedContexts, make_model, release
 from harness.made_up.random_constraints import make_grammar
-from harness.made_up.random_model import make_model
 from harness.parsing import parse_method, parse_shared_shapes
 from harness.report import CheckFailedError, reporting
 from harness.steps.captured_steps import Lanes, tidy_up

@@ -49,8 +49,14 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.made_up.contexts import HOST_GB, PlacedContexts, distinct_layers, make_ranges, release
-from harness.made_up.random_model import make_model
+from harness.made_up.contexts import (
+    HOST_GB,
+    PlacedContexts,
+    distinct_layers,
+    make_model,
+    make_ranges,
+    release,
+)
 from harness.parsing import parse_method, parse_shared_shapes
 from harness.report import compare, failure, reporting
 from harness.steps.captured_steps import Lanes, tidy_up, time_captured, whole_difference

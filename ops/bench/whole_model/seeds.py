@@ -35,7 +35,7 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.made_up.random_model import make_model
+from harness.made_up.contexts import make_model
 from harness.report import CheckFailedError, reporting
 from harness.steps.general_steps import first_tokens, forward, start_sessions
 from torch import Tensor

@@ -30,7 +30,7 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.made_up.random_model import DTYPE, make_model, weight_bytes
+from harness.made_up.contexts import DTYPE, make_model, weight_bytes
 from harness.parsing import parse_method
 from harness.report import reporting
 

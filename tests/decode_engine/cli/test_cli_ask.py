@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import MISSING
 from pathlib import Path
@@ -18,14 +17,14 @@ from decode_engine.cli.ask_command import AskConfig
 from decode_engine.cli.evaluate_command import TuneConfig
 from decode_engine.evaluation.settings import EvaluationConfig
 from decode_engine.rpc.client import Client, Piece, Usage
-from decode_engine.rpc.door.options import Address, is_loopback
+from decode_engine.rpc.door.options import is_loopback
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.settings.command_options import Compilation
-from decode_engine.settings.config import MAX_LANES, MAX_SLOT_SHARE, ServeConfig
+from decode_engine.settings.config import ServeConfig
 from index_store.cli.options import Spelled, options_of
 from index_store.errors import InvalidArgumentError
 from index_store.memory.devices import context_device, default_budget, memory_budget, pick_device
-from index_store.memory.placement import USUAL_ROOM, MemoryBytes
+from index_store.memory.placement import MemoryBytes
 from index_store.models.conversation.messages import Message, Role
 from tests.decode_engine.cli.conftest import Run
 from tests.decode_engine.conftest import Library
@@ -39,8 +38,10 @@ def asked_server(monkeypatch: pytest.MonkeyPatch, server: DecodeServer, lamp: st
     monkeypatch.setenv("SPARSEKV_SERVER", server.address)
 
 
-def give_input(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+def give_input(monkeypatch: pytest.MonkeyPatch, data: str | bytes) -> None:
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO(data.encode() if isinstance(data, str) else data))
+    )
 
 
 def test_a_question_may_come_from_a_file_or_standard_input(
@@ -76,7 +77,7 @@ def test_a_blank_question_is_refused_everywhere(
 ) -> None:
     result = run(*ASK, blank)
     assert (result.returncode, result.stderr) == (2, "error: the question is empty, expected words\n")
-    give_input(monkeypatch, blank.encode())
+    give_input(monkeypatch, blank)
     assert run(*ASK, "-").stderr == "error: the question is empty, expected words\n"
     with (
         pytest.raises(InvalidArgumentError, match=r"question is (empty|blank), expected"),
@@ -208,7 +209,7 @@ def test_without_a_context_the_model_is_asked_alone(
     assert asked.returncode == 0, asked.stderr
     answer = json.loads(asked.stdout)
     assert (answer["context"], answer["text"]) == ("", expected)
-    give_input(monkeypatch, b"Who lit it?\n")
+    give_input(monkeypatch, "Who lit it?\n")
     said = json.loads(run("chat", "--max-tokens", "5", "--format", "json").stdout)
     assert (said["context"], said["turns"][0]["assistant"]) == ("", expected)
     assert run("ask", "Who?", "--method", "csattention").returncode != 0
@@ -307,15 +308,6 @@ def test_questions_that_fail_are_told_and_asked_again_later(run: Run, tmp_path: 
 CHAT = ("chat", "lamp", "--max-tokens", "4", "--method", "full")
 
 
-@pytest.fixture(autouse=True)
-def chat_server(monkeypatch: pytest.MonkeyPatch, server: DecodeServer, lamp: str) -> None:
-    monkeypatch.setenv("SPARSEKV_SERVER", server.address)
-
-
-def type_in(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-
-
 def answer(client: Client, context: str, messages: list[Message]) -> str:
     with client.generate(context, messages=messages, max_tokens=4, method="full") as generation:
         return generation.read()
@@ -328,7 +320,7 @@ def test_a_conversation_goes_on_line_by_line(
     one = answer(client, lamp, first)
     second = [*first, Message(Role.ASSISTANT, one), Message(Role.USER, "Why\n\nso?")]
     two = answer(client, lamp, second)
-    type_in(monkeypatch, '/usage\nWho lit\\\nit?\n\n/help\n"""Why\n\nso?"""\n/usage\n/quit\nnever said\n')
+    give_input(monkeypatch, '/usage\nWho lit\\\nit?\n\n/help\n"""Why\n\nso?"""\n/usage\n/quit\nnever said\n')
     result = run(*CHAT)
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"{one}\n{two}\n"
@@ -342,7 +334,7 @@ def test_a_conversation_goes_on_line_by_line(
 
 def test_a_conversation_as_json(run: Run, monkeypatch: pytest.MonkeyPatch, client: Client, lamp: str) -> None:
     """The input may end in the middle of a text of several lines."""
-    type_in(monkeypatch, 'Who?\n"""Why')
+    give_input(monkeypatch, 'Who?\n"""Why')
     said = json.loads(run(*CHAT, "--format", "json").stdout)
     assert said["context"] == lamp
     assert [turn["user"] for turn in said["turns"]] == ["Who?", "Why"]
@@ -351,10 +343,10 @@ def test_a_conversation_as_json(run: Run, monkeypatch: pytest.MonkeyPatch, clien
 
 
 def test_an_error_ends_a_conversation_in_a_pipe(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    type_in(monkeypatch, "Who?\nWhy?\n")
+    give_input(monkeypatch, "Who?\nWhy?\n")
     result = run("chat", "lamp", "--method", "nonsense")
     assert (result.returncode, result.stderr.count("error: ")) == (2, 1)
-    type_in(monkeypatch, "/dance\nWho?\n")
+    give_input(monkeypatch, "/dance\nWho?\n")
     result = run(*CHAT)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "error: /dance is no command; /help lists them\n"
@@ -373,7 +365,7 @@ def test_an_interrupt_ends_the_answer_and_not_the_conversation(
             return _Stopped(generation) if len(asked) == 1 else generation
 
     monkeypatch.setattr(chat_command, "Client", Interrupted)
-    type_in(monkeypatch, "Who?\n/usage\nWhy?\n")
+    give_input(monkeypatch, "Who?\n/usage\nWhy?\n")
     result = run(*CHAT)
     assert result.returncode == 0, result.stderr
     assert "(stopped)" in result.stderr
@@ -445,7 +437,7 @@ def test_contexts_are_pinned_labelled_and_chosen(run: Run, library: Library, cli
 def test_a_conversation_is_kept_as_one_context(
     run: Run, server: DecodeServer, lamp: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Who lit it?\nAnd when?\n"))
+    give_input(monkeypatch, "Who lit it?\nAnd when?\n")
     place = ("--server", server.address)
     said = run(
         "chat", lamp, "--keep-as", "talk", "--max-tokens", "6", "--method", "full", "--format", "json", *place
@@ -463,43 +455,9 @@ def test_a_conversation_is_kept_as_one_context(
         client.delete_context(document["kept"])
 
 
-@pytest.mark.parametrize("text", ["127.0.0.1:0", "localhost:50051", "[::1]:1", "some.host:65535"])
-def test_addresses(text: str) -> None:
-    Address().check("--server", text)
-
-
-@pytest.mark.parametrize("text", ["", "localhost", ":80", "host:", "host:x", "host:65536", "::1:80", "a b:1"])
-def test_bad_addresses(text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"^--server is .*, expected HOST:PORT"):
-        Address().check("--server", text)
-
-
 def test_loopback() -> None:
     assert all(is_loopback(address) for address in ("127.0.0.1:1", "localhost:1", "[::1]:1", "127.1.2.3:1"))
     assert not any(is_loopback(address) for address in ("0.0.0.0:1", "[::]:1", "10.0.0.1:1"))
-
-
-def test_too_many_lanes_and_search_threads_are_refused() -> None:
-    for field, flag, value, expected in (
-        ("lanes", "--lanes", MAX_LANES + 1, f"1 to {MAX_LANES}"),
-        ("slot_share", "--slot-share", MAX_SLOT_SHARE + 1, f"1 to {MAX_SLOT_SHARE}"),
-        ("threads", "--threads", 10**6, "at most"),
-        ("search_threads", "--search-threads", 10**6, "at most"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=rf"^{flag} is {value}, expected {expected}"):
-            ServeConfig(Path(), "reader", **{field: value})
-
-
-def test_slots_are_as_many_as_contexts_have_otherwise() -> None:
-    assert ServeConfig(Path(), "reader").slot_share == USUAL_ROOM.share
-
-
-@pytest.mark.parametrize("device", ["cuda:0", "gpu", "CPU", ""])
-def test_unknown_devices_are_refused(device: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"--device is '{device}', expected auto, cpu or cuda"):
-        ServeConfig(Path(), "reader", device=device).check_devices()
-    with pytest.raises(InvalidArgumentError, match="expected auto, cpu or cuda"):
-        pick_device(device)
 
 
 def test_auto_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

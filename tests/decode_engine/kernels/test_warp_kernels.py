@@ -42,9 +42,8 @@ from tests.decode_engine.kernels.problems.coarse_problems import (
     make_sequence,
     make_sizes,
 )
-from tests.support.warps.warp_interpreter import Language, prefetched
+from tests.support.warps.warp_interpreter import Language, Numbers, prefetched
 from tests.support.warps.warp_launches import WARP_MODULES, interpreted
-from tests.support.warps.warp_numbers import Numbers
 
 ROOT = Path(__file__).resolve().parents[3]
 CODES = ((128, 4), (128, 3), (128, 2), (64, 4), (256, 4), (256, 3), (256, 2))

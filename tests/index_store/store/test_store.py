@@ -34,8 +34,7 @@ from index_store.store.description.dtypes import STORED_DTYPES, dtype_name
 from index_store.store.description.manifest import MANIFESTS, Manifest
 from index_store.store.files.durable import locked_file
 from index_store.store.listing import BrokenContext
-from tests.support.serving.many_contexts import write_manifests
-from tests.support.store import CREATED, SyntheticContext, open_files, synthetic_context
+from tests.support.store import CREATED, SyntheticContext, open_files, synthetic_context, write_manifests
 
 
 def bits(tensor: torch.Tensor) -> bytes:

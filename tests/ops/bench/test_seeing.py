@@ -10,8 +10,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from harness.collector import collector
-from harness.doors import Heard
+from harness.doors import Heard, collector
 from harness.report import CheckFailedError
 
 from tests.ops.bench.conftest import Run, load_bench

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -126,15 +125,6 @@ def test_several_files_after_one_flag_and_standard_input(
     assert json.loads(done.stdout)["tokens"] == len(f"{DOCUMENT}\nMore.\nAnd more.")
 
 
-@pytest.mark.parametrize(
-    "flags", [["--modell", "x"], ["--format", "xml"], ["--tables", "sparse"], ["--chunk", "many"], []]
-)
-def test_wrong_usage_is_exit_code_two(flags: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["run", *flags])
-    assert ended.value.code == 2
-
-
 def test_too_little_device_memory_is_refused_with_what_would_do(
     tiny_model: Path, document: Path, tmp_path: Path
 ) -> None:
@@ -183,15 +173,6 @@ def test_the_store_may_come_from_the_environment(
         run_main("run", "--model", str(tiny_model), "--input", str(document), "--dense-layers", "none") == 0
     )
     assert len(Store(tmp_path / "store").list()) == 1
-
-
-def test_a_missing_input_is_told_before_anything_is_imported(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "prefill_worker"]
-    command += arguments(Path("reader"), tmp_path / "missing.txt", tmp_path / "store")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    missing = tmp_path / "missing.txt"
-    assert done.stderr == f"error: --input is '{missing}', which is not there; expected a file\n"
 
 
 def test_a_worker_refuses_a_store_that_is_not_there_or_not_to_be_written(

@@ -9,15 +9,238 @@ Whether the layouts that kernels claim are what the hardware has is checked wher
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from triton._C.libtriton import interpreter as memory
 from triton.experimental.gluon import language as gl
+from triton.language import pointer_type
 
-from tests.support.warps.warp_assembly import by_fours, multiplied, registers_run
-from tests.support.warps.warp_numbers import DTYPES, Numbers, array_of, number_of
+DTYPES = {
+    "int1": np.bool_, "uint8": np.uint8, "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64,
+    "fp16": np.float16, "fp32": np.float32,
+}  # fmt: skip
+
+
+class Numbers:
+    """A tensor, or a scalar, of numbers or of addresses."""
+
+    def __init__(self, array: Any, layout: Any = None, element: Any = None) -> None:
+        self.array, self.layout, self.element = np.asarray(array), layout, element
+
+    @property
+    def dtype(self) -> Any:
+        if self.element is None:
+            return SimpleNamespace(element_ty=_named(self.array.dtype))
+        return SimpleNamespace(element_ty=_named(np.dtype(self.element)))
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Numbers:
+        if isinstance(dtype, pointer_type):
+            return Numbers(self.array.astype(np.uint64), self.layout, DTYPES[str(dtype.element_ty)])
+        wanted = DTYPES[str(dtype)]
+        return Numbers(self.array.view(wanted) if bitcast else self.array.astype(wanted), self.layout)
+
+    def _with(self, other: Any, compute: Callable[[Any, Any], Any]) -> Numbers:
+        layout = self.layout if self.layout is not None else getattr(other, "layout", None)
+        element = self.element if self.element is not None else getattr(other, "element", None)
+        ours, theirs = self.array, getattr(other, "array", other)
+        if element is not None:  # an address and numbers of elements
+            size = np.dtype(element).itemsize
+            if self.element is None:
+                ours, theirs = theirs, ours
+            found = ours + (np.asarray(theirs).astype(np.int64) * size).astype(np.uint64)
+            return Numbers(found, layout, element)
+        with np.errstate(all="ignore"):
+            found = compute(ours, theirs)
+        if isinstance(theirs, int | float) and not isinstance(theirs, bool) and found.dtype != np.bool_:
+            found = found.astype(ours.dtype)  # Python's numbers take the tensor's type
+        return Numbers(found, layout)
+
+    def __add__(self, other: Any) -> Numbers:
+        return self._with(other, np.add)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Numbers:
+        return self._with(other, np.subtract)
+
+    def __rsub__(self, other: Any) -> Numbers:
+        return self._with(other, lambda a, b: b - a)
+
+    def __mul__(self, other: Any) -> Numbers:
+        return self._with(other, np.multiply)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Numbers:
+        return self._with(other, np.divide)
+
+    def __rtruediv__(self, other: Any) -> Numbers:
+        return self._with(other, lambda a, b: b / a)
+
+    def __floordiv__(self, other: Any) -> Numbers:
+        return self._with(other, _divide)
+
+    def __mod__(self, other: Any) -> Numbers:
+        return self._with(other, lambda a, b: a - _divide(a, b) * b)
+
+    def __and__(self, other: Any) -> Numbers:
+        return self._with(other, np.bitwise_and)
+
+    def __or__(self, other: Any) -> Numbers:
+        return self._with(other, np.bitwise_or)
+
+    def __lshift__(self, other: Any) -> Numbers:
+        return self._with(other, np.left_shift)
+
+    def __rshift__(self, other: Any) -> Numbers:
+        return self._with(other, np.right_shift)
+
+    def __lt__(self, other: Any) -> Numbers:
+        return self._with(other, np.less)
+
+    def __gt__(self, other: Any) -> Numbers:
+        return self._with(other, np.greater)
+
+    def __ge__(self, other: Any) -> Numbers:
+        return self._with(other, np.greater_equal)
+
+    def __eq__(self, other: object) -> Numbers:  # type: ignore[override]
+        return self._with(other, np.equal)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __bool__(self) -> bool:
+        return bool(self.array)
+
+    def __index__(self) -> int:
+        return int(self.array)
+
+
+def _named(dtype: Any) -> Any:
+    """The language's type."""
+    names = {np.dtype(value): name for name, value in DTYPES.items()}
+    return {"fp32": gl.float32, "fp16": gl.float16}[names[dtype]]
+
+
+def _divide(a: Any, b: Any) -> Any:
+    """As C divides integers."""
+    quotient = np.abs(a) // np.abs(b)
+    return np.where((np.asarray(a) < 0) != (np.asarray(b) < 0), -quotient, quotient).astype(
+        np.asarray(a).dtype
+    )
+
+
+def array_of(value: Any) -> Any:
+    return value.array if isinstance(value, Numbers) else np.asarray(value)
+
+
+def number_of(value: Any) -> Numbers:
+    return value if isinstance(value, Numbers) else Numbers(value)
+
+
+def multiplied(asm: str, lanes: list[Any]) -> tuple[Numbers, ...]:
+    """A product of tensor cores, by the registers of its operands, each [8, 4]: as PTX says which lane has what."""
+    if "f16" in asm:
+        rows, columns, before = [lanes[0], lanes[0], lanes[1], lanes[1]], lanes[2:4], lanes[4:]
+        kinds: tuple[Any, Any] = (np.float16, np.float16)
+    else:
+        count = 4 if "k32" in asm else 2
+        rows, columns, before = lanes[:count], lanes[count : count + count // 2], lanes[-4:]
+        kinds = (np.uint8, np.int8 if "u8.s8" in asm else np.uint8)
+    # [8, 4, numbers of a register] for each; those of a row, or of a column, lie along its four lanes.
+    left, right = (
+        [np.ascontiguousarray(each).view(kind).reshape(8, -1).astype(np.float64) for each in some]
+        for some, kind in zip((rows, columns), kinds, strict=True)
+    )
+    upper, lower = np.hstack(left[::2]), np.hstack(left[1::2])
+    exact = np.vstack([upper, lower]) @ np.hstack(right).T  # [16, 8]
+    found = []
+    for at, register in enumerate(before):
+        own = exact[at // 2 * 8 : at // 2 * 8 + 8, at % 2 :: 2]
+        total = own + register.astype(np.float64)
+        found.append(Numbers(total.astype(np.float32 if "f16" in asm else np.int32)))
+    return tuple(found)
+
+
+def registers_run(asm: str, args: list[Numbers], dtypes: Any) -> Any:
+    """Runs instructions over bytes and pairs of float16 numbers, a register of each lane at a time."""
+    outputs = len(dtypes) if isinstance(dtypes, tuple) else 1
+    registers: dict[str, Any] = {}
+    for number, each in enumerate(args):
+        registers[f"${outputs + number}"] = np.ascontiguousarray(each.array)
+
+    def pair(name: str) -> Any:
+        return registers[name].view(np.float16).reshape(*registers[name].shape, 2)
+
+    for line in filter(None, map(str.strip, re.sub(r"^\{|\}$|\.reg \.\w+ \w;", "", asm).split(";"))):
+        name, operands = line.split(None, 1)
+        target, *others = re.findall(r"\{[^}]*\}|[^,\s]+", operands)
+        if name == "mov.b32" and target.startswith("{"):
+            for at, half in enumerate(re.findall(r"\w+", target)):
+                registers[half] = pair(others[0])[..., at]
+        elif name == "mov.b32" and others[0].startswith("{"):
+            both = [registers[half] for half in re.findall(r"\w+", others[0])]
+            registers[target] = np.stack(both, -1).view(np.int32)[..., 0]
+        elif name == "mov.b32":
+            taken = others[0]
+            registers[target] = (
+                np.array(int(taken, 16), np.uint32).view(np.int32)[None]
+                if taken[0] == "0"
+                else registers[taken]
+            )
+        elif name == "prmt.b32":
+            four = np.stack(
+                [registers[each].view(np.uint8).reshape(*registers[each].shape, 4) for each in others[:2]], -2
+            )
+            eight = four.reshape(*four.shape[:-2], 8)
+            chosen = [int(digit, 16) for digit in reversed(others[2][2:])]
+            registers[target] = np.ascontiguousarray(eight[..., chosen]).view(np.int32)[..., 0]
+        elif name == "cvt.f32.f16":
+            registers[target] = registers[others[0]].astype(np.float32)
+        elif name == "cvt.rn.f16.f32":
+            with np.errstate(over="ignore"):
+                registers[target] = registers[others[0]].astype(np.float16)
+        elif name.endswith(".f16"):
+            numbers = [registers[each] for each in others]
+            registers[target] = np.abs(numbers[0]) if name.startswith("abs") else np.maximum(*numbers)
+        else:
+            numbers = [pair(each).astype(np.float64) for each in others]
+            compute = {
+                "abs": np.abs, "max": np.maximum, "mul": np.multiply, "add": np.add,
+                "sub": np.subtract, "fma": lambda a, b, c: a * b + c,
+            }[name.split(".")[0]]  # fmt: skip
+            with np.errstate(all="ignore"):
+                registers[target] = np.ascontiguousarray(compute(*numbers).astype(np.float16)).view(np.int32)[
+                    ..., 0
+                ]
+    shape = args[0].array.shape
+    found = [Numbers(np.broadcast_to(registers[f"${at}"], shape)) for at in range(outputs)]
+    return tuple(found) if isinstance(dtypes, tuple) else found[0]
+
+
+def by_fours(asm: str, numbers: Numbers, dtypes: Any) -> tuple[Numbers, ...]:
+    """Runs instructions over four int32 numbers at a time, which make a register of four bytes for each result.
+
+    numbers: [8, keys, tiles, columns]; two or four keys, and where these are two, columns, are neighbours.
+    """
+    lanes, keys, tiles, columns = numbers.array.shape
+    width = 4 // min(keys, 4)
+    apart = numbers.array.reshape(lanes, -1, 4 // width, tiles, columns // width, width)
+    order = (0, 1, 3, 4, 5, 2)
+    fours = np.ascontiguousarray(apart.transpose(order)).reshape(-1, 4)
+    registers = [Numbers(fours[:, at]) for at in range(4)]
+    found = registers_run(asm, registers, (None,) * len(dtypes))
+    bytes_of = [
+        np.ascontiguousarray(each.array).view(np.int8).reshape(*np.array(apart.shape)[list(order)])
+        for each in found
+    ]
+    back = np.argsort(order)
+    return tuple(Numbers(each.transpose(back).reshape(numbers.array.shape)) for each in bytes_of)
+
 
 prefetched: list[tuple[int, int]] = []
 """What kernels had brought into the second-level cache: addresses, and bytes; nothing where these are not above 0."""

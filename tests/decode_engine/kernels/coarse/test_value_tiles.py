@@ -9,9 +9,8 @@ import torch
 from decode_engine.kernels.coarse.warp import warp_findings
 from decode_engine.kernels.coarse.warp.tiles import byte_sums, channel_places, key_tiles, value_tiles
 from index_store.indexes.coarse_rows.scalar_rows import pack
-from tests.support.warps.warp_interpreter import Language
+from tests.support.warps.warp_interpreter import Language, Numbers
 from tests.support.warps.warp_launches import WARP_MODULES, interpreted
-from tests.support.warps.warp_numbers import Numbers
 
 SIZES = [
     *((tile, 128, bits, 1, 4) for tile in (16, 32, 64) for bits in (2, 3, 4)),

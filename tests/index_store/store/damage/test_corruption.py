@@ -39,8 +39,7 @@ from index_store.store.listing import BrokenContext
 from index_store.store.stored_context import raw_bytes
 from index_store.store.zarr_io import CHECKSUM_BYTES, chunk_path, read_chunk_into
 from tests.support.memory import load_context
-from tests.support.serving.many_contexts import write_manifests
-from tests.support.store import KINDS, SyntheticContext, synthetic_context
+from tests.support.store import KINDS, SyntheticContext, synthetic_context, write_manifests
 
 ARRAYS = [entry.path for entry in synthetic_context().manifest.arrays]
 INTACT = "is intact but not the one that was written"
