@@ -83,7 +83,6 @@ def load_service(
             folder,
             device,
             config.dtype,
-            config.compilation,
             config.prompts,
             searching,
             phase.say,

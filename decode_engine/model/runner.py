@@ -29,8 +29,8 @@ from decode_engine.model.decode_attention import ATTENTION_NAME, packed, registe
 from decode_engine.model.decode_check import check_decoding
 from decode_engine.model.packed_weights import KeptWeights, pack_weights
 from decode_engine.model.unstored import no_context
-from decode_engine.settings.command_options import Compilation, Prompts, search_cores
-from decode_engine.steps.step_model import step_model
+from decode_engine.settings.command_options import Prompts, search_cores
+from decode_engine.steps.step_graph import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.attention.many_queries import prepare_many
 from index_store.cli.options import AUTO
@@ -50,9 +50,9 @@ class ModelRunner:
     """A loaded model whose attention reads sessions.
 
     folder: the model. device: where it computes, and where the contexts of its sessions must be. dtype: name of the
-    dtype in which served contexts store keys and values, `auto` for the checkpoint's own. compilation: of the model in
-    decode steps on a GPU. prompts: what they attend to; by default on a GPU everything, which takes less time there
-    than searching for every token of a prompt. Not thread-safe: one thread calls the methods that feed tokens.
+    dtype in which served contexts store keys and values, `auto` for the checkpoint's own. prompts: what they attend to;
+    by default on a GPU everything, which takes less time there than searching for every token of a prompt. Not thread-
+    safe: one thread calls the methods that feed tokens.
     """
 
     def __init__(
@@ -60,7 +60,6 @@ class ModelRunner:
         folder: ModelFolder,
         device: str | torch.device = "cpu",
         dtype: str = "auto",
-        compilation: Compilation = Compilation.OFF,
         prompts: Prompts = Prompts.AUTO,
         searching: SearchThreads | None = None,
         say: Callable[[str, str], None] = lambda what, how_far: None,
@@ -83,8 +82,7 @@ class ModelRunner:
             else:
                 say("load weights", folder.name)
 
-        fused = compilation is Compilation.OFF  # a compiler does more of it itself
-        loaded = load_model(folder, ATTENTION_NAME, device=self.device, hashing=hashing, fused=fused)
+        loaded = load_model(folder, ATTENTION_NAME, device=self.device, hashing=hashing)
         self.model = loaded.model
         self.kept_weights = KeptWeights("", "")
         if self.device.type == "cpu":
@@ -116,7 +114,7 @@ class ModelRunner:
             )
         elif self.device.type == "cuda":
             self._stepper = Stepper(
-                step_model(loaded.model, compilation),
+                step_model(loaded.model),
                 self.identity,
                 weight.dtype,
                 weight.device,

@@ -19,14 +19,12 @@ from decode_engine.rpc.door.options import (
     is_loopback,
 )
 from decode_engine.settings.command_options import (
-    Compilation,
     DeviceOption,
     ModelOption,
     PlacementOption,
     Prompts,
     PromptsOption,
     WeightsOption,
-    check_compilation,
     check_device,
     check_placement,
     check_prefill,
@@ -257,13 +255,6 @@ class ServeConfig:
     ] = 0
     device: DeviceOption = AUTO
     weights: WeightsOption = AUTO
-    compilation: Annotated[
-        Compilation,
-        Option(
-            "--compile",
-            help="Compile the model around the attention, on a GPU: faster steps for a start that takes minutes.",
-        ),
-    ] = Compilation.OFF
     dtype: Annotated[
         str,
         Option(help="Stored dtype of the contexts to serve; auto: the model's."),
@@ -350,6 +341,5 @@ class ServeConfig:
         """
         check_device(self.device)
         check_placement(self.placement, self.device, self.device_memory)
-        check_compilation(self.compilation, self.device)
         check_prefill(self.prefill, self.device)
         check_weights(self.weights, self.device)

@@ -253,11 +253,16 @@ class StepBatch:
         """Puts the counts of every row, [B, STEP_COUNTS] int64, into all layers' records; on the device."""
         self._records_LBF[:, :, _FIRST_STEP_FIELD:_END_STEP_FIELD] = counts_BC
 
-    def attend(self, layer: int, q_BHGD: Tensor, k_BHD: Tensor, v_BHD: Tensor) -> Tensor:
-        """Adds the newest tokens' keys and values to the tails and attends: out [B, H, G, d]; kernels only."""
-        records_BF = self._records_LBF[layer]
-        write_tails(k_BHD, v_BHD, records_BF)
-        return self._layers[layer].attend(layer, q_BHGD, records_BF)
+    def attend(self, layer: int, q_BQ1D: Tensor, k_BH1D: Tensor, v_BH1D: Tensor) -> Tensor:
+        """Adds the newest tokens' keys and values to the tails and attends: out [B, 1, Q, d], of Q = H * G heads.
+
+        Kernels only. The result may be a buffer that the next layer's call writes again.
+        """
+        rows, query_heads, _, head_dim = q_BQ1D.shape
+        heads, records_BF = k_BH1D.shape[1], self._records_LBF[layer]
+        q_BHGD = q_BQ1D.reshape(rows, heads, query_heads // heads, head_dim).contiguous()
+        write_tails(k_BH1D[:, :, 0], v_BH1D[:, :, 0], records_BF)
+        return self._layers[layer].attend(layer, q_BHGD, records_BF).reshape(rows, 1, query_heads, head_dim)
 
     def kept_B(self) -> Tensor:
         """Selected keys that the step attended, over all layers and KV heads; on the device."""

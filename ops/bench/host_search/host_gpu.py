@@ -49,8 +49,8 @@ from torch import Tensor
 
 from decode_engine.host_search.mailbox import usual_waves
 from decode_engine.host_search.workers import SearchThreads
-from decode_engine.settings.command_options import Compilation, search_cores
-from decode_engine.steps.step_model import step_model
+from decode_engine.settings.command_options import search_cores
+from decode_engine.steps.step_graph import step_model
 from index_store.indexes.query_tables.parameters import TableParameters
 from index_store.memory.placement import HOST_SEARCHED, Placement
 from index_store.memory.resident import ResidentContext
@@ -158,7 +158,6 @@ def main(
     lanes: Annotated[str, typer.Option(help="Numbers of lanes, comma-separated.")] = "1,2",
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
     threads: Annotated[int, typer.Option(help="Threads that search, 0 for all cores but two.")] = 0,
-    compilation: Annotated[Compilation, typer.Option(help="Of the model.")] = Compilation.OFF,
     turns: Annotated[int, typer.Option(help="Steps that are timed.")] = TURNS,
     waves: Annotated[
         str,
@@ -179,7 +178,7 @@ def main(
     with reporting("host_gpu", bars) as report:
         model, identity = make_model(layers)
         ranges = make_ranges(host_gb, list(listed.values()))
-        run = step_model(model, compilation)
+        run = step_model(model)
         for length, batch in sizes:
             placed = PlacedContexts(identity, list(listed.values()), length, batch, model.device, ranges)
             contexts = placed.make(Placement.HOST)
@@ -191,7 +190,7 @@ def main(
                 for row in method_figures(bench, method, fitting, wave_counts):
                     line: dict[str, Any] = {
                         "figure": "host", "method": label, "tokens": length, "batch": batch, "layers": layers,
-                        "threads": threads, "compilation": compilation.value,
+                        "threads": threads,
                     } | row  # fmt: skip
                     report.add(line, *missed(line))
             release(contexts)

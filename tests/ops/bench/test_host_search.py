@@ -11,7 +11,6 @@ import torch
 import typer
 from harness.checks import CheckFailedError
 
-from decode_engine.settings.command_options import Compilation
 from index_store.methods.presets import METHODS
 from tests.ops.bench.conftest import Run, load_bench
 from tests.support.tiny_model import IDENTITY, make_model
@@ -87,7 +86,7 @@ def test_every_number_of_lanes_and_waves_has_its_line(
     monkeypatch.setattr(steps, "read_bandwidth", lambda contexts, method, threads: 20.0)
     lines, code, _ = run(
         steps, methods="csattention+dropped:0.05/pooled", shapes=f"{LENGTH}x2", lanes="2,3", layers=1, threads=1,
-        compilation=Compilation.OFF, turns=2, waves="1,2", host_gb=4e-3,
+        turns=2, waves="1,2", host_gb=4e-3,
     )  # fmt: skip
     assert (code, [(line["waves"], line["lanes"]) for line in lines]) == (0, [(1, 2), (2, 2)])
     for line in lines:

@@ -12,13 +12,11 @@ from harness.steps.replayed_lists import replayed, rows_of_layers
 
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.attention.hybrid_steps import HybridSteps
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.step_batch import StepBatch
-from decode_engine.steps.step_graph import StepGraph
-from decode_engine.steps.step_model import step_model
+from decode_engine.steps.step_graph import StepGraph, step_model
 from index_store.methods.presets import get_method
 from index_store.models.resolve import resolve_model
 from tests.support.tiny_model import IDENTITY, make_model
@@ -91,7 +89,7 @@ def test_idle_rows_list_nothing(kind: type[ListedSteps]) -> None:
     model, plan = replace(WIDE, layers=1), make_plan(2)
     with replayed(make_lists(2, 2, 1)):
         batch = StepBatch(replace(plan, model=model), [kind])
-    StepGraph(step_model(make_model(model), Compilation.OFF), batch, None).compute()
+    StepGraph(step_model(make_model(model)), batch, None).compute()
     (attention,) = batch.attentions
     assert isinstance(attention, kind)
     assert not attention.selection.lists.counts_RP.any()

@@ -22,14 +22,12 @@ from decode_engine.host_search.workers import SearchThreads
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.attention.host_steps import HostPlan, HostSteps, HostTableSelection
 from decode_engine.steps.attention.hybrid_steps import HybridSteps, slot_cache
 from decode_engine.steps.attention.registry import step_attention_for
 from decode_engine.steps.attention.step_batch import StepBatch
 from decode_engine.steps.attention.turns_triton import Lane
-from decode_engine.steps.step_graph import StepGraph, Stepped
-from decode_engine.steps.step_model import step_model
+from decode_engine.steps.step_graph import StepGraph, Stepped, step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.memory.placement import Placement
@@ -61,7 +59,7 @@ def threads() -> Iterator[SearchThreads]:
 
 
 def make_stepper(runner: ModelRunner, searching: SearchThreads) -> Stepper:
-    model = step_model(runner.model, Compilation.OFF)
+    model = step_model(runner.model)
     weights = next(runner.model.parameters())
     return Stepper(model, runner.identity, weights.dtype, weights.device, searching=searching)
 

@@ -15,8 +15,7 @@ from harness.made_up import contexts
 from harness.steps import captured_steps, general_steps
 from harness.steps.recorded_lists import RecordedLists
 
-from decode_engine.settings.command_options import Compilation
-from decode_engine.steps.step_model import step_model
+from decode_engine.steps.step_graph import step_model
 from index_store.memory.placement import USUAL_ROOM, SlotRoom
 from index_store.methods.presets import get_method
 from index_store.store.description.dtypes import AS_DTYPE, INT8
@@ -76,7 +75,7 @@ def figures(
     listed = [bench.Case.parse(text) for text in cases.split(",")]
     methods = bench.methods_of(listed)
     ranges = contexts.make_ranges(gigabytes, methods)
-    runs = bench.Bench(model, step_model(model, Compilation.OFF), 1, 2, 60.0, recorded)
+    runs = bench.Bench(model, step_model(model), 1, 2, 60.0, recorded)
 
     def make() -> Any:
         slots = USUAL_ROOM if recorded is None else SlotRoom(share=1)

@@ -22,9 +22,8 @@ from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.attention.host_steps import HostSteps
-from decode_engine.steps.step_model import step_model
+from decode_engine.steps.step_graph import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.errors import InvalidArgumentError
 from index_store.memory.placement import Placement
@@ -104,7 +103,7 @@ def step_logits(runner: ModelRunner, waves: int) -> tuple[Tensor, list[tuple[int
             runner.forward([session], [[5 + row, 9]])
         weights = next(runner.model.parameters())
         stepper = Stepper(
-            step_model(runner.model, Compilation.OFF),
+            step_model(runner.model),
             runner.identity,
             weights.dtype,
             weights.device,
