@@ -1,4 +1,11 @@
-"""Kernels that search product codes: from codes and lookup tables to lists of kept keys.
+"""Kernels that search product codes: from queries, codebooks and codes to lists of kept keys.
+
+*Lookup tables* hold products of the queries' slices with every codeword, a byte for each head. One lookup per key and
+subspace serves four heads of a group, because their entries share a 32-bit word. How many lookups shared memory serves
+per clock is what limits the search, so entries are as small as a selection allows: 7 bits, which leave room to add two
+of them in a byte. They are counted from the largest entry of their subspace downwards, which a softmax does not notice.
+The step is one of 127 in twice the widest range that a few codewords of each subspace span; what lies deeper makes no
+difference, and is cut. That is finer than what a code leaves of a key.
 
 Keys are ranked as `ProductCodes.rank` ranks them: by the sum over a group's heads of the softmax of the estimated
 logits. `sample_kernel` scores a sample of the keys; a row's last program finds the softmaxes' normalisers, and the
@@ -9,26 +16,309 @@ Keys are never sorted, their scores never leave the multiprocessor, and about as
 The floor is lookups, not bytes: a warp's 32 lookups of a word at random take shared memory 3.5 clocks (the fullest of
 32 banks), so 131,072 keys of 8 subspaces and 8 KV heads cost 4 us on 132 multiprocessors, where reading them costs 2.
 
-Shape legend: as in `codes.sizes`.
+Shape legend: B sequences, H KV heads, R = B * H rows, G query heads per KV head, d head dim, N keys, M subspaces, W
+codewords of a subspace, E = d/M slice width, O words of four heads, P tiles of keys, S sampling programs.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.online_softmax import LOG2E
+from decode_engine.kernels.attention.sparse_attention import KeyLists
 from decode_engine.kernels.border import load_cut, moved, passes, store_cut, stretch_of
-from decode_engine.kernels.codes import sizes as code_sizes
-from decode_engine.kernels.codes.lookup_tables import make_tables
-from decode_engine.kernels.codes.sizes import CodeSizes, CodeWork
+from decode_engine.kernels.families import PRODUCT_CODES
 from decode_engine.kernels.launches import arrives_last, chained, wait_for_launch
-from decode_engine.kernels.record_fields import CODES, END, KEEP, KEYS, aligned_pointer, field, searched_keys
+from decode_engine.kernels.record_fields import (
+    CODEBOOKS,
+    CODES,
+    END,
+    KEEP,
+    KEYS,
+    aligned_pointer,
+    field,
+    searched_keys,
+)
 from decode_engine.kernels.weight_bytes import of_half, to_half
+from index_store.errors import InvalidArgumentError
 
-BLOCK = tl.constexpr(code_sizes.BLOCK)
-RUN = tl.constexpr(code_sizes.RUN)
+BLOCK = 256
+"""Tiles begin at a multiple of so many keys."""
+
+RUN = 16
+"""Consecutive keys of a sample, whose codes travel together. Keys near each other are alike: long runs say little."""
+
+WORD_HEADS = 4
+"""Query heads whose table entries share a 32-bit word."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeShape:
+    """How the work is cut; results do not depend on it, but for the sample that cut and normalisers come from.
+
+    tile_keys: keys that one program scores and lists, a power of two and a multiple of BLOCK; warps: of such a program.
+    samplers, sample_keys: programs per row that score a sample, and keys of each; powers of two. Half of the sample
+    gives the cut. How far the number of kept keys strays depends on that alone, not on the context: of 4,096 keys at
+    1 %, 41 decide, which makes a sixth. sample_warps: of those programs. registers, sample_registers: of a thread, at
+    most, so that five and four programs share a multiprocessor; 0 leaves the choice to the compiler.
+    """
+
+    tile_keys: int = 2048
+    warps: int = 4
+    samplers: int = 4
+    sample_keys: int = 2048
+    sample_warps: int = 8
+    registers: int = 0
+    sample_registers: int = 0
+
+    def options(self) -> dict[str, int]:
+        """Launch options of programs that list keys."""
+        return {"num_warps": self.warps} | ({"maxnreg": self.registers} if self.registers else {})
+
+    def sample_options(self) -> dict[str, int]:
+        """Launch options of programs that score a sample."""
+        limit = {"maxnreg": self.sample_registers} if self.sample_registers else {}
+        return {"num_warps": self.sample_warps} | limit
+
+
+def code_shape(max_keys: int, subspaces: int, group: int) -> CodeShape:
+    """A launch shape for contexts of up to max_keys.
+
+    A thread looks up no more than it has registers for: with more subspaces or two words of heads, fewer keys.
+    """
+    fewer = max(1, subspaces * -(-group // WORD_HEADS) // 8)
+    tile = max(BLOCK, min(2048 // fewer, triton.next_power_of_2(max_keys)))
+    if fewer == 1:
+        return CodeShape(tile_keys=tile, registers=104, sample_registers=64)
+    return CodeShape(tile_keys=tile, samplers=4 * fewer, sample_keys=2048 // fewer)
+
+
+@dataclass(frozen=True, slots=True)
+class CodeSizes:
+    """One layer shape: everything that a kernel is compiled for.
+
+    max_keys: the longest context of the batch. strided: dimensions of subspace b are those with i mod M = b, otherwise
+    a slice. Raises InvalidArgumentError for sizes outside of what kernels can do.
+    """
+
+    kv_heads: int
+    group: int
+    head_dim: int
+    subspaces: int
+    codewords: int
+    max_keys: int
+    strided: bool = True
+    shape: CodeShape = CodeShape()
+
+    def __post_init__(self) -> None:
+        PRODUCT_CODES.check(self.group, self.head_dim, self.max_keys, (self.subspaces, self.codewords))
+        tile = self.shape.tile_keys
+        if tile % BLOCK or tile & (tile - 1):
+            raise InvalidArgumentError(f"tile of {tile} keys, expected a power of two from {BLOCK} keys on")
+
+    @property
+    def scale(self) -> float:
+        """Of the logits."""
+        return 1.0 / math.sqrt(self.head_dim)
+
+    @property
+    def words(self) -> int:
+        """O: 32-bit words that hold a byte for every head of a group."""
+        return -(-self.group // WORD_HEADS)
+
+    @property
+    def word_heads(self) -> int:
+        """Heads in a word: a power of two."""
+        return min(WORD_HEADS, int(triton.next_power_of_2(self.group)))
+
+    @property
+    def tiles(self) -> int:
+        """P: tiles of the longest context."""
+        return -(-self.max_keys // self.shape.tile_keys)
+
+
+@dataclass(frozen=True, slots=True)
+class CodeWork:
+    """Buffers of one search, made once per batch size; a captured graph keeps using them.
+
+    tables_ROX: [R, O, M * W] int32, a byte for each of four heads: how far q_b . c is above the bottom of its table, in
+    units of units_RG [R, G] float32, which are logits in log2. sampled_RPX: [R, group / 2, S * sample_keys / 2] int32,
+    the group rounded up to whole words: 16 bits for each of two heads, exp(logit) of half of the sampled keys relative
+    to the program's largest (5 exponent and 11 mantissa bits). peaks_RSG, masses_RSG: [R, S, G] float32: log2 of a
+    program's largest weight, and the sum of its weights relative to it; sampled_RSC: [R, S, 2] int32: how many keys
+    those are, and how many of them in the first half. normalisers_RG: [R, G] float32: log2 of the sum of all keys'
+    weights, estimated. cuts_RX: [R, 3] int32: keys are kept whose weights, normalised and summed over heads, reach the
+    second, as bits of a float32 number; and those that reach the first and draw less than the third (`border`).
+    arrivals_R: [R] int32: counters, zero between steps. ids_RPK: [R, P, tile_keys] int32 and counts_RP: [R, P] int32:
+    the kept keys of every tile.
+    """
+
+    tables_ROX: Tensor
+    units_RG: Tensor
+    sampled_RPX: Tensor
+    peaks_RSG: Tensor
+    masses_RSG: Tensor
+    sampled_RSC: Tensor
+    normalisers_RG: Tensor
+    cuts_RX: Tensor
+    arrivals_R: Tensor
+    ids_RPK: Tensor
+    counts_RP: Tensor
+
+    @classmethod
+    def make(cls, sizes: CodeSizes, size: int, device: torch.device | str) -> CodeWork:
+        """Buffers for `size` sequences."""
+        rows, group, shape = size * sizes.kv_heads, sizes.group, sizes.shape
+        samplers = shape.samplers
+
+        def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty(rows, *shape, dtype=dtype, device=device)
+
+        i32, f32 = torch.int32, torch.float32
+        return cls(
+            tables_ROX=empty(i32, sizes.words, sizes.subspaces * sizes.codewords),
+            units_RG=empty(f32, group),
+            sampled_RPX=empty(
+                i32, -(-sizes.words * sizes.word_heads // 2), samplers * shape.sample_keys // 2
+            ),
+            peaks_RSG=empty(f32, samplers, group),
+            masses_RSG=empty(f32, samplers, group),
+            sampled_RSC=empty(i32, samplers, 2),
+            normalisers_RG=empty(f32, group),
+            cuts_RX=empty(i32, 3),
+            arrivals_R=torch.zeros(rows, dtype=i32, device=device),
+            ids_RPK=empty(i32, sizes.tiles, shape.tile_keys),
+            counts_RP=empty(i32, sizes.tiles),
+        )
+
+
+_LEVELS = 127
+_FEW = 16  # codewords of each subspace that tell how wide its entries spread
+_DEPTH = 2.0
+_LEVELS_F = tl.constexpr(float(_LEVELS))
+_DEPTH_F = tl.constexpr(_DEPTH)
+
+
+@triton.jit
+def tables_kernel(
+    q_ptr: tl.tensor,
+    records_ptr: tl.tensor,
+    tables_ptr: tl.tensor,
+    units_ptr: tl.tensor,
+    scale_log2: tl.tensor,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    M: tl.constexpr,
+    W: tl.constexpr,
+    WORDS: tl.constexpr,
+    WORD_HEADS: tl.constexpr,
+    FEW: tl.constexpr,
+    STRIDED: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """Program (s, row): one subspace. Rows that search nothing are left as they are."""
+    own = tl.program_id(0)
+    row = tl.program_id(1)
+    b = row // HEADS
+    E: tl.constexpr = DIM // M
+    s = tl.arange(0, M)
+    e = tl.arange(0, E)
+    w = tl.arange(0, W)
+    few = tl.arange(0, FEW)
+    # Before the wait: nobody writes codebooks, and records are written long before.
+    first, end = searched_keys(records_ptr, b)
+    searches = end > first
+    books_ptr = aligned_pointer(records_ptr, b, (row % HEADS) * (M * W * E), CODEBOOKS, tl.float32)
+    some_ptrs = books_ptr + (s[:, None, None] * W + few[None, :, None]) * E + e[None, None, :]
+    some = tl.load(some_ptrs, mask=searches, other=0.0)
+    book = tl.load(books_ptr + (own * W + w[:, None]) * E + e[None, :], mask=searches, other=0.0)
+    wait_for_launch(CHAINED)
+    if searches:
+        dims = e[None, :] * M + s[:, None] if STRIDED else s[:, None] * E + e[None, :]
+        own_dims = e * M + own if STRIDED else own * E + e
+        i = tl.arange(0, WORD_HEADS)
+        for n in tl.static_range(WORDS):
+            of_few: tl.tensor = ()
+            of_all: tl.tensor = ()
+            for head in tl.static_range(n * WORD_HEADS, (n + 1) * WORD_HEADS):
+                head_ptr = q_ptr + (row * GROUP + head) * DIM
+                q = tl.load(head_ptr + dims, mask=head < GROUP, other=0.0).to(tl.float32)
+                of_few += (tl.sum(some * q[:, None, :], 2),)
+                q = tl.load(head_ptr + own_dims, mask=head < GROUP, other=0.0).to(tl.float32)
+                of_all += (tl.sum(book * q[None, :], 1),)
+            spread = tl.reshape(stack(of_few), [M, FEW, WORD_HEADS])
+            span = tl.max(tl.max(spread, 1) - tl.min(spread, 1), 0) * _DEPTH_F
+            factor = _LEVELS_F / tl.maximum(span, 1e-30)
+            products = tl.reshape(stack(of_all), [W, WORD_HEADS])
+            above = (products - tl.max(products, 0)[None, :]) * factor[None, :]
+            levels = tl.maximum(above + _LEVELS_F + 0.5, 0.0).to(tl.int32)
+            at = (row * WORDS + n) * (M * W) + own * W + w
+            tl.store(tables_ptr + at, tl.sum(levels << (8 * i)[None, :], 1))
+            if own == 0:
+                g = n * WORD_HEADS + i
+                tl.store(units_ptr + row * GROUP + g, span * (scale_log2 / _LEVELS_F), mask=g < GROUP)
+
+
+@triton.jit
+def stack(parts: tl.tensor) -> tl.tensor:
+    """One, two or four tensors side by side, in one or two new dimensions at the end."""
+    if len(parts) == 1:
+        stacked = parts[0]
+    elif len(parts) == 2:
+        stacked = tl.join(parts[0], parts[1])
+    else:
+        stacked = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
+    return stacked
+
+
+def make_tables(q_BHGD: Tensor, records_BF: Tensor, sizes: CodeSizes, work: CodeWork) -> None:
+    """Fills tables and units of `work` for one step's queries [B, H, G, d], contiguous, unscaled."""
+    tables_kernel[(sizes.subspaces, q_BHGD.shape[0] * sizes.kv_heads)](
+        q_BHGD,
+        records_BF,
+        work.tables_ROX,
+        work.units_RG,
+        sizes.scale * LOG2E,
+        HEADS=sizes.kv_heads,
+        GROUP=sizes.group,
+        DIM=sizes.head_dim,
+        M=sizes.subspaces,
+        W=sizes.codewords,
+        WORDS=sizes.words,
+        WORD_HEADS=sizes.word_heads,
+        FEW=min(_FEW, sizes.codewords),
+        STRIDED=sizes.strided,
+        num_warps=8 if sizes.codewords == PRODUCT_CODES.parts["codewords"][1] else 4,
+        **chained(q_BHGD.device),
+    )
+
+
+def make_tables_reference(q_GD: Tensor, codebooks_MWE: Tensor, sizes: CodeSizes) -> tuple[Tensor, Tensor]:
+    """The same for one row: words [O, M * W] int32 and units [G] float32."""
+    if sizes.strided:
+        slices_GME = q_GD.float().view(sizes.group, -1, sizes.subspaces).transpose(1, 2)
+    else:
+        slices_GME = q_GD.float().view(sizes.group, sizes.subspaces, -1)
+    products_GMW = torch.einsum("gme,mwe->gmw", slices_GME, codebooks_MWE.float())
+    few_GMW = products_GMW[:, :, :_FEW]
+    span_G = (few_GMW.amax(-1) - few_GMW.amin(-1)).amax(-1) * _DEPTH
+    factor_G = _LEVELS / span_G.clamp(min=1e-30)
+    below_GMW = (products_GMW.amax(-1, keepdim=True) - products_GMW) * factor_G[:, None, None]
+    levels = (_LEVELS + 0.5 - below_GMW).clamp(min=0).to(torch.int32)
+    words = torch.zeros(sizes.words, sizes.subspaces * sizes.codewords, dtype=torch.int32, device=q_GD.device)
+    for g, level in enumerate(levels.flatten(1)):
+        words[g // WORD_HEADS] |= level << (8 * (g % WORD_HEADS))
+    return words, span_G * (sizes.scale * LOG2E / _LEVELS)
+
+
+_BLOCK, _RUN = tl.constexpr(BLOCK), tl.constexpr(RUN)
 _PAIR = tl.constexpr(0x00FF00FF)
 _LOW = tl.constexpr(0xFFFF)
 _TWO_23 = tl.constexpr(0x4B000000)  # as float32, the number whose mantissa counts in ones
@@ -110,7 +400,7 @@ def sample_kernel(
     row = tl.program_id(1)
     b = row // HEADS
     first, end = searched_keys(records_ptr, b)
-    base = first // BLOCK * BLOCK
+    base = first // _BLOCK * _BLOCK
     # Before the wait: nobody writes codes, and the tables are still being made.
     sampled = sampled_keys(base, end, tl.arange(0, SAMPLE * M // 4) // (M // 4), SAMPLERS, SAMPLE)
     codes = load_codes(records_ptr, row, sampled, HEADS, M)
@@ -155,16 +445,16 @@ def sampled_keys(
     The first halves of all programs are spread too, and hold every key where there is room for that. Where there are
     too few keys for a sample, the others are not below `end`.
     """
-    runs = tl.cdiv(end - base, RUN)
-    half: tl.constexpr = SAMPLE // RUN // 2
+    runs = tl.cdiv(end - base, _RUN)
+    half: tl.constexpr = SAMPLE // _RUN // 2
     taken: tl.constexpr = 2 * SAMPLERS * half
-    run = j // RUN
+    run = j // _RUN
     slot = tl.program_id(0) * half + run % half
     stretch = stretch_of(slot, taken // 2)
     other = (run // half + stretch) % 2  # which of two neighbours, in every stretch another
     turn = tl.where(runs > taken // 2, 2 * slot + other, slot + run // half * (taken // 2))
     run = tl.where(runs > taken, moved(turn, taken, runs, stretch), turn)
-    return base + run * RUN + j % RUN
+    return base + run * _RUN + j % _RUN
 
 
 @triton.jit
@@ -245,7 +535,7 @@ def keep_kernel(
     b = row // HEADS
     place = row * tl.num_programs(0) + tile
     first, end = searched_keys(records_ptr, b)
-    base = first // BLOCK * BLOCK
+    base = first // _BLOCK * _BLOCK
     tiles = tl.where(end > first, tl.cdiv(end - base, BK), 0)
     count = 0
     if tile >= tiles:

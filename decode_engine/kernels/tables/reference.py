@@ -1,6 +1,6 @@
 """The query-table kernels' eager reference: same buffers, same sample, plain torch over a batch's sequences.
 
-Shape legend: as in `tables.sizes` and `table_context`.
+Shape legend: as in `tables.sizes`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from decode_engine.kernels.tables.sizes import (
     MINI_KEYS,
     SAMPLE_KEYS,
     SAMPLE_RUN_KEYS,
+    TableContext,
     TableSizes,
     TableWork,
 )
-from decode_engine.kernels.tables.table_context import TableContext
 from decode_engine.kernels.weight_bytes import rounded_reference
 from index_store.errors import InvalidArgumentError
 

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.row_groups import Seat
-from decode_engine.kernels.attention.tail_write import write_tails
+from decode_engine.kernels.attention.shared_attention import Seat, write_tails
 from decode_engine.layers.session import Session
-from decode_engine.steps.attention.coarse_steps import coarse_fields
+from decode_engine.steps.attention.listed_steps import ListedSteps
+from decode_engine.steps.attention.selections import coarse_fields
 from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.row_planes.two_planes import TwoPlanes
@@ -69,6 +69,7 @@ class StepBatch:
         shared = {kind: kind(plan) for kind in dict.fromkeys(layers)}
         self.attentions: Sequence[StepAttention] = list(shared.values())
         """One for each kind of layer."""
+        self._searching = [each for each in self.attentions if isinstance(each, ListedSteps)]
         self._layers = [shared[kind] for kind in layers]
         shape = (len(layers), plan.size, records.RECORD_FIELDS)
         self._host_LBF = np.zeros(shape, dtype=np.int64)
@@ -212,7 +213,7 @@ class StepBatch:
         sessions = {row: session for row in rows if (session := self.sessions[row]) is not None}
         self._arrange(sessions, steady, ahead)
         try:
-            return max(attention.begin(sessions) for attention in self.attentions)
+            return max((each.selection.begin(sessions) for each in self._searching), default=0)
         except Exception:
             self.end()
             raise
@@ -240,8 +241,8 @@ class StepBatch:
         self._arranged = arranged
 
     def end(self) -> int:
-        """Ends the step: see `StepAttention.end`."""
-        return sum(attention.end() for attention in self.attentions)
+        """Ends the step: see `KeySelection.end`."""
+        return sum(each.selection.end() for each in self._searching)
 
     def send(self) -> None:
         """Copies changed addresses to the device, in stream order."""
@@ -272,8 +273,8 @@ class StepBatch:
         return total
 
     def fetched_B2(self) -> Tensor | None:
-        """See `StepAttention.fetched_B2`, over all layers; on the device."""
-        found = [fetched for attention in self.attentions if (fetched := attention.fetched_B2()) is not None]
+        """See `RowsInPlace.found_B2`, over all layers; on the device."""
+        found = [fetched for each in self._searching if (fetched := each.rows.found_B2()) is not None]
         return sum(found[1:], start=found[0]) if found else None
 
 

@@ -47,8 +47,7 @@ from harness.steps.general_steps import first_tokens, forward, start_sessions
 from search_cpu import read_us
 from torch import Tensor
 
-from decode_engine.host_search.mailbox import usual_waves
-from decode_engine.host_search.workers import SearchThreads
+from decode_engine.host_search.mailbox import SearchThreads, usual_waves
 from decode_engine.settings.command_options import search_cores
 from decode_engine.steps.step_graph import step_model
 from index_store.indexes.query_tables.parameters import TableParameters

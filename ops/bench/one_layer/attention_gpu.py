@@ -59,10 +59,9 @@ from decode_engine.kernels.tables.reference import (
     kept_mask,
     table_attention_reference,
 )
-from decode_engine.kernels.tables.sizes import TableShape, TableSizes, TableWork, table_shape
-from decode_engine.kernels.tables.table_context import TableContext
+from decode_engine.kernels.tables.sizes import TableContext, TableShape, TableSizes, TableWork, table_shape
 from decode_engine.steps.attention.listed_steps import ListedSteps
-from decode_engine.steps.attention.table_steps import TableSelection
+from decode_engine.steps.attention.selections import TableSelection
 from index_store.methods.index_specs import INDEX_SPECS
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS

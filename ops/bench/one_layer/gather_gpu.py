@@ -50,16 +50,12 @@ from harness.timing import event_ms, fastest, full_attention_us, graph_us
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.attention.reference import ListedSequence, attend_lists_reference
+from decode_engine.kernels.attention.sparse_attention import KeyLists, ListedSequence, attend_lists_reference
 from decode_engine.kernels.records import records_of
-from decode_engine.kernels.slots.gather_rows import CopyShape, RowCopies, copy_rows
-from decode_engine.kernels.slots.slot_cache import RowCounts, SlotCache
-from decode_engine.steps.attention.code_selection import CodeSelection
-from decode_engine.steps.attention.hybrid_steps import HybridSteps
-from decode_engine.steps.attention.listed_steps import ListedSteps
-from decode_engine.steps.attention.step_attention import StepPlan
-from decode_engine.steps.attention.step_parts import KeySelection
+from decode_engine.kernels.slots.slot_cache import CopyShape, RowCopies, RowCounts, SlotCache, copy_rows
+from decode_engine.steps.attention.listed_steps import HybridSteps, ListedSteps
+from decode_engine.steps.attention.selections import CodeSelection
+from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.memory.host_memory import HostBlock, copy_source, default_page_locker
 from index_store.memory.mapped_memory import is_mapped

@@ -42,8 +42,7 @@ from torch import Tensor
 
 from decode_engine.kernels import records
 from decode_engine.kernels.slots.slot_cache import SlotCache
-from decode_engine.steps.attention.hybrid_steps import HybridSteps
-from decode_engine.steps.attention.listed_steps import ListedSteps
+from decode_engine.steps.attention.listed_steps import HybridSteps, ListedSteps
 from index_store.indexes.coarse_rows.scalars.coding_numba import code_rows
 from index_store.indexes.row_planes.two_planes import TwoPlanes, find_low_plane
 from index_store.memory.host_memory import HostBlock, default_page_locker

@@ -73,7 +73,7 @@ from harness.steps.trained_queries import asked
 from harness.timing import copy_bandwidth, event_ms
 from torch import Tensor
 
-from decode_engine.host_search.workers import SearchThreads
+from decode_engine.host_search.mailbox import SearchThreads
 from decode_engine.settings.command_options import search_cores
 from decode_engine.steps import batch_kinds
 from decode_engine.steps.attention.step_attention import StepAttention

@@ -50,12 +50,12 @@ from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.sampling.grammar import Grammar
 from decode_engine.engine.sampling.parameters import SamplingParameters
 from decode_engine.engine.stepping import Flight, choose_together
-from decode_engine.host_search.workers import SearchThreads
+from decode_engine.host_search.mailbox import SearchThreads
 from decode_engine.layers.session import Session
 from decode_engine.orders.events import TokenLogprob
 from decode_engine.orders.order import Constraint
-from decode_engine.steps.batches import FIXED_ROWS
 from decode_engine.steps.step_graph import StepGraph, step_model
+from decode_engine.steps.stepper import FIXED_ROWS
 from index_store.memory.placement import Placement
 from index_store.methods.method import Method
 

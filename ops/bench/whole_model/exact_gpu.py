@@ -51,9 +51,8 @@ from decode_engine.model.runner import ModelRunner
 from decode_engine.orders.order import Order
 from decode_engine.settings.command_options import Prompts
 from decode_engine.steps.attention.step_batch import StepBatch
-from decode_engine.steps.batches import MAX_ROWS, batch_size
 from decode_engine.steps.step_graph import StepModel, step_model
-from decode_engine.steps.stepper import Stepper
+from decode_engine.steps.stepper import MAX_ROWS, Stepper, batch_size
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod

@@ -74,8 +74,8 @@ from harness.steps.general_steps import (
 from harness.steps.recorded_lists import RecordedLists
 from harness.steps.replayed_lists import replayed
 
-from decode_engine.host_search.thread_loop_numba import compile_search
-from decode_engine.host_search.workers import SearchThreads
+from decode_engine.host_search.mailbox import SearchThreads
+from decode_engine.host_search.shared_search_numba import compile_search
 from decode_engine.settings.command_options import search_cores
 from decode_engine.steps.step_graph import StepModel, step_model
 from index_store.memory.placement import SHARE, Placement, SlotRoom

@@ -12,11 +12,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from decode_engine.host_search import workers as workers_module
-from decode_engine.host_search.mailbox import Mailbox, SearchedRow
-from decode_engine.host_search.shared_words_numba import write_word
-from decode_engine.host_search.thread_loop_numba import INSIDE
-from decode_engine.host_search.workers import SearchWorkers
+from decode_engine.host_search import mailbox as workers_module
+from decode_engine.host_search.mailbox import Mailbox, SearchedRow, SearchWorkers
+from decode_engine.host_search.shared_search_numba import INSIDE, write_word
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.indexes.query_tables.search_numba import TILE
 from tests.decode_engine.host_search.searches import (

@@ -12,7 +12,7 @@ from decode_engine.host_search.mailbox import Mailbox
 from decode_engine.host_search.mailbox_triton import await_lists, post_queries
 from decode_engine.host_search.shared_search_numba import COUNT_BITS
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.sparse_attention import KeyLists
 from tests.decode_engine.host_search.searches import DIM, GROUP, HEADS, Layer, make_plan, searched
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.figures import Figures
-from decode_engine.layers.host_rows import copy_rows, pick_rows, stream_blocks
+from decode_engine.layers.partial_attention import copy_rows, pick_rows, stream_blocks
 from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer, attend_sparse_together
 from index_store.attention.logit_form import LogitForm
 from index_store.indexes.exact_index import ExactIndex
@@ -47,7 +47,7 @@ def search_over(method: Method, planes: TwoPlanes, decoded: Tensor) -> LayerSear
 def test_full_attention_is_that_over_decoded_rows(
     form: LogitForm, positions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decode_engine.layers.host_rows.DECODED_BYTES", 64 * 2 * HEADS * 2 * DIM)
+    monkeypatch.setattr("decode_engine.layers.partial_attention.DECODED_BYTES", 64 * 2 * HEADS * 2 * DIM)
     planes, decoded = make_context()
     step = make_step(1, positions)
     found = DenseLayer(planes, Figures(), form=form).attend(*step, CONTEXT)

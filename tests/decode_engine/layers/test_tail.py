@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from decode_engine.layers.tail import Tail
+from decode_engine.layers.dense_layer import Tail
 
 
 def test_a_tail_tells_kernels_where_its_rows_are() -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from numba import typeof
 
-from decode_engine.model.compiling import compile_beside
 from decode_engine.model.packed_weights import PackedMatrix
+from decode_engine.model.preparing import compile_beside
 from decode_engine.model.row_products_numba import multiply_rows
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context

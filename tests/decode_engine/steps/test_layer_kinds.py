@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.layers.dense_layer import keys_in_window
 from decode_engine.layers.session import Session
-from decode_engine.layers.window_layer import keys_in_window
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.steps.attention.dense_steps import WindowSteps
+from decode_engine.steps.attention.listed_steps import WindowSteps
 from decode_engine.steps.step_graph import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.memory.placement import Placement

@@ -10,15 +10,14 @@ import torch
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.row_groups import CONTEXT, HEADER, MEMBERS, TASK_FIELDS, WHAT
+from decode_engine.kernels.attention.shared_attention import CONTEXT, HEADER, MEMBERS, TASK_FIELDS, WHAT
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.steps.attention.dense_steps import DenseSteps
+from decode_engine.steps.attention.listed_steps import DenseSteps
 from decode_engine.steps.attention.step_batch import StepBatch, step_counts
-from decode_engine.steps.batches import FIXED_ROWS
 from decode_engine.steps.graph_cache import GraphCache
-from decode_engine.steps.stepper import Stepper
+from decode_engine.steps.stepper import FIXED_ROWS, Stepper
 from index_store.memory.placement import Placement
 from index_store.methods.presets import METHODS
 from tests.decode_engine.steps.sessions import (
@@ -75,7 +74,7 @@ def test_one_launch_serves_contexts_of_all_lengths(runner: ModelRunner) -> None:
 def test_more_sessions_than_a_batch_holds_keep_their_rows(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decode_engine.steps.batches.MAX_ROWS", 2)
+    monkeypatch.setattr("decode_engine.steps.stepper.MAX_ROWS", 2)
     placed: list[Session] = []
     place = StepBatch.place
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_engine.layers.host_rows import copy_rows, pick_rows, stream_blocks
+from decode_engine.layers.partial_attention import copy_rows, pick_rows, stream_blocks
 from index_store.memory import host_memory, mapped_memory
 from index_store.memory.arena import Arena
 from index_store.memory.host_memory import (

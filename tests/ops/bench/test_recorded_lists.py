@@ -12,8 +12,7 @@ from harness.steps.replayed_lists import replayed, rows_of_layers
 
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.steps.attention.hybrid_steps import HybridSteps
-from decode_engine.steps.attention.listed_steps import ListedSteps
+from decode_engine.steps.attention.listed_steps import HybridSteps, ListedSteps
 from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.step_batch import StepBatch
 from decode_engine.steps.step_graph import StepGraph, step_model

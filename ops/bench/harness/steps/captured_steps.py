@@ -20,9 +20,8 @@ from torch import Tensor
 from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.sampling.parameters import SamplingParameters
 from decode_engine.engine.stepping import Flight
-from decode_engine.host_search.mailbox import Mailbox
+from decode_engine.host_search.mailbox import Mailbox, SearchThreads
 from decode_engine.host_search.shared_search_numba import COUNT_BITS
-from decode_engine.host_search.workers import SearchThreads
 from decode_engine.kernels import records
 from decode_engine.layers.session import Session
 from decode_engine.steps.attention.host_steps import HostTableSelection

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.sparse_attention import KeyLists
 from decode_engine.steps.attention.listed_steps import ListedSteps
-from decode_engine.steps.attention.step_attention import StepPlan
-from decode_engine.steps.attention.step_parts import KeySelection
+from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
 from harness.steps.recorded_lists import RecordedLists
 
 

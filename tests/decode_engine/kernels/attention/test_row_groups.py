@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from decode_engine.kernels.attention import row_groups
-from decode_engine.kernels.attention.row_groups import (
-    CONTEXT,
-    TAIL,
+from decode_engine.kernels.attention import shared_attention as row_groups
+from decode_engine.kernels.attention.shared_attention import (
+    READS_CONTEXT,
+    READS_TAIL,
     RowGroups,
     Seat,
     load_task,
@@ -98,19 +98,19 @@ def test_every_key_of_every_row_is_in_one_task(group: int, steady: bool) -> None
         by_row = {seat.row: seat for seat in seats}
         for entry in (*contexts, *tails):
             assert len({by_row[row].context for row in entry.rows}) == 1
-            assert len(entry.rows) <= (limit if entry.what == CONTEXT else 1)
+            assert len(entry.rows) <= (limit if entry.what == READS_CONTEXT else 1)
             for row in entry.rows:
                 filled[row].append(entry.slot)
-                if entry.what & CONTEXT:
-                    found[row, CONTEXT].append(entry.keys_of(by_row[row].keys))
-                if entry.what & TAIL:
-                    found[row, TAIL].append(entry.keys_of(by_row[row].tail))
-        assert all(entry.what & CONTEXT for entry in contexts)
-        assert all(entry.what == TAIL for entry in tails)
+                if entry.what & READS_CONTEXT:
+                    found[row, READS_CONTEXT].append(entry.keys_of(by_row[row].keys))
+                if entry.what & READS_TAIL:
+                    found[row, READS_TAIL].append(entry.keys_of(by_row[row].tail))
+        assert all(entry.what & READS_CONTEXT for entry in contexts)
+        assert all(entry.what == READS_TAIL for entry in tails)
         for seat in seats:
             assert sorted(filled[seat.row]) == list(range(slots[seat.row]))
-            assert covered(found[seat.row, CONTEXT]) == seat.keys
-            assert covered(found[seat.row, TAIL]) == seat.tail
+            assert covered(found[seat.row, READS_CONTEXT]) == seat.keys
+            assert covered(found[seat.row, READS_TAIL]) == seat.tail
             assert parts[seat.row] <= slots[seat.row] <= groups.slots
         assert sum(slots) == sum(slots[seat.row] for seat in seats)
 

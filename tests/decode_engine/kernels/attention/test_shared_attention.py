@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.partials import Partials, merge_partials_reference
-from decode_engine.kernels.attention.row_groups import RowGroups, Seat
+from decode_engine.kernels.attention.online_softmax import Partials, merge_partials_reference
 from decode_engine.kernels.attention.shared_attention import (
+    RowGroups,
+    Seat,
     attend_dense_reference,
     attend_shared,
     shared_shape,

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.partials import Partials, merge_partials
-from decode_engine.kernels.attention.shared_attention import attend_dense_reference
-from decode_engine.kernels.attention.tail_write import write_tails, write_tails_reference
-from decode_engine.kernels.attention.window_attention import attend_window
+from decode_engine.kernels.attention.online_softmax import Partials, merge_partials
+from decode_engine.kernels.attention.shared_attention import (
+    attend_dense_reference,
+    attend_window,
+    write_tails,
+    write_tails_reference,
+)
 from tests.decode_engine.kernels.problems.cluster_problems import make_problem, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

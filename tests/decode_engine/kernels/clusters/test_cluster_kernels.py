@@ -9,24 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.attention.online_softmax import LOG2E
-from decode_engine.kernels.attention.partials import Partials, merge_partials
-from decode_engine.kernels.attention.reference import attend_lists_reference
+from decode_engine.kernels.attention.online_softmax import LOG2E, Partials, merge_partials
 from decode_engine.kernels.attention.sparse_attention import (
     MONOPOLE,
     SUMS,
     ClusterScores,
+    KeyLists,
     TakeOut,
     attend_lists,
+    attend_lists_reference,
     list_programs,
 )
-from decode_engine.kernels.clusters.lookup import look_up, lookup_slots
+from decode_engine.kernels.clusters.lookup import correct_clusters, look_up, lookup_slots
 from decode_engine.kernels.clusters.reference import (
     cluster_logits,
     remainder_reference,
 )
-from decode_engine.kernels.clusters.remainder import correct_clusters
 from index_store.attention.attention_state import AttentionState
 from index_store.errors import InvalidArgumentError
 from index_store.selection.clustered_keys import ClusteredKeys, ScoredClusters

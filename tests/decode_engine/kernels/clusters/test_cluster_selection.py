@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.attention.partials import Partials
+from decode_engine.kernels.attention.online_softmax import Partials
 from decode_engine.kernels.attention.sparse_attention import (
     ClusterScores,
+    KeyLists,
 )
-from decode_engine.kernels.clusters.device_clusters import most_clusters
-from decode_engine.kernels.clusters.lookup import look_up, lookup_slots
+from decode_engine.kernels.clusters.lookup import look_up, lookup_slots, most_clusters
 from decode_engine.kernels.clusters.reference import (
     select_clusters_reference,
 )

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from decode_engine.kernels.coarse.warp import warp_findings
-from decode_engine.kernels.coarse.warp.tiles import byte_sums, channel_places, key_tiles, value_tiles
+from decode_engine.kernels.coarse import key_tiles, registers, value_tiles, warp_pass
 from index_store.indexes.coarse_rows.scalars.packing import pack
 from tests.support.warps.warp_interpreter import Language
 from tests.support.warps.warp_launches import WARP_MODULES, interpreted
@@ -33,28 +32,28 @@ def test_sums_are_those_of_integers(tile: int, head_dim: int, bits: int, groups:
         for module in WARP_MODULES:
             module.gl = Language((0, 0), (1, 1))
         order = key_tiles.key_of(Numbers(np.arange(tile, dtype=np.int32)), tile).array
-        words = channel_places.stored_word(
-            Numbers(np.arange(channel_places.held_words(head_dim, bits), dtype=np.int32)), head_dim, bits
+        words = registers.stored_word(
+            Numbers(np.arange(registers.held_words(head_dim, bits), dtype=np.int32)), head_dim, bits
         )
         held = Numbers(np.ascontiguousarray(packed[order][:, words.array]))
         both = np.concatenate([weights_VTC >> 8, weights_VTC & 255], 2).astype(np.uint8)  # [V, T, Y]
         columns = np.ascontiguousarray(both.transpose(0, 2, 1)).reshape(-1, tile).view(np.int32)
         state = (
-            byte_sums.no_sums_yet(2 * heads, head_dim),
-            byte_sums.nothing_pending(2 * heads, head_dim),
+            value_tiles.no_sums_yet(2 * heads, head_dim),
+            value_tiles.nothing_pending(2 * heads, head_dim),
         )
         unit = Numbers(np.float32(0.25))
         for _ in range(2):
             state = value_tiles.add_values(
                 *state, held, Numbers(columns), unit, tile, head_dim, bits, groups, 2 * heads
             )
-        sums = byte_sums.add_pending(*state, unit)
+        sums = value_tiles.add_pending(*state, unit)
         evens = tuple(Numbers(np.resize(even, rows)) for even in evens_VC)
-        planes = byte_sums.values_of(sums, evens, rows, 2 * heads, head_dim, bits)
-        places = channel_places.value_places(head_dim, bits)
+        planes = value_tiles.values_of(sums, evens, rows, 2 * heads, head_dim, bits)
+        places = registers.value_places(head_dim, bits)
         for plane, found in enumerate(planes):
             row = Numbers(np.arange(16, dtype=np.int32))
-            channels = channel_places.channels_of(plane, row, places).array
+            channels = registers.channels_of(plane, row, places).array
             group = channels[0] * groups // head_dim
             expected = 2 * 0.25 * (codes_TD[:, channels].T @ weights_VTC[group]) + evens_VC[group]
             np.testing.assert_allclose(found.array[:, :heads], expected, rtol=1e-6)
@@ -66,7 +65,7 @@ def test_small_weights_are_rounded_evenly(tile: int, rows: int, together: int) -
     with interpreted():
         for module in WARP_MODULES:
             module.gl = Language((0, 0), (1, 1))
-        found = warp_findings.thresholds(tile, rows, together).array - np.float32(2**15)
+        found = warp_pass.thresholds(tile, rows, together).array - np.float32(2**15)
     count = min(tile, 32)
     np.testing.assert_array_equal(np.unique(found), (np.arange(count) + 0.5) / count)
     for weight in (0.1, 0.5, 0.8, 3.3):
@@ -80,7 +79,7 @@ def test_weights_have_15_bits_in_a_unit_above_them() -> None:
     with interpreted():
         for module in WARP_MODULES:
             module.gl = Language((0, 0), (1, 1))
-        units = warp_findings.unit_above(Numbers(numbers)).array
+        units = warp_pass.unit_above(Numbers(numbers)).array
     assert (np.log2(units) % 1 == 0).all()
     weights = numbers / units
     assert weights.max() <= 32766

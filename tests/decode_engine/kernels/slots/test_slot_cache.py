@@ -11,10 +11,17 @@ import pytest
 import torch
 
 from decode_engine.kernels import records
-from decode_engine.kernels.slots.gather_rows import CopyShape, RowCopies, copy_rows
-from decode_engine.kernels.slots.slot_cache import HASH, OTHER_HASH, WAYS, RowCounts, SlotCache
-from decode_engine.kernels.slots.slot_fetch import FetchBuffers, fetch_rows
-from decode_engine.kernels.slots.slot_lookup import CLAIM_FIRST, ENTRY_BITS
+from decode_engine.kernels.slots.slot_cache import (
+    HASH,
+    OTHER_HASH,
+    WAYS,
+    CopyShape,
+    RowCopies,
+    RowCounts,
+    SlotCache,
+    copy_rows,
+)
+from decode_engine.kernels.slots.slot_fetch import CLAIM_FIRST, ENTRY_BITS, FetchBuffers, fetch_rows
 from index_store.errors import InvalidArgumentError
 from index_store.memory.placement import COUNT_BYTES, MARKED, TAG_BYTES
 from tests.decode_engine.kernels.problems.slot_problems import (

@@ -14,10 +14,15 @@ import torch
 from decode_engine.kernels.records import records_of
 from decode_engine.kernels.tables.reference import TableSequence, sampled_keys, spread_sample
 from decode_engine.kernels.tables.search import pick
-from decode_engine.kernels.tables.selection import select
-from decode_engine.kernels.tables.sizes import TableShape, TableSizes, table_shape
-from decode_engine.kernels.tables.table_attention import table_attention
-from decode_engine.kernels.tables.table_context import TableContext, has_padded_rows, padded_rows
+from decode_engine.kernels.tables.selection import select, table_attention
+from decode_engine.kernels.tables.sizes import (
+    TableContext,
+    TableShape,
+    TableSizes,
+    has_padded_rows,
+    padded_rows,
+    table_shape,
+)
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.query_tables.search_numba import (
     TableReads,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.steps.attention.registry import step_attention_for
 from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.step_batch import StepBatch
+from decode_engine.steps.batch_kinds import step_attention_for
 from decode_engine.steps.step_graph import StepGraph, step_model
 from index_store.memory.placement import Placement
 from index_store.methods.presets import get_method

@@ -14,7 +14,7 @@ from harness.checks import CheckFailedError
 from harness.made_up import coarse_layers
 from harness.made_up.trained_rows import TrainedRows
 
-from decode_engine.kernels.slots.gather_rows import CopyShape
+from decode_engine.kernels.slots.slot_cache import CopyShape
 from decode_engine.kernels.tables.sizes import TableShape, TableSizes
 from index_store.attention.attention_state import AttentionState
 from tests.ops.bench.conftest import load_bench

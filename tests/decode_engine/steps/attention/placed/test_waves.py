@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
-from decode_engine.host_search.mailbox import Mailbox
+from decode_engine.host_search.mailbox import Mailbox, SearchThreads
 from decode_engine.host_search.mailbox_triton import await_lists
 from decode_engine.host_search.shared_search_numba import COUNT_BITS
-from decode_engine.host_search.workers import SearchThreads
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.sparse_attention import KeyLists
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
@@ -115,7 +114,7 @@ def step_logits(runner: ModelRunner, waves: int) -> tuple[Tensor, list[tuple[int
         graph = stepper.graph(sessions)
         steps = [each for each in graph.batch.attentions if isinstance(each, HostSteps)]
         assert [len(each.selection.waves) for each in steps] == [waves]
-        fetched = [tuple(pair) for each in steps for pair in each.fetched_B2()[: len(sessions)].tolist()]
+        fetched = [tuple(pair) for each in steps for pair in each.rows.found_B2()[: len(sessions)].tolist()]
         return graph.logits_BV[: len(sessions)].float().cpu().clone(), fetched
     finally:
         threads.close()
