@@ -34,7 +34,7 @@ from decode_engine.kernels.record_fields import (
     searched_keys,
 )
 from decode_engine.kernels.tables import sizes as table_sizes
-from decode_engine.kernels.tables.sizes import TableSizes, TableWork
+from decode_engine.kernels.tables.sizes import TableConstants, TableSizes, TableWork
 from decode_engine.kernels.weight_bytes import of_byte, to_byte
 
 LOG2E = tl.constexpr(online_softmax.LOG2E)
@@ -71,41 +71,31 @@ def load_centroids(
     b: tl.tensor,
     h: tl.tensor,
     first: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
+    K: tl.constexpr,
     CB: tl.constexpr,
     W: tl.constexpr,
 ) -> tl.tensor:
     """CB centroids of every subspace, from `first` on: [M, CB, W]."""
     c = first + tl.arange(0, CB)
-    offsets = ((h * M + tl.arange(0, M))[:, None] * C + c[None, :]) * W
+    offsets = ((h * K.M + tl.arange(0, K.M))[:, None] * K.C + c[None, :]) * W
     places = offsets[:, :, None] + tl.arange(0, W)[None, None, :]
     places_ptr = aligned_pointer(records_ptr, b, places, CENTROIDS, tl.float32)
-    return tl.load(places_ptr, mask=(c < C)[None, :, None], other=0.0)
+    return tl.load(places_ptr, mask=(c < K.C)[None, :, None], other=0.0)
 
 
 @triton.jit
-def load_query(
-    q_ptr: tl.tensor,
-    slot: tl.tensor,
-    G: tl.constexpr,
-    GP: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    STRIDED: tl.constexpr,
-    POOLED: tl.constexpr,
-) -> tl.tensor:
+def load_query(q_ptr: tl.tensor, slot: tl.tensor, K: tl.constexpr) -> tl.tensor:
     """A searched query by subspaces, [M, W] float32: a head's, or the sum of the group's heads.
 
     Read as it lies and rearranged afterwards: gathered by subspace, it would take more loads than the centroids. The
     sum, also over a single head, keeps the compiler from gathering.
     """
-    W: tl.constexpr = D // M
-    HEADS: tl.constexpr = G if POOLED else 1
-    g = tl.arange(0, GP if POOLED else 2)
-    places = (slot * HEADS + g)[:, None] * D + tl.arange(0, D)[None, :]
+    W: tl.constexpr = K.D // K.M
+    HEADS: tl.constexpr = K.G if K.POOLED else 1
+    g = tl.arange(0, K.GP if K.POOLED else 2)
+    places = (slot * HEADS + g)[:, None] * K.D + tl.arange(0, K.D)[None, :]
     q = tl.sum(tl.load(q_ptr + places, mask=(g < HEADS)[:, None], other=0.0).to(tl.float32), 0)
-    return tl.trans(tl.reshape(q, [W, M])) if STRIDED else tl.reshape(q, [M, W])
+    return tl.trans(tl.reshape(q, [W, K.M])) if K.STRIDED else tl.reshape(q, [K.M, W])
 
 
 @triton.jit
@@ -119,14 +109,7 @@ def pick_rows(
     h: tl.tensor,
     slot: tl.tensor,
     scale: tl.tensor,
-    G: tl.constexpr,
-    GP: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    CP: tl.constexpr,
-    STRIDED: tl.constexpr,
-    POOLED: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Writes where the nearest centroid's row of every subspace begins, and its weight max(0, q_b . c_b) * table scale.
@@ -134,33 +117,33 @@ def pick_rows(
     Of equals the first is nearest. Kernels add four rows at a time: where there are fewer, the others are the same ones
     again, with weight 0. What does not depend on the launch before is read before it has ended.
     """
-    W: tl.constexpr = D // M
-    J: tl.constexpr = max(4, M)
-    CB: tl.constexpr = min(CP, _PICK_SIZE // D)
-    s = tl.arange(0, M)
+    W: tl.constexpr = K.D // K.M
+    J: tl.constexpr = max(4, K.M)
+    CB: tl.constexpr = min(K.CP, _PICK_SIZE // K.D)
+    s = tl.arange(0, K.M)
     row_blocks = (field(records_ptr, b, TABLE_ROW) // (4 * MINI_WORDS)).to(tl.int32)
     scales_ptr = field(records_ptr, b, SCALES).to(tl.pointer_type(tl.float32))
-    scales = tl.load(scales_ptr + h * M + s) * scale
-    centroids = load_centroids(records_ptr, b, h, 0, M, C, CB, W)
+    scales = tl.load(scales_ptr + h * K.M + s) * scale
+    centroids = load_centroids(records_ptr, b, h, 0, K, CB, W)
     wait_alone(CHAINED)
-    q = load_query(q_ptr, slot, G, GP, D, M, STRIDED, POOLED)
-    best = tl.full([M], float("-inf"), tl.float32)
-    nearest = tl.zeros([M], tl.int32)
-    for first in tl.static_range(0, CP, CB):
+    q = load_query(q_ptr, slot, K)
+    best = tl.full([K.M], float("-inf"), tl.float32)
+    nearest = tl.zeros([K.M], tl.int32)
+    for first in tl.static_range(0, K.CP, CB):
         if first > 0:
-            centroids = load_centroids(records_ptr, b, h, first, M, C, CB, W)
+            centroids = load_centroids(records_ptr, b, h, first, K, CB, W)
         products = tl.sum(centroids * q[:, None, :], 2)
-        products = tl.where((first + tl.arange(0, CB) < C)[None, :], products, float("-inf"))
+        products = tl.where((first + tl.arange(0, CB) < K.C)[None, :], products, float("-inf"))
         largest = tl.max(products, 1)
         nearest = tl.where(largest > best, first + tl.argmax(products, 1).to(tl.int32), nearest)
         best = tl.maximum(best, largest)
     weights = tl.maximum(best, 0.0) * scales
     largest = tl.max(weights, 0)
     small = tl.floor(weights * tl.where(largest > 0.0, 255.0 / largest, 0.0) + 0.5).to(tl.int32)
-    rows = (h * (M * C) + s * C + nearest) * row_blocks
-    for repeat in tl.static_range(J // M):
-        tl.store(rows_ptr + slot * J + repeat * M + s, rows)
-    if M < 4:
+    rows = (h * (K.M * K.C) + s * K.C + nearest) * row_blocks
+    for repeat in tl.static_range(J // K.M):
+        tl.store(rows_ptr + slot * J + repeat * K.M + s, rows)
+    if K.M < 4:
         tl.store(weights_ptr + slot, tl.sum(small << (8 * s), 0))
     else:
         k = tl.arange(0, J // 4)
@@ -223,26 +206,25 @@ def sum_rows(
     slot: tl.tensor,
     word: tl.tensor,
     mask: tl.tensor,
-    J: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    K: tl.constexpr,
 ) -> tl.tensor:
     """Weighted sums of a query's picked rows for the four keys of every word, int32."""
     _, _, _, _, tables = sequence
     # All of these loads are under way before the first row's: one by one they would cost most of a step.
     rows = ()
     weights = ()
-    for j in tl.static_range(J):
-        rows += (tl.load(rows_ptr + slot * J + j),)  # type: ignore[assignment]
-    for j in tl.static_range(J // 4):
-        weights += (tl.load(weights_ptr + slot * (J // 4) + j),)  # type: ignore[assignment]
+    for j in tl.static_range(K.J):
+        rows += (tl.load(rows_ptr + slot * K.J + j),)  # type: ignore[assignment]
+    for j in tl.static_range(K.J // 4):
+        weights += (tl.load(weights_ptr + slot * (K.J // 4) + j),)  # type: ignore[assignment]
     zero = tl.zeros_like(word)
     a = (zero, zero, zero, zero)
-    for j in tl.static_range(0, J, 4):
+    for j in tl.static_range(0, K.J, 4):
         x0 = load_row(tables, rows[j], word, mask)
         x1 = load_row(tables, rows[j + 1], word, mask)
         x2 = load_row(tables, rows[j + 2], word, mask)
         x3 = load_row(tables, rows[j + 3], word, mask)
-        a = add_four_rows(x0, x1, x2, x3, weights[j // 4], a, ASSEMBLY)
+        a = add_four_rows(x0, x1, x2, x3, weights[j // 4], a, K.ASSEMBLY)
     return a
 
 
@@ -475,27 +457,18 @@ def pick_kernel(
     weights_ptr: tl.tensor,
     units_ptr: tl.tensor,
     scale: tl.tensor,
-    H: tl.constexpr,
-    L: tl.constexpr,
-    G: tl.constexpr,
-    GP: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    CP: tl.constexpr,
-    STRIDED: tl.constexpr,
-    POOLED: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """One program per query: see `pick_rows`. Records are not written by the launch before, so they are read early."""
     slot = tl.program_id(0)
-    bh = slot // L
-    b = bh // H
+    bh = slot // K.L
+    b = bh // K.H
     first, end = searched_keys(records_ptr, b)
     if end > first:
         pick_rows(
-            q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, bh % H, slot, scale,
-            G, GP, D, M, C, CP, STRIDED, POOLED, CHAINED,
+            q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, bh % K.H, slot, scale,
+            K, CHAINED
         )  # fmt: skip
     else:
         wait_alone(CHAINED)
@@ -514,19 +487,7 @@ def sample_pooled_kernel(
     arrivals_ptr: tl.tensor,
     limits_ptr: tl.tensor,
     scale: tl.tensor,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    GP: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    CP: tl.constexpr,
-    STRIDED: tl.constexpr,
-    J: tl.constexpr,
-    S: tl.constexpr,
-    PICK: tl.constexpr,
-    EARLY: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Every program leaves a histogram of the pooled query's scores; EARLY: the last makes the threshold of them all.
@@ -535,29 +496,29 @@ def sample_pooled_kernel(
     less than another launch.
     """
     bh = tl.program_id(1)
-    b = bh // H
+    b = bh // K.H
     sequence = load_sequence(records_ptr, b)
     _, _, span, _, _ = sequence
     # Which keys are sampled is worked out while the launch before still runs, here and below.
-    word, mask = sampled_words(sequence, S)
-    if PICK:
+    word, mask = sampled_words(sequence, K.S)
+    if K.PICK:
         if span > 0:
             pick_rows(
-                q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, bh % H, bh, scale,
-                G, GP, D, M, C, CP, STRIDED, True, CHAINED,
+                q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, bh % K.H, bh, scale,
+                K, CHAINED
             )  # fmt: skip
         else:
             wait_alone(CHAINED)
         tl.debug_barrier()
     else:
         wait_alone(CHAINED)
-    a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
+    a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, K)
     reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
     bins = bins_of_keys(
         sequence, word, mask, linear_bin(a0, reach), linear_bin(a1, reach), linear_bin(a2, reach),
         linear_bin(a3, reach), SAMPLE_WORDS,
     )  # fmt: skip
-    store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, bins, bh, reach, S, EARLY)
+    store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, bins, bh, reach, K)
     let_next_begin(CHAINED)
 
 
@@ -570,18 +531,19 @@ def store_histogram(
     bins: tl.tensor,
     bh: tl.tensor,
     reach: tl.tensor | None,
-    S: tl.constexpr,
-    EARLY: tl.constexpr,
+    K: tl.constexpr,
 ) -> None:
     """Leaves one of a head's S histograms; the last program, if EARLY, reads the limit off their sum.
 
     reach: of linear bins; None for octaves.
     """
-    store_counts(sequence, histograms_ptr + (bh * S + tl.program_id(0)) * BINS, bins, S * 4 * SAMPLE_WORDS)
-    if EARLY:
+    store_counts(
+        sequence, histograms_ptr + (bh * K.S + tl.program_id(0)) * BINS, bins, K.S * 4 * SAMPLE_WORDS
+    )
+    if K.EARLY:
         last = arrives_last(arrivals_ptr, bh)
         if last:
-            total = sum_histograms(load_histograms(histograms_ptr, bh, S), S)
+            total = sum_histograms(load_histograms(histograms_ptr, bh, K.S), K.S)
             border, draws = threshold(sequence, total)
             if reach is None:
                 least, above = octave_cut(border), octave_cut(border + 1)
@@ -599,22 +561,18 @@ def score_kernel(
     logits_ptr: tl.tensor,
     peaks_ptr: tl.tensor,
     masses_ptr: tl.tensor,
-    H: tl.constexpr,
-    L: tl.constexpr,
-    J: tl.constexpr,
-    BW: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Scores one tile for one head; see `TableWork.logits` for what is left. Byte 0 is weight 0."""
-    tile = tl.program_id(0) // L
+    tile = tl.program_id(0) // K.L
     bh = tl.program_id(1)
-    sequence = load_sequence(records_ptr, bh // H)
+    sequence = load_sequence(records_ptr, bh // K.H)
     wait_alone(CHAINED)
-    slot = bh * L + tl.program_id(0) % L
-    if tile < tile_count(sequence, BW):
-        word, mask = tile_words(sequence, tile, BW)
-        a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, slot, word, mask, J, ASSEMBLY)
+    slot = bh * K.L + tl.program_id(0) % K.L
+    if tile < tile_count(sequence, K.BW):
+        word, mask = tile_words(sequence, tile, K.BW)
+        a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, slot, word, mask, K)
         unit = tl.load(units_ptr + slot * 2) * LOG2E
         x0 = tl.where(searched(word, 0, sequence), a0.to(tl.float32) * unit, float("-inf"))
         x1 = tl.where(searched(word, 1, sequence), a1.to(tl.float32) * unit, float("-inf"))
@@ -624,8 +582,8 @@ def score_kernel(
         base = tl.where(peak == float("-inf"), 0.0, peak)
         w0, w1, w2, w3 = tl.exp2(x0 - base), tl.exp2(x1 - base), tl.exp2(x2 - base), tl.exp2(x3 - base)
         packed = to_byte(w0) | (to_byte(w1) << 8) | (to_byte(w2) << 16) | (to_byte(w3) << 24)
-        place = slot * (tl.num_programs(0) // L) + tile
-        tl.store(logits_ptr + place.to(tl.int64) * BW + tl.arange(0, BW), packed)
+        place = slot * (tl.num_programs(0) // K.L) + tile
+        tl.store(logits_ptr + place.to(tl.int64) * K.BW + tl.arange(0, K.BW), packed)
         tl.store(peaks_ptr + place, peak)
         tl.store(masses_ptr + place, tl.sum(w0 + w1 + w2 + w3, 0))
     let_next_begin(CHAINED)
@@ -662,37 +620,32 @@ def combine_kernel(
     arrivals_ptr: tl.tensor,
     limits_ptr: tl.tensor,
     P: tl.tensor,
-    H: tl.constexpr,
-    L: tl.constexpr,
-    BW: tl.constexpr,
-    PP: tl.constexpr,
-    LP: tl.constexpr,
-    S: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Normalisers of the softmaxes, and a histogram of their sums: of all keys, or of one run in several, in every
     stretch of runs another."""
     bh = tl.program_id(1)
-    sequence = load_sequence(records_ptr, bh // H)
-    tiles = tile_count(sequence, BW)
-    apart = tl.maximum(tl.cdiv(tiles * BW, S * SAMPLE_WORDS), 1)
+    sequence = load_sequence(records_ptr, bh // K.H)
+    tiles = tile_count(sequence, K.BW)
+    apart = tl.maximum(tl.cdiv(tiles * K.BW, K.S * SAMPLE_WORDS), 1)
     j = tl.arange(0, SAMPLE_WORDS)
     turn = tl.program_id(0) * (SAMPLE_WORDS // SAMPLE_RUN) + j // SAMPLE_RUN
     run = turn * apart + (turn + turn // apart) % apart
-    tile = run // (BW // SAMPLE_RUN)
-    within = run % (BW // SAMPLE_RUN) * SAMPLE_RUN + j % SAMPLE_RUN
+    tile = run // (K.BW // SAMPLE_RUN)
+    within = run % (K.BW // SAMPLE_RUN) * SAMPLE_RUN + j % SAMPLE_RUN
     inside = tile < tiles
     wait_alone(CHAINED)
-    normalisers = merge_masses(peaks_ptr, masses_ptr, tiles, bh, P, L, LP, PP)
-    heads = tl.arange(0, LP)
-    tl.store(normalisers_ptr + bh * L + heads, normalisers, mask=heads < L)
+    normalisers = merge_masses(peaks_ptr, masses_ptr, tiles, bh, P, K)
+    heads = tl.arange(0, K.LP)
+    tl.store(normalisers_ptr + bh * K.L + heads, normalisers, mask=heads < K.L)
     zero = tl.zeros([SAMPLE_WORDS], tl.float32)
     w = (zero, zero, zero, zero)
-    for g in tl.static_range(L):
-        slot = bh * L + g
+    for g in tl.static_range(K.L):
+        slot = bh * K.L + g
         peak = tl.load(peaks_ptr + slot * P + tile, mask=inside, other=float("-inf"))
         factor = tl.exp2(peak - tl.sum(tl.where(heads == g, normalisers, 0.0), 0))
-        w = summed_weights(logits_ptr, factor, slot * P + tile, within, inside, w, BW)
+        w = summed_weights(logits_ptr, factor, slot * P + tile, within, inside, w, K.BW)
     w0, w1, w2, w3 = w
     keys, _, _, _, _ = sequence
     blocks = tl.cdiv(keys, 4 * MINI_WORDS)
@@ -703,7 +656,7 @@ def combine_kernel(
         sequence, word, inside, octave_bin(w0), octave_bin(w1), octave_bin(w2), octave_bin(w3),
         SAMPLE_WORDS,
     )  # fmt: skip
-    store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, bins, bh, None, S, True)
+    store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, bins, bh, None, K)
     let_next_begin(CHAINED)
 
 
@@ -714,16 +667,14 @@ def merge_masses(
     tiles: tl.tensor,
     bh: tl.tensor,
     P: tl.tensor,
-    L: tl.constexpr,
-    LP: tl.constexpr,
-    PP: tl.constexpr,
+    K: tl.constexpr,
 ) -> tl.tensor:
     """log2 of every head's sum of weights over all tiles, [LP]."""
-    g = tl.arange(0, LP)[:, None]
-    p = tl.arange(0, PP)[None, :]
-    there = (g < L) & (p < tiles)
-    peaks = tl.load(peaks_ptr + (bh * L + g) * P + p, mask=there, other=float("-inf"))
-    masses = tl.load(masses_ptr + (bh * L + g) * P + p, mask=there, other=0.0)
+    g = tl.arange(0, K.LP)[:, None]
+    p = tl.arange(0, K.PP)[None, :]
+    there = (g < K.L) & (p < tiles)
+    peaks = tl.load(peaks_ptr + (bh * K.L + g) * P + p, mask=there, other=float("-inf"))
+    masses = tl.load(masses_ptr + (bh * K.L + g) * P + p, mask=there, other=0.0)
     highest = tl.max(peaks, 1)
     highest = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.sum(masses * tl.exp2(peaks - highest[:, None]), 1)
@@ -738,24 +689,19 @@ def search(q_BHGD: Tensor, records_BF: Tensor, sizes: TableSizes, work: TableWor
     rows, shape = q_BHGD.shape[0] * sizes.kv_heads, sizes.shape
     if not sizes.pooled or shape.pick_apart:
         pick(q_BHGD, records_BF, sizes, work)
-    options = {"H": sizes.kv_heads} | chained(q_BHGD.device)
-    reading = {"J": sizes.picks, "ASSEMBLY": q_BHGD.is_cuda}
+    constants, options = TableConstants.of(q_BHGD, sizes), chained(q_BHGD.device)
     picked = (records_BF, work.rows, work.weights, work.units)
     found = (work.histograms, work.arrivals, work.limits)
     if sizes.pooled:
         sample_pooled_kernel[(sizes.samplers, rows)](
-            q_BHGD, *picked, *found, _pick_scale(sizes), **_pick_sizes(sizes), **reading, S=sizes.samplers,
-            PICK=not shape.pick_apart, EARLY=shape.early_threshold, num_warps=8, **options,
-        )  # fmt: skip
+            q_BHGD, *picked, *found, _pick_scale(sizes), K=constants, num_warps=8, **options
+        )
         return
-    scored, words = (work.logits, work.peaks, work.masses), shape.tile_keys // 4
-    score_kernel[(sizes.queries * sizes.tiles, rows)](
-        *picked, *scored, L=sizes.queries, BW=words, **reading, **options
-    )
+    scored = (work.logits, work.peaks, work.masses)
+    score_kernel[(sizes.queries * sizes.tiles, rows)](*picked, *scored, K=constants, **options)
     combine_kernel[(sizes.samplers, rows)](
-        records_BF, *scored, work.normalisers, *found, sizes.tiles, L=sizes.queries, BW=words,
-        PP=triton.next_power_of_2(sizes.tiles), LP=triton.next_power_of_2(sizes.queries),
-        S=sizes.samplers, maxnreg=64, **options,  # eight programs fit into a multiprocessor
+        records_BF, *scored, work.normalisers, *found, sizes.tiles, K=constants,
+        maxnreg=64, **options,  # eight programs fit into a multiprocessor
     )  # fmt: skip
 
 
@@ -763,24 +709,10 @@ def pick(q_BHGD: Tensor, records_BF: Tensor, sizes: TableSizes, work: TableWork)
     """Launches the choice of the nearest centroids alone: fills rows, weights and units of `work`."""
     pick_kernel[(q_BHGD.shape[0] * sizes.kv_heads * sizes.queries,)](
         q_BHGD, records_BF, work.rows, work.weights, work.units, _pick_scale(sizes),
-        H=sizes.kv_heads, L=sizes.queries, **_pick_sizes(sizes), POOLED=sizes.pooled, num_warps=8,
-        **chained(q_BHGD.device),
+        K=TableConstants.of(q_BHGD, sizes), num_warps=8, **chained(q_BHGD.device),
     )  # fmt: skip
 
 
 def _pick_scale(sizes: TableSizes) -> float:
     """Of a head's query, or of the sum of the group's that a pooled query is."""
     return sizes.scale / (sizes.group // sizes.queries)
-
-
-def _pick_sizes(sizes: TableSizes) -> dict[str, int | bool]:
-    """What kernels that pick are compiled for."""
-    return {
-        "G": sizes.group,
-        "GP": triton.next_power_of_2(sizes.group),
-        "D": sizes.head_dim,
-        "M": sizes.subspaces,
-        "C": sizes.centroids,
-        "CP": triton.next_power_of_2(sizes.centroids),
-        "STRIDED": sizes.strided,
-    }

@@ -43,7 +43,7 @@ from decode_engine.kernels.tables.search import (
     tile_count,
     tile_words,
 )
-from decode_engine.kernels.tables.sizes import TableSizes, TableWork
+from decode_engine.kernels.tables.sizes import TableConstants, TableSizes, TableWork
 
 COMPACT_WORDS = tl.constexpr(128)
 
@@ -110,25 +110,21 @@ def keep_pooled(
     bh: tl.tensor,
     head: tl.tensor,
     tile: tl.tensor,
-    J: tl.constexpr,
-    S: tl.constexpr,
-    BW: tl.constexpr,
-    EARLY: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    K: tl.constexpr,
 ) -> tl.tensor:
     """Keeps the keys of a tile whose summed rows pass the limit.
 
     counted: the limit, if it was found EARLY, or else the histograms to find it from.
     """
-    word, mask = tile_words(sequence, tile, BW)
-    sums = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
-    if EARLY:
+    word, mask = tile_words(sequence, tile, K.BW)
+    sums = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, K)
+    if K.EARLY:
         least, above, draws = counted
     else:
         reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
-        border, draws = threshold(sequence, sum_histograms(counted, S))
+        border, draws = threshold(sequence, sum_histograms(counted, K.S))
         least, above = linear_cut(border, reach), linear_cut(border + 1, reach)
-    return compact(sequence, sums, least, above, draws, head, word, ids_ptr, BW)
+    return compact(sequence, sums, least, above, draws, head, word, ids_ptr, K.BW)
 
 
 @triton.jit
@@ -143,20 +139,19 @@ def keep_per_head(
     head: tl.tensor,
     tile: tl.tensor,
     P: tl.tensor,
-    L: tl.constexpr,
-    BW: tl.constexpr,
+    K: tl.constexpr,
 ) -> tl.tensor:
     """Keeps the keys of a tile whose softmaxes, summed over the heads, pass the limit."""
-    word, mask = tile_words(sequence, tile, BW)
-    zero = tl.zeros([BW], tl.float32)
+    word, mask = tile_words(sequence, tile, K.BW)
+    zero = tl.zeros([K.BW], tl.float32)
     w = (zero, zero, zero, zero)
-    for g in tl.static_range(L):
-        slot = bh * L + g
+    for g in tl.static_range(K.L):
+        slot = bh * K.L + g
         factor = tl.exp2(tl.load(peaks_ptr + slot * P + tile) - tl.load(normalisers_ptr + slot))
-        w = summed_weights(logits_ptr, factor, slot * P + tile, tl.arange(0, BW), mask, w, BW)
+        w = summed_weights(logits_ptr, factor, slot * P + tile, tl.arange(0, K.BW), mask, w, K.BW)
     least, above, draws = limit
     least, above = least.to(tl.float32, bitcast=True), above.to(tl.float32, bitcast=True)
-    return compact(sequence, w, least, above, draws, head, word, ids_ptr, BW)
+    return compact(sequence, w, least, above, draws, head, word, ids_ptr, K.BW)
 
 
 @triton.jit
@@ -175,40 +170,21 @@ def keep_keys(
     head: tl.tensor,
     tile: tl.tensor,
     P: tl.tensor,
-    L: tl.constexpr,
-    J: tl.constexpr,
-    S: tl.constexpr,
-    BW: tl.constexpr,
-    POOLED: tl.constexpr,
-    EARLY: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    K: tl.constexpr,
 ) -> tl.tensor:
     """Writes the ids of a tile's kept keys, and returns how many there are; none for a tile that is not there."""
     count = 0
-    if (tile >= 0) & (tile < tile_count(sequence, BW)):
+    if (tile >= 0) & (tile < tile_count(sequence, K.BW)):
         # Read first, added up last: the scores are on their way meanwhile.
         limit_ptr = limits_ptr + bh * LIMIT_WORDS
-        counted = load_limit(limit_ptr) if EARLY else load_histograms(histograms_ptr, bh, S)
-        if POOLED:
+        counted = load_limit(limit_ptr) if K.EARLY else load_histograms(histograms_ptr, bh, K.S)
+        if K.POOLED:
             count = keep_pooled(
-                sequence,
-                rows_ptr,
-                weights_ptr,
-                units_ptr,
-                ids_ptr,
-                counted,
-                bh,
-                head,
-                tile,
-                J,
-                S,
-                BW,
-                EARLY,
-                ASSEMBLY,
+                sequence, rows_ptr, weights_ptr, units_ptr, ids_ptr, counted, bh, head, tile, K
             )
         else:
             count = keep_per_head(
-                sequence, logits_ptr, peaks_ptr, normalisers_ptr, ids_ptr, counted, bh, head, tile, P, L, BW
+                sequence, logits_ptr, peaks_ptr, normalisers_ptr, ids_ptr, counted, bh, head, tile, P, K
             )
     return count
 
@@ -227,25 +203,18 @@ def select_kernel(
     ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     P: tl.tensor,
-    H: tl.constexpr,
-    L: tl.constexpr,
-    J: tl.constexpr,
-    S: tl.constexpr,
-    BW: tl.constexpr,
-    POOLED: tl.constexpr,
-    EARLY: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Program (tile, bh): writes the ids of the tile's kept keys, and how many they are."""
     tile = tl.program_id(0)
     bh = tl.program_id(1)
-    sequence = load_sequence(records_ptr, bh // H)
+    sequence = load_sequence(records_ptr, bh // K.H)
     wait_alone(CHAINED)
     place = bh * P + tile
     count = keep_keys(
         sequence, rows_ptr, weights_ptr, units_ptr, logits_ptr, peaks_ptr, normalisers_ptr, histograms_ptr,
-        limits_ptr, ids_ptr + place.to(tl.int64) * (4 * BW), bh, bh % H, tile, P, L, J, S, BW, POOLED, EARLY, ASSEMBLY,
+        limits_ptr, ids_ptr + place.to(tl.int64) * (4 * K.BW), bh, bh % K.H, tile, P, K
     )  # fmt: skip
     tl.store(counts_ptr + place, count)
     let_next_begin(CHAINED)
@@ -258,7 +227,7 @@ def select(
     search(q_BHGD, records_BF, sizes, work)
     select_kernel[(sizes.tiles, q_BHGD.shape[0] * sizes.kv_heads)](
         records_BF, *found(work), counts_BHP, sizes.tiles,
-        H=sizes.kv_heads, **selection_sizes(q_BHGD, sizes), num_warps=sizes.shape.warps, **chained(q_BHGD.device),
+        K=TableConstants.of(q_BHGD, sizes), num_warps=sizes.shape.warps, **chained(q_BHGD.device),
     )  # fmt: skip
 
 
@@ -268,19 +237,6 @@ def found(work: TableWork) -> tuple[Tensor, ...]:
         *(work.rows, work.weights, work.units, work.logits, work.peaks, work.normalisers),
         *(work.histograms, work.limits, work.ids),
     )
-
-
-def selection_sizes(q_BHGD: Tensor, sizes: TableSizes) -> dict[str, int | bool]:
-    """What kernels that keep keys are compiled for."""
-    return {
-        "L": sizes.queries,
-        "J": sizes.picks,
-        "S": sizes.samplers,
-        "BW": sizes.shape.tile_keys // 4,
-        "POOLED": sizes.pooled,
-        "EARLY": sizes.shape.early_threshold or not sizes.pooled,
-        "ASSEMBLY": q_BHGD.is_cuda,
-    }
 
 
 NEAR_RUNS = tl.constexpr(8)  # runs of exact rows that a program without a tile takes before others help
@@ -294,12 +250,7 @@ def attend_rows(
     bh: tl.tensor,
     count: tl.tensor,
     scale_log2: tl.tensor,
-    EXACT: tl.constexpr,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr,
 ) -> tl.tensor:
     """Attends to the `count` listed keys, and to this program's runs of BN rows of sinks, recent window and tail.
 
@@ -307,35 +258,37 @@ def attend_rows(
     its turn. Returns peaks, totals and sums of `online_softmax`.
     """
     x = tl.program_id(0)
-    b = bh // H
-    d = tl.arange(0, D)
+    b = bh // K.H
+    d = tl.arange(0, K.D)
     n_keys = field(records_ptr, b, KEYS).to(tl.int32)
     first, end = searched_keys(records_ptr, b)
     in_context = first + n_keys - end
     exact = in_context + field(records_ptr, b, TAIL_KEYS).to(tl.int32)
-    runs = tl.cdiv(exact, BN)
-    near = tl.where(x < EXACT, tl.minimum(tl.maximum(tl.cdiv(runs - x, EXACT), 0), NEAR_RUNS), 0)
-    far = tl.maximum(tl.cdiv(runs - EXACT * NEAR_RUNS - x, tl.num_programs(0)), 0)
-    listed = tl.cdiv(count, BN)
+    runs = tl.cdiv(exact, K.BN)
+    near = tl.where(x < K.EXACT, tl.minimum(tl.maximum(tl.cdiv(runs - x, K.EXACT), 0), NEAR_RUNS), 0)
+    far = tl.maximum(tl.cdiv(runs - K.EXACT * NEAR_RUNS - x, tl.num_programs(0)), 0)
+    listed = tl.cdiv(count, K.BN)
     element: tl.constexpr = q_ptr.dtype.element_ty
-    kv_ptr = head_rows(records_ptr, b, bh % H, KV, element)
+    kv_ptr = head_rows(records_ptr, b, bh % K.H, KV, element)
     # Key ids count on into the tail, whose rows are addressed relative to the context's.
-    to_tail = distance(kv_ptr, head_rows(records_ptr, b, bh % H, TAIL, element), element)
-    tail_offset = to_tail - n_keys.to(tl.int64) * (2 * D)
-    q = load_group(q_ptr, bh, G, D)
-    peaks, totals, sums = no_keys_yet(D)
+    to_tail = distance(kv_ptr, head_rows(records_ptr, b, bh % K.H, TAIL, element), element)
+    tail_offset = to_tail - n_keys.to(tl.int64) * (2 * K.D)
+    q = load_group(q_ptr, bh, K.G, K.D)
+    peaks, totals, sums = no_keys_yet(K.D)
     for turn in range(0, listed + near + far):
         own = turn - listed
-        run = tl.where(own < near, x + own * EXACT, EXACT * NEAR_RUNS + x + (own - near) * tl.num_programs(0))
-        n = tl.where(own < 0, turn, run) * BN + tl.arange(0, BN)
+        run = tl.where(
+            own < near, x + own * K.EXACT, K.EXACT * NEAR_RUNS + x + (own - near) * tl.num_programs(0)
+        )
+        n = tl.where(own < 0, turn, run) * K.BN + tl.arange(0, K.BN)
         there = n < tl.where(own < 0, count, exact)
         always = tl.where(n < first, n, tl.where(n < in_context, n - first + end, n - in_context + n_keys))
         key = tl.where(own < 0, tl.load(ids_ptr + n, mask=there & (own < 0), other=0), always)
-        offset = key.to(tl.int64) * (2 * D) + tl.where(key < n_keys, 0, tail_offset)
+        offset = key.to(tl.int64) * (2 * K.D) + tl.where(key < n_keys, 0, tail_offset)
         row_ptrs = kv_ptr + tl.multiple_of(offset, 8)[:, None] + d[None, :]
         k = tl.load(row_ptrs, mask=there[:, None], other=0.0)
-        v = tl.load(row_ptrs + D, mask=there[:, None], other=0.0)
-        peaks, totals, sums = attend_tile(q, k, v, there, peaks, totals, sums, scale_log2, PRECISION)
+        v = tl.load(row_ptrs + K.D, mask=there[:, None], other=0.0)
+        peaks, totals, sums = attend_tile(q, k, v, there, peaks, totals, sums, scale_log2, K.PRECISION)
     return peaks, totals, sums
 
 
@@ -358,37 +311,25 @@ def attend_kernel(
     out_totals_ptr: tl.tensor,
     scale_log2: tl.tensor,
     P: tl.tensor,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    L: tl.constexpr,
-    J: tl.constexpr,
-    S: tl.constexpr,
-    BW: tl.constexpr,
-    BN: tl.constexpr,
-    EXACT: tl.constexpr,
-    POOLED: tl.constexpr,
-    EARLY: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Program (x, bh): tile x - EXACT, and a share of what is attended exactly."""
     x = tl.program_id(0)
     bh = tl.program_id(1)
-    tile = x - EXACT
-    sequence = load_sequence(records_ptr, bh // H)
+    tile = x - K.EXACT
+    sequence = load_sequence(records_ptr, bh // K.H)
     wait_alone(CHAINED)
-    tile_ids_ptr = ids_ptr + (bh.to(tl.int64) * P + tl.maximum(tile, 0)) * (4 * BW)
+    tile_ids_ptr = ids_ptr + (bh.to(tl.int64) * P + tl.maximum(tile, 0)) * (4 * K.BW)
     count = keep_keys(
         sequence, rows_ptr, weights_ptr, units_ptr, logits_ptr, peaks_ptr, normalisers_ptr, histograms_ptr,
-        limits_ptr, tile_ids_ptr, bh, bh % H, tile, P, L, J, S, BW, POOLED, EARLY, ASSEMBLY,
+        limits_ptr, tile_ids_ptr, bh, bh % K.H, tile, P, K
     )  # fmt: skip
     tl.store(counts_ptr + bh * P + tile, count, mask=tile >= 0)
     tl.debug_barrier()
     peaks, totals, sums = attend_rows(
         q_ptr, records_ptr, tile_ids_ptr, bh, count, scale_log2,
-        EXACT, H, G, D, BN, PRECISION,
+        K
     )  # fmt: skip
     store_partial(
         out_sums_ptr,
@@ -400,8 +341,8 @@ def attend_kernel(
         peaks,
         totals,
         sums,
-        G,
-        D,
+        K.G,
+        K.D,
         True,
     )
     # Not sooner: programs that come early take the place of those that still have work.
@@ -412,13 +353,11 @@ def attend(
     q_BHGD: Tensor, records_BF: Tensor, sizes: TableSizes, work: TableWork, counts_BHP: Tensor
 ) -> None:
     """Launches selection and attention of one step after `search`: fills counts, ids and partials."""
-    whole = q_BHGD.element_size() == 4
     partials = work.partials
     attend_kernel[(sizes.programs, q_BHGD.shape[0] * sizes.kv_heads)](
         q_BHGD, records_BF, *found(work), counts_BHP,
         partials.sums_RSGD, partials.peaks_RSG, partials.totals_RSG, sizes.scale * LOG2E, sizes.tiles,
-        H=sizes.kv_heads, G=sizes.group, D=sizes.head_dim, BN=sizes.shape.rows,
-        EXACT=sizes.shape.exact_programs, PRECISION="ieee" if whole else "tf32", **selection_sizes(q_BHGD, sizes),
+        K=TableConstants.of(q_BHGD, sizes),
         **sizes.shape.options(), **chained(q_BHGD.device),
     )  # fmt: skip
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from decode_engine.kernels import records
@@ -167,6 +169,50 @@ class TableSizes:
     def programs(self) -> int:
         """Programs of the attention kernel per KV head."""
         return self.tiles + self.shape.exact_programs
+
+
+class TableConstants(NamedTuple):
+    """What kernels of a step are compiled for: letters as in the legend, GP, CP, PP and LP the next powers of two.
+
+    BW: words of a tile. S: programs that sample. BN: rows attended at a time, by EXACT programs without a tile. PICK:
+    programs that sample pick rows for themselves. EARLY: the limit is found once. ASSEMBLY: on a device. PRECISION: of
+    products of rows.
+    """
+
+    H: tl.constexpr
+    L: tl.constexpr
+    G: tl.constexpr
+    GP: tl.constexpr
+    D: tl.constexpr
+    M: tl.constexpr
+    C: tl.constexpr
+    CP: tl.constexpr
+    J: tl.constexpr
+    S: tl.constexpr
+    BW: tl.constexpr
+    BN: tl.constexpr
+    EXACT: tl.constexpr
+    PP: tl.constexpr
+    LP: tl.constexpr
+    STRIDED: tl.constexpr
+    POOLED: tl.constexpr
+    PICK: tl.constexpr
+    EARLY: tl.constexpr
+    ASSEMBLY: tl.constexpr
+    PRECISION: tl.constexpr
+
+    @classmethod
+    def of(cls, q_BHGD: Tensor, sizes: TableSizes) -> TableConstants:
+        """For queries of a step."""
+        shape, up = sizes.shape, triton.next_power_of_2
+        numbers = (
+            sizes.kv_heads, sizes.queries, sizes.group, up(sizes.group), sizes.head_dim, sizes.subspaces,
+            sizes.centroids, up(sizes.centroids), sizes.picks, sizes.samplers, shape.tile_keys // 4, shape.rows,
+            shape.exact_programs, up(sizes.tiles), up(sizes.queries), sizes.strided, sizes.pooled,
+            not shape.pick_apart, shape.early_threshold or not sizes.pooled, q_BHGD.is_cuda,
+            "ieee" if q_BHGD.element_size() == 4 else "tf32",
+        )  # fmt: skip
+        return cls(*map(tl.constexpr, numbers))
 
 
 @dataclass(frozen=True, slots=True)

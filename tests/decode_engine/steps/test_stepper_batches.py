@@ -10,7 +10,7 @@ import torch
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.shared_attention import CONTEXT, HEADER, MEMBERS, TASK_FIELDS, WHAT
+from decode_engine.kernels.attention.shared_attention import HEADER, MEMBERS, READS_CONTEXT, TASK_FIELDS, WHAT
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
@@ -172,7 +172,7 @@ def test_sessions_that_attend_to_all_of_a_context_in_host_memory_read_it_togethe
     assert batch.sessions[:3] == sessions
     (attention,) = batch.attentions
     assert isinstance(attention, DenseSteps)
-    members = {members for members, what in tasks_of(attention) if what & CONTEXT}
+    members = {members for members, what in tasks_of(attention) if what & READS_CONTEXT}
     assert members == {1, 2}
 
 
