@@ -14,8 +14,7 @@ values [N, d] are in the dtype of the keys.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -123,13 +122,12 @@ def attend_tile(
     keys: tl.tensor,
     values: tl.tensor,
     there: tl.tensor,
-    peaks: tl.tensor,
-    totals: tl.tensor,
-    sums: tl.tensor,
+    state: tl.tensor,
     scale_log2: tl.tensor,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """Peaks, totals and sums with a tile of keys, of which some are there [N], and nothing is taken off."""
+    peaks, totals, sums = state
     logits = tile_logits(q, keys, there, scale_log2, PRECISION)
     peaks, totals, shrink, weights = grow(peaks, totals, logits, 1.0, logits, False)
     return peaks, totals, add_weighted(sums * shrink[:, None], weights, values, False, PRECISION)
@@ -141,9 +139,7 @@ def attend_run(
     rows_ptr: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
-    peaks: tl.tensor,
-    totals: tl.tensor,
-    sums: tl.tensor,
+    state: tl.tensor,
     scale_log2: tl.tensor,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
@@ -151,6 +147,7 @@ def attend_run(
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """Adds the rows begin .. end - 1 of a KV head, key and value side by side, to a running softmax."""
+    peaks, totals, sums = state
     d = tl.arange(0, DIM)
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         n = start + tl.arange(0, TILE)
@@ -158,7 +155,7 @@ def attend_run(
         at = rows_ptr + n.to(tl.int64)[:, None] * (2 * DIM) + d[None, :]
         k = tl.load(at, mask=there[:, None], other=0.0)
         v = tl.load(at + DIM, mask=there[:, None], other=0.0)
-        peaks, totals, sums = attend_tile(q, k, v, there, peaks, totals, sums, scale_log2, PRECISION)
+        peaks, totals, sums = attend_tile(q, k, v, there, (peaks, totals, sums), scale_log2, PRECISION)
     return peaks, totals, sums
 
 
@@ -166,8 +163,7 @@ _AT_ONCE, _WIDTH = 8192, 128
 """Numbers that a merging program holds, half of its registers; dimensions that it merges, at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class Partials:
+class Partials(NamedTuple):
     """Unmerged attention, one slot per program.
 
     sums_RSGD: [R, S, G, d] float32, sum of exp2(logit - peak) v; undefined where the peak is -inf. peaks_RSG: [R, S, G]
@@ -209,9 +205,7 @@ def merge_partials(
     width = min(head_dim, _WIDTH) if rows * group >= 256 else 32
     padded = triton.next_power_of_2(slots)
     merge_kernel[(rows * group, head_dim // width)](
-        partials.sums_RSGD,
-        partials.peaks_RSG,
-        partials.totals_RSG,
+        partials,
         out,
         lse,
         lse if sink_HG is None else sink_HG,
@@ -263,20 +257,18 @@ def merge_partials_reference(
 
 @triton.jit
 def store_partial(
-    sums_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    totals_ptr: tl.tensor,
+    partials: tl.tensor,
     row: tl.tensor,
     slots: tl.tensor,
     slot: tl.tensor,
-    peaks: tl.tensor,
-    totals: tl.tensor,
-    sums: tl.tensor,
+    state: tl.tensor,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     SUMS: tl.constexpr,
 ) -> None:
     """Writes what a program found into its slot, one of a row's `slots`; without SUMS only peaks and totals."""
+    peaks, totals, sums = state
+    sums_ptr, peaks_ptr, totals_ptr = partials
     heads = tl.arange(0, HEAD_TILE)
     at = (row.to(tl.int64) * slots + slot) * GROUP + heads
     tl.store(peaks_ptr + at, peaks, mask=heads < GROUP)
@@ -303,9 +295,7 @@ def weighted(sums: tl.tensor, peaks: tl.tensor, base: tl.tensor) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["slots"])
 def merge_kernel(
-    sums_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    totals_ptr: tl.tensor,
+    partials: tl.tensor,
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     sink_ptr: tl.tensor,
@@ -326,6 +316,7 @@ def merge_kernel(
 
     OWN_ROWS: of a sequence, which says how many of their slots are used; 0 where all are.
     """
+    sums_ptr, peaks_ptr, totals_ptr = partials
     row_head = tl.program_id(0)
     part = tl.program_id(1)
     row = (row_head // GROUP).to(tl.int64)

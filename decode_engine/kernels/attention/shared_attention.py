@@ -366,9 +366,7 @@ def attend_task(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
     table_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    totals_ptr: tl.tensor,
+    partials: tl.tensor,
     slots: tl.tensor,
     scale_log2: tl.tensor,
     first_place: tl.tensor,
@@ -391,6 +389,7 @@ def attend_task(
     PRECISION: tl.constexpr,
 ) -> None:
     """One task of a KV head. ALONE: it may have a single member, and read that one's tail."""
+    sums_ptr, peaks_ptr, totals_ptr = partials
     element: tl.constexpr = q_ptr.dtype.element_ty
     x = tl.arange(0, X)
     d = tl.arange(0, DIM)
@@ -408,12 +407,12 @@ def attend_task(
         low_ptr = head_rows(records_ptr, leader, h, KV, tl.uint32)
         pointers = plane_pointers(records_ptr, leader, h, PLANES, DIM)
         peaks, totals, sums = attend_plane_run(
-            q, low_ptr, pointers, begin, end, peaks, totals, sums, scale_log2, DIM, TILE, STAGES, PRECISION
+            q, low_ptr, pointers, begin, end, (peaks, totals, sums), scale_log2, DIM, TILE, STAGES, PRECISION
         )
     else:
         rows_ptr = head_rows(records_ptr, leader, h, KV, element)
         peaks, totals, sums = attend_run(
-            q, rows_ptr, begin, end, peaks, totals, sums, scale_log2, DIM, TILE, STAGES, PRECISION
+            q, rows_ptr, begin, end, (peaks, totals, sums), scale_log2, DIM, TILE, STAGES, PRECISION
         )
     if ALONE:
         tail_keys = field(records_ptr, leader, TAIL_KEYS).to(tl.int32)
@@ -421,7 +420,7 @@ def attend_task(
         rows_ptr = head_rows(records_ptr, leader, h, TAIL, element)
         end = tl.where(what & OF_TAIL != 0, end, begin)
         peaks, totals, sums = attend_run(
-            q, rows_ptr, begin, end, peaks, totals, sums, scale_log2, DIM, TILE, 1, PRECISION
+            q, rows_ptr, begin, end, (peaks, totals, sums), scale_log2, DIM, TILE, 1, PRECISION
         )
     at = ((b * HEADS + h).to(tl.int64) * slots + slot) * GROUP + x % GROUP
     tl.store(peaks_ptr + at, peaks, mask=present)
@@ -435,9 +434,7 @@ def shared_kernel(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
     table_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    totals_ptr: tl.tensor,
+    partials: tl.tensor,
     slots: tl.tensor,
     scale_log2: tl.tensor,
     PLANES: tl.constexpr,
@@ -463,15 +460,15 @@ def shared_kernel(
         if ROWS > _FEW_ROWS:  # noqa: SIM102 - decided when the kernel is compiled
             if many:
                 attend_task(
-                    q_ptr, records_ptr, table_ptr, sums_ptr, peaks_ptr, totals_ptr, slots, scale_log2,
+                    q_ptr, records_ptr, table_ptr, partials, slots, scale_log2,
                     first, members, leader, part, parts, what, slot, h,
-                    ROWS, False, PLANES, SIZE, HEADS, GROUP, DIM, MANY_TILE, MANY_STAGES, PRECISION,
+                    ROWS, False, PLANES, SIZE, HEADS, GROUP, DIM, MANY_TILE, MANY_STAGES, PRECISION
                 )  # fmt: skip
         if not many:
             attend_task(
-                q_ptr, records_ptr, table_ptr, sums_ptr, peaks_ptr, totals_ptr, slots, scale_log2,
+                q_ptr, records_ptr, table_ptr, partials, slots, scale_log2,
                 first, members, leader, part, parts, what, slot, h,
-                _FEW_ROWS, True, PLANES, SIZE, HEADS, GROUP, DIM, TILE, STAGES, PRECISION,
+                _FEW_ROWS, True, PLANES, SIZE, HEADS, GROUP, DIM, TILE, STAGES, PRECISION
             )  # fmt: skip
         following = task + tl.num_programs(0)
         first, members, leader, part, parts, what, slot = load_task(table_ptr, following, count, SIZE)
@@ -498,9 +495,7 @@ def attend_shared(
         q_BHGD,
         records_BF,
         groups.table,
-        partials.sums_RSGD,
-        partials.peaks_RSG,
-        partials.totals_RSG,
+        partials,
         partials.sums_RSGD.shape[1],
         scale * LOG2E,
         PLANES=planes,
@@ -535,9 +530,7 @@ def attend_share(
     rows_ptr: tl.tensor,
     first: tl.tensor,
     count: tl.tensor,
-    peaks: tl.tensor,
-    totals: tl.tensor,
-    sums: tl.tensor,
+    state: tl.tensor,
     scale_log2: tl.tensor,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
@@ -548,16 +541,14 @@ def attend_share(
     share = tl.cdiv(tl.cdiv(count - first, TILE), tl.num_programs(0)) * TILE
     begin = first + tl.program_id(0) * share
     end = tl.minimum(begin + share, count)
-    return attend_run(q, rows_ptr, begin, end, peaks, totals, sums, scale_log2, DIM, TILE, STAGES, PRECISION)
+    return attend_run(q, rows_ptr, begin, end, state, scale_log2, DIM, TILE, STAGES, PRECISION)
 
 
 @triton.jit
 def window_kernel(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    totals_ptr: tl.tensor,
+    partials: tl.tensor,
     scale_log2: tl.tensor,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -584,9 +575,7 @@ def window_kernel(
         context_ptr,
         tl.minimum(first, keys),
         keys,
-        peaks,
-        totals,
-        sums,
+        (peaks, totals, sums),
         scale_log2,
         DIM,
         TILE,
@@ -599,9 +588,7 @@ def window_kernel(
         tail_ptr,
         tl.maximum(first - keys, 0),
         tail_keys,
-        peaks,
-        totals,
-        sums,
+        (peaks, totals, sums),
         scale_log2,
         DIM,
         TILE,
@@ -609,8 +596,8 @@ def window_kernel(
         PRECISION,
     )
     store_partial(
-        sums_ptr, peaks_ptr, totals_ptr, row, tl.num_programs(0), tl.program_id(0), peaks, totals, sums,
-        GROUP, DIM, True,
+        partials, row, tl.num_programs(0), tl.program_id(0), (peaks, totals, sums),
+        GROUP, DIM, True
     )  # fmt: skip
 
 
@@ -625,9 +612,7 @@ def attend_window(q_BHGD: Tensor, records_BF: Tensor, partials: Partials, scale:
     window_kernel[(splits, rows)](
         q_BHGD,
         records_BF,
-        partials.sums_RSGD,
-        partials.peaks_RSG,
-        partials.totals_RSG,
+        partials,
         scale * LOG2E,
         HEADS=heads,
         GROUP=group,

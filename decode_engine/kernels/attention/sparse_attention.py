@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -264,8 +265,7 @@ def list_programs(rows: int, lists: KeyLists) -> int:
     return max(2, min(128, _PROGRAMS // rows, -(-segments * width // LIST_TILE) + 4))
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterScores:
+class ClusterScores(NamedTuple):
     """What a lookup finds about the clusters of every row, and what attention takes out of them.
 
     logits_RCG: [R, C, G] float32, q . mean key in units of log2; -inf for clusters without keys; anything beyond a
@@ -339,13 +339,11 @@ def attend_lists(
         lists.counts_RP,
         joined_RN,
         locations_RN,
-        None if scores is None else scores.logits_RCG,
-        None if scores is None else scores.taken_RC,
-        None if scores is None else scores.taken_logits_RCG,
+        (None, None, None)
+        if scores is None
+        else (scores.logits_RCG, scores.taken_RC, scores.taken_logits_RCG),
         kept_RX,
-        partials.sums_RSGD,
-        partials.peaks_RSG,
-        partials.totals_RSG,
+        partials,
         lists.ids_RPW.shape[2],
         joined_RN.shape[1],
         0 if scores is None else scores.logits_RCG.shape[1],
@@ -393,14 +391,13 @@ def take(
     logits: tl.tensor,
     cluster: tl.tensor,
     before: tl.tensor,
-    logits_ptr: tl.tensor,
-    taken_ptr: tl.tensor,
-    taken_logits_ptr: tl.tensor,
+    scores: tl.tensor,
     TAKE: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
     """Takes keys out of their clusters, those of the row being `before` and on; logits of the clusters' means."""
+    logits_ptr, taken_ptr, taken_logits_ptr = scores
     heads = tl.arange(0, HEAD_TILE)
     member = cluster >= 0
     inside = (heads < GROUP)[:, None] & member[None, :]
@@ -430,13 +427,9 @@ def attend_kernel(
     counts_ptr: tl.tensor,
     joined_ptr: tl.tensor,
     locations_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    taken_ptr: tl.tensor,
-    taken_logits_ptr: tl.tensor,
+    scores: tl.tensor,
     kept_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    totals_ptr: tl.tensor,
+    partials: tl.tensor,
     width: tl.tensor,
     room: tl.tensor,
     cluster_width: tl.tensor,
@@ -504,19 +497,19 @@ def attend_kernel(
         means = logits
         if TAKE > 0:
             cluster = tl.load(assignment_ptr + ids, mask=ids >= 0, other=-1)
-            means = take(logits, cluster, before, logits_ptr, taken_ptr, taken_logits_ptr, TAKE, GROUP, TILE)
+            means = take(logits, cluster, before, scores, TAKE, GROUP, TILE)
         peaks, totals, shrink, weights = grow(peaks, totals, logits, 1.0, means, TAKE == _MONOPOLE)
         sums = add_weighted(sums * shrink[:, None], weights, values, False, PRECISION)
     if PLANES:
         peaks, totals, sums = attend_run(
-            q, tail_ptr, tl.maximum(begin - in_context, 0), stop - in_context, peaks, totals, sums, scale, DIM, TILE, 1,
-            PRECISION,
+            q, tail_ptr, tl.maximum(begin - in_context, 0), stop - in_context, (peaks, totals, sums), scale, DIM,
+            TILE, 1, PRECISION
         )  # fmt: skip
     if KEPT:
         tl.store(kept_ptr + row * tl.num_programs(0) + tl.program_id(0), tl.sum(attended, 0))
     store_partial(
-        sums_ptr, peaks_ptr, totals_ptr, row, slots, first_slot + tl.program_id(0), peaks, totals, sums,
-        GROUP, DIM, True,
+        partials, row, slots, first_slot + tl.program_id(0), (peaks, totals, sums),
+        GROUP, DIM, True
     )  # fmt: skip
 
 

@@ -179,13 +179,8 @@ def look_up(
     lookup_kernel[(splits, rows)](
         q_RGD,
         records_BF,
-        scores.logits_RCG,
-        scores.spreads_RCG,
-        scores.taken_RC,
-        scores.taken_logits_RCG,
-        partials.sums_RSGD,
-        partials.peaks_RSG,
-        partials.totals_RSG,
+        scores,
+        partials,
         width,
         partials.peaks_RSG.shape[1],
         scale,
@@ -277,13 +272,8 @@ def store_spreads(
 def lookup_kernel(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    spreads_ptr: tl.tensor,
-    taken_ptr: tl.tensor,
-    taken_logits_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    totals_ptr: tl.tensor,
+    scores: tl.tensor,
+    partials: tl.tensor,
     width: tl.tensor,
     slots: tl.tensor,
     scale: tl.tensor,
@@ -300,6 +290,7 @@ def lookup_kernel(
     CHAINED: tl.constexpr,
 ) -> None:
     """One program per (PIECE clusters, row)."""
+    logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr = scores
     split = tl.program_id(0)
     row = tl.program_id(1)
     # Records and clusters were written long ago, the queries perhaps by the launch before.
@@ -345,7 +336,7 @@ def lookup_kernel(
             if values.dtype == tl.float16:
                 weights = tl.minimum(weights, 60000.0)
             sums = add_weighted(sums * shrink[:, None], weights, values, SPREAD, PRECISION)
-    store_partial(sums_ptr, peaks_ptr, totals_ptr, row, slots, split, peaks, totals, sums, GROUP, DIM, ATTEND)
+    store_partial(partials, row, slots, split, (peaks, totals, sums), GROUP, DIM, ATTEND)
 
 
 def correct_clusters(
@@ -372,13 +363,8 @@ def correct_clusters(
         lists.counts_RP,
         joined_RN,
         locations_RN,
-        scores.logits_RCG,
-        scores.spreads_RCG,
-        scores.taken_RC,
-        scores.taken_logits_RCG,
-        partials.sums_RSGD,
-        partials.peaks_RSG,
-        partials.totals_RSG,
+        scores,
+        partials,
         lists.ids_RPW.shape[2],
         joined_RN.shape[1],
         scores.logits_RCG.shape[1],
@@ -398,16 +384,11 @@ def correct_clusters(
 
 @triton.jit
 def weigh_members(
-    cluster: tl.tensor,
-    sizes_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    spreads_ptr: tl.tensor,
-    taken_ptr: tl.tensor,
-    taken_logits_ptr: tl.tensor,
-    GROUP: tl.constexpr,
+    cluster: tl.tensor, sizes_ptr: tl.tensor, scores: tl.tensor, GROUP: tl.constexpr
 ) -> tl.tensor:
     """Of every key's cluster: mean logits [heads, keys] before and now, the factor of weights [heads, keys], and keys
     before, now and taken."""
+    logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr = scores
     member = cluster >= 0
     heads = tl.arange(0, HEAD_TILE)
     sizes = tl.load(sizes_ptr + cluster, mask=member, other=1).to(tl.float32)
@@ -430,13 +411,8 @@ def correct_kernel(
     counts_ptr: tl.tensor,
     joined_ptr: tl.tensor,
     locations_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    spreads_ptr: tl.tensor,
-    taken_ptr: tl.tensor,
-    taken_logits_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    totals_ptr: tl.tensor,
+    scores: tl.tensor,
+    partials: tl.tensor,
     width: tl.tensor,
     room: tl.tensor,
     cluster_width: tl.tensor,
@@ -455,6 +431,7 @@ def correct_kernel(
     CHAINED: tl.constexpr,
 ) -> None:
     """One program per (share of a row's entries but the tail, row)."""
+    logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr = scores
     row = tl.program_id(1)
     b = row // HEADS
     head = (row % HEADS).to(tl.int64)
@@ -493,7 +470,7 @@ def correct_kernel(
         where = cluster[:, None] * DIM + dims[None, :]
         value_means = tl.load(value_means_ptr + where, mask=member[:, None], other=0.0)
         before, now, factors, sizes, left, taken = weigh_members(
-            cluster, sizes_ptr, logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr, GROUP
+            cluster, sizes_ptr, (logits_ptr, spreads_ptr, taken_ptr, taken_logits_ptr), GROUP
         )
         peaks, base, shrink = raise_peaks(peaks, tl.maximum(tl.max(before, 1), tl.max(now, 1)))
         before = tl.exp2(before - base[:, None]) * factors
@@ -504,7 +481,7 @@ def correct_kernel(
         whole = (now - before) * sizes[None, :] * share
         sums = add_weighted(sums, whole, value_means, True, PRECISION)
     store_partial(
-        sums_ptr, peaks_ptr, totals_ptr, row, slots, first_slot + tl.program_id(0), peaks, totals, sums,
-        GROUP, DIM, True,
+        partials, row, slots, first_slot + tl.program_id(0), (peaks, totals, sums),
+        GROUP, DIM, True
     )  # fmt: skip
     let_next_begin(CHAINED)

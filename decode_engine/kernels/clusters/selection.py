@@ -21,6 +21,7 @@ O clusters that a program owns.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -61,15 +62,9 @@ _LEAST_DRAW = tl.constexpr(LEAST_DRAW)
 
 
 @triton.jit
-def passing(
-    weights: tl.tensor,
-    cluster: tl.tensor,
-    least: tl.tensor,
-    above: tl.tensor,
-    draws: tl.tensor,
-    head: tl.tensor,
-) -> tl.tensor:
+def passing(weights: tl.tensor, cluster: tl.tensor, bounds: tl.tensor, head: tl.tensor) -> tl.tensor:
     """Whether clusters' weights reach `above`, or `least` and they draw less than `draws`."""
+    least, above, draws = bounds
     passes = weights >= above
     if draws > _LEAST_DRAW:
         passes = passes | ((weights >= least) & (draw(cluster, head) < draws))
@@ -83,28 +78,25 @@ def keys_from(
     weights_ptr: tl.tensor,
     sizes_ptr: tl.tensor,
     clusters: tl.tensor,
-    least: tl.tensor,
-    above: tl.tensor,
-    draws: tl.tensor,
+    bounds: tl.tensor,
     head: tl.tensor,
     program: tl.tensor,
     programs: tl.tensor,
-    BLOCK: tl.constexpr,
-    SINGLE: tl.constexpr,
+    K: tl.constexpr,
     EVERY: tl.constexpr,
 ) -> tl.tensor:
     """Keys of the clusters that pass (`passing`); without EVERY of those that earlier programs own."""
-    at = tl.arange(0, BLOCK)
-    if SINGLE:
-        counted = passing(weights, at, least, above, draws, head)
+    at = tl.arange(0, K.BLOCK)
+    if K.SINGLE:
+        counted = passing(weights, at, bounds, head)
         if not EVERY:
             counted = counted & ((at // 16) % programs < program)
         return tl.sum(tl.where(counted, sizes, 0), 0)
-    total = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, clusters, BLOCK):
+    total = tl.zeros([K.BLOCK], tl.int32)
+    for start in range(0, clusters, K.BLOCK):
         some = tl.load(weights_ptr + start + at, mask=start + at < clusters, other=0)
         number = tl.load(sizes_ptr + start + at, mask=start + at < clusters, other=0)
-        counted = passing(some, start + at, least, above, draws, head)
+        counted = passing(some, start + at, bounds, head)
         if not EVERY:
             counted = counted & (((start + at) // 16) % programs < program)
         total += tl.where(counted, number, 0)
@@ -123,28 +115,23 @@ def cut(
     head: tl.tensor,
     program: tl.tensor,
     programs: tl.tensor,
-    BLOCK: tl.constexpr,
-    SINGLE: tl.constexpr,
-    RANGE: tl.constexpr,
-    TURNS: tl.constexpr,
-    DRAW_TURNS: tl.constexpr,
-    UNUSED: tl.constexpr,
+    K: tl.constexpr,
 ) -> tl.tensor:
     """Which clusters are selected: `least`, `above` and `draws` of `passing`."""
     above = heaviest + 1
-    below = tl.maximum(above - (RANGE << 23), 0)
+    below = tl.maximum(above - (K.RANGE << 23), 0)
     lowest = below * 0
     none = lowest + _LEAST_DRAW
     every = keys_from(
-        weights, sizes, weights_ptr, sizes_ptr, clusters, lowest, lowest, none, head, program, programs,
-        BLOCK, SINGLE, True,
+        weights, sizes, weights_ptr, sizes_ptr, clusters, (lowest, lowest, none), head, program, programs,
+        K, True
     )  # fmt: skip
     least, used = lowest, lowest
-    for _ in range(TURNS):
+    for _ in range(K.TURNS):
         middle = below + (above - below) // 2
         number = keys_from(
-            weights, sizes, weights_ptr, sizes_ptr, clusters, middle, middle, none, head, program, programs,
-            BLOCK, SINGLE, True,
+            weights, sizes, weights_ptr, sizes_ptr, clusters, (middle, middle, none), head, program, programs,
+            K, True
         )  # fmt: skip
         over = number > keep
         below = tl.where(over, middle, below)
@@ -153,14 +140,14 @@ def cut(
         used = tl.where(over, used, number)
     above = tl.where(every <= keep, lowest, above)
     draws = none
-    if (every > keep) & ((keep - used) * UNUSED > keep):
+    if (every > keep) & ((keep - used) * K.UNUSED > keep):
         span = lowest.to(tl.int64) + (1 << 32)
-        for _ in range(DRAW_TURNS):
+        for _ in range(K.DRAW_TURNS):
             span = span // 2
             more = (draws + span).to(tl.int32)
             number = keys_from(
-                weights, sizes, weights_ptr, sizes_ptr, clusters, least, above, more, head, program, programs,
-                BLOCK, SINGLE, True,
+                weights, sizes, weights_ptr, sizes_ptr, clusters, (least, above, more), head, program, programs,
+                K, True
             )  # fmt: skip
             draws = tl.where(number > keep, draws, more)
     return least, above, draws
@@ -219,6 +206,26 @@ _AT_ONCE = 16384
 """Clusters of a row that a program holds in registers; of more, weights are read again in every turn."""
 
 
+class SelectionConstants(NamedTuple):
+    """What the kernel is compiled for. Of clusters, BLOCK are held at once, which are all of them where SINGLE; CHUNK
+    are weighed at once, of AT_ONCE the members listed, AT_MEMBER of each; OWN is room for a program's own ones."""
+
+    HEADS: tl.constexpr
+    GROUP: tl.constexpr
+    HEADS_TILE: tl.constexpr
+    SPLITS: tl.constexpr
+    BLOCK: tl.constexpr
+    SINGLE: tl.constexpr
+    OWN: tl.constexpr
+    CHUNK: tl.constexpr
+    AT_ONCE: tl.constexpr
+    AT_MEMBER: tl.constexpr
+    RANGE: tl.constexpr
+    TURNS: tl.constexpr
+    DRAW_TURNS: tl.constexpr
+    UNUSED: tl.constexpr
+
+
 @dataclass(frozen=True, slots=True)
 class SelectionBuffers:
     """What programs of a row leave for themselves. chosen_RPO, places_RPO: [R, P, O] int32, selected clusters and where
@@ -258,6 +265,11 @@ def select_clusters(
     rows, width, group = scores.logits_RCG.shape
     _, programs, own = buffers.chosen_RPO.shape
     block = min(int(triton.next_power_of_2(width)), _AT_ONCE)
+    constants = (
+        rows // len(records_BF), group, triton.next_power_of_2(group), triton.next_power_of_2(splits), block,
+        width <= block, own, block if width <= block <= _WEIGHED_AT_ONCE else min(block, 2048), _LISTED_AT_ONCE, 32,
+        RANGE, TURNS, DRAW_TURNS, UNUSED,
+    )  # fmt: skip
     select_kernel[(programs, rows)](
         records_BF,
         scores.logits_RCG,
@@ -273,20 +285,7 @@ def select_clusters(
         partials.peaks_RSG.shape[1],
         splits,
         lists.ids_RPW.shape[2],
-        HEADS=rows // len(records_BF),
-        GROUP=group,
-        HEADS_TILE=triton.next_power_of_2(group),
-        SPLITS=triton.next_power_of_2(splits),
-        BLOCK=block,
-        SINGLE=width <= block,
-        OWN=own,
-        CHUNK=block if width <= block <= _WEIGHED_AT_ONCE else min(block, 2048),
-        AT_ONCE=_LISTED_AT_ONCE,
-        AT_MEMBER=32,
-        RANGE=RANGE,
-        TURNS=TURNS,
-        DRAW_TURNS=DRAW_TURNS,
-        UNUSED=UNUSED,
+        K=SelectionConstants(*map(tl.constexpr, constants)),
         num_warps=max(4, min(16, block // 512)),
         **chained(records_BF.device),
     )
@@ -299,15 +298,13 @@ def normalisers(
     row: tl.tensor,
     slots: tl.tensor,
     splits: tl.tensor,
-    GROUP: tl.constexpr,
-    HEADS_TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    K: tl.constexpr,
 ) -> tl.tensor:
     """Log2 of every head's sum over all clusters [HEADS_TILE]; 0 without clusters."""
-    heads = tl.arange(0, HEADS_TILE)
-    split = tl.arange(0, SPLITS)
-    at = (row.to(tl.int64) * slots + split)[:, None] * GROUP + heads[None, :]
-    inside = (split < splits)[:, None] & (heads < GROUP)[None, :]
+    heads = tl.arange(0, K.HEADS_TILE)
+    split = tl.arange(0, K.SPLITS)
+    at = (row.to(tl.int64) * slots + split)[:, None] * K.GROUP + heads[None, :]
+    inside = (split < splits)[:, None] & (heads < K.GROUP)[None, :]
     peaks = tl.load(peaks_ptr + at, mask=inside, other=float("-inf"))
     totals = tl.load(totals_ptr + at, mask=inside, other=0.0)
     highest = tl.max(peaks, 0)
@@ -318,47 +315,34 @@ def normalisers(
 
 @triton.jit
 def weigh(
-    logits_ptr: tl.tensor,
-    normaliser: tl.tensor,
-    at: tl.tensor,
-    clusters: tl.tensor,
-    GROUP: tl.constexpr,
-    HEADS_TILE: tl.constexpr,
+    logits_ptr: tl.tensor, normaliser: tl.tensor, at: tl.tensor, clusters: tl.tensor, K: tl.constexpr
 ) -> tl.tensor:
     """Bits of the summed weights of clusters: their order, and about evenly spread on a logarithmic scale."""
-    heads = tl.arange(0, HEADS_TILE)
-    inside = (at < clusters)[:, None] & (heads < GROUP)[None, :]
-    logits = tl.load(logits_ptr + at[:, None] * GROUP + heads[None, :], mask=inside, other=float("-inf"))
+    heads = tl.arange(0, K.HEADS_TILE)
+    inside = (at < clusters)[:, None] & (heads < K.GROUP)[None, :]
+    logits = tl.load(logits_ptr + at[:, None] * K.GROUP + heads[None, :], mask=inside, other=float("-inf"))
     return tl.sum(tl.exp2(logits - normaliser[None, :]), 1).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def weigh_all(
-    logits_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    normaliser: tl.tensor,
-    clusters: tl.tensor,
-    GROUP: tl.constexpr,
-    HEADS_TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SINGLE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    logits_ptr: tl.tensor, weights_ptr: tl.tensor, normaliser: tl.tensor, clusters: tl.tensor, K: tl.constexpr
 ) -> tl.tensor:
     """Writes the weights of a row's clusters; returns those of the first BLOCK, and the largest of all.
 
     All programs of a row write the same numbers.
     """
-    at = tl.arange(0, BLOCK)
-    if SINGLE and CHUNK == BLOCK:
-        weights = weigh(logits_ptr, normaliser, at, clusters, GROUP, HEADS_TILE)
+    at = tl.arange(0, K.BLOCK)
+    if K.SINGLE and K.CHUNK == K.BLOCK:
+        weights = weigh(logits_ptr, normaliser, at, clusters, K)
         tl.store(weights_ptr + at, weights, mask=at < clusters)
         heaviest = tl.max(weights, 0)
         tl.debug_barrier()
     else:
-        highest = tl.zeros([CHUNK], tl.int32)
-        for start in range(0, clusters, CHUNK):
-            some = start + tl.arange(0, CHUNK)
-            weighed = weigh(logits_ptr, normaliser, some, clusters, GROUP, HEADS_TILE)
+        highest = tl.zeros([K.CHUNK], tl.int32)
+        for start in range(0, clusters, K.CHUNK):
+            some = start + tl.arange(0, K.CHUNK)
+            weighed = weigh(logits_ptr, normaliser, some, clusters, K)
             tl.store(weights_ptr + some, weighed, mask=some < clusters)
             highest = tl.maximum(highest, weighed)
         tl.debug_barrier()
@@ -400,18 +384,17 @@ def list_chosen(
     first: tl.tensor,
     end: tl.tensor,
     room: tl.tensor,
-    AT_ONCE: tl.constexpr,
-    AT_MEMBER: tl.constexpr,
+    K: tl.constexpr,
 ) -> None:
     """Lists the members of a program's selected clusters."""
-    for some in range(0, number, AT_ONCE):
-        turn = some + tl.arange(0, AT_ONCE)
+    for some in range(0, number, K.AT_ONCE):
+        turn = some + tl.arange(0, K.AT_ONCE)
         cluster = tl.load(chosen_ptr + turn, mask=turn < number, other=0)
         places = tl.load(places_ptr + turn, mask=turn < number, other=0)
         begin = tl.load(offsets_ptr + cluster, mask=turn < number, other=0)
         held = tl.load(offsets_ptr + cluster + 1, mask=turn < number, other=0) - begin
-        for skip in range(0, tl.max(held, 0), AT_MEMBER):
-            list_members(members_ptr, ids_ptr, begin, held, places, skip, first, end, room, AT_MEMBER)
+        for skip in range(0, tl.max(held, 0), K.AT_MEMBER):
+            list_members(members_ptr, ids_ptr, begin, held, places, skip, first, end, room, K.AT_MEMBER)
 
 
 @triton.jit(do_not_specialize=["width", "slots", "splits", "room"])
@@ -430,28 +413,15 @@ def select_kernel(
     slots: tl.tensor,
     splits: tl.tensor,
     room: tl.tensor,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS_TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SINGLE: tl.constexpr,
-    OWN: tl.constexpr,
-    CHUNK: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    AT_MEMBER: tl.constexpr,
-    RANGE: tl.constexpr,
-    TURNS: tl.constexpr,
-    DRAW_TURNS: tl.constexpr,
-    UNUSED: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """One program per (share of the clusters, row); shares are runs of 16 from all over the context."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     row = tl.program_id(1)
-    b = row // HEADS
-    head = (row % HEADS).to(tl.int64)
+    b = row // K.HEADS
+    head = (row % K.HEADS).to(tl.int64)
     clusters = field(records_ptr, b, CLUSTERS).to(tl.int32)
     keys = field(records_ptr, b, KEYS)
     first, end = searched_keys(records_ptr, b)
@@ -462,39 +432,37 @@ def select_kernel(
     counted_ptr = searched_ptr + (row.to(tl.int64) * programs + program) * width
     differ = any_outside(records_ptr, b)
     if differ:
-        count_searched(records_ptr, b, head, sizes_ptr, counted_ptr, clusters, AT_ONCE)
+        count_searched(records_ptr, b, head, sizes_ptr, counted_ptr, clusters, K.AT_ONCE)
     else:
         counted_ptr = sizes_ptr
-    at = tl.arange(0, BLOCK)
+    at = tl.arange(0, K.BLOCK)
     sizes = tl.load(counted_ptr + at, mask=at < clusters, other=0)
     wait_for_launch(CHAINED)
-    logits_row = logits_ptr + row.to(tl.int64) * width * GROUP
+    logits_row = logits_ptr + row.to(tl.int64) * width * K.GROUP
     weights_row = weights_ptr + row.to(tl.int64) * width
-    normaliser = normalisers(peaks_ptr, totals_ptr, row, slots, splits, GROUP, HEADS_TILE, SPLITS)
-    weights, heaviest = weigh_all(
-        logits_row, weights_row, normaliser, clusters, GROUP, HEADS_TILE, BLOCK, SINGLE, CHUNK
-    )
+    normaliser = normalisers(peaks_ptr, totals_ptr, row, slots, splits, K)
+    weights, heaviest = weigh_all(logits_row, weights_row, normaliser, clusters, K)
     least, above, draws = cut(
-        weights, sizes, weights_row, counted_ptr, clusters, heaviest, keep, row % HEADS, program, programs,
-        BLOCK, SINGLE, RANGE, TURNS, DRAW_TURNS, UNUSED,
+        weights, sizes, weights_row, counted_ptr, clusters, heaviest, keep, row % K.HEADS, program, programs,
+        K
     )  # fmt: skip
     if differ:
         sizes = tl.load(sizes_ptr + at, mask=at < clusters, other=0)
     # What programs before this one list.
     before = keys_from(
-        weights, sizes, weights_row, sizes_ptr, clusters, least, above, draws, row % HEADS, program, programs,
-        BLOCK, SINGLE, False,
+        weights, sizes, weights_row, sizes_ptr, clusters, (least, above, draws), row % K.HEADS, program, programs,
+        K, False
     )  # fmt: skip
-    lane = tl.arange(0, OWN)
+    lane = tl.arange(0, K.OWN)
     owned = ((lane // 16) * programs + program) * 16 + lane % 16
     own_weights = tl.load(weights_row + owned, mask=owned < clusters, other=0)
     own_sizes = tl.load(sizes_ptr + owned, mask=owned < clusters, other=0)
-    chosen = passing(own_weights, owned, least, above, draws, row % HEADS) & (own_sizes > 0)
+    chosen = passing(own_weights, owned, (least, above, draws), row % K.HEADS) & (own_sizes > 0)
     # Number and keys of the selected clusters in one sum.
     both = tl.where(chosen, own_sizes.to(tl.int64) + (1 << 32), 0)
     ahead = tl.cumsum(both, 0) - both
     rank = (ahead >> 32).to(tl.int32)
-    scratch = (row.to(tl.int64) * programs + program) * OWN
+    scratch = (row.to(tl.int64) * programs + program) * K.OWN
     tl.store(chosen_ptr + scratch + rank, owned, mask=chosen)
     tl.store(places_ptr + scratch + rank, before + (ahead & 0xFFFFFFFF).to(tl.int32), mask=chosen)
     both = tl.sum(both, 0)
@@ -503,5 +471,5 @@ def select_kernel(
     tl.debug_barrier()
     list_chosen(
         chosen_ptr + scratch, places_ptr + scratch, (both >> 32).to(tl.int32), offsets_ptr, members_ptr,
-        ids_ptr + row.to(tl.int64) * room, first, end, room, AT_ONCE, AT_MEMBER,
+        ids_ptr + row.to(tl.int64) * room, first, end, room, K
     )  # fmt: skip

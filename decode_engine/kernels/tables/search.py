@@ -102,9 +102,7 @@ def load_query(q_ptr: tl.tensor, slot: tl.tensor, K: tl.constexpr) -> tl.tensor:
 def pick_rows(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    units_ptr: tl.tensor,
+    picked: tl.tensor,
     b: tl.tensor,
     h: tl.tensor,
     slot: tl.tensor,
@@ -117,6 +115,7 @@ def pick_rows(
     Of equals the first is nearest. Kernels add four rows at a time: where there are fewer, the others are the same ones
     again, with weight 0. What does not depend on the launch before is read before it has ended.
     """
+    rows_ptr, weights_ptr, units_ptr = picked
     W: tl.constexpr = K.D // K.M
     J: tl.constexpr = max(4, K.M)
     CB: tl.constexpr = min(K.CP, _PICK_SIZE // K.D)
@@ -453,9 +452,7 @@ def load_limit(limit_ptr: tl.tensor) -> tl.tensor:
 def pick_kernel(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    units_ptr: tl.tensor,
+    picked: tl.tensor,
     scale: tl.tensor,
     K: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -467,7 +464,7 @@ def pick_kernel(
     first, end = searched_keys(records_ptr, b)
     if end > first:
         pick_rows(
-            q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, bh % K.H, slot, scale,
+            q_ptr, records_ptr, picked, b, bh % K.H, slot, scale,
             K, CHAINED
         )  # fmt: skip
     else:
@@ -480,12 +477,8 @@ def pick_kernel(
 def sample_pooled_kernel(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    units_ptr: tl.tensor,
-    histograms_ptr: tl.tensor,
-    arrivals_ptr: tl.tensor,
-    limits_ptr: tl.tensor,
+    picked: tl.tensor,
+    counted_in: tl.tensor,
     scale: tl.tensor,
     K: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -495,6 +488,7 @@ def sample_pooled_kernel(
     With PICK every program picks for itself first and writes the same rows: where there are few programs, that costs
     less than another launch.
     """
+    rows_ptr, weights_ptr, units_ptr = picked
     bh = tl.program_id(1)
     b = bh // K.H
     sequence = load_sequence(records_ptr, b)
@@ -504,7 +498,7 @@ def sample_pooled_kernel(
     if K.PICK:
         if span > 0:
             pick_rows(
-                q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, bh % K.H, bh, scale,
+                q_ptr, records_ptr, picked, b, bh % K.H, bh, scale,
                 K, CHAINED
             )  # fmt: skip
         else:
@@ -518,16 +512,14 @@ def sample_pooled_kernel(
         sequence, word, mask, linear_bin(a0, reach), linear_bin(a1, reach), linear_bin(a2, reach),
         linear_bin(a3, reach), SAMPLE_WORDS,
     )  # fmt: skip
-    store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, bins, bh, reach, K)
+    store_histogram(sequence, counted_in, bins, bh, reach, K)
     let_next_begin(CHAINED)
 
 
 @triton.jit
 def store_histogram(
     sequence: tl.tensor,
-    histograms_ptr: tl.tensor,
-    arrivals_ptr: tl.tensor,
-    limits_ptr: tl.tensor,
+    counted_in: tl.tensor,
     bins: tl.tensor,
     bh: tl.tensor,
     reach: tl.tensor | None,
@@ -537,6 +529,7 @@ def store_histogram(
 
     reach: of linear bins; None for octaves.
     """
+    histograms_ptr, arrivals_ptr, limits_ptr = counted_in
     store_counts(
         sequence, histograms_ptr + (bh * K.S + tl.program_id(0)) * BINS, bins, K.S * 4 * SAMPLE_WORDS
     )
@@ -554,17 +547,11 @@ def store_histogram(
 
 @triton.jit
 def score_kernel(
-    records_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    units_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    masses_ptr: tl.tensor,
-    K: tl.constexpr,
-    CHAINED: tl.constexpr,
+    records_ptr: tl.tensor, picked: tl.tensor, scored: tl.tensor, K: tl.constexpr, CHAINED: tl.constexpr
 ) -> None:
     """Scores one tile for one head; see `TableWork.logits` for what is left. Byte 0 is weight 0."""
+    logits_ptr, peaks_ptr, masses_ptr = scored
+    rows_ptr, weights_ptr, units_ptr = picked
     tile = tl.program_id(0) // K.L
     bh = tl.program_id(1)
     sequence = load_sequence(records_ptr, bh // K.H)
@@ -612,19 +599,16 @@ def summed_weights(
 @triton.jit
 def combine_kernel(
     records_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    masses_ptr: tl.tensor,
+    scored: tl.tensor,
     normalisers_ptr: tl.tensor,
-    histograms_ptr: tl.tensor,
-    arrivals_ptr: tl.tensor,
-    limits_ptr: tl.tensor,
+    counted_in: tl.tensor,
     P: tl.tensor,
     K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Normalisers of the softmaxes, and a histogram of their sums: of all keys, or of one run in several, in every
     stretch of runs another."""
+    logits_ptr, peaks_ptr, masses_ptr = scored
     bh = tl.program_id(1)
     sequence = load_sequence(records_ptr, bh // K.H)
     tiles = tile_count(sequence, K.BW)
@@ -656,7 +640,7 @@ def combine_kernel(
         sequence, word, inside, octave_bin(w0), octave_bin(w1), octave_bin(w2), octave_bin(w3),
         SAMPLE_WORDS,
     )  # fmt: skip
-    store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, bins, bh, None, K)
+    store_histogram(sequence, counted_in, bins, bh, None, K)
     let_next_begin(CHAINED)
 
 
@@ -690,17 +674,17 @@ def search(q_BHGD: Tensor, records_BF: Tensor, sizes: TableSizes, work: TableWor
     if not sizes.pooled or shape.pick_apart:
         pick(q_BHGD, records_BF, sizes, work)
     constants, options = TableConstants.of(q_BHGD, sizes), chained(q_BHGD.device)
-    picked = (records_BF, work.rows, work.weights, work.units)
+    picked = (work.rows, work.weights, work.units)
     found = (work.histograms, work.arrivals, work.limits)
     if sizes.pooled:
         sample_pooled_kernel[(sizes.samplers, rows)](
-            q_BHGD, *picked, *found, _pick_scale(sizes), K=constants, num_warps=8, **options
+            q_BHGD, records_BF, picked, found, _pick_scale(sizes), K=constants, num_warps=8, **options
         )
         return
     scored = (work.logits, work.peaks, work.masses)
-    score_kernel[(sizes.queries * sizes.tiles, rows)](*picked, *scored, K=constants, **options)
+    score_kernel[(sizes.queries * sizes.tiles, rows)](records_BF, picked, scored, K=constants, **options)
     combine_kernel[(sizes.samplers, rows)](
-        records_BF, *scored, work.normalisers, *found, sizes.tiles, K=constants,
+        records_BF, scored, work.normalisers, found, sizes.tiles, K=constants,
         maxnreg=64, **options,  # eight programs fit into a multiprocessor
     )  # fmt: skip
 
@@ -708,7 +692,7 @@ def search(q_BHGD: Tensor, records_BF: Tensor, sizes: TableSizes, work: TableWor
 def pick(q_BHGD: Tensor, records_BF: Tensor, sizes: TableSizes, work: TableWork) -> None:
     """Launches the choice of the nearest centroids alone: fills rows, weights and units of `work`."""
     pick_kernel[(q_BHGD.shape[0] * sizes.kv_heads * sizes.queries,)](
-        q_BHGD, records_BF, work.rows, work.weights, work.units, _pick_scale(sizes),
+        q_BHGD, records_BF, (work.rows, work.weights, work.units), _pick_scale(sizes),
         K=TableConstants.of(q_BHGD, sizes), num_warps=8, **chained(q_BHGD.device),
     )  # fmt: skip
 

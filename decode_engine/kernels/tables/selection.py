@@ -12,6 +12,8 @@ partial results, which `merge_partials` merges.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -52,9 +54,7 @@ COMPACT_WORDS = tl.constexpr(128)
 def compact(
     sequence: tl.tensor,
     scores: tl.tensor,
-    least: tl.tensor,
-    above: tl.tensor,
-    draws: tl.tensor,
+    bounds: tl.tensor,
     head: tl.tensor,
     word: tl.tensor,
     ids_ptr: tl.tensor,
@@ -69,6 +69,7 @@ def compact(
     of every word would cost more than the scores do. At worst every word is kept: then its place is overwritten only
     by the keys of words up to itself.
     """
+    least, above, draws = bounds
     s0, s1, s2, s3 = scores
     wanted = tl.where(draw(word, head) < draws, least, above)
     k0 = (s0 >= wanted) & searched(word, 0, sequence)
@@ -102,9 +103,7 @@ def compact(
 @triton.jit
 def keep_pooled(
     sequence: tl.tensor,
-    rows_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    units_ptr: tl.tensor,
+    picked: tl.tensor,
     ids_ptr: tl.tensor,
     counted: tl.tensor,
     bh: tl.tensor,
@@ -116,6 +115,7 @@ def keep_pooled(
 
     counted: the limit, if it was found EARLY, or else the histograms to find it from.
     """
+    rows_ptr, weights_ptr, units_ptr = picked
     word, mask = tile_words(sequence, tile, K.BW)
     sums = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, K)
     if K.EARLY:
@@ -124,7 +124,7 @@ def keep_pooled(
         reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
         border, draws = threshold(sequence, sum_histograms(counted, K.S))
         least, above = linear_cut(border, reach), linear_cut(border + 1, reach)
-    return compact(sequence, sums, least, above, draws, head, word, ids_ptr, K.BW)
+    return compact(sequence, sums, (least, above, draws), head, word, ids_ptr, K.BW)
 
 
 @triton.jit
@@ -151,20 +151,13 @@ def keep_per_head(
         w = summed_weights(logits_ptr, factor, slot * P + tile, tl.arange(0, K.BW), mask, w, K.BW)
     least, above, draws = limit
     least, above = least.to(tl.float32, bitcast=True), above.to(tl.float32, bitcast=True)
-    return compact(sequence, w, least, above, draws, head, word, ids_ptr, K.BW)
+    return compact(sequence, w, (least, above, draws), head, word, ids_ptr, K.BW)
 
 
 @triton.jit
 def keep_keys(
     sequence: tl.tensor,
-    rows_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    units_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    normalisers_ptr: tl.tensor,
-    histograms_ptr: tl.tensor,
-    limits_ptr: tl.tensor,
+    found: tl.tensor,
     ids_ptr: tl.tensor,
     bh: tl.tensor,
     head: tl.tensor,
@@ -173,15 +166,14 @@ def keep_keys(
     K: tl.constexpr,
 ) -> tl.tensor:
     """Writes the ids of a tile's kept keys, and returns how many there are; none for a tile that is not there."""
+    picked, logits_ptr, peaks_ptr, normalisers_ptr, histograms_ptr, limits_ptr = found
     count = 0
     if (tile >= 0) & (tile < tile_count(sequence, K.BW)):
         # Read first, added up last: the scores are on their way meanwhile.
         limit_ptr = limits_ptr + bh * LIMIT_WORDS
         counted = load_limit(limit_ptr) if K.EARLY else load_histograms(histograms_ptr, bh, K.S)
         if K.POOLED:
-            count = keep_pooled(
-                sequence, rows_ptr, weights_ptr, units_ptr, ids_ptr, counted, bh, head, tile, K
-            )
+            count = keep_pooled(sequence, picked, ids_ptr, counted, bh, head, tile, K)
         else:
             count = keep_per_head(
                 sequence, logits_ptr, peaks_ptr, normalisers_ptr, ids_ptr, counted, bh, head, tile, P, K
@@ -192,14 +184,7 @@ def keep_keys(
 @triton.jit
 def select_kernel(
     records_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    units_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    normalisers_ptr: tl.tensor,
-    histograms_ptr: tl.tensor,
-    limits_ptr: tl.tensor,
+    found: tl.tensor,
     ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     P: tl.tensor,
@@ -213,8 +198,7 @@ def select_kernel(
     wait_alone(CHAINED)
     place = bh * P + tile
     count = keep_keys(
-        sequence, rows_ptr, weights_ptr, units_ptr, logits_ptr, peaks_ptr, normalisers_ptr, histograms_ptr,
-        limits_ptr, ids_ptr + place.to(tl.int64) * (4 * K.BW), bh, bh % K.H, tile, P, K
+        sequence, found, ids_ptr + place.to(tl.int64) * (4 * K.BW), bh, bh % K.H, tile, P, K
     )  # fmt: skip
     tl.store(counts_ptr + place, count)
     let_next_begin(CHAINED)
@@ -226,17 +210,15 @@ def select(
     """Search and selection of one step without the attention: fills ids and counts_BHP [B, H, P] int32."""
     search(q_BHGD, records_BF, sizes, work)
     select_kernel[(sizes.tiles, q_BHGD.shape[0] * sizes.kv_heads)](
-        records_BF, *found(work), counts_BHP, sizes.tiles,
+        records_BF, found_by(work), work.ids, counts_BHP, sizes.tiles,
         K=TableConstants.of(q_BHGD, sizes), num_warps=sizes.shape.warps, **chained(q_BHGD.device),
     )  # fmt: skip
 
 
-def found(work: TableWork) -> tuple[Tensor, ...]:
-    """What the search leaves, and where the kept keys go."""
-    return (
-        *(work.rows, work.weights, work.units, work.logits, work.peaks, work.normalisers),
-        *(work.histograms, work.limits, work.ids),
-    )
+def found_by(work: TableWork) -> tuple[Any, ...]:
+    """What the search leaves."""
+    picked = (work.rows, work.weights, work.units)
+    return (picked, work.logits, work.peaks, work.normalisers, work.histograms, work.limits)
 
 
 NEAR_RUNS = tl.constexpr(8)  # runs of exact rows that a program without a tile takes before others help
@@ -288,7 +270,7 @@ def attend_rows(
         row_ptrs = kv_ptr + tl.multiple_of(offset, 8)[:, None] + d[None, :]
         k = tl.load(row_ptrs, mask=there[:, None], other=0.0)
         v = tl.load(row_ptrs + K.D, mask=there[:, None], other=0.0)
-        peaks, totals, sums = attend_tile(q, k, v, there, peaks, totals, sums, scale_log2, K.PRECISION)
+        peaks, totals, sums = attend_tile(q, k, v, there, (peaks, totals, sums), scale_log2, K.PRECISION)
     return peaks, totals, sums
 
 
@@ -296,25 +278,17 @@ def attend_rows(
 def attend_kernel(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    units_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    normalisers_ptr: tl.tensor,
-    histograms_ptr: tl.tensor,
-    limits_ptr: tl.tensor,
+    found: tl.tensor,
     ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    out_sums_ptr: tl.tensor,
-    out_peaks_ptr: tl.tensor,
-    out_totals_ptr: tl.tensor,
+    partials: tl.tensor,
     scale_log2: tl.tensor,
     P: tl.tensor,
     K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Program (x, bh): tile x - EXACT, and a share of what is attended exactly."""
+    out_sums_ptr, out_peaks_ptr, out_totals_ptr = partials
     x = tl.program_id(0)
     bh = tl.program_id(1)
     tile = x - K.EXACT
@@ -322,8 +296,7 @@ def attend_kernel(
     wait_alone(CHAINED)
     tile_ids_ptr = ids_ptr + (bh.to(tl.int64) * P + tl.maximum(tile, 0)) * (4 * K.BW)
     count = keep_keys(
-        sequence, rows_ptr, weights_ptr, units_ptr, logits_ptr, peaks_ptr, normalisers_ptr, histograms_ptr,
-        limits_ptr, tile_ids_ptr, bh, bh % K.H, tile, P, K
+        sequence, found, tile_ids_ptr, bh, bh % K.H, tile, P, K
     )  # fmt: skip
     tl.store(counts_ptr + bh * P + tile, count, mask=tile >= 0)
     tl.debug_barrier()
@@ -332,15 +305,11 @@ def attend_kernel(
         K
     )  # fmt: skip
     store_partial(
-        out_sums_ptr,
-        out_peaks_ptr,
-        out_totals_ptr,
+        (out_sums_ptr, out_peaks_ptr, out_totals_ptr),
         bh,
         tl.num_programs(0),
         x,
-        peaks,
-        totals,
-        sums,
+        (peaks, totals, sums),
         K.G,
         K.D,
         True,
@@ -355,8 +324,8 @@ def attend(
     """Launches selection and attention of one step after `search`: fills counts, ids and partials."""
     partials = work.partials
     attend_kernel[(sizes.programs, q_BHGD.shape[0] * sizes.kv_heads)](
-        q_BHGD, records_BF, *found(work), counts_BHP,
-        partials.sums_RSGD, partials.peaks_RSG, partials.totals_RSG, sizes.scale * LOG2E, sizes.tiles,
+        q_BHGD, records_BF, found_by(work), work.ids, counts_BHP,
+        partials, sizes.scale * LOG2E, sizes.tiles,
         K=TableConstants.of(q_BHGD, sizes),
         **sizes.shape.options(), **chained(q_BHGD.device),
     )  # fmt: skip
