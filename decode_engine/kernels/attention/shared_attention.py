@@ -369,13 +369,7 @@ def attend_task(
     partials: tl.tensor,
     slots: tl.tensor,
     scale_log2: tl.tensor,
-    first_place: tl.tensor,
-    members: tl.tensor,
-    leader: tl.tensor,
-    part: tl.tensor,
-    parts: tl.tensor,
-    what: tl.tensor,
-    slot: tl.tensor,
+    task: tl.tensor,
     h: tl.tensor,
     X: tl.constexpr,
     ALONE: tl.constexpr,
@@ -388,7 +382,8 @@ def attend_task(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """One task of a KV head. ALONE: it may have a single member, and read that one's tail."""
+    """One task of a KV head (`load_task`). ALONE: it may have a single member, and read that one's tail."""
+    first_place, members, leader, part, parts, what, slot = task
     sums_ptr, peaks_ptr, totals_ptr = partials
     element: tl.constexpr = q_ptr.dtype.element_ty
     x = tl.arange(0, X)
@@ -453,25 +448,24 @@ def shared_kernel(
     """Program (place, KV head): tasks in turns with the others of the head. ROWS: of the largest tile."""
     h = tl.program_id(1)
     count = task_count(table_ptr)
-    first, members, leader, part, parts, what, slot = load_task(table_ptr, tl.program_id(0), count, SIZE)
+    task = load_task(table_ptr, tl.program_id(0), count, SIZE)
     wait_for_launch(CHAINED)
-    for task in range(tl.program_id(0), count, tl.num_programs(0)):
-        many = members * GROUP > _FEW_ROWS
+    for number in range(tl.program_id(0), count, tl.num_programs(0)):
+        many = task[1] * GROUP > _FEW_ROWS
         if ROWS > _FEW_ROWS:  # noqa: SIM102 - decided when the kernel is compiled
             if many:
                 attend_task(
                     q_ptr, records_ptr, table_ptr, partials, slots, scale_log2,
-                    first, members, leader, part, parts, what, slot, h,
+                    task, h,
                     ROWS, False, PLANES, SIZE, HEADS, GROUP, DIM, MANY_TILE, MANY_STAGES, PRECISION
                 )  # fmt: skip
         if not many:
             attend_task(
                 q_ptr, records_ptr, table_ptr, partials, slots, scale_log2,
-                first, members, leader, part, parts, what, slot, h,
+                task, h,
                 _FEW_ROWS, True, PLANES, SIZE, HEADS, GROUP, DIM, TILE, STAGES, PRECISION
             )  # fmt: skip
-        following = task + tl.num_programs(0)
-        first, members, leader, part, parts, what, slot = load_task(table_ptr, following, count, SIZE)
+        task = load_task(table_ptr, number + tl.num_programs(0), count, SIZE)
 
 
 def attend_shared(

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -143,6 +144,35 @@ class CodeSizes:
         return -(-self.max_keys // self.shape.tile_keys)
 
 
+class CodeConstants(NamedTuple):
+    """What kernels are compiled for: letters as in the legend, words of heads, codewords that tell how wide entries
+    spread, samplers and keys of each, keys of a tile, and columns in which these are listed."""
+
+    HEADS: tl.constexpr
+    GROUP: tl.constexpr
+    DIM: tl.constexpr
+    M: tl.constexpr
+    W: tl.constexpr
+    WORDS: tl.constexpr
+    WORD_HEADS: tl.constexpr
+    FEW: tl.constexpr
+    STRIDED: tl.constexpr
+    SAMPLERS: tl.constexpr
+    SAMPLE: tl.constexpr
+    BK: tl.constexpr
+    COLUMNS: tl.constexpr
+
+    @classmethod
+    def of(cls, sizes: CodeSizes) -> CodeConstants:
+        shape = sizes.shape
+        numbers = (
+            sizes.kv_heads, sizes.group, sizes.head_dim, sizes.subspaces, sizes.codewords, sizes.words,
+            sizes.word_heads, min(_FEW, sizes.codewords), sizes.strided, shape.samplers, shape.sample_keys,
+            shape.tile_keys, 32 * shape.warps,
+        )  # fmt: skip
+        return cls(*map(tl.constexpr, numbers))
+
+
 @dataclass(frozen=True, slots=True)
 class CodeWork:
     """Buffers of one search, made once per batch size; a captured graph keeps using them.
@@ -209,61 +239,53 @@ _DEPTH_F = tl.constexpr(_DEPTH)
 def tables_kernel(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
-    tables_ptr: tl.tensor,
-    units_ptr: tl.tensor,
+    tables: tl.tensor,
     scale_log2: tl.tensor,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    M: tl.constexpr,
-    W: tl.constexpr,
-    WORDS: tl.constexpr,
-    WORD_HEADS: tl.constexpr,
-    FEW: tl.constexpr,
-    STRIDED: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Program (s, row): one subspace. Rows that search nothing are left as they are."""
+    tables_ptr, units_ptr = tables
     own = tl.program_id(0)
     row = tl.program_id(1)
-    b = row // HEADS
-    E: tl.constexpr = DIM // M
-    s = tl.arange(0, M)
+    b = row // K.HEADS
+    E: tl.constexpr = K.DIM // K.M
+    s = tl.arange(0, K.M)
     e = tl.arange(0, E)
-    w = tl.arange(0, W)
-    few = tl.arange(0, FEW)
+    w = tl.arange(0, K.W)
+    few = tl.arange(0, K.FEW)
     # Before the wait: nobody writes codebooks, and records are written long before.
     first, end = searched_keys(records_ptr, b)
     searches = end > first
-    books_ptr = aligned_pointer(records_ptr, b, (row % HEADS) * (M * W * E), CODEBOOKS, tl.float32)
-    some_ptrs = books_ptr + (s[:, None, None] * W + few[None, :, None]) * E + e[None, None, :]
+    books_ptr = aligned_pointer(records_ptr, b, (row % K.HEADS) * (K.M * K.W * E), CODEBOOKS, tl.float32)
+    some_ptrs = books_ptr + (s[:, None, None] * K.W + few[None, :, None]) * E + e[None, None, :]
     some = tl.load(some_ptrs, mask=searches, other=0.0)
-    book = tl.load(books_ptr + (own * W + w[:, None]) * E + e[None, :], mask=searches, other=0.0)
+    book = tl.load(books_ptr + (own * K.W + w[:, None]) * E + e[None, :], mask=searches, other=0.0)
     wait_for_launch(CHAINED)
     if searches:
-        dims = e[None, :] * M + s[:, None] if STRIDED else s[:, None] * E + e[None, :]
-        own_dims = e * M + own if STRIDED else own * E + e
-        i = tl.arange(0, WORD_HEADS)
-        for n in tl.static_range(WORDS):
+        dims = e[None, :] * K.M + s[:, None] if K.STRIDED else s[:, None] * E + e[None, :]
+        own_dims = e * K.M + own if K.STRIDED else own * E + e
+        i = tl.arange(0, K.WORD_HEADS)
+        for n in tl.static_range(K.WORDS):
             of_few: tl.tensor = ()
             of_all: tl.tensor = ()
-            for head in tl.static_range(n * WORD_HEADS, (n + 1) * WORD_HEADS):
-                head_ptr = q_ptr + (row * GROUP + head) * DIM
-                q = tl.load(head_ptr + dims, mask=head < GROUP, other=0.0).to(tl.float32)
+            for head in tl.static_range(n * K.WORD_HEADS, (n + 1) * K.WORD_HEADS):
+                head_ptr = q_ptr + (row * K.GROUP + head) * K.DIM
+                q = tl.load(head_ptr + dims, mask=head < K.GROUP, other=0.0).to(tl.float32)
                 of_few += (tl.sum(some * q[:, None, :], 2),)
-                q = tl.load(head_ptr + own_dims, mask=head < GROUP, other=0.0).to(tl.float32)
+                q = tl.load(head_ptr + own_dims, mask=head < K.GROUP, other=0.0).to(tl.float32)
                 of_all += (tl.sum(book * q[None, :], 1),)
-            spread = tl.reshape(stack(of_few), [M, FEW, WORD_HEADS])
+            spread = tl.reshape(stack(of_few), [K.M, K.FEW, K.WORD_HEADS])
             span = tl.max(tl.max(spread, 1) - tl.min(spread, 1), 0) * _DEPTH_F
             factor = _LEVELS_F / tl.maximum(span, 1e-30)
-            products = tl.reshape(stack(of_all), [W, WORD_HEADS])
+            products = tl.reshape(stack(of_all), [K.W, K.WORD_HEADS])
             above = (products - tl.max(products, 0)[None, :]) * factor[None, :]
             levels = tl.maximum(above + _LEVELS_F + 0.5, 0.0).to(tl.int32)
-            at = (row * WORDS + n) * (M * W) + own * W + w
+            at = (row * K.WORDS + n) * (K.M * K.W) + own * K.W + w
             tl.store(tables_ptr + at, tl.sum(levels << (8 * i)[None, :], 1))
             if own == 0:
-                g = n * WORD_HEADS + i
-                tl.store(units_ptr + row * GROUP + g, span * (scale_log2 / _LEVELS_F), mask=g < GROUP)
+                g = n * K.WORD_HEADS + i
+                tl.store(units_ptr + row * K.GROUP + g, span * (scale_log2 / _LEVELS_F), mask=g < K.GROUP)
 
 
 @triton.jit
@@ -283,18 +305,9 @@ def make_tables(q_BHGD: Tensor, records_BF: Tensor, sizes: CodeSizes, work: Code
     tables_kernel[(sizes.subspaces, q_BHGD.shape[0] * sizes.kv_heads)](
         q_BHGD,
         records_BF,
-        work.tables_ROX,
-        work.units_RG,
+        (work.tables_ROX, work.units_RG),
         sizes.scale * LOG2E,
-        HEADS=sizes.kv_heads,
-        GROUP=sizes.group,
-        DIM=sizes.head_dim,
-        M=sizes.subspaces,
-        W=sizes.codewords,
-        WORDS=sizes.words,
-        WORD_HEADS=sizes.word_heads,
-        FEW=min(_FEW, sizes.codewords),
-        STRIDED=sizes.strided,
+        K=CodeConstants.of(sizes),
         num_warps=8 if sizes.codewords == PRODUCT_CODES.parts["codewords"][1] else 4,
         **chained(q_BHGD.device),
     )
@@ -326,50 +339,41 @@ _TWO_23_F = tl.constexpr(8388608.0)
 
 
 @triton.jit
-def load_codes(
-    records_ptr: tl.tensor, row: tl.tensor, key: tl.tensor, HEADS: tl.constexpr, M: tl.constexpr
-) -> tl.tensor:
+def load_codes(records_ptr: tl.tensor, row: tl.tensor, key: tl.tensor, K: tl.constexpr) -> tl.tensor:
     """Codes of keys before END, four in a word, a key's words adjacent; key: [K * M / 4] int32, what a word is of."""
-    b = row // HEADS
-    before = (row % HEADS) * field(records_ptr, b, KEYS) * (M // 4)
+    b = row // K.HEADS
+    before = (row % K.HEADS) * field(records_ptr, b, KEYS) * (K.M // 4)
     codes_ptr = aligned_pointer(records_ptr, b, before, CODES, tl.int32)
-    at = key * (M // 4) + tl.arange(0, key.shape[0]) % (M // 4)
+    at = key * (K.M // 4) + tl.arange(0, key.shape[0]) % (K.M // 4)
     return tl.load(codes_ptr + at, mask=key < field(records_ptr, b, END).to(tl.int32), other=0)
 
 
 @triton.jit
-def logit_sums(
-    tables_ptr: tl.tensor,
-    codes: tl.tensor,
-    row_word: tl.tensor,
-    M: tl.constexpr,
-    W: tl.constexpr,
-    WORD_HEADS: tl.constexpr,
-) -> tl.tensor:
-    """Looks up words of codes and adds the entries over the subspaces, for a word's heads: [K, WORD_HEADS] float32.
+def logit_sums(tables_ptr: tl.tensor, codes: tl.tensor, row_word: tl.tensor, K: tl.constexpr) -> tl.tensor:
+    """Looks up words of codes and adds the entries over the subspaces, for a word's heads: [COUNT, WORD_HEADS] float32.
 
     The table is read past the first-level cache, which may hold an earlier layer's: a kernel may come here before the
     launch that it waits for has ended, as long as the one that made the tables has.
     """
-    K: tl.constexpr = codes.shape[0] * 4 // M
-    at = tables_ptr + row_word * (M * W) + tl.arange(0, M * W)
+    COUNT: tl.constexpr = codes.shape[0] * 4 // K.M
+    at = tables_ptr + row_word * (K.M * K.W) + tl.arange(0, K.M * K.W)
     table = tl.load(at, cache_modifier=".cg")
     c0, c1, c2, c3 = codes & 255, (codes >> 8) & 255, (codes >> 16) & 255, (codes >> 24) & 255
-    code = tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [K * M])
-    entry = code + (tl.arange(0, K * M) % M) * W
+    code = tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [COUNT * K.M])
+    entry = code + (tl.arange(0, COUNT * K.M) % K.M) * K.W
     # Two entries of 7 bits fit a byte.
-    pairs = tl.sum(tl.reshape(tl.gather(table, entry, 0), [K, M // 2, 2]), 2)
+    pairs = tl.sum(tl.reshape(tl.gather(table, entry, 0), [COUNT, K.M // 2, 2]), 2)
     even = tl.sum(pairs & _PAIR, 1)
-    if WORD_HEADS == 1:
+    if K.WORD_HEADS == 1:
         sums = tl.expand_dims(even, 1)
     else:
         # Each shifted pair is its odd bytes and, between them, the upper even one.
         odd = tl.sum((pairs.to(tl.uint32) >> 8).to(tl.int32), 1) - (even >> 16) * 256
-        if WORD_HEADS == 2:
+        if K.WORD_HEADS == 2:
             sums = tl.join(even, odd)
         else:
             sums = tl.join(tl.join(even & _LOW, even >> 16), tl.join(odd & _LOW, odd >> 16))
-            sums = tl.reshape(sums, [K, 4])
+            sums = tl.reshape(sums, [COUNT, 4])
     # Converted without the conversion unit, which has a quarter of the others' rate.
     return (sums | _TWO_23).to(tl.float32, bitcast=True) - _TWO_23_F
 
@@ -377,77 +381,65 @@ def logit_sums(
 @triton.jit
 def sample_kernel(
     records_ptr: tl.tensor,
-    tables_ptr: tl.tensor,
-    units_ptr: tl.tensor,
-    sampled_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    masses_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    normalisers_ptr: tl.tensor,
-    cuts_ptr: tl.tensor,
+    tables: tl.tensor,
+    found: tl.tensor,
+    cuts: tl.tensor,
     arrivals_ptr: tl.tensor,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    M: tl.constexpr,
-    W: tl.constexpr,
-    WORDS: tl.constexpr,
-    WORD_HEADS: tl.constexpr,
-    SAMPLERS: tl.constexpr,
-    SAMPLE: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Program (s, row): evenly spread runs of the searched keys, or all of them where they are few."""
+    tables_ptr, units_ptr = tables
+    sampled_ptr, peaks_ptr, masses_ptr, counts_ptr = found
     row = tl.program_id(1)
-    b = row // HEADS
+    b = row // K.HEADS
     first, end = searched_keys(records_ptr, b)
     base = first // _BLOCK * _BLOCK
     # Before the wait: nobody writes codes, and the tables are still being made.
-    sampled = sampled_keys(base, end, tl.arange(0, SAMPLE * M // 4) // (M // 4), SAMPLERS, SAMPLE)
-    codes = load_codes(records_ptr, row, sampled, HEADS, M)
+    sampled = sampled_keys(base, end, tl.arange(0, K.SAMPLE * K.M // 4) // (K.M // 4), K)
+    codes = load_codes(records_ptr, row, sampled, K)
     wait_for_launch(CHAINED)
     if end > first:
-        place = row * SAMPLERS + tl.program_id(0)
-        j = tl.arange(0, SAMPLE)
-        key = sampled_keys(base, end, j, SAMPLERS, SAMPLE)
+        place = row * K.SAMPLERS + tl.program_id(0)
+        j = tl.arange(0, K.SAMPLE)
+        key = sampled_keys(base, end, j, K)
         there = (key >= first) & (key < end)
         tl.store(counts_ptr + place * 2, tl.sum(there.to(tl.int32), 0))
-        tl.store(counts_ptr + place * 2 + 1, tl.sum((there & (j < SAMPLE // 2)).to(tl.int32), 0))
-        i = tl.arange(0, WORD_HEADS)
-        pair: tl.constexpr = min(2, WORD_HEADS)
-        pairs: tl.constexpr = WORD_HEADS // pair
-        for n in tl.static_range(WORDS):
-            g = n * WORD_HEADS + i
-            unit = tl.load(units_ptr + row * GROUP + g, mask=g < GROUP, other=0.0, cache_modifier=".cg")
-            sums = logit_sums(tables_ptr, codes, row * WORDS + n, M, W, WORD_HEADS)
+        tl.store(counts_ptr + place * 2 + 1, tl.sum((there & (j < K.SAMPLE // 2)).to(tl.int32), 0))
+        i = tl.arange(0, K.WORD_HEADS)
+        pair: tl.constexpr = min(2, K.WORD_HEADS)
+        pairs: tl.constexpr = K.WORD_HEADS // pair
+        for n in tl.static_range(K.WORDS):
+            g = n * K.WORD_HEADS + i
+            unit = tl.load(units_ptr + row * K.GROUP + g, mask=g < K.GROUP, other=0.0, cache_modifier=".cg")
+            sums = logit_sums(tables_ptr, codes, row * K.WORDS + n, K)
             logits = tl.where(there[:, None], sums * unit[None, :], float("-inf"))
             peak = tl.max(logits, 0)
             weights = tl.exp2(logits - tl.where(peak == float("-inf"), 0.0, peak)[None, :])
-            halves = tl.reshape(to_half(weights), [SAMPLE, pairs, pair])
+            halves = tl.reshape(to_half(weights), [K.SAMPLE, pairs, pair])
             halves = tl.sum(halves << (16 * tl.arange(0, pair))[None, None, :], 2)
-            own = (row * WORDS + n) * pairs + tl.arange(0, pairs)
-            at = (own[None, :] * SAMPLERS + tl.program_id(0)) * (SAMPLE // 2) + j[:, None]
-            tl.store(sampled_ptr + at, halves, mask=(j < SAMPLE // 2)[:, None])
-            tl.store(peaks_ptr + place * GROUP + g, peak, mask=g < GROUP)
-            tl.store(masses_ptr + place * GROUP + g, tl.sum(weights, 0), mask=g < GROUP)
+            own = (row * K.WORDS + n) * pairs + tl.arange(0, pairs)
+            at = (own[None, :] * K.SAMPLERS + tl.program_id(0)) * (K.SAMPLE // 2) + j[:, None]
+            tl.store(sampled_ptr + at, halves, mask=(j < K.SAMPLE // 2)[:, None])
+            tl.store(peaks_ptr + place * K.GROUP + g, peak, mask=g < K.GROUP)
+            tl.store(masses_ptr + place * K.GROUP + g, tl.sum(weights, 0), mask=g < K.GROUP)
         if arrives_last(arrivals_ptr, row):
             find_cut(
-                sampled_ptr, peaks_ptr, masses_ptr, counts_ptr, normalisers_ptr, cuts_ptr, row, end - first,
-                field(records_ptr, b, KEEP).to(tl.int32), GROUP, WORDS, WORD_HEADS, SAMPLERS, SAMPLE,
+                found, cuts, row, end - first,
+                field(records_ptr, b, KEEP).to(tl.int32), K
             )  # fmt: skip
 
 
 @triton.jit
-def sampled_keys(
-    base: tl.tensor, end: tl.tensor, j: tl.tensor, SAMPLERS: tl.constexpr, SAMPLE: tl.constexpr
-) -> tl.tensor:
+def sampled_keys(base: tl.tensor, end: tl.tensor, j: tl.tensor, K: tl.constexpr) -> tl.tensor:
     """The keys that a program samples, by their number: spread runs from `base` on.
 
     The first halves of all programs are spread too, and hold every key where there is room for that. Where there are
     too few keys for a sample, the others are not below `end`.
     """
     runs = tl.cdiv(end - base, _RUN)
-    half: tl.constexpr = SAMPLE // _RUN // 2
-    taken: tl.constexpr = 2 * SAMPLERS * half
+    half: tl.constexpr = K.SAMPLE // _RUN // 2
+    taken: tl.constexpr = 2 * K.SAMPLERS * half
     run = j // _RUN
     slot = tl.program_id(0) * half + run % half
     stretch = stretch_of(slot, taken // 2)
@@ -459,53 +451,44 @@ def sampled_keys(
 
 @triton.jit
 def find_cut(
-    sampled_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    masses_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    normalisers_ptr: tl.tensor,
-    cuts_ptr: tl.tensor,
-    row: tl.tensor,
-    searched: tl.tensor,
-    keep: tl.tensor,
-    GROUP: tl.constexpr,
-    WORDS: tl.constexpr,
-    WORD_HEADS: tl.constexpr,
-    SAMPLERS: tl.constexpr,
-    SAMPLE: tl.constexpr,
+    found: tl.tensor, cuts: tl.tensor, row: tl.tensor, searched: tl.tensor, keep: tl.tensor, K: tl.constexpr
 ) -> None:
     """Estimates the normalisers from the sampled keys, and from half of these what a kept key's weight has to reach.
 
     A few keys may hold most of a softmax. So each program's largest weight stands for itself alone, and its others for
     the keys that were not sampled.
     """
-    s = tl.arange(0, SAMPLERS)
-    sampled = tl.sum(tl.load(counts_ptr + (row * SAMPLERS + s) * 2, cache_modifier=".cg"), 0)
-    counted = tl.sum(tl.load(counts_ptr + (row * SAMPLERS + s) * 2 + 1, cache_modifier=".cg"), 0)
+    normalisers_ptr, cuts_ptr = cuts
+    sampled_ptr, peaks_ptr, masses_ptr, counts_ptr = found
+    s = tl.arange(0, K.SAMPLERS)
+    sampled = tl.sum(tl.load(counts_ptr + (row * K.SAMPLERS + s) * 2, cache_modifier=".cg"), 0)
+    counted = tl.sum(tl.load(counts_ptr + (row * K.SAMPLERS + s) * 2 + 1, cache_modifier=".cg"), 0)
     stands_for = searched.to(tl.float32) / sampled.to(tl.float32)
     # All that other programs wrote is asked for before anything is written: loads do not pass stores.
-    j = tl.arange(0, SAMPLE // 2)
+    j = tl.arange(0, K.SAMPLE // 2)
     peaks: tl.tensor = ()
     masses: tl.tensor = ()
     words: tl.tensor = ()
-    pair: tl.constexpr = min(2, WORD_HEADS)
-    for g in tl.static_range(GROUP):
-        peaks += (tl.load(peaks_ptr + (row * SAMPLERS + s) * GROUP + g, cache_modifier=".cg"),)
-        masses += (tl.load(masses_ptr + (row * SAMPLERS + s) * GROUP + g, cache_modifier=".cg"),)
-    for n in tl.static_range(WORDS * WORD_HEADS // pair):
-        at = ((row * (WORDS * WORD_HEADS // pair) + n) * SAMPLERS + s)[:, None] * (SAMPLE // 2) + j[None, :]
+    pair: tl.constexpr = min(2, K.WORD_HEADS)
+    for g in tl.static_range(K.GROUP):
+        peaks += (tl.load(peaks_ptr + (row * K.SAMPLERS + s) * K.GROUP + g, cache_modifier=".cg"),)
+        masses += (tl.load(masses_ptr + (row * K.SAMPLERS + s) * K.GROUP + g, cache_modifier=".cg"),)
+    for n in tl.static_range(K.WORDS * K.WORD_HEADS // pair):
+        at = ((row * (K.WORDS * K.WORD_HEADS // pair) + n) * K.SAMPLERS + s)[:, None] * (K.SAMPLE // 2) + j[
+            None, :
+        ]
         words += (tl.load(sampled_ptr + at, cache_modifier=".cg"),)
-    total = tl.zeros([SAMPLERS, SAMPLE // 2], tl.float32)
-    for g in tl.static_range(GROUP):
+    total = tl.zeros([K.SAMPLERS, K.SAMPLE // 2], tl.float32)
+    for g in tl.static_range(K.GROUP):
         highest = tl.max(peaks[g], 0)
         estimates = tl.maximum(masses[g] - 1.0, 0.0) * stands_for + 1.0
         normaliser = highest + tl.log2(tl.sum(estimates * tl.exp2(peaks[g] - highest), 0))
-        tl.store(normalisers_ptr + row * GROUP + g, normaliser)
-        weights = of_half(words[g // pair], g % pair)
+        tl.store(normalisers_ptr + row * K.GROUP + g, normaliser)
+        weights = of_half(words[g // pair], g - g // pair * pair)
         total += weights * tl.exp2(peaks[g] - normaliser)[:, None]
     # Halving the range of weights is faster than a histogram, whose time grows with its bins. Positive numbers are
     # ordered as their bits are. Places of the sample without a key are all but 0, and so below every cut.
-    bits = tl.reshape(total, [SAMPLERS * SAMPLE // 2]).to(tl.int32, bitcast=True)
+    bits = tl.reshape(total, [K.SAMPLERS * K.SAMPLE // 2]).to(tl.int32, bitcast=True)
     wanted = keep.to(tl.float32) * counted.to(tl.float32) / searched.to(tl.float32)
     store_cut(cuts_ptr + row * 3, bits, counted, wanted, keep, searched)
 
@@ -513,60 +496,53 @@ def find_cut(
 @triton.jit
 def keep_kernel(
     records_ptr: tl.tensor,
-    tables_ptr: tl.tensor,
-    units_ptr: tl.tensor,
-    normalisers_ptr: tl.tensor,
-    cuts_ptr: tl.tensor,
+    tables: tl.tensor,
+    cuts: tl.tensor,
     ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    M: tl.constexpr,
-    W: tl.constexpr,
-    WORDS: tl.constexpr,
-    WORD_HEADS: tl.constexpr,
-    BK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Program (tile, row): lists the tile's keys whose weights, summed over the heads, are at the cut or above."""
+    tables_ptr, units_ptr = tables
+    normalisers_ptr, cuts_ptr = cuts
     tile = tl.program_id(0)
     row = tl.program_id(1)
-    b = row // HEADS
+    b = row // K.HEADS
     place = row * tl.num_programs(0) + tile
     first, end = searched_keys(records_ptr, b)
     base = first // _BLOCK * _BLOCK
-    tiles = tl.where(end > first, tl.cdiv(end - base, BK), 0)
+    tiles = tl.where(end > first, tl.cdiv(end - base, K.BK), 0)
     count = 0
     if tile >= tiles:
         wait_for_launch(CHAINED)
     else:
         # Before the wait: the launch before is still looking for the cut, and it waited for the tables.
-        base += tile * BK
-        codes = load_codes(records_ptr, row, base + tl.arange(0, BK * M // 4) // (M // 4), HEADS, M)
-        i = tl.arange(0, WORD_HEADS)
+        base += tile * K.BK
+        codes = load_codes(records_ptr, row, base + tl.arange(0, K.BK * K.M // 4) // (K.M // 4), K)
+        i = tl.arange(0, K.WORD_HEADS)
         logits: tl.tensor = ()
-        for n in tl.static_range(WORDS):
-            g = n * WORD_HEADS + i
-            unit = tl.load(units_ptr + row * GROUP + g, mask=g < GROUP, other=0.0, cache_modifier=".cg")
-            logits += (logit_sums(tables_ptr, codes, row * WORDS + n, M, W, WORD_HEADS) * unit[None, :],)
+        for n in tl.static_range(K.WORDS):
+            g = n * K.WORD_HEADS + i
+            unit = tl.load(units_ptr + row * K.GROUP + g, mask=g < K.GROUP, other=0.0, cache_modifier=".cg")
+            logits += (logit_sums(tables_ptr, codes, row * K.WORDS + n, K) * unit[None, :],)
         wait_for_launch(CHAINED)
-        weight = tl.zeros([BK], tl.float32)
-        for n in tl.static_range(WORDS):
-            g = n * WORD_HEADS + i
-            at = normalisers_ptr + row * GROUP + g
-            normaliser = tl.load(at, mask=g < GROUP, other=float("inf"), cache_modifier=".cg")
+        weight = tl.zeros([K.BK], tl.float32)
+        for n in tl.static_range(K.WORDS):
+            g = n * K.WORD_HEADS + i
+            at = normalisers_ptr + row * K.GROUP + g
+            normaliser = tl.load(at, mask=g < K.GROUP, other=float("inf"), cache_modifier=".cg")
             weight += tl.sum(tl.exp2(logits[n] - normaliser[None, :]), 1)
-        key = base + tl.arange(0, BK)
+        key = base + tl.arange(0, K.BK)
         there = (key - first).to(tl.uint32) < (end - first).to(tl.uint32)
         least, above, draws = load_cut(cuts_ptr + row * 3)
-        kept = (passes(weight, key, row % HEADS, least, above, draws) & there).to(tl.int32)
+        kept = (passes(weight, key, row % K.HEADS, least, above, draws) & there).to(tl.int32)
         # Listed column by column: then only the columns' totals have to be added up across threads.
-        square = tl.reshape(kept, [BK // COLUMNS, COLUMNS])
+        square = tl.reshape(kept, [K.BK // K.COLUMNS, K.COLUMNS])
         of_column = tl.sum(square, 0)
         before = (tl.cumsum(of_column, 0) - of_column)[None, :] + tl.cumsum(square, 0)
         count = tl.sum(of_column, 0)
-        at = place.to(tl.int64) * BK + tl.reshape(before, [BK]) - kept
+        at = place.to(tl.int64) * K.BK + tl.reshape(before, [K.BK]) - kept
         tl.store(ids_ptr + at, key, mask=kept > 0)
     tl.store(counts_ptr + place, count)
 
@@ -611,25 +587,15 @@ def search_codes(
     """
     make_tables(q_BHGD, records_BF, sizes, work)
     rows, shape = q_BHGD.shape[0] * sizes.kv_heads, sizes.shape
-    launch_sizes = {
-        "HEADS": sizes.kv_heads,
-        "GROUP": sizes.group,
-        "M": sizes.subspaces,
-        "W": sizes.codewords,
-        "WORDS": sizes.words,
-        "WORD_HEADS": sizes.word_heads,
-    }
-    launch_sizes |= chained(q_BHGD.device)
-    tables = (records_BF, work.tables_ROX, work.units_RG)
+    options = {"K": CodeConstants.of(sizes), **chained(q_BHGD.device)}
+    tables, cuts = (work.tables_ROX, work.units_RG), (work.normalisers_RG, work.cuts_RX)
+    found = (work.sampled_RPX, work.peaks_RSG, work.masses_RSG, work.sampled_RSC)
     sample_kernel[(shape.samplers, rows)](
-        *tables, work.sampled_RPX, work.peaks_RSG, work.masses_RSG, work.sampled_RSC, work.normalisers_RG,
-        work.cuts_RX, work.arrivals_R, SAMPLERS=shape.samplers, SAMPLE=shape.sample_keys,
-        **shape.sample_options(), **launch_sizes,
-    )  # fmt: skip
+        records_BF, tables, found, cuts, work.arrivals_R, **shape.sample_options(), **options
+    )
     keep_kernel[(sizes.tiles, rows)](
-        *tables, work.normalisers_RG, work.cuts_RX, work.ids_RPK, work.counts_RP,
-        BK=shape.tile_keys, COLUMNS=32 * shape.warps, **shape.options(), **launch_sizes,
-    )  # fmt: skip
+        records_BF, tables, cuts, work.ids_RPK, work.counts_RP, **shape.options(), **options
+    )
     join_kernel[(sizes.tiles, rows)](
         work.ids_RPK, work.counts_RP, lists.ids_RPW, lists.counts_RP, sizes.max_keys, BK=shape.tile_keys,
         TILES=triton.next_power_of_2(sizes.tiles), AT_ONCE=128, num_warps=1 if sizes.tiles <= 64 else 4,

@@ -63,6 +63,7 @@ up, C misses that there is room for.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -209,11 +210,7 @@ def unmark(marks_ptr: tl.tensor, ids: tl.tensor, marked: tl.tensor) -> None:
 
 @triton.jit
 def list_misses(
-    sources_ptr: tl.tensor,
-    targets_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    entries_ptr: tl.tensor,
-    count_ptr: tl.tensor,
+    misses: tl.tensor,
     marks_ptr: tl.tensor,
     room: tl.tensor,
     missing: tl.tensor,
@@ -223,6 +220,7 @@ def list_misses(
     SHARED: tl.constexpr,
 ) -> tl.tensor:
     """Appends missing keys to the list; 1 or 0 for each: left to another session, and found no room there."""
+    sources_ptr, targets_ptr, ids_ptr, entries_ptr, count_ptr = misses
     mine = missing
     if SHARED:
         mine = mark(marks_ptr, ids, missing)
@@ -241,35 +239,25 @@ def list_misses(
 
 
 @triton.jit(do_not_specialize=["misses_room", "width", "room"])
-def find_kernel(
+def find_kernel(  # noqa: PLR0915 - what a program does stands in one place
     records_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     joined_ptr: tl.tensor,
     locations_ptr: tl.tensor,
-    miss_sources_ptr: tl.tensor,
-    miss_targets_ptr: tl.tensor,
-    miss_ids_ptr: tl.tensor,
-    miss_entries_ptr: tl.tensor,
-    miss_counts_ptr: tl.tensor,
+    misses: tl.tensor,
     found_ptr: tl.tensor,
     misses_room: tl.tensor,
     width: tl.tensor,
     room: tl.tensor,
-    HEADS: tl.constexpr,
-    FIRST_HEAD: tl.constexpr,
-    SOME_HEADS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    SEGMENTS_TILE: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    TILE: tl.constexpr,
-    SHARED: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """One program per (share of a row's entries but the tail, row). SHARED: rows may be on one context."""
-    row = row_of(tl.program_id(1), HEADS, FIRST_HEAD, SOME_HEADS)
-    b = row // HEADS
-    head = (row % HEADS).to(tl.int64)
+    miss_sources_ptr, miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr = misses
+    row = row_of(tl.program_id(1), K.HEADS, K.FIRST_HEAD, K.SOME_HEADS)
+    b = row // K.HEADS
+    head = (row % K.HEADS).to(tl.int64)
     first, end, always = context_entries(records_ptr, b)
     sets = field(records_ptr, b, SETS)
     cached = sets > 0
@@ -278,13 +266,13 @@ def find_kernel(
     tallies_ptr = aligned_pointer(records_ptr, b, head * _TALLY, TALLIES, tl.int64)
     marks_ptr = marks_of(records_ptr, b, head)
     source = field(records_ptr, b, KV) + head * field(records_ptr, b, KV + 1)
-    ids_ptr += row.to(tl.int64) * SEGMENTS * width
+    ids_ptr += row.to(tl.int64) * K.SEGMENTS * width
     joined_ptr += row.to(tl.int64) * room
     locations_ptr += row.to(tl.int64) * room
     first_entry = row.to(tl.int64) << _ENTRY_BITS
     wait_for_launch(CHAINED)
     # What all of these say is on its way at once.
-    counts = listed_keys(counts_ptr, row, width, SEGMENTS, SEGMENTS_TILE)
+    counts = listed_keys(counts_ptr, row, width, K.SEGMENTS, K.SEGMENTS_TILE)
     done = tl.load(tallies_ptr + _DONE, mask=cached, other=0)
     crowded = tl.load(tallies_ptr + _CROWDED, mask=cached, other=0)
     turn = 1 - tl.load(miss_counts_ptr + _LAST_TURN)
@@ -292,23 +280,24 @@ def find_kernel(
     source += tl.where(crowded == done, _CLAIM_FIRST, 0)
     listed = tl.minimum(tl.sum(counts, 0), room)
     entries = tl.minimum(listed + always, room)
-    begin, stop = share_of(entries, TILE)
-    keys = tl.zeros([TILE], tl.int32)
-    reused = tl.zeros([TILE], tl.int32)
-    bypassed = tl.zeros([TILE], tl.int32)
-    for at in range(begin, stop, TILE):
-        entry = at + tl.arange(0, TILE)
-        ids = segment_ids(ids_ptr, counts, width, entry, tl.minimum(stop, listed), SEGMENTS)
+    begin, stop = share_of(entries, K.TILE)
+    keys = tl.zeros([K.TILE], tl.int32)
+    reused = tl.zeros([K.TILE], tl.int32)
+    bypassed = tl.zeros([K.TILE], tl.int32)
+    for at in range(begin, stop, K.TILE):
+        entry = at + tl.arange(0, K.TILE)
+        ids = segment_ids(ids_ptr, counts, width, entry, tl.minimum(stop, listed), K.SEGMENTS)
         ids = with_always(ids, entry, listed, entries, first, end)
         sought = (ids >= 0) & cached
         slot = slots_of(tags_ptr, ids, sets, sought, _WAYS)
         there = slot >= 0
         left, unlisted = list_misses(
-            miss_sources_ptr, miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr + turn, marks_ptr,
-            misses_room, sought & (slot < 0), source + ids.to(tl.int64) * ROW_BYTES, ids, first_entry + entry, SHARED,
+            (miss_sources_ptr, miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr + turn), marks_ptr,
+            misses_room, sought & (slot < 0), source + ids.to(tl.int64) * K.ROW_BYTES, ids, first_entry + entry,
+            K.SHARED,
         )  # fmt: skip
         bypassed += unlisted
-        tl.store(stamps_ptr + slot, tl.zeros([TILE], tl.int32) + step.to(tl.int32), mask=there)
+        tl.store(stamps_ptr + slot, tl.zeros([K.TILE], tl.int32) + step.to(tl.int32), mask=there)
         tl.store(locations_ptr + entry, tl.where(left > 0, _LEFT, slot), mask=entry < stop)
         tl.store(joined_ptr + entry, ids, mask=entry < stop)
         keys += (ids >= 0).to(tl.int32)
@@ -333,18 +322,13 @@ def settle_kernel(
     found_ptr: tl.tensor,
     width: tl.tensor,
     room: tl.tensor,
-    HEADS: tl.constexpr,
-    FIRST_HEAD: tl.constexpr,
-    SOME_HEADS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    SEGMENTS_TILE: tl.constexpr,
-    TILE: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Programs as of find, each with the same entries."""
-    row = row_of(tl.program_id(1), HEADS, FIRST_HEAD, SOME_HEADS)
-    b = row // HEADS
-    head = (row % HEADS).to(tl.int64)
+    row = row_of(tl.program_id(1), K.HEADS, K.FIRST_HEAD, K.SOME_HEADS)
+    b = row // K.HEADS
+    head = (row % K.HEADS).to(tl.int64)
     always = context_entries(records_ptr, b)[2]
     sets = field(records_ptr, b, SETS)
     tags_ptr = aligned_pointer(records_ptr, b, head * sets * _WAYS, TAGS, tl.int32)
@@ -352,12 +336,12 @@ def settle_kernel(
     joined_ptr += row.to(tl.int64) * room
     locations_ptr += row.to(tl.int64) * room
     wait_for_launch(CHAINED)
-    counts = listed_keys(counts_ptr, row, width, SEGMENTS, SEGMENTS_TILE)
+    counts = listed_keys(counts_ptr, row, width, K.SEGMENTS, K.SEGMENTS_TILE)
     entries = tl.minimum(tl.minimum(tl.sum(counts, 0), room) + always, room)
-    begin, stop = share_of(entries, TILE)
-    lost = tl.zeros([TILE], tl.int32)
-    for at in range(begin, stop, TILE):
-        entry = at + tl.arange(0, TILE)
+    begin, stop = share_of(entries, K.TILE)
+    lost = tl.zeros([K.TILE], tl.int32)
+    for at in range(begin, stop, K.TILE):
+        entry = at + tl.arange(0, K.TILE)
         location = tl.load(locations_ptr + entry, mask=entry < stop, other=-1, cache_modifier=".cg")
         left = location == _LEFT
         if tl.max(left.to(tl.int32), 0) > 0:
@@ -393,6 +377,24 @@ _ENTRY_MASK = tl.constexpr(2**ENTRY_BITS - 1)
 _ADDRESS = tl.constexpr(~CLAIM_FIRST)
 _NOWHERE = tl.constexpr(NOWHERE)
 _WORD = tl.constexpr(WORD)
+
+
+class FetchConstants(NamedTuple):
+    """What launches are compiled for: KV heads, those whose rows are brought, segments of a list, keys of a tile, bytes
+    and words of a row, rows whose step a program ends, misses at a time, and whether rows may be on one context."""
+
+    HEADS: tl.constexpr
+    FIRST_HEAD: tl.constexpr
+    SOME_HEADS: tl.constexpr
+    SEGMENTS: tl.constexpr
+    SEGMENTS_TILE: tl.constexpr
+    TILE: tl.constexpr
+    ROW_BYTES: tl.constexpr
+    WORDS: tl.constexpr
+    ENDED: tl.constexpr
+    CLAIM_TILE: tl.constexpr
+    READ_TILE: tl.constexpr
+    SHARED: tl.constexpr
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,10 +465,17 @@ def fetch_rows(
         )
     shape = shape or _FETCH
     check_shape(row_bytes, shape)
-    of_rows = {"HEADS": all_heads, "FIRST_HEAD": some.start, "SOME_HEADS": len(some)}
-    of_lists = {"SEGMENTS": segments, "SEGMENTS_TILE": triton.next_power_of_2(segments), "TILE": _TILE}
-    finding = {"num_warps": _FIND_WARPS, **chained(records_BF.device)}
     shared = len(records_BF) > 1
+    # As many claims a round as rows that are read.
+    claimers = triton.cdiv(shape.programs * shape.tile, _CLAIM_TILE)
+    ended = triton.next_power_of_2(triton.cdiv(some_rows, claimers))
+    segments_tile, words = triton.next_power_of_2(segments), row_bytes // WORD
+    constants = (
+        all_heads, some.start, len(some), segments, segments_tile, _TILE, row_bytes, words, ended, _CLAIM_TILE,
+        shape.tile, shared,
+    )  # fmt: skip
+    finding = {"num_warps": _FIND_WARPS, "K": FetchConstants(*map(tl.constexpr, constants))}
+    finding |= chained(records_BF.device)
     misses = (buffers.sources_C, buffers.targets_C, buffers.ids_C, buffers.entries_C, buffers.counts_4)
     find_kernel[(programs, some_rows)](
         records_BF,
@@ -474,35 +483,22 @@ def fetch_rows(
         lists.counts_RP,
         joined_RN,
         buffers.locations_RN,
-        *misses,
+        misses,
         found_RX2,
         len(buffers.sources_C),
         width,
         room,
-        **of_rows,
-        **of_lists,
-        ROW_BYTES=row_bytes,
-        SHARED=shared,
         **finding,
     )
-    # As many claims a round as rows that are read.
-    claimers = triton.cdiv(shape.programs * shape.tile, _CLAIM_TILE)
     bring_kernel[(claimers + shape.programs,)](
         records_BF,
         buffers.locations_RN,
-        *misses,
+        misses,
         claimers,
         some_rows,
         len(buffers.sources_C),
         room,
-        **of_rows,
-        ENDED=triton.next_power_of_2(triton.cdiv(some_rows, claimers)),
-        WORDS=row_bytes // WORD,
-        CLAIM_TILE=_CLAIM_TILE,
-        READ_TILE=shape.tile,
-        SHARED=shared,
-        num_warps=shape.warps,
-        **chained(records_BF.device),
+        **(finding | {"num_warps": shape.warps}),
     )
     if shared:
         settle_kernel[(programs, some_rows)](
@@ -513,8 +509,6 @@ def fetch_rows(
             found_RX2,
             width,
             room,
-            **of_rows,
-            **of_lists,
             **finding,
         )
     return buffers.locations_RN
@@ -577,10 +571,7 @@ def misses_of_step(counts_ptr: tl.tensor, misses_room: tl.tensor) -> tl.tensor:
 def claim_misses(
     records_ptr: tl.tensor,
     locations_ptr: tl.tensor,
-    targets_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    entries_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
+    misses: tl.tensor,
     rows: tl.tensor,
     misses_room: tl.tensor,
     room: tl.tensor,
@@ -595,6 +586,7 @@ def claim_misses(
     CHAINED: tl.constexpr,
 ) -> None:
     """Claims slots for a share of the misses, and ends the step of ENDED rows, some perhaps like other programs do."""
+    targets_ptr, ids_ptr, entries_ptr, counts_ptr = misses
     program = tl.program_id(0)
     ended = tl.minimum(program + tl.arange(0, ENDED) * claimers, rows - 1)
     ended = row_of(ended, HEADS, FIRST_HEAD, SOME_HEADS)
@@ -680,34 +672,24 @@ def read_misses(
 def bring_kernel(
     records_ptr: tl.tensor,
     locations_ptr: tl.tensor,
-    miss_sources_ptr: tl.tensor,
-    miss_targets_ptr: tl.tensor,
-    miss_ids_ptr: tl.tensor,
-    miss_entries_ptr: tl.tensor,
-    miss_counts_ptr: tl.tensor,
+    misses: tl.tensor,
     claimers: tl.tensor,
     rows: tl.tensor,
     misses_room: tl.tensor,
     room: tl.tensor,
-    HEADS: tl.constexpr,
-    FIRST_HEAD: tl.constexpr,
-    SOME_HEADS: tl.constexpr,
-    ENDED: tl.constexpr,
-    WORDS: tl.constexpr,
-    CLAIM_TILE: tl.constexpr,
-    READ_TILE: tl.constexpr,
-    SHARED: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """The first `claimers` programs claim, the others read. rows: of the launch that found."""
+    miss_sources_ptr, miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr = misses
     if tl.program_id(0) < claimers:
         claim_misses(
-            records_ptr, locations_ptr, miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr, rows,
-            misses_room, room, claimers, HEADS, FIRST_HEAD, SOME_HEADS, ENDED, WORDS * _WORD, CLAIM_TILE, SHARED,
-            CHAINED,
+            records_ptr, locations_ptr, (miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr), rows,
+            misses_room, room, claimers, K.HEADS, K.FIRST_HEAD, K.SOME_HEADS, K.ENDED, K.WORDS * _WORD,
+            K.CLAIM_TILE, K.SHARED, CHAINED,
         )  # fmt: skip
     else:
         read_misses(
             miss_sources_ptr, miss_targets_ptr, miss_counts_ptr, misses_room, tl.program_id(0) - claimers,
-            tl.num_programs(0) - claimers, WORDS, READ_TILE, CHAINED,
+            tl.num_programs(0) - claimers, K.WORDS, K.READ_TILE, CHAINED,
         )  # fmt: skip
