@@ -35,6 +35,11 @@ if TYPE_CHECKING:
     from prefill_worker.muse.settings import MuseSettings
 
 
+_CHUNKS = {"cpu": 2048, "cuda": 8192}
+"""Tokens of a pass by default. A GPU waits for Python with shorter ones: 8B, 131,072 tokens, 17.5 s for 11.9."""
+_CHUNKS_TOLD = " (default: 2,048 on a CPU, 8,192 on a GPU)"
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
     """One job. `input` are text files in order, or `messages` is a file with a conversation; `-` is standard input.
@@ -118,10 +123,10 @@ class PrefillConfig:
         OneOf(*ROW_CODINGS),
     ] = AS_DTYPE
     chunk: Annotated[
-        int,
-        Option(help="Tokens per forward pass; with --attention muse, passes are its blocks."),
+        int | None,
+        Option(help=f"Tokens per forward pass{_CHUNKS_TOLD}; with --attention muse, passes are its blocks."),
         AtLeast(1, 2**20),
-    ] = 2048
+    ] = None
     attention: Annotated[
         str,
         Option(help="exact, or muse: the past approximated by clusters, for very long contexts."),
@@ -216,7 +221,12 @@ class PrefillConfig:
     @property
     def pass_tokens(self) -> int:
         """Tokens per forward pass."""
-        return self.muse_block if self.attention == "muse" else self.chunk
+        return self.muse_block if self.attention == "muse" else self.prompt_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The same of a calibration prompt."""
+        return self.chunk or _CHUNKS[self.torch_device.type]
 
     @property
     def torch_device(self) -> torch.device:
@@ -343,10 +353,12 @@ class WorkerConfig:
     store: StoreOption
     model: Annotated[str, Option(help=f"{MODELS}."), Filled()]
     chunk: Annotated[
-        int,
-        Option(help="Tokens per forward pass; after each, progress is told, and a job may be stopped."),
+        int | None,
+        Option(
+            help=f"Tokens per forward pass{_CHUNKS_TOLD}; after each, progress is told, and a job may be stopped."
+        ),
         AtLeast(1, 2**20),
-    ] = 2048
+    ] = None
     device: Annotated[
         str, Option(help="Where the model runs; auto: a GPU if there is one."), OneOf(AUTO, "cpu", "cuda")
     ] = AUTO

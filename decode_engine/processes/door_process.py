@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import wait
 from queue import SimpleQueue
 from threading import Thread
@@ -33,6 +34,7 @@ class DoorProcess:
         self._parent = parent
         self._grpc = grpc
         self._facts: Facts | None = None
+        self._prepare: Callable[[], None] = lambda: None
         self._changes: SimpleQueue[bool] = SimpleQueue()
         self._core = asyncio.run_coroutine_threadsafe(self._connect(phase), grpc.listener.loop).result()
         Thread(target=self._follow, name="readiness", daemon=True).start()
@@ -49,6 +51,9 @@ class DoorProcess:
                     facts = asyncio.run_coroutine_threadsafe(self._core.facts(), self._grpc.listener.loop)
                     self._take_in(facts.result())
                 self._grpc.listener.set_serving(ready)
+                if ready:
+                    self._prepare()
+                    self._prepare = lambda: None
         except SparseKVError as error:
             self._parent.fail(error)
         except Exception:
@@ -57,7 +62,7 @@ class DoorProcess:
 
     def _take_in(self, facts: Facts) -> None:
         if self._facts is None:
-            _open(self._grpc, self._core, facts, self._parent.setup)
+            self._prepare = _open(self._grpc, self._core, facts, self._parent.setup)
         elif self._facts != facts:
             raise RuntimeError("the engine serves another model than before, which takes another door")
         self._facts = facts
@@ -71,7 +76,8 @@ class DoorProcess:
         self._grpc.close()
 
 
-def _open(grpc: GrpcDoor, core: RemoteCore, facts: Facts, setup: Setup) -> None:
+def _open(grpc: GrpcDoor, core: RemoteCore, facts: Facts, setup: Setup) -> Callable[[], None]:
+    """Returns what makes the parts that else the first request waits for that asks for them, a third of a second."""
     from decode_engine.engine.sampling.trial import VocabularySource
     from decode_engine.engine.sampling.vocabulary import Vocabulary
     from decode_engine.rpc.creation.orders import Workshop
@@ -88,8 +94,17 @@ def _open(grpc: GrpcDoor, core: RemoteCore, facts: Facts, setup: Setup) -> None:
     room = StoreRoom(grpc.store, config.store_bytes)
     workshop = Workshop(grpc.store, queue, uploads, identity, tokenizer, facts.kv_dtype, room)
     grpc.open(core, facts, tokenizer, vocabulary, workshop)
+
+    def prepare() -> None:
+        try:
+            _ = tokenizer.template_reads, vocabulary.token_bytes
+        except Exception as error:
+            logger.info("not prepared, a request that needs it is told why: %s", error)
+        gc.freeze()
+
     gc.collect()
     gc.freeze()  # as in the engine: what stays is not looked through again while streams wait
+    return prepare
 
 
 def serve_door(parent: Parent) -> int:

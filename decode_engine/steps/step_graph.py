@@ -143,9 +143,12 @@ class Captures:
         """alone: held while a graph is captured."""
         self.alone = alone
         self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._lane = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.capturing = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # torch hands out 32 streams of each priority in turn: one of the usual priority would sooner or later be that
+        # of a thread that loads a context, whose waits spoil a capture.
+        self.stream, self._lane, self.capturing = (
+            torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            for _ in range(3)
+        )
 
     @property
     def nbytes(self) -> int:

@@ -105,7 +105,7 @@ def write_layers(
             run_context(loaded.model, capture, job.token_ids, config.pass_tokens, update, first, passed)
         if job.prompts:
             with clock("calibration"), reporter.phase("calibration", "prompts") as update:
-                run_prompts(loaded.model, capture, job.prompts, config.chunk, update)
+                run_prompts(loaded.model, capture, job.prompts, config.prompt_tokens, update)
         if not means.stays:
             weights = weight_bytes(loaded.model)
             del loaded  # the weights have done their part

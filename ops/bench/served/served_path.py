@@ -309,11 +309,14 @@ def _gaps(
     return {f"{name}_gap_s": statistics.median(gaps), f"{name}_longest_gap_s": max(gaps)}
 
 
-def step_times(tokens: int, streams: Sequence[int], method: str) -> dict[int, float]:
-    """Seconds of a whole step in flight by sessions on one context, in a process of its own."""
+def step_times(tokens: int, streams: Sequence[int], method: str, answer: int) -> dict[int, float]:
+    """Seconds of a whole step in flight by sessions on one context, in a process of its own.
+
+    It is the median of as many steps as an answer has, since a step takes longer with what sessions have said.
+    """
     script = Path(__file__).resolve().parents[1] / "whole_model" / "decode_gpu.py"
     shapes = ",".join(f"{tokens}x{count}@1" for count in streams)
-    command = [sys.executable, str(script), "--methods", method, "--shapes", shapes]
+    command = [sys.executable, str(script), "--methods", method, "--shapes", shapes, "--turns", str(answer)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     found = [row for row in rows if "flight_ms" in row]
@@ -372,7 +375,7 @@ def main(
     with reporting("served_path", gpu="step" in wanted) as report, tempfile.TemporaryDirectory() as temporary:
         place = folder or Path(temporary)
         place.mkdir(parents=True, exist_ok=True)
-        steps = step_times(tokens, counts, method) if "step" in wanted else {}
+        steps = step_times(tokens, counts, method, answer) if "step" in wanted else {}
         for count, step_s in steps.items():
             report.add({"figure": "step", "streams": count, "step_s": step_s, "tokens_per_s": count / step_s})
         if model == "8b":

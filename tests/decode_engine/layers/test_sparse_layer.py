@@ -418,5 +418,5 @@ def test_every_way_attends_to_what_was_selected_and_to_the_rest(
     assert found
     # A CPU's loop rounds the weights of coarse rows to 127 units of the largest beside them.
     close = 2e-2 if method.remainder.name == "coarse" else 1e-4
-    for out, expected in found:
-        torch.testing.assert_close(out, expected, rtol=close, atol=close)
+    for out, wanted in found:
+        torch.testing.assert_close(out, wanted, rtol=close, atol=close)

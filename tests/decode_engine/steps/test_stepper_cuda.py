@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.step_batch import step_counts
-from decode_engine.steps.step_graph import StepGraph, step_model
+from decode_engine.steps.step_graph import Captures, StepGraph, step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.methods.presets import get_method
 from index_store.models.resolve import resolve_model
@@ -277,3 +278,10 @@ def test_a_graph_that_finds_no_memory_gets_that_of_idle_ones(runner: ModelRunner
             assert isinstance(token, int)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def test_no_other_thread_has_a_stream_that_is_captured() -> None:
+    """What loads a context waits for its own streams, which would spoil a capture."""
+    own = Captures(torch.device("cuda"), Lock())
+    others = {torch.cuda.Stream().cuda_stream for _ in range(64)}
+    assert not others & {own.stream.cuda_stream, own.capturing.cuda_stream}

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from index_store.attention.layer_shape import WindowLayers
 from index_store.attention.logit_form import PLAIN, LogitForm
 from index_store.errors import InvalidArgumentError, ModelUnsupportedError
+from index_store.models import loading
 from index_store.models.attention_reading import LayerReading
 from index_store.models.loading import (
     LoadedModel,
@@ -52,6 +53,17 @@ def test_every_family_loads_and_is_identified(tmp_path: Path, family: str) -> No
     assert next(loaded.model.parameters()).dtype == torch.float32
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
     assert not loaded.model.training
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_weights_come_to_a_gpu_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_STAGED_BYTES", 1000)
+    folder = resolve_model(str(write_model_folder(tmp_path, dtype=torch.bfloat16)))
+    expected = dict(load_model(folder, "sdpa", torch.bfloat16).model.named_parameters())
+    found = dict(load_model(folder, "sdpa", torch.bfloat16, "cuda", fused=False).model.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(weight.is_cuda and torch.equal(weight.cpu(), expected[name]) for name, weight in found.items())
 
 
 def test_packaged_reader_answers_about_its_context() -> None:

@@ -27,6 +27,7 @@ from decode_engine.layers.session import Session
 from decode_engine.steps.attention.host_steps import HostTableSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_batch import step_counts
+from decode_engine.steps.batches import MAX_ROWS
 from decode_engine.steps.step_graph import StepGraph, StepModel
 from decode_engine.steps.stepper import Stepper
 from harness.checks import CheckFailedError, compare
@@ -59,6 +60,7 @@ class Lanes:
         identity, weights = contexts[0].manifest.model, next(model.parameters())
         self.stepper = Stepper(run, identity, weights.dtype, weights.device, searching=threads)
         self._lanes = threads.lanes
+        self._laned = False
         self.samplers = [Sampler(SamplingParameters())] * len(contexts)
         self.sessions: list[Session] = []
         self.parts: list[list[Session]] = []
@@ -74,8 +76,9 @@ class Lanes:
         self.sessions = start_sessions(self.contexts, method)
         if not all(self.stepper.takes(session) for session in self.sessions):
             raise CheckFailedError("the method does not run in a graph")
-        lanes = self._lanes if method.sparse and self.contexts[0].placement.kv_on_host else 1
-        share = -(-len(self.sessions) // lanes)
+        self._laned = method.sparse and self.contexts[0].placement.kv_on_host
+        lanes = self._lanes if self._laned else 1
+        share = min(-(-len(self.sessions) // lanes), MAX_ROWS)
         self.parts = [self.sessions[first : first + share] for first in range(0, len(self.sessions), share)]
 
     def step(self, tokens: Sequence[int]) -> list[int]:
@@ -88,8 +91,9 @@ class Lanes:
 
     @property
     def graphs(self) -> list[StepGraph]:
-        """One for each lane."""
-        return [self.stepper.graph(part, 0, lane) for lane, part in enumerate(self.parts)]
+        """One for each lane, and for each part of as many rows as a batch has."""
+        lanes = len(self.parts) if self._laned else 1
+        return [self.stepper.graph(part, i // lanes, i % lanes) for i, part in enumerate(self.parts)]
 
     def logits(self) -> Tensor:
         """Of the last step, [B, V] float32."""
