@@ -27,9 +27,8 @@ from decode_engine.layers.session import Session
 from decode_engine.steps.attention.host_steps import HostTableSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_batch import step_counts
-from decode_engine.steps.batches import MAX_ROWS
 from decode_engine.steps.step_graph import StepGraph, StepModel
-from decode_engine.steps.stepper import Stepper
+from decode_engine.steps.stepper import MAX_ROWS, Stepper
 from harness.checks import CheckFailedError, compare
 from harness.steps import general_steps
 from harness.steps.general_steps import first_tokens, percentile, start_sessions, step_figures, time_steps
