@@ -117,7 +117,7 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, 
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Launches of few programs, which interpreters run one by one, also of kernels of one warp."""
-    from decode_engine.kernels.slots.gather_rows import CopyShape
+    from decode_engine.kernels.slots.slot_cache import CopyShape
     from tests.support.warps.warp_launches import warps_interpreted
 
     monkeypatch.setattr("decode_engine.steps.batch_kinds._LEAST_KEYS", 256)

@@ -38,22 +38,22 @@ COMPARED_WITH: Mapping[Place, Place | str] = {
         "decode_engine.kernels.attention.shared_attention",
         "attend_dense_reference",
     ),
-    ("decode_engine.kernels.attention.window_attention", "attend_window"): (
+    ("decode_engine.kernels.attention.shared_attention", "attend_window"): (
         "decode_engine.kernels.attention.shared_attention",
         "attend_dense_reference",
     ),
     ("decode_engine.kernels.clusters.lookup", "look_up"): _CLUSTERS,
-    ("decode_engine.kernels.clusters.remainder", "correct_clusters"): _CLUSTERS,
+    ("decode_engine.kernels.clusters.lookup", "correct_clusters"): _CLUSTERS,
     ("index_store.indexes.coarse_rows.value_sums_numba", "add_values"): (
         "index_store.indexes.coarse_rows.reference",
         "attend_values_reference",
     ),
-    ("decode_engine.kernels.slots.gather_rows", "copy_rows"): "rows are those that the test copied from",
+    ("decode_engine.kernels.slots.slot_cache", "copy_rows"): "rows are those that the test copied from",
     ("decode_engine.kernels.slots.slot_fetch", "fetch_rows"): "a cache of dictionaries in slot_problems.py",
     ("decode_engine.kernels.tables.search", "pick"): _TABLES,
     ("decode_engine.kernels.tables.search", "search"): _TABLES,
     ("decode_engine.kernels.tables.selection", "select"): _TABLES,
-    ("decode_engine.kernels.tables.table_attention", "attend"): _TABLES,
+    ("decode_engine.kernels.tables.selection", "attend"): _TABLES,
 }
 
 

@@ -48,8 +48,6 @@ FLOORS = (
     "decode_engine/host_search",
     "decode_engine/kernels/slots",
     "decode_engine/kernels/coarse",
-    "decode_engine/kernels/coarse/warp",
-    "decode_engine/kernels/coarse/warp/tiles",
     "decode_engine/kernels/codes",
     "decode_engine/kernels/clusters",
     "decode_engine/kernels/tables",

@@ -40,7 +40,7 @@ GROUPS = {
     "idle_timeout unread_timeout",
     "Requests": "max_sessions max_waiting max_client_requests prompt_chunk prompts method audit_share grace",
     "Memory": "memory device_memory session_memory placement lanes slot_share waves",
-    "Computing": "device threads search_threads weights compilation dtype warm_up",
+    "Computing": "device threads search_threads weights dtype warm_up",
     "Making contexts": "prefill grown_share store_bytes keep_beginnings keep_beginnings_after keep_beginnings_bytes",
 }
 

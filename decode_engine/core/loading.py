@@ -18,11 +18,10 @@ from decode_engine.core.seeing import Exporter, RequestSpans, Seeing
 from decode_engine.core.service import EngineService, Outboxes
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.session_memory import SHARE
-from decode_engine.host_search.workers import SearchThreads
+from decode_engine.host_search.mailbox import SearchThreads
 from decode_engine.layers.session import Session
-from decode_engine.model.compiling import compile_beside
 from decode_engine.model.method_choice import AUTO, IdleTimer, StepCosts
-from decode_engine.model.preparing import Preparation, methods_wanted
+from decode_engine.model.preparing import Preparation, compile_beside, methods_wanted
 from decode_engine.model.runner import ModelRunner
 from decode_engine.rpc.contexts.creation import Workshop
 from decode_engine.rpc.contexts.defaults import own_methods
@@ -80,7 +79,6 @@ def load_service(
             folder,
             device,
             config.dtype,
-            config.compilation,
             config.prompts,
             searching,
             phase.say,

@@ -12,7 +12,7 @@ from bisect import bisect_right
 
 import torch
 
-from decode_engine.layers.tail import Tail
+from decode_engine.layers.dense_layer import Tail
 from index_store.indexes.interface.index_kind import Growth
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.method import FittedMethod

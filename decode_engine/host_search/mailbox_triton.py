@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from decode_engine.host_search.shared_search_numba import COUNT_BITS, LINE
-from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.sparse_attention import KeyLists
 from decode_engine.kernels.launches import chained, clock, doze, wait_for_launch
 from decode_engine.kernels.record_fields import STEP, field, row_of
 

@@ -1,5 +1,9 @@
 """Searches of query tables that several threads share: the layers of a decode step, one after another.
 
+Every *word* is an int64 at an address that is a multiple of 8, which threads and devices share. Accesses to words are
+sequentially consistent: what was written before a word was stored is seen after it was loaded, and of two threads that
+each store one word and then load the other's, one sees the other's. Compilers leave none of them out of a loop.
+
 A *job* says where everything of one batch lies and how long it is, as a vector of int64: a compiled function that runs
 for a whole step finds all it needs there. Whoever asks for a search writes the queries of a row, and then the search's
 number into the row's word; whoever searches writes the ids of a list, and then number and count into the list's word.
@@ -12,6 +16,11 @@ are tickets left, lists end one after another while others are still read, and s
 Tickets are drawn in the order of the lists and a thread can hold all tiles of one list, so that of all threads
 that wait some can go on.
 
+Steps of several *lanes* may be in flight at once, each with a job of its own. A thread goes round them for as long as
+it lives, without the interpreter's lock: where the next search of a step has been asked for it takes part, and while
+nothing is in flight it sleeps. numba's cache notices changes of this file, and not of those that it calls: who changes
+`table_lists_numba` removes what is in `__pycache__` here.
+
 Shape legend: B rows of a batch, H KV heads, R = B * H lists, G query heads per KV head, L searched queries of a list (1
 when pooled, else G), D head dim, m subspaces, P tiles of the longest list, N keys of the longest context, W room of a
 list, S searches of a step, A rows that are in use.
@@ -19,20 +28,17 @@ list, S searches of a step, A rows that are in use.
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from decode_engine.host_search.shared_words_numba import (
-    add_to_word,
-    float32_rows,
-    int8_rows,
-    int32_rows,
-    int64_rows,
-    let_others_run,
-    load_word,
-    relax,
-    store_word,
-)
 from decode_engine.host_search.table_lists_numba import (
     BINS,
     best_listed,
@@ -48,6 +54,170 @@ from decode_engine.host_search.table_lists_numba import (
 )
 from index_store.compiled.launch import njit
 from index_store.indexes.query_tables.search_numba import TILE
+
+_WORD = ir.IntType(64)
+_BYTES = 8
+_ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
+
+_Generated = tuple[Any, Callable[..., Any]]
+
+
+@intrinsic
+def load_word(typing: Any, address: Any) -> _Generated:
+    """load_word(address) -> int64."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(values[0], _WORD.as_pointer()), "seq_cst", _BYTES)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def store_word(typing: Any, address: Any, value: Any) -> _Generated:
+    """store_word(address, value)."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        pointer = builder.inttoptr(values[0], _WORD.as_pointer())
+        builder.store_atomic(values[1], pointer, "seq_cst", _BYTES)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def add_to_word(typing: Any, address: Any, value: Any) -> _Generated:
+    """add_to_word(address, value) -> the word before."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        pointer = builder.inttoptr(values[0], _WORD.as_pointer())
+        return builder.atomic_rmw("add", pointer, values[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def relax(typing: Any) -> _Generated:
+    """Tells the processor that this thread spins; where it cannot be told, lets another thread run."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        if _ON_X86:
+            function = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.x86.sse2.pause"), [])
+        else:
+            _call(builder, "sched_yield")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def let_others_run(typing: Any) -> _Generated:
+    """Gives the core to another thread that waits for one."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        _call(builder, "sched_yield")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def sleep_us(typing: Any, microseconds: Any) -> _Generated:
+    """sleep_us(microseconds): this thread sleeps for about that long."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        number = ir.IntType(32)
+        function = ir.FunctionType(number, [number])
+        called = cgutils.get_or_insert_function(builder.module, function, "usleep")
+        builder.call(called, [builder.trunc(values[0], number)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def _sem_wait(typing: Any, address: Any) -> _Generated:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return _call(builder, "sem_wait", values[0])
+
+    return types.int32(types.int64), generate
+
+
+@intrinsic
+def _sem_post(typing: Any, address: Any) -> _Generated:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return _call(builder, "sem_post", values[0])
+
+    return types.int32(types.int64), generate
+
+
+@intrinsic
+def _pointer(typing: Any, address: Any) -> _Generated:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+def _call(builder: Any, name: str, *addresses: Any) -> Any:
+    """Calls a function of the C library that takes addresses and returns an int."""
+    pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+    function = ir.FunctionType(number, [pointer] * len(addresses))
+    called = cgutils.get_or_insert_function(builder.module, function, name)
+    return builder.call(called, [builder.inttoptr(address, pointer) for address in addresses])
+
+
+SEMAPHORE_WORDS = 8
+"""Words of a semaphore, more than the C library needs. All zeros is a semaphore that nobody has posted."""
+
+
+@njit(cache=True)
+def wait_for_post(semaphore: int) -> None:  # pragma: no cover - compiled
+    """Sleeps until the semaphore at that address has been posted; may also return for no reason."""
+    _sem_wait(semaphore)
+
+
+@njit(cache=True)
+def post(semaphore: int) -> None:  # pragma: no cover - compiled
+    """Lets one thread that waits for the semaphore go on, now or when it comes to wait."""
+    _sem_post(semaphore)
+
+
+@njit(cache=True)
+def read_word(address: int) -> int:  # pragma: no cover - compiled
+    """`load_word` for code that is not compiled."""
+    return load_word(address)  # type: ignore[no-any-return]
+
+
+@njit(cache=True)
+def write_word(address: int, value: int) -> None:  # pragma: no cover - compiled
+    """`store_word` for code that is not compiled."""
+    store_word(address, value)
+
+
+@njit(cache=True)
+def int8_rows(address: int, rows: int, width: int) -> NDArray[np.int8]:  # pragma: no cover - compiled
+    """[rows, width] int8 at an address."""
+    return carray(_pointer(address), (rows, width), np.int8)  # type: ignore[no-any-return]
+
+
+@njit(cache=True)
+def int32_rows(address: int, rows: int, width: int) -> NDArray[np.int32]:  # pragma: no cover - compiled
+    """[rows, width] int32 at an address."""
+    return carray(_pointer(address), (rows, width), np.int32)  # type: ignore[no-any-return]
+
+
+@njit(cache=True)
+def int64_rows(address: int, rows: int, width: int) -> NDArray[np.int64]:  # pragma: no cover - compiled
+    """[rows, width] int64 at an address."""
+    return carray(_pointer(address), (rows, width), np.int64)  # type: ignore[no-any-return]
+
+
+@njit(cache=True)
+def float32_rows(address: int, rows: int, width: int) -> NDArray[np.float32]:  # pragma: no cover - compiled
+    """[rows, width] float32 at an address."""
+    return carray(_pointer(address), (rows, width), np.float32)  # type: ignore[no-any-return]
+
 
 JOB_FIELDS = 32
 USED, HEADS, GROUP, DIM, SUBSPACES, CENTROIDS, QUERIES, STRIDED, SEARCHES, TILES, KEYS, WIDTH, BASE, STOP = (
@@ -396,3 +566,106 @@ def _list(
         ids = int32_rows(job[IDS] + 4 * number * job[WIDTH], 1, job[WIDTH])[0]
         kept = best_listed(candidates, scores, counts[:count], row[KEEP], ids)
         _answer(job, search, number, kept)
+
+
+EPOCH, JOB, INSIDE = 0, LINE, 2 * LINE
+LANE_WORDS = 3 * LINE
+"""Of a lane: the number of the step in flight or 0, the address of its job, and how many threads are inside."""
+
+_PATIENCE, _NAP_US = 50_000, 50
+"""Turns of waiting, a few milliseconds, after which a thread naps between looks."""
+
+
+@njit(cache=True)
+def take_part(
+    lanes_address: int, lanes: int, semaphore: int, end: int
+) -> None:  # pragma: no cover - compiled
+    """Takes part in the searches of all lanes' steps until told to end.
+
+    Given the address of the lanes, their number, and addresses of this thread's semaphore and of the word that ends it.
+    """
+    words = int64_rows(lanes_address, lanes, LANE_WORDS)
+    served = np.zeros(lanes, np.int64)
+    searched = np.zeros(lanes, np.int64)
+    inside = np.zeros(lanes, np.bool_)
+    held = np.zeros((1, 3), np.int64)
+    buffers = np.empty(1, np.float32)
+    tile_words = np.empty(TILE // 32 + 2, np.uint64)
+    bins = np.empty(2 * TILE, np.int32)
+    spins = 0
+    while load_word(end) == 0:
+        busy = worked = False
+        for lane in range(lanes):
+            base = words[lane].ctypes.data
+            if not inside[lane]:
+                inside[lane] = _enter(base, served[lane])
+                if not inside[lane]:
+                    continue
+                served[lane], searched[lane] = load_word(base + 8 * EPOCH), 0
+            busy = True
+            job = int64_rows(load_word(base + 8 * JOB), 1, JOB_FIELDS)[0]
+            leaving = searched[lane] == job[SEARCHES] or load_word(job[STOP]) != 0
+            if not leaving and is_posted(job, searched[lane]):
+                width = (job[QUERIES] + 1) * TILE
+                if held.shape[0] < job[TILES] or buffers.shape[0] < job[TILES] * width:
+                    held, buffers = (
+                        np.zeros((job[TILES], 3), np.int64),
+                        np.empty(job[TILES] * width, np.float32),
+                    )
+                own = buffers[: job[TILES] * width].reshape(job[TILES], width)
+                leaving = not serve_search(job, searched[lane], held[: job[TILES]], own, tile_words, bins)
+                searched[lane] += 1
+                worked = True
+            if leaving:
+                inside[lane] = False
+                add_to_word(base + 8 * INSIDE, -1)
+        if not busy:
+            wait_for_post(semaphore)
+        elif worked:
+            spins = 0
+        else:
+            spins += 1
+            _spin(spins)
+    _leave(words, inside)
+
+
+def compile_search() -> None:
+    """Returns when `take_part` is compiled: half a minute on a machine that has no such code yet.
+
+    A device that has asked for lists waits no longer than a few seconds.
+    """
+    ended, semaphore = np.ones(1, np.int64), np.zeros(SEMAPHORE_WORDS, np.int64)
+    no_lanes = np.zeros((1, LANE_WORDS), np.int64)
+    take_part(no_lanes.ctypes.data, 1, semaphore.ctypes.data, ended.ctypes.data)
+
+
+@njit(cache=True)
+def _spin(spins: int) -> None:  # pragma: no cover - compiled
+    """One turn of waiting for a device: it asks again within a fraction of a millisecond, unless it is held up."""
+    relax()
+    if spins > _PATIENCE:
+        sleep_us(_NAP_US)
+    elif spins % _SPINS == 0:
+        let_others_run()
+
+
+@njit(cache=True)
+def _leave(words: NDArray[np.int64], inside: NDArray[np.bool_]) -> None:  # pragma: no cover - compiled
+    """Leaves every lane's step."""
+    for lane in range(inside.shape[0]):
+        if inside[lane]:
+            add_to_word(words[lane].ctypes.data + 8 * INSIDE, -1)
+
+
+@njit(cache=True)
+def _enter(base: int, served: int) -> bool:  # pragma: no cover - compiled
+    """Whether this thread is inside of a step now: one that it has not served yet, and that has not ended."""
+    epoch = load_word(base + 8 * EPOCH)
+    if epoch in (0, served):
+        return False
+    # First counted, then looked at again: who ends a step waits for those who are counted.
+    add_to_word(base + 8 * INSIDE, 1)
+    if load_word(base + 8 * EPOCH) == 0:
+        add_to_word(base + 8 * INSIDE, -1)
+        return False
+    return True

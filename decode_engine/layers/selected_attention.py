@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.layers.figures import Figures
-from decode_engine.layers.host_rows import pick_rows
-from decode_engine.layers.partial_attention import attend_logits
+from decode_engine.layers.partial_attention import attend_logits, pick_rows
 from index_store.attention.attention_state import PLAIN, AttentionState, LogitForm
 from index_store.attention.listed_keys_numba import Listed, attend_listed, readable
 from index_store.indexes.coarse_rows.two_planes import ContextRows, TwoPlanes

@@ -9,11 +9,10 @@ from typing import overload
 
 import torch
 
-from decode_engine.layers.dense_layer import DenseLayer
+from decode_engine.layers.dense_layer import DenseLayer, WindowLayer
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.sparse_layer import LayerAttention, LayerSearch, SparseLayer
-from decode_engine.layers.window_layer import WindowLayer
 from index_store.attention.attention_state import PLAIN, LogitForm
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.two_planes import TwoPlanes

@@ -29,10 +29,9 @@ from time import perf_counter_ns
 import torch
 from torch import Tensor
 
-from decode_engine.layers.dense_layer import DenseLayer, visible_keys
+from decode_engine.layers.dense_layer import DenseLayer, Tail, WindowLayer, visible_keys
 from decode_engine.layers.figures import Figures
-from decode_engine.layers.host_rows import copy_rows
-from decode_engine.layers.partial_attention import attend_shared
+from decode_engine.layers.partial_attention import attend_shared, copy_rows
 from decode_engine.layers.searchers import EachPosition, MadeSelection, Search, Searcher, Searchers, passes
 from decode_engine.layers.selected_attention import (
     HeldRows,
@@ -42,8 +41,6 @@ from decode_engine.layers.selected_attention import (
     attend_listed_rows,
     attend_selection,
 )
-from decode_engine.layers.tail import Tail
-from decode_engine.layers.window_layer import WindowLayer
 from index_store.attention.attention_state import PLAIN, AttentionState, LogitForm
 from index_store.attention.listed_keys_numba import Listed
 from index_store.errors import MethodUnsupportedError

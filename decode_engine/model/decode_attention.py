@@ -1,8 +1,7 @@
 """The model's attention, replaced: transformers calls `decode_attention` in every layer of an unpatched model.
 
 The sessions travel as a keyword argument of the model's forward, so there is no global state, and keys and values go
-to the sessions' own tails instead of a transformers cache. A batch of decode steps on a GPU travels as a number in a
-tensor and goes to an operator, which compilers and CUDA graphs can take.
+to the sessions' own tails instead of a transformers cache. So does a batch of decode steps on a GPU.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from transformers import AttentionInterface
 
 from decode_engine.layers.dense_layer import DenseLayer, attend_dense_together
 from decode_engine.layers.sparse_layer import SparseLayer, attend_sparse_together
-from decode_engine.steps.operator import attend_step
 from index_store.attention.fused import narrow, widen
 from index_store.errors import InvalidArgumentError
 from index_store.models.state_cache import StateCache, attending_layer
 
 if TYPE_CHECKING:
     from decode_engine.layers.session import Session
+    from decode_engine.steps.attention.step_batch import StepBatch
 
 ATTENTION_NAME = "sparsekv_decode"
 
@@ -106,13 +105,13 @@ def decode_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     decode_step: DecodeStep | None = None,
-    step_batch: Tensor | None = None,
+    step_batch: StepBatch | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of all tokens: query [B, Hq, T, d], key and value [B, H, T, d] -> out [B, T, Hq, d].
 
     decode_step: the sessions of the tokens, B is 1 then, or T where each is a row. step_batch: instead of it
-    the number of a live batch (`operator.register_batch`) of B sessions, T is 1 then. Raises InvalidArgumentError
+    a batch of B sessions, T is 1 then. Raises InvalidArgumentError
     without either or with a mask (tokens are never padded).
     """
     layer = attending_layer(module, None if decode_step is None else decode_step.cache)
@@ -124,7 +123,7 @@ def decode_attention(
         usual = query.shape[-1] ** -0.5
         if not math.isclose(scale, usual, rel_tol=1e-6):
             query = query * (scale / usual)
-        return narrow(attend_step(query, key, value, step_batch, layer), width), None
+        return narrow(step_batch.attend(layer, query, key, value), width), None
     if decode_step is None or attention_mask is not None:
         raise InvalidArgumentError(
             f"attention {ATTENTION_NAME!r} needs decode_step= or step_batch= in the model's forward and no "

@@ -2,7 +2,8 @@
 
 What a step of a method needs is compiled the first time that it runs. On the engine's thread all streams would wait for
 that; here only those who asked for the method do. A server prepares what its contexts name before it takes requests,
-and anything else when somebody first asks for it.
+and anything else when somebody first asks for it. Loops of a host are compiled in processes of their own, the first
+ones while a model loads.
 """
 
 from __future__ import annotations
@@ -18,12 +19,38 @@ from queue import SimpleQueue
 from decode_engine.engine.drafting import MOST
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import warm_method
+from index_store.cli.options import AUTO
+from index_store.compiled import beside
+from index_store.compiled.beside import loops_of
 from index_store.compiled.launch import compiling_told
 from index_store.errors import SparseKVError
 from index_store.memory.placement import Placement
 from index_store.methods.method import FittedMethod, Method
 from index_store.methods.presets import METHODS
 from index_store.store.description.manifest import Manifest
+
+_MULTIPLY_ROWS = "decode_engine.model.row_products_numba:multiply_{kind}"
+
+
+def compile_beside(
+    weights: str,
+    checkpoint: str,
+    methods: Sequence[str],
+    *,
+    processes: int,
+    told: Callable[[str], None],
+) -> Future[None]:
+    """Compiles what decode steps of full attention and of these methods run on a host, as far as the cache lacks it.
+
+    weights: how the model's are to be kept, one of `WEIGHTS`. checkpoint: the dtype that they are stored in. told:
+    called with a clause whenever a loop is done, by other threads. A loop that fails is logged, and compiled again when
+    it is first called. Cancelling the Future ends the processes; so does the end of this process.
+    """
+    # What `auto` compares when it measures, and what it takes for matrices that the checkpoint's dtype does not hold.
+    kinds = dict.fromkeys((checkpoint, "float32")) if weights == AUTO else (weights,)
+    products = [_MULTIPLY_ROWS.format(kind=kind) for kind in kinds]
+    return beside.compile_beside([*loops_of(methods), *products], processes=processes, told=told)
+
 
 logger = logging.getLogger(__name__)
 

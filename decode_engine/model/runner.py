@@ -1,4 +1,11 @@
-"""Runs the model over sessions: tokens in, logits out."""
+"""Runs the model over sessions: tokens in, logits out.
+
+Some answers are audited: how far their steps are from full attention. An audited session has a shadow, one with full
+attention that is fed the same tokens behind it. So what is compared is what evaluations compare: the shadow's keys and
+values of prompt and answer are full attention's own.
+
+Shape legend: V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +26,14 @@ from decode_engine.engine.sampling.constraints import Vocabulary, VocabularySour
 from decode_engine.engine.sampling.grammar import Grammars
 from decode_engine.engine.stepping import Chosen, Flight, Forward, decode_by_forward
 from decode_engine.errors import InternalError
-from decode_engine.host_search.workers import SearchThreads
+from decode_engine.host_search.mailbox import SearchThreads
 from decode_engine.layers.session import Session, Watch
 from decode_engine.layers.sparse_layer import SparseLayer
-from decode_engine.model.auditing import audited
 from decode_engine.model.decode_attention import ATTENTION_NAME, packed, register_attention
-from decode_engine.model.decode_check import check_decoding
 from decode_engine.model.packed_weights import KeptWeights, pack_weights
-from decode_engine.model.unstored import no_context
-from decode_engine.settings.command_options import Compilation, Prompts, search_cores
-from decode_engine.steps.step_model import step_model
+from decode_engine.model.unstored import check_decoding, no_context
+from decode_engine.settings.command_options import Prompts, search_cores
+from decode_engine.steps.step_graph import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.attention.fused import prepare_many
 from index_store.cli.options import AUTO
@@ -43,14 +48,53 @@ from index_store.store.description.manifest import Manifest, require_dtype, requ
 
 logger = logging.getLogger(__name__)
 
+_AT_ONCE = 64
+"""Tokens that a shadow is fed in a step: other sessions wait for them. It has the prompt to make up for at first."""
+
+
+def audited(
+    forward: Forward[Session],
+    full: Forward[Session],
+    sessions: Sequence[Session],
+    token_ids: Sequence[Sequence[int]],
+) -> Sequence[Tensor]:
+    """A step as `forward` takes it, and behind it, as `full` does, those of the sessions' shadows.
+
+    Figures get what was found. Where a shadow fails there is none any more, and its session goes on.
+    """
+    found = forward(sessions, token_ids)
+    for session, ids, logits_TV in zip(sessions, token_ids, found, strict=True):
+        if session.shadow is not None:
+            session.lag += ids
+            try:
+                _follow(full, session, session.shadow, logits_TV)
+            except Exception as error:
+                logger.warning("an audit failed, and is given up: %s", error)
+                session.end_audit()
+    return found
+
+
+def _follow(full: Forward[Session], session: Session, shadow: Session, logits_TV: Tensor) -> None:
+    """Feeds a shadow, and compares it with its session where it has got as far."""
+    piece, session.lag = session.lag[:_AT_ONCE], session.lag[_AT_ONCE:]
+    (full_TV,) = full([shadow], [piece])
+    if not session.lag:
+        session.figures.note_audit(_divergence(full_TV[-1], logits_TV[-1]))
+
+
+def _divergence(full_V: Tensor, found_V: Tensor) -> float:
+    """KL(full || found) in nats, of logits."""
+    full_V, found_V = torch.log_softmax(full_V.double(), -1), torch.log_softmax(found_V.double(), -1)
+    return max(float((full_V.exp() * (full_V - found_V)).sum()), 0.0)
+
 
 class ModelRunner:
     """A loaded model whose attention reads sessions.
 
     folder: the model. device: where it computes, and where the contexts of its sessions must be. dtype: name of the
-    dtype in which served contexts store keys and values, `auto` for the checkpoint's own. compilation: of the model in
-    decode steps on a GPU. prompts: what they attend to; by default on a GPU everything, which takes less time there
-    than searching for every token of a prompt. Not thread-safe: one thread calls the methods that feed tokens.
+    dtype in which served contexts store keys and values, `auto` for the checkpoint's own. prompts: what they attend to;
+    by default on a GPU everything, which takes less time there than searching for every token of a prompt. Not thread-
+    safe: one thread calls the methods that feed tokens.
     """
 
     def __init__(
@@ -58,7 +102,6 @@ class ModelRunner:
         folder: ModelFolder,
         device: str | torch.device = "cpu",
         dtype: str = "auto",
-        compilation: Compilation = Compilation.OFF,
         prompts: Prompts = Prompts.AUTO,
         searching: SearchThreads | None = None,
         say: Callable[[str, str], None] = lambda what, how_far: None,
@@ -81,8 +124,7 @@ class ModelRunner:
             else:
                 say("load weights", folder.name)
 
-        fused = compilation is Compilation.OFF  # a compiler does more of it itself
-        loaded = load_model(folder, ATTENTION_NAME, device=self.device, hashing=hashing, fused=fused)
+        loaded = load_model(folder, ATTENTION_NAME, device=self.device, hashing=hashing)
         self.model = loaded.model
         self.kept_weights = KeptWeights("", "")
         if self.device.type == "cpu":
@@ -114,7 +156,7 @@ class ModelRunner:
             )
         elif self.device.type == "cuda":
             self._stepper = Stepper(
-                step_model(loaded.model, compilation),
+                step_model(loaded.model),
                 self.identity,
                 weight.dtype,
                 weight.device,

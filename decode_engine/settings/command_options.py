@@ -50,33 +50,6 @@ def check_placement(placement: str, device: str, device_memory: int | None = Non
             )
 
 
-class Compilation(Enum):
-    """How the model around the attention is compiled: not at all, by default rules, or by trying kernels out.
-
-    Compiled kernels are kept in torch's own cache on disk; the first start with a model takes up to a minute for every
-    size of batch. Kernels are tried out for single sessions only: for larger batches those found that way were slower
-    than the library's (an 8B model on an H200, 4 sessions: 6.2 against 4.9 ms).
-    """
-
-    OFF = "off"
-    DEFAULT = "default"
-    MAX_AUTOTUNE = "max-autotune"
-
-
-def check_compilation(compilation: Compilation, device: str) -> None:
-    """Raises InvalidArgumentError where the model is to be compiled and nothing is: on a CPU."""
-    if compilation is Compilation.OFF:
-        return
-    from index_store.memory.devices import pick_device
-
-    if pick_device(device).type == "cpu":
-        raise InvalidArgumentError(
-            f"--compile is {compilation.value}, but the CPU computes here, where steps are not compiled; "
-            "use --compile off",
-            field="compile",
-        )
-
-
 def check_prefill(prefill: bool, device: str) -> None:
     """Raises InvalidArgumentError where contexts are to be made beside a server that computes on a GPU."""
     if not prefill:

@@ -20,14 +20,12 @@ from decode_engine.rpc.door.options import (
     is_loopback,
 )
 from decode_engine.settings.command_options import (
-    Compilation,
     DeviceOption,
     ModelOption,
     PlacementOption,
     Prompts,
     PromptsOption,
     WeightsOption,
-    check_compilation,
     check_device,
     check_placement,
     check_prefill,
@@ -270,13 +268,6 @@ class ServeConfig:
     ] = 0
     device: DeviceOption = AUTO
     weights: WeightsOption = AUTO
-    compilation: Annotated[
-        Compilation,
-        Option(
-            "--compile",
-            help="Compile the model around the attention, on a GPU: faster steps for a start that takes minutes.",
-        ),
-    ] = Compilation.OFF
     dtype: Annotated[
         str, Option(help="Stored dtype of the contexts to serve; auto: the model's."), OneOf(AUTO, *KV_DTYPES)
     ] = AUTO
@@ -406,6 +397,5 @@ class ServeConfig:
         """
         check_device(self.device)
         check_placement(self.placement, self.device, self.device_memory)
-        check_compilation(self.compilation, self.device)
         check_prefill(self.prefill, self.device)
         check_weights(self.weights, self.device)

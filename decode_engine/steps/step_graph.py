@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,13 +46,26 @@ from decode_engine.engine.sampling.edits_triton import (
 from decode_engine.kernels import records
 from decode_engine.orders.events import TokenLogprob
 from decode_engine.steps.attention.step_batch import STEP_COUNTS, StepBatch
-from decode_engine.steps.operator import register_batch
 from index_store.errors import SparseKVError
 
 logger = logging.getLogger(__name__)
 
-StepModel = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Tokens [B, 1], positions [B, 1] and the number of a live batch -> logits [B, V]."""
+StepModel = Callable[[Tensor, Tensor, StepBatch], Tensor]
+"""Tokens [B, 1], positions [B, 1] and their batch -> logits [B, V]."""
+
+
+def step_model(model: Any) -> StepModel:
+    """The model's part of a decode step."""
+
+    def run(tokens: Tensor, positions: Tensor, batch: StepBatch) -> Tensor:
+        out = model(
+            input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1, step_batch=batch
+        )
+        logits: Tensor = out.logits[:, -1]
+        return logits
+
+    return run
+
 
 _FED, _POSITION, _COUNTS = 0, 1, 2
 _FIRST, _END, _TAIL_KEYS, _STEP = (
@@ -169,7 +182,6 @@ class StepGraph:
         self.captures = captures
         plan, self.nbytes = batch.plan, nbytes
         """Bytes of device memory that the batch and its graphs hold."""
-        self._number = register_batch(batch)
         columns = _COUNTS + STEP_COUNTS
         self._inputs = np.zeros((plan.size, columns), dtype=np.int64)
         self._inputs_BX = torch.zeros(plan.size, columns, dtype=torch.int64, device=plan.device)
@@ -369,9 +381,8 @@ class StepGraph:
 
     def _compute(self) -> None:
         self.batch.refresh(self._inputs_BX[:, _COUNTS:])
-        logits_BV = self._model(
-            self._inputs_BX[:, _FED, None], self._inputs_BX[:, _POSITION, None], self._number
-        )
+        tokens, positions = self._inputs_BX[:, _FED, None], self._inputs_BX[:, _POSITION, None]
+        logits_BV = self._model(tokens, positions, self.batch)
         if self._logits_BV is None:
             # Not in the memory that graphs share: another one may run before the choice.
             self._logits_BV = torch.empty_like(logits_BV, memory_format=torch.contiguous_format)

@@ -291,14 +291,13 @@ def load_model(
     compute_dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     hashing: Progress | None = None,
-    fused: bool = True,
 ) -> LoadedModel:
     """Loads the weights, with the attention function registered under the name `attention` in place of the model's.
 
     Weights whose digests are not known yet are hashed meanwhile, which tells `hashing` how far it is.
 
-    `compute_dtype` None: float32 on CPU (where lower precisions are slower and less exact), the checkpoint's own
-    elsewhere. fused: on a GPU, with small functions of its layers in one launch each (`fuse_layers`).
+    `compute_dtype` None: float32 on CPU (where lower precisions are slower and less exact), the checkpoint's
+    own elsewhere. On a GPU small functions of its layers are one launch each (`fuse_layers`).
     Raises ModelUnsupportedError, before the weights are read, for a model that cannot be served.
     """
     kv_dtype = checkpoint_dtype(folder)
@@ -311,7 +310,7 @@ def load_model(
         if torch.device(device).type == "cuda":
             _send_weights(model, torch.device(device))
         model = model.to(device).eval()
-        if fused and torch.device(device).type == "cuda":
+        if torch.device(device).type == "cuda":
             from index_store.models.fused.layers import fuse_layers  # loads Triton, which a CPU does without
 
             begin = time.perf_counter()

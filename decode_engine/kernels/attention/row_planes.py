@@ -187,9 +187,7 @@ def attend_plane_run(
     pointers: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
-    peaks: tl.tensor,
-    totals: tl.tensor,
-    sums: tl.tensor,
+    state: tl.tensor,
     scale_log2: tl.tensor,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
@@ -197,6 +195,7 @@ def attend_plane_run(
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """`attend_run` over a context's rows begin .. end - 1 in two planes; begin is a multiple of TILE."""
+    peaks, totals, sums = state
     tl.static_assert(_BLOCK % TILE == 0)  # the keys of a tile share scales and offsets
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         n = start + tl.arange(0, TILE)
@@ -205,5 +204,5 @@ def attend_plane_run(
         block = tl.full([1], 0, tl.int32) + start // _BLOCK
         k = decode_keys(low_ptr, at, pointers, n, block, there, DIM, q.dtype)
         v = decode_values(low_ptr, at, pointers, n, there, DIM, q.dtype)
-        peaks, totals, sums = attend_tile(q, k, v, there, peaks, totals, sums, scale_log2, PRECISION)
+        peaks, totals, sums = attend_tile(q, k, v, there, (peaks, totals, sums), scale_log2, PRECISION)
     return peaks, totals, sums

@@ -1,10 +1,11 @@
 """Attention to listed keys: flash-decoding over ragged lists, and over the keys that are always attended.
 
-What a row attends to, the segments of its list, sinks, recent window and tail, counts as one sequence of entries, which
-a fixed number of programs share evenly. So no head waits for the longest list. Each first writes down the listed keys
-of its share, then attends to all of it in one loop. The query heads of a group share a tile, so every key and value is
-read once. Partial results are merged by one more launch (`partials`). Counts stay on the device: programs without
-entries end at once.
+What a row attends to one by one is one sequence of entries that its programs share evenly, so that no head waits for
+the longest list: listed keys, segment after segment, then the context's keys outside of the searched range, then the
+tail. Functions for kernels say which key an entry is and where its row lies, in elements from the context's first row
+on. Each program first writes down the listed keys of its share, then attends to all of it in one loop. The query heads
+of a group share a tile, so every key and value is read once. Partial results are merged by one more launch. Counts stay
+on the device: programs without entries end at once.
 
 Keys that a remainder's clusters hold leave them here: the weight that the cluster's mean gave them is taken away from
 their own (`MONOPOLE`), or their logits are summed up for a launch that does it later (`SUMS`).
@@ -15,42 +16,234 @@ row, W keys that a segment has room for, S slots, C clusters, X programs of a ro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import (
-    KeyLists,
-    context_entries,
-    distance,
-    entry_ids,
-    join,
-    listed_keys,
-    located,
-    places,
-    share_of,
-)
+from decode_engine.kernels import records
 from decode_engine.kernels.attention.online_softmax import (
     HEAD_TILE,
     LOG2E,
+    Partials,
     add_weighted,
     attend_run,
     grow,
     keys_of_tile,
     load_group,
     no_keys_yet,
+    store_partial,
     tile_logits,
     tile_options,
 )
-from decode_engine.kernels.attention.partials import Partials, store_partial
 from decode_engine.kernels.attention.row_planes import load_keys, load_values, plane_pointers
+from decode_engine.kernels.attention.shared_attention import attend_dense_reference
 from decode_engine.kernels.families import ATTENTION
 from decode_engine.kernels.launches import chained, wait_for_launch
-from decode_engine.kernels.record_fields import ASSIGNMENT, KEYS, KV, SLOTS, TAIL, TAIL_KEYS, field, head_rows
+from decode_engine.kernels.record_fields import (
+    ASSIGNMENT,
+    KEYS,
+    KV,
+    SLOTS,
+    TAIL,
+    TAIL_KEYS,
+    field,
+    head_rows,
+    searched_keys,
+)
+from index_store.attention.attention_state import AttentionState
 from index_store.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLists:
+    """Selected keys of every row, in segments: one for each program that selected.
+
+    ids_RPW: [R, P, W] int32 key ids of the context, only searched ones; a key is in at most one segment of its row.
+    Searches list them ascending inside a segment, or block by block from the last one on; entries of -1 do not count.
+    counts_RP: [R, P] int32, entries of each segment that were written; the others may hold anything.
+
+    Raises InvalidArgumentError for other types and shapes.
+    """
+
+    ids_RPW: Tensor
+    counts_RP: Tensor
+
+    def __post_init__(self) -> None:
+        for name, tensor in (("ids", self.ids_RPW), ("counts", self.counts_RP)):
+            if tensor.dtype != torch.int32 or not tensor.is_contiguous():
+                raise InvalidArgumentError(
+                    f"{name} are {tensor.dtype}, expected int32 in one contiguous piece"
+                )
+        if self.ids_RPW.dim() != 3 or self.counts_RP.shape != self.ids_RPW.shape[:2]:
+            raise InvalidArgumentError(
+                f"ids have shape {tuple(self.ids_RPW.shape)} and counts {tuple(self.counts_RP.shape)}, expected "
+                "[rows, segments, width] and [rows, segments]"
+            )
+
+    @staticmethod
+    def allocate(rows: int, segments: int, width: int, device: torch.device | str) -> KeyLists:
+        """Uninitialised lists; whoever fills them writes every count."""
+        return KeyLists(
+            torch.empty(rows, segments, width, dtype=torch.int32, device=device),
+            torch.empty(rows, segments, dtype=torch.int32, device=device),
+        )
+
+    def of_row(self, row: int) -> Tensor:
+        """The row's key ids, [count] int64, for eager references and tests; waits for the device."""
+        counts = self.counts_RP[row].tolist()
+        ids = torch.cat([ids[:count] for ids, count in zip(self.ids_RPW[row], counts, strict=True)]).long()
+        return ids[ids >= 0]
+
+
+@triton.jit
+def context_entries(records_ptr: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """First searched key, their end, and how many keys of the context are always attended."""
+    first, end = searched_keys(records_ptr, b)
+    keys = field(records_ptr, b, KEYS).to(tl.int32)
+    return first, end, first + tl.maximum(keys - end, 0)
+
+
+@triton.jit
+def listed_keys(
+    counts_ptr: tl.tensor, row: tl.tensor, width: tl.tensor, SEGMENTS: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:
+    """Entries of each of a row's segments, [TILE]."""
+    segment = tl.arange(0, TILE)
+    counts = tl.load(counts_ptr + row.to(tl.int64) * SEGMENTS + segment, mask=segment < SEGMENTS, other=0)
+    return tl.minimum(counts, width)
+
+
+@triton.jit
+def share_of(entries: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """First entry and end of this program's share, in whole tiles."""
+    share = tl.cdiv(tl.cdiv(entries, tl.num_programs(0)), TILE) * TILE
+    first = tl.minimum(tl.program_id(0) * share, entries)
+    return first, tl.minimum(first + share, entries)
+
+
+@triton.constexpr_function
+def halvings(size: int) -> int:
+    """How often a power of two can be halved."""
+    return size.bit_length() - 1
+
+
+@triton.jit
+def segment_ids(
+    ids_ptr: tl.tensor,
+    counts: tl.tensor,
+    width: tl.tensor,
+    entry: tl.tensor,
+    stop: tl.tensor,
+    SEGMENTS: tl.constexpr,
+) -> tl.tensor:
+    """Key ids of entries of a row's segments, one after the other; -1 from stop on.
+
+    counts: of a power of two of segments, as `listed_keys` returns them.
+    """
+    if SEGMENTS == 1:
+        place = entry.to(tl.int64)
+    else:
+        # Halves are looked at in turn: entries compared with all of several hundred segments leave no registers.
+        ends = tl.cumsum(counts, 0)
+        segment = entry * 0
+        for halving in tl.static_range(1, halvings(counts.shape[0]) + 1):
+            later = segment + (counts.shape[0] >> halving)
+            segment = tl.where(tl.gather(ends, later - 1, 0) <= entry, later, segment)
+        place = segment.to(tl.int64) * width + (entry - tl.gather(ends - counts, segment, 0))
+    return tl.load(ids_ptr + place, mask=entry < stop, other=-1)
+
+
+@triton.jit
+def join(
+    ids_ptr: tl.tensor,
+    joined_ptr: tl.tensor,
+    counts: tl.tensor,
+    width: tl.tensor,
+    begin: tl.tensor,
+    stop: tl.tensor,
+    SEGMENTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Writes down entries begin..stop-1 of a row's segments as one list."""
+    for start in range(begin, stop, CHUNK):
+        entry = start + tl.arange(0, CHUNK)
+        ids = segment_ids(ids_ptr, counts, width, entry, stop, SEGMENTS)
+        tl.store(joined_ptr + entry, ids, mask=entry < stop)
+
+
+@triton.jit
+def entry_ids(
+    joined_ptr: tl.tensor,
+    entry: tl.tensor,
+    listed: tl.tensor,
+    in_context: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+) -> tl.tensor:
+    """Key ids of a row's entries, those of the list and then those always attended; -1 from in_context on."""
+    ids = tl.load(joined_ptr + entry, mask=entry < listed, other=-1)
+    return with_always(ids, entry, listed, in_context, first, end)
+
+
+@triton.jit
+def with_always(
+    ids: tl.tensor,
+    entry: tl.tensor,
+    listed: tl.tensor,
+    in_context: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+) -> tl.tensor:
+    """Key ids of entries, given those that are listed."""
+    always = entry - listed
+    always = tl.where(always < first, always, end + always - first)
+    return tl.where((entry >= listed) & (entry < in_context), always, ids)
+
+
+@triton.jit
+def distance(from_ptr: tl.tensor, to_ptr: tl.tensor, ELEMENT: tl.constexpr) -> tl.tensor:
+    """In elements; found in units of 16 bytes, so that loads are known to be aligned."""
+    units = (to_ptr.to(tl.int64) - from_ptr.to(tl.int64)) // 16
+    return units * (128 // ELEMENT.primitive_bitwidth)
+
+
+@triton.jit
+def places(
+    ids: tl.tensor,
+    entry: tl.tensor,
+    in_context: tl.tensor,
+    stop: tl.tensor,
+    to_tail: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> tl.tensor:
+    """Which entries are keys, and where they begin from the context's first row on; those after the context's are the
+    tail's. WIDTH: elements of a key, half a row."""
+    in_tail = (entry >= in_context) & (entry < stop)
+    of_tail = to_tail + (entry - in_context).to(tl.int64) * (2 * WIDTH)
+    return (ids >= 0) | in_tail, tl.where(in_tail, of_tail, ids.to(tl.int64) * (2 * WIDTH))
+
+
+@triton.jit
+def located(
+    where: tl.tensor,
+    locations_ptr: tl.tensor,
+    place: tl.tensor,
+    present: tl.tensor,
+    to_slots: tl.tensor,
+    LOCATED: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tl.tensor:
+    """Where entries begin, from the context's first row on: in their slots, or for those without one where they did."""
+    if LOCATED:
+        slot = tl.load(locations_ptr + place, mask=present, other=-1)
+        where = tl.where(slot >= 0, to_slots + slot.to(tl.int64) * (2 * WIDTH), where.to(tl.int64))
+    return where
+
 
 NOTHING, MONOPOLE, SUMS = 0, 1, 2
 """What is taken out of clusters."""
@@ -72,8 +265,7 @@ def list_programs(rows: int, lists: KeyLists) -> int:
     return max(2, min(128, _PROGRAMS // rows, -(-segments * width // LIST_TILE) + 4))
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterScores:
+class ClusterScores(NamedTuple):
     """What a lookup finds about the clusters of every row, and what attention takes out of them.
 
     logits_RCG: [R, C, G] float32, q . mean key in units of log2; -inf for clusters without keys; anything beyond a
@@ -147,13 +339,11 @@ def attend_lists(
         lists.counts_RP,
         joined_RN,
         locations_RN,
-        None if scores is None else scores.logits_RCG,
-        None if scores is None else scores.taken_RC,
-        None if scores is None else scores.taken_logits_RCG,
+        (None, None, None)
+        if scores is None
+        else (scores.logits_RCG, scores.taken_RC, scores.taken_logits_RCG),
         kept_RX,
-        partials.sums_RSGD,
-        partials.peaks_RSG,
-        partials.totals_RSG,
+        partials,
         lists.ids_RPW.shape[2],
         joined_RN.shape[1],
         0 if scores is None else scores.logits_RCG.shape[1],
@@ -201,14 +391,13 @@ def take(
     logits: tl.tensor,
     cluster: tl.tensor,
     before: tl.tensor,
-    logits_ptr: tl.tensor,
-    taken_ptr: tl.tensor,
-    taken_logits_ptr: tl.tensor,
+    scores: tl.tensor,
     TAKE: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
     """Takes keys out of their clusters, those of the row being `before` and on; logits of the clusters' means."""
+    logits_ptr, taken_ptr, taken_logits_ptr = scores
     heads = tl.arange(0, HEAD_TILE)
     member = cluster >= 0
     inside = (heads < GROUP)[:, None] & member[None, :]
@@ -238,13 +427,9 @@ def attend_kernel(
     counts_ptr: tl.tensor,
     joined_ptr: tl.tensor,
     locations_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    taken_ptr: tl.tensor,
-    taken_logits_ptr: tl.tensor,
+    scores: tl.tensor,
     kept_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    totals_ptr: tl.tensor,
+    partials: tl.tensor,
     width: tl.tensor,
     room: tl.tensor,
     cluster_width: tl.tensor,
@@ -312,17 +497,76 @@ def attend_kernel(
         means = logits
         if TAKE > 0:
             cluster = tl.load(assignment_ptr + ids, mask=ids >= 0, other=-1)
-            means = take(logits, cluster, before, logits_ptr, taken_ptr, taken_logits_ptr, TAKE, GROUP, TILE)
+            means = take(logits, cluster, before, scores, TAKE, GROUP, TILE)
         peaks, totals, shrink, weights = grow(peaks, totals, logits, 1.0, means, TAKE == _MONOPOLE)
         sums = add_weighted(sums * shrink[:, None], weights, values, False, PRECISION)
     if PLANES:
         peaks, totals, sums = attend_run(
-            q, tail_ptr, tl.maximum(begin - in_context, 0), stop - in_context, peaks, totals, sums, scale, DIM, TILE, 1,
-            PRECISION,
+            q, tail_ptr, tl.maximum(begin - in_context, 0), stop - in_context, (peaks, totals, sums), scale, DIM,
+            TILE, 1, PRECISION
         )  # fmt: skip
     if KEPT:
         tl.store(kept_ptr + row * tl.num_programs(0) + tl.program_id(0), tl.sum(attended, 0))
     store_partial(
-        sums_ptr, peaks_ptr, totals_ptr, row, slots, first_slot + tl.program_id(0), peaks, totals, sums,
-        GROUP, DIM, True,
+        partials, row, slots, first_slot + tl.program_id(0), (peaks, totals, sums),
+        GROUP, DIM, True
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ListedSequence:
+    """One sequence of a batch, as tensors. Fields as in `records`.
+
+    kv_HN2D: [H, N, 2, d]. tail_HT2D: [H, capacity, 2, d], of which tail_keys rows count.
+    """
+
+    kv_HN2D: Tensor
+    tail_HT2D: Tensor
+    tail_keys: int
+    first: int
+    end: int
+    keep: int
+
+    def fields(self) -> dict[int, int]:
+        """The record's fields but those of a searched index."""
+        return {
+            records.KV: self.kv_HN2D.data_ptr(),
+            records.KV_HEAD: self.kv_HN2D.stride(0) * self.kv_HN2D.element_size(),
+            records.TAIL: self.tail_HT2D.data_ptr(),
+            records.TAIL_HEAD: self.tail_HT2D.stride(0) * self.tail_HT2D.element_size(),
+            records.KEYS: self.kv_HN2D.shape[1],
+            records.FIRST: self.first,
+            records.END: self.end,
+            records.TAIL_KEYS: self.tail_keys,
+            records.KEEP: self.keep,
+        }
+
+    def always(self) -> Tensor:
+        """Ids of the context's keys that are always attended, [count] int64."""
+        return torch.tensor([*range(self.first), *range(self.end, self.kv_HN2D.shape[1])], dtype=torch.int64)
+
+
+def attend_lists_reference(
+    q_RGD: Tensor, sequences: Sequence[ListedSequence | None], lists: KeyLists, scale: float
+) -> AttentionState:
+    """Attention [R, G, d] to listed keys, to those always attended, and to the tail; float32."""
+    states = []
+    heads = len(q_RGD) // len(sequences)
+    for row, q_GD in enumerate(q_RGD):
+        sequence = sequences[row // heads]
+        if sequence is None:
+            states.append(AttentionState.empty(q_GD.shape[:1], q_GD.shape[1], q_GD.device))
+            continue
+        kv = sequence.kv_HN2D[row % heads]
+        ids = torch.cat([sequence.always(), lists.of_row(row).cpu()]).to(kv.device)
+        chosen = torch.cat([kv[ids], sequence.tail_HT2D[row % heads, : sequence.tail_keys].to(kv)])
+        state = attend_dense_reference(q_GD[None].to(kv.device), chosen[None], scale)
+        states.append(AttentionState(state.out[0], state.lse[0]))
+    return stacked(states, q_RGD.device)
+
+
+def stacked(states: Sequence[AttentionState], device: torch.device) -> AttentionState:
+    return AttentionState(
+        torch.stack([state.out.to(device) for state in states]),
+        torch.stack([state.lse.to(device) for state in states]),
+    )

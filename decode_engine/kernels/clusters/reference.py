@@ -11,17 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.attention.reference import ListedSequence, stacked
+from decode_engine.kernels.attention.sparse_attention import KeyLists, ListedSequence, stacked
 from decode_engine.kernels.border import draw_reference
-from decode_engine.kernels.clusters.cut import (
+from decode_engine.kernels.clusters.lookup import DeviceClusters
+from decode_engine.kernels.clusters.selection import (
     DRAW_TURNS,
     LEAST_DRAW,
     RANGE,
     TURNS,
     UNUSED,
 )
-from decode_engine.kernels.clusters.device_clusters import DeviceClusters
 from index_store.attention.attention_state import AttentionState
 
 

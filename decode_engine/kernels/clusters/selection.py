@@ -1,10 +1,15 @@
 """Selection of clusters up to a token budget, as lists of their keys.
 
 A cluster's weight is the mean over the group's heads of S = exp(q.c) / sum_j N_j exp(q.c_j) (Squeezed Attention eq. 1,
-Multipole Attention section 3.2). The threshold is bisected, so a budget is never exceeded and nothing is sorted; by how
-little it is missed is a matter of the last cluster. Where the heaviest cluster alone exceeds it, none is selected. Of
-clusters of equal weight, which would leave much of it unused, those are selected that draw the least (`border`).
-Only searched keys count: of clusters that also hold recent ones, fewer than are listed (`cut`).
+Multipole Attention section 3.2). The weight from which on clusters are selected is bisected, so a budget is never
+exceeded and nothing is sorted; by how little it is missed is a matter of the last cluster. Where the heaviest cluster
+alone exceeds it, none is selected. Clusters of equal weight are selected all or not at all by that; where it would
+leave much of a budget unused, a second bisection goes over the numbers that they draw (`border`).
+
+What clusters count against the budget are those of their keys that are searched. Clusters are of all keys of a context.
+While a session is near the context's end, its recent window covers the last of them; they are attended anyway and must
+not use up what is meant for others. Each program then counts for itself, before it waits for the launch before. Once
+the window has left the context, nothing is counted, copied or read twice.
 
 A row's programs all find the same threshold, each on its own: that takes less time than to wait for one that does.
 Then each lists the members of its share of the clusters, at a place that follows from those before it.
@@ -16,37 +21,182 @@ O clusters that a program owns.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.attention.partials import Partials
-from decode_engine.kernels.attention.sparse_attention import ClusterScores
-from decode_engine.kernels.clusters.cut import (
-    DRAW_TURNS,
-    RANGE,
-    TURNS,
-    UNUSED,
-    any_outside,
-    count_searched,
-    cut,
-    keys_from,
-    passing,
-)
+from decode_engine.kernels.attention.online_softmax import Partials
+from decode_engine.kernels.attention.sparse_attention import ClusterScores, KeyLists
+from decode_engine.kernels.border import draw
 from decode_engine.kernels.launches import chained, wait_for_launch
 from decode_engine.kernels.record_fields import (
+    ASSIGNMENT,
     CLUSTERS,
+    END,
+    FIRST,
     KEEP,
     KEYS,
     MEMBERS,
     OFFSETS,
     SIZES,
+    UNCLUSTERED,
     field,
     searched_keys,
 )
+
+RANGE = 24
+"""Distance from the heaviest cluster, in units of log2, beyond which clusters are not told apart: what is lighter by
+2^-24 would not change a float32 sum."""
+TURNS = 16
+"""Of the bisection: weights are told apart up to a 2^-16 of that range."""
+DRAW_TURNS = 24
+"""Of that among clusters of equal weight; few rows have such."""
+LEAST_DRAW = -(2**31)
+UNUSED = 8
+"""Part of the budget that may be left unused before clusters of equal weight are told apart."""
+
+_LEAST_DRAW = tl.constexpr(LEAST_DRAW)
+
+
+@triton.jit
+def passing(weights: tl.tensor, cluster: tl.tensor, bounds: tl.tensor, head: tl.tensor) -> tl.tensor:
+    """Whether clusters' weights reach `above`, or `least` and they draw less than `draws`."""
+    least, above, draws = bounds
+    passes = weights >= above
+    if draws > _LEAST_DRAW:
+        passes = passes | ((weights >= least) & (draw(cluster, head) < draws))
+    return passes
+
+
+@triton.jit
+def keys_from(
+    weights: tl.tensor,
+    sizes: tl.tensor,
+    weights_ptr: tl.tensor,
+    sizes_ptr: tl.tensor,
+    clusters: tl.tensor,
+    bounds: tl.tensor,
+    head: tl.tensor,
+    program: tl.tensor,
+    programs: tl.tensor,
+    K: tl.constexpr,
+    EVERY: tl.constexpr,
+) -> tl.tensor:
+    """Keys of the clusters that pass (`passing`); without EVERY of those that earlier programs own."""
+    at = tl.arange(0, K.BLOCK)
+    if K.SINGLE:
+        counted = passing(weights, at, bounds, head)
+        if not EVERY:
+            counted = counted & ((at // 16) % programs < program)
+        return tl.sum(tl.where(counted, sizes, 0), 0)
+    total = tl.zeros([K.BLOCK], tl.int32)
+    for start in range(0, clusters, K.BLOCK):
+        some = tl.load(weights_ptr + start + at, mask=start + at < clusters, other=0)
+        number = tl.load(sizes_ptr + start + at, mask=start + at < clusters, other=0)
+        counted = passing(some, start + at, bounds, head)
+        if not EVERY:
+            counted = counted & (((start + at) // 16) % programs < program)
+        total += tl.where(counted, number, 0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def cut(
+    weights: tl.tensor,
+    sizes: tl.tensor,
+    weights_ptr: tl.tensor,
+    sizes_ptr: tl.tensor,
+    clusters: tl.tensor,
+    heaviest: tl.tensor,
+    keep: tl.tensor,
+    head: tl.tensor,
+    program: tl.tensor,
+    programs: tl.tensor,
+    K: tl.constexpr,
+) -> tl.tensor:
+    """Which clusters are selected: `least`, `above` and `draws` of `passing`."""
+    above = heaviest + 1
+    below = tl.maximum(above - (K.RANGE << 23), 0)
+    lowest = below * 0
+    none = lowest + _LEAST_DRAW
+    every = keys_from(
+        weights, sizes, weights_ptr, sizes_ptr, clusters, (lowest, lowest, none), head, program, programs,
+        K, True
+    )  # fmt: skip
+    least, used = lowest, lowest
+    for _ in range(K.TURNS):
+        middle = below + (above - below) // 2
+        number = keys_from(
+            weights, sizes, weights_ptr, sizes_ptr, clusters, (middle, middle, none), head, program, programs,
+            K, True
+        )  # fmt: skip
+        over = number > keep
+        below = tl.where(over, middle, below)
+        least = tl.where(over, middle, least)
+        above = tl.where(over, above, middle)
+        used = tl.where(over, used, number)
+    above = tl.where(every <= keep, lowest, above)
+    draws = none
+    if (every > keep) & ((keep - used) * K.UNUSED > keep):
+        span = lowest.to(tl.int64) + (1 << 32)
+        for _ in range(K.DRAW_TURNS):
+            span = span // 2
+            more = (draws + span).to(tl.int32)
+            number = keys_from(
+                weights, sizes, weights_ptr, sizes_ptr, clusters, (least, above, more), head, program, programs,
+                K, True
+            )  # fmt: skip
+            draws = tl.where(number > keep, draws, more)
+    return least, above, draws
+
+
+@triton.jit
+def any_outside(records_ptr: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """Whether a sequence's clusters hold keys that are not searched: recent ones, or sinks that are not left out."""
+    before = field(records_ptr, b, FIRST) > field(records_ptr, b, UNCLUSTERED)
+    return before | (field(records_ptr, b, END) < field(records_ptr, b, KEYS))
+
+
+@triton.jit
+def count_searched(
+    records_ptr: tl.tensor,
+    b: tl.tensor,
+    head: tl.tensor,
+    sizes_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    clusters: tl.tensor,
+    AT_ONCE: tl.constexpr,
+) -> None:
+    """Writes how many keys of each of a row's clusters [C] are searched; sizes are of all of them."""
+    for start in range(0, clusters, 8 * AT_ONCE):
+        at = start + tl.arange(0, 8 * AT_ONCE)
+        sizes = tl.load(sizes_ptr + at, mask=at < clusters, other=0)
+        tl.store(counts_ptr + at, sizes, mask=at < clusters)
+    tl.debug_barrier()
+    keys = field(records_ptr, b, KEYS)
+    assignment_ptr = field(records_ptr, b, ASSIGNMENT).to(tl.pointer_type(tl.int32)) + head * keys
+    unclustered = field(records_ptr, b, UNCLUSTERED).to(tl.int32)
+    first, end = searched_keys(records_ptr, b)
+    count_off(assignment_ptr, counts_ptr, unclustered, first, AT_ONCE)
+    count_off(assignment_ptr, counts_ptr, end, keys.to(tl.int32), AT_ONCE)
+    tl.debug_barrier()
+
+
+@triton.jit
+def count_off(
+    assignment_ptr: tl.tensor, counts_ptr: tl.tensor, begin: tl.tensor, end: tl.tensor, AT_ONCE: tl.constexpr
+) -> None:
+    """Takes keys begin..end-1 off the counts of their clusters."""
+    for start in range(begin, end, AT_ONCE):
+        at = start + tl.arange(0, AT_ONCE)
+        cluster = tl.load(assignment_ptr + at, mask=at < end, other=-1)
+        tl.atomic_add(
+            counts_ptr + cluster, tl.full([AT_ONCE], -1, tl.int32), mask=cluster >= 0, sem="relaxed"
+        )
+
 
 _WEIGHED_AT_ONCE = 8192
 """Clusters that a program weighs at once; more take more registers than it has."""
@@ -54,6 +204,26 @@ _LISTED_AT_ONCE = 128
 """Clusters whose members a program lists at once."""
 _AT_ONCE = 16384
 """Clusters of a row that a program holds in registers; of more, weights are read again in every turn."""
+
+
+class SelectionConstants(NamedTuple):
+    """What the kernel is compiled for. Of clusters, BLOCK are held at once, which are all of them where SINGLE; CHUNK
+    are weighed at once, of AT_ONCE the members listed, AT_MEMBER of each; OWN is room for a program's own ones."""
+
+    HEADS: tl.constexpr
+    GROUP: tl.constexpr
+    HEADS_TILE: tl.constexpr
+    SPLITS: tl.constexpr
+    BLOCK: tl.constexpr
+    SINGLE: tl.constexpr
+    OWN: tl.constexpr
+    CHUNK: tl.constexpr
+    AT_ONCE: tl.constexpr
+    AT_MEMBER: tl.constexpr
+    RANGE: tl.constexpr
+    TURNS: tl.constexpr
+    DRAW_TURNS: tl.constexpr
+    UNUSED: tl.constexpr
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +265,11 @@ def select_clusters(
     rows, width, group = scores.logits_RCG.shape
     _, programs, own = buffers.chosen_RPO.shape
     block = min(int(triton.next_power_of_2(width)), _AT_ONCE)
+    constants = (
+        rows // len(records_BF), group, triton.next_power_of_2(group), triton.next_power_of_2(splits), block,
+        width <= block, own, block if width <= block <= _WEIGHED_AT_ONCE else min(block, 2048), _LISTED_AT_ONCE, 32,
+        RANGE, TURNS, DRAW_TURNS, UNUSED,
+    )  # fmt: skip
     select_kernel[(programs, rows)](
         records_BF,
         scores.logits_RCG,
@@ -110,20 +285,7 @@ def select_clusters(
         partials.peaks_RSG.shape[1],
         splits,
         lists.ids_RPW.shape[2],
-        HEADS=rows // len(records_BF),
-        GROUP=group,
-        HEADS_TILE=triton.next_power_of_2(group),
-        SPLITS=triton.next_power_of_2(splits),
-        BLOCK=block,
-        SINGLE=width <= block,
-        OWN=own,
-        CHUNK=block if width <= block <= _WEIGHED_AT_ONCE else min(block, 2048),
-        AT_ONCE=_LISTED_AT_ONCE,
-        AT_MEMBER=32,
-        RANGE=RANGE,
-        TURNS=TURNS,
-        DRAW_TURNS=DRAW_TURNS,
-        UNUSED=UNUSED,
+        K=SelectionConstants(*map(tl.constexpr, constants)),
         num_warps=max(4, min(16, block // 512)),
         **chained(records_BF.device),
     )
@@ -136,15 +298,13 @@ def normalisers(
     row: tl.tensor,
     slots: tl.tensor,
     splits: tl.tensor,
-    GROUP: tl.constexpr,
-    HEADS_TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    K: tl.constexpr,
 ) -> tl.tensor:
     """Log2 of every head's sum over all clusters [HEADS_TILE]; 0 without clusters."""
-    heads = tl.arange(0, HEADS_TILE)
-    split = tl.arange(0, SPLITS)
-    at = (row.to(tl.int64) * slots + split)[:, None] * GROUP + heads[None, :]
-    inside = (split < splits)[:, None] & (heads < GROUP)[None, :]
+    heads = tl.arange(0, K.HEADS_TILE)
+    split = tl.arange(0, K.SPLITS)
+    at = (row.to(tl.int64) * slots + split)[:, None] * K.GROUP + heads[None, :]
+    inside = (split < splits)[:, None] & (heads < K.GROUP)[None, :]
     peaks = tl.load(peaks_ptr + at, mask=inside, other=float("-inf"))
     totals = tl.load(totals_ptr + at, mask=inside, other=0.0)
     highest = tl.max(peaks, 0)
@@ -155,47 +315,34 @@ def normalisers(
 
 @triton.jit
 def weigh(
-    logits_ptr: tl.tensor,
-    normaliser: tl.tensor,
-    at: tl.tensor,
-    clusters: tl.tensor,
-    GROUP: tl.constexpr,
-    HEADS_TILE: tl.constexpr,
+    logits_ptr: tl.tensor, normaliser: tl.tensor, at: tl.tensor, clusters: tl.tensor, K: tl.constexpr
 ) -> tl.tensor:
     """Bits of the summed weights of clusters: their order, and about evenly spread on a logarithmic scale."""
-    heads = tl.arange(0, HEADS_TILE)
-    inside = (at < clusters)[:, None] & (heads < GROUP)[None, :]
-    logits = tl.load(logits_ptr + at[:, None] * GROUP + heads[None, :], mask=inside, other=float("-inf"))
+    heads = tl.arange(0, K.HEADS_TILE)
+    inside = (at < clusters)[:, None] & (heads < K.GROUP)[None, :]
+    logits = tl.load(logits_ptr + at[:, None] * K.GROUP + heads[None, :], mask=inside, other=float("-inf"))
     return tl.sum(tl.exp2(logits - normaliser[None, :]), 1).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def weigh_all(
-    logits_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    normaliser: tl.tensor,
-    clusters: tl.tensor,
-    GROUP: tl.constexpr,
-    HEADS_TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SINGLE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    logits_ptr: tl.tensor, weights_ptr: tl.tensor, normaliser: tl.tensor, clusters: tl.tensor, K: tl.constexpr
 ) -> tl.tensor:
     """Writes the weights of a row's clusters; returns those of the first BLOCK, and the largest of all.
 
     All programs of a row write the same numbers.
     """
-    at = tl.arange(0, BLOCK)
-    if SINGLE and CHUNK == BLOCK:
-        weights = weigh(logits_ptr, normaliser, at, clusters, GROUP, HEADS_TILE)
+    at = tl.arange(0, K.BLOCK)
+    if K.SINGLE and K.CHUNK == K.BLOCK:
+        weights = weigh(logits_ptr, normaliser, at, clusters, K)
         tl.store(weights_ptr + at, weights, mask=at < clusters)
         heaviest = tl.max(weights, 0)
         tl.debug_barrier()
     else:
-        highest = tl.zeros([CHUNK], tl.int32)
-        for start in range(0, clusters, CHUNK):
-            some = start + tl.arange(0, CHUNK)
-            weighed = weigh(logits_ptr, normaliser, some, clusters, GROUP, HEADS_TILE)
+        highest = tl.zeros([K.CHUNK], tl.int32)
+        for start in range(0, clusters, K.CHUNK):
+            some = start + tl.arange(0, K.CHUNK)
+            weighed = weigh(logits_ptr, normaliser, some, clusters, K)
             tl.store(weights_ptr + some, weighed, mask=some < clusters)
             highest = tl.maximum(highest, weighed)
         tl.debug_barrier()
@@ -237,18 +384,17 @@ def list_chosen(
     first: tl.tensor,
     end: tl.tensor,
     room: tl.tensor,
-    AT_ONCE: tl.constexpr,
-    AT_MEMBER: tl.constexpr,
+    K: tl.constexpr,
 ) -> None:
     """Lists the members of a program's selected clusters."""
-    for some in range(0, number, AT_ONCE):
-        turn = some + tl.arange(0, AT_ONCE)
+    for some in range(0, number, K.AT_ONCE):
+        turn = some + tl.arange(0, K.AT_ONCE)
         cluster = tl.load(chosen_ptr + turn, mask=turn < number, other=0)
         places = tl.load(places_ptr + turn, mask=turn < number, other=0)
         begin = tl.load(offsets_ptr + cluster, mask=turn < number, other=0)
         held = tl.load(offsets_ptr + cluster + 1, mask=turn < number, other=0) - begin
-        for skip in range(0, tl.max(held, 0), AT_MEMBER):
-            list_members(members_ptr, ids_ptr, begin, held, places, skip, first, end, room, AT_MEMBER)
+        for skip in range(0, tl.max(held, 0), K.AT_MEMBER):
+            list_members(members_ptr, ids_ptr, begin, held, places, skip, first, end, room, K.AT_MEMBER)
 
 
 @triton.jit(do_not_specialize=["width", "slots", "splits", "room"])
@@ -267,28 +413,15 @@ def select_kernel(
     slots: tl.tensor,
     splits: tl.tensor,
     room: tl.tensor,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS_TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SINGLE: tl.constexpr,
-    OWN: tl.constexpr,
-    CHUNK: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    AT_MEMBER: tl.constexpr,
-    RANGE: tl.constexpr,
-    TURNS: tl.constexpr,
-    DRAW_TURNS: tl.constexpr,
-    UNUSED: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """One program per (share of the clusters, row); shares are runs of 16 from all over the context."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     row = tl.program_id(1)
-    b = row // HEADS
-    head = (row % HEADS).to(tl.int64)
+    b = row // K.HEADS
+    head = (row % K.HEADS).to(tl.int64)
     clusters = field(records_ptr, b, CLUSTERS).to(tl.int32)
     keys = field(records_ptr, b, KEYS)
     first, end = searched_keys(records_ptr, b)
@@ -299,39 +432,37 @@ def select_kernel(
     counted_ptr = searched_ptr + (row.to(tl.int64) * programs + program) * width
     differ = any_outside(records_ptr, b)
     if differ:
-        count_searched(records_ptr, b, head, sizes_ptr, counted_ptr, clusters, AT_ONCE)
+        count_searched(records_ptr, b, head, sizes_ptr, counted_ptr, clusters, K.AT_ONCE)
     else:
         counted_ptr = sizes_ptr
-    at = tl.arange(0, BLOCK)
+    at = tl.arange(0, K.BLOCK)
     sizes = tl.load(counted_ptr + at, mask=at < clusters, other=0)
     wait_for_launch(CHAINED)
-    logits_row = logits_ptr + row.to(tl.int64) * width * GROUP
+    logits_row = logits_ptr + row.to(tl.int64) * width * K.GROUP
     weights_row = weights_ptr + row.to(tl.int64) * width
-    normaliser = normalisers(peaks_ptr, totals_ptr, row, slots, splits, GROUP, HEADS_TILE, SPLITS)
-    weights, heaviest = weigh_all(
-        logits_row, weights_row, normaliser, clusters, GROUP, HEADS_TILE, BLOCK, SINGLE, CHUNK
-    )
+    normaliser = normalisers(peaks_ptr, totals_ptr, row, slots, splits, K)
+    weights, heaviest = weigh_all(logits_row, weights_row, normaliser, clusters, K)
     least, above, draws = cut(
-        weights, sizes, weights_row, counted_ptr, clusters, heaviest, keep, row % HEADS, program, programs,
-        BLOCK, SINGLE, RANGE, TURNS, DRAW_TURNS, UNUSED,
+        weights, sizes, weights_row, counted_ptr, clusters, heaviest, keep, row % K.HEADS, program, programs,
+        K
     )  # fmt: skip
     if differ:
         sizes = tl.load(sizes_ptr + at, mask=at < clusters, other=0)
     # What programs before this one list.
     before = keys_from(
-        weights, sizes, weights_row, sizes_ptr, clusters, least, above, draws, row % HEADS, program, programs,
-        BLOCK, SINGLE, False,
+        weights, sizes, weights_row, sizes_ptr, clusters, (least, above, draws), row % K.HEADS, program, programs,
+        K, False
     )  # fmt: skip
-    lane = tl.arange(0, OWN)
+    lane = tl.arange(0, K.OWN)
     owned = ((lane // 16) * programs + program) * 16 + lane % 16
     own_weights = tl.load(weights_row + owned, mask=owned < clusters, other=0)
     own_sizes = tl.load(sizes_ptr + owned, mask=owned < clusters, other=0)
-    chosen = passing(own_weights, owned, least, above, draws, row % HEADS) & (own_sizes > 0)
+    chosen = passing(own_weights, owned, (least, above, draws), row % K.HEADS) & (own_sizes > 0)
     # Number and keys of the selected clusters in one sum.
     both = tl.where(chosen, own_sizes.to(tl.int64) + (1 << 32), 0)
     ahead = tl.cumsum(both, 0) - both
     rank = (ahead >> 32).to(tl.int32)
-    scratch = (row.to(tl.int64) * programs + program) * OWN
+    scratch = (row.to(tl.int64) * programs + program) * K.OWN
     tl.store(chosen_ptr + scratch + rank, owned, mask=chosen)
     tl.store(places_ptr + scratch + rank, before + (ahead & 0xFFFFFFFF).to(tl.int32), mask=chosen)
     both = tl.sum(both, 0)
@@ -340,5 +471,5 @@ def select_kernel(
     tl.debug_barrier()
     list_chosen(
         chosen_ptr + scratch, places_ptr + scratch, (both >> 32).to(tl.int32), offsets_ptr, members_ptr,
-        ids_ptr + row.to(tl.int64) * room, first, end, room, AT_ONCE, AT_MEMBER,
+        ids_ptr + row.to(tl.int64) * room, first, end, room, K
     )  # fmt: skip

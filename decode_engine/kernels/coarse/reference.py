@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.key_lists import KeyLists
 from decode_engine.kernels.attention.online_softmax import LOG2E
+from decode_engine.kernels.attention.sparse_attention import KeyLists
 from decode_engine.kernels.border import (
     cut_reference,
     moved_reference,
@@ -142,7 +142,7 @@ def _sample(sequence: CoarseSequence, sizes: CoarseSizes) -> Tensor:
 
 
 def _normalisers(logits_GM: Tensor, stands_for: float) -> Tensor:
-    """log2 of every head's sum of weights over all searched keys, estimated: see `warp_search.cut_kernel`."""
+    """log2 of every head's sum of weights over all searched keys, estimated: see `search.cut_kernel`."""
     logits_GCM = logits_GM.double().view(len(logits_GM), CHUNKS, -1)
     highest_G = logits_GCM.amax((1, 2))
     weights_GCM = torch.exp2(logits_GCM - highest_G[:, None, None])

@@ -194,7 +194,7 @@ class CoarseWork:
 
     What the pass over keys leaves for the one over values, else empty: weights_RSX: [R, S, W * V * 2 C / 4] int32,
     bytes of the weights of keys of tiles whose values are read, W keys that a program goes over, V value groups, C
-    query heads of a product (`warp_findings`); tiles_RSX: [R, S, W / T * 2] int32, first keys of these tiles, T keys
+    query heads of a product (`warp_pass`); tiles_RSX: [R, S, W / T * 2] int32, first keys of these tiles, T keys
     each, and behind each the bits of what 1 is among its weights; weighed_RS: [R, S] int32, how many there are;
     left_RSG: [R, S, (1 + V) * G] float32, sums of their weights, and of these times offsets.
     """

@@ -1,6 +1,6 @@
 """The product-code search in plain torch: the same tables, the same sample, the same keys.
 
-Shape legend: as in `codes.sizes`.
+Shape legend: as in `codes.search`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.sparse_attention import KeyLists
 from decode_engine.kernels.border import (
     cut_reference,
     moved_reference,
     passes_reference,
     stretch_of_reference,
 )
-from decode_engine.kernels.codes.lookup_tables import make_tables_reference
-from decode_engine.kernels.codes.sizes import BLOCK, RUN, WORD_HEADS, CodeSizes
+from decode_engine.kernels.codes.search import BLOCK, RUN, WORD_HEADS, CodeSizes, make_tables_reference
 from decode_engine.kernels.weight_bytes import rounded_half_reference
 
 

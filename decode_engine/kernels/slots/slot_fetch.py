@@ -3,12 +3,12 @@
 Many rows that a step attends to in the context (listed by searches, sinks, recent window) were attended in the step
 before. Which ones are there is found on the device, in launches of fixed shape, for a graph that serves any step:
 
-1. find (`slot_lookup`): joins the segments of every row's list, looks every key up, stamps the slots of those that are
+1. find: joins the segments of every row's list, looks every key up, stamps the slots of those that are
    there with the step's number, and puts the others on one list of misses, each once.
 2. bring: some programs read the missing rows from host memory. Meanwhile others claim slots for them:
    of the two sets of a key, those that this step does not use, the one used longest ago first. A row that has arrived
    is written where its claim says.
-3. settle (`slot_lookup`), in batches of several sessions: rows that a session misses and another one brings are looked
+3. settle, in batches of several sessions: rows that a session misses and another one brings are looked
    up again.
 
 Then every entry has a location: a slot, or -1 for "read it at its own address" where no slot was found. Either way
@@ -53,6 +53,9 @@ Cost: 144 bytes per wanted row, most of it tags and from the second-level cache;
 128 of stamps, and the row over PCIe, which takes the time: PCIe idles only until find has ended. Misses are listed
 in the order of the lists inside a tile of find.
 
+A program of find compares a key's tag with those of its two sets. How many misses the list holds is counted twice, in
+turns: one count for this step, and one that bringing them sets to 0 meanwhile for the next.
+
 Shape legend: B sequences, H KV heads, R = B * H rows, N keys of the longest context, X programs that look a row's keys
 up, C misses that there is room for.
 """
@@ -60,15 +63,26 @@ up, C misses that there is room for.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.sparse_attention import (
+    KeyLists,
+    context_entries,
+    listed_keys,
+    segment_ids,
+    share_of,
+    with_always,
+)
 from decode_engine.kernels.launches import chained, wait_for_launch
 from decode_engine.kernels.record_fields import (
+    KEYS,
+    KV,
+    MISSED,
     SETS,
     SLOTS,
     STAMPS,
@@ -78,21 +92,273 @@ from decode_engine.kernels.record_fields import (
     field,
     row_of,
 )
-from decode_engine.kernels.slots.gather_rows import WORD, CopyShape, check_shape, row_words
-from decode_engine.kernels.slots.slot_cache import BYPASSED, CROWDED, CURRENT, DONE, TALLY_COUNT, WAYS
-from decode_engine.kernels.slots.slot_lookup import (
-    CLAIM_FIRST,
-    ENTRY_BITS,
-    LAST_TURN,
-    TURN,
-    find_kernel,
-    first_slots,
-    marks_of,
-    settle_kernel,
-    unmark,
+from decode_engine.kernels.slots.slot_cache import (
+    BYPASSED,
+    CROWDED,
+    CURRENT,
+    DONE,
+    HASH,
+    OTHER_HASH,
+    REUSED,
+    TALLY_COUNT,
+    WANTED,
+    WAYS,
+    WORD,
+    CopyShape,
+    check_shape,
+    row_words,
 )
 from index_store.errors import InvalidArgumentError
-from index_store.memory.placement import slots_per_head
+from index_store.memory.placement import MARKED, slots_per_head
+
+TURN, LAST_TURN = 2, 3
+"""Of the numbers that belong to a list of misses, behind its two counts: which of them counts in the step that runs,
+and in the one that ended last."""
+ENTRY_BITS = 32
+"""Of a miss's entry, below its row."""
+CLAIM_FIRST = 1
+"""Added to a miss's source where a slot is to be claimed before the row is read."""
+LEFT = -2
+"""Location of a missing key that another session lists, until `settle_kernel` finds its slot."""
+
+_TALLY = tl.constexpr(TALLY_COUNT)
+_DONE = tl.constexpr(DONE)
+_CURRENT = tl.constexpr(CURRENT)
+_WANTED = tl.constexpr(WANTED)
+_REUSED = tl.constexpr(REUSED)
+_BYPASSED = tl.constexpr(BYPASSED)
+_CROWDED = tl.constexpr(CROWDED)
+_WAYS = tl.constexpr(WAYS)
+_HASH = tl.constexpr(HASH)
+_OTHER_HASH = tl.constexpr(OTHER_HASH)
+_TURN = tl.constexpr(TURN)
+_LAST_TURN = tl.constexpr(LAST_TURN)
+_ENTRY_BITS = tl.constexpr(ENTRY_BITS)
+_CLAIM_FIRST = tl.constexpr(CLAIM_FIRST)
+_LEFT = tl.constexpr(LEFT)
+_MARKED = tl.constexpr(MARKED)
+
+
+@triton.jit
+def first_slots(ids: tl.tensor, sets: tl.tensor, WAYS: tl.constexpr) -> tl.tensor:
+    """The first slots of both sets of every key, by multiplicative hashes."""
+    one = (ids.to(tl.int64) * _HASH) & 0xFFFFFFFF
+    other = (ids.to(tl.int64) * _OTHER_HASH) & 0xFFFFFFFF
+    return ((one * sets) >> 32).to(tl.int32) * WAYS, ((other * sets) >> 32).to(tl.int32) * WAYS
+
+
+@triton.jit
+def add_to_tally(tally_ptr: tl.tensor, number: tl.tensor, cached: tl.tensor) -> None:
+    """Adds what a program counted."""
+    tl.atomic_add(tally_ptr, number.to(tl.int64), mask=cached & (number != 0), sem="relaxed")
+
+
+@triton.jit
+def tally(
+    tallies_ptr: tl.tensor, wanted: tl.tensor, found: tl.tensor, bypassed: tl.tensor, cached: tl.tensor
+) -> None:
+    """Adds up rows."""
+    add_to_tally(tallies_ptr + _WANTED, wanted, cached)
+    add_to_tally(tallies_ptr + _REUSED, found, cached)
+    add_to_tally(tallies_ptr + _BYPASSED, bypassed, cached)
+
+
+@triton.jit
+def store_pair(pairs_ptr: tl.tensor, row: tl.tensor, one: tl.tensor, other: tl.tensor) -> None:
+    """Stores two numbers for this program of a row."""
+    pairs_ptr += (row * tl.num_programs(0) + tl.program_id(0)) * 2
+    tl.store(pairs_ptr, one)
+    tl.store(pairs_ptr + 1, other)
+
+
+@triton.jit
+def slots_of(
+    tags_ptr: tl.tensor, ids: tl.tensor, sets: tl.tensor, sought: tl.tensor, WAYS: tl.constexpr
+) -> tl.tensor:
+    """The slot in which each sought key is, or -1."""
+    one, other = first_slots(ids, sets, WAYS)
+    one = one[:, None] + tl.arange(0, WAYS)[None, :]
+    other = other[:, None] + tl.arange(0, WAYS)[None, :]
+    tags = tl.load(tags_ptr + one, mask=sought[:, None], other=0, cache_modifier=".cg")
+    other_tags = tl.load(tags_ptr + other, mask=sought[:, None], other=0, cache_modifier=".cg")
+    tag = (ids + 1)[:, None]
+    at = tl.maximum(tl.where(tags == tag, one, -1), tl.where(other_tags == tag, other, -1))
+    return tl.where(sought, tl.max(at, 1), -1)
+
+
+@triton.jit
+def marks_of(records_ptr: tl.tensor, b: tl.tensor, head: tl.tensor) -> tl.tensor:
+    """Pointer to the marks of a KV head's keys."""
+    words = tl.cdiv(field(records_ptr, b, KEYS), _MARKED)
+    return aligned_pointer(records_ptr, b, head * words, MISSED, tl.int32)
+
+
+@triton.jit
+def mark(marks_ptr: tl.tensor, ids: tl.tensor, missing: tl.tensor) -> tl.tensor:
+    """Marks missing keys; which of them nobody had marked before."""
+    bit = tl.full(ids.shape, 1, tl.int32) << (ids & (_MARKED - 1))
+    before = tl.atomic_or(marks_ptr + ids // _MARKED, bit, mask=missing, sem="relaxed")
+    return missing & ((before & bit) == 0)
+
+
+@triton.jit
+def unmark(marks_ptr: tl.tensor, ids: tl.tensor, marked: tl.tensor) -> None:
+    """Takes back what `mark` did. marks_ptr: of all keys, or of each."""
+    bit = tl.full(ids.shape, 1, tl.int32) << (ids & (_MARKED - 1))
+    tl.atomic_and(marks_ptr + ids // _MARKED, ~bit, mask=marked, sem="relaxed")
+
+
+@triton.jit
+def list_misses(
+    misses: tl.tensor,
+    marks_ptr: tl.tensor,
+    room: tl.tensor,
+    missing: tl.tensor,
+    sources: tl.tensor,
+    ids: tl.tensor,
+    entries: tl.tensor,
+    SHARED: tl.constexpr,
+) -> tl.tensor:
+    """Appends missing keys to the list; 1 or 0 for each: left to another session, and found no room there."""
+    sources_ptr, targets_ptr, ids_ptr, entries_ptr, count_ptr = misses
+    mine = missing
+    if SHARED:
+        mine = mark(marks_ptr, ids, missing)
+    listed = mine.to(tl.int32)
+    number = tl.sum(listed, 0)
+    place = tl.atomic_add(count_ptr, number, mask=number > 0, sem="relaxed")
+    place += tl.cumsum(listed, 0) - listed
+    fits = mine & (place < room)
+    if SHARED:
+        unmark(marks_ptr, ids, mine & (place >= room))
+    tl.store(sources_ptr + place, sources, mask=fits)
+    tl.store(targets_ptr + place, tl.zeros_like(sources), mask=fits)
+    tl.store(ids_ptr + place, ids, mask=fits)
+    tl.store(entries_ptr + place, entries, mask=fits)
+    return missing.to(tl.int32) - listed, listed - fits.to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["misses_room", "width", "room"])
+def find_kernel(  # noqa: PLR0915 - what a program does stands in one place
+    records_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    joined_ptr: tl.tensor,
+    locations_ptr: tl.tensor,
+    misses: tl.tensor,
+    found_ptr: tl.tensor,
+    misses_room: tl.tensor,
+    width: tl.tensor,
+    room: tl.tensor,
+    K: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """One program per (share of a row's entries but the tail, row). SHARED: rows may be on one context."""
+    miss_sources_ptr, miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr = misses
+    row = row_of(tl.program_id(1), K.HEADS, K.FIRST_HEAD, K.SOME_HEADS)
+    b = row // K.HEADS
+    head = (row % K.HEADS).to(tl.int64)
+    first, end, always = context_entries(records_ptr, b)
+    sets = field(records_ptr, b, SETS)
+    cached = sets > 0
+    tags_ptr = aligned_pointer(records_ptr, b, head * sets * _WAYS, TAGS, tl.int32)
+    stamps_ptr = aligned_pointer(records_ptr, b, head * sets * _WAYS, STAMPS, tl.int32)
+    tallies_ptr = aligned_pointer(records_ptr, b, head * _TALLY, TALLIES, tl.int64)
+    marks_ptr = marks_of(records_ptr, b, head)
+    source = field(records_ptr, b, KV) + head * field(records_ptr, b, KV + 1)
+    ids_ptr += row.to(tl.int64) * K.SEGMENTS * width
+    joined_ptr += row.to(tl.int64) * room
+    locations_ptr += row.to(tl.int64) * room
+    first_entry = row.to(tl.int64) << _ENTRY_BITS
+    wait_for_launch(CHAINED)
+    # What all of these say is on its way at once.
+    counts = listed_keys(counts_ptr, row, width, K.SEGMENTS, K.SEGMENTS_TILE)
+    done = tl.load(tallies_ptr + _DONE, mask=cached, other=0)
+    crowded = tl.load(tallies_ptr + _CROWDED, mask=cached, other=0)
+    turn = 1 - tl.load(miss_counts_ptr + _LAST_TURN)
+    step = done + 1
+    source += tl.where(crowded == done, _CLAIM_FIRST, 0)
+    listed = tl.minimum(tl.sum(counts, 0), room)
+    entries = tl.minimum(listed + always, room)
+    begin, stop = share_of(entries, K.TILE)
+    keys = tl.zeros([K.TILE], tl.int32)
+    reused = tl.zeros([K.TILE], tl.int32)
+    bypassed = tl.zeros([K.TILE], tl.int32)
+    for at in range(begin, stop, K.TILE):
+        entry = at + tl.arange(0, K.TILE)
+        ids = segment_ids(ids_ptr, counts, width, entry, tl.minimum(stop, listed), K.SEGMENTS)
+        ids = with_always(ids, entry, listed, entries, first, end)
+        sought = (ids >= 0) & cached
+        slot = slots_of(tags_ptr, ids, sets, sought, _WAYS)
+        there = slot >= 0
+        left, unlisted = list_misses(
+            (miss_sources_ptr, miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr + turn), marks_ptr,
+            misses_room, sought & (slot < 0), source + ids.to(tl.int64) * K.ROW_BYTES, ids, first_entry + entry,
+            K.SHARED,
+        )  # fmt: skip
+        bypassed += unlisted
+        tl.store(stamps_ptr + slot, tl.zeros([K.TILE], tl.int32) + step.to(tl.int32), mask=there)
+        tl.store(locations_ptr + entry, tl.where(left > 0, _LEFT, slot), mask=entry < stop)
+        tl.store(joined_ptr + entry, ids, mask=entry < stop)
+        keys += (ids >= 0).to(tl.int32)
+        reused += there.to(tl.int32) + left
+    wanted = tl.sum(keys, 0)
+    found = tl.sum(reused, 0)
+    if found_ptr is not None:
+        # Behind entries of -1 there may be no room for all keys: attention reads the others from host memory.
+        beyond = tl.where(tl.program_id(0) == 0, listed + always - entries, 0)
+        store_pair(found_ptr, row, wanted - found + beyond, found)
+    tl.store(tallies_ptr + _CURRENT, step, mask=cached & (tl.program_id(0) == 0))
+    tl.store(miss_counts_ptr + _TURN, turn, mask=(tl.program_id(0) == 0) & (tl.program_id(1) == 0))
+    tally(tallies_ptr, wanted, found, tl.sum(bypassed, 0), cached)
+
+
+@triton.jit(do_not_specialize=["width", "room"])
+def settle_kernel(
+    records_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    joined_ptr: tl.tensor,
+    locations_ptr: tl.tensor,
+    found_ptr: tl.tensor,
+    width: tl.tensor,
+    room: tl.tensor,
+    K: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """Programs as of find, each with the same entries."""
+    row = row_of(tl.program_id(1), K.HEADS, K.FIRST_HEAD, K.SOME_HEADS)
+    b = row // K.HEADS
+    head = (row % K.HEADS).to(tl.int64)
+    always = context_entries(records_ptr, b)[2]
+    sets = field(records_ptr, b, SETS)
+    tags_ptr = aligned_pointer(records_ptr, b, head * sets * _WAYS, TAGS, tl.int32)
+    tallies_ptr = aligned_pointer(records_ptr, b, head * _TALLY, TALLIES, tl.int64)
+    joined_ptr += row.to(tl.int64) * room
+    locations_ptr += row.to(tl.int64) * room
+    wait_for_launch(CHAINED)
+    counts = listed_keys(counts_ptr, row, width, K.SEGMENTS, K.SEGMENTS_TILE)
+    entries = tl.minimum(tl.minimum(tl.sum(counts, 0), room) + always, room)
+    begin, stop = share_of(entries, K.TILE)
+    lost = tl.zeros([K.TILE], tl.int32)
+    for at in range(begin, stop, K.TILE):
+        entry = at + tl.arange(0, K.TILE)
+        location = tl.load(locations_ptr + entry, mask=entry < stop, other=-1, cache_modifier=".cg")
+        left = location == _LEFT
+        if tl.max(left.to(tl.int32), 0) > 0:
+            ids = tl.load(joined_ptr + entry, mask=left, other=0, cache_modifier=".cg")
+            slot = slots_of(tags_ptr, ids, sets, left, _WAYS)
+            tl.store(locations_ptr + entry, slot, mask=left)
+            lost += (left & (slot < 0)).to(tl.int32)
+    # Find took them for found.
+    bypassed = tl.sum(lost, 0)
+    if bypassed > 0:
+        tl.atomic_add(tallies_ptr + _BYPASSED, bypassed.to(tl.int64), sem="relaxed")
+        tl.atomic_add(tallies_ptr + _REUSED, -bypassed.to(tl.int64), sem="relaxed")
+        if found_ptr is not None:
+            found_ptr += (row.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * 2
+            tl.store(found_ptr, tl.load(found_ptr) + bypassed)
+            tl.store(found_ptr + 1, tl.load(found_ptr + 1) - bypassed)
+
 
 _TILE = 32
 _FIND_PROGRAMS = 1024
@@ -107,15 +373,28 @@ _LEAST_MISSES = 4096
 NOWHERE = 1
 """Target of a miss that found no slot; no address, which are multiples of 16."""
 
-_TALLY, _DONE, _CURRENT, _BYPASSED, _CROWDED, _WAYS, _TURN, _LAST_TURN, _ENTRY_BITS = (
-    tl.constexpr(each)
-    for each in (TALLY_COUNT, DONE, CURRENT, BYPASSED, CROWDED, WAYS, TURN, LAST_TURN, ENTRY_BITS)
-)
 _ENTRY_MASK = tl.constexpr(2**ENTRY_BITS - 1)
-_CLAIM_FIRST = tl.constexpr(CLAIM_FIRST)
 _ADDRESS = tl.constexpr(~CLAIM_FIRST)
 _NOWHERE = tl.constexpr(NOWHERE)
 _WORD = tl.constexpr(WORD)
+
+
+class FetchConstants(NamedTuple):
+    """What launches are compiled for: KV heads, those whose rows are brought, segments of a list, keys of a tile, bytes
+    and words of a row, rows whose step a program ends, misses at a time, and whether rows may be on one context."""
+
+    HEADS: tl.constexpr
+    FIRST_HEAD: tl.constexpr
+    SOME_HEADS: tl.constexpr
+    SEGMENTS: tl.constexpr
+    SEGMENTS_TILE: tl.constexpr
+    TILE: tl.constexpr
+    ROW_BYTES: tl.constexpr
+    WORDS: tl.constexpr
+    ENDED: tl.constexpr
+    CLAIM_TILE: tl.constexpr
+    READ_TILE: tl.constexpr
+    SHARED: tl.constexpr
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +404,7 @@ class FetchBuffers:
     locations_RN: [R, N] int32, one for every entry of a row, the listed keys and then those always attended: a slot, or
     -1. Of misses, at most C: sources_C int64, addresses of rows, with a mark where slots are to be claimed first;
     targets_C int64, addresses of slots; ids_C int32, keys; entries_C int64, rows and entries. counts_4: [4] int32, two
-    counts of misses, of which one is that of the step, and which one; zeros to begin with. See `slot_lookup`.
+    counts of misses, of which one is that of the step, and which one; zeros to begin with.
     """
 
     locations_RN: Tensor
@@ -186,10 +465,17 @@ def fetch_rows(
         )
     shape = shape or _FETCH
     check_shape(row_bytes, shape)
-    of_rows = {"HEADS": all_heads, "FIRST_HEAD": some.start, "SOME_HEADS": len(some)}
-    of_lists = {"SEGMENTS": segments, "SEGMENTS_TILE": triton.next_power_of_2(segments), "TILE": _TILE}
-    finding = {"num_warps": _FIND_WARPS, **chained(records_BF.device)}
     shared = len(records_BF) > 1
+    # As many claims a round as rows that are read.
+    claimers = triton.cdiv(shape.programs * shape.tile, _CLAIM_TILE)
+    ended = triton.next_power_of_2(triton.cdiv(some_rows, claimers))
+    segments_tile, words = triton.next_power_of_2(segments), row_bytes // WORD
+    constants = (
+        all_heads, some.start, len(some), segments, segments_tile, _TILE, row_bytes, words, ended, _CLAIM_TILE,
+        shape.tile, shared,
+    )  # fmt: skip
+    finding = {"num_warps": _FIND_WARPS, "K": FetchConstants(*map(tl.constexpr, constants))}
+    finding |= chained(records_BF.device)
     misses = (buffers.sources_C, buffers.targets_C, buffers.ids_C, buffers.entries_C, buffers.counts_4)
     find_kernel[(programs, some_rows)](
         records_BF,
@@ -197,35 +483,22 @@ def fetch_rows(
         lists.counts_RP,
         joined_RN,
         buffers.locations_RN,
-        *misses,
+        misses,
         found_RX2,
         len(buffers.sources_C),
         width,
         room,
-        **of_rows,
-        **of_lists,
-        ROW_BYTES=row_bytes,
-        SHARED=shared,
         **finding,
     )
-    # As many claims a round as rows that are read.
-    claimers = triton.cdiv(shape.programs * shape.tile, _CLAIM_TILE)
     bring_kernel[(claimers + shape.programs,)](
         records_BF,
         buffers.locations_RN,
-        *misses,
+        misses,
         claimers,
         some_rows,
         len(buffers.sources_C),
         room,
-        **of_rows,
-        ENDED=triton.next_power_of_2(triton.cdiv(some_rows, claimers)),
-        WORDS=row_bytes // WORD,
-        CLAIM_TILE=_CLAIM_TILE,
-        READ_TILE=shape.tile,
-        SHARED=shared,
-        num_warps=shape.warps,
-        **chained(records_BF.device),
+        **(finding | {"num_warps": shape.warps}),
     )
     if shared:
         settle_kernel[(programs, some_rows)](
@@ -236,8 +509,6 @@ def fetch_rows(
             found_RX2,
             width,
             room,
-            **of_rows,
-            **of_lists,
             **finding,
         )
     return buffers.locations_RN
@@ -300,10 +571,7 @@ def misses_of_step(counts_ptr: tl.tensor, misses_room: tl.tensor) -> tl.tensor:
 def claim_misses(
     records_ptr: tl.tensor,
     locations_ptr: tl.tensor,
-    targets_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    entries_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
+    misses: tl.tensor,
     rows: tl.tensor,
     misses_room: tl.tensor,
     room: tl.tensor,
@@ -318,6 +586,7 @@ def claim_misses(
     CHAINED: tl.constexpr,
 ) -> None:
     """Claims slots for a share of the misses, and ends the step of ENDED rows, some perhaps like other programs do."""
+    targets_ptr, ids_ptr, entries_ptr, counts_ptr = misses
     program = tl.program_id(0)
     ended = tl.minimum(program + tl.arange(0, ENDED) * claimers, rows - 1)
     ended = row_of(ended, HEADS, FIRST_HEAD, SOME_HEADS)
@@ -403,34 +672,24 @@ def read_misses(
 def bring_kernel(
     records_ptr: tl.tensor,
     locations_ptr: tl.tensor,
-    miss_sources_ptr: tl.tensor,
-    miss_targets_ptr: tl.tensor,
-    miss_ids_ptr: tl.tensor,
-    miss_entries_ptr: tl.tensor,
-    miss_counts_ptr: tl.tensor,
+    misses: tl.tensor,
     claimers: tl.tensor,
     rows: tl.tensor,
     misses_room: tl.tensor,
     room: tl.tensor,
-    HEADS: tl.constexpr,
-    FIRST_HEAD: tl.constexpr,
-    SOME_HEADS: tl.constexpr,
-    ENDED: tl.constexpr,
-    WORDS: tl.constexpr,
-    CLAIM_TILE: tl.constexpr,
-    READ_TILE: tl.constexpr,
-    SHARED: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """The first `claimers` programs claim, the others read. rows: of the launch that found."""
+    miss_sources_ptr, miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr = misses
     if tl.program_id(0) < claimers:
         claim_misses(
-            records_ptr, locations_ptr, miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr, rows,
-            misses_room, room, claimers, HEADS, FIRST_HEAD, SOME_HEADS, ENDED, WORDS * _WORD, CLAIM_TILE, SHARED,
-            CHAINED,
+            records_ptr, locations_ptr, (miss_targets_ptr, miss_ids_ptr, miss_entries_ptr, miss_counts_ptr), rows,
+            misses_room, room, claimers, K.HEADS, K.FIRST_HEAD, K.SOME_HEADS, K.ENDED, K.WORDS * _WORD,
+            K.CLAIM_TILE, K.SHARED, CHAINED,
         )  # fmt: skip
     else:
         read_misses(
             miss_sources_ptr, miss_targets_ptr, miss_counts_ptr, misses_room, tl.program_id(0) - claimers,
-            tl.num_programs(0) - claimers, WORDS, READ_TILE, CHAINED,
+            tl.num_programs(0) - claimers, K.WORDS, K.READ_TILE, CHAINED,
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """The query-table kernels' eager reference: same buffers, same sample, plain torch over a batch's sequences.
 
-Shape legend: as in `tables.sizes` and `table_context`.
+Shape legend: as in `tables.sizes`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode_engine.kernels import records
 from decode_engine.kernels.attention.online_softmax import LOG2E
 from decode_engine.kernels.attention.shared_attention import attend_dense_reference
+from decode_engine.kernels.attention.sparse_attention import ListedSequence
 from decode_engine.kernels.border import (
     draw_reference,
     draws_below_reference,
@@ -27,12 +27,11 @@ from decode_engine.kernels.tables.sizes import (
     MINI_KEYS,
     SAMPLE_KEYS,
     SAMPLE_RUN_KEYS,
+    TableContext,
     TableSizes,
     TableWork,
 )
-from decode_engine.kernels.tables.table_context import TableContext
 from decode_engine.kernels.weight_bytes import rounded_reference
-from index_store.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,6 @@ class TableSequence:
 
     Keys [0, first) of the context, [end, N) of the context and tail tokens [0, tail_keys) are attended exactly; keys
     [first, end) are searched and about `keep` of them attended. tail_HT2D: [H, capacity, 2, d] in the context's dtype.
-    Raises InvalidArgumentError where that cannot be.
     """
 
     context: TableContext
@@ -51,40 +49,10 @@ class TableSequence:
     tail_keys: int
     keep: int
 
-    def __post_init__(self) -> None:
-        heads, keys, _, head_dim = self.context.kv_HN2D.shape
-        if not 0 <= self.first <= self.end <= keys:
-            raise InvalidArgumentError(
-                f"searched keys [{self.first}, {self.end}) of a context of {keys} keys; expected "
-                "0 <= first <= end <= keys"
-            )
-        tail = self.tail_HT2D
-        if not 0 <= self.tail_keys <= tail.shape[1] or self.keep < 0:
-            raise InvalidArgumentError(
-                f"{self.tail_keys} tail tokens of {tail.shape[1]} and {self.keep} keys to keep; expected "
-                "counts from 0 that the tail's memory holds"
-            )
-        if tail.dtype != self.context.kv_HN2D.dtype or not tail.is_contiguous():
-            raise InvalidArgumentError(f"the tail is {tail.dtype}, expected the context's dtype, contiguous")
-        if (tail.shape[0], tail.shape[2], tail.shape[3]) != (heads, 2, head_dim):
-            raise InvalidArgumentError(
-                f"the tail is {tuple(tail.shape)}, expected [{heads}, any, 2, {head_dim}]"
-            )
-
     def fields(self) -> dict[int, int]:
         """Of its record."""
-        kv, tail = self.context.kv_HN2D, self.tail_HT2D
-        return self.context.fields() | {
-            records.KV: kv.data_ptr(),
-            records.KV_HEAD: kv.stride(0) * kv.element_size(),
-            records.TAIL: tail.data_ptr(),
-            records.TAIL_HEAD: tail.stride(0) * tail.element_size(),
-            records.KEYS: kv.shape[1],
-            records.FIRST: self.first,
-            records.END: self.end,
-            records.TAIL_KEYS: self.tail_keys,
-            records.KEEP: self.keep,
-        }
+        rows = (self.context.kv_HN2D, self.tail_HT2D, self.tail_keys, self.first, self.end, self.keep)
+        return self.context.fields() | ListedSequence(*rows).fields()
 
 
 def table_attention_reference(

@@ -1,10 +1,16 @@
 """Kernels that find which keys to keep by query tables (CSAttention section 3.3, with projection weights).
 
-The table rows of every query are picked. Pooled, a sample of the keys is scored and counted by score; the attention
-kernel scores the keys itself. Per head, a key's score is the sum of the heads' softmaxes: `score_kernel` leaves a byte
-per key and head with each tile's peak and mass, and `combine_kernel` turns the tiles' masses into the softmaxes'
-normalisers, and a sample of the bytes into counts. The counts give the threshold: found by the last of a head's
-programs to end, or by whoever compares with it.
+The table rows of every query are picked. A row is read as 32-bit words of four keys. Programs take strided blocks of 64
+words, so that neighbouring keys, which tend to be kept together, are spread over programs. Rows are added by `dp4a`:
+weights are rounded to 8 bits relative to the largest, which is finer than the tables themselves, and the sum is exact.
+
+Pooled, a sample of the keys is scored and counted by score; the attention kernel scores the keys itself. Per head, a
+key's score is the sum of the heads' softmaxes: `score_kernel` leaves a byte per key and head with each tile's peak and
+mass, and `combine_kernel` turns the tiles' masses into the softmaxes' normalisers, and a sample of the bytes into
+counts. The counts give the threshold: found by the last of a head's programs to end, or by whoever compares with it.
+What is counted and what is kept agree to the last bit: keys of one score, which may be all, are in one bin for both.
+
+Suffix free names are scalars; `*_ptr` are addresses of the buffers in `TableWork` and of the records.
 """
 
 from __future__ import annotations
@@ -13,68 +19,453 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from decode_engine.kernels.attention import online_softmax
+from decode_engine.kernels.border import draws_below, moved, stretch_of
 from decode_engine.kernels.launches import arrives_last, chained, let_next_begin, wait_alone
-from decode_engine.kernels.record_fields import searched_keys
-from decode_engine.kernels.tables.device_functions import (
-    LOG2E,
-    MINI_WORDS,
-    SAMPLE_RUN,
-    SAMPLE_WORDS,
-    load_sequence,
-    pick_rows,
-    sampled_words,
-    searched,
-    sum_rows,
-    tile_count,
-    tile_words,
+from decode_engine.kernels.record_fields import (
+    CENTROIDS,
+    KEEP,
+    KEYS,
+    SCALES,
+    TABLE_ROW,
+    TABLES,
+    aligned_pointer,
+    field,
+    searched_keys,
 )
-from decode_engine.kernels.tables.limits import (
-    BINS,
-    LIMIT_WORDS,
-    bins_of_keys,
-    linear_bin,
-    linear_cut,
-    load_histograms,
-    octave_bin,
-    octave_cut,
-    store_counts,
-    store_limit,
-    sum_histograms,
-    threshold,
-)
-from decode_engine.kernels.tables.sizes import TableSizes, TableWork
+from decode_engine.kernels.tables import sizes as table_sizes
+from decode_engine.kernels.tables.sizes import TableConstants, TableSizes, TableWork
 from decode_engine.kernels.weight_bytes import of_byte, to_byte
+
+LOG2E = tl.constexpr(online_softmax.LOG2E)
+MINI_WORDS = tl.constexpr(table_sizes.MINI_KEYS // 4)
+SAMPLE_WORDS = tl.constexpr(table_sizes.SAMPLE_KEYS // 4)
+SAMPLE_RUN = tl.constexpr(table_sizes.SAMPLE_RUN_KEYS // 4)  # words
+_PICK_SIZE = tl.constexpr(8192)  # centroid values that are compared at once
+
+# Four words of table rows, keys 0..3 in bytes 0..3, are transposed into four words of a key each, and multiplied with
+# four weights at once.
+_ADD_FOUR_ROWS = tl.constexpr(
+    """{
+    .reg .b32 t0, t1, u0, u1, k0, k1, k2, k3;
+    prmt.b32 t0, $4, $5, 0x5140;
+    prmt.b32 t1, $4, $5, 0x7362;
+    prmt.b32 u0, $6, $7, 0x5140;
+    prmt.b32 u1, $6, $7, 0x7362;
+    prmt.b32 k0, t0, u0, 0x5410;
+    prmt.b32 k1, t0, u0, 0x7632;
+    prmt.b32 k2, t1, u1, 0x5410;
+    prmt.b32 k3, t1, u1, 0x7632;
+    dp4a.s32.u32 $0, k0, $8, $9;
+    dp4a.s32.u32 $1, k1, $8, $10;
+    dp4a.s32.u32 $2, k2, $8, $11;
+    dp4a.s32.u32 $3, k3, $8, $12;
+    }"""
+)
+_ADD_FOUR_OPERANDS = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r,r,r,r,r")
+
+
+@triton.jit
+def load_centroids(
+    records_ptr: tl.tensor,
+    b: tl.tensor,
+    h: tl.tensor,
+    first: tl.constexpr,
+    K: tl.constexpr,
+    CB: tl.constexpr,
+    W: tl.constexpr,
+) -> tl.tensor:
+    """CB centroids of every subspace, from `first` on: [M, CB, W]."""
+    c = first + tl.arange(0, CB)
+    offsets = ((h * K.M + tl.arange(0, K.M))[:, None] * K.C + c[None, :]) * W
+    places = offsets[:, :, None] + tl.arange(0, W)[None, None, :]
+    places_ptr = aligned_pointer(records_ptr, b, places, CENTROIDS, tl.float32)
+    return tl.load(places_ptr, mask=(c < K.C)[None, :, None], other=0.0)
+
+
+@triton.jit
+def load_query(q_ptr: tl.tensor, slot: tl.tensor, K: tl.constexpr) -> tl.tensor:
+    """A searched query by subspaces, [M, W] float32: a head's, or the sum of the group's heads.
+
+    Read as it lies and rearranged afterwards: gathered by subspace, it would take more loads than the centroids. The
+    sum, also over a single head, keeps the compiler from gathering.
+    """
+    W: tl.constexpr = K.D // K.M
+    HEADS: tl.constexpr = K.G if K.POOLED else 1
+    g = tl.arange(0, K.GP if K.POOLED else 2)
+    places = (slot * HEADS + g)[:, None] * K.D + tl.arange(0, K.D)[None, :]
+    q = tl.sum(tl.load(q_ptr + places, mask=(g < HEADS)[:, None], other=0.0).to(tl.float32), 0)
+    return tl.trans(tl.reshape(q, [W, K.M])) if K.STRIDED else tl.reshape(q, [K.M, W])
+
+
+@triton.jit
+def pick_rows(
+    q_ptr: tl.tensor,
+    records_ptr: tl.tensor,
+    picked: tl.tensor,
+    b: tl.tensor,
+    h: tl.tensor,
+    slot: tl.tensor,
+    scale: tl.tensor,
+    K: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """Writes where the nearest centroid's row of every subspace begins, and its weight max(0, q_b . c_b) * table scale.
+
+    Of equals the first is nearest. Kernels add four rows at a time: where there are fewer, the others are the same ones
+    again, with weight 0. What does not depend on the launch before is read before it has ended.
+    """
+    rows_ptr, weights_ptr, units_ptr = picked
+    W: tl.constexpr = K.D // K.M
+    J: tl.constexpr = max(4, K.M)
+    CB: tl.constexpr = min(K.CP, _PICK_SIZE // K.D)
+    s = tl.arange(0, K.M)
+    row_blocks = (field(records_ptr, b, TABLE_ROW) // (4 * MINI_WORDS)).to(tl.int32)
+    scales_ptr = field(records_ptr, b, SCALES).to(tl.pointer_type(tl.float32))
+    scales = tl.load(scales_ptr + h * K.M + s) * scale
+    centroids = load_centroids(records_ptr, b, h, 0, K, CB, W)
+    wait_alone(CHAINED)
+    q = load_query(q_ptr, slot, K)
+    best = tl.full([K.M], float("-inf"), tl.float32)
+    nearest = tl.zeros([K.M], tl.int32)
+    for first in tl.static_range(0, K.CP, CB):
+        if first > 0:
+            centroids = load_centroids(records_ptr, b, h, first, K, CB, W)
+        products = tl.sum(centroids * q[:, None, :], 2)
+        products = tl.where((first + tl.arange(0, CB) < K.C)[None, :], products, float("-inf"))
+        largest = tl.max(products, 1)
+        nearest = tl.where(largest > best, first + tl.argmax(products, 1).to(tl.int32), nearest)
+        best = tl.maximum(best, largest)
+    weights = tl.maximum(best, 0.0) * scales
+    largest = tl.max(weights, 0)
+    small = tl.floor(weights * tl.where(largest > 0.0, 255.0 / largest, 0.0) + 0.5).to(tl.int32)
+    rows = (h * (K.M * K.C) + s * K.C + nearest) * row_blocks
+    for repeat in tl.static_range(J // K.M):
+        tl.store(rows_ptr + slot * J + repeat * K.M + s, rows)
+    if K.M < 4:
+        tl.store(weights_ptr + slot, tl.sum(small << (8 * s), 0))
+    else:
+        k = tl.arange(0, J // 4)
+        packed = tl.sum(tl.reshape(small, [J // 4, 4]) << (8 * tl.arange(0, 4))[None, :], 1)
+        tl.store(weights_ptr + slot * (J // 4) + k, packed)
+    tl.store(units_ptr + slot * 2, largest / 255.0)
+    tl.store(units_ptr + slot * 2 + 1, 127.0 * tl.sum(small, 0).to(tl.float32))
+
+
+@triton.jit
+def signed_byte(words: tl.tensor, index: tl.constexpr) -> tl.tensor:
+    """Byte `index` of 32-bit words, sign-extended."""
+    return (words << (24 - 8 * index)) >> 24
+
+
+@triton.jit
+def weighted_bytes(
+    x0: tl.tensor, x1: tl.tensor, x2: tl.tensor, x3: tl.tensor, w: tl.tensor, index: tl.constexpr
+) -> tl.tensor:
+    """Byte `index` of four rows' words, added up by the four weights of 8 bits in w."""
+    upper = (w & 255) * signed_byte(x0, index) + ((w >> 8) & 255) * signed_byte(x1, index)
+    lower = ((w >> 16) & 255) * signed_byte(x2, index) + ((w >> 24) & 255) * signed_byte(x3, index)
+    return upper + lower
+
+
+@triton.jit
+def add_four_rows(
+    x0: tl.tensor,
+    x1: tl.tensor,
+    x2: tl.tensor,
+    x3: tl.tensor,
+    w: tl.tensor,
+    a: tl.tensor,
+    ASSEMBLY: tl.constexpr,
+) -> tl.tensor:
+    """Adds four weighted rows to the sums of a word's four keys; w holds four weights of 8 bits."""
+    a0, a1, a2, a3 = a
+    if ASSEMBLY:
+        a0, a1, a2, a3 = tl.inline_asm_elementwise(
+            _ADD_FOUR_ROWS,
+            _ADD_FOUR_OPERANDS,
+            [x0, x1, x2, x3, w, a0, a1, a2, a3],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        a0 += weighted_bytes(x0, x1, x2, x3, w, 0)
+        a1 += weighted_bytes(x0, x1, x2, x3, w, 1)
+        a2 += weighted_bytes(x0, x1, x2, x3, w, 2)
+        a3 += weighted_bytes(x0, x1, x2, x3, w, 3)
+    return a0, a1, a2, a3
+
+
+@triton.jit
+def sum_rows(
+    sequence: tl.tensor,
+    rows_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    slot: tl.tensor,
+    word: tl.tensor,
+    mask: tl.tensor,
+    K: tl.constexpr,
+) -> tl.tensor:
+    """Weighted sums of a query's picked rows for the four keys of every word, int32."""
+    _, _, _, _, tables = sequence
+    # All of these loads are under way before the first row's: one by one they would cost most of a step.
+    rows = ()
+    weights = ()
+    for j in tl.static_range(K.J):
+        rows += (tl.load(rows_ptr + slot * K.J + j),)  # type: ignore[assignment]
+    for j in tl.static_range(K.J // 4):
+        weights += (tl.load(weights_ptr + slot * (K.J // 4) + j),)  # type: ignore[assignment]
+    zero = tl.zeros_like(word)
+    a = (zero, zero, zero, zero)
+    for j in tl.static_range(0, K.J, 4):
+        x0 = load_row(tables, rows[j], word, mask)
+        x1 = load_row(tables, rows[j + 1], word, mask)
+        x2 = load_row(tables, rows[j + 2], word, mask)
+        x3 = load_row(tables, rows[j + 3], word, mask)
+        a = add_four_rows(x0, x1, x2, x3, weights[j // 4], a, K.ASSEMBLY)
+    return a
+
+
+@triton.jit
+def load_row(tables: tl.tensor, row: tl.tensor, word: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Words of a table row."""
+    row_ptr = (tables + row.to(tl.int64) * (4 * MINI_WORDS)).to(tl.pointer_type(tl.int32))
+    return tl.load(tl.multiple_of(row_ptr, 16) + word, mask=mask, other=0)
+
+
+@triton.jit
+def load_sequence(records_ptr: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """What a record says about the search: keys of a table row, the first searched key, how many are searched, how many
+    of them to keep, and where the tables are.
+
+    Keys are 0 where none is searched, for then no row is picked. No launch of a step writes records, so they are read
+    before the launch before has ended.
+    """
+    first, end = searched_keys(records_ptr, b)
+    span = end - first
+    keys = tl.where(span > 0, field(records_ptr, b, KEYS), 0).to(tl.int32)
+    return keys, first, span, field(records_ptr, b, KEEP).to(tl.int32), field(records_ptr, b, TABLES)
+
+
+@triton.jit
+def tile_words(sequence: tl.tensor, tile: tl.tensor, BW: tl.constexpr) -> tl.tensor:
+    """Words of a tile, and which of them exist: blocks tile, tile + T, tile + 2T, ... of the sequence's T tiles."""
+    keys, _, _, _, _ = sequence
+    blocks = tl.cdiv(keys, 4 * MINI_WORDS)
+    tiles = tl.cdiv(blocks, BW // MINI_WORDS)
+    j = tl.arange(0, BW)
+    block = (j // MINI_WORDS) * tiles + tile
+    return block * MINI_WORDS + j % MINI_WORDS, block < blocks
+
+
+@triton.jit
+def tile_count(sequence: tl.tensor, BW: tl.constexpr) -> tl.tensor:
+    """Tiles of a sequence."""
+    keys, _, _, _, _ = sequence
+    return tl.cdiv(tl.cdiv(keys, 4 * MINI_WORDS), BW // MINI_WORDS)
+
+
+@triton.jit
+def sampled_words(sequence: tl.tensor, S: tl.constexpr) -> tl.tensor:
+    """Words that this one of S sampling programs scores, and which of them exist: spread runs, or all."""
+    keys, _, _, _, _ = sequence
+    runs = tl.cdiv(keys, 4 * SAMPLE_RUN)
+    sampled = S * (SAMPLE_WORDS // SAMPLE_RUN)
+    j = tl.arange(0, SAMPLE_WORDS)
+    turn = tl.program_id(0) * (SAMPLE_WORDS // SAMPLE_RUN) + j // SAMPLE_RUN
+    run = tl.where(runs > sampled, moved(turn, sampled, runs, stretch_of(turn, sampled)), turn)
+    return run * SAMPLE_RUN + j % SAMPLE_RUN, run < runs
+
+
+@triton.jit
+def searched(word: tl.tensor, index: tl.constexpr, sequence: tl.tensor) -> tl.tensor:
+    """Whether key `index` of every word is in the searched range: one comparison, keys before it wrap around."""
+    _, first, span, _, _ = sequence
+    return (word * 4 + (index - first)).to(tl.uint32) < span.to(tl.uint32)
+
+
+BINS = tl.constexpr(table_sizes.BINS)
+_PART = tl.constexpr(table_sizes.BINS // 4)  # the numbers of keys of four parts fit into 64 bits
+_PART_BITS = tl.constexpr((table_sizes.BINS // 4).bit_length() - 1)
+PAIRS = tl.constexpr(table_sizes.BINS // 2)
+LIMIT_WORDS = tl.constexpr(table_sizes.LIMIT_WORDS)
+_BIN_SHIFT = tl.constexpr(table_sizes.BIN_SHIFT)
+_LEAST_BIN = tl.constexpr(table_sizes.LEAST_BIN)
+_ALL_SUMS = tl.constexpr(-(2**30))
+_NO_SUM = tl.constexpr(2**30)
+
+
+@triton.jit
+def octave_bin(weight: tl.tensor) -> tl.tensor:
+    """The bin of a summed weight: the upper bits of the number, 16 bins an octave; below 0 what is too small."""
+    return (weight.to(tl.int32, bitcast=True) >> _BIN_SHIFT) - _LEAST_BIN
+
+
+@triton.jit
+def octave_cut(bin: tl.tensor) -> tl.tensor:
+    """The least weight of a bin; bin 0 holds all small ones, and the last all large ones."""
+    least = ((bin + _LEAST_BIN) << _BIN_SHIFT).to(tl.float32, bitcast=True)
+    return tl.where(bin >= BINS, float("inf"), tl.where(bin > 0, least, -1.0))
+
+
+@triton.jit
+def linear_bin(sums: tl.tensor, reach: tl.tensor) -> tl.tensor:
+    """The bin of a sum; bins cover everything from -reach to reach, which are below 2^24."""
+    return ((sums.to(tl.float32) + reach) * (BINS / (2.0 * reach))).to(tl.int32)
+
+
+@triton.jit
+def linear_cut(bin: tl.tensor, reach: tl.tensor) -> tl.tensor:
+    """The least sum of a bin: also where rounding moves it by one, since many keys may have just that sum.
+
+    Both corrections are computed side by side, since all keys of a tile wait for them: never do both apply.
+    """
+    least = tl.ceil(bin.to(tl.float32) * (reach * (2.0 / BINS)) - reach).to(tl.int32)
+    too_high = linear_bin(least - 1, reach) >= bin
+    too_low = linear_bin(least, reach) < bin
+    least += too_low.to(tl.int32) - too_high.to(tl.int32)
+    return tl.where(bin >= BINS, _NO_SUM, tl.where(bin > 0, least, _ALL_SUMS))
+
+
+@triton.jit
+def bins_of_keys(
+    sequence: tl.tensor,
+    word: tl.tensor,
+    mask: tl.tensor,
+    b0: tl.tensor,
+    b1: tl.tensor,
+    b2: tl.tensor,
+    b3: tl.tensor,
+    WORDS: tl.constexpr,
+) -> tl.tensor:
+    """The bins of all keys of WORDS words, by the bins of every word's four; -1 for those that are not searched."""
+    b0 = bin_or_none(b0, searched(word, 0, sequence) & mask)
+    b1 = bin_or_none(b1, searched(word, 1, sequence) & mask)
+    b2 = bin_or_none(b2, searched(word, 2, sequence) & mask)
+    b3 = bin_or_none(b3, searched(word, 3, sequence) & mask)
+    return tl.reshape(tl.join(tl.join(b0, b1), tl.join(b2, b3)), [4 * WORDS])
+
+
+@triton.jit
+def store_counts(sequence: tl.tensor, histogram_ptr: tl.tensor, bins: tl.tensor, MOST: tl.constexpr) -> None:
+    """Writes how many of a program's keys are in each bin, down to where the border cannot be any more.
+
+    MOST: keys that all programs of the head sample together, at most. The border is above a part of the bins if in the
+    parts over it this program alone finds as many keys as are wanted of all of them: then those of the part are counted
+    as one number, in its first bin. A histogram takes time for its bins, and for their square where warps add theirs
+    up. With a quarter of the bins at a time, of which most often two are counted, that is an eighth of the square.
+    """
+    _, _, span, keep, _ = sequence
+    wanted = keep.to(tl.float32) * MOST / tl.maximum(span, 1).to(tl.float32) + 1.0
+    part_of = bins >> _PART_BITS
+    one = (bins >= 0).to(tl.int64)
+    tally = tl.sum(one << (tl.maximum(part_of, 0) * 16), 0)
+    n = tl.arange(0, _PART)
+    above = 0
+    for turn in range(BINS // _PART):
+        part = BINS // _PART - 1 - turn
+        count = (tally >> (16 * part)).to(tl.int32) & 0xFFFF
+        part_ptr = histogram_ptr + part * _PART + n
+        if (count > 0) & (above < wanted):
+            tl.store(part_ptr, tl.histogram(bins & (_PART - 1), _PART, mask=part_of == part))
+        else:
+            tl.store(part_ptr, tl.where(n == 0, count, 0))
+        above += count
+
+
+@triton.jit
+def bin_or_none(bin: tl.tensor, there: tl.tensor) -> tl.tensor:
+    """The bin where a key is counted; -1 for a key that is not there."""
+    return tl.where(there, tl.minimum(tl.maximum(bin, 0), BINS - 1), -1)
+
+
+@triton.jit
+def load_histograms(histograms_ptr: tl.tensor, bh: tl.tensor, S: tl.constexpr) -> tl.tensor:
+    """The histograms of a head's S sampling programs, S times [BINS / 2], past the first-level cache: two bins in a
+    word.
+
+    One by one, so that a thread holds the same bins of all, and adds them up without other warps.
+    """
+    places = histograms_ptr.to(tl.pointer_type(tl.int32)) + bh * S * PAIRS + tl.arange(0, PAIRS)
+    loaded = ()
+    for s in tl.static_range(S):
+        loaded += (tl.load(places + s * PAIRS, cache_modifier=".cg"),)  # type: ignore[assignment]
+    return loaded
+
+
+@triton.jit
+def sum_histograms(loaded: tl.tensor, S: tl.constexpr) -> tl.tensor:
+    """The sum of what `load_histograms` returns, two bins in a word.
+
+    It has room in 16 bits, too: a sample has less than 2^16 keys (MAX_SAMPLERS).
+    """
+    total = loaded[0]
+    for s in tl.static_range(1, S):
+        total += loaded[s]
+    return total
+
+
+@triton.jit
+def threshold(sequence: tl.tensor, counts: tl.tensor) -> tl.tensor:
+    """A limit that about `keep` keys pass: the border bin, above which all are kept, and below which number a key of
+    that bin has to draw to be kept (`border`); int32.
+
+    It is read from the histogram of a sample of the keys, two bins in a word. What is needed of the pair of bins with
+    the border comes in one sum over all pairs: every other sum would be a wait of all warps more.
+    """
+    _, _, span, keep, _ = sequence
+    pairs = tl.arange(0, PAIRS)
+    of_pair = (counts & 0xFFFF) + ((counts >> 16) & 0xFFFF)
+    total = tl.sum(of_pair, 0)
+    at_least = total - tl.cumsum(of_pair, 0) + of_pair
+    wanted = keep * total.to(tl.float32) / tl.maximum(span, 1).to(tl.float32)
+    over = (at_least - of_pair).to(tl.float32)
+    here = (at_least.to(tl.float32) >= wanted) & ((over < wanted) | (pairs == PAIRS - 1))
+    place = ((pairs << 16) + at_least).to(tl.int64) << 32
+    found = tl.sum(tl.where(here, place | (counts.to(tl.int64) & 0xFFFFFFFF), 0), 0)
+    lower, upper = found.to(tl.int32) & 0xFFFF, (found >> 16).to(tl.int32) & 0xFFFF
+    reaching, pair = (found >> 32).to(tl.int32) & 0xFFFF, (found >> 48).to(tl.int32)
+    in_upper = (reaching - lower).to(tl.float32) >= wanted
+    inside = tl.where(in_upper, upper, lower)
+    above = reaching - lower - tl.where(in_upper, upper, 0)
+    draws = draws_below((wanted - above.to(tl.float32)) / tl.maximum(inside, 1).to(tl.float32))
+    return tl.where(keep >= span, -1, 2 * pair + in_upper.to(tl.int32)), draws
+
+
+@triton.jit
+def store_limit(limit_ptr: tl.tensor, least: tl.tensor, above: tl.tensor, draws: tl.tensor) -> None:
+    """Leaves a limit for those that compare with it: the scores from which keys are kept if they draw less than
+    `draws`, and from which all are."""
+    tl.store(limit_ptr, least.to(tl.int32, bitcast=True))
+    tl.store(limit_ptr + 1, above.to(tl.int32, bitcast=True))
+    tl.store(limit_ptr + 2, draws)
+
+
+@triton.jit
+def load_limit(limit_ptr: tl.tensor) -> tl.tensor:
+    """What `store_limit` left, scores as the bits of their type."""
+    return tl.load(limit_ptr), tl.load(limit_ptr + 1), tl.load(limit_ptr + 2)
 
 
 @triton.jit
 def pick_kernel(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    units_ptr: tl.tensor,
+    picked: tl.tensor,
     scale: tl.tensor,
-    H: tl.constexpr,
-    L: tl.constexpr,
-    G: tl.constexpr,
-    GP: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    CP: tl.constexpr,
-    STRIDED: tl.constexpr,
-    POOLED: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """One program per query: see `pick_rows`. Records are not written by the launch before, so they are read early."""
     slot = tl.program_id(0)
-    bh = slot // L
-    b = bh // H
+    bh = slot // K.L
+    b = bh // K.H
     first, end = searched_keys(records_ptr, b)
     if end > first:
         pick_rows(
-            q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, bh % H, slot, scale,
-            G, GP, D, M, C, CP, STRIDED, POOLED, CHAINED,
+            q_ptr, records_ptr, picked, b, bh % K.H, slot, scale,
+            K, CHAINED
         )  # fmt: skip
     else:
         wait_alone(CHAINED)
@@ -86,26 +477,10 @@ def pick_kernel(
 def sample_pooled_kernel(
     q_ptr: tl.tensor,
     records_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    units_ptr: tl.tensor,
-    histograms_ptr: tl.tensor,
-    arrivals_ptr: tl.tensor,
-    limits_ptr: tl.tensor,
+    picked: tl.tensor,
+    counted_in: tl.tensor,
     scale: tl.tensor,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    GP: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    CP: tl.constexpr,
-    STRIDED: tl.constexpr,
-    J: tl.constexpr,
-    S: tl.constexpr,
-    PICK: tl.constexpr,
-    EARLY: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Every program leaves a histogram of the pooled query's scores; EARLY: the last makes the threshold of them all.
@@ -113,54 +488,55 @@ def sample_pooled_kernel(
     With PICK every program picks for itself first and writes the same rows: where there are few programs, that costs
     less than another launch.
     """
+    rows_ptr, weights_ptr, units_ptr = picked
     bh = tl.program_id(1)
-    b = bh // H
+    b = bh // K.H
     sequence = load_sequence(records_ptr, b)
     _, _, span, _, _ = sequence
     # Which keys are sampled is worked out while the launch before still runs, here and below.
-    word, mask = sampled_words(sequence, S)
-    if PICK:
+    word, mask = sampled_words(sequence, K.S)
+    if K.PICK:
         if span > 0:
             pick_rows(
-                q_ptr, records_ptr, rows_ptr, weights_ptr, units_ptr, b, bh % H, bh, scale,
-                G, GP, D, M, C, CP, STRIDED, True, CHAINED,
+                q_ptr, records_ptr, picked, b, bh % K.H, bh, scale,
+                K, CHAINED
             )  # fmt: skip
         else:
             wait_alone(CHAINED)
         tl.debug_barrier()
     else:
         wait_alone(CHAINED)
-    a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
+    a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, K)
     reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
     bins = bins_of_keys(
         sequence, word, mask, linear_bin(a0, reach), linear_bin(a1, reach), linear_bin(a2, reach),
         linear_bin(a3, reach), SAMPLE_WORDS,
     )  # fmt: skip
-    store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, bins, bh, reach, S, EARLY)
+    store_histogram(sequence, counted_in, bins, bh, reach, K)
     let_next_begin(CHAINED)
 
 
 @triton.jit
 def store_histogram(
     sequence: tl.tensor,
-    histograms_ptr: tl.tensor,
-    arrivals_ptr: tl.tensor,
-    limits_ptr: tl.tensor,
+    counted_in: tl.tensor,
     bins: tl.tensor,
     bh: tl.tensor,
     reach: tl.tensor | None,
-    S: tl.constexpr,
-    EARLY: tl.constexpr,
+    K: tl.constexpr,
 ) -> None:
     """Leaves one of a head's S histograms; the last program, if EARLY, reads the limit off their sum.
 
     reach: of linear bins; None for octaves.
     """
-    store_counts(sequence, histograms_ptr + (bh * S + tl.program_id(0)) * BINS, bins, S * 4 * SAMPLE_WORDS)
-    if EARLY:
+    histograms_ptr, arrivals_ptr, limits_ptr = counted_in
+    store_counts(
+        sequence, histograms_ptr + (bh * K.S + tl.program_id(0)) * BINS, bins, K.S * 4 * SAMPLE_WORDS
+    )
+    if K.EARLY:
         last = arrives_last(arrivals_ptr, bh)
         if last:
-            total = sum_histograms(load_histograms(histograms_ptr, bh, S), S)
+            total = sum_histograms(load_histograms(histograms_ptr, bh, K.S), K.S)
             border, draws = threshold(sequence, total)
             if reach is None:
                 least, above = octave_cut(border), octave_cut(border + 1)
@@ -171,29 +547,19 @@ def store_histogram(
 
 @triton.jit
 def score_kernel(
-    records_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    units_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    masses_ptr: tl.tensor,
-    H: tl.constexpr,
-    L: tl.constexpr,
-    J: tl.constexpr,
-    BW: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    CHAINED: tl.constexpr,
+    records_ptr: tl.tensor, picked: tl.tensor, scored: tl.tensor, K: tl.constexpr, CHAINED: tl.constexpr
 ) -> None:
     """Scores one tile for one head; see `TableWork.logits` for what is left. Byte 0 is weight 0."""
-    tile = tl.program_id(0) // L
+    logits_ptr, peaks_ptr, masses_ptr = scored
+    rows_ptr, weights_ptr, units_ptr = picked
+    tile = tl.program_id(0) // K.L
     bh = tl.program_id(1)
-    sequence = load_sequence(records_ptr, bh // H)
+    sequence = load_sequence(records_ptr, bh // K.H)
     wait_alone(CHAINED)
-    slot = bh * L + tl.program_id(0) % L
-    if tile < tile_count(sequence, BW):
-        word, mask = tile_words(sequence, tile, BW)
-        a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, slot, word, mask, J, ASSEMBLY)
+    slot = bh * K.L + tl.program_id(0) % K.L
+    if tile < tile_count(sequence, K.BW):
+        word, mask = tile_words(sequence, tile, K.BW)
+        a0, a1, a2, a3 = sum_rows(sequence, rows_ptr, weights_ptr, slot, word, mask, K)
         unit = tl.load(units_ptr + slot * 2) * LOG2E
         x0 = tl.where(searched(word, 0, sequence), a0.to(tl.float32) * unit, float("-inf"))
         x1 = tl.where(searched(word, 1, sequence), a1.to(tl.float32) * unit, float("-inf"))
@@ -203,8 +569,8 @@ def score_kernel(
         base = tl.where(peak == float("-inf"), 0.0, peak)
         w0, w1, w2, w3 = tl.exp2(x0 - base), tl.exp2(x1 - base), tl.exp2(x2 - base), tl.exp2(x3 - base)
         packed = to_byte(w0) | (to_byte(w1) << 8) | (to_byte(w2) << 16) | (to_byte(w3) << 24)
-        place = slot * (tl.num_programs(0) // L) + tile
-        tl.store(logits_ptr + place.to(tl.int64) * BW + tl.arange(0, BW), packed)
+        place = slot * (tl.num_programs(0) // K.L) + tile
+        tl.store(logits_ptr + place.to(tl.int64) * K.BW + tl.arange(0, K.BW), packed)
         tl.store(peaks_ptr + place, peak)
         tl.store(masses_ptr + place, tl.sum(w0 + w1 + w2 + w3, 0))
     let_next_begin(CHAINED)
@@ -233,45 +599,37 @@ def summed_weights(
 @triton.jit
 def combine_kernel(
     records_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    masses_ptr: tl.tensor,
+    scored: tl.tensor,
     normalisers_ptr: tl.tensor,
-    histograms_ptr: tl.tensor,
-    arrivals_ptr: tl.tensor,
-    limits_ptr: tl.tensor,
+    counted_in: tl.tensor,
     P: tl.tensor,
-    H: tl.constexpr,
-    L: tl.constexpr,
-    BW: tl.constexpr,
-    PP: tl.constexpr,
-    LP: tl.constexpr,
-    S: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Normalisers of the softmaxes, and a histogram of their sums: of all keys, or of one run in several, in every
     stretch of runs another."""
+    logits_ptr, peaks_ptr, masses_ptr = scored
     bh = tl.program_id(1)
-    sequence = load_sequence(records_ptr, bh // H)
-    tiles = tile_count(sequence, BW)
-    apart = tl.maximum(tl.cdiv(tiles * BW, S * SAMPLE_WORDS), 1)
+    sequence = load_sequence(records_ptr, bh // K.H)
+    tiles = tile_count(sequence, K.BW)
+    apart = tl.maximum(tl.cdiv(tiles * K.BW, K.S * SAMPLE_WORDS), 1)
     j = tl.arange(0, SAMPLE_WORDS)
     turn = tl.program_id(0) * (SAMPLE_WORDS // SAMPLE_RUN) + j // SAMPLE_RUN
     run = turn * apart + (turn + turn // apart) % apart
-    tile = run // (BW // SAMPLE_RUN)
-    within = run % (BW // SAMPLE_RUN) * SAMPLE_RUN + j % SAMPLE_RUN
+    tile = run // (K.BW // SAMPLE_RUN)
+    within = run % (K.BW // SAMPLE_RUN) * SAMPLE_RUN + j % SAMPLE_RUN
     inside = tile < tiles
     wait_alone(CHAINED)
-    normalisers = merge_masses(peaks_ptr, masses_ptr, tiles, bh, P, L, LP, PP)
-    heads = tl.arange(0, LP)
-    tl.store(normalisers_ptr + bh * L + heads, normalisers, mask=heads < L)
+    normalisers = merge_masses(peaks_ptr, masses_ptr, tiles, bh, P, K)
+    heads = tl.arange(0, K.LP)
+    tl.store(normalisers_ptr + bh * K.L + heads, normalisers, mask=heads < K.L)
     zero = tl.zeros([SAMPLE_WORDS], tl.float32)
     w = (zero, zero, zero, zero)
-    for g in tl.static_range(L):
-        slot = bh * L + g
+    for g in tl.static_range(K.L):
+        slot = bh * K.L + g
         peak = tl.load(peaks_ptr + slot * P + tile, mask=inside, other=float("-inf"))
         factor = tl.exp2(peak - tl.sum(tl.where(heads == g, normalisers, 0.0), 0))
-        w = summed_weights(logits_ptr, factor, slot * P + tile, within, inside, w, BW)
+        w = summed_weights(logits_ptr, factor, slot * P + tile, within, inside, w, K.BW)
     w0, w1, w2, w3 = w
     keys, _, _, _, _ = sequence
     blocks = tl.cdiv(keys, 4 * MINI_WORDS)
@@ -282,7 +640,7 @@ def combine_kernel(
         sequence, word, inside, octave_bin(w0), octave_bin(w1), octave_bin(w2), octave_bin(w3),
         SAMPLE_WORDS,
     )  # fmt: skip
-    store_histogram(sequence, histograms_ptr, arrivals_ptr, limits_ptr, bins, bh, None, S, True)
+    store_histogram(sequence, counted_in, bins, bh, None, K)
     let_next_begin(CHAINED)
 
 
@@ -293,16 +651,14 @@ def merge_masses(
     tiles: tl.tensor,
     bh: tl.tensor,
     P: tl.tensor,
-    L: tl.constexpr,
-    LP: tl.constexpr,
-    PP: tl.constexpr,
+    K: tl.constexpr,
 ) -> tl.tensor:
     """log2 of every head's sum of weights over all tiles, [LP]."""
-    g = tl.arange(0, LP)[:, None]
-    p = tl.arange(0, PP)[None, :]
-    there = (g < L) & (p < tiles)
-    peaks = tl.load(peaks_ptr + (bh * L + g) * P + p, mask=there, other=float("-inf"))
-    masses = tl.load(masses_ptr + (bh * L + g) * P + p, mask=there, other=0.0)
+    g = tl.arange(0, K.LP)[:, None]
+    p = tl.arange(0, K.PP)[None, :]
+    there = (g < K.L) & (p < tiles)
+    peaks = tl.load(peaks_ptr + (bh * K.L + g) * P + p, mask=there, other=float("-inf"))
+    masses = tl.load(masses_ptr + (bh * K.L + g) * P + p, mask=there, other=0.0)
     highest = tl.max(peaks, 1)
     highest = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.sum(masses * tl.exp2(peaks - highest[:, None]), 1)
@@ -317,49 +673,30 @@ def search(q_BHGD: Tensor, records_BF: Tensor, sizes: TableSizes, work: TableWor
     rows, shape = q_BHGD.shape[0] * sizes.kv_heads, sizes.shape
     if not sizes.pooled or shape.pick_apart:
         pick(q_BHGD, records_BF, sizes, work)
-    options = {"H": sizes.kv_heads} | chained(q_BHGD.device)
-    reading = {"J": sizes.picks, "ASSEMBLY": q_BHGD.is_cuda}
-    picked = (records_BF, work.rows, work.weights, work.units)
+    constants, options = TableConstants.of(q_BHGD, sizes), chained(q_BHGD.device)
+    picked = (work.rows, work.weights, work.units)
     found = (work.histograms, work.arrivals, work.limits)
     if sizes.pooled:
         sample_pooled_kernel[(sizes.samplers, rows)](
-            q_BHGD, *picked, *found, _pick_scale(sizes), **_pick_sizes(sizes), **reading, S=sizes.samplers,
-            PICK=not shape.pick_apart, EARLY=shape.early_threshold, num_warps=8, **options,
-        )  # fmt: skip
+            q_BHGD, records_BF, picked, found, _pick_scale(sizes), K=constants, num_warps=8, **options
+        )
         return
-    scored, words = (work.logits, work.peaks, work.masses), shape.tile_keys // 4
-    score_kernel[(sizes.queries * sizes.tiles, rows)](
-        *picked, *scored, L=sizes.queries, BW=words, **reading, **options
-    )
+    scored = (work.logits, work.peaks, work.masses)
+    score_kernel[(sizes.queries * sizes.tiles, rows)](records_BF, picked, scored, K=constants, **options)
     combine_kernel[(sizes.samplers, rows)](
-        records_BF, *scored, work.normalisers, *found, sizes.tiles, L=sizes.queries, BW=words,
-        PP=triton.next_power_of_2(sizes.tiles), LP=triton.next_power_of_2(sizes.queries),
-        S=sizes.samplers, maxnreg=64, **options,  # eight programs fit into a multiprocessor
+        records_BF, scored, work.normalisers, found, sizes.tiles, K=constants,
+        maxnreg=64, **options,  # eight programs fit into a multiprocessor
     )  # fmt: skip
 
 
 def pick(q_BHGD: Tensor, records_BF: Tensor, sizes: TableSizes, work: TableWork) -> None:
     """Launches the choice of the nearest centroids alone: fills rows, weights and units of `work`."""
     pick_kernel[(q_BHGD.shape[0] * sizes.kv_heads * sizes.queries,)](
-        q_BHGD, records_BF, work.rows, work.weights, work.units, _pick_scale(sizes),
-        H=sizes.kv_heads, L=sizes.queries, **_pick_sizes(sizes), POOLED=sizes.pooled, num_warps=8,
-        **chained(q_BHGD.device),
+        q_BHGD, records_BF, (work.rows, work.weights, work.units), _pick_scale(sizes),
+        K=TableConstants.of(q_BHGD, sizes), num_warps=8, **chained(q_BHGD.device),
     )  # fmt: skip
 
 
 def _pick_scale(sizes: TableSizes) -> float:
     """Of a head's query, or of the sum of the group's that a pooled query is."""
     return sizes.scale / (sizes.group // sizes.queries)
-
-
-def _pick_sizes(sizes: TableSizes) -> dict[str, int | bool]:
-    """What kernels that pick are compiled for."""
-    return {
-        "G": sizes.group,
-        "GP": triton.next_power_of_2(sizes.group),
-        "D": sizes.head_dim,
-        "M": sizes.subspaces,
-        "C": sizes.centroids,
-        "CP": triton.next_power_of_2(sizes.centroids),
-        "STRIDED": sizes.strided,
-    }

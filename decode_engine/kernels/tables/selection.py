@@ -1,35 +1,51 @@
-"""Which of a tile's keys are kept by query tables, as a list; no key is ever sorted.
+"""Which of a tile's keys are kept by query tables, as a list, and attention to these in the same launch.
 
 A program compares the scores of its tile's keys with the threshold and writes the ids of those that pass into its part
 of `TableWork.ids`. About `keep` keys are kept, not exactly: the threshold comes from a sample. Of the keys at the
-threshold a share is kept (`border`).
+threshold a share is kept (`border`); no key is ever sorted.
+
+With attention every program but the first few of a KV head owns a tile of keys: it selects among them, and attends to
+those. Sinks, recent window and tail are shared out in runs of a fixed number of rows: to the programs without a tile
+first, and what they cannot take in time to all. The group's query heads share one tile of the tensor cores. All leave
+partial results, which `merge_partials` merges.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from decode_engine.kernels.attention.online_softmax import (
+    LOG2E,
+    attend_tile,
+    load_group,
+    merge_partials,
+    no_keys_yet,
+    store_partial,
+)
+from decode_engine.kernels.attention.sparse_attention import distance
 from decode_engine.kernels.border import draw
 from decode_engine.kernels.launches import chained, let_next_begin, wait_alone
-from decode_engine.kernels.tables.device_functions import (
-    load_sequence,
-    searched,
-    sum_rows,
-    tile_count,
-    tile_words,
-)
-from decode_engine.kernels.tables.limits import (
+from decode_engine.kernels.record_fields import KEYS, KV, TAIL, TAIL_KEYS, field, head_rows, searched_keys
+from decode_engine.kernels.tables.search import (
     LIMIT_WORDS,
     linear_cut,
     load_histograms,
     load_limit,
+    load_sequence,
+    search,
+    searched,
     sum_histograms,
+    sum_rows,
+    summed_weights,
     threshold,
+    tile_count,
+    tile_words,
 )
-from decode_engine.kernels.tables.search import search, summed_weights
-from decode_engine.kernels.tables.sizes import TableSizes, TableWork
+from decode_engine.kernels.tables.sizes import TableConstants, TableSizes, TableWork
 
 COMPACT_WORDS = tl.constexpr(128)
 
@@ -38,9 +54,7 @@ COMPACT_WORDS = tl.constexpr(128)
 def compact(
     sequence: tl.tensor,
     scores: tl.tensor,
-    least: tl.tensor,
-    above: tl.tensor,
-    draws: tl.tensor,
+    bounds: tl.tensor,
     head: tl.tensor,
     word: tl.tensor,
     ids_ptr: tl.tensor,
@@ -55,6 +69,7 @@ def compact(
     of every word would cost more than the scores do. At worst every word is kept: then its place is overwritten only
     by the keys of words up to itself.
     """
+    least, above, draws = bounds
     s0, s1, s2, s3 = scores
     wanted = tl.where(draw(word, head) < draws, least, above)
     k0 = (s0 >= wanted) & searched(word, 0, sequence)
@@ -88,33 +103,28 @@ def compact(
 @triton.jit
 def keep_pooled(
     sequence: tl.tensor,
-    rows_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    units_ptr: tl.tensor,
+    picked: tl.tensor,
     ids_ptr: tl.tensor,
     counted: tl.tensor,
     bh: tl.tensor,
     head: tl.tensor,
     tile: tl.tensor,
-    J: tl.constexpr,
-    S: tl.constexpr,
-    BW: tl.constexpr,
-    EARLY: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    K: tl.constexpr,
 ) -> tl.tensor:
     """Keeps the keys of a tile whose summed rows pass the limit.
 
     counted: the limit, if it was found EARLY, or else the histograms to find it from.
     """
-    word, mask = tile_words(sequence, tile, BW)
-    sums = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, J, ASSEMBLY)
-    if EARLY:
+    rows_ptr, weights_ptr, units_ptr = picked
+    word, mask = tile_words(sequence, tile, K.BW)
+    sums = sum_rows(sequence, rows_ptr, weights_ptr, bh, word, mask, K)
+    if K.EARLY:
         least, above, draws = counted
     else:
         reach = tl.maximum(tl.load(units_ptr + bh * 2 + 1), 1.0)
-        border, draws = threshold(sequence, sum_histograms(counted, S))
+        border, draws = threshold(sequence, sum_histograms(counted, K.S))
         least, above = linear_cut(border, reach), linear_cut(border + 1, reach)
-    return compact(sequence, sums, least, above, draws, head, word, ids_ptr, BW)
+    return compact(sequence, sums, (least, above, draws), head, word, ids_ptr, K.BW)
 
 
 @triton.jit
@@ -129,72 +139,44 @@ def keep_per_head(
     head: tl.tensor,
     tile: tl.tensor,
     P: tl.tensor,
-    L: tl.constexpr,
-    BW: tl.constexpr,
+    K: tl.constexpr,
 ) -> tl.tensor:
     """Keeps the keys of a tile whose softmaxes, summed over the heads, pass the limit."""
-    word, mask = tile_words(sequence, tile, BW)
-    zero = tl.zeros([BW], tl.float32)
+    word, mask = tile_words(sequence, tile, K.BW)
+    zero = tl.zeros([K.BW], tl.float32)
     w = (zero, zero, zero, zero)
-    for g in tl.static_range(L):
-        slot = bh * L + g
+    for g in tl.static_range(K.L):
+        slot = bh * K.L + g
         factor = tl.exp2(tl.load(peaks_ptr + slot * P + tile) - tl.load(normalisers_ptr + slot))
-        w = summed_weights(logits_ptr, factor, slot * P + tile, tl.arange(0, BW), mask, w, BW)
+        w = summed_weights(logits_ptr, factor, slot * P + tile, tl.arange(0, K.BW), mask, w, K.BW)
     least, above, draws = limit
     least, above = least.to(tl.float32, bitcast=True), above.to(tl.float32, bitcast=True)
-    return compact(sequence, w, least, above, draws, head, word, ids_ptr, BW)
+    return compact(sequence, w, (least, above, draws), head, word, ids_ptr, K.BW)
 
 
 @triton.jit
 def keep_keys(
     sequence: tl.tensor,
-    rows_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    units_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    normalisers_ptr: tl.tensor,
-    histograms_ptr: tl.tensor,
-    limits_ptr: tl.tensor,
+    found: tl.tensor,
     ids_ptr: tl.tensor,
     bh: tl.tensor,
     head: tl.tensor,
     tile: tl.tensor,
     P: tl.tensor,
-    L: tl.constexpr,
-    J: tl.constexpr,
-    S: tl.constexpr,
-    BW: tl.constexpr,
-    POOLED: tl.constexpr,
-    EARLY: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    K: tl.constexpr,
 ) -> tl.tensor:
     """Writes the ids of a tile's kept keys, and returns how many there are; none for a tile that is not there."""
+    picked, logits_ptr, peaks_ptr, normalisers_ptr, histograms_ptr, limits_ptr = found
     count = 0
-    if (tile >= 0) & (tile < tile_count(sequence, BW)):
+    if (tile >= 0) & (tile < tile_count(sequence, K.BW)):
         # Read first, added up last: the scores are on their way meanwhile.
         limit_ptr = limits_ptr + bh * LIMIT_WORDS
-        counted = load_limit(limit_ptr) if EARLY else load_histograms(histograms_ptr, bh, S)
-        if POOLED:
-            count = keep_pooled(
-                sequence,
-                rows_ptr,
-                weights_ptr,
-                units_ptr,
-                ids_ptr,
-                counted,
-                bh,
-                head,
-                tile,
-                J,
-                S,
-                BW,
-                EARLY,
-                ASSEMBLY,
-            )
+        counted = load_limit(limit_ptr) if K.EARLY else load_histograms(histograms_ptr, bh, K.S)
+        if K.POOLED:
+            count = keep_pooled(sequence, picked, ids_ptr, counted, bh, head, tile, K)
         else:
             count = keep_per_head(
-                sequence, logits_ptr, peaks_ptr, normalisers_ptr, ids_ptr, counted, bh, head, tile, P, L, BW
+                sequence, logits_ptr, peaks_ptr, normalisers_ptr, ids_ptr, counted, bh, head, tile, P, K
             )
     return count
 
@@ -202,36 +184,21 @@ def keep_keys(
 @triton.jit
 def select_kernel(
     records_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    units_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    normalisers_ptr: tl.tensor,
-    histograms_ptr: tl.tensor,
-    limits_ptr: tl.tensor,
+    found: tl.tensor,
     ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     P: tl.tensor,
-    H: tl.constexpr,
-    L: tl.constexpr,
-    J: tl.constexpr,
-    S: tl.constexpr,
-    BW: tl.constexpr,
-    POOLED: tl.constexpr,
-    EARLY: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    K: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Program (tile, bh): writes the ids of the tile's kept keys, and how many they are."""
     tile = tl.program_id(0)
     bh = tl.program_id(1)
-    sequence = load_sequence(records_ptr, bh // H)
+    sequence = load_sequence(records_ptr, bh // K.H)
     wait_alone(CHAINED)
     place = bh * P + tile
     count = keep_keys(
-        sequence, rows_ptr, weights_ptr, units_ptr, logits_ptr, peaks_ptr, normalisers_ptr, histograms_ptr,
-        limits_ptr, ids_ptr + place.to(tl.int64) * (4 * BW), bh, bh % H, tile, P, L, J, S, BW, POOLED, EARLY, ASSEMBLY,
+        sequence, found, ids_ptr + place.to(tl.int64) * (4 * K.BW), bh, bh % K.H, tile, P, K
     )  # fmt: skip
     tl.store(counts_ptr + place, count)
     let_next_begin(CHAINED)
@@ -243,27 +210,143 @@ def select(
     """Search and selection of one step without the attention: fills ids and counts_BHP [B, H, P] int32."""
     search(q_BHGD, records_BF, sizes, work)
     select_kernel[(sizes.tiles, q_BHGD.shape[0] * sizes.kv_heads)](
-        records_BF, *found(work), counts_BHP, sizes.tiles,
-        H=sizes.kv_heads, **selection_sizes(q_BHGD, sizes), num_warps=sizes.shape.warps, **chained(q_BHGD.device),
+        records_BF, found_by(work), work.ids, counts_BHP, sizes.tiles,
+        K=TableConstants.of(q_BHGD, sizes), num_warps=sizes.shape.warps, **chained(q_BHGD.device),
     )  # fmt: skip
 
 
-def found(work: TableWork) -> tuple[Tensor, ...]:
-    """What the search leaves, and where the kept keys go."""
-    return (
-        *(work.rows, work.weights, work.units, work.logits, work.peaks, work.normalisers),
-        *(work.histograms, work.limits, work.ids),
+def found_by(work: TableWork) -> tuple[Any, ...]:
+    """What the search leaves."""
+    picked = (work.rows, work.weights, work.units)
+    return (picked, work.logits, work.peaks, work.normalisers, work.histograms, work.limits)
+
+
+NEAR_RUNS = tl.constexpr(8)  # runs of exact rows that a program without a tile takes before others help
+
+
+@triton.jit
+def attend_rows(
+    q_ptr: tl.tensor,
+    records_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    bh: tl.tensor,
+    count: tl.tensor,
+    scale_log2: tl.tensor,
+    K: tl.constexpr,
+) -> tl.tensor:
+    """Attends to the `count` listed keys, and to this program's runs of BN rows of sinks, recent window and tail.
+
+    Runs x, x + EXACT, ... go to the EXACT programs without a tile, NEAR_RUNS to each; of the others every program takes
+    its turn. Returns peaks, totals and sums of `online_softmax`.
+    """
+    x = tl.program_id(0)
+    b = bh // K.H
+    d = tl.arange(0, K.D)
+    n_keys = field(records_ptr, b, KEYS).to(tl.int32)
+    first, end = searched_keys(records_ptr, b)
+    in_context = first + n_keys - end
+    exact = in_context + field(records_ptr, b, TAIL_KEYS).to(tl.int32)
+    runs = tl.cdiv(exact, K.BN)
+    near = tl.where(x < K.EXACT, tl.minimum(tl.maximum(tl.cdiv(runs - x, K.EXACT), 0), NEAR_RUNS), 0)
+    far = tl.maximum(tl.cdiv(runs - K.EXACT * NEAR_RUNS - x, tl.num_programs(0)), 0)
+    listed = tl.cdiv(count, K.BN)
+    element: tl.constexpr = q_ptr.dtype.element_ty
+    kv_ptr = head_rows(records_ptr, b, bh % K.H, KV, element)
+    # Key ids count on into the tail, whose rows are addressed relative to the context's.
+    to_tail = distance(kv_ptr, head_rows(records_ptr, b, bh % K.H, TAIL, element), element)
+    tail_offset = to_tail - n_keys.to(tl.int64) * (2 * K.D)
+    q = load_group(q_ptr, bh, K.G, K.D)
+    peaks, totals, sums = no_keys_yet(K.D)
+    for turn in range(0, listed + near + far):
+        own = turn - listed
+        run = tl.where(
+            own < near, x + own * K.EXACT, K.EXACT * NEAR_RUNS + x + (own - near) * tl.num_programs(0)
+        )
+        n = tl.where(own < 0, turn, run) * K.BN + tl.arange(0, K.BN)
+        there = n < tl.where(own < 0, count, exact)
+        always = tl.where(n < first, n, tl.where(n < in_context, n - first + end, n - in_context + n_keys))
+        key = tl.where(own < 0, tl.load(ids_ptr + n, mask=there & (own < 0), other=0), always)
+        offset = key.to(tl.int64) * (2 * K.D) + tl.where(key < n_keys, 0, tail_offset)
+        row_ptrs = kv_ptr + tl.multiple_of(offset, 8)[:, None] + d[None, :]
+        k = tl.load(row_ptrs, mask=there[:, None], other=0.0)
+        v = tl.load(row_ptrs + K.D, mask=there[:, None], other=0.0)
+        peaks, totals, sums = attend_tile(q, k, v, there, (peaks, totals, sums), scale_log2, K.PRECISION)
+    return peaks, totals, sums
+
+
+@triton.jit
+def attend_kernel(
+    q_ptr: tl.tensor,
+    records_ptr: tl.tensor,
+    found: tl.tensor,
+    ids_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    partials: tl.tensor,
+    scale_log2: tl.tensor,
+    P: tl.tensor,
+    K: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """Program (x, bh): tile x - EXACT, and a share of what is attended exactly."""
+    out_sums_ptr, out_peaks_ptr, out_totals_ptr = partials
+    x = tl.program_id(0)
+    bh = tl.program_id(1)
+    tile = x - K.EXACT
+    sequence = load_sequence(records_ptr, bh // K.H)
+    wait_alone(CHAINED)
+    tile_ids_ptr = ids_ptr + (bh.to(tl.int64) * P + tl.maximum(tile, 0)) * (4 * K.BW)
+    count = keep_keys(
+        sequence, found, tile_ids_ptr, bh, bh % K.H, tile, P, K
+    )  # fmt: skip
+    tl.store(counts_ptr + bh * P + tile, count, mask=tile >= 0)
+    tl.debug_barrier()
+    peaks, totals, sums = attend_rows(
+        q_ptr, records_ptr, tile_ids_ptr, bh, count, scale_log2,
+        K
+    )  # fmt: skip
+    store_partial(
+        (out_sums_ptr, out_peaks_ptr, out_totals_ptr),
+        bh,
+        tl.num_programs(0),
+        x,
+        (peaks, totals, sums),
+        K.G,
+        K.D,
+        True,
     )
+    # Not sooner: programs that come early take the place of those that still have work.
+    let_next_begin(CHAINED)
 
 
-def selection_sizes(q_BHGD: Tensor, sizes: TableSizes) -> dict[str, int | bool]:
-    """What kernels that keep keys are compiled for."""
-    return {
-        "L": sizes.queries,
-        "J": sizes.picks,
-        "S": sizes.samplers,
-        "BW": sizes.shape.tile_keys // 4,
-        "POOLED": sizes.pooled,
-        "EARLY": sizes.shape.early_threshold or not sizes.pooled,
-        "ASSEMBLY": q_BHGD.is_cuda,
-    }
+def attend(
+    q_BHGD: Tensor, records_BF: Tensor, sizes: TableSizes, work: TableWork, counts_BHP: Tensor
+) -> None:
+    """Launches selection and attention of one step after `search`: fills counts, ids and partials."""
+    partials = work.partials
+    attend_kernel[(sizes.programs, q_BHGD.shape[0] * sizes.kv_heads)](
+        q_BHGD, records_BF, found_by(work), work.ids, counts_BHP,
+        partials, sizes.scale * LOG2E, sizes.tiles,
+        K=TableConstants.of(q_BHGD, sizes),
+        **sizes.shape.options(), **chained(q_BHGD.device),
+    )  # fmt: skip
+
+
+def table_attention(
+    q_BHGD: Tensor,
+    records_BF: Tensor,
+    sizes: TableSizes,
+    work: TableWork,
+    counts_BHP: Tensor,
+    sink_HG: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one decode step to sinks, recent window, tail and the keys that the tables select.
+
+    q_BHGD: [B, H, G, d] contiguous, in the dtype of keys and values, unscaled. records_BF: [B, F] int64. counts_BHP:
+    [B, H, P] int32, gets the number of kept keys of every tile. sink_HG: see `merge_partials`. Returns out [B, H, G,
+    d] in the queries' dtype and lse [B, H, G] float32; keys that are kept neither by the tables nor always are
+    dropped. Does not wait for the device and may be captured in a CUDA graph.
+    """
+    search(q_BHGD, records_BF, sizes, work)
+    attend(q_BHGD, records_BF, sizes, work, counts_BHP)
+    out, lse = merge_partials(work.partials, q_BHGD.dtype, sink_HG)
+    return out.view_as(q_BHGD), lse.view(q_BHGD.shape[:3])

@@ -1,19 +1,23 @@
-"""What the query-table kernels are compiled for, how their work is cut, and their buffers.
+"""Query tables as kernels find them, what these are compiled for, how their work is cut, and their buffers.
 
-Shape legend: B sequences, H KV heads, G query heads per KV head, m subspaces, C centroids, J picked table rows (m, or 4
-where it is less), d head dim, L queries searched per KV head (1 where pooled, else G), P tiles.
+Shape legend: B sequences, H KV heads, G query heads per KV head, N keys of a context, m subspaces, C centroids, W = d/m
+slice width, J picked table rows (m, or 4 where it is less), d head dim, L queries searched per KV head (1 where pooled,
+else G), P tiles.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from decode_engine.kernels.attention.partials import Partials
+from decode_engine.kernels import records
+from decode_engine.kernels.attention.online_softmax import Partials
 from decode_engine.kernels.families import MAX_KEYS, QUERY_TABLES
 from index_store.errors import InvalidArgumentError
 
@@ -167,6 +171,50 @@ class TableSizes:
         return self.tiles + self.shape.exact_programs
 
 
+class TableConstants(NamedTuple):
+    """What kernels of a step are compiled for: letters as in the legend, GP, CP, PP and LP the next powers of two.
+
+    BW: words of a tile. S: programs that sample. BN: rows attended at a time, by EXACT programs without a tile. PICK:
+    programs that sample pick rows for themselves. EARLY: the limit is found once. ASSEMBLY: on a device. PRECISION: of
+    products of rows.
+    """
+
+    H: tl.constexpr
+    L: tl.constexpr
+    G: tl.constexpr
+    GP: tl.constexpr
+    D: tl.constexpr
+    M: tl.constexpr
+    C: tl.constexpr
+    CP: tl.constexpr
+    J: tl.constexpr
+    S: tl.constexpr
+    BW: tl.constexpr
+    BN: tl.constexpr
+    EXACT: tl.constexpr
+    PP: tl.constexpr
+    LP: tl.constexpr
+    STRIDED: tl.constexpr
+    POOLED: tl.constexpr
+    PICK: tl.constexpr
+    EARLY: tl.constexpr
+    ASSEMBLY: tl.constexpr
+    PRECISION: tl.constexpr
+
+    @classmethod
+    def of(cls, q_BHGD: Tensor, sizes: TableSizes) -> TableConstants:
+        """For queries of a step."""
+        shape, up = sizes.shape, triton.next_power_of_2
+        numbers = (
+            sizes.kv_heads, sizes.queries, sizes.group, up(sizes.group), sizes.head_dim, sizes.subspaces,
+            sizes.centroids, up(sizes.centroids), sizes.picks, sizes.samplers, shape.tile_keys // 4, shape.rows,
+            shape.exact_programs, up(sizes.tiles), up(sizes.queries), sizes.strided, sizes.pooled,
+            not shape.pick_apart, shape.early_threshold or not sizes.pooled, q_BHGD.is_cuda,
+            "ieee" if q_BHGD.element_size() == 4 else "tf32",
+        )  # fmt: skip
+        return cls(*map(tl.constexpr, numbers))
+
+
 @dataclass(frozen=True, slots=True)
 class TableWork:
     """Buffers between the launches of a step, made once per batch size and used by every layer.
@@ -221,3 +269,74 @@ class TableWork:
     def counts(self) -> Tensor:
         """A buffer [B, H, P] int32 for the numbers of kept keys."""
         return torch.zeros(self.ids.shape[:3], dtype=torch.int32, device=self.ids.device)
+
+
+_ALIGNED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TableContext:
+    """One layer of a context in device memory.
+
+    kv_HN2D: [H, N, 2, d] in a float dtype. tables_HMCN: [H, m, C, N] int8 whose rows are a multiple of MINI_KEYS bytes
+    apart (`padded_rows`); what lies between them may be anything. centroids_HMCW: [H, m, C, W] float32. scales_HM:
+    [H, m] float32. Raises InvalidArgumentError where shapes, types or strides are others.
+    """
+
+    kv_HN2D: Tensor
+    tables_HMCN: Tensor
+    centroids_HMCW: Tensor
+    scales_HM: Tensor
+
+    def __post_init__(self) -> None:
+        heads, count, two, head_dim = self.kv_HN2D.shape
+        _, subspaces, centroids, width = self.centroids_HMCW.shape
+        expected = {
+            "centroids": (self.centroids_HMCW, (heads, subspaces, centroids, width), torch.float32),
+            "scales": (self.scales_HM, (heads, subspaces), torch.float32),
+            "tables": (self.tables_HMCN, (heads, subspaces, centroids, count), torch.int8),
+            "kv": (self.kv_HN2D, (heads, count, 2, subspaces * width), self.kv_HN2D.dtype),
+        }
+        for name, (tensor, shape, dtype) in expected.items():
+            contiguous = name == "tables" or tensor.is_contiguous()
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype or not contiguous:
+                raise InvalidArgumentError(
+                    f"{name} of a table context are {tuple(tensor.shape)} {tensor.dtype}"
+                    f"{'' if contiguous else ' not contiguous'}, expected {shape} {dtype} contiguous"
+                )
+        if two != 2 or head_dim not in QUERY_TABLES.head_dims or not has_padded_rows(self.tables_HMCN):
+            raise InvalidArgumentError(
+                f"a table context has keys of dimension {head_dim} and table strides {self.tables_HMCN.stride()}; "
+                f"expected one of {QUERY_TABLES.head_dims}, and rows a multiple of {MINI_KEYS} bytes apart"
+            )
+
+    @property
+    def keys(self) -> int:
+        return self.kv_HN2D.shape[1]
+
+    def fields(self) -> dict[int, int]:
+        """Of a record: where the tables are."""
+        return {
+            records.TABLES: self.tables_HMCN.data_ptr(),
+            records.TABLE_ROW: self.tables_HMCN.stride(2),
+            records.CENTROIDS: self.centroids_HMCW.data_ptr(),
+            records.SCALES: self.scales_HM.data_ptr(),
+        }
+
+
+def has_padded_rows(tables_HMCN: Tensor) -> bool:
+    """Whether kernels can read the rows as they lie: whole blocks of MINI_KEYS bytes, in memory that is theirs."""
+    heads, subspaces, centroids, keys = tables_HMCN.shape
+    row = tables_HMCN.stride(2)
+    if row % MINI_KEYS or row < keys or tables_HMCN.data_ptr() % _ALIGNED:
+        return False
+    if tables_HMCN.stride() != (subspaces * centroids * row, centroids * row, row, 1):
+        return False
+    blocks_end = (heads * subspaces * centroids - 1) * row + -(-keys // MINI_KEYS) * MINI_KEYS
+    return tables_HMCN.storage_offset() + blocks_end <= tables_HMCN.untyped_storage().nbytes()
+
+
+def padded_rows(tables_HMCN: Tensor) -> Tensor:
+    """A copy [H, m, C, N] whose rows are padded with zeros to a multiple of MINI_KEYS bytes."""
+    keys = tables_HMCN.shape[3]
+    return torch.nn.functional.pad(tables_HMCN, (0, -keys % MINI_KEYS))[..., :keys]

@@ -21,19 +21,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decode_engine.host_search.mailbox import Mailbox, MailboxSizes, SearchedRow, list_width, usual_waves
+from decode_engine.host_search.mailbox import (
+    Mailbox,
+    MailboxSizes,
+    SearchedRow,
+    SearchThreads,
+    list_width,
+    usual_waves,
+)
 from decode_engine.host_search.mailbox_triton import await_lists, post_queries
-from decode_engine.host_search.workers import SearchThreads
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.sparse_attention import KeyLists
 from decode_engine.kernels.families import HOST_TABLES
 from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.session import Session
-from decode_engine.steps.attention.hybrid_steps import HybridSteps
-from decode_engine.steps.attention.step_attention import StepPlan
+from decode_engine.steps.attention.listed_steps import HybridSteps
+from decode_engine.steps.attention.selections import TableOptions
+from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
 from decode_engine.steps.attention.step_batch import kept_count, step_counts
-from decode_engine.steps.attention.step_parts import KeySelection
-from decode_engine.steps.attention.table_steps import TableOptions
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.indexes.query_tables.index import QueryTables
@@ -113,7 +118,7 @@ class HostTableSelection(KeySelection):
         return {}
 
     def begin(self, sessions: Mapping[int, Session]) -> int:
-        """See `StepAttention.begin`."""
+        """See `KeySelection.begin`."""
         self._workers.check()  # before what threads may still read is written to, or let go of
         rows, order, held = [], [], []
         for row, session in sessions.items():
@@ -137,7 +142,7 @@ class HostTableSelection(KeySelection):
         return step
 
     def end(self) -> int:
-        """See `StepAttention.end`."""
+        """See `KeySelection.end`."""
         if not self._in_flight:
             return 0
         self._in_flight = False

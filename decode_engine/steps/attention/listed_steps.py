@@ -1,43 +1,163 @@
-"""The sequence of a captured step: search, attend to the keys that are listed, add the remainder, merge.
+"""Attention of captured steps: to everything, to a window, and to what a search lists, wherever rows lie.
+
+Where keys and values are in host memory, indexes, clusters and tails are in the device's. Between search and attention,
+the rows that the step attends to in the context are brought into a slot cache (`slot_fetch`).
 
 Shape legend: L layers, B rows of a batch, H KV heads, R = B * H, N keys of the longest context, G query heads per KV
-head, d head dim, F fields of a record, X programs that attend to lists.
+head, d head dim, F fields of a record, X programs that attend to lists, or that look keys up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from decode_engine.kernels.attention.partials import Partials, merge_partials
-from decode_engine.kernels.attention.sparse_attention import attend_lists, list_programs
-from decode_engine.steps.attention.cluster_selection import ClusterMeans, ClusterSelection
-from decode_engine.steps.attention.coarse_steps import CoarseOthers, CoarseSelection
-from decode_engine.steps.attention.code_selection import CodeSelection
-from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
-from decode_engine.steps.attention.step_parts import (
+from decode_engine.kernels import records
+from decode_engine.kernels.attention.online_softmax import Partials, merge_partials
+from decode_engine.kernels.attention.shared_attention import (
+    RowGroups,
+    Seat,
+    SharedShape,
+    attend_shared,
+    attend_window,
+    shared_programs,
+    shared_shape,
+)
+from decode_engine.kernels.attention.sparse_attention import KeyLists, attend_lists, list_programs
+from decode_engine.kernels.families import ATTENTION
+from decode_engine.kernels.slots.slot_cache import CopyShape, SlotCache
+from decode_engine.kernels.slots.slot_fetch import FetchBuffers, fetch_rows, find_programs
+from decode_engine.steps.attention.selections import (
+    ClusterMeans,
+    ClusterSelection,
+    CoarseOthers,
+    CoarseSelection,
+    CodeSelection,
+    TableSelection,
+)
+from decode_engine.steps.attention.step_attention import (
     KeySelection,
     RowsInPlace,
     SideStream,
+    StepAttention,
+    StepPlan,
     StepRemainder,
     Turn,
 )
-from decode_engine.steps.attention.table_steps import TableSelection
+from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.query_tables.index import QueryTables
+from index_store.memory.host_memory import is_readable
+from index_store.memory.placement import slots_per_head
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.selection.budgets import CENTRED, COARSE, MONOPOLE, Remainder
 from index_store.store.description.manifest import Manifest
 
 if TYPE_CHECKING:
-    from decode_engine.layers.session import Session
+    pass
+
+_KEYS_PER_SPLIT = 64
+"""Of a window."""
+
+
+class DenseSteps(StepAttention):
+    """Attends to every key of context and tail; a context is read once for all sessions on it."""
+
+    shape: ClassVar[SharedShape | None] = None
+    """Of launches; by default one for the layers' shape."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        super().__init__(plan)
+        self._scale = plan.model.head_dim**-0.5
+        self._shape = self.shape or shared_shape(plan.group, plan.model.head_dim, plan.planes)
+        programs = shared_programs(self._shape, plan.model.kv_heads, plan.device)
+        self._groups = RowGroups.allocate(
+            plan.size, programs, plan.group, self._shape.rows, plan.device, plan.queue
+        )
+        self._partials = Partials.allocate(
+            plan.rows, self._groups.slots, plan.group, plan.model.head_dim, plan.device
+        )
+        self._kept_B = torch.zeros(plan.size, dtype=torch.int64, device=plan.device)
+
+    @classmethod
+    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
+        model = manifest.model
+        if not model.full_layers:
+            return None
+        shape = model.shape(model.full_layers[0])
+        return ATTENTION.refusal(shape.group, shape.head_dim)
+
+    @classmethod
+    def fields(cls, context: ResidentContext, method: Method, layer: int, lane: int = 0) -> Mapping[int, int]:
+        return {}
+
+    def arrange(self, seats: Sequence[Seat], steady: bool) -> None:
+        self._groups.arrange(seats, steady=steady)
+
+    def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
+        # Lanes that take turns have contexts in host memory: this reads all of one, and another lane may compute.
+        with self.plan.lane.out_of_turn():
+            attend_shared(
+                q_BHGD, records_BF, self._groups, self._partials, self._scale, self._shape, self.plan.planes
+            )
+        sinks_HG, slots_B = self.plan.sink_HG(layer), self._groups.slots_B
+        out, _ = merge_partials(self._partials, q_BHGD.dtype, sinks_HG, slots_B)
+        return out.view_as(q_BHGD)
+
+    def kept_B(self) -> Tensor:
+        return self._kept_B
+
+
+class WindowSteps(StepAttention):
+    """Attends to the last keys of context and tail, in layers that keep no others of the context.
+
+    Their heads may be others than those of the layers that keep all keys.
+    """
+
+    def __init__(self, plan: StepPlan) -> None:
+        super().__init__(plan)
+        window = plan.model.window
+        if window is None:
+            raise ValueError("the model has no layers with a window")
+        shape = window.shape
+        rows, slots = plan.size * shape.kv_heads, -(-window.size // _KEYS_PER_SPLIT)
+        slots = min(splits(plan.device), slots)
+        self._partials = Partials.allocate(rows, slots, shape.group, shape.head_dim, plan.device)
+        self._scale = shape.head_dim**-0.5
+        self._kept_B = torch.zeros(plan.size, dtype=torch.int64, device=plan.device)
+
+    @classmethod
+    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
+        window = manifest.model.window
+        return None if window is None else ATTENTION.refusal(window.shape.group, window.shape.head_dim)
+
+    @classmethod
+    def fields(cls, context: ResidentContext, method: Method, layer: int, lane: int = 0) -> Mapping[int, int]:
+        kv_HW2D, window = context.kv(layer), context.manifest.model.shape(layer).window or 0
+        absent = context.manifest.token_count - kv_HW2D.shape[1]
+        row = kv_HW2D.stride(1) * kv_HW2D.element_size()
+        return {records.WINDOW: window, records.KV: kv_HW2D.data_ptr() - absent * row}
+
+    def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
+        attend_window(q_BHGD, records_BF, self._partials, self._scale)
+        return merge_partials(self._partials, q_BHGD.dtype, self.plan.sink_HG(layer))[0].view_as(q_BHGD)
+
+    def kept_B(self) -> Tensor:
+        return self._kept_B
+
+
+def splits(device: torch.device) -> int:
+    """Programs per KV head: with 8 KV heads, or a multiple, whole rounds of two programs on every multiprocessor."""
+    if device.type != "cuda":
+        return 2
+    return min(64, max(4, torch.cuda.get_device_properties(device).multi_processor_count // 4))
 
 
 class ListedSteps(StepAttention):
@@ -147,18 +267,85 @@ class ListedSteps(StepAttention):
             with self._side.follow():
                 remainder.attend(q_BHGD, records_BF, self._partials)
 
-    def begin(self, sessions: Mapping[int, Session]) -> int:
-        return self.selection.begin(sessions)
-
-    def end(self) -> int:
-        return self.selection.end()
-
     def kept_B(self) -> Tensor:
         return self.kept_LRX.view(len(self.kept_LRX), self.plan.size, -1).sum((0, 2))
-
-    def fetched_B2(self) -> Tensor | None:
-        return self.rows.found_B2()
 
     @classmethod
     def _selection_type(cls, method: Method) -> type[KeySelection]:
         return cls.selection_types["" if method.index is None else method.index.kind]
+
+
+class RowsInSlots(RowsInPlace):
+    """Rows of the layers in host memory, which are brought into slots on the device, one layer at a time.
+
+    The sessions of a context share a slot cache per layer and lane, which lives as long as the context: what one has
+    fetched the others find, also sessions of other methods, whose steps run in other graphs. Its size is the context's
+    (`index_store.memory.placement`): steps that attend to more read the rest from host memory.
+    """
+
+    in_place = False
+    copy_shape: CopyShape | None = None
+    """Of the launch that reads host memory; None for the usual one."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._plan = plan
+        self._buffers = FetchBuffers.allocate(plan.rows, plan.max_keys, plan.device)
+        found = (plan.model.layers, plan.rows, find_programs(plan.rows, plan.max_keys), 2)
+        self._found_LRX2 = torch.zeros(found, dtype=torch.int32, device=plan.device)
+
+    @classmethod
+    def fields(cls, context: ResidentContext, layer: int, lane: int) -> Mapping[int, int]:
+        """Slots of the lane's own. Raises InvalidArgumentError for rows that the device cannot read in place."""
+        rows = context.stored_rows(layer)
+        if context.device.type == "cuda" and rows.device.type == "cpu" and not is_readable(rows):
+            raise InvalidArgumentError(
+                f"keys and values of layer {layer} of context {context.manifest.id[:12]} are in host memory that is "
+                "not page-locked, which the device cannot read"
+            )
+        return slot_cache(context, layer, lane).fields(layer)
+
+    def locate(
+        self, layer: int, records_BF: Tensor, selection: KeySelection, lists: KeyLists, joined_RN: Tensor
+    ) -> Tensor | None:
+        """Wave by wave: rows of one come from host memory while lists of the next are searched for."""
+        locations_RN = None
+        with self._plan.lane.out_of_turn():
+            for heads in selection.waves:
+                selection.await_heads(layer, records_BF, heads)
+                locations_RN = fetch_rows(
+                    records_BF,
+                    lists,
+                    joined_RN,
+                    self._buffers,
+                    self._plan.row_bytes,
+                    self.copy_shape,
+                    found_RX2=self._found_LRX2[layer],
+                    heads=heads,
+                )
+        return locations_RN
+
+    def found_B2(self) -> Tensor:
+        """Keys that were in no slot, and in one: sums over layers, KV heads and programs."""
+        layers, _, programs, two = self._found_LRX2.shape
+        return self._found_LRX2.view(layers, self._plan.size, -1, programs, two).sum((0, 2, 3))
+
+
+class HybridSteps(ListedSteps):
+    """`ListedSteps` over contexts in host memory: the same results, bit for bit."""
+
+    laned: ClassVar[bool] = True
+    rows_type: ClassVar[type[RowsInPlace]] = RowsInSlots
+    rows: RowsInSlots
+
+
+def slot_cache(context: ResidentContext, layer: int, lane: int = 0) -> SlotCache:
+    """A layer's slot cache of the context, made at first use. lane: steps of one lane run one after another."""
+    model, keys = context.manifest.model, context.manifest.token_count
+
+    def make() -> SlotCache:
+        slots, rows = slots_per_head(keys, context.slots.share), context.stored_rows(layer)
+        return SlotCache.make(
+            (layer,), model.kv_heads, keys, slots, rows.shape[3], rows.dtype, context.device
+        )
+
+    return context.derived(("slot_cache", layer, lane), make)

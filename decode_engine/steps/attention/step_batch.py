@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.row_groups import Seat
-from decode_engine.kernels.attention.tail_write import write_tails
+from decode_engine.kernels.attention.shared_attention import Seat, write_tails
 from decode_engine.layers.session import Session
-from decode_engine.steps.attention.coarse_steps import coarse_fields
+from decode_engine.steps.attention.listed_steps import ListedSteps
+from decode_engine.steps.attention.selections import coarse_fields
 from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.two_planes import TwoPlanes
@@ -69,6 +69,7 @@ class StepBatch:
         shared = {kind: kind(plan) for kind in dict.fromkeys(layers)}
         self.attentions: Sequence[StepAttention] = list(shared.values())
         """One for each kind of layer."""
+        self._searching = [each for each in self.attentions if isinstance(each, ListedSteps)]
         self._layers = [shared[kind] for kind in layers]
         shape = (len(layers), plan.size, records.RECORD_FIELDS)
         self._host_LBF = np.zeros(shape, dtype=np.int64)
@@ -212,7 +213,7 @@ class StepBatch:
         sessions = {row: session for row in rows if (session := self.sessions[row]) is not None}
         self._arrange(sessions, steady, ahead)
         try:
-            return max(attention.begin(sessions) for attention in self.attentions)
+            return max((each.selection.begin(sessions) for each in self._searching), default=0)
         except Exception:
             self.end()
             raise
@@ -240,8 +241,8 @@ class StepBatch:
         self._arranged = arranged
 
     def end(self) -> int:
-        """Ends the step: see `StepAttention.end`."""
-        return sum(attention.end() for attention in self.attentions)
+        """Ends the step: see `KeySelection.end`."""
+        return sum(each.selection.end() for each in self._searching)
 
     def send(self) -> None:
         """Copies changed addresses to the device, in stream order."""
@@ -253,11 +254,16 @@ class StepBatch:
         """Puts the counts of every row, [B, STEP_COUNTS] int64, into all layers' records; on the device."""
         self._records_LBF[:, :, _FIRST_STEP_FIELD:_END_STEP_FIELD] = counts_BC
 
-    def attend(self, layer: int, q_BHGD: Tensor, k_BHD: Tensor, v_BHD: Tensor) -> Tensor:
-        """Adds the newest tokens' keys and values to the tails and attends: out [B, H, G, d]; kernels only."""
-        records_BF = self._records_LBF[layer]
-        write_tails(k_BHD, v_BHD, records_BF)
-        return self._layers[layer].attend(layer, q_BHGD, records_BF)
+    def attend(self, layer: int, q_BQ1D: Tensor, k_BH1D: Tensor, v_BH1D: Tensor) -> Tensor:
+        """Adds the newest tokens' keys and values to the tails and attends: out [B, 1, Q, d], of Q = H * G heads.
+
+        Kernels only. The result may be a buffer that the next layer's call writes again.
+        """
+        rows, query_heads, _, head_dim = q_BQ1D.shape
+        heads, records_BF = k_BH1D.shape[1], self._records_LBF[layer]
+        q_BHGD = q_BQ1D.reshape(rows, heads, query_heads // heads, head_dim).contiguous()
+        write_tails(k_BH1D[:, :, 0], v_BH1D[:, :, 0], records_BF)
+        return self._layers[layer].attend(layer, q_BHGD, records_BF).reshape(rows, 1, query_heads, head_dim)
 
     def kept_B(self) -> Tensor:
         """Selected keys that the step attended, over all layers and KV heads; on the device."""
@@ -267,8 +273,8 @@ class StepBatch:
         return total
 
     def fetched_B2(self) -> Tensor | None:
-        """See `StepAttention.fetched_B2`, over all layers; on the device."""
-        found = [fetched for attention in self.attentions if (fetched := attention.fetched_B2()) is not None]
+        """See `RowsInPlace.found_B2`, over all layers; on the device."""
+        found = [fetched for each in self._searching if (fetched := each.rows.found_B2()) is not None]
         return sum(found[1:], start=found[0]) if found else None
 
 

@@ -58,10 +58,9 @@ from decode_engine.kernels.tables.reference import (
     kept_mask,
     table_attention_reference,
 )
-from decode_engine.kernels.tables.sizes import TableShape, TableSizes, TableWork, table_shape
-from decode_engine.kernels.tables.table_context import TableContext
+from decode_engine.kernels.tables.sizes import TableContext, TableShape, TableSizes, TableWork, table_shape
 from decode_engine.steps.attention.listed_steps import ListedSteps
-from decode_engine.steps.attention.table_steps import TableSelection
+from decode_engine.steps.attention.selections import TableSelection
 from index_store.methods.method import INDEX_SPECS, Method
 from index_store.methods.presets import METHODS
 from index_store.selection.budgets import Ratio

@@ -60,12 +60,12 @@ from harness.timing import copy_bandwidth, full_attention_us, graph_us
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.sparse_attention import KeyLists
 from decode_engine.kernels.codes.reference import CodeSequence, kept_keys
-from decode_engine.kernels.codes.sizes import CodeShape, CodeWork
-from decode_engine.steps.attention.code_selection import CodeSelection
+from decode_engine.kernels.codes.search import CodeShape, CodeWork
 from decode_engine.steps.attention.listed_steps import ListedSteps
-from decode_engine.steps.attention.step_parts import KeySelection
+from decode_engine.steps.attention.selections import CodeSelection
+from decode_engine.steps.attention.step_attention import KeySelection
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.product_codes.index import ProductCodes
 from index_store.methods.method import INDEX_SPECS, Method

@@ -63,8 +63,8 @@ from harness.timing import copy_bandwidth, full_attention_us, graph_us
 from decode_engine.kernels.coarse.reference import attend_others_reference
 from decode_engine.kernels.coarse.sizes import CoarseShape, coarse_shape
 from decode_engine.kernels.families import COARSE_ROWS, coarse_refusal
-from decode_engine.steps.attention.coarse_steps import CoarseSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
+from decode_engine.steps.attention.selections import CoarseSelection
 from index_store.attention.attention_state import AttentionState
 from index_store.indexes.coarse_rows.parameters import BLOCK
 from index_store.methods.method import INDEX_SPECS, Method

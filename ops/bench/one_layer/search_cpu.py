@@ -44,10 +44,8 @@ from harness.steps.search_loops import read_shares, search_all
 from torch import Tensor
 
 from decode_engine.evaluation.tasks import parse_length
-from decode_engine.host_search.mailbox import Mailbox, MailboxSizes, SearchedRow
-from decode_engine.host_search.shared_search_numba import LINE
-from decode_engine.host_search.shared_words_numba import read_word
-from decode_engine.host_search.workers import SearchWorkers
+from decode_engine.host_search.mailbox import Mailbox, MailboxSizes, SearchedRow, SearchWorkers
+from decode_engine.host_search.shared_search_numba import LINE, read_word
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.indexes.query_tables.search_numba import TILE
 from index_store.memory.host_memory import HostBlock

@@ -55,10 +55,9 @@ from harness.timing import copy_bandwidth, fastest, graph_us, packed_attention_u
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.row_groups import Seat
-from decode_engine.kernels.attention.shared_attention import SharedShape, shared_shape
+from decode_engine.kernels.attention.shared_attention import Seat, SharedShape, shared_shape
 from decode_engine.kernels.families import ATTENTION
-from decode_engine.steps.attention.dense_steps import DenseSteps
+from decode_engine.steps.attention.listed_steps import DenseSteps
 from index_store.methods.presets import METHODS
 
 TAIL = 64

@@ -42,8 +42,8 @@ from decode_engine.layers.session import Session
 from decode_engine.model.method_choice import StepCosts, label, measure_steps
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.settings.command_options import Compilation, Prompts
-from decode_engine.steps.step_model import step_model
+from decode_engine.settings.command_options import Prompts
+from decode_engine.steps.step_graph import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
@@ -61,7 +61,7 @@ class RandomRunner:
     def __init__(self, layers: int) -> None:
         self.model, self.identity = make_model(layers, "cuda")
         self.device, self.kv_dtype = torch.device("cuda", 0), DTYPE
-        run = step_model(self.model, Compilation.OFF)
+        run = step_model(self.model)
         self._stepper = Stepper(run, self.identity, torch.bfloat16, self.device)
 
     def start(self, context: ResidentContext, fitted: FittedMethod) -> Session:

@@ -70,12 +70,11 @@ from harness.steps.general_steps import full_logits, measure_general
 from harness.timing import copy_bandwidth, event_ms
 from torch import Tensor
 
-from decode_engine.host_search.workers import SearchThreads
-from decode_engine.settings.command_options import Compilation, search_cores
+from decode_engine.host_search.mailbox import SearchThreads
+from decode_engine.settings.command_options import search_cores
 from decode_engine.steps import batch_kinds
 from decode_engine.steps.attention.step_attention import StepAttention
-from decode_engine.steps.step_graph import Choice, StepGraph
-from decode_engine.steps.step_model import step_model
+from decode_engine.steps.step_graph import Choice, StepGraph, step_model
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
@@ -237,7 +236,6 @@ def main(
         str, typer.Option(help="LENGTHxBATCH or LENGTHxBATCH@CONTEXTS, comma-separated.")
     ] = "131072x1,131072x4,32768x16",
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
-    compilation: Annotated[Compilation, typer.Option(help="Of the model.")] = Compilation.OFF,
     placement: Annotated[Placement, typer.Option(help="Of the contexts.")] = Placement.DEVICE,
     host_gb: Annotated[float, typer.Option(help="Page-locked for keys and values in host memory.")] = HOST_GB,
     turns: Annotated[int, typer.Option(help="Steps that are timed, of every method.")] = TURNS,
@@ -253,13 +251,13 @@ def main(
     if trained:
         check_trained(listed, sizes, placement)
     with reporting("decode_gpu", bars) as report:
-        model, identity = make_model(layers, fused=compilation is Compilation.OFF)
+        model, identity = make_model(layers)
         weights_ms = read_bytes(model) / copy_bandwidth() * 1e3
         rows = record_rows(max(length for length, _, _ in sizes), model.device.type) if trained else None
         tidy_up()
         searched = listed if placement is Placement.HOST else []
         ranges = make_ranges(host_gb, searched) if placement.kv_on_host else []
-        run, threads = step_model(model, compilation), SearchThreads(search_cores())
+        run, threads = step_model(model), SearchThreads(search_cores())
         for length, batch, count in sizes:
             placed = PlacedContexts(
                 identity, listed, length, count, model.device, ranges, rows=coded, trained=rows
@@ -273,7 +271,7 @@ def main(
                     line: dict[str, Any] = {
                         "figure": "decode", "method": row["method"], "placement": placement.value, "tokens": length,
                         "batch": batch, "contexts": count, "layers": layers,
-                        "compilation": compilation.value, "rows": coded, "trained": trained,
+                        "rows": coded, "trained": trained,
                         "weights_ms": round(weights_ms, 3),
                     } | row  # fmt: skip
                     report.add(line, *missed(line))

@@ -47,14 +47,12 @@ from harness.timing import event_ms
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.sampling.grammar import Grammar
 from decode_engine.engine.stepping import Flight, choose_together
-from decode_engine.host_search.workers import SearchThreads
+from decode_engine.host_search.mailbox import SearchThreads
 from decode_engine.layers.session import Session
 from decode_engine.orders.events import TokenLogprob
 from decode_engine.orders.order import Constraint
-from decode_engine.settings.command_options import Compilation
-from decode_engine.steps.batches import FIXED_ROWS
-from decode_engine.steps.step_graph import StepGraph
-from decode_engine.steps.step_model import step_model
+from decode_engine.steps.step_graph import StepGraph, step_model
+from decode_engine.steps.stepper import FIXED_ROWS
 from index_store.memory.placement import Placement
 from index_store.methods.method import Method
 
@@ -189,7 +187,6 @@ def main(
     method: Annotated[str, typer.Option(help="NAME:KEEP.")] = "full",
     turns: Annotated[int, typer.Option(help="Timed steps of each kind.")] = 60,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
-    compilation: Annotated[Compilation, typer.Option(help="Of the model.")] = Compilation.OFF,
     alike: Annotated[float, typer.Option(help="Least share of sessions that say the same.")] = 0.75,
     bars: Annotated[bool, typer.Option("--bars", help="Fail when a ratio misses its bar.")] = False,
 ) -> None:
@@ -207,7 +204,7 @@ def main(
         placed.release()
         threads = SearchThreads(1)
         contexts = [made[session % count] for session in range(batch)]
-        lanes = Lanes(step_model(model, compilation), model, contexts, threads)
+        lanes = Lanes(step_model(model), model, contexts, threads)
         grammar = make_grammar(
             Constraint("json_schema", SCHEMA), identity.vocab_size, min(8, os.cpu_count() or 1)
         )

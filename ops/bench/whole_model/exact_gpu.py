@@ -1,6 +1,6 @@
 """Method `exact` beside `full` on a GPU, through the engine, with drafts of which a told share is right.
 
-usage: python ops/bench/whole_model/exact_gpu.py [--shapes 131072x1,131072x4,32768x16] [--compilation default]
+usage: python ops/bench/whole_model/exact_gpu.py [--shapes 131072x1,131072x4,32768x16]
 
 The model is a Llama in the shape of Llama-3.1-8B with random weights; contexts are random, one for each session or
 fewer (`LENGTHxBATCH@CONTEXTS`). Behind each step's logits, in the same graph, a told token gets the largest one, so
@@ -48,12 +48,10 @@ from decode_engine.model.continuing import SessionWork
 from decode_engine.model.runner import ModelRunner
 from decode_engine.orders.events import Ends, Event, Fails, Says
 from decode_engine.orders.order import Order
-from decode_engine.settings.command_options import Compilation, Prompts
-from decode_engine.steps.batches import MAX_ROWS, batch_size
-from decode_engine.steps.operator import live_batch
-from decode_engine.steps.step_graph import StepModel
-from decode_engine.steps.step_model import step_model
-from decode_engine.steps.stepper import Stepper
+from decode_engine.settings.command_options import Prompts
+from decode_engine.steps.attention.step_batch import StepBatch
+from decode_engine.steps.step_graph import StepModel, step_model
+from decode_engine.steps.stepper import MAX_ROWS, Stepper, batch_size
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
@@ -165,9 +163,9 @@ class Told:
     def behind(self, run: StepModel) -> StepModel:
         """Steps of a model that say what is told."""
 
-        def told(tokens: Tensor, positions: Tensor, batch: Tensor) -> Tensor:
+        def told(tokens: Tensor, positions: Tensor, batch: StepBatch) -> Tensor:
             logits_BV = run(tokens, positions, batch)
-            searches = live_batch(batch).plan.method.index is not None
+            searches = batch.plan.method.index is not None
             places = (positions + (1 - self._begin)).clamp(0, len(self._said) - 1)
             return logits_BV.scatter(1, (self._drafted if searches else self._said)[places], LARGEST)
 
@@ -253,13 +251,12 @@ def main(
     tokens: Annotated[int, typer.Option(help="Of an answer.")] = 96,
     turns: Annotated[int, typer.Option(help="Answers of each kind by each method.")] = 2,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
-    compilation: Annotated[Compilation, typer.Option(help="Of the model.")] = Compilation.OFF,
     bars: Annotated[bool, typer.Option("--bars", help="Fail when a bar is missed.")] = False,
 ) -> None:
     """Times both methods."""
     with reporting("exact_gpu", bars) as report:
-        model, identity = make_model(layers, fused=compilation is Compilation.OFF)
-        run = step_model(model, compilation)
+        model, identity = make_model(layers)
+        run = step_model(model)
         methods = [METHODS["exact"]]
         for length, batch, count in parse_shared_shapes(shapes):
             told = Told(length, tokens, identity.vocab_size, model.device)
@@ -274,7 +271,7 @@ def main(
                     [f"{row['kind']}, {batch} sessions: {row['times']:.2f}x"] if row["times"] < bar else []
                 )
                 shape = {"tokens": length, "sessions": batch, "contexts": count}
-                report.add(shape | {"compilation": compilation.value} | row, *missed)
+                report.add(shape | row, *missed)
             release(made)
             del runner, told, contexts, made, placed
             tidy_up()

@@ -4,7 +4,7 @@ usage: python ops/bench/whole_model/placements_gpu.py [--seconds 3] [--cases ful
        python ops/bench/whole_model/placements_gpu.py --rows int8
 
 The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16; steps run through the
-engine's own graphs, as in `decode_gpu.py`. All placements share the model, its compilation and the
+engine's own graphs, as in `decode_gpu.py`. All placements share the model and the
 contents of the contexts: as many layers as fit into `--host-gb` have keys, values and indexes of their own
 (`distinct`), the model's layers take turns over them. No two sessions share any, but with a shape such as
 `131072x16@1` there are fewer contexts, which the sessions take in turns. With `--rows int8` all of them have their rows
@@ -69,11 +69,10 @@ from harness.steps.general_steps import (
     time_general,
 )
 
-from decode_engine.host_search.thread_loop_numba import compile_search
-from decode_engine.host_search.workers import SearchThreads
-from decode_engine.settings.command_options import Compilation, search_cores
-from decode_engine.steps.step_graph import StepModel
-from decode_engine.steps.step_model import step_model
+from decode_engine.host_search.mailbox import SearchThreads
+from decode_engine.host_search.shared_search_numba import compile_search
+from decode_engine.settings.command_options import search_cores
+from decode_engine.steps.step_graph import StepModel, step_model
 from index_store.memory.placement import SHARE, Placement, SlotRoom
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
@@ -208,9 +207,6 @@ def main(
         str, typer.Option(help="LENGTHxBATCH or LENGTHxBATCH@CONTEXTS, comma-separated.")
     ] = SHAPES,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
-    compilation: Annotated[
-        Compilation, typer.Option(help="Of the model: half a minute for every size of batch, and of lane.")
-    ] = Compilation.OFF,
     threads: Annotated[int, typer.Option(help="Threads that search, 0 for all cores but two.")] = 0,
     turns: Annotated[int, typer.Option(help="Steps that are timed, of every case.")] = 100,
     seconds: Annotated[float, typer.Option(help="After which steps of a case are no longer begun.")] = 4.0,
@@ -237,12 +233,12 @@ def main(
         ranges = make_ranges(host_gb, methods_of(listed) if on_host else [])
         compiling.join()
         threads = threads or search_cores()
-        bench = Bench(model, step_model(model, compilation), threads, turns, seconds)
+        bench = Bench(model, step_model(model), threads, turns, seconds)
         typer.echo(f"model and host memory are ready after {time.perf_counter() - begun:.0f} s", err=True)
         for length, batch, count in sizes:
             line: dict[str, Any] = {
                 "tokens": length, "batch": batch, "contexts": count, "layers": layers,
-                "distinct": distinct_layers(identity, length, count, ranges), "compilation": compilation.value,
+                "distinct": distinct_layers(identity, length, count, ranges),
                 "threads": threads, "slot_share": slot_share, "rows": rows,
             }  # fmt: skip
             fitting = [case for case in listed if case.fits(batch, count)]

@@ -48,8 +48,7 @@ from decode_engine.layers.session import Session
 from decode_engine.model.decode_attention import ATTENTION_NAME, register_attention
 from decode_engine.model.packed_weights import pack_weights
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.settings.command_options import Compilation
-from decode_engine.steps.step_model import step_model
+from decode_engine.steps.step_graph import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
@@ -77,7 +76,7 @@ class Model:
             pack_weights(self.model, "auto", torch.bfloat16)
             return
         self.model, self.identity = make_model(layers, device)
-        run = step_model(self.model, Compilation.OFF)
+        run = step_model(self.model)
         self._stepper = Stepper(run, self.identity, torch.bfloat16, torch.device(device))
 
     def step(

@@ -35,11 +35,11 @@ from harness.parsing import parse_method
 from harness.report import reporting
 
 from decode_engine.engine.session_memory import session_bytes
-from decode_engine.kernels.clusters.device_clusters import DeviceClusters
+from decode_engine.kernels.clusters.lookup import DeviceClusters
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.host_steps import HostSteps
-from decode_engine.steps.attention.registry import step_attention_for
-from decode_engine.steps.batches import MAX_ROWS
+from decode_engine.steps.batch_kinds import step_attention_for
+from decode_engine.steps.stepper import MAX_ROWS
 from index_store.memory.context_loading import placed_bytes
 from index_store.memory.memory_sizes import parse_size
 from index_store.memory.placement import MemoryBytes, Placement

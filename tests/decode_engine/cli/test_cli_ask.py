@@ -19,7 +19,6 @@ from decode_engine.evaluation.settings import EvaluationConfig
 from decode_engine.rpc.client import Client, Piece, Usage
 from decode_engine.rpc.door.options import is_loopback
 from decode_engine.rpc.server import DecodeServer
-from decode_engine.settings.command_options import Compilation
 from decode_engine.settings.config import ServeConfig
 from index_store.cli.options import Spelled, options_of
 from index_store.errors import InvalidArgumentError
@@ -508,14 +507,6 @@ def test_placement_and_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
         ServeConfig(Path(), "reader", device_memory=5).check_devices()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     ServeConfig(Path(), "reader", placement="hybrid", device_memory=5).check_devices()
-
-
-def test_a_cpu_compiles_no_steps() -> None:
-    ServeConfig(store=Path("store"), model="reader", device="cpu").check_devices()
-    with pytest.raises(InvalidArgumentError, match="--compile is default, but the CPU computes here"):
-        ServeConfig(
-            store=Path("store"), model="reader", device="cpu", compilation=Compilation.DEFAULT
-        ).check_devices()
 
 
 @pytest.mark.parametrize("config", [ServeConfig, EvaluationConfig, TuneConfig])

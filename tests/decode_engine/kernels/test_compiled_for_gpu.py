@@ -1,4 +1,4 @@
-"""Kernels of captured steps compile for a GPU, where none is: the interpreter runs more than the compiler takes."""
+"""All kernels of captured steps compile for a GPU, and those that attend have room there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.decode_engine.kernels.problems import compile_for_gpu
+from tests.decode_engine.kernels.problems import compile_attention, compile_for_gpu
 
 ROOT = Path(__file__).resolve().parents[3]
 KERNEL = re.compile(r"^@(?:triton|gluon)\.jit(?:\([^)]*\))?\ndef (\w+_kernel)\(", re.MULTILINE)
@@ -32,3 +32,24 @@ def test_kernels_of_captured_steps_compile() -> None:
         for name in KERNEL.findall(path.read_text())
     }
     assert kernels == set(found["compiled"]), "add what launches a new kernel to compile_for_gpu.py"
+
+
+SPILLED = 96
+"""Bytes a thread, outside of loops, where 128 query heads of 256 channels have one program's registers."""
+
+
+@pytest.mark.nightly
+def test_programs_have_room_and_need_no_local_memory() -> None:
+    """In a process of its own: this one may have told Triton to interpret."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", compile_attention.__name__]
+    found = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, check=True
+    ).stdout
+    figures = json.loads(found)
+    kernels = {name.partition(" ")[0] for name in figures}
+    assert kernels == set(compile_attention.KERNELS)
+    for name, taken in figures.items():
+        long_rows = name.startswith("shared_kernel") and name.endswith("256) False")
+        assert taken["local"] <= (SPILLED if long_rows else 0), name
+        assert taken["programs"], name

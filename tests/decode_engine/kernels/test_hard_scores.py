@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.sparse_attention import KeyLists
 from decode_engine.kernels.border import (
     DRAW_STEP,
     draw,
@@ -29,8 +29,7 @@ from decode_engine.kernels.border import (
     stretch_of_reference,
 )
 from decode_engine.kernels.codes import reference as codes
-from decode_engine.kernels.codes.search import search_codes
-from decode_engine.kernels.codes.sizes import CodeShape, CodeWork
+from decode_engine.kernels.codes.search import CodeShape, CodeWork, search_codes
 from decode_engine.kernels.records import records_of
 from decode_engine.kernels.tables import reference as tables
 from decode_engine.kernels.tables.reference import kept_mask

@@ -20,15 +20,14 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.attention.partials import Partials, merge_partials
-from decode_engine.kernels.coarse import coarse_pass
-from decode_engine.kernels.coarse.coarse_pass import attend_all, weigh_keys
+from decode_engine.kernels.attention.online_softmax import Partials, merge_partials
+from decode_engine.kernels.attention.sparse_attention import KeyLists
+from decode_engine.kernels.coarse import key_tiles, warp_pass
 from decode_engine.kernels.coarse.reference import CoarseSequence, attend_others_reference
 from decode_engine.kernels.coarse.search import find_cuts
 from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
-from decode_engine.kernels.coarse.warp.tiles import folding, key_tiles
-from decode_engine.kernels.coarse.warp.warp_pass import NEGLIGIBLE
+from decode_engine.kernels.coarse.warp_pass import NEGLIGIBLE, weigh_keys
+from decode_engine.kernels.coarse.warp_values import attend_all
 from decode_engine.kernels.records import records_of
 from index_store.attention.attention_state import AttentionState
 from index_store.errors import InvalidArgumentError
@@ -229,11 +228,11 @@ def test_two_tiles_share_a_result(head_dim: int, bits: int) -> None:
         for module in WARP_MODULES:
             module.gl = Language((0, 0), (1, 1))
         row, block = Numbers(np.int32(0)), Numbers(np.int32(0))
-        steps = folding.load_steps((codes, scales, offsets), block, head_dim, bits)
+        steps = key_tiles.load_steps((codes, scales, offsets), block, head_dim, bits)
         pointer, folded = Numbers(np.uint64(q_BHGD.data_ptr()), None, np.float32), []
         for times in (1, 2):
-            queries, _ = folding.load_queries(pointer, row, 8, 3, head_dim, bits, times)
-            folded.append(folding.fold(queries, steps, 8, head_dim, bits)[0])
+            queries, _ = key_tiles.load_queries(pointer, row, 8, 3, head_dim, bits, times)
+            folded.append(key_tiles.fold(queries, steps, 8, head_dim, bits)[0])
         tiles = [
             key_tiles.load_key_words(codes, Numbers(np.int32(begin)), 32, head_dim, bits) for begin in (0, 64)
         ]
@@ -255,7 +254,7 @@ def test_only_what_a_context_has_is_brought_near(
     work, rows = CoarseWork.make(sizes, 1, "cpu"), sizes.kv_heads
     lists = KeyLists.allocate(rows, sizes.splits(rows), sizes.width(rows), "cpu")
     prefetched.clear()
-    monkeypatch.setattr(coarse_pass, "chained", lambda device: {"CHAINED": True})
+    monkeypatch.setattr(warp_pass, "chained", lambda device: {"CHAINED": True})
     with interpreted():
         records_BF, q_BHGD = records_of([sequence], "cpu"), make_queries(sizes, torch.float32, 1)
         find_cuts(q_BHGD, records_BF, sizes, work)

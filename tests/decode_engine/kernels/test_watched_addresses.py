@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.tail_write import write_tails
+from decode_engine.kernels.attention.shared_attention import write_tails
 from tests.support.interpreter.addresses import AddressError, HeldMemory, watched_addresses
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="needs the interpreter")

@@ -15,11 +15,17 @@ import torch
 from torch import Tensor
 
 from decode_engine.evaluation.probe import sample_layer
-from decode_engine.layers import dense_layer, host_rows
+from decode_engine.layers import dense_layer
+from decode_engine.layers import partial_attention as host_rows
 from decode_engine.layers.dense_layer import DenseLayer, attend_dense_together
 from decode_engine.layers.figures import Figures
-from decode_engine.layers.host_rows import copy_rows, pick_rows, stream_blocks
-from decode_engine.layers.partial_attention import attend_shared, attend_streamed
+from decode_engine.layers.partial_attention import (
+    attend_shared,
+    attend_streamed,
+    copy_rows,
+    pick_rows,
+    stream_blocks,
+)
 from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import LayerAttention, LayerSearch, SparseLayer

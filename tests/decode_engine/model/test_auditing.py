@@ -14,7 +14,7 @@ from decode_engine.core.seeing import Seeing
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.evaluation.scoring import Segment, reference_log_probs, score_segment
 from decode_engine.layers.session import Session
-from decode_engine.model.auditing import audited
+from decode_engine.model.runner import audited
 from decode_engine.orders.fields import Sampling
 from decode_engine.orders.order import Order
 from index_store.methods.method import FittedMethod
@@ -83,7 +83,7 @@ def test_audits_agree_with_evaluations_within_their_standard_error(served: Serve
 def test_a_shadow_makes_up_for_a_long_prompt_step_by_step(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decode_engine.model.auditing._AT_ONCE", 3)
+    monkeypatch.setattr("decode_engine.model.runner._AT_ONCE", 3)
     session, _ = fed(served, texts(served)[0], audit=True)
     assert session.shadow is not None
     assert session.shadow.position == session.position

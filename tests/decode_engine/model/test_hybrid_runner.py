@@ -16,7 +16,7 @@ from decode_engine.engine.stepping import forward_each
 from decode_engine.kernels import records
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
-from decode_engine.steps.attention.hybrid_steps import slot_cache
+from decode_engine.steps.attention.listed_steps import slot_cache
 from index_store.memory.arena import Arena
 from index_store.memory.host_memory import is_readable
 from index_store.memory.placement import MemoryBytes, Placement

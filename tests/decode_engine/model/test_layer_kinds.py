@@ -18,8 +18,8 @@ from decode_engine.engine.requests import Work
 from decode_engine.engine.session_memory import session_bytes
 from decode_engine.layers.session import Session
 from decode_engine.model.decode_attention import ATTENTION_NAME, register_attention
-from decode_engine.model.decode_check import check_decoding
 from decode_engine.model.runner import ModelRunner
+from decode_engine.model.unstored import check_decoding
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.orders.events import Says
 from decode_engine.orders.order import Order

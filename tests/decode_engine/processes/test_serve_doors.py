@@ -19,7 +19,6 @@ from decode_engine.errors import AddressError, EngineCrashedError, InternalError
 from decode_engine.processes.attached import Setup, read_setup, setup_line
 from decode_engine.processes.supervisor import Supervisor, kept_port
 from decode_engine.rpc.client import Client
-from decode_engine.settings.command_options import Compilation
 from decode_engine.settings.config import ServeConfig
 from index_store.cli.logs import LogLevel
 from index_store.errors import SparseKVError
@@ -123,7 +122,7 @@ def test_a_process_without_torch_takes_its_settings(tmp_path: Path, monkeypatch:
     """Doors have none, whatever the server computes with."""
     config = ServeConfig(
         store=tmp_path, model="m", doors=2, device="cuda", placement="hybrid", device_memory=5,
-        compilation=Compilation.DEFAULT, prefill=True, weights="int8",
+        prefill=True, weights="int8",
     )  # fmt: skip
     setup = Setup(config, b"key", tmp_path, LogLevel.INFO, True)
     monkeypatch.setitem(sys.modules, "torch", None)

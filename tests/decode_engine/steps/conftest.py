@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from decode_engine.model.runner import ModelRunner
-from decode_engine.settings.command_options import Compilation
-from decode_engine.steps.step_model import step_model
+from decode_engine.steps.step_graph import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.models.resolve import resolve_model
 from tests.support.models import write_model_folder
@@ -23,5 +22,5 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 @pytest.fixture
 def stepper(runner: ModelRunner) -> Stepper:
-    model = step_model(runner.model, Compilation.OFF)
+    model = step_model(runner.model)
     return Stepper(model, runner.identity, torch.float32, torch.device("cpu"))

@@ -13,8 +13,7 @@ import torch
 from decode_engine.engine.sampler import Guesses, Sampler, SamplingParameters
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
-from decode_engine.steps.batches import FIXED_ROWS, MAX_ROWS
-from decode_engine.steps.stepper import Stepper
+from decode_engine.steps.stepper import FIXED_ROWS, MAX_ROWS, Stepper
 from tests.decode_engine.steps.sessions import GREEDY, OnlyEven, by_steps, start, successor
 
 DRAWN = SamplingParameters(temperature=0.9, seed=4)

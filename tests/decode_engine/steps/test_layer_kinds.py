@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.layers.dense_layer import keys_in_window
 from decode_engine.layers.session import Session
-from decode_engine.layers.window_layer import keys_in_window
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.settings.command_options import Compilation
-from decode_engine.steps.attention.dense_steps import WindowSteps
-from decode_engine.steps.step_model import step_model
+from decode_engine.steps.attention.listed_steps import WindowSteps
+from decode_engine.steps.step_graph import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.memory.placement import Placement
 from index_store.methods.presets import get_method
@@ -37,7 +36,7 @@ def make_runner(folder: Path, kind: str, heads: Mapping[str, int] = USUAL) -> Mo
 
 
 def make_stepper(runner: ModelRunner) -> Stepper:
-    model = step_model(runner.model, Compilation.OFF)
+    model = step_model(runner.model)
     return Stepper(model, runner.identity, torch.float32, torch.device("cpu"), forms=runner.forms)
 
 

@@ -13,8 +13,7 @@ from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.settings.command_options import Compilation
-from decode_engine.steps.step_model import step_model
+from decode_engine.steps.step_graph import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.methods.presets import get_method
 from index_store.models.resolve import resolve_model
@@ -74,7 +73,7 @@ def check_batch(
     runner, exact = (ModelRunner(resolve_model(str(folder)), "cuda") for _ in range(2))
     exact.model.float()
     weights = next(runner.model.parameters())
-    model = step_model(runner.model, Compilation.OFF)
+    model = step_model(runner.model)
     stepper = Stepper(model, runner.identity, weights.dtype, weights.device, forms=runner.forms)
     sessions, twins, exact_twins = (start(each, name, lengths) for each in (runner, runner, exact))
     assert all(map(stepper.takes, sessions))

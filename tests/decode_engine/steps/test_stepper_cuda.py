@@ -16,10 +16,8 @@ from decode_engine.kernels import records
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.attention.step_batch import step_counts
-from decode_engine.steps.step_graph import Captures, StepGraph
-from decode_engine.steps.step_model import step_model
+from decode_engine.steps.step_graph import Captures, StepGraph, step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.methods.presets import get_method
 from index_store.models.resolve import resolve_model
@@ -68,9 +66,9 @@ def start(runner: ModelRunner, name: str, row: int, keep: float = 0.1) -> Sessio
     return session
 
 
-def make_stepper(runner: ModelRunner, compilation: Compilation = Compilation.OFF) -> Stepper:
+def make_stepper(runner: ModelRunner) -> Stepper:
     weights = next(runner.model.parameters())
-    return Stepper(step_model(runner.model, compilation), runner.identity, weights.dtype, weights.device)
+    return Stepper(step_model(runner.model), runner.identity, weights.dtype, weights.device)
 
 
 def logits_of(stepper: Stepper, sessions: list[Session], tokens: list[int]) -> tuple[StepGraph, torch.Tensor]:
@@ -187,16 +185,6 @@ def test_sessions_that_share_a_context_equal_the_general_path(runner: ModelRunne
         assert float((got - expected).abs().amax() / expected.std()) < 0.1
 
 
-def test_a_compiled_model_gives_the_same(runner: ModelRunner, folder: Path) -> None:
-    _, plain = logits_of(make_stepper(runner), [start(runner, "full", 0)], [3])
-    other = ModelRunner(resolve_model(str(folder)), "cuda", compilation=Compilation.DEFAULT)
-    compiled = make_stepper(other, Compilation.DEFAULT)
-    for _ in range(2):
-        graph, got = logits_of(compiled, [start(other, "full", 0)], [3])
-        assert graph.captured
-        assert float((got - plain).abs().amax() / plain.std()) < 0.1
-
-
 def test_sampling_in_the_graph_draws_what_the_cpu_draws(runner: ModelRunner) -> None:
     stepper = make_stepper(runner)
     for parameters in (SamplingParameters(0.9, seed=4), SamplingParameters(0.8, 0.7, 11, seed=5)):
@@ -244,7 +232,7 @@ def test_graphs_hold_what_is_counted_and_give_it_back(runner: ModelRunner) -> No
     What captures take stays in their pool for those that follow, of which the first one counts it. So the bound is of
     what every graph holds by itself, and is the same however large a card's pieces of memory are.
     """
-    model = step_model(runner.model, Compilation.OFF)
+    model = step_model(runner.model)
     device = torch.device("cuda", torch.cuda.current_device())
 
     def tokens(stepper: Stepper) -> list[int | Exception]:
@@ -275,7 +263,7 @@ def test_a_graph_that_finds_no_memory_gets_that_of_idle_ones(runner: ModelRunner
 
     It takes none of it: other tests run on the device as well.
     """
-    model = step_model(runner.model, Compilation.OFF)
+    model = step_model(runner.model)
     device = torch.device("cuda", torch.cuda.current_device())
     stepper = Stepper(model, runner.identity, torch.bfloat16, device)
     sessions = [start(runner, name, 0) for name in METHODS]

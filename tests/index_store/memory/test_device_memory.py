@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_engine.layers.host_rows import copy_rows, pick_rows, stream_blocks
+from decode_engine.layers.partial_attention import copy_rows, pick_rows, stream_blocks
 from decode_engine.layers.session import Session
 from index_store.errors import ChecksumError, InvalidArgumentError, MemoryBudgetError
 from index_store.memory import context_loading, host_memory

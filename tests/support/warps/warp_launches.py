@@ -15,32 +15,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import ConstexprFunction
 
-from decode_engine.kernels.coarse import coarse_pass, search
-from decode_engine.kernels.coarse.warp import (
-    warp_findings,
-    warp_pass,
-    warp_records,
-    warp_rings,
-    warp_scores,
-    warp_search,
-    warp_values,
-)
-from decode_engine.kernels.coarse.warp.tiles import (
-    byte_sums,
-    channel_places,
-    folding,
+from decode_engine.kernels.coarse import (
     key_tiles,
-    operands,
     registers,
+    search,
     value_tiles,
+    warp_pass,
+    warp_reads,
+    warp_values,
 )
 from tests.support.warps.warp_interpreter import Language, Numbers, multiply
 
-WARP_MODULES = (
-    warp_pass, warp_values, warp_search, warp_records, warp_rings, value_tiles, byte_sums, channel_places,
-    operands, registers, folding, key_tiles, warp_findings, warp_scores, search, coarse_pass,
-)  # fmt: skip
-"""And those that launch them."""
+WARP_MODULES = (registers, key_tiles, value_tiles, warp_reads, search, warp_pass, warp_values)
 
 
 class _Launched:

@@ -18,16 +18,14 @@ from torch import Tensor
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.stepping import Flight
-from decode_engine.host_search.mailbox import Mailbox
-from decode_engine.host_search.workers import SearchThreads
+from decode_engine.host_search.mailbox import Mailbox, SearchThreads
 from decode_engine.kernels import records
 from decode_engine.layers.session import Session
 from decode_engine.steps.attention.host_steps import HostTableSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_batch import step_counts
-from decode_engine.steps.batches import MAX_ROWS
 from decode_engine.steps.step_graph import StepGraph, StepModel
-from decode_engine.steps.stepper import Stepper
+from decode_engine.steps.stepper import MAX_ROWS, Stepper
 from harness.report import CheckFailedError, compare
 from harness.steps import general_steps
 from harness.steps.general_steps import first_tokens, percentile, start_sessions, step_figures, time_steps

@@ -17,15 +17,13 @@ from decode_engine.host_search.shared_search_numba import (
     ROWS,
     SEARCHES,
     USED,
-    number_of,
-    serve_search,
-)
-from decode_engine.host_search.shared_words_numba import (
     add_to_word,
     int64_rows,
     let_others_run,
     load_word,
+    number_of,
     relax,
+    serve_search,
     store_word,
 )
 from index_store.compiled.launch import njit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decode_engine.kernels.attention.partials import Partials, merge_partials, merge_partials_reference
+from decode_engine.kernels.attention.online_softmax import Partials, merge_partials, merge_partials_reference
 from tests.decode_engine.kernels.problems.table_problems import DEVICE
 
 

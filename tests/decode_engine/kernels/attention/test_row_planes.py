@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.partials import Partials, merge_partials, merge_partials_reference
-from decode_engine.kernels.attention.reference import attend_lists_reference
-from decode_engine.kernels.attention.row_groups import RowGroups, Seat
+from decode_engine.kernels.attention.online_softmax import Partials, merge_partials, merge_partials_reference
 from decode_engine.kernels.attention.row_planes import load_keys, load_values, plane_pointers
 from decode_engine.kernels.attention.shared_attention import (
+    RowGroups,
+    Seat,
     attend_dense_reference,
     attend_shared,
     shared_shape,
@@ -28,11 +28,11 @@ from decode_engine.kernels.attention.sparse_attention import (
     ClusterScores,
     TakeOut,
     attend_lists,
+    attend_lists_reference,
     list_programs,
 )
-from decode_engine.kernels.clusters.lookup import look_up, lookup_slots
+from decode_engine.kernels.clusters.lookup import correct_clusters, look_up, lookup_slots
 from decode_engine.kernels.clusters.reference import remainder_reference
-from decode_engine.kernels.clusters.remainder import correct_clusters
 from decode_engine.kernels.record_fields import KV, head_rows
 from tests.decode_engine.kernels.problems.cluster_problems import (
     Problem,

@@ -9,17 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.attention.reference import attend_lists_reference
-from decode_engine.kernels.clusters.device_clusters import DeviceClusters
+from decode_engine.kernels.attention.sparse_attention import KeyLists, attend_lists_reference
+from decode_engine.kernels.clusters.lookup import DeviceClusters
 from decode_engine.kernels.clusters.reference import (
     ClusteredSequence,
     remainder_reference,
 )
 from decode_engine.kernels.records import records_of
 from decode_engine.steps.attention.listed_steps import ListedSteps
-from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
-from decode_engine.steps.attention.step_parts import KeySelection
+from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
 from index_store.indexes.key_clusters.build import divide_keys
 from index_store.indexes.key_clusters.build_triton import build_device_clusters
 from index_store.memory.resident import ResidentContext

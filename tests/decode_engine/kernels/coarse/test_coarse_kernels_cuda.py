@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decode_engine.kernels.coarse.coarse_pass import attend_others, weigh_keys
 from decode_engine.kernels.coarse.reference import CoarseSequence, attend_others_reference
 from decode_engine.kernels.coarse.search import find_cuts
 from decode_engine.kernels.coarse.sizes import coarse_shape
+from decode_engine.kernels.coarse.warp_pass import weigh_keys
+from decode_engine.kernels.coarse.warp_values import attend_others
 from decode_engine.kernels.records import records_of
 from index_store.indexes.coarse_rows.coding_numba import code_rows
 from tests.decode_engine.kernels.problems.coarse_problems import (

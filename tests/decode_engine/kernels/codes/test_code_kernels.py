@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.codes.lookup_tables import make_tables, make_tables_reference
 from decode_engine.kernels.codes.reference import estimated_logits
-from decode_engine.kernels.codes.sizes import CodeShape, code_shape
+from decode_engine.kernels.codes.search import CodeShape, code_shape, make_tables, make_tables_reference
 from decode_engine.kernels.records import records_of
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.steps.attention.code_selection import CodeSelection
 from decode_engine.steps.attention.listed_steps import ListedSteps
-from decode_engine.steps.attention.step_attention import StepPlan
-from decode_engine.steps.attention.step_parts import KeySelection
+from decode_engine.steps.attention.selections import CodeSelection
+from decode_engine.steps.attention.step_attention import KeySelection, StepPlan
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from decode_engine.kernels.codes.reference import CodeSequence, kept_keys
-from decode_engine.kernels.codes.search import search_codes
-from decode_engine.kernels.codes.sizes import code_shape
+from decode_engine.kernels.codes.search import code_shape, search_codes
 from decode_engine.kernels.records import records_of
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.product_codes.index import ProductCodes

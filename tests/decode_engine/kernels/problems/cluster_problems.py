@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.clusters.device_clusters import DeviceClusters
+from decode_engine.kernels.attention.sparse_attention import KeyLists
+from decode_engine.kernels.clusters.lookup import DeviceClusters
 from decode_engine.kernels.clusters.reference import ClusteredSequence
 from decode_engine.kernels.records import records_of
 from index_store.indexes.key_clusters.build_triton import list_device_members, measure_members_reference

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.attention.partials import Partials, merge_partials
-from decode_engine.kernels.coarse.coarse_pass import attend_others, weigh_keys
+from decode_engine.kernels.attention.online_softmax import Partials, merge_partials
+from decode_engine.kernels.attention.sparse_attention import KeyLists
 from decode_engine.kernels.coarse.reference import (
     CoarseSequence,
     attend_others_reference,
@@ -18,6 +17,8 @@ from decode_engine.kernels.coarse.reference import (
 )
 from decode_engine.kernels.coarse.search import find_cuts
 from decode_engine.kernels.coarse.sizes import CoarseShape, CoarseSizes, CoarseWork
+from decode_engine.kernels.coarse.warp_pass import weigh_keys
+from decode_engine.kernels.coarse.warp_values import attend_others
 from decode_engine.kernels.records import records_of
 from index_store.indexes.coarse_rows.coding_numba import code_rows
 from index_store.indexes.coarse_rows.parameters import BLOCK

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.sparse_attention import KeyLists
 from decode_engine.kernels.codes.reference import CodeSequence, search_codes_reference
-from decode_engine.kernels.codes.search import search_codes
-from decode_engine.kernels.codes.sizes import CodeShape, CodeSizes, CodeWork
+from decode_engine.kernels.codes.search import CodeShape, CodeSizes, CodeWork, search_codes
 from decode_engine.kernels.records import records_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

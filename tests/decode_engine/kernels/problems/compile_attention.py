@@ -13,6 +13,7 @@ import triton.compiler
 from triton.backends.compiler import GPUTarget
 
 from decode_engine.kernels.attention.shared_attention import shared_shape
+from decode_engine.kernels.families import coarse_refusal
 from tests.decode_engine.kernels.problems import compile_for_gpu
 from tests.decode_engine.kernels.problems.compile_warp_kernels import resources
 
@@ -40,7 +41,8 @@ def main() -> None:
             for planes in (False, True):
                 where, shared = f"{shape} {planes}", shared_shape(*shape, planes).programs
                 compile_for_gpu.take_steps(*shape, ("full",), planes=planes)
-                compile_for_gpu.take_steps(*shape, ("refined",), "hybrid", planes=planes)
+                if coarse_refusal(*shape, (4, 4), 1, compile_for_gpu.KEYS) is None:
+                    compile_for_gpu.take_steps(*shape, ("refined",), "hybrid", planes=planes)
             compile_for_gpu.attend_window_of(*shape)
         where = "segments"
         compile_for_gpu.take_steps(4, 128, ("refined",), planes=True)

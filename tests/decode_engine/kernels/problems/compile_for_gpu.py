@@ -149,13 +149,13 @@ def take_steps(
 
     planes: with rows in 8 bits. lanes: there are others, which take turns.
     """
-    from decode_engine.host_search.workers import SearchThreads
+    from decode_engine.host_search.mailbox import SearchThreads
     from decode_engine.kernels import records
-    from decode_engine.kernels.attention.tail_write import write_tails
+    from decode_engine.kernels.attention.shared_attention import write_tails
     from decode_engine.model.unstored import unstored_manifest
     from decode_engine.steps.attention.host_steps import HostPlan
-    from decode_engine.steps.attention.registry import step_attention_for
     from decode_engine.steps.attention.turns_triton import Lane
+    from decode_engine.steps.batch_kinds import step_attention_for
     from index_store.attention.attention_state import LogitForm
     from index_store.memory.placement import Placement
     from index_store.methods.presets import get_method
@@ -187,7 +187,7 @@ def take_steps(
 
 
 def copy_some() -> None:
-    from decode_engine.kernels.slots.gather_rows import RowCopies, copy_rows
+    from decode_engine.kernels.slots.slot_cache import RowCopies, copy_rows
 
     addresses = torch.zeros(8, dtype=torch.int64)
     copy_rows(RowCopies(addresses, addresses, torch.zeros(1, dtype=torch.int32)), 512)
@@ -209,8 +209,8 @@ def edit_some() -> None:
 
 
 def attend_window_of(group: int, head_dim: int) -> None:
-    from decode_engine.kernels.attention.partials import Partials
-    from decode_engine.kernels.attention.window_attention import attend_window
+    from decode_engine.kernels.attention.online_softmax import Partials
+    from decode_engine.kernels.attention.shared_attention import attend_window
 
     queries = torch.zeros(SIZE, HEADS, group, head_dim, dtype=torch.bfloat16)
     records_BF = torch.zeros(SIZE, 1, dtype=torch.int64)
@@ -219,11 +219,12 @@ def attend_window_of(group: int, head_dim: int) -> None:
 
 def go_over_coarse_rows() -> None:
     from decode_engine.kernels import records
-    from decode_engine.kernels.attention.key_lists import KeyLists
-    from decode_engine.kernels.attention.partials import Partials
-    from decode_engine.kernels.coarse.coarse_pass import attend_all, attend_others, weigh_keys
+    from decode_engine.kernels.attention.online_softmax import Partials
+    from decode_engine.kernels.attention.sparse_attention import KeyLists
     from decode_engine.kernels.coarse.search import find_cuts
     from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork, coarse_shape
+    from decode_engine.kernels.coarse.warp_pass import weigh_keys
+    from decode_engine.kernels.coarse.warp_values import attend_all, attend_others
 
     records_BF = torch.zeros(SIZE, records.RECORD_FIELDS, dtype=torch.int64)
     rows = SIZE * HEADS

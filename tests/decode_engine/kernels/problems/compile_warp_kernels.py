@@ -18,9 +18,9 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from decode_engine.kernels.coarse import search, warp_pass, warp_values
 from decode_engine.kernels.coarse.search import CUT_REGISTERS, most_runs
 from decode_engine.kernels.coarse.sizes import RUN, CoarseSizes
-from decode_engine.kernels.coarse.warp import warp_pass, warp_search, warp_values
 from index_store.indexes.coarse_rows.parameters import value_groups
 
 _TYPES = {
@@ -53,7 +53,7 @@ more where they are held to few registers."""
 def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
     """What is compiled: a name, a kernel, what it is compiled for, and options."""
     launch = {"num_warps": 16, "maxnreg": CUT_REGISTERS}
-    yield "cut", warp_search.cut_kernel, {"CHUNKS": 16, "SAMPLED": 4096, "GROUP": 4}, launch
+    yield "cut", search.cut_kernel, {"CHUNKS": 16, "SAMPLED": 4096, "GROUP": 4}, launch
     for kind, sizes in _SIZES.items():
         for group, head_dim, key_bits, value_bits in sizes:
             groups = value_groups(head_dim, 128)
@@ -65,7 +65,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
                 constants |= {"TAKEN": 512, "RUNS": runs, "RUN": RUN}
                 yield (
                     f"sample-{group}-{head_dim}-{key_bits}",
-                    warp_search.sample_kernel,
+                    search.sample_kernel,
                     constants,
                     {"num_warps": 1},
                 )

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels.codes.reference import CodeSequence
-from decode_engine.kernels.codes.sizes import CodeShape, CodeSizes, code_shape
+from decode_engine.kernels.codes.search import CodeShape, CodeSizes, code_shape
 from decode_engine.kernels.tables.reference import TableSequence
-from decode_engine.kernels.tables.sizes import TableSizes, table_shape
-from decode_engine.kernels.tables.table_context import TableContext, padded_rows
+from decode_engine.kernels.tables.sizes import TableContext, TableSizes, padded_rows, table_shape
 from tests.decode_engine.kernels.problems.table_problems import DEVICE
 
 SCORES = ("normal", "flat", "nothing", "repeated", "few", "equal", "sink", "sinks")

@@ -8,11 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.attention.reference import ListedSequence
+from decode_engine.kernels.attention.sparse_attention import KeyLists, ListedSequence
 from decode_engine.kernels.records import records_of
-from decode_engine.kernels.slots.gather_rows import CopyShape
-from decode_engine.kernels.slots.slot_cache import DONE, HASH, OTHER_HASH, WAYS, RowCounts, SlotCache
+from decode_engine.kernels.slots.slot_cache import (
+    DONE,
+    HASH,
+    OTHER_HASH,
+    WAYS,
+    CopyShape,
+    RowCounts,
+    SlotCache,
+)
 from decode_engine.kernels.slots.slot_fetch import FetchBuffers, fetch_rows, find_programs
 
 LAYER = 5

@@ -12,9 +12,8 @@ from decode_engine.kernels.tables.reference import (
     kept_mask,
     table_attention_reference,
 )
-from decode_engine.kernels.tables.sizes import TableShape, TableSizes, TableWork
-from decode_engine.kernels.tables.table_attention import table_attention
-from decode_engine.kernels.tables.table_context import TableContext
+from decode_engine.kernels.tables.selection import table_attention
+from decode_engine.kernels.tables.sizes import TableContext, TableShape, TableSizes, TableWork
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = TableShape(tile_keys=512, rows=16, exact_programs=2, sample_programs=1)

@@ -1,20 +1,25 @@
-"""Slot caches hold what caches of dictionaries would, step by step, and give the rows that lie in host memory.
-
-Without a CUDA device the kernels run in Triton's interpreter.
-"""
+"""Slot caches: what a step brings, what it finds, and who brings it where several sessions want one row."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 
 from decode_engine.kernels import records
-from decode_engine.kernels.slots.gather_rows import CopyShape, RowCopies, copy_rows
-from decode_engine.kernels.slots.slot_cache import HASH, OTHER_HASH, WAYS, RowCounts, SlotCache
-from decode_engine.kernels.slots.slot_fetch import FetchBuffers, fetch_rows
-from decode_engine.kernels.slots.slot_lookup import CLAIM_FIRST, ENTRY_BITS
+from decode_engine.kernels.slots.slot_cache import (
+    HASH,
+    OTHER_HASH,
+    WAYS,
+    CopyShape,
+    RowCopies,
+    RowCounts,
+    SlotCache,
+    copy_rows,
+)
+from decode_engine.kernels.slots.slot_fetch import CLAIM_FIRST, ENTRY_BITS, FetchBuffers, fetch_rows
 from index_store.errors import InvalidArgumentError
 from index_store.memory.placement import COUNT_BYTES, MARKED, TAG_BYTES
 from tests.decode_engine.kernels.problems.slot_problems import (
@@ -22,6 +27,7 @@ from tests.decode_engine.kernels.problems.slot_problems import (
     CachedSequence,
     Steps,
     cached_sequence,
+    check_shared,
     next_wanted,
     sets_of,
 )
@@ -270,3 +276,59 @@ def test_unusable_shapes_are_refused() -> None:
             FetchBuffers.allocate(4, 100, DEVICE),
             256,
         )
+
+
+@pytest.mark.parametrize("slots", [16, 64, 300])
+def test_random_groups_that_join_and_leave(slots: int) -> None:
+    """Sessions that want some of the same keys, too many for the slots or not; some come, go, and change rows."""
+    choose = random.Random(slots)
+    context = cached_sequence(230, slots, heads=1, device=DEVICE)
+    steps = Steps(4, heads=1, keys=256, segments=2, device=DEVICE)
+    searched = range(context.sequence.first, context.sequence.end)
+    for _ in range(4):
+        seated = [choose.choice([context, context, None]) for _ in range(3)] + [context]
+        choose.shuffle(seated)
+        common = choose.sample(searched, 30)
+        wanted = [
+            [[] if each is None else sorted({*choose.sample(common, 20), *choose.sample(searched, 12)})]
+            for each in seated
+        ]
+        check_shared(steps, seated, wanted)
+
+
+def test_a_row_that_all_miss_is_brought_once() -> None:
+    context = cached_sequence(230, 300, heads=2, device=DEVICE)
+    steps = Steps(3, keys=256, device=DEVICE)
+    keys = list(range(40, 80))
+    first = check_shared(steps, [context] * 3, [[keys, keys]] * 3)
+    assert first == RowCounts(3 * 2 * 52, 2 * 2 * 52, 0)  # 40 listed and 12 other ones
+    # What one has brought another one finds, also in a step of its own.
+    assert check_shared(steps, [None, context, None], [[[], []], [keys, keys], [[], []]]).fetched == 0
+
+
+def test_groups_on_contexts_of_their_own_do_not_mix() -> None:
+    """Equal keys of two contexts are different rows."""
+    contexts = [cached_sequence(200, 300, heads=1, seed=seed, device=DEVICE) for seed in (0, 1)]
+    steps = Steps(4, heads=1, keys=256, segments=1, device=DEVICE)
+    keys = [list(range(50, 90))]
+    one, other = contexts
+    located = steps.fetch([one, other, one, other], [keys] * 4)
+    for each, places in zip((one, other, one, other), located, strict=True):
+        assert each.cache is not None
+        for key, place in places[0].items():
+            assert torch.equal(each.cache.rows_LHS2D[1, 0, place].cpu(), each.sequence.kv_HN2D[0, key])
+    assert [each.cache.counts().fetched for each in contexts if each.cache] == [52, 52]
+
+
+def test_misses_of_several_sessions_beyond_the_room() -> None:
+    """Nobody brings the others: every session reads them in place, and the next step may bring them."""
+    context = cached_sequence(300, 320, heads=1, device=DEVICE)
+    steps = Steps(2, heads=1, keys=512, device=DEVICE)
+    room = steps.buffers
+    few = ("sources_C", "targets_C", "ids_C", "entries_C")
+    steps.buffers = replace(room, **{name: getattr(room, name)[:30] for name in few})
+    wanted = [[list(range(50, 100))], [list(range(60, 120))]]
+    first = check_shared(steps, [context] * 2, wanted)
+    assert (first.fetched, first.bypassed > 0) == (30, True)
+    steps.buffers = replace(room, counts_4=steps.buffers.counts_4)
+    assert check_shared(steps, [context] * 2, wanted).fetched == 70 + 12 - 30

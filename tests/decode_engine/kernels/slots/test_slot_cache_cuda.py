@@ -7,11 +7,10 @@ import random
 import pytest
 import torch
 
-from decode_engine.kernels.slots.gather_rows import CopyShape
-from decode_engine.kernels.slots.slot_cache import SlotCache
+from decode_engine.kernels.slots.slot_cache import CopyShape, SlotCache
 from decode_engine.kernels.slots.slot_fetch import fetch_rows
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.steps.attention.hybrid_steps import HybridSteps
+from decode_engine.steps.attention.listed_steps import HybridSteps
 from index_store.errors import InvalidArgumentError
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from decode_engine.kernels.tables import reference
-from decode_engine.kernels.tables.limits import (
+from decode_engine.kernels.tables.search import (
     BINS,
     linear_bin,
     linear_cut,

@@ -12,12 +12,17 @@ import pytest
 import torch
 
 from decode_engine.kernels.records import records_of
-from decode_engine.kernels.tables.reference import TableSequence, sampled_keys, spread_sample
+from decode_engine.kernels.tables.reference import sampled_keys, spread_sample
 from decode_engine.kernels.tables.search import pick
-from decode_engine.kernels.tables.selection import select
-from decode_engine.kernels.tables.sizes import TableShape, TableSizes, table_shape
-from decode_engine.kernels.tables.table_attention import table_attention
-from decode_engine.kernels.tables.table_context import TableContext, has_padded_rows, padded_rows
+from decode_engine.kernels.tables.selection import select, table_attention
+from decode_engine.kernels.tables.sizes import (
+    TableContext,
+    TableShape,
+    TableSizes,
+    has_padded_rows,
+    padded_rows,
+    table_shape,
+)
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.query_tables.search_numba import (
     TableReads,
@@ -262,15 +267,3 @@ def test_wrong_tensors_are_refused() -> None:
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             TableContext(*tensors)
-    tail = torch.zeros(2, 4, 2, 64, dtype=torch.float16, device=DEVICE)
-    for first, end, tokens, message in (
-        (5, 4, 0, "first <= end"),
-        (0, 301, 0, "<= keys"),
-        (0, 1, 5, "tail tokens"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=message):
-            TableSequence(context, tail, first, end, tokens, 1)
-    with pytest.raises(InvalidArgumentError, match="dtype"):
-        TableSequence(context, tail.float(), 0, 1, 0, 1)
-    with pytest.raises(InvalidArgumentError, match="expected \\[2, any, 2, 64\\]"):
-        TableSequence(context, tail[:1], 0, 1, 0, 1)

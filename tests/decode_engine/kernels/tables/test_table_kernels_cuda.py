@@ -14,9 +14,8 @@ from decode_engine.kernels.tables.reference import (
     kept_mask,
     table_attention_reference,
 )
-from decode_engine.kernels.tables.sizes import TableShape, TableSizes, TableWork, table_shape
-from decode_engine.kernels.tables.table_attention import table_attention
-from decode_engine.kernels.tables.table_context import TableContext
+from decode_engine.kernels.tables.selection import table_attention
+from decode_engine.kernels.tables.sizes import TableContext, TableShape, TableSizes, TableWork, table_shape
 from tests.decode_engine.kernels.problems.table_problems import (
     DEVICE,
     SMALL,

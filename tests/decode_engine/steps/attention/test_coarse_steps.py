@@ -17,12 +17,11 @@ from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.steps.attention.coarse_steps import CoarseSelection
-from decode_engine.steps.attention.hybrid_steps import HybridSteps
-from decode_engine.steps.attention.listed_steps import ListedSteps
-from decode_engine.steps.attention.registry import step_attention_for
+from decode_engine.steps.attention.listed_steps import HybridSteps, ListedSteps
+from decode_engine.steps.attention.selections import CoarseSelection
 from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
 from decode_engine.steps.attention.step_batch import STEP_COUNTS, StepBatch, step_counts
+from decode_engine.steps.batch_kinds import step_attention_for
 from index_store.attention.attention_state import AttentionState
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.memory.placement import Placement

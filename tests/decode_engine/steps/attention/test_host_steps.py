@@ -18,18 +18,16 @@ import pytest
 import torch
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
-from decode_engine.host_search.workers import SearchThreads
+from decode_engine.host_search.mailbox import SearchThreads
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.attention.host_steps import HostPlan, HostSteps, HostTableSelection
-from decode_engine.steps.attention.hybrid_steps import HybridSteps, slot_cache
-from decode_engine.steps.attention.registry import step_attention_for
+from decode_engine.steps.attention.listed_steps import HybridSteps, slot_cache
 from decode_engine.steps.attention.step_batch import StepBatch
 from decode_engine.steps.attention.turns_triton import Lane
-from decode_engine.steps.step_graph import StepGraph, Stepped
-from decode_engine.steps.step_model import step_model
+from decode_engine.steps.batch_kinds import step_attention_for
+from decode_engine.steps.step_graph import StepGraph, Stepped, step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.memory.placement import Placement
@@ -61,7 +59,7 @@ def threads() -> Iterator[SearchThreads]:
 
 
 def make_stepper(runner: ModelRunner, searching: SearchThreads) -> Stepper:
-    model = step_model(runner.model, Compilation.OFF)
+    model = step_model(runner.model)
     weights = next(runner.model.parameters())
     return Stepper(model, runner.identity, weights.dtype, weights.device, searching=searching)
 
@@ -285,7 +283,7 @@ def test_sessions_whose_search_dies_fail_alone(runner: ModelRunner, monkeypatch:
     def die(*addresses: int) -> None:
         raise MemoryError("no more")
 
-    monkeypatch.setattr("decode_engine.host_search.workers.take_part", die)
+    monkeypatch.setattr("decode_engine.host_search.mailbox.take_part", die)
     threads = SearchThreads(1)
     stepper = make_stepper(runner, threads)
     searched = start(runner, small("csattention+dropped"), Placement.HOST)[:1]
@@ -306,7 +304,7 @@ def test_nothing_is_changed_that_threads_of_a_failed_step_may_use(
         begun.wait(60)
         raise MemoryError("no more")
 
-    monkeypatch.setattr("decode_engine.host_search.workers.take_part", die)
+    monkeypatch.setattr("decode_engine.host_search.mailbox.take_part", die)
     threads, method = SearchThreads(1), small("csattention+dropped@group=pooled")
     session = start(runner, method, Placement.HOST)[0]
     plan = host_plan(runner, method, 1, threads)

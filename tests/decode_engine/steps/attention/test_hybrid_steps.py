@@ -14,15 +14,12 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.key_lists import KeyLists
-from decode_engine.kernels.attention.reference import attend_lists_reference
+from decode_engine.kernels.attention.sparse_attention import KeyLists, attend_lists_reference
 from decode_engine.kernels.slots.slot_cache import SlotCache
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.steps.attention.hybrid_steps import HybridSteps, slot_cache
-from decode_engine.steps.attention.listed_steps import ListedSteps
-from decode_engine.steps.attention.registry import step_attention_for
-from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
-from decode_engine.steps.attention.step_parts import KeySelection
+from decode_engine.steps.attention.listed_steps import HybridSteps, ListedSteps, slot_cache
+from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
+from decode_engine.steps.batch_kinds import step_attention_for
 from index_store.memory.placement import Placement, SlotRoom, slot_bytes
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method

@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.settings.command_options import Compilation
-from decode_engine.steps.attention.registry import step_attention_for
 from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.step_batch import StepBatch
-from decode_engine.steps.step_graph import StepGraph
-from decode_engine.steps.step_model import step_model
+from decode_engine.steps.batch_kinds import step_attention_for
+from decode_engine.steps.step_graph import StepGraph, step_model
 from index_store.memory.placement import Placement
 from index_store.methods.presets import get_method
 from index_store.store.description.dtypes import AS_DTYPE, INT8
@@ -46,7 +44,7 @@ def test_idle_rows_are_read_nowhere(name: str, placement: Placement, rows: str, 
     assert isinstance(steps, type)
     plan = StepPlan(model, method, 2, 512, torch.float32, CPU, planes=rows == INT8)
     batch = StepBatch(plan, [steps])
-    graph = StepGraph(step_model(make_model(model), Compilation.OFF), batch, None)
+    graph = StepGraph(step_model(make_model(model)), batch, None)
     graph.compute()
     assert graph.logits_BV.isfinite().all()
     assert not batch.kept_B().any()

@@ -14,19 +14,17 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.sparse_attention import KeyLists
 from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.session import Session
 from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.model.unstored import unstored_manifest
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.steps.attention.cluster_selection import ClusterSelection
-from decode_engine.steps.attention.dense_steps import DenseSteps
-from decode_engine.steps.attention.listed_steps import ListedSteps
-from decode_engine.steps.attention.registry import step_attention_for
-from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
+from decode_engine.steps.attention.listed_steps import DenseSteps, ListedSteps
+from decode_engine.steps.attention.selections import ClusterSelection
+from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
 from decode_engine.steps.attention.step_batch import STEP_COUNTS, StepBatch, step_counts
-from decode_engine.steps.attention.step_parts import KeySelection
+from decode_engine.steps.batch_kinds import step_attention_for
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import INDEX_SPECS, Method

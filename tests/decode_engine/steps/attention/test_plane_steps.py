@@ -14,17 +14,15 @@ import torch
 from torch import Tensor
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
-from decode_engine.host_search.workers import SearchThreads
+from decode_engine.host_search.mailbox import SearchThreads
 from decode_engine.kernels import records
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.settings.command_options import Compilation
-from decode_engine.steps.attention.coarse_steps import CoarseSelection
-from decode_engine.steps.attention.hybrid_steps import slot_cache
-from decode_engine.steps.attention.registry import step_attention_for
-from decode_engine.steps.batch_kinds import BatchKinds
-from decode_engine.steps.step_model import step_model
+from decode_engine.steps.attention.listed_steps import slot_cache
+from decode_engine.steps.attention.selections import CoarseSelection
+from decode_engine.steps.batch_kinds import BatchKinds, step_attention_for
+from decode_engine.steps.step_graph import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.memory.placement import Placement, slot_bytes
 from index_store.memory.resident import ResidentContext
@@ -82,7 +80,7 @@ def begin(runner: ModelRunner, contexts: list[ResidentContext], method: Method) 
 
 
 def make_stepper(runner: ModelRunner, threads: SearchThreads | None = None) -> Stepper:
-    model = step_model(runner.model, Compilation.OFF)
+    model = step_model(runner.model)
     return Stepper(model, runner.identity, torch.float32, torch.device("cpu"), searching=threads)
 
 

@@ -14,8 +14,7 @@ from decode_engine.kernels.slots.slot_cache import SlotCache
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.settings.command_options import Compilation
-from decode_engine.steps.step_model import step_model
+from decode_engine.steps.step_graph import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
@@ -66,7 +65,7 @@ def begin(runner: ModelRunner, contexts: list[ResidentContext], method: Method) 
 
 def make_stepper(runner: ModelRunner) -> Stepper:
     weights = next(runner.model.parameters())
-    model = step_model(runner.model, Compilation.OFF)
+    model = step_model(runner.model)
     return Stepper(model, runner.identity, weights.dtype, weights.device)
 
 

@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
-from decode_engine.kernels.attention.partials import merge_partials_reference
-from decode_engine.kernels.attention.row_groups import Seat
+from decode_engine.kernels.attention.online_softmax import merge_partials_reference
+from decode_engine.kernels.attention.shared_attention import Seat
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.settings.command_options import Compilation
-from decode_engine.steps.attention import dense_steps
-from decode_engine.steps.attention.dense_steps import DenseSteps
-from decode_engine.steps.step_model import step_model
+from decode_engine.steps.attention import listed_steps as dense_steps
+from decode_engine.steps.attention.listed_steps import DenseSteps
+from decode_engine.steps.step_graph import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
@@ -45,9 +44,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 def stepper(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> Stepper:
     # The interpreter takes long for its many programs, which have tests of their own.
     monkeypatch.setattr(dense_steps, "merge_partials", merge_partials_reference)
-    return Stepper(
-        step_model(runner.model, Compilation.OFF), runner.identity, torch.float32, torch.device("cpu")
-    )
+    return Stepper(step_model(runner.model), runner.identity, torch.float32, torch.device("cpu"))
 
 
 def make_contexts(runner: ModelRunner, lengths: Sequence[int]) -> list[ResidentContext]:

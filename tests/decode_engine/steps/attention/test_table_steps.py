@@ -14,11 +14,11 @@ from torch import Tensor
 from decode_engine.kernels import records
 from decode_engine.kernels.records import records_of
 from decode_engine.kernels.tables.reference import TableSequence, attend_exactly, kept_mask
-from decode_engine.kernels.tables.table_context import TableContext, padded_rows
+from decode_engine.kernels.tables.sizes import TableContext, padded_rows
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.listed_steps import ListedSteps
+from decode_engine.steps.attention.selections import TableSelection
 from decode_engine.steps.attention.step_attention import StepPlan
-from decode_engine.steps.attention.table_steps import TableSelection
 from index_store.errors import MethodUnsupportedError
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import INDEX_SPECS, Method

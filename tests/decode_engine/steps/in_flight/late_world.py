@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.row_groups import HEADER
+from decode_engine.kernels.attention.shared_attention import HEADER
 from decode_engine.kernels.device_queue import DeviceQueue
 from decode_engine.layers.session import Session
-from decode_engine.steps import operator
-from decode_engine.steps.attention.dense_steps import DenseSteps
+from decode_engine.steps.attention.listed_steps import DenseSteps
+from decode_engine.steps.attention.step_batch import StepBatch
 from decode_engine.steps.stepper import Stepper
 from index_store.indexes.interface.layer_index import Do, do_now
 from index_store.memory.resident import ResidentContext
@@ -155,9 +155,8 @@ class World:
             found.append(told_logits(session.context.manifest.token_count, tail, ())[None])
         return found
 
-    def model(self, tokens_B1: Tensor, positions_B1: Tensor, number: Tensor) -> Tensor:
+    def model(self, tokens_B1: Tensor, positions_B1: Tensor, batch: StepBatch) -> Tensor:
         """A step of the device, whenever that comes to it."""
-        batch = operator._live[int(number)]
         logits_BV = torch.zeros(len(tokens_B1), VOCABULARY)
         used = []
         for row, record in enumerate(batch._records_LBF[0].tolist()):

@@ -10,12 +10,11 @@ import torch
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.stepping import Flight
-from decode_engine.host_search.workers import SearchThreads
+from decode_engine.host_search.mailbox import SearchThreads
 from decode_engine.layers.session import Session
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.steps.batches import Part, PartStep
 from decode_engine.steps.step_graph import StepGraph
-from decode_engine.steps.stepper import Stepper
+from decode_engine.steps.stepper import Part, PartStep, Stepper
 from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod

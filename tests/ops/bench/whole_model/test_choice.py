@@ -14,7 +14,6 @@ import pytest
 
 from decode_engine.engine.sampling.edits_triton import read_logprob
 from decode_engine.model.method_choice import StepCosts, StepTime, label
-from decode_engine.settings.command_options import Compilation
 from decode_engine.steps import step_graph
 from decode_engine.steps.stepper import Stepper
 from index_store.memory.placement import Placement
@@ -81,7 +80,7 @@ def bench(without_gpu: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def rows(bench: ModuleType, run: Run) -> tuple[Sequence[dict[str, Any]], int]:
-    found, code, _ = run(bench, shape="40x2@1", turns=5, layers=1, compilation=Compilation.OFF, alike=1.0)
+    found, code, _ = run(bench, shape="40x2@1", turns=5, layers=1, alike=1.0)
     return found, code
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import typer
 
-from decode_engine.settings.command_options import Compilation
 from index_store.memory.placement import Placement
 from tests.ops.bench.conftest import FOLDER, Run, load_bench
 from tests.support.tiny_model import IDENTITY, make_model
@@ -63,7 +62,7 @@ def lines(bench: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the command over a tiny model, all but what only a GPU's clocks tell; returns its lines and exit code."""
     wide = replace(IDENTITY, layers=2, query_heads=2, kv_heads=1, head_dim=64)
     for name, value in {
-        "make_model": lambda layers, fused: (make_model(wide), wide),
+        "make_model": lambda layers: (make_model(wide), wide),
         "copy_bandwidth": lambda: 1e9,
         "event_ms": lambda work: 1.0,
         "eager_ms": lambda graph: 2.0,
@@ -73,7 +72,7 @@ def lines(bench: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def of(methods: str, placement: Placement, trained: bool = False) -> tuple[list[dict[str, Any]], int]:
         found, code, _ = run(
-            bench, methods=methods, shapes="400x2" if trained else "400x1", layers=2, compilation=Compilation.OFF,
+            bench, methods=methods, shapes="400x2" if trained else "400x1", layers=2,
             placement=placement, host_gb=1e-3, turns=2, trained=trained,
         )  # fmt: skip
         return found, code

@@ -12,8 +12,7 @@ import typer
 from harness.made_up import contexts
 from harness.steps import captured_steps
 
-from decode_engine.settings.command_options import Compilation
-from decode_engine.steps.step_model import step_model
+from decode_engine.steps.step_graph import step_model
 from index_store.memory.placement import USUAL_ROOM
 from index_store.methods.presets import get_method
 from index_store.store.description.dtypes import AS_DTYPE, INT8
@@ -71,7 +70,7 @@ def figures(
     listed = [bench.Case.parse(text) for text in cases.split(",")]
     methods = bench.methods_of(listed)
     ranges = contexts.make_ranges(gigabytes, methods)
-    runs = bench.Bench(model, step_model(model, Compilation.OFF), 1, 2, 60.0)
+    runs = bench.Bench(model, step_model(model), 1, 2, 60.0)
 
     def make() -> Any:
         return contexts.PlacedContexts(

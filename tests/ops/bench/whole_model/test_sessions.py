@@ -11,7 +11,7 @@ import typer
 
 from decode_engine.engine.session_memory import session_bytes
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.steps.attention.cluster_selection import device_clusters
+from decode_engine.steps.attention.selections import device_clusters
 from index_store.memory.context_loading import placed_bytes
 from index_store.memory.placement import MemoryBytes, Placement
 from index_store.methods.method import INDEX_SPECS

@@ -16,8 +16,7 @@ from decode_engine.kernels.slots.slot_cache import SlotCache
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context, warm_method
-from decode_engine.settings.command_options import Compilation
-from decode_engine.steps.step_model import step_model
+from decode_engine.steps.step_graph import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.memory.arena import Arena
 from index_store.memory.placement import MemoryBytes, Placement
@@ -57,7 +56,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 def make_stepper(runner: ModelRunner) -> Stepper:
     weights = next(runner.model.parameters())
-    model = step_model(runner.model, Compilation.OFF)
+    model = step_model(runner.model)
     return Stepper(model, runner.identity, weights.dtype, weights.device)
 
 

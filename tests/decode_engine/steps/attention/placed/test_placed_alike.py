@@ -13,19 +13,18 @@ import torch
 from torch import Tensor
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
-from decode_engine.host_search.workers import SearchThreads
+from decode_engine.host_search.mailbox import SearchThreads
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.sparse_attention import KeyLists
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.attention.host_steps import HostSteps, HostTableSelection
-from decode_engine.steps.attention.hybrid_steps import HybridSteps
-from decode_engine.steps.attention.registry import step_attention_for
+from decode_engine.steps.attention.listed_steps import HybridSteps
+from decode_engine.steps.attention.selections import TableSelection
 from decode_engine.steps.attention.step_attention import StepPlan
-from decode_engine.steps.attention.table_steps import TableSelection
-from decode_engine.steps.step_model import step_model
+from decode_engine.steps.batch_kinds import step_attention_for
+from decode_engine.steps.step_graph import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.memory.placement import Placement
 from index_store.methods.method import Method
@@ -55,7 +54,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 def make_stepper(runner: ModelRunner, threads: SearchThreads) -> Stepper:
     weights = next(runner.model.parameters())
-    model = step_model(runner.model, Compilation.OFF)
+    model = step_model(runner.model)
     return Stepper(model, runner.identity, weights.dtype, weights.device, searching=threads)
 
 

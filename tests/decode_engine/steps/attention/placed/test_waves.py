@@ -13,18 +13,16 @@ import torch
 from torch import Tensor
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
-from decode_engine.host_search.mailbox import Mailbox
+from decode_engine.host_search.mailbox import Mailbox, SearchThreads
 from decode_engine.host_search.mailbox_triton import await_lists
 from decode_engine.host_search.shared_search_numba import COUNT_BITS
-from decode_engine.host_search.workers import SearchThreads
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.key_lists import KeyLists
+from decode_engine.kernels.attention.sparse_attention import KeyLists
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
-from decode_engine.settings.command_options import Compilation
 from decode_engine.steps.attention.host_steps import HostSteps
-from decode_engine.steps.step_model import step_model
+from decode_engine.steps.step_graph import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.errors import InvalidArgumentError
 from index_store.memory.placement import Placement
@@ -104,7 +102,7 @@ def step_logits(runner: ModelRunner, waves: int) -> tuple[Tensor, list[tuple[int
             runner.forward([session], [[5 + row, 9]])
         weights = next(runner.model.parameters())
         stepper = Stepper(
-            step_model(runner.model, Compilation.OFF),
+            step_model(runner.model),
             runner.identity,
             weights.dtype,
             weights.device,
@@ -116,7 +114,7 @@ def step_logits(runner: ModelRunner, waves: int) -> tuple[Tensor, list[tuple[int
         graph = stepper.graph(sessions)
         steps = [each for each in graph.batch.attentions if isinstance(each, HostSteps)]
         assert [len(each.selection.waves) for each in steps] == [waves]
-        fetched = [tuple(pair) for each in steps for pair in each.fetched_B2()[: len(sessions)].tolist()]
+        fetched = [tuple(pair) for each in steps for pair in each.rows.found_B2()[: len(sessions)].tolist()]
         return graph.logits_BV[: len(sessions)].float().cpu().clone(), fetched
     finally:
         threads.close()

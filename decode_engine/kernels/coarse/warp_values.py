@@ -1,4 +1,4 @@
-"""The kernel of `coarse_pass` for coded values, by the weights that `warp_pass` left, and for exact rows.
+"""The launch that goes over coded values, by the weights that `warp_pass` left, and over exact rows.
 
 Some programs of a row attend to exact rows, the others to coded values meanwhile: either would wait more than it works.
 Both share out what all segments together have, evenly, whatever one of them has. Which tiles are read is known before,
@@ -14,19 +14,22 @@ for values.
 
 from __future__ import annotations
 
+import triton
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from decode_engine.kernels import records
-from decode_engine.kernels.coarse.warp.tiles.byte_sums import (
-    add_pending,
-    no_sums_yet,
-    nothing_pending,
-    values_of,
-)
-from decode_engine.kernels.coarse.warp.tiles.channel_places import (
+from decode_engine.kernels.attention.online_softmax import LOG2E, Partials
+from decode_engine.kernels.attention.sparse_attention import KeyLists
+from decode_engine.kernels.coarse.registers import (
+    LEFT,
+    OF_ROWS,
+    RESULT,
+    RIGHT,
     as_planes,
+    as_right,
     bits_of,
     channels_of,
     key_row_layout,
@@ -35,29 +38,38 @@ from decode_engine.kernels.coarse.warp.tiles.channel_places import (
     value_places,
     value_row_layout,
 )
-from decode_engine.kernels.coarse.warp.tiles.operands import LEFT, OF_ROWS, RESULT, RIGHT, as_right
-from decode_engine.kernels.coarse.warp.tiles.value_tiles import (
+from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork
+from decode_engine.kernels.coarse.value_tiles import (
+    add_pending,
     add_values,
+    no_sums_yet,
     no_values_yet,
+    nothing_pending,
     store_sums,
     value_layout,
+    values_of,
     weight_layout,
 )
-from decode_engine.kernels.coarse.warp.warp_findings import LANES, copy_weights, new_weights_ring
-from decode_engine.kernels.coarse.warp.warp_pass import reference_weights
-from decode_engine.kernels.coarse.warp.warp_records import (
+from decode_engine.kernels.coarse.warp_pass import (
+    LANES,
+    copy_weights,
+    new_weights_ring,
+    reference_weights,
+    tiles_together,
+    weigh_keys,
+    what_passes,
+)
+from decode_engine.kernels.coarse.warp_reads import (
+    copy_tile,
+    end_of_copies,
     let_next_begin,
+    new_ring,
     number,
     value_codes,
     wait_alone,
-)
-from decode_engine.kernels.coarse.warp.warp_rings import (
-    copy_tile,
-    end_of_copies,
-    new_ring,
     wait_for_copies,
 )
-from decode_engine.kernels.coarse.warp.warp_scores import tiles_together
+from decode_engine.kernels.launches import chained
 
 _KEYS, _FIRST, _END, _TAIL_KEYS, _KV, _TAIL = (
     gl.constexpr(field)
@@ -498,3 +510,58 @@ def values_kernel(
         peaks = reference_weights(normalisers_ptr, row, searches, X, GROUP, 1)
     place = row.to(gl.int64) * slots + slot
     store_state(sums_ptr, peaks_ptr, totals_ptr, (sums, total, peaks), place, X, GROUP, DIM, VALUE_BITS)
+
+
+def attend_all(
+    q_BHGD: Tensor,
+    records_BF: Tensor,
+    sizes: CoarseSizes,
+    work: CoarseWork,
+    lists: KeyLists,
+    partials: Partials,
+) -> None:
+    """A whole step's attention, into sizes.slots(B * H) slots of `partials`.
+
+    To the keys that the cuts keep, sinks, recent window and tail exactly, to all others by their codes; `lists` gets
+    those that are kept. For queries, keys and values in bfloat16.
+    """
+    weigh_keys(q_BHGD, records_BF, sizes, work, lists)
+    attend_others(q_BHGD, records_BF, sizes, work, lists, partials, exact=True)
+
+
+def attend_others(
+    q_BHGD: Tensor,
+    records_BF: Tensor,
+    sizes: CoarseSizes,
+    work: CoarseWork,
+    lists: KeyLists,
+    partials: Partials,
+    *,
+    exact: bool = False,
+) -> None:
+    """Coarse attention to all keys of the searched range that `weigh_keys` has not listed, into the first slots.
+
+    exact: the first programs attend to everything else exactly, and sizes.slots(B * H) slots are filled.
+    """
+    rows, segments = q_BHGD.shape[0] * sizes.kv_heads, lists.counts_RP.shape[1]
+    shares = sizes.exact_programs(rows) if exact else 0
+    values_kernel[(shares + sizes.value_programs(rows), rows)](
+        *what_passes(q_BHGD, records_BF, work, lists),
+        partials.sums_RSGD,
+        partials.peaks_RSG,
+        partials.totals_RSG,
+        sizes.head_dim**-0.5 * LOG2E,
+        segments,
+        shares,
+        sizes.width(rows),
+        partials.peaks_RSG.shape[1],
+        VALUE_BITS=sizes.value_bits,
+        VALUE_GROUPS=sizes.value_groups,
+        EXACT=exact,
+        AHEAD=sizes.shape.values_ahead,
+        SEGMENTS=max(32, triton.next_power_of_2(segments)),
+        TILE=sizes.tile,
+        **sizes.constants(),
+        **sizes.launch(keys=False),
+        **chained(q_BHGD.device),
+    )

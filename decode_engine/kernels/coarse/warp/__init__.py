@@ -1,1 +1,0 @@
-"""Kernels over coarse copies, of which each program is one warp."""

@@ -1,1 +1,0 @@
-"""Coded keys and values, and rows, as tensor cores take them, in the registers of one warp."""
