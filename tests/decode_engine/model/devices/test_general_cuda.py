@@ -46,8 +46,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Coarse copies are searched on the host as on a device: its own loops round queries and weights to 8 bits."""
-    for file in ("scored_codes", "index"):
-        monkeypatch.setattr(f"index_store.indexes.coarse_rows.{file}.on_host", lambda _: False)
+    monkeypatch.setattr("index_store.indexes.coarse_rows.index.on_host", lambda _: False)
 
 
 def on_gpu(spec: IndexSpec, index: LayerIndex, kv_HN2D: Tensor) -> LayerIndex:

@@ -172,7 +172,7 @@ def test_a_name_moves_to_a_new_edition(client: Client, worker: QueueWorker) -> N
 def test_an_order_without_a_worker_says_so(
     client: Client, shop: Library, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("WARNING", "decode_engine.rpc.creation"):
+    with caplog.at_level("WARNING", "decode_engine.rpc"):
         order = client.create_context(document("alone"), wait=False)
     assert (order.phase, order.jobs_ahead) == ("queued", 0)
     assert "no worker makes contexts of model 'model' now" in order.waiting_reason
