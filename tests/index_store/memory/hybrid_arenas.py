@@ -44,7 +44,7 @@ def check_contents(
 ) -> None:
     """Every tensor is there, bit for bit. rows, tables: where. padded: rows of int8 begin at multiples of 256 bytes."""
     assert resident.manifest == context.manifest
-    assert torch.equal(resident.tokens(), context.tokens)
+    assert torch.equal(resident.tokens().cpu(), context.tokens)
     for layer in range(3):
         kv = resident.kv(layer)
         assert (kv.is_contiguous(), kv.dtype, kv.device.type) == (True, context.kv.dtype, rows.type)
