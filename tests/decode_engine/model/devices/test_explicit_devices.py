@@ -26,15 +26,13 @@ HEADS, GROUP, DIM, COUNT, PROMPT, STEPS = 2, 3, 16, 400, 45, 4
 KERNELS = (
     "selection.remainders_numba",
     "selection.collect_numba",
-    "selection.searchable_numba",
     "selection.top_k_numba",
     "indexes.key_clusters.tree_numba",
     "indexes.product_codes.search_numba",
-    "indexes.query_tables.lists_numba",
     "indexes.query_tables.search_numba",
 )
 
-ROUNDING_KERNELS = ("indexes.coarse_rows.scored_codes", "indexes.coarse_rows.index")
+ROUNDING_KERNELS = ("indexes.coarse_rows.index",)
 """Where loops are chosen that round to 8 bits, which no device does: there is nothing to compare them with here."""
 
 EXPRESSIONS = [
