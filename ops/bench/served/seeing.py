@@ -3,13 +3,14 @@
 usage: python ops/bench/served/seeing.py [--streams 64] [--tokens 2048] [--answer-tokens 32] [--turns 40]
        [--method refined] 2>/dev/null
 
-Makes one context and starts servers over it that differ in what is seen of them: `plain`, nothing; `seen`, with
-`--metrics`, spans to a collector that reads them and drops them, and a JSON line for every request; `audited`, with
-`--audit-share .01` alone. In each turn every server is asked by as many streams over HTTP, one server after the other,
-in an order that turns. A turn that is not counted comes before.
+Makes one context and starts servers over it that differ in what is seen of them: `plain`, nothing; `alike`, nothing
+either, by which two servers that are alike differ; `seen`, with `--metrics`, spans to a collector that reads them and
+drops them, and a JSON line for every request; `audited`, with `--audit-share .01` alone. In each turn every server is
+asked by as many streams over HTTP, one server after the other, in an order that turns. A turn that is not counted comes
+before.
 
-One line for each of `seen` and `audited`: `ratio` is the mean over all turns of its tokens a second by those of `plain`
-in the same turn, `se` the standard error of that mean; `tokens_per_s` are medians. Servers, collector and clients share
+One line for each of the others: `ratio` is the mean over all turns of its tokens a second by those of `plain` in the
+same turn, `se` the standard error of that mean; `tokens_per_s` are medians. Servers, collector and clients share
 the machine: on one with few cores all of them are part of the cost. Run it from the root of the repository, on a
 machine that has nothing else to do.
 """
@@ -41,6 +42,7 @@ from decode_engine.evaluation.tasks import parse_length
 
 CASES: Mapping[str, Sequence[str]] = {
     "plain": (),
+    "alike": (),
     "seen": ("--metrics", "127.0.0.1:0", "--log-level", "info"),
     "audited": ("--audit-share", "0.01"),
 }

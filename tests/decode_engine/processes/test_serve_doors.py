@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
+import logging
 import os
+import random
 import select
 import signal
 import socket
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,6 +32,8 @@ from tests.decode_engine.conftest import Library
 from tests.decode_engine.rpc.turns.test_stopping import Server, Streams, serving
 
 ENGINE, DOOR = b"engine_process", b"door_process"
+
+logger = logging.getLogger(__name__)
 
 
 def children(pid: int, what: bytes) -> list[int]:
@@ -186,3 +194,119 @@ def test_all_end_with_a_server_that_is_killed(library: Library, lamp: str) -> No
         assert len(ends) == 3
         server.process.kill()
         assert all(end.wait(60) for end in ends)
+
+
+KILLS, CROWD = 100, 64
+
+
+class Crowd:
+    """Clients of both kinds that ask again and again, half of them each, and note how every answer ends."""
+
+    def __init__(self, ready: dict[str, str], model: Path, context: str) -> None:
+        self._ready, self._model, self._context = ready, model, context
+        self._stopped = threading.Event()
+        self._begun: dict[int, float] = {}
+        self.texts: set[str] = set()
+        self.ends: Counter[str] = Counter()
+        self.longest_s = 0.0
+        self._noting = threading.Lock()
+        self._threads = [
+            threading.Thread(
+                target=self._ask_on, args=(each, (self._by_grpc, self._by_http)[each % 2]), daemon=True
+            )
+            for each in range(CROWD)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask_on(self, number: int, ask: Callable[[], tuple[str, str]]) -> None:
+        while not self._stopped.is_set():
+            begun = self._begun[number] = time.monotonic()
+            try:
+                end, text = ask()
+            except SparseKVError as error:
+                end, text = error.reason, ""
+            except (OSError, http.client.HTTPException):
+                end, text = "connection", ""
+            with self._noting:
+                self.ends[end] += 1
+                self.texts |= {text} if text else set()
+                self.longest_s = max(self.longest_s, time.monotonic() - begun)
+            if end != "answered":
+                self._stopped.wait(0.2)
+
+    def _by_grpc(self) -> tuple[str, str]:
+        with Client(self._ready["address"]) as client:
+            asked = client.generate(self._context, text="Who?", max_tokens=48, method="full", temperature=0)
+            return "answered", "".join(part.text for part in asked)
+
+    def _by_http(self) -> tuple[str, str]:
+        connection = http.client.HTTPConnection(self._ready["url"].removeprefix("http://"), timeout=120)
+        body = {
+            "model": self._model.name,
+            "prompt": "Who?",
+            "max_tokens": 48,
+            "stream": True,
+            "temperature": 0,
+        }
+        body |= {"context": self._context.removeprefix("contexts/"), "method": "full"}
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(body))
+            response = connection.getresponse()
+            events = [line[6:].strip() for line in response if line.startswith(b"data: ")]
+        finally:
+            connection.close()
+        if response.status != 200:
+            return f"status {response.status}", ""
+        told = [json.loads(event) for event in events if event != b"[DONE]"]
+        for error in (each["error"] for each in told if "error" in each):
+            return error["code"].upper(), ""
+        assert events[-1] == b"[DONE]", "a stream ended without saying so"
+        return "answered", "".join(each["choices"][0]["text"] for each in told if each["choices"])
+
+    def count(self) -> int:
+        """Answers that came whole."""
+        with self._noting:
+            return self.ends["answered"]
+
+    def stop(self) -> None:
+        """Fails where a client still waits."""
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(120)
+        assert not any(thread.is_alive() for thread in self._threads), "a stream hangs"
+
+
+@pytest.mark.nightly
+def test_a_hundred_kills_under_sixty_four_streams(library: Library, lamp: str) -> None:
+    """Of doors and the engine: what was acknowledged stays, every stream ends with a true reason, and others go on."""
+    chosen, times = random.Random(7), {ENGINE: list[float](), DOOR: list[float]()}
+    limits = ("--max-sessions", "64", "--max-waiting", "64", "--max-client-requests", "128")
+    with serving(library, "--no-warm-up", "--doors", "2", *limits) as server:
+        ready = server.wait_until_served()
+        first = answer(ready["address"], lamp)
+        crowd = Crowd(ready, library.model, lamp)
+        for kill in range(KILLS):
+            with Client(ready["address"]) as client:
+                until_answered(lambda: client.update_context(lamp, labels={"kill": str(kill)}).name)  # noqa: B023
+            what = chosen.choice((ENGINE, DOOR, DOOR))
+            pids, whole = children(server.process.pid, what), crowd.count()
+            if not pids:
+                continue  # it is being started again
+            os.kill(chosen.choice(pids), signal.SIGKILL)
+            begun = time.monotonic()
+            assert until_answered(lambda: answer(ready["address"], lamp)) == first
+            times[what].append(time.monotonic() - begun)
+            with Client(ready["address"]) as client:
+                assert until_answered(lambda: client.get_context(lamp).labels["kill"]) == str(kill)
+            while crowd.count() < whole + CROWD:
+                assert server.process.poll() is None
+                threading.Event().wait(0.05)
+        crowd.stop()
+        medians = {what.decode(): sorted(found)[len(found) // 2] for what, found in times.items()}
+        longest = max(map(max, times.values()))
+        logger.info("%s, served again after %s s, longest %.1f s", crowd.ends, medians, longest)
+    assert len(crowd.texts) == 1
+    true = {"answered", "ENGINE_CRASHED", "connection", "UNREACHABLE", "NOT_READY", "status 503"}
+    assert set(crowd.ends) <= true, crowd.ends
+    assert crowd.longest_s < 60
