@@ -314,8 +314,8 @@ def bounded_receive(receive: Receive, most_bytes: int, seconds: float) -> Receiv
             async with asyncio.timeout(min(_BODY_S, until - time.monotonic())):
                 message = await receive()
         except TimeoutError as error:
-            said = f"the body did not arrive within {seconds:g} s; send it with the request"
-            raise HttpError(408, said, "body_too_late") from error
+            late = f"nothing of the body came for {_BODY_S:g} s, or not all of it in {seconds:g} s"
+            raise HttpError(408, f"{late}; send it with the request", "body_too_late") from error
         total += len(message.get("body", b""))
         if total > most_bytes:
             raise _too_large(most_bytes)

@@ -51,7 +51,7 @@ from sparsekv.v1 import context_pb2, context_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-_COLLECTION = "operations/"
+_COLLECTION, _OPERATIONS = "operations/", ("operations",)
 _MAX_WARMING = 8
 """Calls that load contexts ahead of need, at once: each holds a thread while it waits."""
 _MAX_ORDERING = 8
@@ -155,11 +155,13 @@ class Library:
         all_entries = self.workshop.queue.entries()
         entries = sorted(all_entries, key=_place)
         if request.page_token:
-            age, id_ = self.pager.read(request.page_token)
+            age, id_ = self.pager.read(request.page_token, _OPERATIONS)
             last = float(age), id_
             entries = [entry for entry in entries if _place(entry) > last]
         shown = entries[:size]
-        token = self.pager.token(*map(str, _place(shown[-1]))) if len(entries) > size else ""
+        token = ""
+        if len(entries) > size:
+            token = self.pager.token([*map(str, _place(shown[-1]))], _OPERATIONS)
         return operations_pb2.ListOperationsResponse(
             operations=[self.operation(entry, all_entries) for entry in shown], next_page_token=token
         )

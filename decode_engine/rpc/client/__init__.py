@@ -41,3 +41,10 @@ from sparsekv.v1.values import (
 
 AsyncBatch = Batch
 """The same for coroutines: `async with` and `async for`."""
+
+__all__ = ["NEVER", "Alternative", "AsyncBatch", "AsyncClient", "AsyncGeneration", "Batch", "BatchItem"]
+__all__ += ["Client", "ContextChanges", "ContextInfo", "ContextPage", "CreateOptions", "Credentials"]
+__all__ += ["Explanation", "GenerateOptions", "Generation", "IndexInfo", "Keep", "LayersLooked", "Look"]
+__all__ += ["MethodInfo", "MethodList", "Never", "OperationInfo", "Piece", "SelectionFigures", "ServerHealth"]
+__all__ += ["ServerStatus", "Summary", "Timings", "TokenLogprob", "TokenizedText", "ToolCallPart"]
+__all__ += ["UploadInfo", "Usage", "Waiting", "WarmResult", "calls_of"]

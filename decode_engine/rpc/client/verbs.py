@@ -263,26 +263,34 @@ def _conversation(
         messages=[
             message(
                 conversation_pb2.Message,
+                f"messages[{number}].",
                 role=each.role.name,
                 content=each.content,
                 name=each.name,
                 tool_calls=[
-                    message(conversation_pb2.ToolCall, id=one.id, name=one.name, arguments_json=one.arguments)
+                    message(
+                        conversation_pb2.ToolCall,
+                        f"messages[{number}].tool_calls.",
+                        id=one.id,
+                        name=one.name,
+                        arguments_json=one.arguments,
+                    )
                     for one in each.tool_calls
                 ],
                 tool_call_id=each.tool_call_id,
             )
-            for each in messages
+            for number, each in enumerate(messages)
         ],
         tools=[
             message(
                 conversation_pb2.Tool,
+                f"tools[{number}].",
                 name=tool.name,
                 description=tool.description,
                 parameters_json=tool.parameters,
                 strict=tool.strict,
             )
-            for tool in tools
+            for number, tool in enumerate(tools)
         ],
     )
 
@@ -291,10 +299,10 @@ def _content(content: Content) -> dict[str, Any]:
     return {"text": content} if isinstance(content, str) else {"messages": _conversation(content)}
 
 
-def message(kind: type[MessageT], **fields: Any) -> MessageT:
+def message(kind: type[MessageT], within: str = "", /, **fields: Any) -> MessageT:
     """A message of the fields that are not None; one text where there may be several is a list of it.
 
-    Raises InvalidArgumentError that names a field which does not fit.
+    Raises InvalidArgumentError that names a field which does not fit, `within` before it.
     """
     made = kind()
     for name, value in fields.items():
@@ -307,7 +315,7 @@ def message(kind: type[MessageT], **fields: Any) -> MessageT:
             given = [given] if texts and isinstance(given, str) else given
             made.MergeFrom(kind(**{name: given}))
         except (ValueError, TypeError, OverflowError) as error:
-            raise _unfit(name, value, error) from error
+            raise _unfit(within + name, value, error) from error
     return made
 
 

@@ -396,7 +396,7 @@ def find_context(store: Store, request: context_pb2.GetContextRequest, model: st
 
 
 class Pager:
-    """Cuts lists of contexts into pages. Tokens are valid for pagers with the same key."""
+    """Cuts lists of contexts into pages. Tokens are valid for pagers with the same key, and for one list."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -413,7 +413,10 @@ class Pager:
             raise InvalidArgumentError(f"page_size is {size}, expected 0 or more", field="page_size")
         size = min(size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
         fits, order = parse_filter(request.filter), parse_order(request.order_by)
-        last = self._last(request.page_token, asked) if request.page_token else None
+        last: Key | None = None
+        if request.page_token:
+            values, (broken, age, id_) = self.read(request.page_token, asked)
+            last = tuple(values), (broken, age, id_)
         rows = (
             row_of(entry, expired=isinstance(entry, Manifest) and store.expired(entry))
             for entry in store.entries()
@@ -429,13 +432,13 @@ class Pager:
                 continue
         return page, token
 
-    def token(self, *said: object) -> str:
-        """A token that only `read` makes something of."""
-        payload = json.dumps(said).encode()
+    def token(self, place: object, of: tuple[str, ...]) -> str:
+        """A token that only `read` makes something of. of: what the list was asked by, no two lists the same."""
+        payload = json.dumps((place, of)).encode()
         return base64.urlsafe_b64encode(self._sign(payload) + payload).decode()
 
-    def read(self, token: str) -> Any:
-        """What a token says. Raises InvalidArgumentError for one of another origin."""
+    def read(self, token: str, of: tuple[str, ...]) -> Any:
+        """The place in a list. Raises InvalidArgumentError for a token of another origin or another list."""
         try:
             raw = base64.b64decode(token.encode("ascii"), altchars=b"-_", validate=True)
         except (binascii.Error, UnicodeEncodeError):
@@ -447,17 +450,14 @@ class Pager:
                 "pass next_page_token of the previous page unchanged, or start again without one",
                 field="page_token",
             )
-        return json.loads(payload)
-
-    def _last(self, token: str, asked: tuple[str, str]) -> Key:
-        (values, (broken, age, id_)), of = self.read(token)
-        if tuple(of) != asked:
+        place, was_of = json.loads(payload)
+        if tuple(was_of) != of:
             raise InvalidArgumentError(
                 "page_token is of a list with another filter or order_by; pass the same as for the previous page, or "
                 "start again without a token",
                 field="page_token",
             )
-        return tuple(values), (broken, age, id_)
+        return place
 
     def _sign(self, payload: bytes) -> bytes:
         return hmac.digest(self._key, payload, hashlib.sha256)[:_SIGNATURE_BYTES]

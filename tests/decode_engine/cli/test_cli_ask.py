@@ -23,7 +23,7 @@ from decode_engine.settings.config import ServeConfig
 from index_store.cli.options import Spelled, options_of
 from index_store.errors import InvalidArgumentError
 from index_store.memory.devices import context_device, default_budget, memory_budget, pick_device
-from index_store.memory.placement import MemoryBytes
+from index_store.memory.placement import USUAL_ROOM, MemoryBytes
 from index_store.models.conversation.messages import Message, Role
 from tests.decode_engine.cli.conftest import Run
 from tests.decode_engine.conftest import Library
@@ -459,12 +459,18 @@ def test_loopback() -> None:
     assert not any(is_loopback(address) for address in ("0.0.0.0:1", "[::]:1", "10.0.0.1:1"))
 
 
+def test_slots_are_as_many_as_contexts_have_otherwise() -> None:
+    assert ServeConfig(Path(), "reader").slot_share == USUAL_ROOM.share
+
+
 def test_auto_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device("auto").type == pick_device("cpu").type == "cpu"
     for refuse in (pick_device, lambda name: ServeConfig(Path(), "reader", device=name).check_devices()):
         with pytest.raises(InvalidArgumentError, match="--device is cuda, but torch sees no CUDA device"):
             refuse("cuda")
+        with pytest.raises(InvalidArgumentError, match="--device is 'cuda:0', expected auto, cpu or cuda"):
+            refuse("cuda:0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert pick_device("auto").type == pick_device("cuda").type == "cuda"
     assert pick_device("cpu").type == "cpu"

@@ -27,12 +27,9 @@ from tests.support.serving.service import LONG, wait_until
 
 WINDOW = "30s"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (shutil.which("prometheus") and shutil.which("promtool")), reason="needs prometheus and promtool"
-    ),
-]
+has_prometheus = pytest.mark.skipif(
+    not (shutil.which("prometheus") and shutil.which("promtool")), reason="needs prometheus and promtool"
+)
 
 SCRAPES = """
 global: {{scrape_interval: 1s, evaluation_interval: 1s}}
@@ -101,6 +98,8 @@ def expressions() -> list[str]:
     ]
 
 
+@pytest.mark.slow
+@has_prometheus
 def test_every_panel_has_data_under_load(prometheus: str) -> None:
     def is_there() -> bool:
         with suppress(OSError):
@@ -121,6 +120,8 @@ def test_every_panel_has_data_under_load(prometheus: str) -> None:
     assert left == []
 
 
+@pytest.mark.slow
+@has_prometheus
 def test_rules_and_metrics_are_accepted(prometheus: str) -> None:
     with urllib.request.urlopen(f"{prometheus}/api/v1/rules", timeout=60) as answer:
         (group,) = json.load(answer)["data"]["groups"]

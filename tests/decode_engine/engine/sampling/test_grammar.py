@@ -337,6 +337,7 @@ def test_answers_satisfy_what_was_sent(schema: dict[str, Any]) -> None:
         ({"type": "string", "pattern": "^(?=a)b"}, "looks ahead or behind"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf is supported where"),
         ({"type": "object", "patternProperties": {"^a": {}, "^ab": {}}}, "not disjoint"),
+        ({"$ref": "http://example.com/schema"}, "http://example.com/schema"),  # which nobody fetches
     ],
 )
 def test_what_is_not_supported_is_refused_by_its_name(schema: dict[str, Any], words: str) -> None:

@@ -62,6 +62,22 @@ def test_another_thread_cancels_what_one_reads(scripted: Server) -> None:
     generation.cancel()
 
 
+def test_another_task_cancels_what_one_reads(scripted: Server) -> None:
+    servicer, client = scripted
+
+    async def use() -> None:
+        async with AsyncClient(client._address) as asynchronous:
+            generation = asynchronous.generate("contexts/x", text="stays silent")
+            reading = asyncio.create_task(generation.read())
+            assert await asyncio.to_thread(servicer.begun.wait, 60)
+            generation.cancel()
+            with pytest.raises(CancelledError, match="the call was cancelled"):
+                await reading
+            assert await asyncio.to_thread(servicer.ended.wait, 60)
+
+    asyncio.run(use())
+
+
 def test_a_task_that_is_cancelled_ends_its_answer(scripted: Server) -> None:
     servicer, client = scripted
 

@@ -212,6 +212,7 @@ TOOL = {"messages": [Message(Role.USER, "x")], "tools": [Tool(HALF)]}
         lambda client: client.create_context(HALF * 2**21),  # which would be uploaded
         lambda client: client.create_context("x", labels={"a": HALF}),
         lambda client: client.create_context(messages=[SAID]),
+        lambda client: client.count_tokens([SAID]),
         lambda client: client.update_context("contexts/x", labels={HALF: None}),
         lambda client: client.generate(HALF, text="x"),
         lambda client: client.generate("contexts/x", messages=[SAID]),
@@ -226,6 +227,15 @@ def test_text_that_is_no_text_is_named(ask: Callable[[Client], object]) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(InvalidArgumentError, match=match) as caught:
         ask(client)
     assert caught.value.metadata["field"]
+
+
+def test_of_many_messages_the_one_that_does_not_fit_is_named() -> None:
+    turns = [Message(Role.USER, "x"), SAID]
+    with (
+        Client("127.0.0.1:1") as client,
+        pytest.raises(InvalidArgumentError, match=r"^messages\[1\]\.content"),
+    ):
+        client.generate("contexts/x", messages=turns)
 
 
 def test_a_request_larger_than_servers_take_is_not_sent() -> None:

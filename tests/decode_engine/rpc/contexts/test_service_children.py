@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -85,6 +86,15 @@ def test_a_child_answers_as_the_context_prefilled_in_one_go(shelf: Shelf, client
         found, summary = ask(client, child, text, method="full", max_tokens=24)
         assert found == expected
         assert summary.cached_tokens == summary.context_tokens == info.token_count
+
+
+def test_sessions_on_children_of_one_parent_share_a_batch(shelf: Shelf, client: Client) -> None:
+    children = [extend(client, shelf.root, f"{number} ships. ") for number in range(4)]
+    assert client.warm_context(children[0]).context.name == children[0]
+    alone = [ask(client, child, "The lamp", method="full")[0] for child in children]
+    with ThreadPoolExecutor(8) as pool:
+        together = pool.map(lambda child: ask(client, child, "The lamp", method="full")[0], children * 2)
+    assert list(together) == alone * 2
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+import statistics
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +19,14 @@ from decode_engine.rpc.client import Client, Keep, Summary
 from decode_engine.rpc.server import DecodeServer
 from index_store.jobs.job_queue import JobQueue
 from index_store.methods.default import DEFAULT_METHOD
+from index_store.models.conversation.messages import Message, Role
 from index_store.store.catalog import Store
 from index_store.store.clean_up import KEPT_BEGINNING
 from prefill_worker.config import WorkerConfig
 from prefill_worker.worker.queue_worker import QueueWorker
 from tests.decode_engine.conftest import Library, make_library
+from tests.decode_engine.rpc.turns.test_stopping import Server
+from tests.support.serving.service import wait_until
 
 TOKENS = 512
 MOST_BYTES = 2**26
@@ -188,3 +195,87 @@ def test_one_that_is_in_use_stays(shop: Library, keeping: Kept) -> None:
     assert other._make_room(most - 1000)
     assert keeping.kept() == {}
     other.close()
+
+
+class Running:
+    """`serve` as a process of its own, which makes what it keeps itself, so that it can be killed."""
+
+    def __init__(self, shop: Library, *options: str) -> None:
+        self._server = Server(shop, "--no-warm-up", "--prefill", "--device", "cpu", *options)
+        self.client = Client(self._server.wait_until_served()["address"])
+        wait_until(self.client.is_serving)
+
+    def kill(self) -> None:
+        """Ends it as no handler can notice."""
+        self.client.close()
+        self._server.process.kill()
+        self._server.process.communicate()
+        assert "Traceback" not in str((self._server.logs, self._server.other))
+
+
+def converse(shop: Library, conversations: int, kills: int, *options: str) -> dict[str, float]:
+    """What conversations of ten turns with one system prompt take, the server killed after some of the turns."""
+    store, queue, server = Store(shop.store, create=True), JobQueue(shop.store), Running(shop, *options)
+    deaths = random.Random(1).sample(range(10 * conversations), kills)
+    figures = {"read": 0, "stored": 0, "most_held": 0}
+    messages, first, kept, seen = list[Message](), list[float](), set[str](), set[str]()
+    try:
+        for turn in range(10 * conversations):
+            if turn % 10 == 0:
+                messages = [Message(Role.SYSTEM, document(7, 400))]
+            messages += [Message(Role.USER, f"{document(1000 + turn, 120)}?")]
+            begun = time.monotonic()
+            with server.client.generate(messages=messages, max_tokens=4) as generation:
+                said = next(pieces := iter(generation)).text
+                first.append(time.monotonic() - begun)
+                said += "".join(piece.text for piece in pieces)
+            messages += [Message(Role.ASSISTANT, said or " ")]
+            figures["read"] += generation.summary.prompt_tokens
+            figures["stored"] += generation.summary.cached_tokens
+            if turn in deaths:
+                server.kill()
+                server = Running(shop, *options)
+            wait_until(lambda: not any(entry.open for entry in queue.entries()))  # who talks reads first
+            found = {each.id: each for each in store.list() if KEPT_BEGINNING in each.labels}
+            held = sum(array.nbytes for each in found.values() for array in each.arrays)
+            figures["most_held"] = max(figures["most_held"], held)
+            kept, seen = set(found), seen | set(found)
+    finally:
+        server.kill()
+    assert all(not store.verify(each.id) for each in store.list())
+    return {**figures, "removed": len(seen - kept), "first_token_ms": 1000 * statistics.median(first)}
+
+
+@pytest.mark.nightly
+def test_a_hundred_conversations_within_a_bound(tmp_path: Path) -> None:
+    """On a server that is killed in between: less is read, sooner answered, and the bound holds."""
+    off = converse(make_library(tmp_path / "off"), 100, 0)
+    keeping = ("--keep-beginnings", "256", "--keep-beginnings-bytes", str(2**23))
+    on = converse(make_library(tmp_path / "on"), 100, 8, *keeping)
+    sys.stdout.write(f"{json.dumps({'off': off, 'on': on})}\n")
+    assert (off["stored"], on["read"] < 0.7 * off["read"]) == (0, True)
+    assert 2**22 < on["most_held"] <= 2**23
+    assert on["removed"] > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("moment", ["ordered", "begun", "made"])
+def test_a_server_that_is_killed_leaves_nothing_half(shop: Library, moment: str) -> None:
+    """Its order is there and is worked on by the next one, or its context is."""
+    text, store, queue = document(1, 3000), Store(shop.store), JobQueue(shop.store)
+    server = Running(shop, "--keep-beginnings", "512")
+    for tail in ("One", "Two"):
+        server.client.generate(text=text + tail, max_tokens=2).read()
+    wait_until(lambda: bool(queue.entries()))
+    if moment == "begun":
+        wait_until(lambda: not queue.entries() or queue.held(queue.entries()[0].id) or bool(store.list()))
+    if moment == "made":
+        wait_until(lambda: bool(store.list()))
+    server.kill()
+    assert all(not store.verify(each.id) for each in store.list())
+    again = Kept(shop)
+    wait_until(lambda: again.work() == 0)
+    ((id_, tokens),) = again.kept().items()
+    assert again.ask(text=text + "Three")[1].cached_tokens == tokens == 2816
+    assert store.verify(id_) == []
+    again.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from decode_engine.errors import CancelledError, PromptTooLongError
-from decode_engine.rpc.client import Client, Keep, OperationInfo
+from decode_engine.rpc.client import AsyncClient, Client, Keep, OperationInfo
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import (
     InvalidArgumentError,
@@ -357,17 +358,43 @@ def test_operations_are_listed_and_forgotten(client: Client, worker: QueueWorker
     assert [name for name in listed if name in {one.name for one in made}] == [one.name for one in made[::-1]]
     with pytest.raises(JobUnfinishedError, match="cancel it first"):
         client.delete_operation(made[0].name)
+    operations = operations_pb2_grpc.OperationsStub(stubs.channel)
+    page = operations.ListOperations(operations_pb2.ListOperationsRequest(page_size=1))
+    with pytest.raises(InvalidArgumentError, match="page_token is of a list with another"):
+        client.list_page(1, page.next_page_token)
     for one in made:
         client.cancel_operation(one.name)
         client.delete_operation(one.name)
         with pytest.raises(JobNotFoundError):
             client.get_operation(one.name)
-    operations = operations_pb2_grpc.OperationsStub(stubs.channel)
     for wrong in ({"name": "contexts"}, {"filter": "done"}, {"page_size": -1}, {"page_token": "x"}):
         request = operations_pb2.ListOperationsRequest(**wrong)
         code, info, _ = fails(lambda request=request: [operations.ListOperations(request)])
         assert (code, info.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, next(iter(wrong)))
     assert not worker.work_once()
+
+
+@pytest.mark.usefixtures("working")
+def test_the_asynchronous_client_has_the_same_verbs(server: DecodeServer) -> None:
+    async def use() -> None:
+        async with AsyncClient(server.address) as client:
+            made = (await client.create_context(document("asynchronous"), ttl_s=3600)).result()
+            assert made.expire_time is not None
+            upload = await client.upload_document(document("parts").encode())
+            operation = await client.create_context(upload=upload.name, wait=False)
+            await client.cancel_operation(operation.name)
+            assert (await client.wait_operation(operation.name)).done
+            assert (await client.get_operation(operation.name)).done
+            assert operation.name in [listed.name async for listed in client.list_operations()]
+            await client.delete_operation(operation.name)
+            asked = [{"text": "Who lit it?", "max_tokens": 2}, {"text": "W", "max_tokens": 3}]
+            async with client.batch_generate(made.name, asked) as batch:  # type: ignore[arg-type]
+                assert sorted([(item.index, len(item.token_ids[0])) async for item in batch]) == [
+                    (0, 2),
+                    (1, 3),
+                ]
+
+    asyncio.run(use())
 
 
 def test_a_wait_ends_after_its_time(client: Client) -> None:

@@ -16,7 +16,7 @@ from decode_engine.errors import TooManyRequestsError
 from decode_engine.rpc.context_service import ContextService
 from decode_engine.rpc.door.access import Sharing
 from decode_engine.rpc.transport.asker import host_of
-from decode_engine.rpc.transport.calls import Call, hang_up
+from decode_engine.rpc.transport.calls import Abandoned, Call, Stalls, hang_up
 from decode_engine.rpc.transport.work import Bound, merged
 from sparsekv.v1 import context_pb2
 
@@ -203,3 +203,35 @@ def test_hanging_up_ends_that_connection_only() -> None:
         assert not hang_up("unix:/run/socket")
         for connection in (*clients, *accepted):
             connection.close()
+
+
+def test_one_too_many_ends_the_longest_wait() -> None:
+    async def use() -> None:
+        stalls, waits = Stalls(limit=2, seconds=60), []
+        tasks = [asyncio.get_running_loop().create_future() for _ in range(4)]
+        for task in tasks:
+            waits.append(asyncio.ensure_future(stalls.wait(task)))
+            await asyncio.sleep(0)
+        assert (await waits[0], await waits[1], len(stalls)) == (False, False, 2)
+        for task in tasks[2:]:
+            task.set_result(None)
+        assert await asyncio.gather(*waits[2:]) == [True, True]
+
+    asyncio.run(use())
+
+
+def test_the_worst_connection_is_ended_when_too_many_calls_are_abandoned() -> None:
+    async def use() -> None:
+        new, ended = asyncio.get_running_loop().create_future, list[str]()
+        abandoned, read = Abandoned(3, ended.append), new()
+        for peer, ending in (("a", read), ("b", new()), ("b", new())):
+            abandoned.add(peer, ending)
+        assert (ended, len(abandoned)) == ([], 3)
+        read.set_result(None)  # its client has read after all
+        await asyncio.sleep(0)
+        abandoned.add("c", new())
+        assert (ended, len(abandoned)) == ([], 3)
+        abandoned.add("a", new())
+        assert (ended, len(abandoned)) == (["b"], 2)
+
+    asyncio.run(use())
