@@ -196,6 +196,11 @@ class Job(Generic[SessionT]):
         return self.work.order
 
     @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.work.order.tenant
+
+    @property
     def memory(self) -> int:
         """Bytes that its sessions may come to hold."""
         return self.sessions * self.work.memory

@@ -678,6 +678,9 @@ class GenerateFields(TypedDict, total=False):
     (`GenerateResponse.looks`), 1 to 1,024, of 256 tokens at most; 0 (the default) tells nothing. "auto" then means
     the context's `default_method`, since full attention selects nothing. Such a request costs more: on a GPU its
     steps go the general path."""
+    priority: int | None
+    """Of the requests of the caller's tenant that wait, those of a higher priority are admitted first, -100 to 100; 0
+    is the default. It counts nothing against other tenants."""
 
 
 class CreateFields(TypedDict, total=False):
