@@ -15,7 +15,7 @@ from typing import Generic
 
 import torch
 
-from decode_engine.engine.job import Place, Places, Reply, call_all, new_job
+from decode_engine.engine.job import Place, Places, Reply, Use, call_all, new_job
 from decode_engine.engine.queues import Queues
 from decode_engine.engine.requests import EngineStats, GiveWayError, Runner, SessionT, Work
 from decode_engine.engine.scheduler import Scheduler
@@ -129,17 +129,24 @@ class Engine(Generic[SessionT]):
                 session_limit_bytes=queues.memory,
             )
 
-    def reserve(self, context: str = "", memory: int = 0, client: str = "") -> Place:
+    def reserve(
+        self,
+        context: str = "",
+        memory: int = 0,
+        client: str = "",
+        tenant: str = "",
+        use: Use | None = None,
+    ) -> Place:
         """Takes the place of one request before it costs anything.
 
-        context, memory, client: as in the request.
-        Raises TooManyRequestsError when there is no place left for context or client, and what `submit` raises when
-        it would.
+        context, memory, client, tenant: as in the request. use: closed with the place; not where this raises.
+        Raises TooManyRequestsError when there is no place left for context, client or tenant, and what `submit` raises
+        when it would.
         """
         with self._changed:
             self._check_accepting()
             self._check_memory(memory)
-            return self._places.take(context, client)
+            return self._places.take(context, client, tenant, use)
 
     def submit(self, place: Place, work: Work[SessionT], reply: Reply) -> None:
         """Queues work. Its place and `close` are the engine's from here on, also when this raises.

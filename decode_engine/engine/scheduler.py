@@ -296,6 +296,7 @@ class Scheduler(Generic[SessionT]):
         if result is None:
             job.restore(piece.tokens)
             return
+        job.place.use.read(piece.tokens)
         job.note_read(piece, result)
         if not job.unread:
             self._start_answers(job, result[-1])
@@ -390,6 +391,8 @@ class Scheduler(Generic[SessionT]):
         with self._changed:
             for job, count in came.items():
                 self._queues.note_generated(job, count)
+        for job, count in came.items():
+            job.place.use.generated(count)
         for job, reason in ended:
             if job.session is None:
                 continue

@@ -462,6 +462,45 @@ class GetServerStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ListTenantsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListTenantsResponse(_message.Message):
+    __slots__ = ("tenants", "quotas_problem")
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    QUOTAS_PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[Tenant]
+    quotas_problem: str
+    def __init__(self, tenants: _Optional[_Iterable[_Union[Tenant, _Mapping]]] = ..., quotas_problem: _Optional[str] = ...) -> None: ...
+
+class Tenant(_message.Message):
+    __slots__ = ("name", "weight", "limits", "requests", "prompt_tokens", "generated_tokens", "refused")
+    class Limit(_message.Message):
+        __slots__ = ("name", "used", "allowed")
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        USED_FIELD_NUMBER: _ClassVar[int]
+        ALLOWED_FIELD_NUMBER: _ClassVar[int]
+        name: str
+        used: int
+        allowed: int
+        def __init__(self, name: _Optional[str] = ..., used: _Optional[int] = ..., allowed: _Optional[int] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    weight: float
+    limits: _containers.RepeatedCompositeFieldContainer[Tenant.Limit]
+    requests: int
+    prompt_tokens: int
+    generated_tokens: int
+    refused: int
+    def __init__(self, name: _Optional[str] = ..., weight: _Optional[float] = ..., limits: _Optional[_Iterable[_Union[Tenant.Limit, _Mapping]]] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
+
 class ServerStatus(_message.Message):
     __slots__ = ("model", "waiting", "prompting", "decoding", "requests", "session_bytes", "session_limit_bytes", "context_bytes", "context_used_bytes", "context_limit_bytes", "contexts", "context_loads", "context_hits", "context_evictions", "steps", "prompt_tokens", "decode_steps", "decode_tokens", "decode_batch", "context_device_bytes", "context_device_used_bytes", "context_device_limit_bytes", "host_bytes_read", "rows_reused", "device_wait_for_host_ns", "open_calls", "unfinished_calls", "unread_answers", "plain_requests", "found_beginnings", "found_tokens", "kept_beginnings", "removed_beginnings", "method_choices", "max_positions", "template_reads")
     MODEL_FIELD_NUMBER: _ClassVar[int]
