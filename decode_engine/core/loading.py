@@ -170,7 +170,8 @@ def load_service(
         beginnings,
         outboxes,
         config.max_waiting,
-        BlockingWork(waiting=config.places + SPARE, name="core"),
+        # A few: what they do is Python, of which one runs at a time, and steps of the engine wait for all the others.
+        BlockingWork(waiting=config.places + SPARE, threads=3, name="core"),
         tenants,
         costs,
         auto,

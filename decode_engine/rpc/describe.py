@@ -84,6 +84,8 @@ def describe_context(
         parent_token_count=0 if child is None else manifest.token_count,
         children=children,
         owner=own.owner,
+        tenant=own.tenant,
+        readers=own.readers,
         rows=own.rows,
     )
 

@@ -88,7 +88,8 @@ class DeviceBlock:
 class StagingBuffers:
     """Two page-locked host buffers: one is filled from a file while the other is copied to the device.
 
-    For one thread at a time. Copies are made in a stream of their own, after what the device was asked before.
+    For the thread that makes them, whose stream from then on is theirs: copies come after what the device was asked
+    before. Every call to the device gives up the interpreter's lock, so there are few: steps of the engine wait for it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -100,6 +101,7 @@ class StagingBuffers:
         if self._cuda:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(device))
+            torch.cuda.set_stream(self._stream)
             self._copied = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
 
     def next(self, nbytes: int) -> Tensor:
@@ -112,9 +114,8 @@ class StagingBuffers:
         """Copies the buffer's first bytes to a uint8 tensor of as many elements; then it is the other one's turn."""
         staged = self._buffers[self._turn][:nbytes].view(out.shape)
         if self._cuda:
-            with torch.cuda.stream(self._stream):
-                out.copy_(staged, non_blocking=True)
-                self._copied[self._turn].record(self._stream)
+            out.copy_(staged, non_blocking=True)
+            self._copied[self._turn].record(self._stream)
         else:
             out.copy_(staged)
         self._turn = 1 - self._turn

@@ -28,7 +28,14 @@ from types import TracebackType
 from typing import Self
 
 from index_store.errors import InvalidArgumentError, SparseKVError
-from index_store.store.description.callers import RIGHTS, Caller, Right, check_tenant, is_tenant, rights_of
+from index_store.store.description.callers import (
+    RIGHTS,
+    Caller,
+    Right,
+    check_tenant,
+    require_tenant,
+    rights_of,
+)
 from index_store.store.description.json_fields import Sealed, check_utc, field_error
 from index_store.store.files.durable import TEMPORARY_PREFIX, locked_file, new_file, storing, sync_path
 from index_store.store.files.reading import read_file
@@ -202,12 +209,7 @@ class TokenFile:
                 "beginning with a letter or digit",
                 field="name",
             )
-        if tenant and not is_tenant(tenant):
-            raise InvalidArgumentError(
-                f"the tenant is {tenant[:100]!r}, expected 1 to 64 of the characters A-Z, a-z, 0-9, '.', '_', '@' and "
-                "'-', beginning with a letter or digit",
-                field="tenant",
-            )
+        require_tenant(tenant)
         had = rights_of(rights) if rights else tuple(each for each in RIGHTS if not tenant or each != "admin")
         secret = _PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
         with self._writing() as tokens:

@@ -30,6 +30,16 @@ def is_tenant(name: str) -> bool:
     return _TENANT.fullmatch(name) is not None
 
 
+def require_tenant(name: str) -> None:
+    """Raises InvalidArgumentError for what is neither a tenant's name nor ""."""
+    if name and not is_tenant(name):
+        raise InvalidArgumentError(
+            f"the tenant is {name[:100]!r}, expected 1 to 64 of the characters A-Z, a-z, 0-9, '.', '_', '@' and '-', "
+            "beginning with a letter or digit",
+            field="tenant",
+        )
+
+
 def check_tenant(field: str, name: str) -> None:
     """Raises ManifestError unless the field is "" or may be a tenant's name."""
     if name and not is_tenant(name):
@@ -44,6 +54,15 @@ def rights_of(names: Sequence[str]) -> tuple[Right, ...]:
             field="rights",
         )
     return tuple(each for each in RIGHTS if each in names)
+
+
+def check_readers(names: Sequence[str]) -> None:
+    """Raises ManifestError unless the names are those of different tenants, or `EVERYBODY`."""
+    if len(set(names)) != len(names) or len(names) > MOST_READERS or "" in names:
+        raise field_error("readers", names, f"at most {MOST_READERS} different tenants")
+    for name in names:
+        if name != EVERYBODY:
+            check_tenant("readers", name)
 
 
 @dataclass(frozen=True, slots=True)

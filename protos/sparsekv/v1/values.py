@@ -102,6 +102,11 @@ class ContextInfo:
     rows: str = ""
     """How exact keys and values are stored: "dtype", in `dtype`, or "int8", in 8 bits a number, four of which are in
     the index "coarse_rows"."""
+    tenant: str = ""
+    """Whose it is: the tenant of the first request for it; empty where no tenants are told apart."""
+    readers: tuple[str, ...] = ()
+    """Tenants that may read it, too, at most 64: they find it and ask about it, and no more; `*` stands for all.
+    Others than its tenant are not told of them."""
 
 
 @dataclass(frozen=True, slots=True)
