@@ -8,6 +8,7 @@ import torch
 from decode_engine.kernels.state_rows import _TILE, StateChunks, copy_states, copy_states_reference
 from index_store.models.state_cache import TextStates, state_parts
 from index_store.store.description.context_id import ModelStates, StatePart
+from tests.support.devices import DEVICE
 
 IDLE = 1
 
@@ -24,15 +25,16 @@ def parts_of(*sizes: int) -> ModelStates:
 def test_states_go_to_the_batch_and_back(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     """A row of the batch is idle."""
     model = parts_of(*sizes)
-    texts = [TextStates(model, dtype) for _ in range(3)]
+    texts = [TextStates(model, dtype, DEVICE) for _ in range(3)]
     for text in texts:
         text.begun = True
         for own in text.parts:
             own.normal_()
-    addresses_B2 = torch.tensor([text.addresses(0) for text in texts])
+    addresses_B2 = torch.tensor([text.addresses(0) for text in texts], device=DEVICE)
     addresses_B2[IDLE] = 0
-    chunks = StateChunks.of(model, dtype, torch.device("cpu"))
-    block, expected = (torch.full((3 * texts[0].nbytes // 2,), 7, dtype=torch.uint8) for _ in range(2))
+    chunks = StateChunks.of(model, dtype, torch.device(DEVICE))
+    nbytes = 3 * texts[0].nbytes // 2
+    block, expected = (torch.full((nbytes,), 7, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     copy_states(addresses_B2[:, 0], block, chunks, back=False)
     seated = [None if row == IDLE else text.parts for row, text in enumerate(texts)]
     copy_states_reference(seated, state_parts(model, expected, dtype, 3), back=False)
