@@ -136,7 +136,7 @@ class StagedArray:
         """out: contiguous, or int8 with padded rows."""
         flat = out.reshape(1, -1) if out.is_contiguous() else out.flatten(0, -2)
         self._rows_RW = flat.view(torch.uint8)
-        self._pieces = self._rows_RW[0].split(PIECE_BYTES) if out.is_contiguous() else ()
+        self._pieces = torch.split(self._rows_RW[0], PIECE_BYTES) if out.is_contiguous() else ()
         self._buffers = buffers
 
     def buffer(self, start: int, left: int) -> NDArray[np.uint8]:
