@@ -316,7 +316,8 @@ class EngineService:
             self.arena.drop(id_)
             raise
         except ContextNotFoundError:
-            self.changed(id_)  # it may be there, for others
+            if not self.store.lists(id_):  # it may be there for others
+                self.arena.drop(id_)
             raise
         self.runner.check(manifest)
         return Ground.of(self.store, manifest)

@@ -90,7 +90,8 @@ class GrpcDoor:
             unread_s=config.unread_timeout,
         ).of_one(self._sharing)
         self.audit = None if config.audit_log is None else AuditLog(config.audit_log)
-        self.door = Door(config.tokens, FailedAttempts().of_one(self._sharing))
+        attempts = FailedAttempts().of_one(self._sharing)
+        self.door = Door(config.tokens, attempts, config.jwt_rules(), config.tls_names)
         try:
             self.listener = Listener(
                 config.listen,

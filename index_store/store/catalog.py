@@ -248,6 +248,10 @@ class Store:
         if not self._caller.admin and not self._sees(self._listing.known(id_)):
             raise self._missing(id_)
 
+    def lists(self, id_: str) -> bool:
+        """Whether the list of contexts has one, whoever may see it; no other file is looked at."""
+        return self.bounded(partial(self._listing.known, self.folders.context(id_).name)) is not None
+
     def require_own(self, id_: str) -> None:
         """Raises PermissionDeniedError for a context that the caller may only read, ContextNotFoundError for one that
         it does not see; nothing where the store has none at all and the caller is an admin."""

@@ -228,6 +228,11 @@ class Call(Asker):
         """What the gate holds now."""
         return self._gate.traffic()
 
+    def certificate(self) -> str:
+        """See `Asker.certificate`."""
+        names = self.context.auth_context().get("x509_common_name", ())
+        return next((name.decode("utf-8", "replace") for name in names), "")
+
     async def write(self, message: Any) -> None:
         """Sends an answer, and returns when the client has room for more. Raises UnreadAnswerError, CancelledError."""
         await self._gate.send(self, message)

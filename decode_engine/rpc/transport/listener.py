@@ -147,11 +147,28 @@ class Listener:
 
 
 def _server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
+    """Of the files as they are when a connection is made."""
     authorities = certificates.client_authorities
-    return grpc.ssl_server_credentials(
-        [(certificates.key.read_bytes(), certificates.chain.read_bytes())],
-        root_certificates=None if authorities is None else authorities.read_bytes(),
-        require_client_auth=authorities is not None,
+
+    def read() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration(
+            [(certificates.key.read_bytes(), certificates.chain.read_bytes())],
+            root_certificates=None if authorities is None else authorities.read_bytes(),
+        )
+
+    stamp = certificates.stamp()
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal stamp
+        seen = certificates.stamp()
+        changed = certificates.changed(stamp)
+        stamp = seen
+        return read() if changed else None
+
+    return grpc.dynamic_ssl_server_credentials(
+        read(),
+        renewed,  # type: ignore[arg-type]  # None: as before
+        require_client_authentication=authorities is not None,
     )
 
 
