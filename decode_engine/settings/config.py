@@ -47,6 +47,7 @@ from index_store.cli.options import (
     Address,
     AtLeast,
     Filled,
+    InputFile,
     OneOf,
     OutputFile,
     Spelled,
@@ -164,6 +165,14 @@ class ServeConfig:
             help="Append a line of JSON for every call: who asked for what, and whether they got it; no texts.",
         ),
         OutputFile(),
+    ] = None
+    quotas: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="What each tenant may use, as docs/operations.md says it; the file is read again when it changes.",
+        ),
+        InputFile(),
     ] = None
     allow_remote: AllowRemoteOption = False
     memory: Annotated[

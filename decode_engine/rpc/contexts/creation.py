@@ -88,7 +88,8 @@ class Document:
 @dataclass(frozen=True, slots=True)
 class Workshop:
     """Where contexts are ordered. identity, tokenizer: the served model's. dtype: of stored keys and values. room: what
-    the store may hold. caller: who orders."""
+    the store may hold. caller: who orders. allow: asks whether so many tokens may be read for a tenant, and raises
+    QuotaExceededError."""
 
     store: Store
     queue: JobQueue
@@ -98,6 +99,7 @@ class Workshop:
     dtype: str
     room: StoreRoom
     caller: Caller = OPERATOR
+    allow: Callable[[str, int], None] = lambda tenant, tokens: None
 
     def order(
         self,
@@ -107,10 +109,10 @@ class Workshop:
     ) -> JobRecord:
         """Queues a job for a request, or finds the one that there is already. Takes as long as tokenising takes.
 
-        check: called now and then meanwhile; what it raises ends it. traceparent: of the span that
-        this belongs to. Raises InvalidArgumentError that names the field, PromptTooLongError, MethodUnsupportedError,
-        PermissionDeniedError for a parent of another tenant, NameTakenError, UploadNotFoundError, StoreBoundError,
-        QueueFullError, and what the store raises.
+        check: called now and then meanwhile; what it raises ends it. traceparent: of the span that this belongs to.
+        Raises InvalidArgumentError that names the field, PromptTooLongError, MethodUnsupportedError,
+        PermissionDeniedError for a parent of another tenant, NameTakenError, UploadNotFoundError, QuotaExceededError,
+        StoreBoundError, QueueFullError, and what the store raises.
         """
         methods = _methods(request.methods)
         _check_texts(request)
@@ -156,6 +158,7 @@ class Workshop:
         if self._there(order):
             record = self._done(record)
         else:
+            self.allow(tenant, order.tokens)
             kind = (self.identity, order.dtype, order.tokens, () if order.parent else order.methods)
             self.room.require(self.room.needed(order.context, *kind))
         added = self.queue.add(record, np.asarray(document.ids, dtype=np.uint32), kept)

@@ -18,6 +18,7 @@ _BY_RIGHT: Mapping[Right | None, str] = {
         /sparsekv.v1.GenerationService/Generate /sparsekv.v1.GenerationService/BatchGenerate
         /sparsekv.v1.GenerationService/Tokenize /sparsekv.v1.GenerationService/Detokenize
         /sparsekv.v1.GenerationService/CountTokens /sparsekv.v1.GenerationService/ListMethods
+        /sparsekv.v1.GenerationService/ListTenants
         /google.longrunning.Operations/ListOperations /google.longrunning.Operations/GetOperation
         /google.longrunning.Operations/WaitOperation
         /grpc.reflection.v1.ServerReflection/ServerReflectionInfo

@@ -1,8 +1,9 @@
 """Errors on the wire: gRPC status codes with google.rpc.ErrorInfo (AIP-193), and google.rpc.RetryInfo where it helps.
 
-RetryInfo comes with TOO_MANY_REQUESTS, TOO_MANY_ATTEMPTS, QUEUE_FULL, NOT_READY, CONTEXT_BUSY and STORE_UNUSABLE, and
-once more as the trailer that gRPC's own retries honour. With CONTEXT_BUSY that trailer forbids them: a job may hold the
-context for minutes, and the caller, not its library, has to know. The other reasons are not mended by waiting.
+RetryInfo comes with TOO_MANY_REQUESTS, TOO_MANY_ATTEMPTS, QUEUE_FULL, NOT_READY, CONTEXT_BUSY and STORE_UNUSABLE, with
+QUOTA_EXCEEDED where waiting helps, and once more as the trailer that gRPC's own retries honour. With CONTEXT_BUSY that
+trailer forbids them: a job may hold the context for minutes, and the caller, not its library, has to know. The other
+reasons are not mended by waiting.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _REASONS = {
     "FORMAT_VERSION_UNSUPPORTED MODEL_UNSUPPORTED OPERATION_UNFINISHED",
     "DATA_LOSS": "CONTEXT_CORRUPT OPERATION_CORRUPT",  # of the first `cause` in the metadata says how
     "RESOURCE_EXHAUSTED": "MEMORY_BUDGET_EXCEEDED SESSION_MEMORY_EXCEEDED TOO_MANY_REQUESTS QUEUE_FULL "
-    "TOO_MANY_ATTEMPTS STORE_BOUND_REACHED STORE_FULL",
+    "TOO_MANY_ATTEMPTS STORE_BOUND_REACHED STORE_FULL QUOTA_EXCEEDED",
     "UNAVAILABLE": "STORE_UNUSABLE STORE_UNAVAILABLE CONTEXT_BUSY NOT_READY SHUTTING_DOWN",
     "DEADLINE_EXCEEDED": "DEADLINE_EXCEEDED CALL_UNFINISHED ANSWER_UNREAD",
     "CANCELLED": "CANCELLED",
