@@ -22,6 +22,7 @@ from tests.decode_engine.rpc.isolation.test_isolation import (
     found,
     grpc_told,
 )
+from tests.support.waiting import wait_until
 
 _MOST_Z = 4.0
 """Of a thousand tests of two equal samples less than one in ten passes this."""
@@ -87,6 +88,9 @@ def test_a_foreign_context_is_not_read_when_it_is_asked_for(
     )
     house["acme"].client.get_context(context(house.secret))
     assert house.secret in asked
+    wait_until(
+        lambda: store.list() and store._listing._known[house.secret].stamp is not None
+    )  # it lies still
     asked.clear()
     for way in (
         "gRPC: get by id",
