@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated
 
 from typer import Option
@@ -40,13 +39,13 @@ from index_store.cli.options import (
     Address,
     AtLeast,
     Filled,
-    InputFile,
     OneOf,
     Spelled,
     StoreBytesOption,
     StoreOption,
     check_bounds,
 )
+from index_store.cli.quotas import QuotasOption
 from index_store.errors import InvalidArgumentError
 from index_store.family.parents import GROWN_SHARE
 from index_store.memory.memory_sizes import parse_size
@@ -143,14 +142,7 @@ class ServeConfig:
     tls_key: TlsKeyOption = None
     tls_client_ca: TlsClientCaOption = None
     tokens: TokensOption = None
-    quotas: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE",
-            help="What each tenant may use, as docs/operations.md says it; the file is read again when it changes.",
-        ),
-        InputFile(),
-    ] = None
+    quotas: QuotasOption = None
     allow_remote: AllowRemoteOption = False
     memory: Annotated[
         int | None,

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from decode_engine.__main__ import main
 from decode_engine.core.tenants import OTHERS, Tenants
 from decode_engine.engine.job import Places
-from decode_engine.errors import QuotaExceededError, TooManyRequestsError
+from decode_engine.errors import TooManyRequestsError
 from decode_engine.gateway.serving import Gateway
 from decode_engine.rpc.client import Client, Credentials
 from decode_engine.rpc.door.access import TokenFile
 from decode_engine.rpc.server import DecodeServer
-from decode_engine.settings.quotas import LIMITS, Quota, QuotaFile, parse_quotas
-from index_store.errors import InvalidArgumentError
+from index_store.cli.quotas import LIMITS, Quota, QuotaFile, parse_quotas
+from index_store.errors import InvalidArgumentError, QuotaExceededError
 from tests.decode_engine.conftest import Library
 
 
@@ -306,7 +306,9 @@ def test_who_is_over_is_told_when_to_come_back_by_both_doors(
         bee.generate(text="Who?", max_tokens=1).read()
         clock.run()
         ant.generate(text="Who?", max_tokens=1, patience_s=60).read()  # comes back when it was told to
-        assert {each.name for each in admin.tenants().tenants} == {"ant", "bee"}
+        known = {each.name: each for each in admin.tenants().tenants}
+        assert [*known] == ["", "ant", "bee"]
+        assert known[""].limits[0].used > 0, "the store's contexts belong to nobody"
         (own,) = bee.tenants().tenants
         assert (own.name, own.requests, own.generated_tokens, own.refused) == ("bee", 1, 1, 0)
         (mine,) = ant.tenants().tenants
