@@ -175,6 +175,12 @@ class UnexpectedFileError(ContextCorruptError):
     reason = "FILE_UNEXPECTED"
 
 
+class ContextFileError(ContextCorruptError):
+    """One file with a whole context in it is not what was written, is cut, or is another kind of file."""
+
+    reason = "CONTEXT_FILE_INVALID"
+
+
 class ParentMissingError(ContextCorruptError):
     """A child's parent is not in the store, or is not the context that the child continues."""
 

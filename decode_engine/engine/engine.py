@@ -29,7 +29,7 @@ from index_store.errors import InvalidArgumentError
 
 _QUIET_S = 1.0
 
-_SWITCH_S = 5e-4
+_SWITCH_S = 1e-4
 """How long a thread keeps the interpreter's lock from one that wants it. A step takes it some dozens of times, and
 waits that long each time while another thread loads or compiles; 5 ms, as Python has it, would be many steps."""
 

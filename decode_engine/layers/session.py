@@ -243,12 +243,14 @@ class Session:
         return self._layers[0].tail.capacity, self._layers[-1].tail.capacity
 
     def advance(self) -> None:
-        """Notes that the next token's keys and values were written into the tails of all layers.
+        """Notes that a step wrote the next token's keys and values into the tails of all layers, and states behind it.
 
         The tails are told when somebody asks for the layers: steps that go through kernels do not, one after another.
         """
         self.position += 1
         self._advanced_to = self.position - self.context.manifest.token_count
+        if self.states is not None:
+            self.states.advance()
 
 
 def _make_layer(

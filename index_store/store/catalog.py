@@ -334,9 +334,12 @@ class Store:
         live = [entry for entry in fits if not (isinstance(entry, Manifest) and self.expired(entry))]
         found = live or fits
         mine = [each for each in found if isinstance(each, Manifest) and each.tenant == self._caller.tenant]
-        found = mine or found
-        own = [entry for entry in found if isinstance(entry, Manifest) and entry.model.fingerprint == model]
-        candidates = own or found
+        own = [
+            entry
+            for entry in mine or found
+            if isinstance(entry, Manifest) and entry.model.fingerprint == model
+        ]
+        candidates = own or mine or found
         if len(candidates) > 1:
             shown = ", ".join([*sorted(entry.id[:16] for entry in candidates)[:8], "..."][: len(candidates)])
             raise ContextAmbiguousError(

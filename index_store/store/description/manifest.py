@@ -309,8 +309,8 @@ class Manifest:
             )
         return labels
 
-    def with_checksums(self, checksums: Mapping[str, str]) -> Manifest:
-        """The manifest with the checksums of every array, by path (see `ArrayEntry.checksums`)."""
+    def with_checksums(self, checksums: Mapping[str, str | None]) -> Manifest:
+        """The manifest with the checksums of every array, by path (see `ArrayEntry.checksums`); None takes them out."""
 
         def sealed(entry: ArrayEntry) -> ArrayEntry:
             return replace(entry, checksums=checksums[entry.path])
