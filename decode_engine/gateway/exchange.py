@@ -197,6 +197,7 @@ class Exchange(Asker):
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.open = self.path in _OPEN_PATHS
+        self.audit = None if self.open else beside.audit
         self.said = ""
         self.begun = False
         self.told: dict[str, str] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 from typer import Option
@@ -40,6 +41,7 @@ from index_store.cli.options import (
     AtLeast,
     Filled,
     OneOf,
+    OutputFile,
     Spelled,
     StoreBytesOption,
     StoreOption,
@@ -143,6 +145,15 @@ class ServeConfig:
     tls_client_ca: TlsClientCaOption = None
     tokens: TokensOption = None
     quotas: QuotasOption = None
+    audit_log: Annotated[
+        Path | None,
+        Option(
+            "--audit-log",
+            metavar="FILE",
+            help="Append a line of JSON for every call: who asked for what, and whether they got it; no texts.",
+        ),
+        OutputFile(),
+    ] = None
     allow_remote: AllowRemoteOption = False
     memory: Annotated[
         int | None,

@@ -30,7 +30,7 @@ from index_store.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from index_store.store.description.callers import Caller
+from index_store.store.description.callers import OPERATOR, Caller
 from index_store.store.description.context_id import is_context_id
 from index_store.store.description.json_fields import (
     MOST,
@@ -219,7 +219,7 @@ class Store:
         self._listing = Listing(self.folders.contexts)
         self._clock = clock
         self._limit_s = read_limit_s
-        self._caller = Caller()
+        self._caller = OPERATOR
         if create:
             self.folders.make()
         if not self.bounded(self.folders.contexts.is_dir):

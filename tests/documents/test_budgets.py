@@ -40,7 +40,7 @@ MOST_LINES = {
     "decode_engine/rpc": 7_200,  # who calls, what they may, and what was refused
     "decode_engine/settings": 600,
     "decode_engine/steps": 3_230,  # with those of models with states
-    "index_store": 30_200,  # the rule of tenants, and their quotas; contexts as single files, and in object stores that servers share
+    "index_store": 30_200,  # tenants and quotas; contexts as single files, and in object stores that servers share
     "prefill_worker": 7_800,  # a job knows its tenant
 }
 

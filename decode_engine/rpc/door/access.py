@@ -29,6 +29,7 @@ from typing import Self
 
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.store.description.callers import (
+    OPERATOR,
     RIGHTS,
     Caller,
     Right,
@@ -341,7 +342,7 @@ class Door:
         UnauthenticatedError, the same for every reason, and TooManyAttemptsError.
         """
         if self._file is None:
-            return Caller()
+            return OPERATOR
         secret = _secret(authorization)
         digest = digest_of(secret)
         with self._lock:

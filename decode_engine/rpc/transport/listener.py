@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from decode_engine.errors import AddressError
 from decode_engine.rpc.door.access import Door
+from decode_engine.rpc.door.audit import AuditLog
 from decode_engine.rpc.door.options import Certificates
 from decode_engine.rpc.transport.calls import Gate, Limits
 from decode_engine.rpc.transport.starting import Health
@@ -56,6 +57,7 @@ class Listener:
         phase: Callable[[], str] = lambda: "",
         shared: bool = False,
         traces: Traces | None = None,
+        audit: AuditLog | None = None,
     ) -> None:
         """register: adds the services, of these names, to the server. phase: what goes on while it is not healthy yet.
 
@@ -69,6 +71,7 @@ class Listener:
         self._limits = limits or Limits()
         self._paths = paths or Paths()
         self._traces = traces
+        self._audit = audit
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="rpc", daemon=True)
         self._thread.start()
@@ -99,7 +102,7 @@ class Listener:
     async def _start(
         self, address: str, services: Sequence[str], register: Callable[[aio.Server], None]
     ) -> str:
-        self._gate = Gate(self._limits, self._paths, self._door, self._traces)
+        self._gate = Gate(self._limits, self._paths, self._door, self._traces, self._audit)
         self.work = self._gate.work
         self.health = Health(services, self._phase)
         self._server = aio.server(interceptors=[self._gate], options=_options(self._limits, self._shared))
