@@ -133,6 +133,15 @@ class PrefillConfig:
         Option(help=f"Tokens per forward pass{_CHUNKS_TOLD}; with --attention muse, passes are its blocks."),
         AtLeast(1, 2**20),
     ] = None
+    state_marks: Annotated[
+        int | None,
+        Option(
+            metavar="TOKENS",
+            help="Of a model with states: keep those behind every so many tokens, too, a multiple of --chunk, where "
+            "documents that begin alike can go on.",
+        ),
+        AtLeast(1, 2**30),
+    ] = None
     attention: Annotated[
         str,
         Option(help="exact, or muse: the past approximated by clusters, for very long contexts."),
