@@ -11,8 +11,8 @@ Llama-3.1-8B's shape with random weights, written into the folder first (16 GB),
   what that start left there. Then a first token by each method, the context cold and warm, and seconds from SIGTERM to
   the end of the process. `cold` is a first token on a context that is not in memory; its files are in the page cache,
   unless --from-disk asks the system to forget them.
-- `gap`: the longest time between two tokens of eight streams of `full`, while nothing else is asked, while eight more
-  join, while another method begins on their context, and while another context is brought into memory.
+- `gap`: the longest time between two tokens of eight streams of `full`, while nothing else is asked, while 8 and 48
+  more join, while another method begins on their context, and while another context is brought into memory.
 
 One JSON line per figure. The answers of cold and warm requests have to be the same, else nothing is reported.
 """
@@ -50,7 +50,7 @@ from index_store.models.tokenizer import load_tokenizer
 _METHODS = ("full", "refined")
 _ANSWER = 8
 _STREAMS = 8
-_LONG = 1024
+_LONG = 1536
 """Tokens of a stream that goes on while other things happen."""
 _PROMPT = "What is the access code of the overhead dairy?"
 
@@ -144,9 +144,9 @@ def gap_figures(report: Report, client: Client, names: Sequence[str]) -> None:
                     steps.append((now, now - last))
                 last = now
 
-    def join() -> None:
-        with ThreadPoolExecutor(_STREAMS) as more:
-            list(more.map(lambda _: stream(32, False), range(_STREAMS)))
+    def join(count: int) -> None:
+        with ThreadPoolExecutor(count) as more:
+            list(more.map(lambda _: stream(32, False), range(count)))
 
     with ThreadPoolExecutor(_STREAMS) as pool:
         running = [pool.submit(stream, _LONG, True) for _ in range(_STREAMS)]
@@ -155,7 +155,8 @@ def gap_figures(report: Report, client: Client, names: Sequence[str]) -> None:
         spans = []
         for event, work in (
             ("nothing", lambda: stream(64, False)),
-            ("eight more", join),
+            ("8 more join", lambda: join(8)),
+            ("48 more join", lambda: join(48)),
             ("refined begins", lambda: first_token(client, one, "refined")),
             ("another context is loaded", lambda: first_token(client, other, "refined")),
         ):
