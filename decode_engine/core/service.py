@@ -7,6 +7,7 @@ own, of which places bound the number.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -295,7 +296,11 @@ class EngineService:
 
     def tenancy(self) -> Tenancy:
         """See `Core.tenancy`."""
-        return Tenancy(self.tenants.use({}), self.tenants.quotas.problem)
+        stored: Counter[str] = Counter()
+        for manifest in self.store.list():
+            stored[manifest.tenant] += manifest.kv_bytes + manifest.index_bytes
+        held = {"stored_bytes": stored, "resident_bytes": self.arena.held_by_tenant()}
+        return Tenancy(self.tenants.use(held), self.tenants.quotas.problem)
 
     def warm(self, context: str, check: Callable[[], None]) -> Warmed:
         """See `Core.warm`. check: called now and then; what it raises ends the wait."""

@@ -259,6 +259,7 @@ def start_worker(config: ServeConfig, log_json: bool, queue: JobQueue, fingerpri
     command = [sys.executable, "-m", "prefill_worker", "serve", "--store", str(config.store)]
     command += ["--model", config.model, "--grown-share", f"{config.grown_share:g}"]
     command += [] if config.store_bytes is None else ["--store-bytes", str(config.store_bytes)]
+    command += [] if config.quotas is None else ["--quotas", str(config.quotas)]
     level = logging.getLevelName(logger.getEffectiveLevel()).lower()
     command += ["--device", "cpu", "--attached", "--log-level", level]
     command += ["--format", "json" if log_json else "text"]

@@ -47,7 +47,6 @@ from index_store.cli.options import (
     Address,
     AtLeast,
     Filled,
-    InputFile,
     OneOf,
     OutputFile,
     Spelled,
@@ -55,6 +54,7 @@ from index_store.cli.options import (
     StoreOption,
     check_bounds,
 )
+from index_store.cli.quotas import QuotasOption
 from index_store.errors import InvalidArgumentError
 from index_store.family.parents import GROWN_SHARE
 from index_store.memory.memory_sizes import parse_size
@@ -157,6 +157,7 @@ class ServeConfig:
     jwt_audience: JwtAudienceOption = ""
     jwt_tenant_claim: JwtTenantClaimOption = "tenant"
     jwt_rights_claim: JwtRightsClaimOption = "rights"
+    quotas: QuotasOption = None
     audit_log: Annotated[
         Path | None,
         Option(
@@ -165,14 +166,6 @@ class ServeConfig:
             help="Append a line of JSON for every call: who asked for what, and whether they got it; no texts.",
         ),
         OutputFile(),
-    ] = None
-    quotas: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE",
-            help="What each tenant may use, as docs/operations.md says it; the file is read again when it changes.",
-        ),
-        InputFile(),
     ] = None
     allow_remote: AllowRemoteOption = False
     memory: Annotated[

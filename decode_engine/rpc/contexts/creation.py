@@ -158,9 +158,9 @@ class Workshop:
         if self._there(order):
             record = self._done(record)
         else:
-            self.allow(tenant, order.tokens)
             kind = (self.identity, order.dtype, order.tokens, () if order.parent else order.methods)
-            self.room.require(self.room.needed(order.context, *kind))
+            self.room.require(self.room.needed(order.context, *kind), order.tenant, self._coming(order))
+            self.allow(order.tenant, order.tokens)
         added = self.queue.add(record, np.asarray(document.ids, dtype=np.uint32), kept)
         if added.open and (waiting := unattended(self.queue, added)):
             logger.warning("operation %s waits: %s", added.id, waiting)
@@ -322,6 +322,19 @@ class Workshop:
             (not order.name or (order.name == manifest.name and not order.moves))
             and set(order.methods) <= set(manifest.methods)
             and order.labels.items() <= manifest.labels.items()
+        )
+
+    def _coming(self, order: JobOrder) -> int:
+        """Bytes that contexts will take which are being made for the order's tenant, where it has a quota of them."""
+        if self.room.quota(order.tenant) is None:
+            return 0
+        jobs = (job.order for job in self.queue.entries() if isinstance(job, JobRecord) and job.open)
+        return sum(
+            self.room.needed(
+                made.context, self.identity, made.dtype, made.tokens, () if made.parent else made.methods
+            )
+            for made in jobs
+            if made.tenant == order.tenant and made.context != order.context and not made.whole
         )
 
     def _done(self, record: JobRecord) -> JobRecord:
