@@ -435,14 +435,16 @@ class Endings(Generic[SessionT]):
             return
         try:
             self._flight.leave(job.running())
-            keep = job.work.keep(job.running(), job.kept_tokens)
+            kept = job.kept_tokens
+            keep = job.work.keep(job.running(), kept)
         except Exception as error:
             self.fail(job, error)
             return
         with self._changed:
             self._queues.start_keeping(job)
         self._close_session(job)
-        self._keep(keep, end, partial(self._tell, job))
+        written = len(job.work.prompt) + len(kept)
+        self._keep(keep, replace(end, written=written), partial(self._tell, job))
 
     def fail(self, job: Job[SessionT], error: Exception) -> None:
         """Ends the job's request, with all of its answers."""

@@ -122,6 +122,7 @@ class Times(Struct, frozen=True, array_like=True):
 
 class Ends(Struct, frozen=True, array_like=True, tag="e"):
     """The end of an answer. figures: the session's `Figures` by name. kept: id of what the session was kept as.
+    written: tokens that were stored with it, which were not stored before.
 
     reason: the engine's own; a door that has found a stop string knows better, should the answer have ended meanwhile.
     """
@@ -133,6 +134,7 @@ class Ends(Struct, frozen=True, array_like=True, tag="e"):
     times: Times
     figures: Mapping[str, int]
     kept: str = ""
+    written: int = 0
 
 
 class Fails(Struct, frozen=True, array_like=True, tag="f"):

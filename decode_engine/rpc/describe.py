@@ -279,6 +279,7 @@ def _usage(usage: TokenUsage) -> generation_pb2.Usage:
         completion_tokens=usage.completion,
         cached_tokens=usage.cached,
         max_tokens=usage.limit,
+        cache_write_tokens=usage.written,
     )
 
 

@@ -50,9 +50,10 @@ class ErrorReply(Struct, frozen=True):
 
 
 class PromptDetails(Struct, frozen=True):
-    """cached_tokens: those of the context."""
+    """cached_tokens: those of the context. cache_write_tokens: that were stored, with `keep`."""
 
     cached_tokens: int
+    cache_write_tokens: int | UnsetType = UNSET
 
 
 class CompletionDetails(Struct, frozen=True):
@@ -278,7 +279,7 @@ class CallItem(Struct, kw_only=True, tag_field="type", tag="function_call"):
 
 
 class InputDetails(Struct, frozen=True):
-    """cached_tokens: those of the context."""
+    """See `PromptDetails`."""
 
     cached_tokens: int
     cache_write_tokens: int = 0

@@ -261,7 +261,8 @@ def usage(summaries: Sequence[Summary], each: int) -> Usage:
         sum(summary.end.figures[name] for summary in summaries) for name in ("drafted", "accepted")
     )
     details = CompletionDetails(accepted, drafted - accepted) if drafted else UNSET
-    return Usage(prompt, generated, prompt + generated, PromptDetails(cached), details)
+    written = sum(summary.usage.written for summary in summaries) or UNSET
+    return Usage(prompt, generated, prompt + generated, PromptDetails(cached, written), details)
 
 
 def figures_of(summary: Summary) -> Figures:
@@ -492,5 +493,5 @@ def response_usage(summary: Summary) -> ResponseUsage:
     """`usage` under the names of responses."""
     usage = summary.usage
     prompt = usage.cached + usage.prompt
-    details = InputDetails(usage.cached), OutputDetails()
+    details = InputDetails(usage.cached, usage.written), OutputDetails()
     return ResponseUsage(prompt, details[0], usage.completion, details[1], prompt + usage.completion)

@@ -128,12 +128,14 @@ Note = Callable[..., None]
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """Tokens of a request, or of an answer that has ended. cached: that were not read. limit: that may be generated."""
+    """Tokens of a request, or of an answer that has ended. cached: that were not read. limit: that may be generated.
+    written: whose keys and values were stored with it."""
 
     prompt: int
     cached: int
     limit: int
     completion: int = 0
+    written: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,7 +459,7 @@ class _Asked:
             said.text += answer.reader.flush()
             if answer.reader.finished and reason != "length":
                 reason = "tool_calls"
-        usage = TokenUsage(usage.prompt, usage.cached, usage.limit, completion)
+        usage = TokenUsage(usage.prompt, usage.cached, usage.limit, completion, end.written)
         if end.kept:
             self._note(kept=end.kept)
         why = explanation(self._order, begins, end, self._before_ns)

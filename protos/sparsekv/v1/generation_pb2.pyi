@@ -278,7 +278,7 @@ class Explanation(_message.Message):
     def __init__(self, lookup: _Optional[str] = ..., context: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., missed: _Optional[str] = ..., missed_context: _Optional[str] = ..., missed_tokens: _Optional[int] = ..., tier: _Optional[str] = ..., method: _Optional[str] = ..., method_reason: _Optional[str] = ..., door_ms: _Optional[float] = ..., load_ms: _Optional[float] = ..., queue_ms: _Optional[float] = ..., prompt_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., audited_steps: _Optional[int] = ..., audited_kl: _Optional[float] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("context_tokens", "prompt_tokens", "completion_tokens", "cached_tokens", "max_tokens", "drafted_tokens", "accepted_tokens")
+    __slots__ = ("context_tokens", "prompt_tokens", "completion_tokens", "cached_tokens", "max_tokens", "drafted_tokens", "accepted_tokens", "cache_write_tokens")
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -286,6 +286,7 @@ class Usage(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_WRITE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     context_tokens: int
     prompt_tokens: int
     completion_tokens: int
@@ -293,7 +294,8 @@ class Usage(_message.Message):
     max_tokens: int
     drafted_tokens: int
     accepted_tokens: int
-    def __init__(self, context_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+    cache_write_tokens: int
+    def __init__(self, context_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., cache_write_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("load_ns", "queue_ns", "prompt_ns", "first_token_ns", "search_ns", "gather_ns", "attend_ns", "append_ns", "decode_steps", "decode_ns", "total_ns", "device_wait_for_host_ns", "host_bytes_read", "rows_reused")

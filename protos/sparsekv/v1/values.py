@@ -307,6 +307,9 @@ class Usage:
     """Tokens that were drafted and verified (method `exact`). Known at the end of an answer."""
     accepted_tokens: int = 0
     """Of these, tokens of the answer: each saved a step."""
+    cache_write_tokens: int = 0
+    """Tokens of prompt and answer that were stored, with `keep`: later requests do not compute them. Known at the end
+    of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,6 +435,9 @@ class Summary:
     """Tokens that were drafted and verified (method `exact`). Known at the end of an answer."""
     accepted_tokens: int = 0
     """Of these, tokens of the answer: each saved a step."""
+    cache_write_tokens: int = 0
+    """Tokens of prompt and answer that were stored, with `keep`: later requests do not compute them. Known at the end
+    of an answer."""
     timings: Timings = field(default_factory=lambda: Timings())
     """Where the time went."""
     selection: SelectionFigures = field(default_factory=lambda: SelectionFigures())

@@ -217,9 +217,12 @@ def test_tokens_of_the_server_are_asked_for_here(tmp_path: Path, library: Any, l
 def _check_owner(web: httpx.Client) -> None:
     """What is made is noted under the name of the token that was shown."""
     body = {"model": "model", "prompt": " alice", "context": "lamp", "max_tokens": 1, "keep": {}}
-    kept = web.post("/completions", json=body).json()["sparsekv"]["context"]
+    answer = web.post("/completions", json=body).json()
+    kept = answer["sparsekv"]["context"]
     (found,) = web.get("/contexts", params={"filter": "owner = alice"}).json()["data"]
     assert (found["id"], found["owner"]) == (kept, "alice")
+    written = answer["usage"]["prompt_tokens_details"]["cache_write_tokens"]
+    assert written == found["token_count"] - found["parent_token_count"]
     assert web.delete(f"/contexts/{kept}").status_code == 200
     ordered = web.post("/contexts", json={"text": "A text that nobody is there to read."}).json()
     assert ordered["owner"] == "alice"

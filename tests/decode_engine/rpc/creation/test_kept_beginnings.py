@@ -129,6 +129,25 @@ def test_a_context_that_is_named_is_no_beginning(keeping: Kept, shop: Library) -
     assert keeping.client.server_status().plain_requests == 0
 
 
+def test_tenants_count_for_themselves_and_what_is_kept_is_theirs(keeping: Kept) -> None:
+    """What one asks again becomes no other one's context, and makes no other one's prompt come again."""
+    backend, ids = keeping.server.backend, [each % 250 + 1 for each in range(600)]
+    for tenant in ("acme", "beta", ""):
+        backend.beginnings.note(ids, backend.nothing.named, 0, tenant)
+    backend.beginnings.settle()
+    assert keeping.work() == 0
+    backend.beginnings.note(ids, backend.nothing.named, 0, "acme")
+    backend.beginnings.settle()
+    assert keeping.work() == 1
+    (kept,) = keeping.store.list()
+    assert (kept.tenant, kept.token_count) == ("acme", 512)
+    for tenant, found in (("acme", kept.id), ("beta", ""), ("", "")):
+        ground, missed = backend.beginning(ids, tenant)
+        assert (ground.named.id if ground.named.token_count else "") == found
+        assert missed is not None
+        assert missed.context == ""
+
+
 def test_nothing_is_kept_unasked(shop: Library) -> None:
     kept = Kept(shop, keep_beginnings=0)
     for tail in ("One", "Two", "Three"):
