@@ -23,14 +23,13 @@ from index_store.errors import (
     StoreError,
     format_bytes,
 )
-from index_store.store.catalog import DefaultsFolder, Store
+from index_store.store.catalog import DefaultsFolder, Store, neutral
 from index_store.store.description.array_entry import kv_entry, state_entry, window_entry
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.manifest import Manifest
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     TRASH_PREFIX,
-    discard,
     is_locked,
     locked_file,
     storing,
@@ -159,7 +158,7 @@ def remove_if(store: Store, id_: str, unwanted: Callable[[Manifest], bool]) -> b
             return False
         entries = store.entries()  # a child may have come meanwhile
         _require_usable(entries)
-        return id_ not in needed_ids(store, entries) and discard(store.folders.context(id_))
+        return id_ not in needed_ids(store, entries) and store.discard(id_)
 
 
 def _remove_unlisted(store: Store, id_: str, path: Path) -> bool:
@@ -182,6 +181,7 @@ logger = logging.getLogger(__name__)
 
 MARGIN = timedelta(minutes=10)
 """Nothing goes that was used, or that lived, so lately."""
+BEYOND_MARGIN = timedelta(minutes=2)  # of what comes back: longer than a server takes to note what it uses
 KEPT_BEGINNING = "sparsekv.kept-beginning"
 """Label of contexts that a server made of what came again and again, and may drop."""
 
@@ -203,7 +203,7 @@ class StoreRoom:
 
     def used(self) -> int:
         """Bytes of all contexts whose manifest can be used."""
-        return sum(map(_size, self._store.list()))
+        return sum(map(self._store.bytes_here, self._store.list()))
 
     def needed(self, id_: str, model: ModelIdentity, dtype: str, tokens: int, methods: Sequence[str]) -> int:
         """Bytes that a context will take about; 0 of one that is there. id_: "" where it is not known yet.
@@ -235,7 +235,7 @@ class StoreRoom:
         """Raises StoreBoundError where there is no room for so many bytes more, and none can be made."""
         if self._most is None or nbytes <= 0:
             return
-        used, may_go = self.used(), sum(map(_size, self._may_go()))
+        used, may_go = self.used(), sum(map(self._store.bytes_here, self._may_go()))
         if used - may_go + nbytes > self._most:
             raise StoreBoundError(
                 f"a context of about {format_bytes(nbytes)} does not fit: the store holds {format_bytes(used)}, of "
@@ -249,6 +249,7 @@ class StoreRoom:
     def make(self, nbytes: int) -> Sequence[str]:
         """Makes room for so many bytes more, by removing the least recently used that may go; returns their ids.
 
+        Beside an object store, what it holds verified goes, and comes back when it is asked for.
         Raises StoreBoundError, with nothing removed, where that does not suffice; StoreError where removing fails.
         """
         self.require(nbytes)
@@ -273,10 +274,21 @@ class StoreRoom:
         removed: list[str] = []
         over = 0 if self._most is None else self.used() + nbytes - self._most
         for manifest in self._may_go() if over > 0 else ():
-            if over > 0 and self._remove(manifest, self._idle):
+            nbytes = self._store.bytes_here(manifest)
+            if over > 0 and self._leave(manifest):
                 removed.append(manifest.id)
-                over -= _size(manifest)
+                over -= nbytes
         return removed
+
+    def _leave(self, manifest: Manifest) -> bool:
+        """Removes a context, or has it in the object store alone."""
+        beyond = self._store.beyond
+        if beyond is None:
+            return self._remove(manifest, self._idle)
+        gone = self._store.evict(manifest.id, self._idle)
+        if gone:
+            logger.info("context %s, %s, is in %s alone now", manifest.id[:12], manifest.name, beyond.url)
+        return gone
 
     def _remove(self, manifest: Manifest, unwanted: Callable[[Manifest], bool]) -> bool:
         if not remove_if(self._store, manifest.id, unwanted):
@@ -297,20 +309,33 @@ class StoreRoom:
     def _may_go(self) -> list[Manifest]:
         """What may be removed before its time, the least recently used first."""
         entries = self._store.entries()
-        needed = needed_ids(self._store, entries)
-        found = [
-            manifest
-            for manifest in entries
-            if isinstance(manifest, Manifest)
-            and (manifest.expires_at is not None or KEPT_BEGINNING in manifest.labels)
-            and manifest.id not in needed
-            and self._idle(manifest)
-        ]
+        if self._store.beyond is None:
+            needed = needed_ids(self._store, entries)
+            found = [
+                manifest
+                for manifest in entries
+                if isinstance(manifest, Manifest)
+                and (manifest.expires_at is not None or KEPT_BEGINNING in manifest.labels)
+                and manifest.id not in needed
+                and self._idle(manifest)
+            ]
+        else:
+            held = self._store.beyond.held()
+            found = [
+                manifest
+                for manifest in entries
+                if isinstance(manifest, Manifest)
+                and manifest.id in held
+                and neutral(held[manifest.id]) == neutral(manifest)
+                and self._idle(manifest)
+                and self._store.bytes_here(manifest)
+            ]
         return sorted(found, key=self._used_at)
 
     def _idle(self, manifest: Manifest) -> bool:
         """Whether it is neither pinned nor was used lately."""
-        return not (manifest.pinned or self._used_at(manifest) > self._now() - self._margin)
+        margin = self._margin if self._store.beyond is None else min(self._margin, BEYOND_MARGIN)
+        return not (manifest.pinned or self._used_at(manifest) > self._now() - margin)
 
     def _used_at(self, manifest: Manifest) -> datetime:
         try:
