@@ -42,6 +42,12 @@ class InvalidArgumentError(SparseKVError):
     reason = "INVALID_ARGUMENT"
 
 
+class PermissionDeniedError(SparseKVError):
+    """The caller may not do that, to what it knows of anyway."""
+
+    reason = "PERMISSION_DENIED"
+
+
 class StoreError(SparseKVError):
     """The store's folder cannot be used (missing, not writable, not a store)."""
 

@@ -268,9 +268,9 @@ def name_context(
     """Name a context; a name belongs to one context of a model."""
     opened = Store(store)
     id_ = opened.resolve(ref)
-    model = opened.manifest(id_).model.fingerprint
+    present = opened.manifest(id_)
     if not move_name:
-        require_free(opened, name, model, id_)
+        require_free(opened, name, present.model.fingerprint, id_, present.tenant)
     try:
         changed = take_name(opened, id_, name)
     except ManifestError as error:

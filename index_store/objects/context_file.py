@@ -364,7 +364,7 @@ def import_context(
                 return store.manifest(manifest.id), False
             except (ContextNotFoundError, ContextCorruptError):
                 pass  # what is damaged is replaced
-            name = free_name(store, manifest.name, manifest.model.fingerprint, manifest.id)
+            name = free_name(store, manifest.name, manifest.model.fingerprint, manifest.id, manifest.tenant)
             unwritten = dict.fromkeys(entry.path for entry in manifest.arrays)
             draft = replace(manifest.with_checksums(unwritten), name=name)
             with store.writer(manifest.id) as writer:

@@ -18,7 +18,7 @@ from index_store.store.description.manifest import MANIFESTS, Manifest
 from tests.index_store.objects.sites import memory_bucket
 from tests.support.store import synthetic_context
 
-SHORT, LONG = 150, 100_000
+SHORT, LONG = 150, 20_000
 EDITS = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(min_size=1, max_size=9)), max_size=4)
 
 
@@ -100,18 +100,24 @@ def check_record(edits: list[tuple[float, bytes]], length: float) -> None:
 SHARES = st.one_of(st.just(1.0), st.floats(0, 1))
 SIZES = st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1))
 CASES = {
-    "edited": given(EDITS, SHARES, st.booleans())(check_edited),
-    "head": given(SIZES, st.binary(max_size=200))(check_head),
-    "record": given(EDITS, SHARES)(check_record),
+    "edited": (check_edited, (EDITS, SHARES, st.booleans())),
+    "head": (check_head, (SIZES, st.binary(max_size=200))),
+    "record": (check_record, (EDITS, SHARES)),
 }
+
+
+def try_out(name: str, count: int) -> None:
+    check, drawn = CASES[name]
+    wrapped = given(*drawn)(check)
+    settings(max_examples=count, deadline=None, suppress_health_check=[*HealthCheck])(wrapped)()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_some(name: str) -> None:
-    settings(max_examples=SHORT, deadline=None, suppress_health_check=[*HealthCheck])(CASES[name])()
+    try_out(name, SHORT)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
 def test_many(name: str) -> None:
-    settings(max_examples=LONG, deadline=None, suppress_health_check=[*HealthCheck])(CASES[name])()
+    try_out(name, LONG)
