@@ -18,7 +18,7 @@ from index_store.store.description.manifest import MANIFESTS, Manifest
 from tests.index_store.objects.sites import memory_bucket
 from tests.support.store import synthetic_context
 
-SHORT, LONG = 150, 20_000
+SHORT, LONG = 150, 3_000
 EDITS = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(min_size=1, max_size=9)), max_size=4)
 
 
