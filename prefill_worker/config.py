@@ -29,6 +29,7 @@ from index_store.cli.options import (
     options_of,
     parse_ttl,
 )
+from index_store.cli.quotas import QuotasOption
 from index_store.errors import InvalidArgumentError
 from index_store.family.parents import GROWN_SHARE
 from index_store.methods.default import DEFAULT_METHOD
@@ -133,6 +134,15 @@ class PrefillConfig:
         int | None,
         Option(help=f"Tokens per forward pass{_CHUNKS_TOLD}; with --attention muse, passes are its blocks."),
         AtLeast(1, 2**20),
+    ] = None
+    state_marks: Annotated[
+        int | None,
+        Option(
+            metavar="TOKENS",
+            help="Of a model with states: keep those behind every so many tokens, too, a multiple of --chunk, where "
+            "documents that begin alike can go on.",
+        ),
+        AtLeast(1, 2**30),
     ] = None
     attention: Annotated[
         str,
@@ -383,6 +393,7 @@ class WorkerConfig:
     ] = GROWN_SHARE
     store_bytes: StoreBytesOption = None
     objects: ObjectsOption = None
+    quotas: QuotasOption = None
     attached: Annotated[
         bool, Option("--attached", help="End when standard input ends, for programs that start workers.")
     ] = False

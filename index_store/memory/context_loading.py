@@ -243,7 +243,7 @@ def _array_bytes(manifest: Manifest, device: torch.device | None, placement: Pla
     """What is reserved when loading begins."""
     tokens = aligned(manifest.token_count * torch.int64.itemsize)
     host, shared = (tokens, 0) if placement.kv_on_host else (0, tokens)
-    shared += 0 if manifest.state is None else aligned(manifest.state.nbytes)
+    shared += 0 if manifest.state is None else aligned(manifest.state.chunk_bytes)
     for name, _, entry in _parts(manifest):
         if _on_host(manifest, name, entry, placement):
             host += paged(_layer_bytes(entry, None))
@@ -363,7 +363,7 @@ class _Memory:
             if beside
             else shared.take(tokens_shape, torch.int64)
         )
-        state = None if manifest.state is None else shared.take(manifest.state.shape, torch.uint8)
+        state = None if manifest.state is None else shared.take(manifest.state.chunks, torch.uint8)
         memory = cls(tokens, state, blocks=[shared])
         if not beside:
             memory.full[last] = shared

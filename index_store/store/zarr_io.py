@@ -422,11 +422,11 @@ class ContextFiles:
         """The messages that the context was made of, as they were written; None without. Their checksum is verified."""
         return None if self._manifest.conversation is None else self._small("conversation").tobytes()
 
-    def _small(self, path: str) -> NDArray[np.uint8]:
-        """The bytes of an array of one chunk."""
+    def _small(self, path: str, chunk: int = 0) -> NDArray[np.uint8]:
+        """The bytes of a chunk of an array of one dimension, which has one chunk or few."""
         entry = self._entry(path)
         raw = np.empty(entry.chunk_bytes, np.uint8)
-        read_bounded(lambda: self._read(entry, (0,), raw), self.read_limit_s)
+        read_bounded(lambda: self._read(entry, (chunk,), raw), self.read_limit_s)
         return raw
 
     def close(self) -> None:
