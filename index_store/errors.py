@@ -102,6 +102,24 @@ class StoreUnavailableError(StoreError):
     reason = "STORE_UNAVAILABLE"
 
 
+class ObjectsUnavailableError(StoreUnavailableError):
+    """The object store does not answer, or refuses. Nothing is known to be damaged."""
+
+    reason = "OBJECTS_UNAVAILABLE"
+
+
+class ContextElsewhereError(SparseKVError):
+    """A context's keys and values are in an object store that this program was not told of."""
+
+    reason = "CONTEXT_ELSEWHERE"
+
+
+class ContextFetchingError(SparseKVError):
+    """A context is being fetched from an object store, for longer than the caller wanted to wait; it comes on."""
+
+    reason = "CONTEXT_FETCHING"
+
+
 class ContextNotFoundError(SparseKVError):
     reason = "CONTEXT_NOT_FOUND"
 

@@ -19,6 +19,7 @@ from index_store.cli.options import (
     Filled,
     InputFile,
     MoveNameOption,
+    ObjectsOption,
     OneOf,
     StoreBytesOption,
     StoreOption,
@@ -32,6 +33,7 @@ from index_store.cli.quotas import QuotasOption
 from index_store.errors import InvalidArgumentError
 from index_store.family.parents import GROWN_SHARE
 from index_store.methods.default import DEFAULT_METHOD
+from index_store.store.catalog import Store
 from index_store.store.description.callers import require_tenant
 from index_store.store.description.dtypes import AS_DTYPE, KV_DTYPES, ROW_CODINGS
 
@@ -180,6 +182,13 @@ class PrefillConfig:
         SIZE,
         AtLeast(1),
     ] = None
+    objects: ObjectsOption = None
+
+    def open_store(self) -> Store:
+        """The store, made where it is not there, in front of its object store if there is one."""
+        from index_store.objects.tier import open_store
+
+        return open_store(self.store, True, self.objects, fetch_timeout_s=None)
 
     def __post_init__(self) -> None:
         from prefill_worker.muse.settings import MuseSettings
@@ -383,6 +392,7 @@ class WorkerConfig:
         AtLeast(0, 1000),
     ] = GROWN_SHARE
     store_bytes: StoreBytesOption = None
+    objects: ObjectsOption = None
     quotas: QuotasOption = None
     attached: Annotated[
         bool, Option("--attached", help="End when standard input ends, for programs that start workers.")

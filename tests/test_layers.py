@@ -136,6 +136,7 @@ PLACES = {
         "decode_engine/host_search/*_numba.py",
         "index_store/attention/vectors/*.py",
     ),
+    "obstore": ("index_store/objects/bucket.py",),
     "grpc": GRPC_PLACES,
     "grpc_status": GRPC_PLACES,
     "grpc_health": GRPC_PLACES,

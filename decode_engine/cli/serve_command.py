@@ -23,7 +23,6 @@ from index_store.cli.logs import LogLevel, LogLevelOption, logging_to_stderr
 from index_store.cli.options import FormatOption, OutputFormat, configured
 from index_store.errors import SparseKVError
 from index_store.models.resolve import resolve_model
-from index_store.store.catalog import Store
 
 if TYPE_CHECKING:
     from decode_engine.rpc.contexts.own_worker import OwnWorker
@@ -41,7 +40,8 @@ GROUPS = {
     "Requests": "max_sessions max_waiting max_client_requests prompt_chunk prompts method audit_share grace",
     "Memory": "memory device_memory session_memory placement lanes slot_share waves",
     "Computing": "device threads search_threads weights dtype warm_up",
-    "Making contexts": "prefill grown_share store_bytes keep_beginnings keep_beginnings_after keep_beginnings_bytes",
+    "Making contexts": "prefill grown_share keep_beginnings keep_beginnings_after keep_beginnings_bytes",
+    "Storing contexts": "store_bytes objects fetch_timeout",
 }
 
 
@@ -149,9 +149,13 @@ def _check_served(config: ServeConfig) -> ServeConfig:
     Returns the configuration with a port for metrics where one was to be found. Raises StoreError,
     ModelUnsupportedError or AddressError, as the server itself does later.
     """
-    store = Store(config.store, create=config.prefill)
+    store = config.open_store()
     if config.prefill:
         store.folders.check_writable()
+    if config.objects is not None:
+        from index_store.objects.tier import Tier
+
+        _ = Tier.of(store).bucket  # refuses a URL that is none
     resolve_model(config.model)
     _probe(config.listen, "--listen")
     return config if config.metrics is None else replace(config, metrics=_probe(config.metrics, "--metrics"))

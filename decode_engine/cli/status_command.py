@@ -140,6 +140,13 @@ def status_lines(found: ServerStatus) -> list[str]:
             f"{found.rows_reused} rows found on it; requests waited {found.device_wait_for_host_ns / 1e6:.0f} ms "
             "for the host in sum, each of a batch as long as the batch"
         ]
+    objects = []
+    if found.objects_pending or found.objects_fetching or found.objects_problem:
+        objects = [
+            f"object store: {found.objects_pending} contexts of {_mebibytes(found.objects_pending_bytes)} MiB to be "
+            f"uploaded, {found.objects_fetching} being fetched{'; ' if found.objects_problem else ''}"
+            f"{found.objects_problem}"
+        ]
     loading = found.requests - found.waiting - found.prompting - found.decoding
     return [
         f"requests: {found.decoding} decoding, {found.prompting} reading their prompts, {found.waiting} waiting, "
@@ -158,6 +165,7 @@ def status_lines(found: ServerStatus) -> list[str]:
         f"{found.removed_beginnings} removed for others",
         *(f"methods: {line}" for line in found.method_choices),
         *moved,
+        *objects,
     ]
 
 

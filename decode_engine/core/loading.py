@@ -42,6 +42,8 @@ from index_store.methods.method import FittedMethod, Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import checkpoint_dtype
 from index_store.models.model_folder import ModelFolder
+from index_store.objects.courier import Courier
+from index_store.objects.tier import Tier
 from index_store.store.catalog import Store
 from index_store.store.clean_up import StoreRoom
 from index_store.store.description.manifest import Manifest
@@ -185,6 +187,7 @@ def load_service(
             else RequestSpans(traces, runner.identity.name, partial(_prefill_of, store)),
             config.audit_share,
         ),
+        None if store.beyond is None else Courier(store, Tier.of(store)),
     )
 
 

@@ -7,6 +7,7 @@ own, of which places bound the number.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -48,6 +49,7 @@ from index_store.memory.arena import Arena
 from index_store.memory.devices import describe_device
 from index_store.methods.method import FittedMethod, Method
 from index_store.methods.presets import get_method
+from index_store.objects.courier import Courier
 from index_store.store.catalog import Store, TunedDefault
 from index_store.store.description.callers import OPERATOR, Caller
 from index_store.store.description.context_id import ModelIdentity, continued_digests, first_digest
@@ -185,7 +187,7 @@ class EngineService:
     requests run by them. costs: of decode steps, by which a method is chosen where requests leave that to the server;
     auto: whether those do that name none. max_waiting: requests beside those in progress. threads: on which orders
     begin. outboxes: by which doors get events, one batch for each turn of the engine.
-    tenants: what each used, and may use.
+    tenants: what each used, and may use. courier: to an object store.
     """
 
     store: Store
@@ -203,6 +205,7 @@ class EngineService:
     costs: StepCosts = field(default_factory=StepCosts)
     auto: bool = True
     seeing: Seeing = field(default_factory=Seeing)
+    courier: Courier | None = None
 
     def start(self) -> None:
         """Begins to take orders. Raises AddressError where metrics or events cannot be told at their address."""
@@ -213,6 +216,8 @@ class EngineService:
             events.start(self.store, self.arena, first_digest(self.runner.identity, self.runner.kv_dtype, ""))
         self.engine.start()
         self.housekeeping.start()
+        if self.courier is not None:
+            self.courier.start()
 
     def close(self, patience_s: float | None = None) -> bool:
         """Ends what is being done, tells whose requests are not finished, and lets go of everything.
@@ -223,6 +228,8 @@ class EngineService:
         self.preparation.close()
         self.beginnings.close()
         self.housekeeping.stop()
+        if self.courier is not None:
+            self.courier.stop()
         self.arena.stop_loading()  # which the engine may be waiting for
         ended = self.engine.shutdown(patience_s=patience_s)
         self.threads.close()
@@ -282,6 +289,7 @@ class EngineService:
                 "context_device_limit_bytes": arena.budget.device,
             },
             self.costs.told(),
+            {} if self.courier is None else self.courier.figures(),
         )
 
     def residency(self, bases: Sequence[str]) -> Residency:
@@ -308,10 +316,18 @@ class EngineService:
         base = ground.base
         already = base.id in self.arena.ids()
         before = self.engine.clock_ns()
+        self._fetch(ground, check, math.inf)
         with self.arena.acquire(self.store, base.id, check=check, manifest=base) as resident:
             ground.read(self.store)
             load_ns = self.engine.clock_ns() - before
             return Warmed(already, load_ns, resident.first_layer_ns, resident.all_layers_ns)
+
+    def _fetch(self, ground: Ground, check: Callable[[], None], limit_s: float | None = None) -> None:
+        """Has in the store what has to be loaded, where an object store has it. limit_s: see `Beyond.bring`."""
+        if ground.base.token_count and not self.arena.ready(ground.base):
+            self.store.bring(ground.base.id, check, limit_s)
+        if ground.own_tokens:
+            self.store.bring(ground.named.id, check, limit_s)
 
     def changed(self, context: str) -> None:
         """See `Core.changed`."""
@@ -418,7 +434,9 @@ class EngineService:
         if order.keep is not None:
             self.store.seen_by(viewer).require_own(named.id)
         lookup: Lookup = "named" if order.context else "found" if named.token_count else "none"
-        tier = self.arena.tier(base) if base.token_count else ""
+        tier: Tier = self.arena.tier(base) if base.token_count else ""
+        if tier == "disk" and self.store.elsewhere(base.id):
+            tier = "objects"
         method, reason = self._choose(order, base)
         fitted = method.on(base)
         prompt = whole if order.context else whole[min(named.token_count, len(whole) - 1) :]
@@ -527,6 +545,7 @@ class EngineService:
             if base.token_count:
                 placement = self.arena.placement(base)
             self.preparation.begin(fitted, placement)  # while the context is brought into memory
+            self._fetch(ground, check)
             if base.token_count:
                 lease = self.arena.acquire(
                     store, base.id, check=check, wait_for_memory=True, early=True, manifest=base

@@ -544,6 +544,7 @@ async def server_status(request: Request) -> Response:
             **status.engine,
             **status.beginnings,
             **status.arena,
+            **status.objects,
             "method_choices": status.choices,
         }
     )

@@ -7,7 +7,7 @@ requests. `Core` is the engine as doors see it: the same in their own process an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
@@ -19,7 +19,7 @@ from index_store.store.description.context_id import ModelIdentity
 
 Cause = Literal["", "context", "method", "session"]
 Lookup = Literal["named", "found", "none"]
-Tier = Literal["", "device", "host", "disk"]
+Tier = Literal["", "device", "host", "disk", "objects"]
 FinishReason = Literal["stop", "length", "end_of_sequence"]
 
 
@@ -204,13 +204,14 @@ class Facts(Struct, frozen=True):
 
 
 class Status(Struct, frozen=True):
-    """Under the names of the API's ServerStatus: of the engine, of kept beginnings, and of contexts in memory; and what
-    `auto` timed and chose, in lines for people to read."""
+    """Under the names of the API's ServerStatus: of the engine, of kept beginnings, of contexts in memory and of an
+    object store; and what `auto` timed and chose, in lines for people to read."""
 
     engine: Mapping[str, int | None]
     beginnings: Mapping[str, int]
     arena: Mapping[str, int]
     choices: Sequence[str]
+    objects: Mapping[str, Any] = {}
 
 
 class LimitUse(Struct, frozen=True):

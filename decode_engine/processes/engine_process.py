@@ -13,7 +13,6 @@ from decode_engine.processes.link.host import EngineHost
 from decode_engine.rpc.transport.starting import Phase
 from index_store.cli.traces import open_traces
 from index_store.models.resolve import resolve_model
-from index_store.store.catalog import Store
 
 _STEP_S = 1.0  # for the step that is taken when it is told to end
 _SPANS_S = 1.0
@@ -32,7 +31,7 @@ def serve_engine(parent: Parent) -> int:
     from decode_engine.core.local import LocalCore
 
     compiling: list[Future[None]] = []
-    store, folder = Store(setup.config.store, create=setup.config.prefill), resolve_model(setup.config.model)
+    store, folder = setup.config.open_store(), resolve_model(setup.config.model)
     traces = open_traces()
     service = load_service(
         setup.config, store, folder, phase, lambda error: parent.end(), compiling.append, traces

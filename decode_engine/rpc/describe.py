@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
@@ -127,14 +127,13 @@ def describe_status(
     identity: ModelIdentity, template_reads: Iterable[str], status: Status, traffic: Traffic
 ) -> generation_pb2.ServerStatus:
     """What engine, memory and calls do, as the API shows it: figures of the engine under their own names."""
+    figures: dict[str, Any] = {**status.engine, **status.beginnings, **status.arena, **status.objects}
     return generation_pb2.ServerStatus(
         model=identity.name,
         max_positions=identity.max_positions,
         template_reads=sorted(template_reads),
         method_choices=status.choices,
-        **status.engine,
-        **status.beginnings,
-        **status.arena,
+        **figures,
         open_calls=traffic.open,
         unfinished_calls=traffic.unfinished,
         unread_answers=traffic.unread,

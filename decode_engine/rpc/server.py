@@ -29,7 +29,6 @@ from decode_engine.settings.config import ServeConfig
 from index_store.cli.traces import open_traces
 from index_store.jobs.job_queue import JobQueue
 from index_store.models.resolve import resolve_model
-from index_store.store.catalog import Store
 from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
@@ -75,12 +74,12 @@ class GrpcDoor:
         self._sharing = sharing or Sharing(places=config.places)
         self._phase = phase
         self._served: Served | None = None
-        self.store = Store(config.store, create=config.prefill)
+        self.store = config.open_store()
         if config.prefill:
             self.store.folders.check_writable()
         self.folder = resolve_model(config.model)
         self._services = Services(SERVICES, phase.refusal)
-        self.paths = Paths((config.store, self.folder.path))
+        self.paths = Paths((config.store, self.folder.path), filter(None, [config.objects]))
         self.certificates = config.certificates()
         self.traces = open_traces()
         _provide_handles(config.max_connections)
@@ -259,6 +258,7 @@ def start_worker(config: ServeConfig, log_json: bool, queue: JobQueue, fingerpri
     command = [sys.executable, "-m", "prefill_worker", "serve", "--store", str(config.store)]
     command += ["--model", config.model, "--grown-share", f"{config.grown_share:g}"]
     command += [] if config.store_bytes is None else ["--store-bytes", str(config.store_bytes)]
+    command += [] if config.objects is None else ["--objects", config.objects]
     command += [] if config.quotas is None else ["--quotas", str(config.quotas)]
     level = logging.getLevelName(logger.getEffectiveLevel()).lower()
     command += ["--device", "cpu", "--attached", "--log-level", level]

@@ -47,6 +47,7 @@ from index_store.cli.options import (
     Address,
     AtLeast,
     Filled,
+    ObjectsOption,
     OneOf,
     OutputFile,
     Spelled,
@@ -58,6 +59,7 @@ from index_store.cli.quotas import QuotasOption
 from index_store.errors import InvalidArgumentError
 from index_store.family.parents import GROWN_SHARE
 from index_store.memory.memory_sizes import parse_size
+from index_store.store.catalog import Store
 from index_store.store.description.dtypes import KV_DTYPES
 from index_store.store.files.reading import available_cores
 
@@ -314,6 +316,16 @@ class ServeConfig:
         AtLeast(0, 1000),
     ] = GROWN_SHARE
     store_bytes: StoreBytesOption = None
+    objects: ObjectsOption = None
+    fetch_timeout: Annotated[
+        float,
+        Option(
+            metavar="SECONDS",
+            help="With --objects: how long a request waits for its context to be fetched. Then it is told how far that "
+            "is, and may ask again, or send the text.",
+        ),
+        AtLeast(0),
+    ] = 60.0
     prefill: Annotated[
         bool,
         Option(
@@ -402,6 +414,13 @@ class ServeConfig:
                 "keeps others out",
                 field="listen",
             )
+
+    def open_store(self) -> Store:
+        """The store, in front of its object store if there is one. Raises StoreError."""
+        from index_store.objects.tier import open_store
+
+        create = self.prefill or self.objects is not None
+        return open_store(self.store, create, self.objects, self.store_bytes, self.fetch_timeout)
 
     @property
     def unprotected(self) -> str:

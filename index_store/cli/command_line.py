@@ -1,4 +1,7 @@
-"""`index-store`: look at a store of contexts, note things of them, check it, clean it up."""
+"""`index-store`: look at a store of contexts, note things of them, check it, clean it up.
+
+What reads files of contexts, or an object store, is imported where it is needed.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from index_store.cli.options import (
     FormatOption,
     InputFile,
     MoveNameOption,
+    ObjectsOption,
     OutputFile,
     OutputFormat,
     StoreOption,
@@ -27,10 +31,10 @@ from index_store.errors import (
     ManifestError,
     ParentMissingError,
     SparseKVError,
+    StoreError,
     format_bytes,
 )
 from index_store.family.parents import parent_of
-from index_store.objects.context_file import export_context, file_bytes, import_context
 from index_store.store.catalog import Store, require_free, take_name
 from index_store.store.clean_up import clean_up, find_leftovers
 from index_store.store.description.manifest import Manifest
@@ -68,11 +72,17 @@ def list_contexts(store: StoreOption, output: FormatOption = OutputFormat.TEXT) 
     entries = [(entry, _is_expired(opened, entry)) for entry in opened.entries()]
     leftovers = find_leftovers(opened)
     if output is OutputFormat.JSON:
-        contexts = [report.summary(*entry) for entry in entries]
+        contexts = [
+            report.summary(*entry) | {"tier": "objects" if opened.elsewhere(entry[0].id) else "disk"}
+            for entry in entries
+        ]
         print_json({"store": str(store), "contexts": contexts, "leftovers": report.leftover_list(leftovers)})
         return
     if entries:
-        report.print_contexts([report.ShownContext.of(entry, expired=expired) for entry, expired in entries])
+        shown = [report.ShownContext.of(entry, expired=expired) for entry, expired in entries]
+        report.print_contexts(
+            [replace(each, memory="objects") if opened.elsewhere(each.id) else each for each in shown]
+        )
     else:
         typer.echo(f"{store} holds no contexts.")
     _tell_leftovers(leftovers)
@@ -93,14 +103,20 @@ def show_context(ref: RefArgument, store: StoreOption, output: FormatOption = Ou
 
 @app.command("verify")
 def verify_contexts(
-    store: StoreOption, refs: OptionalRefArguments = None, output: FormatOption = OutputFormat.TEXT
+    store: StoreOption,
+    refs: OptionalRefArguments = None,
+    objects: ObjectsOption = None,
+    output: FormatOption = OutputFormat.TEXT,
 ) -> None:
     """Read every byte of contexts and name each bad file.
 
-    Exits with 1 when there is one. A file in the folder of a context that is not part of it is one, too. What killed
-    jobs left is told, and nothing else that lies in the store.
+    Exits with 1 when there is one. What is in an object store alone is read there with --objects. A file in the folder
+    of a context that is not part of it is one, too. What killed jobs left is told, and nothing else that lies in the
+    store.
     """
-    opened = Store(store)
+    from index_store.objects.tier import open_store
+
+    opened = open_store(store, objects=objects)
     ids = _resolve_all(opened, refs) if refs else [entry.id for entry in opened.entries()]
     results = {id_: _verify(opened, id_) for id_ in ids}
     leftovers = find_leftovers(opened) if not refs else ()
@@ -121,6 +137,67 @@ def verify_contexts(
         _tell_leftovers(leftovers)
     if any(results.values()):
         raise typer.Exit(1)
+
+
+RequiredObjectsOption = Annotated[
+    str,
+    typer.Option(
+        "--objects",
+        envvar="SPARSEKV_OBJECTS",
+        metavar="URL",
+        help="The object store, such as s3://BUCKET/PREFIX.",
+    ),
+]
+
+
+@app.command("sync")
+def sync_store(
+    store: StoreOption, objects: RequiredObjectsOption, output: FormatOption = OutputFormat.TEXT
+) -> None:
+    """Have a store and an object store tell each other what was made, changed and deleted; exits with 1 if that fails.
+
+    Contexts of the object store are listed then, and fetched when they are needed. Servers and workers with --objects
+    do this by themselves.
+    """
+    from index_store.objects.courier import Courier
+    from index_store.objects.tier import Tier, open_store
+
+    opened = open_store(store, create=True, objects=objects)
+    courier = Courier(opened, Tier.of(opened))
+    _ = Tier.of(opened).bucket  # refuses a URL that is none
+    # What comes first may be seen only behind what needs it: twice suffices.
+    done = courier.look(wait=True) or courier.look(wait=True)
+    state = courier.state()
+    if output is OutputFormat.JSON:
+        print_json({"done": done, "pending": state.pending, "problem": state.problem})
+    elif done:
+        typer.echo(f"{store} and {objects} have the same {len(opened.list())} contexts")
+    if not done:
+        raise StoreError(
+            f"{state.pending} contexts are not in {objects} as they are here: "
+            f"{state.problem or 'another process is at it, or they are in use'}"
+        )
+
+
+@app.command("fetch")
+def fetch_contexts(
+    refs: RefArguments,
+    store: StoreOption,
+    objects: RequiredObjectsOption,
+    output: FormatOption = OutputFormat.TEXT,
+) -> None:
+    """Have all of contexts in the store that are in an object store alone, every byte verified."""
+    from index_store.objects.tier import open_store
+
+    opened = open_store(store, objects=objects, fetch_timeout_s=None)
+    ids = _resolve_all(opened, refs)
+    for id_ in ids:
+        opened.bring(id_)
+    if output is OutputFormat.JSON:
+        print_json({"fetched": ids})
+        return
+    for id_ in ids:
+        typer.echo(f"{id_} is here")
 
 
 @app.command("rm")
@@ -238,14 +315,18 @@ def export(
             "--with-parents", help="Write the context that it continues, too, beside it, as FILE.parent."
         ),
     ] = False,
+    objects: ObjectsOption = None,
     output: FormatOption = OutputFormat.TEXT,
 ) -> None:
     """Write a context into one file, which `import` reads.
 
     Every byte is verified on the way.
     """
+    from index_store.objects.context_file import export_context, file_bytes
+    from index_store.objects.tier import open_store
+
     OutputFile().check("FILE", file)
-    opened = Store(store)
+    opened = open_store(store, objects=objects, fetch_timeout_s=None)
     manifest = opened.manifest(opened.resolve(ref))
     parent = parent_of(opened, manifest)
     wanted = [(manifest, file)]
@@ -278,6 +359,8 @@ def import_files(
 
     A context appears when all of it is verified. One that is there already stays as it is.
     """
+    from index_store.objects.context_file import import_context
+
     for file in files:
         InputFile().check("FILE", file)
     opened = Store(store, create=True)
@@ -330,9 +413,17 @@ def _resolve_all(store: Store, refs: Sequence[str]) -> list[str]:
 
 def _verify(store: Store, id_: str) -> Sequence[SparseKVError]:
     try:
-        total = sum(array.nbytes for array in store.manifest(id_).arrays)
+        manifest = store.manifest(id_)
+        total = sum(array.nbytes for array in manifest.arrays)
         with byte_progress(f"verifying {id_[:12]}", total) as advance:
-            return [*store.verify(id_, advance), *_parent_problems(store, id_)]
+            problems = [*store.verify(id_, advance), *_parent_problems(store, id_)]
+            if store.beyond is not None and store.elsewhere(id_):
+                from index_store.objects.context_file import nowhere, receive
+                from index_store.objects.tier import Tier, open_object
+
+                source, contents = open_object(Tier.of(store).bucket, manifest)
+                receive(source, contents.parts, nowhere, advance)
+            return problems
     except SparseKVError as error:
         return [error]
 

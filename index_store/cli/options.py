@@ -222,6 +222,16 @@ StoreOption = Annotated[
     Path,
     Option("--store", envvar="SPARSEKV_STORE", metavar="DIR", help="The store's folder.", parser=LOCAL_STORE),
 ]
+ObjectsOption = Annotated[
+    str | None,
+    Option(
+        "--objects",
+        envvar="SPARSEKV_OBJECTS",
+        metavar="URL",
+        help="An object store that several servers and workers share: s3://BUCKET/PREFIX, gs://, az:// or "
+        "file:///FOLDER. Contexts are uploaded there, and fetched from there on demand; the store is a cache then.",
+    ),
+]
 FormatOption = Annotated[
     OutputFormat, Option("--format", help="Text, or one JSON object on standard output.")
 ]

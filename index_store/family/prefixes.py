@@ -145,5 +145,8 @@ def stored_tokens(store: Store, manifest: Manifest) -> Tensor | None:
 
 
 def _own_tokens(store: Store, manifest: Manifest) -> Tensor:
+    if store.elsewhere(manifest.id):  # its tokens are here
+        with store.files(manifest) as files:
+            return torch.from_numpy(files.token_ids().astype(np.int64))
     with store.open(manifest.id, manifest, expired=True) as context:
         return context.tokens()

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from index_store.errors import (
     ChecksumError,
     ContextCorruptError,
+    ContextElsewhereError,
     ContextFileError,
     ContextNotFoundError,
     FormatVersionError,
@@ -326,6 +327,7 @@ def export_context(
 
     Raises StoreFullError or StoreError, and what `packed` raises; there is then no file that was not there before.
     """
+    store.bring(manifest.id)
     temporary = unused_name(path.parent, f"{TEMPORARY_PREFIX}{path.name}")
     try:
         with storing("writing", path):
@@ -358,9 +360,11 @@ def import_context(
         with store.lock(manifest.id):
             try:
                 return store.check(manifest.id, expired=True), False
+            except ContextElsewhereError:
+                return store.manifest(manifest.id), False
             except (ContextNotFoundError, ContextCorruptError):
                 pass  # what is damaged is replaced
-            name = free_name(store, manifest.name, manifest.model.fingerprint, manifest.id)
+            name = free_name(store, manifest.name, manifest.model.fingerprint, manifest.id, manifest.tenant)
             unwritten = dict.fromkeys(entry.path for entry in manifest.arrays)
             draft = replace(manifest.with_checksums(unwritten), name=name)
             with store.writer(manifest.id) as writer:

@@ -6,10 +6,11 @@ What reads and writes arrays takes seconds to import: it is imported where it is
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import MISSING, dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
@@ -20,6 +21,7 @@ from index_store.errors import (
     ContextAmbiguousError,
     ContextBusyError,
     ContextCorruptError,
+    ContextElsewhereError,
     ContextExpiredError,
     ContextHasChildrenError,
     ContextNotFoundError,
@@ -42,6 +44,13 @@ from index_store.store.description.json_fields import (
     field_error,
 )
 from index_store.store.description.manifest import MANIFEST_NAME, MANIFESTS, Manifest
+from index_store.store.elsewhere import (
+    Beyond,
+    Notes,
+    bytes_here,
+    kept_entries,
+    remove_arrays,
+)
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     discard,
@@ -181,6 +190,20 @@ class DefaultsFolder:
 CHANGEABLE = ("name", "expires_at", "labels", "pinned", "readers")
 """What may change of a context at any time."""
 
+
+def neutral(manifest: Manifest) -> Manifest:
+    """What of a context never changes: as if it had never been named or labelled."""
+    unset = {each.name: each for each in fields(Manifest)}
+    blank: dict[str, object] = {"name": manifest.id, "expires_at": None}
+    for name in CHANGEABLE:
+        each = unset[name]
+        if each.default_factory is not MISSING:
+            blank[name] = each.default_factory()
+        elif each.default is not MISSING:
+            blank[name] = each.default
+    return replace(manifest, **blank, format_version=manifest.written_version)  # type: ignore[arg-type]
+
+
 _MIN_PREFIX = 6
 _RESOURCE = "contexts/"
 _MOVING_S = 1.0  # a name moves in milliseconds, and a lock may belong to who writes no more
@@ -217,6 +240,8 @@ class Store:
         self.folders = StoreFolders(self.path)
         self._defaults = DefaultsFolder(self.folders.defaults)
         self._listing = Listing(self.folders.contexts)
+        self.notes = Notes(self.path)
+        self.beyond: Beyond | None = None
         self._clock = clock
         self._limit_s = read_limit_s
         self._caller = OPERATOR
@@ -371,6 +396,7 @@ class Store:
 
     def check(self, id_: str, manifest: Manifest | None = None, *, expired: bool = False) -> Manifest:
         """The same checks alone: the context's manifest."""
+        self.bring(id_)
         return self.bounded(partial(self._check, id_, manifest, expired))
 
     def _check(self, id_: str, manifest: Manifest | None, expired: bool) -> Manifest:
@@ -385,6 +411,59 @@ class Store:
                 raise ContextNotFoundError(f"{self.path}: no context {id_}", context=id_)
             raise problem
         return manifest
+
+    def elsewhere(self, id_: str) -> bool:
+        """Whether a context's keys, values and indexes are not here (see `store/elsewhere.py`)."""
+        return self.notes.url(id_) is not None
+
+    def bring(self, id_: str, check: Callable[[], None] = lambda: None, limit_s: float | None = None) -> None:
+        """Has all of a context here, as `Beyond.bring` says. Raises ContextElsewhereError without one."""
+        folder = self.folders.context(id_)
+        if self.beyond is not None:
+            with suppress(OSError):
+                os.utime(folder)  # before the look: who moves it away looks for this behind its note
+        url = self.notes.url(id_)
+        if url is None or not folder.is_dir():
+            return
+        self.bounded(partial(self._require_seen, id_))
+        if self.beyond is None or self.beyond.url != url:
+            raise ContextElsewhereError(
+                f"the keys and values of context {id_} are in the object store {url}, and not here; start this with "
+                f"--objects {url}, or fetch it first (`index-store fetch`)",
+                context=id_,
+                objects=url,
+            )
+        self.beyond.bring(id_, check, limit_s)
+
+    def evict(self, id_: str, unwanted: Callable[[Manifest], bool]) -> bool:
+        """Removes the arrays of a context that is held elsewhere, and is unwanted here; whether it did.
+
+        Raises StoreError.
+        """
+        lock, fetching = self.folders.lock_path(id_), self.folders.fetch_lock_path(id_)
+        with locked_file(lock, wait=False) as held, locked_file(fetching, wait=False) as alone:
+            if self.beyond is None or not (held and alone):
+                return False
+            try:
+                manifest = self.manifest(id_)
+            except (ContextNotFoundError, ContextCorruptError, FormatVersionError):
+                return False
+            if not unwanted(manifest):
+                return False
+            before = self.notes.url(id_)
+            self.notes.note_elsewhere(id_, self.beyond.url)
+            if not unwanted(manifest):  # whoever began to use it looks for the note
+                if before is None:
+                    self.notes.note_here(id_)
+                return False
+            folder = self.folders.context(id_)
+            with storing("removing arrays", folder):
+                remove_arrays(folder, manifest)
+        return True
+
+    def bytes_here(self, manifest: Manifest) -> int:
+        """What a context takes of the disk, about."""
+        return bytes_here(self.folders.context(manifest.id), manifest, elsewhere=self.elsewhere(manifest.id))
 
     def files(self, manifest: Manifest) -> ContextFiles:
         """A context of which a few files are read, without a look at the others."""
@@ -459,9 +538,16 @@ class Store:
                 )
 
     def _delete(self, id_: str) -> bool:
+        removed = self.discard(id_)
+        self._defaults.remove(id_)
+        return removed
+
+    def discard(self, id_: str) -> bool:
+        """Removes the context's folder, and notes that; False when it was not there."""
         with storing("deleting", self.folders.context(id_)):
             removed = discard(self.folders.context(id_))
-        self._defaults.remove(id_)
+        if removed:
+            self.notes.note_deleted(id_)
         return removed
 
     def default_method(self, id_: str) -> TunedDefault | None:
@@ -522,9 +608,10 @@ class Store:
         except (ContextCorruptError, StoreUnavailableError) as error:
             return [error, *self._default_problems(id_)]
         folder = self.folders.context(id_)
+        here = kept_entries(manifest) if self.elsewhere(id_) else manifest.arrays
         problems = [
-            *check_metadata(folder, manifest.arrays),
-            *verify_chunks(folder, manifest.arrays, on_bytes),
+            *check_metadata(folder, here),
+            *verify_chunks(folder, here, on_bytes),
             *unexpected_files(folder, manifest),
             *self._default_problems(id_),
         ]
@@ -577,7 +664,10 @@ class Store:
         Raises StoreUnavailableError and FormatVersionError, which say nothing against it.
         """
         try:
-            self.check(id_)
+            if self.elsewhere(id_):
+                self.check_expiry(self.manifest(id_))
+            else:
+                self.check(id_)
         except (ContextNotFoundError, ContextExpiredError, ContextCorruptError):
             return False
         return True

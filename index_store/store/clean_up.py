@@ -24,14 +24,13 @@ from index_store.errors import (
     StoreError,
     format_bytes,
 )
-from index_store.store.catalog import DefaultsFolder, Store
+from index_store.store.catalog import DefaultsFolder, Store, neutral
 from index_store.store.description.array_entry import kv_entry, state_entry, window_entry
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.manifest import Manifest
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     TRASH_PREFIX,
-    discard,
     is_locked,
     locked_file,
     storing,
@@ -160,7 +159,7 @@ def remove_if(store: Store, id_: str, unwanted: Callable[[Manifest], bool]) -> b
             return False
         entries = store.entries()  # a child may have come meanwhile
         _require_usable(entries)
-        return id_ not in needed_ids(store, entries) and discard(store.folders.context(id_))
+        return id_ not in needed_ids(store, entries) and store.discard(id_)
 
 
 def _remove_unlisted(store: Store, id_: str, path: Path) -> bool:
@@ -183,6 +182,7 @@ logger = logging.getLogger(__name__)
 
 MARGIN = timedelta(minutes=10)
 """Nothing goes that was used, or that lived, so lately."""
+BEYOND_MARGIN = timedelta(minutes=2)  # of what comes back: longer than a server takes to note what it uses
 KEPT_BEGINNING = "sparsekv.kept-beginning"
 """Label of contexts that a server made of what came again and again, and may drop."""
 
@@ -210,8 +210,10 @@ class StoreRoom:
         self.quota = quota
 
     def used(self, tenant: str | None = None) -> int:
-        """Bytes of all contexts, or of a tenant's, whose manifest can be used."""
-        return sum(_size(each) for each in self._store.list() if tenant in (None, each.tenant))
+        """Bytes of the disk that contexts take whose manifest can be used; or of a tenant's, wherever they are."""
+        if tenant is None:
+            return sum(map(self._store.bytes_here, self._store.list()))
+        return sum(_size(each) for each in self._store.list() if each.tenant == tenant)
 
     def needed(self, id_: str, model: ModelIdentity, dtype: str, tokens: int, methods: Sequence[str]) -> int:
         """Bytes that a context will take about; 0 of one that is there. id_: "" where it is not known yet.
@@ -251,7 +253,7 @@ class StoreRoom:
                 raise QuotaExceededError.of("stored_bytes", used, nbytes, quota)
         if self._most is None:
             return
-        used, may_go = self.used(), sum(map(_size, self._may_go()))
+        used, may_go = self.used(), sum(map(self._store.bytes_here, self._may_go()))
         if used - may_go + nbytes > self._most:
             raise StoreBoundError(
                 f"a context of about {format_bytes(nbytes)} does not fit: the store holds {format_bytes(used)}, of "
@@ -265,8 +267,9 @@ class StoreRoom:
     def make(self, nbytes: int, tenant: str = "") -> Sequence[str]:
         """Makes room for so many bytes more, by removing the least recently used that may go; returns their ids.
 
-        For a tenant's quota its own go. Raises what `require` does, with nothing removed, where that does not suffice;
-        StoreError where removing fails.
+        For a tenant's quota its own go. Beside an object store what that holds verified leaves the disk, and comes back
+        when it is asked for. Raises what `require` does, with nothing removed, where that does not suffice; StoreError
+        where removing fails.
         """
         self.require(nbytes, tenant)
         own = self._bring_down(nbytes, self.quota(tenant), tenant)
@@ -291,10 +294,21 @@ class StoreRoom:
         removed: list[str] = []
         over = 0 if most is None else self.used(tenant) + nbytes - most
         for manifest in self._may_go(tenant) if over > 0 else ():
-            if over > 0 and self._remove(manifest, self._idle):
+            taken = _size(manifest) if tenant is not None else self._store.bytes_here(manifest)
+            if over > 0 and (self._leave(manifest) if tenant is None else self._remove(manifest, self._idle)):
                 removed.append(manifest.id)
-                over -= _size(manifest)
+                over -= taken
         return removed
+
+    def _leave(self, manifest: Manifest) -> bool:
+        """Removes a context, or has it in the object store alone."""
+        beyond = self._store.beyond
+        if beyond is None:
+            return self._remove(manifest, self._idle)
+        gone = self._store.evict(manifest.id, self._idle)
+        if gone:
+            logger.info("context %s, %s, is in %s alone now", manifest.id[:12], manifest.name, beyond.url)
+        return gone
 
     def _remove(self, manifest: Manifest, unwanted: Callable[[Manifest], bool]) -> bool:
         if not remove_if(self._store, manifest.id, unwanted):
@@ -315,6 +329,19 @@ class StoreRoom:
     def _may_go(self, tenant: str | None = None) -> list[Manifest]:
         """What may be removed before its time, of all or of a tenant, the least recently used first."""
         entries = self._store.entries()
+        beyond = self._store.beyond
+        if beyond is not None and tenant is None:
+            held = beyond.held()
+            found = [
+                manifest
+                for manifest in entries
+                if isinstance(manifest, Manifest)
+                and manifest.id in held
+                and neutral(held[manifest.id]) == neutral(manifest)
+                and self._idle(manifest)
+                and self._store.bytes_here(manifest)
+            ]
+            return sorted(found, key=self._used_at)
         needed = needed_ids(self._store, entries)
         found = [
             manifest
@@ -329,7 +356,8 @@ class StoreRoom:
 
     def _idle(self, manifest: Manifest) -> bool:
         """Whether it is neither pinned nor was used lately."""
-        return not (manifest.pinned or self._used_at(manifest) > self._now() - self._margin)
+        margin = self._margin if self._store.beyond is None else min(self._margin, BEYOND_MARGIN)
+        return not (manifest.pinned or self._used_at(manifest) > self._now() - margin)
 
     def _used_at(self, manifest: Manifest) -> datetime:
         try:

@@ -2,7 +2,7 @@
 
 `contexts/<id>/` holds one published context (`manifest.json` and its zarr arrays); names that begin with a dot are
 contexts being written (`.tmp-`) or removed (`.trash-`), which no reader sees. `locks/` holds the locks of running jobs
-and of families, `defaults/<id>.json` what a context was tuned to.
+and of families, `defaults/<id>.json` what a context was tuned to, `objects/` what is known of an object store.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ JOB_LOCK_PREFIX = "job-"
 
 NAMES_LOCK = f"{JOB_LOCK_PREFIX}names"
 
-_FAMILY = ".family"
+_FAMILY, _FETCH = ".family", ".fetch"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 
 
@@ -73,6 +73,11 @@ class StoreFolders:
         path = self.lock_path(id_)
         return path.with_name(path.name + _FAMILY)
 
+    def fetch_lock_path(self, id_: str) -> Path:
+        """The file by which those exclude each other who move a context's arrays here or away; likewise."""
+        path = self.lock_path(id_)
+        return path.with_name(path.name + _FETCH)
+
 
 def require_local(path: str | Path, what: str) -> Path:
     """The path of a file or folder of this machine. what: it is, as the error says it.
@@ -90,4 +95,6 @@ def require_local(path: str | Path, what: str) -> Path:
 
 def is_lock_name(name: str) -> bool:
     """Whether a file of that name in the locks' folder is one: of a context, of a folder being written, or of a job."""
-    return is_context_id(name.removesuffix(_FAMILY)) or name.startswith((TEMPORARY_PREFIX, JOB_LOCK_PREFIX))
+    return is_context_id(name.removesuffix(_FAMILY).removesuffix(_FETCH)) or name.startswith(
+        (TEMPORARY_PREFIX, JOB_LOCK_PREFIX)
+    )

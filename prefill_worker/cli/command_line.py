@@ -44,7 +44,7 @@ GROUPS = {
     "The document": "input messages calibration name move_name ttl salt server",
     "Indexes": "method index tables subspaces centroids split dense_layers query_sample seed",
     "Reading": "chunk attention muse_block muse_clusters muse_cap muse_iterations muse_dipole",
-    "Storing and computing": "dtype rows device device_memory",
+    "Storing and computing": "dtype rows device device_memory objects",
 }
 
 
@@ -73,7 +73,18 @@ def run(
     from index_store.cli.console import reporter_for
     from prefill_worker.jobs.job import run_job
 
-    _print(run_job(config, reporter_for(sys.stderr, quiet=quiet)), output)
+    courier = None
+    if config.objects is not None:
+        from index_store.objects.courier import Courier
+        from index_store.objects.tier import Tier
+
+        store = config.open_store()
+        courier = Courier(store, Tier.of(store))
+        courier.look()  # what others made is not made again
+    report = run_job(config, reporter_for(sys.stderr, quiet=quiet))
+    _print(report, output)
+    if courier is not None:
+        courier.upload(report.manifest.id)
 
 
 def _ask_server(server: str, config: RunConfig, quiet: bool, output: OutputFormat) -> int:

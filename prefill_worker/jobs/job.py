@@ -56,7 +56,7 @@ def run_job(
     name, id_ = config.name, job.id()
     if name is None:
         return carry_out(job, reporter, clock)
-    store = Store(config.store, create=True)
+    store = config.open_store()
     if not config.move_name:
         require_free(store, name, job.identity.fingerprint, id_, config.tenant)
         return carry_out(job, reporter, clock)
@@ -70,7 +70,7 @@ def carry_out(
     job: PreparedJob, reporter: Reporter, clock: Clock, means: Means = DEFAULT_MEANS
 ) -> PrefillReport:
     """Does a job that was prepared; see `run_job`."""
-    store = Store(job.config.store, create=True)
+    store = job.config.open_store()
     id_ = job.id()
     # Looked at without the lock first: a store that cannot be written to may have all that is wanted.
     changes = _planned(job, _find(store, id_, lambda _: None))
@@ -111,6 +111,10 @@ def _planned(job: PreparedJob, present: Manifest | None) -> Changes | None:
 def _find(store: Store, id_: str, note: Callable[[str], None]) -> Manifest | None:
     """The published context, or None when there is none or when it has to be made again, of which `note` is told."""
     try:
+        if store.elsewhere(id_):  # it is fetched where something is to be added
+            manifest = store.manifest(id_)
+            store.check_expiry(manifest)
+            return manifest
         with store.open(id_) as context:
             return context.manifest
     except ContextNotFoundError:

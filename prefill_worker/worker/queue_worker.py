@@ -48,6 +48,8 @@ from index_store.jobs.uploads import Uploads
 from index_store.memory.devices import pick_device
 from index_store.models.conversation.turns import StoredConversation
 from index_store.models.loading import identify, resolve_model
+from index_store.objects.courier import Courier
+from index_store.objects.tier import Tier, open_store
 from index_store.store.catalog import Store, require_free, take_name
 from index_store.store.clean_up import StoreRoom
 from prefill_worker.build.checkpoint import Checkpoint
@@ -260,7 +262,9 @@ class QueueWorker:
     def __init__(self, config: WorkerConfig, traces: Traces | None = None) -> None:
         """traces: where spans of jobs go."""
         self._config, self._traces = config, traces
-        self._store = Store(config.store)  # not made: a mistyped path would be waited at for ever
+        # Not made: a mistyped path would be waited at for ever.
+        self._store = open_store(config.store, False, config.objects, config.store_bytes, None)
+        self._courier = None if config.objects is None else Courier(self._store, Tier.of(self._store))
         self._store.folders.check_writable()
         self._queue = JobQueue(config.store)
         self._uploads = Uploads(config.store)
@@ -275,6 +279,8 @@ class QueueWorker:
 
     def run(self, stopping: threading.Event) -> None:
         """Takes jobs until told to stop, which is noticed between two of them. Raises StoreError."""
+        if self._courier is not None:
+            self._courier.start()
         with self._queue.attending(self._identity.fingerprint):
             looks = 0
             while not stopping.is_set():
@@ -409,6 +415,7 @@ class QueueWorker:
             device=worker.device,
             device_memory=worker.device_memory,
             tenant=order.tenant,
+            objects=worker.objects,
         )
         kept = claim.conversation()
         conversation = None if kept is None else StoredConversation.from_bytes(kept, str(claim.folder))

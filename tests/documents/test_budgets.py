@@ -40,8 +40,8 @@ MOST_LINES = {
     "decode_engine/rpc": 7_600,  # who calls, what they may, and what was refused
     "decode_engine/settings": 900,  # the file of quotas
     "decode_engine/steps": 3_230,  # with those of models with states
-    "index_store": 30_500,  # tenants and quotas; contexts as single files, and in object stores that servers share
-    "prefill_worker": 7_850,  # a job knows its tenant, and keeps states at marks
+    "index_store": 30_800,  # tenants and quotas; contexts as single files, and in object stores that servers share
+    "prefill_worker": 7_900,  # a job knows its tenant, and keeps states at marks
 }
 
 

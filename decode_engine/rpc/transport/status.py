@@ -1,9 +1,9 @@
 """Errors on the wire: gRPC status codes with google.rpc.ErrorInfo (AIP-193), and google.rpc.RetryInfo where it helps.
 
-RetryInfo comes with TOO_MANY_REQUESTS, TOO_MANY_ATTEMPTS, QUEUE_FULL, NOT_READY, CONTEXT_BUSY and STORE_UNUSABLE, with
-QUOTA_EXCEEDED where waiting helps, and once more as the trailer that gRPC's own retries honour. With CONTEXT_BUSY that
-trailer forbids them: a job may hold the context for minutes, and the caller, not its library, has to know. The other
-reasons are not mended by waiting.
+RetryInfo comes with TOO_MANY_REQUESTS, TOO_MANY_ATTEMPTS, QUEUE_FULL, NOT_READY, CONTEXT_BUSY, CONTEXT_FETCHING,
+STORE_UNUSABLE, where a disk or an object store does not answer, with QUOTA_EXCEEDED where waiting helps, and once more
+as the trailer that gRPC's own retries honour. With CONTEXT_BUSY and CONTEXT_FETCHING that trailer forbids them: that
+may take minutes, and the caller, not its library, has to know. The other reasons are not mended by waiting.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DOMAIN = "sparsekv"
 
 _RETRY_PUSHBACK = "grpc-retry-pushback-ms"
 _NEVER = "-1"
-CALLERS_OWN = frozenset({"CONTEXT_BUSY"})
+CALLERS_OWN = frozenset({"CONTEXT_BUSY", "CONTEXT_FETCHING"})
 """Reasons that gRPC's own retries, which nobody sees, are not to wait for."""
 
 _REASONS = {
@@ -36,11 +36,12 @@ _REASONS = {
     "PERMISSION_DENIED": "PERMISSION_DENIED",
     "ALREADY_EXISTS": "NAME_TAKEN",
     "FAILED_PRECONDITION": "CONTEXT_EXPIRED CONTEXT_HAS_CHILDREN MODEL_MISMATCH DTYPE_MISMATCH "
-    "FORMAT_VERSION_UNSUPPORTED MODEL_UNSUPPORTED OPERATION_UNFINISHED",
+    "FORMAT_VERSION_UNSUPPORTED MODEL_UNSUPPORTED OPERATION_UNFINISHED CONTEXT_ELSEWHERE",
     "DATA_LOSS": "CONTEXT_CORRUPT OPERATION_CORRUPT",  # of the first `cause` in the metadata says how
     "RESOURCE_EXHAUSTED": "MEMORY_BUDGET_EXCEEDED SESSION_MEMORY_EXCEEDED TOO_MANY_REQUESTS QUEUE_FULL "
     "TOO_MANY_ATTEMPTS STORE_BOUND_REACHED STORE_FULL QUOTA_EXCEEDED",
-    "UNAVAILABLE": "STORE_UNUSABLE STORE_UNAVAILABLE CONTEXT_BUSY NOT_READY SHUTTING_DOWN",
+    "UNAVAILABLE": "STORE_UNUSABLE STORE_UNAVAILABLE OBJECTS_UNAVAILABLE CONTEXT_FETCHING CONTEXT_BUSY NOT_READY "
+    "SHUTTING_DOWN",
     "DEADLINE_EXCEEDED": "DEADLINE_EXCEEDED CALL_UNFINISHED ANSWER_UNREAD",
     "CANCELLED": "CANCELLED",
     "INTERNAL": "ENGINE_CRASHED",
@@ -52,6 +53,8 @@ CODES = {reason: grpc.StatusCode[code] for code, reasons in _REASONS.items() for
 _RETRY_S = {
     "NOT_READY": 1.0,
     "CONTEXT_BUSY": 10.0,
+    "CONTEXT_FETCHING": 5.0,
+    "OBJECTS_UNAVAILABLE": 1.0,
     "STORE_UNAVAILABLE": 1.0,
     "STORE_UNUSABLE": 1.0,
     "TOO_MANY_REQUESTS": 1.0,
@@ -60,10 +63,12 @@ _RETRY_S = {
 
 
 class Paths:
-    """Folders of this machine that clients are not told of: what lies in them is named from there on."""
+    """Folders of this machine, and object stores, that clients are not told of: what lies in them is named from there
+    on."""
 
-    def __init__(self, folders: Iterable[Path] = ()) -> None:
+    def __init__(self, folders: Iterable[Path] = (), urls: Iterable[str] = ()) -> None:
         names = {str(path) for folder in folders for path in (folder, folder.resolve()) if path.is_absolute()}
+        names |= {url.rstrip("/") for url in urls}
         self._names = sorted(names - {"/"}, key=len, reverse=True)
 
     def hide(self, text: str) -> str:

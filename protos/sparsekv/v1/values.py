@@ -392,7 +392,7 @@ class Explanation:
     """Tokens of the prompt that this context begins with; with "partial" whole blocks of 256 alone."""
     tier: str = ""
     """Where the context's keys and values were when the request came: in memory of a "device" or of the "host", or on
-    "disk" and perhaps being loaded. Empty without a context."""
+    "disk" and perhaps being loaded, or in "objects", an object store. Empty without a context."""
     method: str = ""
     """Method that was used."""
     method_reason: str = ""
@@ -611,6 +611,14 @@ class ServerStatus:
     template_reads: tuple[str, ...] = ()
     """What the model's chat template reads beside roles, contents, calls and tools: variables that a request cannot
     set ("enable_thinking"), and "name" where it says who speaks."""
+    objects_pending: int = 0
+    """Contexts that the object store does not have as they are now (`serve --objects`)."""
+    objects_pending_bytes: int = 0
+    """Bytes of these contexts."""
+    objects_fetching: int = 0
+    """Contexts that are being fetched from the object store."""
+    objects_problem: str = ""
+    """What keeps some contexts from being uploaded, for people to read; empty where nothing does."""
 
 
 @dataclass(frozen=True, slots=True)

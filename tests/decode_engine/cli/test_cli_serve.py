@@ -306,7 +306,9 @@ def test_methods_are_shown_with_parameters_and_sizes(run: Run) -> None:
 def test_options_of_serve_stand_under_headings(run: Run) -> None:
     parts = re.split(r"\n(\w[\w ]*):\n", run("serve", "--help").stdout)
     headings = dict(zip(parts[1::2], parts[2::2], strict=True))
-    assert list(headings) == ["Options", "Network", "Memory", "Requests", "Computing", "Making contexts"]
+    assert list(headings) == [
+        *("Options", "Network", "Memory", "Requests", "Computing", "Making contexts", "Storing contexts"),
+    ]
     assert "--store DIR" in headings["Options"]
     assert "--lanes" in headings["Memory"]
     assert {name for names in GROUPS.values() for name in names.split()} <= {

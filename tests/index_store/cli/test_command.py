@@ -212,6 +212,7 @@ def test_ls_json(command: Command, context: SyntheticContext, expired: Synthetic
         "tenant": "",
         "readers": [],
         "messages": False,
+        "tier": "disk",
     }
     assert by_id[expired.id]["state"] == "EXPIRED"
     assert by_id[expired.id]["expires_at"] == "2026-01-02T04:04:05.678901+00:00"

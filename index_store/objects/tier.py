@@ -1,0 +1,310 @@
+"""Contexts fetched from an object store: on demand, one fetch for all who wait, verified before it is used.
+
+A fetch has threads of its own and goes on whoever leaves. What it brought before it failed, or its process ended, is
+verified and kept by the next one. It makes room for itself within the store's bound.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from index_store.errors import (
+    ContextFetchingError,
+    ContextFileError,
+    InvalidArgumentError,
+    SparseKVError,
+    StoreError,
+    format_bytes,
+)
+from index_store.objects.bucket import Bucket, BucketFile, ObjectMissingError
+from index_store.objects.context_file import Contents, Part, parts_of, read_contents, receive
+from index_store.objects.records import Marks, content_key
+from index_store.store.catalog import Store, neutral
+from index_store.store.clean_up import StoreRoom
+from index_store.store.description.array_entry import ArrayEntry
+from index_store.store.description.manifest import Manifest
+from index_store.store.elsewhere import other_entries
+from index_store.store.files.durable import locked_file, permissions_in, storing, sync_tree
+from index_store.store.zarr_io import METADATA_NAME, chunk_path, metadata
+
+if TYPE_CHECKING:
+    from index_store.store.writer import ArrayFiles
+
+MOST_FETCHES = 4
+"""At once; more wait for their turn."""
+FETCH_TIMEOUT_S = 60.0
+_THREADS = 8
+_LOOK_S = 0.05
+_TOLD_EVERY_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Fetch:
+    """One that is under way. total, done: bytes. error: why it failed, once `ended` is set."""
+
+    id: str
+    total: int
+    done: int = 0
+    begun_s: float = field(default_factory=time.monotonic)
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: SparseKVError | None = None
+
+    def told(self) -> str:
+        """How far it is."""
+        return f"{format_bytes(self.done)} of {format_bytes(self.total)}"
+
+    def refusal(self, waited_s: float) -> ContextFetchingError:
+        """For who does not wait any longer."""
+        seconds = time.monotonic() - self.begun_s
+        left = (self.total - self.done) * seconds / self.done if self.done else None
+        error = ContextFetchingError(
+            f"context {self.id[:12]} is being fetched from the object store: {self.told()} in {seconds:.0f} s"
+            f"{'' if left is None else f', about {left:.0f} s are left'}; after waiting {waited_s:g} s for it: ask "
+            "again, or send the text in place of the context",
+            context=self.id,
+            bytes_done=self.done,
+            bytes_total=self.total,
+        )
+        error.retry_after_s = min(60.0, max(1.0, left or 5.0))
+        return error
+
+
+class Tier:
+    """Contexts of one bucket, as a store's `beyond`. Safe to use from several threads and processes at once."""
+
+    def __init__(
+        self,
+        store: Store,
+        url: str,
+        open_bucket: Callable[[str], Bucket] = Bucket.open,
+        store_bytes: int | None = None,
+        fetch_timeout_s: float | None = FETCH_TIMEOUT_S,
+    ) -> None:
+        """open_bucket: called when it is first needed. store_bytes: as of `StoreRoom`. fetch_timeout_s: how long one
+        waits who says nothing else; None as long as it takes."""
+        self.url = url.rstrip("/")
+        self.marks = Marks(store.path, self.url)
+        self._store = store
+        self._open = open_bucket
+        self._bucket: Bucket | None = None
+        self._room = StoreRoom(store, store_bytes)
+        self._timeout_s = fetch_timeout_s
+        self._fetches: dict[str, Fetch] = {}
+        self._places = threading.BoundedSemaphore(MOST_FETCHES)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @classmethod
+    def of(cls, store: Store) -> Tier:
+        """That of a store which has one. Raises InvalidArgumentError."""
+        if not isinstance(store.beyond, cls):
+            raise InvalidArgumentError(f"{store.path}: there is no object store behind it; give --objects")
+        return store.beyond
+
+    @property
+    def bucket(self) -> Bucket:
+        """Raises InvalidArgumentError for a URL that names none."""
+        with self._lock:
+            if self._bucket is None:
+                self._bucket = self._open(self.url)
+            return self._bucket
+
+    def close(self) -> None:
+        """Has fetches end soon, and begins no more. What they brought is kept."""
+        self._closed = True
+
+    def held(self) -> Mapping[str, Manifest]:
+        """What the bucket is known to hold, verified, by id."""
+        marks = self.marks.all().items()
+        return {id_: mark.manifest for id_, mark in marks if mark.manifest is not None}
+
+    def fetches(self) -> Sequence[Fetch]:
+        """Those under way."""
+        with self._lock:
+            return list(self._fetches.values())
+
+    def bring(self, id_: str, check: Callable[[], None] = lambda: None, limit_s: float | None = None) -> None:
+        """See `Beyond.bring`. Raises what the fetch raised."""
+        limit_s = self._timeout_s if limit_s is None else limit_s
+        fetch = self._begin(id_)
+        began = time.monotonic()
+        while not fetch.ended.wait(_LOOK_S):
+            check()
+            if limit_s is not None and time.monotonic() - began >= limit_s:
+                raise fetch.refusal(limit_s)
+        if fetch.error is not None:
+            raise copy.copy(fetch.error) from fetch.error
+
+    def _begin(self, id_: str) -> Fetch:
+        with self._lock:
+            fetch = self._fetches.get(id_)
+            if fetch is None:
+                manifest = self._store.manifest(id_)
+                total = sum(array.nbytes for array in other_entries(manifest))
+                fetch = self._fetches[id_] = Fetch(id_, total)
+                threading.Thread(
+                    target=self._run, args=(fetch,), name=f"fetch-{id_[:12]}", daemon=True
+                ).start()
+            return fetch
+
+    def _run(self, fetch: Fetch) -> None:
+        try:
+            with self._places, locked_file(self._store.folders.fetch_lock_path(fetch.id)):
+                if self._store.elsewhere(fetch.id):  # no other process was faster
+                    self._fetch(fetch)
+        except SparseKVError as error:
+            fetch.error = error
+            logger.warning("context %s was not fetched: %s", fetch.id[:12], error.message)
+        except Exception:
+            fetch.error = StoreError(f"fetching context {fetch.id} failed; the log has the details")
+            logger.exception("fetching context %s failed", fetch.id[:12])
+        finally:
+            with self._lock:
+                del self._fetches[fetch.id]
+            fetch.ended.set()
+
+    def _fetch(self, fetch: Fetch) -> None:
+        manifest = self._store.manifest(fetch.id)
+        if not self._store.bytes_here(manifest):  # otherwise its room is taken already
+            self._room.make(manifest.kv_bytes + manifest.index_bytes)
+        told_s = fetch.begun_s = time.monotonic()
+
+        def note(nbytes: int) -> None:
+            nonlocal told_s
+            fetch.done = min(fetch.total, fetch.done + nbytes)
+            if time.monotonic() - told_s >= _TOLD_EVERY_S:
+                told_s = time.monotonic()
+                logger.info("fetching context %s: %s", fetch.id[:12], fetch.told())
+
+        def check() -> None:
+            if self._closed:
+                raise StoreError(f"fetching context {fetch.id} was ended; ask again")
+
+        fetch_arrays(self._store, manifest, self.bucket, note, check)
+        seconds = time.monotonic() - fetch.begun_s
+        logger.info(
+            "fetched context %s, %s, from %s in %.1f s",
+            fetch.id[:12],
+            format_bytes(fetch.total),
+            self.url,
+            seconds,
+        )
+
+
+def open_store(
+    path: str | Path,
+    create: bool = False,
+    objects: str | None = None,
+    store_bytes: int | None = None,
+    fetch_timeout_s: float | None = FETCH_TIMEOUT_S,
+) -> Store:
+    """A store, in front of the object store of that URL if there is one. Raises what `Store` raises."""
+    store = Store(path, create)
+    if objects is not None:
+        store.beyond = Tier(store, objects, store_bytes=store_bytes, fetch_timeout_s=fetch_timeout_s)
+    return store
+
+
+def open_object(bucket: Bucket, manifest: Manifest) -> tuple[BucketFile, Contents]:
+    """The object that holds a context, its beginning checked. Raises ObjectMissingError, a ContextCorruptError."""
+    source = BucketFile(bucket, content_key(manifest))
+    contents = read_contents(source)
+    if neutral(contents.manifest) != neutral(manifest):
+        raise ContextFileError(
+            f"{source.where}: holds context {contents.manifest.id}, or another edition of it, expected "
+            f"{content_key(manifest)}",
+            path=source.where,
+        )
+    return source, contents
+
+
+def fetch_arrays(
+    store: Store,
+    manifest: Manifest,
+    bucket: Bucket,
+    on_bytes: Callable[[int], None],
+    check: Callable[[], None],
+) -> None:
+    """Brings what is not here of a context into its folder, makes it durable, and takes its note away.
+
+    Called with its fetch lock held. Raises ObjectsUnavailableError, a ContextCorruptError, StoreFullError, StoreError.
+    """
+    folder, entries = store.folders.context(manifest.id), other_entries(manifest)
+    files = write_metadata(folder, entries, permissions_in(store.folders.contexts))
+    wanted = {entry.path for entry in entries}
+    try:
+        missing = []
+        for part in parts_of(manifest, 0):
+            if part.entry.path in wanted:
+                check()
+                if _is_here(files, folder, part):
+                    on_bytes(part.nbytes)
+                else:
+                    missing.append((part.entry.path, part.indices))
+        if missing:
+            try:
+                source, contents = open_object(bucket, manifest)
+            except ObjectMissingError as error:
+                raise ObjectMissingError(
+                    f"{error.message}; context {manifest.id} may have been deleted or replaced meanwhile: ask again",
+                    **error.metadata,
+                ) from error
+            some = set(missing)
+            parts = [part for part in contents.parts if (part.entry.path, part.indices) in some]
+            receive(source, parts, writing(files, folder, entries), on_bytes, check, _THREADS)
+        with storing("writing", folder):
+            files.sync(lambda _: None)
+    finally:
+        files.seal()
+    with storing("writing", folder):
+        sync_tree(folder)
+    store.notes.note_here(manifest.id)
+
+
+def write_metadata(folder: Path, entries: Sequence[ArrayEntry], permissions: int) -> ArrayFiles:
+    """Has a folder say what arrays there are to be in it; what writes their chunks. Raises StoreError."""
+    from index_store.store.writer import ArrayFiles  # which imports torch: doors have none
+
+    files = ArrayFiles(folder, permissions)
+    with storing("writing", folder):
+        for path, said in metadata(entries).items():
+            key = (Path(path) / METADATA_NAME).as_posix()
+            if not (folder / key).is_file():
+                files.write(key, json.dumps(said).encode())
+    return files
+
+
+def writing(
+    files: ArrayFiles, folder: Path, entries: Sequence[ArrayEntry]
+) -> Callable[[str, Sequence[int], int, NDArray[np.uint8]], None]:
+    """Writes parts of chunks into a folder."""
+    known = {entry.path: entry for entry in entries}
+
+    def write(path: str, indices: Sequence[int], start: int, raw: NDArray[np.uint8]) -> None:
+        key = chunk_path(folder, known[path], indices).relative_to(folder).as_posix()
+        with storing("writing", folder):
+            files.write_part(key, start, raw, known[path].chunk_bytes)
+
+    return write
+
+
+def _is_here(files: ArrayFiles, folder: Path, part: Part) -> bool:
+    """Whether an earlier fetch brought a chunk: it is read, and compared with its checksum."""
+    path = chunk_path(folder, part.entry, part.indices)
+    if not path.is_file():
+        return False
+    key = path.relative_to(folder).as_posix()
+    return files.adopt_chunk(key, part.entry.chunk_bytes, part.entry.checksum(part.indices))

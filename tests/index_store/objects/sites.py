@@ -1,0 +1,127 @@
+"""Object stores for tests: in memory, in a folder, and with seeded faults."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from obstore.store import MemoryStore
+
+from index_store.errors import ObjectsUnavailableError
+from index_store.objects.bucket import Bucket, Found
+from index_store.objects.courier import Courier
+from index_store.objects.tier import Tier
+from index_store.store.catalog import Store
+
+URL = "memory:///tests"
+
+
+def memory_bucket() -> Bucket:
+    """An empty one."""
+    return Bucket(MemoryStore(), URL)
+
+
+@dataclass
+class Faults:
+    """What goes wrong of the verbs of a bucket, by the seed: shares of calls that fail, answers that are cut or have a
+    bit flipped, puts that fail after they were done, and puts of which a part is another one."""
+
+    seed: int = 0
+    failing: float = 0.0
+    cut: float = 0.0
+    flipped: float = 0.0
+    unanswered: float = 0.0
+    torn: float = 0.0
+    before: Callable[[str, str], object] = lambda verb, key: None
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+
+class FaultyBucket(Bucket):
+    """A bucket that fails as its faults say."""
+
+    def __init__(self, bucket: Bucket, faults: Faults) -> None:
+        super().__init__(bucket._store, bucket.url)
+        self.faults, self._draws, self._lock = faults, random.Random(faults.seed), threading.Lock()
+
+    def _happens(self, share: float) -> bool:
+        with self._lock:
+            return self._draws.random() < share
+
+    def _begin(self, verb: str, key: str) -> None:
+        self.faults.calls.append((verb, key))
+        self.faults.before(verb, key)
+        if self._happens(self.faults.failing):
+            raise ObjectsUnavailableError(f"{key}: {verb} fails, as it was told to")
+
+    def _spoiled(self, data: bytes) -> bytes:
+        if self._happens(self.faults.flipped):
+            at = self._draws.randrange(len(data))
+            data = data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :]
+        return data[: len(data) // 2] if self._happens(self.faults.cut) else data
+
+    def list(self, prefix: str) -> Sequence[Found]:
+        self._begin("list", prefix)
+        return super().list(prefix)
+
+    def get(self, key: str) -> bytes:
+        self._begin("get", key)
+        return self._spoiled(super().get(key))
+
+    def size(self, key: str) -> int:
+        self._begin("size", key)
+        return super().size(key)
+
+    def read(self, key: str, start: int, count: int) -> bytes:
+        self._begin("read", key)
+        return self._spoiled(super().read(key, start, count))
+
+    def put_new(self, key: str, data: bytes) -> bool:
+        self._begin("put_new", key)
+        done = super().put_new(key, data)
+        if self._happens(self.faults.unanswered):
+            raise ObjectsUnavailableError(f"{key}: the answer is lost, as it was told to be")
+        return done
+
+    def put(self, key: str, pieces: Iterator[bytes], nbytes: int) -> None:
+        self._begin("put", key)
+        data = b"".join(pieces)
+        if self._happens(self.faults.torn):
+            middle = len(data) // 2
+            data = data[:middle] + bytes(len(data) - middle)
+        super().put(key, iter([data]), nbytes)
+        if self._happens(self.faults.unanswered):
+            raise ObjectsUnavailableError(f"{key}: the answer is lost, as it was told to be")
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._begin("delete", key)
+        super().delete(keys)
+
+
+@dataclass
+class Site:
+    """A store of one machine in front of a shared bucket, and its courier, which looks when it is told to."""
+
+    store: Store
+    tier: Tier
+    courier: Courier
+
+    @classmethod
+    def at(
+        cls, path: Path, bucket: Bucket, store_bytes: int | None = None, timeout_s: float | None = 60.0
+    ) -> Site:
+        store = Store(path, create=True)
+        tier = Tier(store, bucket.url, lambda _: bucket, store_bytes, timeout_s)
+        store.beyond = tier
+        return cls(store, tier, Courier(store, tier))
+
+    def settle(self) -> None:
+        """Looks until nothing is left to be done, without any pause."""
+        for _ in range(50):
+            self.courier._pauses.clear()
+            if self.courier.look():
+                return
+        raise AssertionError(f"not settled: {self.courier.state()}")
