@@ -42,6 +42,12 @@ class InvalidArgumentError(SparseKVError):
     reason = "INVALID_ARGUMENT"
 
 
+class PermissionDeniedError(SparseKVError):
+    """The caller may not do that, to what it knows of anyway."""
+
+    reason = "PERMISSION_DENIED"
+
+
 class StoreError(SparseKVError):
     """The store's folder cannot be used (missing, not writable, not a store)."""
 
@@ -140,6 +146,12 @@ class UnexpectedFileError(ContextCorruptError):
     """A file lies in a context's folder that the manifest does not list; nothing reads it."""
 
     reason = "FILE_UNEXPECTED"
+
+
+class ContextFileError(ContextCorruptError):
+    """One file with a whole context in it is not what was written, is cut, or is another kind of file."""
+
+    reason = "CONTEXT_FILE_INVALID"
 
 
 class ParentMissingError(ContextCorruptError):

@@ -31,6 +31,7 @@ from index_store.cli.options import (
 from index_store.errors import InvalidArgumentError
 from index_store.family.parents import GROWN_SHARE
 from index_store.methods.default import DEFAULT_METHOD
+from index_store.store.description.callers import require_tenant
 from index_store.store.description.dtypes import AS_DTYPE, KV_DTYPES, ROW_CODINGS
 
 if TYPE_CHECKING:
@@ -161,6 +162,9 @@ class PrefillConfig:
     ] = 8192
     ttl: TtlOption = None
     salt: Annotated[str, Option(help="Keeps equal documents of different owners apart.")] = ""
+    tenant: Annotated[
+        str, Option(help="Whose context it is: who shows a token of that tenant to a server finds it.")
+    ] = ""
     seed: Annotated[int, Option(help="Of the query sample and the clustering."), AtLeast(0)] = 0
     device: Annotated[
         str, Option(help="Where the model runs; auto: a GPU if there is one."), OneOf(AUTO, "cpu", "cuda")
@@ -180,6 +184,7 @@ class PrefillConfig:
         from prefill_worker.muse.settings import MuseSettings
 
         check_bounds(self)
+        require_tenant(self.tenant)
         if self.input and self.messages is not None:
             raise InvalidArgumentError("--input and --messages are given, expected one of them")
         if not self.input and self.messages is None:

@@ -16,6 +16,7 @@ from decode_engine.core.housekeeping import Housekeeping, KeepingRules, KeptBegi
 from decode_engine.core.kv_events import KVEvents
 from decode_engine.core.seeing import Exporter, RequestSpans, Seeing
 from decode_engine.core.service import EngineService, Outboxes
+from decode_engine.core.tenants import Tenants
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.session_memory import SHARE
 from decode_engine.host_search.mailbox import SearchThreads
@@ -28,6 +29,7 @@ from decode_engine.rpc.contexts.defaults import own_methods
 from decode_engine.rpc.transport.starting import Phase
 from decode_engine.rpc.transport.work import SPARE, BlockingWork
 from decode_engine.settings.config import ServeConfig
+from decode_engine.settings.quotas import QuotaFile
 from index_store.cli.traces import TRACEPARENT, Traces
 from index_store.errors import SparseKVError, format_bytes
 from index_store.jobs.job_queue import JobQueue
@@ -135,7 +137,7 @@ def load_service(
             tokens, where = first.context.manifest.token_count, first.context.placement
             costs.note(first.method, where, tokens, len(sessions), seconds)
 
-    outboxes = Outboxes()
+    outboxes, tenants = Outboxes(), Tenants(QuotaFile(config.quotas))
     engine: Engine[Session] = Engine(
         runner,
         max_sessions=config.max_sessions,
@@ -143,6 +145,7 @@ def load_service(
         max_client_requests=config.max_client_requests,
         prompt_chunk=config.prompt_chunk or _PROMPT_CHUNKS[device.type],
         session_memory=session_memory,
+        weight=tenants.weight,
         on_start=begin,
         on_crash=on_crash,
         on_idle=timer.advance,
@@ -167,7 +170,9 @@ def load_service(
         beginnings,
         outboxes,
         config.max_waiting,
-        BlockingWork(waiting=config.places + SPARE, name="core"),
+        # A few: what they do is Python, of which one runs at a time, and steps of the engine wait for all the others.
+        BlockingWork(waiting=config.places + SPARE, threads=3, name="core"),
+        tenants,
         costs,
         auto,
         Seeing(

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from decode_engine.core.housekeeping import Housekeeping, KeptBeginnings
 from decode_engine.core.seeing import Present, Seeing
+from decode_engine.core.tenants import Tenants
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.job import Outbox, Place, Reply, Sink
 from decode_engine.engine.prompt_pieces import stored_cost
@@ -27,7 +28,7 @@ from decode_engine.model.continuing import Ground, SessionKeeper, SessionWork
 from decode_engine.model.method_choice import AUTO, StepCosts
 from decode_engine.model.preparing import Preparation
 from decode_engine.model.runner import ModelRunner
-from decode_engine.orders.events import Begins, Facts, Lookup, Residency, Status, Tier, Waits, Warmed
+from decode_engine.orders.events import Begins, Facts, Lookup, Residency, Status, Tenancy, Tier, Waits, Warmed
 from decode_engine.orders.order import Order
 from decode_engine.rpc.contexts.creation import Workshop
 from decode_engine.rpc.contexts.defaults import default_method, remainder_name
@@ -182,6 +183,7 @@ class EngineService:
     requests run by them. costs: of decode steps, by which a method is chosen where requests leave that to the server;
     auto: whether those do that name none. max_waiting: requests beside those in progress. threads: on which orders
     begin. outboxes: by which doors get events, one batch for each turn of the engine.
+    tenants: what each used, and may use.
     """
 
     store: Store
@@ -195,6 +197,7 @@ class EngineService:
     outboxes: Outboxes
     max_waiting: int
     threads: BlockingWork
+    tenants: Tenants = field(default_factory=Tenants)
     costs: StepCosts = field(default_factory=StepCosts)
     auto: bool = True
     seeing: Seeing = field(default_factory=Seeing)
@@ -225,7 +228,13 @@ class EngineService:
         return ended
 
     def _present(self) -> Present:
-        return Present(self.facts(), self.engine.stats(), self.arena.stats(), self.beginnings.stats())
+        return Present(
+            self.facts(),
+            self.engine.stats(),
+            self.arena.stats(),
+            self.beginnings.stats(),
+            self.tenants.totals(),
+        )
 
     def release(self) -> None:
         """Gives memory back, after `close`."""
@@ -282,6 +291,10 @@ class EngineService:
             except SparseKVError:  # who shows it says what is wrong with it
                 continue
         return Residency(self.arena.ids(), placements)
+
+    def tenancy(self) -> Tenancy:
+        """See `Core.tenancy`."""
+        return Tenancy(self.tenants.use({}), self.tenants.quotas.problem)
 
     def warm(self, context: str, check: Callable[[], None]) -> Warmed:
         """See `Core.warm`. check: called now and then; what it raises ends the wait."""
@@ -348,7 +361,14 @@ class EngineService:
             meaning = self._mean(order, arrived_ns)
             reply.tell(meaning.begins())
             memory = meaning.memory * order.answers
-            place = self.engine.reserve(meaning.fitted.manifest.id, memory, order.client)
+            use = self.tenants.admit(order.tenant, order.answers, len(meaning.prompt))
+            try:
+                place = self.engine.reserve(
+                    meaning.fitted.manifest.id, memory, order.client, order.tenant, use
+                )
+            except BaseException:
+                use.close()
+                raise
         except Exception as error:
             self._fail(reply, error)
             return

@@ -154,7 +154,7 @@ class SessionKeeper:
         begun = self.ground.own_tokens + len(self.prompt)
         self.room.require(self.room.needed("", named.model, named.dtype, begun, ()))
         if options.name and not options.moves:
-            require_free(self.store, options.name, named.model.fingerprint, self._may_become)
+            require_free(self.store, options.name, named.model.fingerprint, self._may_become, named.tenant)
 
     def _may_become(self, other: Manifest) -> bool:
         """Whether the session may be kept as this context: it has the session's tokens so far, and none or more."""
@@ -201,7 +201,7 @@ class SessionKeeper:
             publish_child(self.store, made)
             take_name(self.store, id_, options.name)
             return id_
-        name = free_name(self.store, made.name, named.model.fingerprint, id_)
+        name = free_name(self.store, made.name, named.model.fingerprint, id_, named.tenant)
         return publish_child(self.store, replace(made, name=name)).id
 
     def _attention(self) -> str:

@@ -256,7 +256,9 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
 
     def _create(self, request: context_pb2.CreateContextRequest, call: Asker) -> operations_pb2.Operation:
         traceparent = call.traceparent if trace_id(call.traceparent) else ""
-        order = self._library.workshop.order(request, call.check, call.caller, traceparent)
+        order = self._library.workshop.order(
+            request, call.check, call.caller.name, call.caller.tenant, traceparent
+        )
         return self._library.operation(order)
 
     async def UploadDocument(

@@ -5,12 +5,13 @@ What takes seconds to import is imported when it loads: the port answers before.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import resource
 import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -123,6 +124,12 @@ class GrpcDoor:
         from decode_engine.rpc.generation_service import GenerationService
 
         sharing = self._sharing
+        loop = self.listener.loop
+
+        def allow(tenant: str, tokens: int) -> None:
+            asyncio.run_coroutine_threadsafe(core.allow(tenant, tokens), loop).result()
+
+        workshop = replace(workshop, allow=allow)
         library = Library(self.store, workshop, core, self.listener.loop, self.paths, Pager(sharing.key))
         answering = Answering(core, facts, self.store, tokenizer, vocabulary, sharing)
         contexts = ContextService(library, facts.identity.fingerprint, sharing)

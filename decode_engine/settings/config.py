@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 from typer import Option
@@ -39,6 +40,7 @@ from index_store.cli.options import (
     Address,
     AtLeast,
     Filled,
+    InputFile,
     OneOf,
     Spelled,
     StoreBytesOption,
@@ -141,6 +143,14 @@ class ServeConfig:
     tls_key: TlsKeyOption = None
     tls_client_ca: TlsClientCaOption = None
     tokens: TokensOption = None
+    quotas: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="What each tenant may use, as docs/operations.md says it; the file is read again when it changes.",
+        ),
+        InputFile(),
+    ] = None
     allow_remote: AllowRemoteOption = False
     memory: Annotated[
         int | None,

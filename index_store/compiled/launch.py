@@ -7,10 +7,13 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import PYFUNCTYPE, c_int
+from functools import cache
 from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import carray, get_num_threads, set_num_threads, threading_layer, types
 from numba.core import cgutils, event
@@ -236,7 +239,7 @@ def on_host(tensor: Tensor) -> bool:
 
 def thread_count() -> int:
     """How many threads a parallel kernel of this thread takes."""
-    return int(get_num_threads())
+    return _thread_numbers()[0]()
 
 
 def launch(kernel: Callable[..., None], *args: object, work: float = math.inf) -> None:
@@ -249,19 +252,32 @@ def launch(kernel: Callable[..., None], *args: object, work: float = math.inf) -
     numba's fallback threading layer, workqueue, aborts the process when two threads enter it at once, so there launches
     take turns.
     """
-    most = get_num_threads()  # chooses the layer, where that was not done yet
+    ask, tell, by_turns = _thread_numbers()
+    most = ask()
     alone = work < _WORTH and most > 1
     if alone:
-        set_num_threads(1)
+        tell(1)
     try:
-        if threading_layer() != "workqueue":
+        if not by_turns:
             kernel(*args)
         else:
             with _workqueue_guard:
                 kernel(*args)
     finally:
         if alone:
-            set_num_threads(most)
+            tell(most)
+
+
+@cache
+def _thread_numbers() -> tuple[Callable[[], int], Callable[[int], None], bool]:
+    """What says how many threads this thread's loops take, what sets it, and whether launches have to take turns.
+
+    They are what numba's own functions call after two locks and a check, which a step would pass a thousand times.
+    """
+    get_num_threads()  # chooses the layer, where that was not done yet
+    ask = PYFUNCTYPE(c_int)(llvm.address_of_symbol("get_num_threads"))
+    tell = PYFUNCTYPE(None, c_int)(llvm.address_of_symbol("set_num_threads"))
+    return ask, tell, threading_layer() == "workqueue"
 
 
 @intrinsic

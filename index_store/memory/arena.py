@@ -453,7 +453,11 @@ class Arena:
         self, manifest: Manifest, check: Callable[[], None], wait_for_memory: bool
     ) -> tuple[Slot, list[Slot] | None]:
         """Takes a lease on a slot. Where it is new the caller must free the slots that come with it, and load."""
-        placement, needed, why = self._choose(manifest)
+        with self._changed:
+            here = self._books.find(manifest)
+        placement, needed, why = (
+            self._choose(manifest) if here is None else (here.placement, here.needed, "as before")
+        )
         with self._changed:
             place = self._wait_for_turn(manifest, needed, check) if wait_for_memory else len(self._waiting)
             slot = self._books.find(manifest)

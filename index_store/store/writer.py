@@ -300,6 +300,12 @@ class ContextWriter:
         with storing("writing", self._folder):
             self._files.write_part(key, start * (entry.chunk_bytes // count), raw, entry.chunk_bytes)
 
+    def write_bytes(self, path: str, indices: Sequence[int], start: int, raw: NDArray[np.uint8]) -> None:
+        """Writes bytes of the chunk at `indices` from `start` on, in order, as `write_rows` does with rows."""
+        entry = self._entry(path)
+        with storing("writing", self._folder):
+            self._files.write_part(self._key(entry, indices), start, raw, entry.chunk_bytes)
+
     def _write_described(self) -> None:
         """Writes what zarr has said of an array, and of new groups above it, over what an earlier writer left."""
         for key in sorted(self._described.keys() - self._written):

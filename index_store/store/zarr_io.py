@@ -91,12 +91,16 @@ Problem = ContextCorruptError | StoreUnavailableError
 
 def check_metadata(folder: Path, entries: Sequence[ArrayEntry]) -> Iterator[Problem]:
     """Compares every `zarr.json` with the entries; yields one error per file that says something else."""
-    groups = {str(parent) for entry in entries for parent in Path(entry.path).parents}
-    for group in sorted(groups):
-        expected = {"zarr_format": 3, "node_type": "group", "attributes": {}}
-        yield from _compare(folder / group / METADATA_NAME, group, expected)
-    for entry in entries:
-        yield from _compare(folder / entry.path / METADATA_NAME, entry.path, _metadata(entry))
+    for path, expected in metadata(entries).items():
+        yield from _compare(folder / path / METADATA_NAME, path, expected)
+
+
+def metadata(entries: Iterable[ArrayEntry]) -> dict[str, dict[str, object]]:
+    """What every `zarr.json` must say, by the path of its group or array; groups first."""
+    entries = list(entries)
+    groups = sorted({str(parent) for entry in entries for parent in Path(entry.path).parents})
+    group: dict[str, object] = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+    return {**dict.fromkeys(groups, group), **{entry.path: _metadata(entry) for entry in entries}}
 
 
 def chunk_path(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> Path:
@@ -207,6 +211,28 @@ def read_chunk_pieces(folder: Path, entry: ArrayEntry, indices: Sequence[int], p
         return checksum
 
     _read_chunk(path, entry, indices, fill)
+
+
+def chunk_file(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> Iterator[bytes]:
+    """The bytes of a chunk's file, piece by piece. Raises as `read_chunk_into`, also behind the last piece."""
+    path, checksum, done = chunk_path(folder, entry, indices), 0, 0
+    try:
+        with open_regular(path) as (descriptor, status):
+            _check_size(path, entry, status.st_size)
+            while done < entry.chunk_bytes:
+                with may_block(path):
+                    piece = os.read(descriptor, min(_PIECE_BYTES, entry.chunk_bytes - done))
+                if not piece:
+                    raise WrongFileError("a file that shrank while it was read")
+                checksum = extend_crc32c(checksum, np.frombuffer(piece, np.uint8))
+                done += len(piece)
+                yield piece
+            with may_block(path):
+                last = os.read(descriptor, CHECKSUM_BYTES)
+    except OSError as error:
+        raise _unreadable(path, entry, error) from error
+    _check_checksum(path, entry, checksum, int.from_bytes(last, "little"), entry.checksum(indices))
+    yield last
 
 
 def _read_chunk(path: Path, entry: ArrayEntry, indices: Sequence[int], fill: Callable[[int], int]) -> None:

@@ -157,11 +157,12 @@ def find_beginning(job: PreparedJob, store: Store, id_: str) -> TakenBeginning |
     def suits(manifest: Manifest) -> bool:
         return (
             manifest.id != id_
+            and manifest.tenant == config.tenant
             and manifest.rows == AS_DTYPE
             and all(manifest.prefill.get(note) == wanted[note] for note in _SAME)
         )
 
-    first = first_digest(job.identity, job.dtype, config.salt)
+    first = first_digest(job.identity, job.dtype, config.salt, config.tenant)
     found = longest_beginning(store, first, list(job.token_ids), suits)
     if found is None:
         return None

@@ -58,7 +58,7 @@ def run_job(
         return carry_out(job, reporter, clock)
     store = Store(config.store, create=True)
     if not config.move_name:
-        require_free(store, name, job.identity.fingerprint, id_)
+        require_free(store, name, job.identity.fingerprint, id_, config.tenant)
         return carry_out(job, reporter, clock)
     report = carry_out(replace(job, config=replace(config, name=None, move_name=False)), reporter, clock)
     before = report.manifest.name
@@ -135,8 +135,9 @@ def _write(
         tokens = writer.write_tokens(job.token_ids)
         said = job.conversation
         messages = None if said is None else writer.write_conversation(said.to_bytes())
-        name = free_name(store, job.config.name or job.title, job.identity.fingerprint, id_)
-        if name != (job.config.name or job.title):
+        wanted = job.config.name or job.title
+        name = free_name(store, wanted, job.identity.fingerprint, id_, job.config.tenant)
+        if name != wanted:
             reporter.note(f"another context has the name already; this one is called {name!r}")
         made = _manifest(job, id_, name, clock, compute_dtype, tokens, written, taken)
         manifest = replace(made, conversation=messages)
@@ -196,10 +197,11 @@ def _manifest(
         window=window_entry(*made),
         state=state_entry(job.identity, job.dtype, job.state_marks),
         prefix_digests=continued_digests(
-            first_digest(job.identity, job.dtype, config.salt), list(job.token_ids)
+            first_digest(job.identity, job.dtype, config.salt, config.tenant), list(job.token_ids)
         ),
         labels=job.labels,
         owner=job.owner,
+        tenant=config.tenant,
     )
 
 

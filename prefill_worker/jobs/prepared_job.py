@@ -140,7 +140,7 @@ class PreparedJob:
     traceparent: str = ""
 
     def reading(self) -> dict[str, object]:
-        """What, besides model, dtype, salt and tokens, decides what a context is before any index is built."""
+        """What, besides model, dtype, salt, tenant and tokens, decides what a context is before any index is built."""
         config = self.config
         options = ReadingOptions(
             self.given_dense_layers,
@@ -212,7 +212,10 @@ class PreparedJob:
         return kv_entry(self.identity, len(self.token_ids), self.dtype)
 
     def id(self) -> str:
-        return context_id(self.identity, self.dtype, self.reading(), self.config.salt, self.token_ids)
+        config = self.config
+        return context_id(
+            self.identity, self.dtype, self.reading(), config.salt, self.token_ids, config.tenant
+        )
 
 
 def prepare_job(

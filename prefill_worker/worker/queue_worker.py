@@ -99,6 +99,7 @@ def order_grown(store: Store, queue: JobQueue, model: str, share: float) -> None
             tokens=child.token_count,
             parent=child.parent.id,
             owner=child.owner,
+            tenant=child.tenant,
             whole=True,
         )
         record = JobRecord(secrets.token_hex(16), order, queue.now(), priority=-MOST_PRIORITY)
@@ -365,7 +366,7 @@ class QueueWorker:
         kind = (self._identity, order.dtype, order.tokens, () if order.parent else order.methods)
         self._room.make(self._room.needed(order.context, *kind))
         if order.name and not order.moves:
-            require_free(self._store, order.name, order.model, order.context)
+            require_free(self._store, order.name, order.model, order.context, order.tenant)
         with clock("tokenize"):
             job = replace(self._prepare(claim), traceparent="" if span is None else span.traceparent)
         child = self._child(claim, job) if order.parent else None
@@ -401,6 +402,7 @@ class QueueWorker:
             ttl=None if order.ttl is None else f"{order.ttl:.6f}s",
             device=worker.device,
             device_memory=worker.device_memory,
+            tenant=order.tenant,
         )
         kept = claim.conversation()
         conversation = None if kept is None else StoredConversation.from_bytes(kept, str(claim.folder))

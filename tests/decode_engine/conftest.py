@@ -105,6 +105,7 @@ def make_library(folder: Path) -> Library:
     settings = json.loads((model / "tokenizer_config.json").read_text())
     del settings["eos_token"]
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    Store(folder / "store", create=True)
     return Library(model, folder / "store")
 
 

@@ -119,6 +119,7 @@ def test_commands_in_the_documents_exist(document: Path) -> None:
             "ask",
             "chat",
             "status",
+            "tenants",
             "methods",
             "evaluate",
             "evaluate-merge",

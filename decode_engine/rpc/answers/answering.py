@@ -223,7 +223,15 @@ class Answering:
     async def _prompt(self, order: Order, call: Asker) -> tuple[Order, CallPlan | None]:
         """The order as the engine gets it, and how tools are called."""
         deadline_ns = None if call.deadline_s is None else int(call.deadline_s * 1e9)
-        order = replace(order, client=call.host, caller=call.caller, deadline_ns=deadline_ns)
+        who = call.caller
+        order = replace(
+            order,
+            client=call.host,
+            caller=who.name,
+            tenant=who.tenant,
+            admin=who.admin,
+            deadline_ns=deadline_ns,
+        )
         if call.span is not None:
             traced = Traced(call.span.traceparent, "chat" if order.turns else "text_completion")
             order = replace(order, traced=traced)

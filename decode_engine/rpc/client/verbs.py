@@ -30,6 +30,7 @@ from sparsekv.v1.values import (
     CreateFields,
     GenerateFields,
     MethodList,
+    TenantList,
     TokenizedText,
     UploadInfo,
     WarmResult,
@@ -494,6 +495,10 @@ class Verbs(ABC):
     async def server_status(self) -> ServerStatus:
         """What the server does now, and did since it started."""
         return await self._ask("GetServerStatus", reads(ServerStatus))
+
+    async def tenants(self) -> TenantList:
+        """What tenants use of their quotas: the caller's own, or with the right admin all."""
+        return await self._ask("ListTenants", reads(TenantList))
 
     async def tokenize(self, content: Content) -> TokenizedText:
         """A text, or a conversation from its beginning, as the model's tokens."""

@@ -87,7 +87,7 @@ class Document:
 @dataclass(frozen=True, slots=True)
 class Workshop:
     """Where contexts are ordered. identity, tokenizer: the served model's. dtype: of stored keys and values. room: what
-    the store may hold."""
+    the store may hold. allow: asks whether so many tokens may be read for a tenant, and raises QuotaExceededError."""
 
     store: Store
     queue: JobQueue
@@ -96,19 +96,22 @@ class Workshop:
     tokenizer: Tokenizer
     dtype: str
     room: StoreRoom
+    allow: Callable[[str, int], None] = lambda tenant, tokens: None
 
     def order(
         self,
         request: context_pb2.CreateContextRequest,
         check: Callable[[], None] = lambda: None,
         owner: str = "",
+        tenant: str = "",
         traceparent: str = "",
     ) -> JobRecord:
         """Queues a job for a request, or finds the one that there is already. Takes as long as tokenising takes.
 
-        check: called now and then meanwhile; what it raises ends it. owner: who asks. traceparent: of the span that
-        this belongs to. Raises InvalidArgumentError that names the field, PromptTooLongError, MethodUnsupportedError,
-        NameTakenError, UploadNotFoundError, StoreBoundError, QueueFullError, and what the store raises.
+        check: called now and then meanwhile; what it raises ends it. owner: who asks. tenant: whose quota it counts
+        against. traceparent: of the span that this belongs to. Raises InvalidArgumentError that names the field,
+        PromptTooLongError, MethodUnsupportedError, NameTakenError, UploadNotFoundError, QuotaExceededError,
+        StoreBoundError, QueueFullError, and what the store raises.
         """
         methods = _methods(request.methods)
         _check_texts(request)
@@ -152,6 +155,7 @@ class Workshop:
         if self._there(order):
             record = self._done(record)
         else:
+            self.allow(tenant, order.tokens)
             kind = (self.identity, order.dtype, order.tokens, () if order.parent else order.methods)
             self.room.require(self.room.needed(order.context, *kind))
         added = self.queue.add(record, np.asarray(document.ids, dtype=np.uint32), kept)

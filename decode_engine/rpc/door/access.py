@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -28,6 +28,14 @@ from types import TracebackType
 from typing import Self
 
 from index_store.errors import InvalidArgumentError, SparseKVError
+from index_store.store.description.callers import (
+    RIGHTS,
+    Caller,
+    Right,
+    check_tenant,
+    require_tenant,
+    rights_of,
+)
 from index_store.store.description.json_fields import Sealed, check_utc, field_error
 from index_store.store.files.durable import TEMPORARY_PREFIX, locked_file, new_file, storing, sync_path
 from index_store.store.files.reading import read_file
@@ -84,11 +92,15 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What is known of a token. sha256: of its text, 64 lower-case hex digits. created_at: UTC."""
+    """What is known of a token. sha256: of its text, 64 lower-case hex digits. tenant, rights: of who shows it.
+    expires_at: when it opens nothing any more; None for never. Times are UTC."""
 
     name: str
     sha256: str
     created_at: datetime
+    tenant: str = ""
+    rights: tuple[Right, ...] = RIGHTS
+    expires_at: datetime | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -96,6 +108,22 @@ class Token:
         if not _DIGEST.fullmatch(self.sha256):
             raise field_error("sha256", self.sha256, "64 lower-case hex digits")
         check_utc("created_at", self.created_at)
+        check_tenant("tenant", self.tenant)
+        if not self.rights or len(set(self.rights)) < len(self.rights):
+            raise field_error("rights", self.rights, f"some of {', '.join(RIGHTS)}")
+        if self.expires_at is not None:
+            check_utc("expires_at", self.expires_at)
+
+    @property
+    def unsaid(self) -> Collection[str]:
+        """Fields that the file says nothing of: files of before tenants have none of them."""
+        said = {"tenant": self.tenant, "rights": self.rights != RIGHTS, "expires_at": self.expires_at}
+        return tuple(name for name, there in said.items() if not there)
+
+    @property
+    def caller(self) -> Caller:
+        """Who shows it."""
+        return Caller(self.tenant, frozenset(self.rights), self.name)
 
     @property
     def digest(self) -> bytes:
@@ -163,10 +191,17 @@ class TokenFile:
             return None
         return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size
 
-    def create(self, name: str) -> str:
+    def create(
+        self,
+        name: str,
+        tenant: str = "",
+        rights: Sequence[str] = (),
+        expires_at: datetime | None = None,
+    ) -> str:
         """Adds a token and returns it, the only time that it is seen. Makes the file where there is none.
 
-        Raises InvalidArgumentError for a name that is taken or none, TokenFileError, StoreError where writing fails.
+        rights: by default all of them, of a tenant's token all but admin. Raises InvalidArgumentError for a name
+        that is taken, for what is no name, tenant or right, TokenFileError, StoreError where writing fails.
         """
         if not _NAME.fullmatch(name):
             raise InvalidArgumentError(
@@ -174,6 +209,8 @@ class TokenFile:
                 "beginning with a letter or digit",
                 field="name",
             )
+        require_tenant(tenant)
+        had = rights_of(rights) if rights else tuple(each for each in RIGHTS if not tenant or each != "admin")
         secret = _PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
         with self._writing() as tokens:
             if any(token.name == name for token in tokens):
@@ -186,7 +223,8 @@ class TokenFile:
                     f"{self._path} has {len(tokens)} tokens, which is the limit; revoke some first"
                 )
             made = datetime.now(UTC).replace(microsecond=0)
-            self._write((*tokens, Token(name, digest_of(secret).hex(), made)))
+            added = Token(name, digest_of(secret).hex(), made, tenant, had, expires_at)
+            self._write((*tokens, added))
         return secret
 
     def revoke(self, name: str) -> None:
@@ -296,14 +334,14 @@ class Door:
         """Looks at the file no more. Idempotent."""
         self._closed.set()
 
-    def check(self, authorization: str | None, host: str) -> str:
-        """The name of the caller's token, "" where none is wanted.
+    def check(self, authorization: str | None, host: str) -> Caller:
+        """Who the caller is; where nobody is asked, one of no tenant and with all rights.
 
         authorization: what the caller sent under that name. host: the address that it came from. Raises
         UnauthenticatedError, the same for every reason, and TooManyAttemptsError.
         """
         if self._file is None:
-            return ""
+            return Caller()
         secret = _secret(authorization)
         digest = digest_of(secret)
         with self._lock:
@@ -315,9 +353,9 @@ class Door:
                 error.retry_after_s = delay
                 raise error
             found = [token for token in self._tokens if hmac.compare_digest(token.digest, digest)]
-            if found:
+            if found and (found[0].expires_at is None or datetime.now(UTC) < found[0].expires_at):
                 self._accepted.add(digest)
-                return found[0].name
+                return found[0].caller
             self._attempts.add(host)
         raise UnauthenticatedError("a valid token is needed, sent as `authorization: Bearer TOKEN`")
 

@@ -17,6 +17,7 @@ from decode_engine.rpc.transport.status import Paths, public_error, reason_of
 from decode_engine.rpc.transport.work import BlockingWork, forget_error
 from index_store.cli.traces import TRACEPARENT, Span, Traces, Value, trace_id
 from index_store.errors import SparseKVError
+from index_store.store.description.callers import Caller
 
 ResultT = TypeVar("ResultT")
 
@@ -29,7 +30,7 @@ class Asker:
     """Who asks for one thing. To be used on the loop's thread, except for `check`.
 
     id: of this request in logs. peer: where it comes from, with its port. host: its address without, by which requests
-    are counted. authorization: what it shows. caller: the name of its token, "" where none was asked for. started,
+    are counted. authorization: what it shows. caller: who it is, once it has entered. started,
     deadline_s: on `time.monotonic`; None without a deadline. facts: what the log line says. traceparent: of the span
     that it belongs to, "" without one. span: its own, None where none are made.
     """
@@ -42,7 +43,7 @@ class Asker:
         self.started = time.monotonic()
         self.peer = peer
         self.host = host_of(peer)
-        self.caller = ""
+        self.caller = Caller(rights=frozenset())
         self.authorization = shown.get("authorization")
         self.traceparent = shown.get(TRACEPARENT, "")
         self.span: Span | None = None
@@ -71,8 +72,10 @@ class Asker:
     def enter(self, door: Door) -> None:
         """Raises UnauthenticatedError, TooManyAttemptsError for who is not let in."""
         self.caller = door.check(self.authorization, self.host)
-        if self.caller:
-            self.note(caller=self.caller)
+        if self.caller.name:
+            self.note(caller=self.caller.name)
+        if self.caller.tenant:
+            self.note(tenant=self.caller.tenant)
 
     def note(self, **facts: object) -> None:
         """Adds to what the log line says."""

@@ -192,13 +192,21 @@ def take_best(
         spans.totals_HRS,
         np.empty(spans.peaks_HRS.shape, np.float32),
         np.empty((heads * queries, spans.peaks_HRS.shape[2] * _MOST), np.float32),
-        np.array([(each.shared, each.shift, each.own, each.own_shift) for each in columns], np.int64),
-        np.array([(each.shared_spans, each.own_begin) for each in columns], np.int64),
-        np.array(keeps, np.int64),
+        *_tables(tuple(columns), tuple(keeps)),
         _ROWS_EACH * thread_count(),
         ids_HQK.numpy(),
         counts_HQ.numpy(),
-        work=0.08 * heads * places_HQG.shape[2] * sum(each.room for each in columns),
+        work=0.08 * heads * places_HQG.shape[2] * sum([each.room for each in columns]),
+    )
+
+
+@lru_cache(maxsize=64)  # all layers of a step ask for the same
+def _tables(columns: tuple[Columns, ...], keeps: tuple[int, ...]) -> tuple[I8, I8, I8]:
+    """What the loop is told of sessions' columns, of their parts, and how many each keeps."""
+    return (
+        np.array([(each.shared, each.shift, each.own, each.own_shift) for each in columns], np.int64),
+        np.array([(each.shared_spans, each.own_begin) for each in columns], np.int64),
+        np.array(keeps, np.int64),
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.attention.rows_in_line_numba import row_table, rows_in_line
+from index_store.attention.rows_in_line_numba import row_table
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import make_widening
 from index_store.compiled.launch import F4, I2, I8, njit
@@ -49,13 +50,18 @@ class Spans:
     def empty(cls, heads: int, rows: int, spans: int) -> Spans:
         """Room for so many of every row, nothing in it."""
         shape = (heads, rows, spans)
-        first = np.zeros(rows, np.int64)
         peaks, totals = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.float32)
-        return cls(peaks, totals, np.arange(rows), first)
+        return cls(peaks, totals, *_each_row(rows))
 
     def of(self, rows_R: I8, first_R: I8) -> Spans:
         """The same room for other rows of weights."""
         return replace(self, rows_R=rows_R, first_R=first_R)
+
+
+@lru_cache(maxsize=64)
+def _each_row(rows: int) -> tuple[I8, I8]:
+    """So many rows in their order, and the number 0 for each; nobody writes to them."""
+    return np.arange(rows), np.zeros(rows, np.int64)
 
 
 def shift_of(rows: ScalarRows, first: int) -> int:
@@ -151,6 +157,13 @@ class CodedPass:
         """Positions of its first span that lie before it."""
         return shift_of(self.rows, self.first)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """All numbers of it that do not say where its rows lie: heads, and those from COUNT to END."""
+        rows, queries = self.rows, self.queries
+        heads, count = rows.key_codes_HNC.shape[:2]
+        return heads, count, rows.lead, self.shift, self.first, queries.start, queries.stop
+
 
 @dataclass(frozen=True, slots=True)
 class PassTable:
@@ -158,7 +171,7 @@ class PassTable:
 
     numbers: [P, fields] int64. tasks: of all heads and passes. stride: from one task to the next that is begun: threads
     get runs of them, and those of a large pass are to be spread among the others. slots: of partial results.
-    weights: that all rows of queries have. held: what the addresses are of.
+    weights: that all rows of queries have. most: keys that the longest row of each pass goes over, in all.
     """
 
     numbers: I8
@@ -166,15 +179,14 @@ class PassTable:
     stride: int
     slots: int
     weights: int
-    held: Sequence[Tensor]
+    most: int
 
     @classmethod
     def of_keys(cls, passes: Sequence[CodedPass], counts_X: I8) -> PassTable:
         """A task for every span of a pass's keys. counts_X: how many each row of queries goes over."""
-        tables = [
-            (each.rows.key_codes_HNC, each.rows.key_scales_HBD, each.rows.key_offsets_HBD) for each in passes
-        ]
-        return cls._of(passes, tables, counts_X, [1] * len(passes), np.zeros(len(counts_X), np.int64))
+        shapes = tuple([each.shape for each in passes])
+        table = _lay_out(shapes, (1,) * len(passes), counts_X.tobytes(), b"")
+        return table.at([each.rows.key_places.numbers for each in passes])
 
     @classmethod
     def of_values(cls, passes: Sequence[CodedPass], counts_X: I8, rows_X: I8, most_parts: int) -> PassTable:
@@ -182,47 +194,52 @@ class PassTable:
 
         rows_X: which row of results each row of queries adds to. Parts that add to one are in different slots.
         """
-        tables = [
-            (each.rows.value_codes_HNC, each.rows.value_scales_HNV, each.rows.value_offsets_HNV)
-            for each in passes
-        ]
+        shapes = tuple([each.shape for each in passes])
         spans = [span_count(each.rows.count - each.first, each.shift) for each in passes]
-        each_part = [max(1, -(-count // most_parts)) for count in spans]
-        return cls._of(passes, tables, counts_X, each_part, rows_X)
+        each_part = tuple([max(1, -(-count // most_parts)) for count in spans])
+        table = _lay_out(shapes, each_part, counts_X.tobytes(), rows_X.tobytes())
+        return table.at([each.rows.value_places.numbers for each in passes])
 
-    @classmethod
-    def _of(
-        cls,
-        passes: Sequence[CodedPass],
-        tables: Sequence[tuple[Tensor, ...]],
-        counts_X: I8,
-        spans_each: Sequence[int],
-        rows_X: I8,
-    ) -> PassTable:
-        numbers = np.zeros((len(passes), _FIELDS), np.int64)
-        used = np.zeros(int(rows_X.max(initial=0)) + 1, np.int64)  # slots of every row of results
-        held: list[Tensor] = []
-        tasks = 0
-        for row, each, arrays, spans in zip(numbers, passes, tables, spans_each, strict=True):
-            for place, array in enumerate(map(rows_in_line, arrays)):
-                held.append(array)
-                row[2 * place : 2 * place + 2] = array.data_ptr(), array.stride(0) // array.shape[2]
-            begin, end, shift = each.queries.start, each.queries.stop, each.shift
-            most = int(counts_X[begin:end].max(initial=0))
-            splits, own = -(-span_count(most, shift) // spans), rows_X[begin:end]
-            slot = int(used[own].max(initial=0))
-            used[own] = slot + splits
-            row[COUNT:SPLITS] = each.rows.count, each.rows.lead, shift, each.first, begin, end, most, tasks
-            row[SPLITS:] = splits, spans, slot
-            tasks += len(arrays[0]) * splits
-        weights = sum(int(counts_X[each.queries.start : each.queries.stop].sum()) for each in passes)
-        stride = _spreading(tasks) if len(passes) > 1 else 1
-        return cls(numbers, tasks, stride, int(used.max()), weights, held)
+    def at(self, places: Sequence[tuple[int, ...]]) -> PassTable:
+        """The same over coded rows that lie there: see `Places`."""
+        numbers = self.numbers.copy()
+        for row, place in zip(numbers, places, strict=True):
+            row[:COUNT] = place
+        return replace(self, numbers=numbers)
+
+
+@lru_cache(maxsize=256)  # all layers of a step ask for the same, and so do the steps that follow
+def _lay_out(
+    passes: tuple[tuple[int, ...], ...], spans_each: tuple[int, ...], counts: bytes, rows: bytes
+) -> PassTable:
+    """The table of passes of these shapes, but for where their rows lie.
+
+    spans_each: of each pass's tasks. counts, rows: int64 of every row of queries, see `PassTable`; without rows each
+    pass adds to results of its own.
+    """
+    counts_X = np.frombuffer(counts, np.int64)
+    rows_X = np.frombuffer(rows, np.int64) if rows else np.zeros(len(counts_X), np.int64)
+    numbers = np.zeros((len(passes), _FIELDS), np.int64)
+    used = np.zeros(int(rows_X.max(initial=0)) + 1, np.int64)  # slots of every row of results
+    tasks = weights = 0
+    for row, (heads, count, lead, shift, first, begin, end), spans in zip(
+        numbers, passes, spans_each, strict=True
+    ):
+        most = int(counts_X[begin:end].max(initial=0))
+        splits, own = -(-span_count(most, shift) // spans), rows_X[begin:end]
+        slot = int(used[own].max(initial=0))
+        used[own] = slot + splits
+        row[COUNT:SPLITS] = count, lead, shift, first, begin, end, most, tasks
+        row[SPLITS:] = splits, spans, slot
+        tasks += heads * splits
+        weights += int(counts_X[begin:end].sum())
+    stride = _spreading(tasks) if len(passes) > 1 else 1
+    return PassTable(numbers, tasks, stride, int(used.max()), weights, int(numbers[:, MOST].sum()))
 
 
 def passes_among(passes: Sequence[CodedPass], rows_X: I8, wanted: range) -> list[CodedPass]:
     """The passes of those rows of queries that add to wanted rows of results, which ascend within a pass."""
-    some = []
+    some: list[CodedPass] = []
     for each in passes:
         rows, before = rows_X[each.queries.start : each.queries.stop], each.queries.start
         begin, end = (before + int(np.searchsorted(rows, edge)) for edge in (wanted.start, wanted.stop))

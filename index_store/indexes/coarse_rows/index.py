@@ -133,9 +133,12 @@ def attend_best(
     ids = torch.zeros(heads, len(searched), max(widths), dtype=torch.int32, device="cpu")
     counts = torch.zeros(heads, len(searched), dtype=torch.int32, device="cpu")
     state = AttentionState.empty((heads, len(searched), group), head_dim)
+    if step >= heads:
+        _attend_heads(rows, searched, widths, ids, counts, state)
+        return ids, counts, state
     for first in range(0, heads, step):
         part = slice(first, first + step)
-        some = searched if step >= heads else [each.heads(part) for each in searched]
+        some = [each.heads(part) for each in searched]
         own = AttentionState(state.out[part], state.lse[part])
         _attend_heads(rows.heads(part), some, widths, ids[part], counts[part], own)
     return ids, counts, state
@@ -205,37 +208,73 @@ def _plan(
 
     And of all their rows of queries, one pass behind the other: the queries [H, X, d], where weights are, and spans.
     """
-    together: dict[int, list[int]] = {}
-    for number, each in enumerate(searched):
-        if each.shared:
-            together.setdefault(each.shared.start, []).append(number)
-    appending = [number for number, each in enumerate(searched) if each.own]
-    heads, _, group = places_HQG.shape
-    passes: list[CodedPass] = []
-    members: list[int] = []
-    for first, sessions in together.items():
-        passes.append(CodedPass(rows, first, _rows_of(len(members), len(sessions), group)))
-        members += sessions
-    for number in appending:
+    begins = tuple([each.shared.start if each.shared else -1 for each in searched])
+    columns = tuple([each.columns for each in searched])
+    order = _order(begins, columns, places_HQG.shape[2])
+    passes = [CodedPass(rows, first, places) for first, places in order.together]
+    for number, places in order.appending:
         own = searched[number]
-        passes.append(CodedPass(own.own_rows, own.own.start, _rows_of(len(members), 1, group)))
-        members.append(number)
-    if not members:
-        return [], torch.empty(0), RowsInLine(line, places_HQG, np.empty(0, np.int64)), spans
-    shared, sessions_Y = members[: len(members) - len(appending)], np.array(members)
-    columns = [searched[number].columns for number in appending]
-    none = [0] * len(shared)
-    counts = [len(searched[number].shared) for number in shared] + [each.own for each in columns]
-    behind = np.array(none + [each.own_begin for each in columns])
-    first_spans = none + [each.shared_spans for each in columns]
+        passes.append(CodedPass(own.own_rows, own.own.start, places))
+    if not passes:
+        return [], torch.empty(0), RowsInLine(line, places_HQG, order.counts_X), spans
     # In one order whatever is indexed, or loops are compiled for another one.
-    places_HX = np.ascontiguousarray(places_HQG[:, sessions_Y] + behind[:, None]).reshape(heads, -1)
-    rows_X = (sessions_Y[:, None] * group + np.arange(group)).reshape(-1)
+    places_HX = np.ascontiguousarray(places_HQG[:, order.sessions_Y] + order.behind_Y[:, None])
+    queries = [searched[number].queries_HGD for number in order.sessions_Y.tolist()]
     return (
         passes,
-        torch.cat([searched[number].queries_HGD for number in members], dim=1),
-        RowsInLine(line, places_HX, np.repeat(counts, group)),
-        spans.of(rows_X, np.repeat(first_spans, group)),
+        queries[0] if len(queries) == 1 else torch.cat(queries, dim=1),
+        RowsInLine(line, places_HX.reshape(len(places_HX), -1), order.counts_X),
+        spans.of(order.rows_X, order.first_spans_X),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Passes of sessions, and their rows of queries one pass behind the other.
+
+    together: of passes over the context's copy, the first row and the rows of queries. appending: sessions that have
+    appended rows, and theirs. sessions_Y, behind_Y: of each pass in turn its sessions, and weights of theirs before
+    those of the pass. counts_X, rows_X, first_spans_X: of every row of queries.
+    """
+
+    together: Sequence[tuple[int, range]]
+    appending: Sequence[tuple[int, range]]
+    sessions_Y: NDArray[np.int64]
+    behind_Y: NDArray[np.int64]
+    counts_X: NDArray[np.int64]
+    rows_X: NDArray[np.int64]
+    first_spans_X: NDArray[np.int64]
+
+
+@lru_cache(maxsize=64)  # all layers of a step ask for the same, and so do the steps that follow
+def _order(begins: tuple[int, ...], columns: tuple[Columns, ...], group: int) -> _Order:
+    """begins: the first row of the context's copy of each session, -1 where it searches none there."""
+    grouped: dict[int, list[int]] = {}
+    for number, first in enumerate(begins):
+        if first >= 0:
+            grouped.setdefault(first, []).append(number)
+    members: list[int] = []
+    together, appending = [], []
+    for first, sessions in grouped.items():
+        together.append((first, _rows_of(len(members), len(sessions), group)))
+        members += sessions
+    shared = len(members)
+    for number, each in enumerate(columns):
+        if each.own:
+            appending.append((number, _rows_of(len(members), 1, group)))
+            members.append(number)
+    sessions_Y = np.array(members, np.int64)
+    own = [columns[number] for number in members[shared:]]
+    none = [0] * shared
+    counts = [columns[number].shared for number in members[:shared]] + [each.own for each in own]
+    return _Order(
+        together,
+        appending,
+        sessions_Y,
+        np.array(none + [each.own_begin for each in own], np.int64),
+        np.repeat(np.array(counts, np.int64), group),
+        (sessions_Y[:, None] * group + np.arange(group)).reshape(-1),
+        np.repeat(np.array(none + [each.shared_spans for each in own], np.int64), group),
     )
 
 
@@ -341,7 +380,11 @@ class CoarseRows(CoarseKind, LayerIndex):
             self.parse_search(each.search)
         searched = [self._searched(each) for each in asked]
         ids, counts, others = attend_best(self.rows, searched, keeps)
-        ids += torch.tensor([each.first_key for each in asked], dtype=torch.int32, device="cpu")[:, None]
+        firsts = {each.first_key for each in asked}
+        if len(firsts) == 1:
+            ids += firsts.pop()
+        else:
+            ids += torch.tensor([each.first_key for each in asked], dtype=torch.int32, device="cpu")[:, None]
         keys = [max(0, each.end_key - each.first_key) for each in asked]
         return Best(
             ids,

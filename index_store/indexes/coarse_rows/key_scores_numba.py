@@ -82,7 +82,7 @@ def score_keys(
         kept.totals_HRS,
         kept.rows_R,
         kept.first_R,
-        work=heads * head_dim * (0.03 * table.numbers[:, MOST].sum() + 0.008 * table.weights),
+        work=heads * head_dim * (0.03 * table.most + 0.008 * table.weights),
     )
 
 

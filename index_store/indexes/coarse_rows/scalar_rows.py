@@ -22,11 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from index_store.attention.rows_in_line_numba import rows_in_line
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.parameters import BLOCK, PLANES, row_bytes
 
@@ -85,6 +87,22 @@ _STORED = {
 
 
 @dataclass(frozen=True, slots=True)
+class Places:
+    """Where loops find arrays: of each, its address, and the rows from one head's first to the next one's.
+
+    arrays: the addresses' own, which may be copies.
+    """
+
+    numbers: tuple[int, ...]
+    arrays: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, *tables: Tensor) -> Places:
+        arrays = tuple([rows_in_line(table) for table in tables])
+        return cls(sum([(each.data_ptr(), each.stride(0) // each.shape[2]) for each in arrays], ()), arrays)
+
+
+@dataclass(frozen=True)
 class ScalarRows:
     """Coded keys and values of the consecutive tokens first_id, first_id + 1, ...; row n is token first_id + n.
 
@@ -116,6 +134,16 @@ class ScalarRows:
     def lead(self) -> int:
         """Positions of the first row's block that lie before it: 0 for a context."""
         return self.first_id % BLOCK
+
+    @cached_property
+    def key_places(self) -> Places:
+        """Of codes, scales and offsets of keys."""
+        return Places.of(self.key_codes_HNC, self.key_scales_HBD, self.key_offsets_HBD)
+
+    @cached_property
+    def value_places(self) -> Places:
+        """The same of values."""
+        return Places.of(self.value_codes_HNC, self.value_scales_HNV, self.value_offsets_HNV)
 
     def key_bytes(self, count: int) -> float:
         """Bytes of so many coded keys of one head, their share of what blocks hold included."""

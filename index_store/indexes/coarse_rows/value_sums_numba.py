@@ -15,6 +15,7 @@ keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from torch import Tensor
@@ -32,7 +33,6 @@ from index_store.indexes.coarse_rows.coded_passes_numba import (
     EACH,
     END,
     FIRST,
-    MOST,
     OFFSETS,
     OFFSETS_APART,
     SCALES,
@@ -165,13 +165,15 @@ def add_values(
         spans.rows_R,
         spans.first_R,
         weights.counts_R,
-        np.repeat([each.shift for each in passes], [len(each.queries) for each in passes]),
+        _shifts(tuple([(each.shift, len(each.queries)) for each in passes])),
         beside,
         limits,
         work=14 * limits.size * spans.peaks_HRS.shape[2],
     )
     for first in range(0, results, _MOST_ROWS):
-        some = passes_among(passes, spans.rows_R, range(first, first + _MOST_ROWS))
+        some = passes
+        if results > _MOST_ROWS:
+            some = passes_among(passes, spans.rows_R, range(first, first + _MOST_ROWS))
         table = PassTable.of_values(some, weights.counts_R, spans.rows_R, _MOST_PARTS)
         if table.tasks == 0:
             continue
@@ -199,11 +201,17 @@ def add_values(
             outs,
             peaks,
             totals,
-            work=heads * coded.head_dim * (0.04 * table.numbers[:, MOST].sum() + 0.01 * table.weights),
+            work=heads * coded.head_dim * (0.04 * table.most + 0.01 * table.weights),
         )
         merged = (state.out.numpy(), state.lse.numpy(), first)
         launch(_merge_parts, shape[0] * shape[2], outs, peaks, totals, *merged, work=0.25 * outs.size)
     return state
+
+
+@lru_cache(maxsize=64)
+def _shifts(passes: tuple[tuple[int, int], ...]) -> I8:
+    """Each pass's shift, as often as it has rows of queries."""
+    return np.repeat(*np.array(passes, np.int64).reshape(-1, 2).T)
 
 
 @task_loop("i8x2 i8 i8 i8 i8 i8 f4x1 i8x2 i8x1 f4x3 i8x1 i8x1 f4x2 i8 f4x4 f4x3 f4x3")

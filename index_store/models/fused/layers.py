@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from index_store.models.fused.joined import give_together
 from index_store.models.fused.kernels_triton import MOST_CHANNELS, Gate, gated, rms_norm, rotate
 
 logger = logging.getLogger(__name__)
@@ -121,9 +121,8 @@ def _join_projections(module: nn.Module) -> int:
     linears = _linears(module, ("q_proj", "k_proj", "v_proj"))
     if linears is None:
         return 0
-    together = _Together(linears)
-    for number, each in enumerate(linears):
-        each.forward = partial(together.part, number)  # type: ignore[method-assign]
+    joined, sizes = _Joined(linears), [each.out_features for each in linears]
+    give_together(linears, lambda x: torch.split(joined.product(x), sizes, -1))
     return 1
 
 
@@ -150,27 +149,6 @@ class _Joined:
             return linear(x, self._weight, self._bias)
         # Somebody has given the model other weights, of another dtype or device perhaps.
         return torch.cat([linear(x, each.weight, each.bias) for each in self._linears], -1)
-
-
-class _Together:
-    """Linear layers that mostly get the same input, in their order. Thread-safe."""
-
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        self._linears = linears
-        self._joined = _Joined(linears)
-        self._sizes = [each.out_features for each in linears]
-        self._last = threading.local()  # a step may be captured while another one runs
-
-    def part(self, number: int, x: Tensor) -> Tensor:
-        """What layer `number` gives."""
-        if number == 0:
-            self._last.found = x, torch.split(self._joined.product(x), self._sizes, -1)
-        found: tuple[Tensor | None, Sequence[Tensor]] = getattr(self._last, "found", (None, ()))
-        if found[0] is not x:
-            return linear(x, self._linears[number].weight, self._linears[number].bias)
-        if number == len(self._sizes) - 1:
-            del self._last.found
-        return found[1][number]
 
 
 def _linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear] | None:

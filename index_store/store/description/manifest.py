@@ -34,6 +34,7 @@ from index_store.store.description.array_entry import (
     tokens_entry,
     window_entry,
 )
+from index_store.store.description.callers import check_readers, check_tenant
 from index_store.store.description.context_id import (
     DIGEST_DIGITS,
     PREFIX_BLOCK,
@@ -143,6 +144,7 @@ class Manifest:
         (index_store/models/conversation/turns.py); None for a context of plain text or of tokens.
     labels: what its owner notes of it. pinned: whether it is kept: it does not expire then. owner: who asked for it
         first, by the name of a token; "" where nobody was asked for one.
+    tenant: whose it is, for good. readers: other tenants that may read it (`callers`).
     format_version: the one that it was read in.
 
     One that is in memory alone (`UNSTORED`) may have no tokens. Its arrays are then described as those of one token:
@@ -174,6 +176,8 @@ class Manifest:
     labels: Mapping[str, str] = field(default_factory=dict)
     pinned: bool = False
     owner: str = ""
+    tenant: str = ""
+    readers: tuple[str, ...] = ()
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -197,6 +201,8 @@ class Manifest:
         check_labels("labels", self.labels)
         if self.owner:
             check_name("owner", self.owner)
+        check_tenant("tenant", self.tenant)
+        check_readers(self.readers)
         self._check_layers("dense_layers", self.dense_layers)
         self._check_arrays()
         digits = (self.token_count // PREFIX_BLOCK + 1) * DIGEST_DIGITS
@@ -214,7 +220,17 @@ class Manifest:
     @property
     def unsaid(self) -> Collection[str]:
         """Fields that the file says nothing of."""
-        names = ("conversation", "labels", "pinned", "owner", "parent", "prefix_digests", "state")
+        names = (
+            "conversation",
+            "labels",
+            "pinned",
+            "owner",
+            "parent",
+            "prefix_digests",
+            "state",
+            "tenant",
+            "readers",
+        )
         windows = ("window",) if self.model.window is None else ()
         return (*windows, *(name for name in names if not getattr(self, name)))
 
@@ -308,8 +324,8 @@ class Manifest:
             )
         return labels
 
-    def with_checksums(self, checksums: Mapping[str, str]) -> Manifest:
-        """The manifest with the checksums of every array, by path (see `ArrayEntry.checksums`)."""
+    def with_checksums(self, checksums: Mapping[str, str | None]) -> Manifest:
+        """The manifest with the checksums of every array, by path (see `ArrayEntry.checksums`); None takes them out."""
 
         def sealed(entry: ArrayEntry) -> ArrayEntry:
             return replace(entry, checksums=checksums[entry.path])

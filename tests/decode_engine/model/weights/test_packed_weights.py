@@ -82,6 +82,45 @@ def test_which_parts_are_packed() -> None:
     torch.testing.assert_close(model(IDS), expected)
 
 
+class Projecting(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        for name, outputs in (("q_proj", 96), ("k_proj", 32), ("v_proj", 36)):
+            setattr(self, name, nn.Linear(72, outputs, bias=bias))
+        for parameter in self.parameters():
+            parameter.requires_grad_(False).copy_(parameter.bfloat16().float())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("wanted", ["bfloat16", "int8"])
+def test_layers_of_one_input_give_the_same_bits_by_one_product(
+    wanted: str, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, alone = Projecting(bias), Projecting(bias)
+    alone.load_state_dict(together.state_dict())
+    pack_weights(together, wanted, torch.bfloat16)
+    monkeypatch.setattr(packed_weights, "_TOGETHER", ())
+    pack_weights(alone, wanted, torch.bfloat16)
+    products: list[int] = []
+
+    def multiply(*given: torch.Tensor) -> torch.Tensor:
+        products.append(len(given[0]))
+        return multiply_rows(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(packed_weights, "multiply_rows", multiply)
+    for rows in (torch.randn(3, 1, 72), torch.randn(1, 60, 72)):
+        expected = [layer(rows) for layer in alone.children()]
+        products.clear()
+        found = [layer(rows) for layer in together.children()]
+        assert products == ([3] if rows.shape[1] == 1 else [])
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        assert torch.equal(together.k_proj(2 * rows), alone.k_proj(2 * rows))  # another input
+    held = {
+        each.numbers.untyped_storage().data_ptr() for each in together.modules() if hasattr(each, "numbers")
+    }
+    assert len(held) == 1
+
+
 @pytest.mark.parametrize(("wanted", "bytes_each"), [("float32", 4), ("bfloat16", 2), ("int8", 1)])
 def test_nothing_is_kept_in_more_bits_beside(wanted: str, bytes_each: int) -> None:
     model = Small()

@@ -82,7 +82,9 @@ def test_an_older_manifest_is_written_as_one_of_this_version(store: Store) -> No
 def test_nothing_else_can_be_changed(store: Store) -> None:
     id_ = synthetic_context().write(store)
     before = store.manifest(id_)
-    with pytest.raises(InvalidArgumentError, match="only name, expires_at, labels, pinned can be changed"):
+    with pytest.raises(
+        InvalidArgumentError, match="only name, expires_at, labels, pinned, readers can be changed"
+    ):
         store.update(id_, lambda present: replace(present, methods=("full",)))
     with pytest.raises(ManifestError, match="'labels key' is 'A'"):
         store.update(id_, lambda present: replace(present, labels={"A": "b"}))
