@@ -29,6 +29,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from index_store.models.model_folder import ModelFolder, first_line
+from index_store.models.quantized import widened
 from index_store.models.state_cache import StateCache
 from index_store.store.description.context_id import ModelStates
 
@@ -46,6 +47,9 @@ def read_config(folder: ModelFolder) -> Any:
     if getattr(whole, "is_encoder_decoder", False):
         raise folder.refuse(f"{whole.model_type} is an encoder-decoder; only decoders can be served")
     config = _text_part(folder, whole)
+    quantized = value(config, "quantization_config") or value(whole, "quantization_config")
+    if quantized is not None:
+        config.quantization_config = widened(folder, quantized)
     for name, feature in _OTHER_STATE.items():
         if value(config, name):
             raise folder.refuse(f"it has {feature} ({name} {value(config, name)})")

@@ -17,7 +17,7 @@ MOST_WORDS = {
     "docs/gpu.md": 2_500,
     "docs/methods.md": 2_500,
     "docs/metrics.md": 1_300,  # traces and audits are told there, too
-    "docs/models.md": 1_400,  # its tables name every architecture, and layers with states are a kind of their own
+    "docs/models.md": 1_450,  # its tables name every architecture; states, and checkpoints in few bits, are told there
     "docs/operations.md": 2_000,
     "docs/prefill.md": 2_000,
     "docs/start.md": 2_000,
@@ -40,7 +40,7 @@ MOST_LINES = {
     "decode_engine/rpc": 7_600,  # who calls, what they may, and what was refused
     "decode_engine/settings": 900,  # the file of quotas
     "decode_engine/steps": 3_230,  # with those of models with states
-    "index_store": 30_800,  # tenants and quotas; contexts as single files, and in object stores that servers share
+    "index_store": 31_200,  # tenants and quotas; contexts as single files, and in object stores that servers share
     "prefill_worker": 7_900,  # a job knows its tenant, and keeps states at marks
 }
 
