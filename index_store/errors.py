@@ -42,6 +42,12 @@ class InvalidArgumentError(SparseKVError):
     reason = "INVALID_ARGUMENT"
 
 
+class PermissionDeniedError(SparseKVError):
+    """The caller may not do that, to what it knows of anyway."""
+
+    reason = "PERMISSION_DENIED"
+
+
 class StoreError(SparseKVError):
     """The store's folder cannot be used (missing, not writable, not a store)."""
 
@@ -58,6 +64,33 @@ class StoreBoundError(SparseKVError):
     """A context does not fit into what the store may hold, and nothing that may go makes room for it."""
 
     reason = "STORE_BOUND_REACHED"
+
+
+class QuotaExceededError(SparseKVError):
+    """A tenant has used up what its quota allows; the metadata name the limit, what is used, wanted and allowed."""
+
+    reason = "QUOTA_EXCEEDED"
+
+    @classmethod
+    def of(
+        cls, limit: str, found: int, wanted: int, allowed: int, retry_after_s: float | None = None
+    ) -> Self:
+        """The error of a tenant that has `found` of what the limit allows, and wants more.
+
+        retry_after_s: when there may be enough; None where waiting does not help.
+        """
+        shown = format_bytes if limit.endswith("_bytes") else "{:,}".format
+        when = "" if retry_after_s is None else f"; come back in {max(1, round(retry_after_s))} s"
+        error = cls(
+            f"the tenant's quota of {limit} is {shown(allowed)}, of which {shown(found)} are used, and this takes "
+            f"{shown(wanted)} more{when}",
+            limit=limit,
+            found=found,
+            wanted=wanted,
+            allowed=allowed,
+        )
+        error.retry_after_s = retry_after_s
+        return error
 
 
 class StoreUnavailableError(StoreError):
@@ -140,6 +173,12 @@ class UnexpectedFileError(ContextCorruptError):
     """A file lies in a context's folder that the manifest does not list; nothing reads it."""
 
     reason = "FILE_UNEXPECTED"
+
+
+class ContextFileError(ContextCorruptError):
+    """One file with a whole context in it is not what was written, is cut, or is another kind of file."""
+
+    reason = "CONTEXT_FILE_INVALID"
 
 
 class ParentMissingError(ContextCorruptError):

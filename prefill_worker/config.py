@@ -28,9 +28,11 @@ from index_store.cli.options import (
     options_of,
     parse_ttl,
 )
+from index_store.cli.quotas import QuotasOption
 from index_store.errors import InvalidArgumentError
 from index_store.family.parents import GROWN_SHARE
 from index_store.methods.default import DEFAULT_METHOD
+from index_store.store.description.callers import require_tenant
 from index_store.store.description.dtypes import AS_DTYPE, KV_DTYPES, ROW_CODINGS
 
 if TYPE_CHECKING:
@@ -131,6 +133,15 @@ class PrefillConfig:
         Option(help=f"Tokens per forward pass{_CHUNKS_TOLD}; with --attention muse, passes are its blocks."),
         AtLeast(1, 2**20),
     ] = None
+    state_marks: Annotated[
+        int | None,
+        Option(
+            metavar="TOKENS",
+            help="Of a model with states: keep those behind every so many tokens, too, a multiple of --chunk, where "
+            "documents that begin alike can go on.",
+        ),
+        AtLeast(1, 2**30),
+    ] = None
     attention: Annotated[
         str,
         Option(help="exact, or muse: the past approximated by clusters, for very long contexts."),
@@ -152,6 +163,9 @@ class PrefillConfig:
     ] = 8192
     ttl: TtlOption = None
     salt: Annotated[str, Option(help="Keeps equal documents of different owners apart.")] = ""
+    tenant: Annotated[
+        str, Option(help="Whose context it is: who shows a token of that tenant to a server finds it.")
+    ] = ""
     seed: Annotated[int, Option(help="Of the query sample and the clustering."), AtLeast(0)] = 0
     device: Annotated[
         str, Option(help="Where the model runs; auto: a GPU if there is one."), OneOf(AUTO, "cpu", "cuda")
@@ -171,6 +185,7 @@ class PrefillConfig:
         from prefill_worker.muse.settings import MuseSettings
 
         check_bounds(self)
+        require_tenant(self.tenant)
         if self.input and self.messages is not None:
             raise InvalidArgumentError("--input and --messages are given, expected one of them")
         if not self.input and self.messages is None:
@@ -368,6 +383,7 @@ class WorkerConfig:
         AtLeast(0, 1000),
     ] = GROWN_SHARE
     store_bytes: StoreBytesOption = None
+    quotas: QuotasOption = None
     attached: Annotated[
         bool, Option("--attached", help="End when standard input ends, for programs that start workers.")
     ] = False

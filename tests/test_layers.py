@@ -78,6 +78,7 @@ FLOORS = (
     "index_store/models",
     "index_store/indexes/interface",
     "index_store/jobs",
+    "index_store/objects",
     "index_store/store",
     "index_store/store/description",
     "index_store/store/files",

@@ -16,6 +16,7 @@ _COMMANDS = {
     "operations": "contexts_command:operations",
     "token": "token_command:tokens",
     "status": "status_command:status",
+    "tenants": "status_command:tenants",
     "methods": "methods_command:methods",
     "evaluate": "evaluate_command:evaluate_command",
     "evaluate-merge": "evaluate_command:evaluate_merge_command",

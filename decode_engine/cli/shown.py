@@ -94,13 +94,7 @@ def detail_rows(context: ContextInfo) -> list[tuple[str, str]]:
         ("methods", ", ".join(context.methods)),
         ("default", f"{default}, tuned" if context.tuned else default),
         ("dense layers", layers_text(context.dense_layers)),
-        *note_rows(
-            (context.create_time, context.expire_time),
-            context.pinned,
-            context.labels,
-            context.owner,
-            context.is_conversation,
-        ),
+        *note_rows(context, (context.create_time, context.expire_time), context.is_conversation),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The command `status`: what a server does now, and did since it started."""
+"""The commands `status` and `tenants`: what a server does now, and did since it started, in all and for each tenant."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Annotated, NoReturn
 import typer
 
 from decode_engine.errors import ServerUnreachableError
-from decode_engine.rpc.client import Client, ServerStatus
+from decode_engine.rpc.client import Client, ServerStatus, TenantLimit, TenantList
 from decode_engine.rpc.door.options import ServerConfig
-from index_store.cli.console import on_terminal, print_json
+from index_store.cli.console import on_terminal, print_json, print_table
 from index_store.cli.options import FormatOption, OutputFormat, configured
+from index_store.errors import format_bytes
 
 _EVERY_S = 1.0
 
@@ -37,12 +38,59 @@ def status(
     with Client(config.server, credentials=config.credentials()) as client:
         if watch:
             _watch(client, output)
-        found = client.server_status()
+        found, known = client.server_status(), client.tenants()
     if output is OutputFormat.JSON:
-        print_json(_figures(found))
+        print_json({**_figures(found), **asdict(known)})
         return
     for line in status_lines(found):
         typer.echo(line)
+    if any(each.name for each in known.tenants):
+        _tell_tenants(known)
+
+
+@configured(ServerConfig)
+def tenants(config: ServerConfig, output: FormatOption = OutputFormat.TEXT) -> None:
+    """Tell what tenants use of their quotas.
+
+    One's own tenant, or with the right admin all that the quotas name, and others that asked for something lately. Of a
+    limit per minute that is told which was used and has not come back yet.
+    """
+    with Client(config.server, credentials=config.credentials()) as client:
+        known = client.tenants()
+    if output is OutputFormat.JSON:
+        print_json(asdict(known))
+    else:
+        _tell_tenants(known)
+
+
+def _tell_tenants(known: TenantList) -> None:
+    """A table of tenants, each limit as used/allowed."""
+    if known.quotas_problem:
+        typer.echo(f"older quotas are in force: {known.quotas_problem}", err=True)
+    if not known.tenants:
+        typer.echo("No tenant has asked for anything.")
+        return
+    limits = [each.name for each in known.tenants[0].limits]
+    rows = [
+        [
+            each.name or "-",
+            f"{each.weight:g}",
+            *(_of_limit(limit) for limit in each.limits),
+            str(each.prompt_tokens),
+            str(each.generated_tokens),
+            str(each.refused),
+        ]
+        for each in known.tenants
+    ]
+    heads = [name.replace("_per_minute", "/min").replace("_", " ").upper() for name in limits]
+    print_table(("TENANT", "WEIGHT", *heads, "PROMPT TOKENS", "GENERATED", "REFUSED"), rows)
+
+
+def _of_limit(limit: TenantLimit) -> str:
+    show = format_bytes if limit.name.endswith("_bytes") else str
+    if limit.allowed is None:
+        return show(limit.used) if limit.used else "-"
+    return f"{show(limit.used)}/{show(limit.allowed)}"
 
 
 def _figures(found: ServerStatus) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,17 @@ from typer import Option
 from decode_engine.rpc.door.access import TokenFile
 from index_store.cli.app import new_group
 from index_store.cli.console import format_time, print_json, print_table
-from index_store.cli.options import Filled, FormatOption, OutputFile, OutputFormat, configured
+from index_store.cli.options import (
+    Filled,
+    FormatOption,
+    OutputFile,
+    OutputFormat,
+    comma_separated,
+    configured,
+    parse_ttl,
+)
+from index_store.store.description.callers import RIGHTS
+from index_store.store.description.json_fields import plain
 
 tokens = new_group("Make, list and revoke the tokens of `--tokens`.")
 
@@ -31,14 +42,46 @@ class TokenConfig:
     ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewTokenConfig(TokenConfig):
+    """`decode-engine token create`: for whom."""
+
+    tenant: Annotated[
+        str,
+        Option(
+            help="Whose contexts are there for the token; without it, those of a server that knows no tenants."
+        ),
+    ] = ""
+    rights: Annotated[
+        tuple[str, ...],
+        Option(
+            metavar="NAMES",
+            help=f"What it may, some of {', '.join(RIGHTS)}, separated by commas; admin: all tenants' contexts, pins, "
+            "and the server's status. By default all, with --tenant all but admin.",
+        ),
+        comma_separated(""),
+    ] = ()
+    ttl: Annotated[
+        str | None,
+        Option(
+            metavar="TIME",
+            help="How long it opens anything, for example 30m, 12h or 90d; for ever by default.",
+        ),
+    ] = None
+
+
 @tokens.command("create")
-@configured(TokenConfig)
-def create_token(config: TokenConfig, name: NameArgument, output: FormatOption = OutputFormat.TEXT) -> None:
+@configured(NewTokenConfig)
+def create_token(
+    config: NewTokenConfig, name: NameArgument, output: FormatOption = OutputFormat.TEXT
+) -> None:
     """Make a token and show it, which happens only once.
 
     Servers that use the file take it within a second or two. The file is made where there is none.
     """
-    secret = TokenFile(config.tokens).create(name)
+    ttl = parse_ttl(config.ttl)
+    expires_at = None if ttl is None else datetime.now(UTC).replace(microsecond=0) + ttl
+    secret = TokenFile(config.tokens).create(name, config.tenant, config.rights, expires_at)
     if output is OutputFormat.JSON:
         print_json({"name": name, "token": secret})
     else:
@@ -48,15 +91,25 @@ def create_token(config: TokenConfig, name: NameArgument, output: FormatOption =
 @tokens.command("list")
 @configured(TokenConfig)
 def list_tokens(config: TokenConfig, output: FormatOption = OutputFormat.TEXT) -> None:
-    """List the names of the tokens."""
+    """List the tokens by their names."""
     found = TokenFile(config.tokens).read()
     if output is OutputFormat.JSON:
-        listed = [{"name": token.name, "created_at": token.created_at.isoformat()} for token in found]
-        print_json({"tokens": listed})
+        names = ("name", "tenant", "rights", "created_at", "expires_at")
+        print_json({"tokens": [{name: plain(getattr(token, name)) for name in names} for token in found]})
     elif not found:
         typer.echo(f"{config.tokens} has no tokens: nobody is let in.")
     else:
-        print_table(("NAME", "CREATED"), [[token.name, format_time(token.created_at)] for token in found])
+        rows = [
+            [
+                token.name,
+                token.tenant or "-",
+                ",".join(token.rights),
+                format_time(token.created_at),
+                "never" if token.expires_at is None else format_time(token.expires_at),
+            ]
+            for token in found
+        ]
+        print_table(("NAME", "TENANT", "RIGHTS", "CREATED", "EXPIRES"), rows)
 
 
 @tokens.command("revoke")

@@ -16,6 +16,7 @@ from decode_engine.core.housekeeping import Housekeeping, KeepingRules, KeptBegi
 from decode_engine.core.kv_events import KVEvents
 from decode_engine.core.seeing import Exporter, RequestSpans, Seeing
 from decode_engine.core.service import EngineService, Outboxes
+from decode_engine.core.tenants import Tenants
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.session_memory import SHARE
 from decode_engine.host_search.mailbox import SearchThreads
@@ -28,6 +29,7 @@ from decode_engine.rpc.contexts.defaults import own_methods
 from decode_engine.rpc.transport.starting import Phase
 from decode_engine.rpc.transport.work import SPARE, BlockingWork
 from decode_engine.settings.config import ServeConfig
+from index_store.cli.quotas import QuotaFile
 from index_store.cli.traces import TRACEPARENT, Traces
 from index_store.errors import SparseKVError, format_bytes
 from index_store.jobs.job_queue import JobQueue
@@ -89,12 +91,14 @@ def load_service(
     except BaseException:
         compiling.cancel()
         raise
+    quotas = QuotaFile(config.quotas)
     budget = memory_budget(device, config.memory, config.device_memory, free_memory(torch.device("cpu")))
     arena = Arena(
         budget,
         device=context_device(device),
         placement=parse_placement(config.placement),
         slots=SlotRoom(config.slot_share, config.lanes),
+        quota=partial(quotas.limit, name="resident_bytes"),
     )
     session_memory = config.session_memory or free_memory(device) // SHARE
     preparation = Preparation(runner, config.max_sessions, compile_named)
@@ -135,7 +139,7 @@ def load_service(
             tokens, where = first.context.manifest.token_count, first.context.placement
             costs.note(first.method, where, tokens, len(sessions), seconds)
 
-    outboxes = Outboxes()
+    outboxes, tenants = Outboxes(), Tenants(quotas)
     engine: Engine[Session] = Engine(
         runner,
         max_sessions=config.max_sessions,
@@ -143,6 +147,7 @@ def load_service(
         max_client_requests=config.max_client_requests,
         prompt_chunk=config.prompt_chunk or _PROMPT_CHUNKS[device.type],
         session_memory=session_memory,
+        weight=tenants.weight,
         on_start=begin,
         on_crash=on_crash,
         on_idle=timer.advance,
@@ -150,7 +155,7 @@ def load_service(
         send=outboxes.flush,
     )
     queue, uploads = JobQueue(config.store), Uploads(config.store)
-    room = StoreRoom(store, config.store_bytes)
+    room = StoreRoom(store, config.store_bytes, quota=partial(quotas.limit, name="stored_bytes"))
     workshop = Workshop(store, queue, uploads, runner.identity, runner.tokenizer, runner.kv_dtype, room)
     housekeeping = Housekeeping(store, room, arena.leased_ids, lambda: engine.places == 0)
     rules = KeepingRules(config.keep_beginnings, config.keep_beginnings_after, config.keep_beginnings_bytes)
@@ -167,7 +172,9 @@ def load_service(
         beginnings,
         outboxes,
         config.max_waiting,
-        BlockingWork(waiting=config.places + SPARE, name="core"),
+        # A few: what they do is Python, of which one runs at a time, and steps of the engine wait for all the others.
+        BlockingWork(waiting=config.places + SPARE, threads=3, name="core"),
+        tenants,
         costs,
         auto,
         Seeing(

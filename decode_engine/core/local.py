@@ -14,7 +14,7 @@ from decode_engine.engine.engine import Engine
 from decode_engine.engine.job import Outbox, Reply
 from decode_engine.errors import CancelledError, DeadlineExceededError
 from decode_engine.layers.session import Session
-from decode_engine.orders.events import Ends, Event, Facts, Fails, Residency, Status, Warmed
+from decode_engine.orders.events import Ends, Event, Facts, Fails, Residency, Status, Tenancy, Warmed
 from decode_engine.orders.order import Order
 
 logger = logging.getLogger(__name__)
@@ -99,6 +99,14 @@ class LocalCore:
     async def residency(self, bases: Sequence[str] = ()) -> Residency:
         """See `Core.residency`."""
         return await self._service.threads.run(partial(self._service.residency, bases))
+
+    async def tenancy(self) -> Tenancy:
+        """See `Core.tenancy`."""
+        return await self._service.threads.run(self._service.tenancy)
+
+    async def allow(self, tenant: str, tokens: int) -> None:
+        """See `Core.allow`."""
+        await self._service.threads.run(partial(self._service.tenants.allow, tenant, tokens))
 
     async def warm(self, context: str, deadline_ns: int | None) -> Warmed:
         """See `Core.warm`."""

@@ -14,7 +14,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -101,6 +101,12 @@ _COUNTERS = {
     "keys_read": ("Keys that were read.", ("method",)),
 }
 _AUDITED = "audited_kl_nats"
+_OF_TENANTS = {
+    "tenant_requests": ("requests", "Requests that were let in, by tenant: of the quotas' tables, or other."),
+    "tenant_prompt_tokens": ("prompt_tokens", "Tokens of prompts that were read, by tenant."),
+    "tenant_generation_tokens": ("generated_tokens", "Tokens that were generated, by tenant."),
+    "tenant_refusals": ("refused", "Requests that a tenant's quota refused."),
+}
 
 
 class Histogram:
@@ -260,6 +266,7 @@ class Present:
     engine: EngineStats
     arena: ArenaStats
     beginnings: BeginningStats
+    tenants: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 class ServiceCollector(Collector):
@@ -337,6 +344,11 @@ class ServiceCollector(Collector):
             family = kind(f"{prefix}:{name}", said, labels=["model_name"])
             family.add_metric([model], value)
             yield family
+        for name, (count, said) in _OF_TENANTS.items():
+            counter = CounterMetricFamily(f"{prefix}:{name}", said, labels=["model_name", "tenant"])
+            for tenant, counts in present.tenants.items():
+                counter.add_metric([model, tenant], counts.get(count, 0))
+            yield counter
         told = {
             "model_name": model,
             "kv_dtype": facts.kv_dtype,

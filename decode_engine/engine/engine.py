@@ -15,7 +15,7 @@ from typing import Generic
 
 import torch
 
-from decode_engine.engine.job import Place, Places, Reply, call_all, new_job
+from decode_engine.engine.job import Place, Places, Reply, Use, call_all, new_job
 from decode_engine.engine.queues import Queues
 from decode_engine.engine.requests import EngineStats, GiveWayError, Runner, SessionT, Work
 from decode_engine.engine.scheduler import Scheduler
@@ -29,7 +29,7 @@ from index_store.errors import InvalidArgumentError
 
 _QUIET_S = 1.0
 
-_SWITCH_S = 5e-4
+_SWITCH_S = 1e-4
 """How long a thread keeps the interpreter's lock from one that wants it. A step takes it some dozens of times, and
 waits that long each time while another thread loads or compiles; 5 ms, as Python has it, would be many steps."""
 
@@ -48,6 +48,7 @@ class Engine(Generic[SessionT]):
         max_client_requests: int | None = None,
         prompt_chunk: int = 256,
         session_memory: int | None = None,
+        weight: Callable[[str], float] = lambda tenant: 1.0,
         on_start: Callable[[], None] = lambda: None,
         on_crash: Callable[[BaseException], None] = lambda error: None,
         on_idle: Callable[[], float | None] = lambda: None,
@@ -60,6 +61,7 @@ class Engine(Generic[SessionT]):
 
         prompt_chunk: most prompt tokens per step, of all prompts together; fewer where they cost more (`PromptCost`).
         session_memory: most bytes that requests in progress may need in sum (`Work.memory`); None has no bound.
+        weight: of a tenant, above 0: what it gets of admissions and prompts where others want more than there is.
         on_start: called first on the scheduler's thread. on_crash: told when the scheduler fails. on_idle: called there
         when there was nothing to do for a second; returns the seconds until it is called again, None for not before
         there was something. on_step: told which sessions decoded a token together, and in how many seconds.
@@ -82,7 +84,7 @@ class Engine(Generic[SessionT]):
         self.clock_ns = clock_ns
         self._changed = threading.Condition()
         self.max_sessions, self.session_memory = max_sessions, session_memory
-        self._queues: Queues[SessionT] = Queues(max_sessions, session_memory)
+        self._queues: Queues[SessionT] = Queues(max_sessions, session_memory, weight)
         self._places = Places(max_sessions + max_waiting, max_waiting // 4, max_client_requests)
         self._scheduler = Scheduler(
             runner,
@@ -127,17 +129,24 @@ class Engine(Generic[SessionT]):
                 session_limit_bytes=queues.memory,
             )
 
-    def reserve(self, context: str = "", memory: int = 0, client: str = "") -> Place:
+    def reserve(
+        self,
+        context: str = "",
+        memory: int = 0,
+        client: str = "",
+        tenant: str = "",
+        use: Use | None = None,
+    ) -> Place:
         """Takes the place of one request before it costs anything.
 
-        context, memory, client: as in the request.
-        Raises TooManyRequestsError when there is no place left for context or client, and what `submit` raises when
-        it would.
+        context, memory, client, tenant: as in the request. use: closed with the place; not where this raises.
+        Raises TooManyRequestsError when there is no place left for context, client or tenant, and what `submit` raises
+        when it would.
         """
         with self._changed:
             self._check_accepting()
             self._check_memory(memory)
-            return self._places.take(context, client)
+            return self._places.take(context, client, tenant, use)
 
     def submit(self, place: Place, work: Work[SessionT], reply: Reply) -> None:
         """Queues work. Its place and `close` are the engine's from here on, also when this raises.

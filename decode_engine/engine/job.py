@@ -78,17 +78,35 @@ class Outbox:
                 self._sink.send(batch)
 
 
+class Use:
+    """What a request uses, for whoever counts it: here nobody does."""
+
+    def read(self, tokens: int) -> None:
+        """Tokens of its prompt were read."""
+
+    def generated(self, tokens: int) -> None:
+        """Tokens of its answers came."""
+
+    def close(self) -> None:
+        """It has ended."""
+
+
+_NEWCOMERS = 3
+"""A tenant may have so many times the places that are free: however many want all, who comes new finds some."""
+
+
 class Places:
     """Counts requests from before they cost anything until they have ended. Thread-safe."""
 
     def __init__(self, most: int, kept: int, client: int | None = None) -> None:
         """most: places. kept: that requests on one context, or of one client, leave for others. client: that one client
-        may have, if not so many."""
+        may have, if not so many. Of tenants see `_NEWCOMERS`."""
         self._most = most
         self._most_of_one = most - kept
         self._most_of_client = client or most - kept
         self._taken: Counter[str] = Counter()  # by context
         self._clients: Counter[str] = Counter()
+        self._tenants: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     @property
@@ -97,8 +115,8 @@ class Places:
         with self._lock:
             return self._taken.total()
 
-    def take(self, context: str, client: str) -> Place:
-        """client: "" is nobody. Raises TooManyRequestsError when there is no place left for context or client."""
+    def take(self, context: str, client: str, tenant: str = "", use: Use | None = None) -> Place:
+        """client, tenant: "" is nobody. Raises TooManyRequestsError when there is no place left for any of them."""
         with self._lock:
             if client and self._clients[client] >= self._most_of_client:
                 raise TooManyRequestsError(
@@ -118,13 +136,21 @@ class Places:
                     "again later",
                     limit=self._most_of_one,
                 )
+            has = self._tenants[tenant]
+            if tenant and has >= _NEWCOMERS * (self._most - total):
+                raise TooManyRequestsError(
+                    f"{has} requests of this tenant are running or waiting, and the {self._most - total} places that "
+                    "are left are for others; try again later",
+                    limit=_NEWCOMERS * (self._most - total),
+                )
             self._taken[context] += 1
             self._clients[client] += 1
-        return Place(lambda: self._give_back(context, client))
+            self._tenants[tenant] += 1
+        return Place(lambda: self._give_back(context, client, tenant), use)
 
-    def _give_back(self, context: str, client: str) -> None:
+    def _give_back(self, context: str, client: str, tenant: str) -> None:
         with self._lock:
-            for taken, key in ((self._taken, context), (self._clients, client)):
+            for taken, key in ((self._taken, context), (self._clients, client), (self._tenants, tenant)):
                 taken[key] -= 1
                 if not taken[key]:
                     del taken[key]
@@ -133,7 +159,8 @@ class Places:
 class Place:
     """The right to submit one request; given back when the request ends, or by `release` if none is submitted."""
 
-    def __init__(self, give_back: Callable[[], None]) -> None:
+    def __init__(self, give_back: Callable[[], None], use: Use | None = None) -> None:
+        self.use = use or Use()
         self._give_back: Callable[[], None] | None = give_back
         self._lock = threading.Lock()
 
@@ -142,7 +169,7 @@ class Place:
         with self._lock:
             give_back, self._give_back = self._give_back, None
         if give_back is not None:
-            give_back()
+            call_all(self.use.close, give_back)
 
 
 _LOGPROB_COST = 64
@@ -194,6 +221,11 @@ class Job(Generic[SessionT]):
     def order(self) -> Order:
         """What was asked for."""
         return self.work.order
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.work.order.tenant
 
     @property
     def memory(self) -> int:

@@ -1,7 +1,9 @@
 """Who waits, who is reading its prompt and who decodes: the order in which requests are served.
 
-Admission. Requests wait in one queue per context. Contexts take turns, and inside a context the first come is the first
-served; so a flood of requests on one context costs another context's next request one turn. A request is admitted when
+Admission. Tenants take turns by tokens of prompts and answers (`Turns`): first is the one that was given least, over
+its weight. Of a tenant's requests those of the highest priority are first. These wait in one queue per context.
+Contexts take turns, and inside a context the first come is the first served; so a flood of requests on one context
+costs another context's next request one turn. A request is admitted when
 as many sessions are free as it wants answers, and the memory that they need is. Where they are not, the requests of
 other contexts may pass it, but at most MAX_PASSED times; after that nobody is admitted before it, so that it gets what
 those who run give back. Nobody passes a request of the same context. A request whose context is still being loaded
@@ -20,18 +22,24 @@ prompt that fits and is read with others, and then to further pieces of the one 
 Pieces of different prompts are read together, in one pass over the model and over each context. Pieces of one prompt
 follow each other, and some prompts are read by themselves (`Job.reads_alone`). There are at most MAX_PASSES passes a
 step, because each reads the model's weights, however short it is.
+In the line, prompts of the tenant come first for whom least was read, over its weight. All that decode take every step
+together: between tenants admission and prompts are what is shared out.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
+from itertools import chain
+from operator import itemgetter
 from typing import Generic
 
 from decode_engine.engine.job import Job
 from decode_engine.engine.prompt_pieces import Piece
 from decode_engine.engine.requests import SessionT
+from decode_engine.engine.turns import Turns
 from index_store.memory.patience import note_passed
 
 MAX_PASSES = 4
@@ -45,11 +53,16 @@ Pass = list[tuple[Job[SessionT], Piece]]
 """Pieces of different prompts that are read together."""
 
 
-class Waiting(Generic[SessionT]):
-    """Requests that were not admitted yet."""
+_Key = tuple[str, int, str]
+"""Of requests that wait in one queue: tenant, priority from the highest on, context."""
 
-    def __init__(self) -> None:
-        self._queues: dict[str, deque[Job[SessionT]]] = {}  # in order of turn
+
+class Waiting(Generic[SessionT]):
+    """Requests that were not admitted yet. turns: of tenants, to be told of what is generated."""
+
+    def __init__(self, turns: Turns | None = None) -> None:
+        self.turns = turns or Turns()
+        self._queues: dict[_Key, deque[Job[SessionT]]] = {}  # contexts in order of turn
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
@@ -60,13 +73,16 @@ class Waiting(Generic[SessionT]):
 
     def add(self, job: Job[SessionT]) -> None:
         """Puts a request behind those of its context; a context that had none gets its turn after the others."""
-        self._queues.setdefault(job.work.context, deque()).append(job)
+        if not any(tenant == job.tenant for tenant, _, _ in self._queues):
+            self.turns.join(job.tenant)
+        self._queues.setdefault(_key(job), deque()).append(job)
 
     def put_back(self, job: Job[SessionT]) -> None:
         """Makes a request that was taken out the one whose turn it is."""
-        queue = self._queues.pop(job.work.context, deque())
+        self.turns.charge(job.tenant, -len(job.work.prompt))
+        queue = self._queues.pop(_key(job), deque())
         queue.appendleft(job)
-        self._queues = {job.work.context: queue, **self._queues}
+        self._queues = {_key(job): queue, **self._queues}
 
     def take(
         self, free_bytes: int | None, free_sessions: int, *, loading: bool = False
@@ -76,7 +92,8 @@ class Waiting(Generic[SessionT]):
         loading: also one whose context is still being loaded.
         """
         blocked: list[Job[SessionT]] = []
-        for queue in self._queues.values():
+        for key in self._in_turn():
+            queue = self._queues[key]
             job = queue[0]
             if job.work.loading and not loading:
                 continue
@@ -84,7 +101,9 @@ class Waiting(Generic[SessionT]):
                 note_passed(other.patience for other in blocked)
                 self.remove(job)
                 if queue:
-                    self._queues[job.work.context] = self._queues.pop(job.work.context)
+                    self._queues[key] = self._queues.pop(key)
+                self.turns.serve(job.tenant)
+                self.turns.charge(job.tenant, len(job.work.prompt))
                 return job
             if job.patience.ended:
                 return None
@@ -92,20 +111,47 @@ class Waiting(Generic[SessionT]):
         return None
 
     def ahead(self) -> Iterator[tuple[Job[SessionT], int]]:
-        """Those who wait, with how many are taken before each while there is memory for each."""
-        lengths = [len(queue) for queue in self._queues.values()]
-        for turn, queue in enumerate(self._queues.values()):
-            for place, job in enumerate(queue):
-                yield job, sum(min(length, place + (i < turn)) for i, length in enumerate(lengths))
+        """Those who wait, with how many are taken before each while there is memory for each, and nobody who runs
+        generates more."""
+        lines = {tenant: self._line(tenant) for tenant, _, _ in self._queues}
+        due = [(*self.turns.place(tenant), line) for tenant, line in lines.items()]
+        heapify(due)
+        for place in range(len(self)):
+            given, tenant, line = due[0]
+            job = line.popleft()
+            if line:
+                given += self.turns.share(tenant, len(job.work.prompt))
+                heapreplace(due, (given, tenant, line))
+            else:
+                heappop(due)
+            yield job, place
 
     def remove(self, job: Job[SessionT]) -> None:
         """Takes out a request, if it is here."""
-        queue = self._queues.get(job.work.context)
+        queue = self._queues.get(_key(job))
         if queue is None or job not in queue:
             return
         queue.remove(job)
         if not queue:
-            del self._queues[job.work.context]
+            del self._queues[_key(job)]
+
+    def _in_turn(self) -> list[_Key]:
+        """Queues in the order in which they are served."""
+        return sorted(self._queues, key=lambda key: (*self.turns.place(key[0]), key[1]))
+
+    def _line(self, tenant: str) -> deque[Job[SessionT]]:
+        """A tenant's requests in the order in which they are served."""
+        queues = [(key[1], queue) for key, queue in self._queues.items() if key[0] == tenant]
+        places = [
+            ((rank, place, turn), job)
+            for turn, (rank, queue) in enumerate(queues)
+            for place, job in enumerate(queue)
+        ]
+        return deque(job for _, job in sorted(places, key=itemgetter(0)))
+
+
+def _key(job: Job[SessionT]) -> _Key:
+    return job.tenant, -job.order.priority, job.work.context
 
 
 @dataclass(slots=True)
@@ -116,15 +162,21 @@ class Queues(Generic[SessionT]):
     their sessions.
 
     max_sessions: jobs that prompt or decode at once. memory: bytes that these may need in sum; None has no bound.
+    weight: of tenants.
     """
 
     max_sessions: int
     memory: int | None
-    waiting: Waiting[SessionT] = field(default_factory=Waiting)
+    weight: Callable[[str], float] = lambda tenant: 1.0
+    waiting: Waiting[SessionT] = field(init=False)
+    reading: Turns = field(init=False)
     prompting: deque[Job[SessionT]] = field(default_factory=deque)
     decoding: deque[Job[SessionT]] = field(default_factory=deque)
     held: deque[Job[SessionT]] = field(default_factory=deque)
     keeping: deque[Job[SessionT]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.waiting, self.reading = Waiting(Turns(self.weight)), Turns(self.weight)
 
     def all(self) -> list[Job[SessionT]]:
         """All jobs that the scheduler works on, or will."""
@@ -158,6 +210,8 @@ class Queues(Generic[SessionT]):
         if job is None and not self.prompting and not self.decoding:
             job = self.waiting.take(free_bytes, self.max_sessions, loading=True)
         if job is not None:
+            if not any(other.tenant == job.tenant for other in self.prompting):
+                self.reading.join(job.tenant)
             self.prompting.append(job)
         return job
 
@@ -178,11 +232,20 @@ class Queues(Generic[SessionT]):
         fed whatever it costs. The job whose turn it was goes to the end of the line.
         """
         most = chunk if self.decoding else IDLE_CHUNKS * chunk
-        passes, turn = choose_passes(self.prompting, chunk, most)
+        jobs = sorted(self.prompting, key=lambda job: self.reading.place(job.tenant))
+        passes, turn = choose_passes(jobs, chunk, most)
+        if jobs:
+            self.reading.serve(jobs[0].tenant)
+        for job, piece in chain.from_iterable(passes):
+            self.reading.charge(job.tenant, piece.cost)
         if turn is not None:
             self.prompting.remove(turn)
             self.prompting.append(turn)
         return passes
+
+    def note_generated(self, job: Job[SessionT], tokens: int) -> None:
+        """Tokens of its answer came: they count for its tenant's turns."""
+        self.waiting.turns.charge(job.tenant, tokens)
 
     def start_decoding(self, job: Job[SessionT], answers: Sequence[Job[SessionT]]) -> None:
         """Moves a job on whose prompt was read, as the jobs of its answers."""

@@ -296,6 +296,7 @@ class Scheduler(Generic[SessionT]):
         if result is None:
             job.restore(piece.tokens)
             return
+        job.place.use.read(piece.tokens)
         job.note_read(piece, result)
         if not job.unread:
             self._start_answers(job, result[-1])
@@ -374,16 +375,24 @@ class Scheduler(Generic[SessionT]):
     def _take_tokens(self, taken: Iterable[tuple[Job[SessionT], Sequence[int]]]) -> None:
         """Emits tokens, and then ends the jobs for which it was the last one: that may wait for a step in flight."""
         ended: list[tuple[Job[SessionT], FinishReason]] = []
+        came: dict[Job[SessionT], int] = {}
         for job, tokens in taken:
             if job.session is None:  # another answer to its request failed
                 continue
+            before = job.generated
             try:
                 reason = job.take(tokens, self._clock_ns())
             except Exception as error:
                 self._endings.fail(job, error)
                 continue
+            came[job] = job.generated - before
             if reason is not None:
                 ended.append((job, reason))
+        with self._changed:
+            for job, count in came.items():
+                self._queues.note_generated(job, count)
+        for job, count in came.items():
+            job.place.use.generated(count)
         for job, reason in ended:
             if job.session is None:
                 continue

@@ -31,7 +31,9 @@ def session_bytes(fitted: FittedMethod, tokens: int) -> int:
         own = model.window
         total += len(own.layers) * _tail_bytes(own.kv_heads, own.head_dim, dtype, tokens)
     if model.states is not None:
-        total += model.states.nbytes("float32")  # the widest that is computed in
+        total += 2 * model.states.nbytes(
+            "float32"
+        )  # the widest; a GPU writes the next ones beside those it reads
     searched = fitted.drafting or fitted
     growth = _growth(searched, tokens)
     for spec in (searched.method.index, searched.partition):

@@ -17,7 +17,7 @@ from index_store.attention.attention_state import PLAIN, LogitForm
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.two_planes import TwoPlanes
 from index_store.indexes.exact_index import ExactIndex
-from index_store.indexes.interface.layer_index import Do, LayerIndex, do_now
+from index_store.indexes.interface.layer_index import Do, LayerIndex, do_now, reserve_together
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod, IndexSpec
 from index_store.models.state_cache import TextStates
@@ -230,8 +230,7 @@ class Session:
         keys, last = self.context.manifest.token_count, self._layers[-1].tail
         needed = self.position + 1 + ahead - keys
         if needed > last.capacity:  # the last one that grows, should memory run out between
-            for layer in self.layers:
-                layer.tail.reserve(needed, do)
+            reserve_together([layer.tail for layer in self.layers], needed, do)
         self._room_until = keys + last.capacity
 
     @property
@@ -244,12 +243,14 @@ class Session:
         return self._layers[0].tail.capacity, self._layers[-1].tail.capacity
 
     def advance(self) -> None:
-        """Notes that the next token's keys and values were written into the tails of all layers.
+        """Notes that a step wrote the next token's keys and values into the tails of all layers, and states behind it.
 
         The tails are told when somebody asks for the layers: steps that go through kernels do not, one after another.
         """
         self.position += 1
         self._advanced_to = self.position - self.context.manifest.token_count
+        if self.states is not None:
+            self.states.advance()
 
 
 def _make_layer(

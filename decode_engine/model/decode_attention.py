@@ -114,7 +114,8 @@ def decode_attention(
     a batch of B sessions, T is 1 then. Raises InvalidArgumentError
     without either or with a mask (tokens are never padded).
     """
-    layer = attending_layer(module, None if decode_step is None else decode_step.cache)
+    step = decode_step or step_batch
+    layer = attending_layer(module, None if step is None else step.cache)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     width = value.shape[-1]
     if width != key.shape[-1]:

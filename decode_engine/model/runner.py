@@ -147,14 +147,7 @@ class ModelRunner:
         self._searching = searching or SearchThreads(search_cores())
         weight = next(loaded.model.parameters())
         self._compute_dtype = weight.dtype
-        window = self.identity.window
-        unusual = self.identity.states is not None or (window is not None and window.chunked)
-        if unusual and self.device.type == "cuda":
-            logger.info(
-                "model %s has states, or attends in chunks: its steps take the general path",
-                self.identity.name,
-            )
-        elif self.device.type == "cuda":
+        if self.device.type == "cuda":
             self._stepper = Stepper(
                 step_model(loaded.model),
                 self.identity,

@@ -211,6 +211,34 @@ class Status(Struct, frozen=True):
     choices: Sequence[str]
 
 
+class LimitUse(Struct, frozen=True):
+    """One limit of a tenant, and what of it is used now: of a rate, what has not come back. allowed: None for none."""
+
+    name: str
+    used: int
+    allowed: int | None
+
+
+class TenantUse(Struct, frozen=True):
+    """A tenant's use. weight: of its turns. The counts are since the start: requests that were let in, tokens that were
+    read and generated for them, and requests that its quota refused."""
+
+    name: str
+    weight: float
+    limits: Sequence[LimitUse]
+    requests: int
+    prompt_tokens: int
+    generated_tokens: int
+    refused: int
+
+
+class Tenancy(Struct, frozen=True):
+    """All tenants' use. problem: why the file of quotas is not used as it is now, "" where it is."""
+
+    tenants: Sequence[TenantUse]
+    problem: str
+
+
 class Core(Protocol):
     """To be used on a door's event loop. Errors are those of the engine, with reason, message and metadata."""
 
@@ -232,6 +260,12 @@ class Core(Protocol):
 
     async def warm(self, context: str, deadline_ns: int | None) -> Warmed:
         """Brings a context into memory. Cancelling it gives that up. Raises what loading raises."""
+
+    async def tenancy(self) -> Tenancy:
+        """What tenants use of what they may."""
+
+    async def allow(self, tenant: str, tokens: int) -> None:
+        """A context of so many tokens is to be made for a tenant, which counts. Raises QuotaExceededError."""
 
     async def changed(self, context: str) -> None:
         """A context's manifest was changed in the store, or it was deleted: what is in memory follows."""

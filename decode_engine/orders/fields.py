@@ -22,6 +22,7 @@ from decode_engine.settings.request_bounds import (
     MAX_LOGIT_BIAS,
     MAX_MAP_EVERY,
     MAX_PENALTY,
+    MAX_PRIORITY,
     MAX_REPETITION_PENALTY,
     MAX_SEARCH_PERIOD,
     MAX_SEED,
@@ -371,6 +372,13 @@ FIELDS = (
         zero=True,
         http=_of_choices("map_every"),
         flag="",
+    ),
+    _number(
+        "priority",
+        _integers(-MAX_PRIORITY, MAX_PRIORITY),
+        "Among its tenant's requests that wait, those of higher ones are first.",
+        zero=True,
+        expected=f"-{MAX_PRIORITY} to {MAX_PRIORITY}",
     ),
     Field(
         name="regex",

@@ -37,6 +37,7 @@ from index_store.models.conversation.messages import (
     check_tools,
     refused,
 )
+from index_store.store.description.callers import Caller
 
 CallMode = Literal["none", "auto", "required"]
 ConstraintKind = Literal["json_schema", "regex", "choices", "calls"]
@@ -96,7 +97,9 @@ class Order(Struct, frozen=True, omit_defaults=True, kw_only=True):
     One of text, turns (with tools, and whether they are called) and prompt (token ids) is what was asked; the door
     makes it `prompt`, and the engine gets that alone. deadline_ns: on the system's monotonic clock, which all processes
     share. stops are found by the door, which reads the text; the engine learns of one by `Handle.stop`. client: the
-    address that asks. caller: name of the token that was shown. traced: None where no spans are made.
+    address that asks. caller: name of the token that was shown. tenant: whose requests count together, and whose
+    contexts there are for it; admin: all there are. priority: among its tenant's requests that wait, higher ones are
+    first. traced: None where no spans are made.
     """
 
     context: str = ""
@@ -123,7 +126,15 @@ class Order(Struct, frozen=True, omit_defaults=True, kw_only=True):
     deadline_ns: int | None = None
     client: str = ""
     caller: str = ""
+    tenant: str = ""
+    admin: bool = False
+    priority: int = 0
     traced: Traced | None = None
+
+    @property
+    def viewer(self) -> Caller:
+        """Who sees what the order may be about."""
+        return Caller(self.tenant, frozenset(("admin",) if self.admin else ()), self.caller)
 
     @property
     def has_budget(self) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from decode_engine.layers.figures import Figures
-from decode_engine.orders.events import Status, Times, TokenLogprob
+from decode_engine.orders.events import Status, Tenancy, Times, TokenLogprob
 from decode_engine.rpc.contexts.defaults import default_method, remainder_name, supported_methods
 from decode_engine.rpc.contexts.listing import COLLECTION
 from index_store.errors import FormatVersionError, StoreUnavailableError
@@ -21,6 +21,7 @@ from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
 from index_store.selection.budgets import Mass, Ratio, Threshold, TokenCount
 from index_store.store.catalog import TunedDefault
+from index_store.store.description.callers import Caller
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.dtypes import stored_dtype
 from index_store.store.description.manifest import IndexEntry, Manifest
@@ -83,6 +84,8 @@ def describe_context(
         parent_token_count=0 if child is None else manifest.token_count,
         children=children,
         owner=own.owner,
+        tenant=own.tenant,
+        readers=own.readers,
         rows=own.rows,
     )
 
@@ -135,6 +138,23 @@ def describe_status(
         open_calls=traffic.open,
         unfinished_calls=traffic.unfinished,
         unread_answers=traffic.unread,
+    )
+
+
+def describe_tenancy(tenancy: Tenancy, caller: Caller) -> generation_pb2.ListTenantsResponse:
+    """What a caller may know of tenants' use, as the API shows it."""
+    return generation_pb2.ListTenantsResponse(
+        tenants=[
+            generation_pb2.Tenant(
+                **{
+                    **structs.asdict(use),
+                    "limits": [generation_pb2.Tenant.Limit(**structs.asdict(each)) for each in use.limits],
+                }
+            )
+            for use in tenancy.tenants
+            if caller.owns(use.name)
+        ],
+        quotas_problem=tenancy.problem if caller.admin else "",
     )
 
 

@@ -27,14 +27,14 @@ from decode_engine.orders.order import (
 from decode_engine.rpc.answers.answering import Answering, Note
 from decode_engine.rpc.answers.prompting import check_tokens, conversation_tokens, parse_messages
 from decode_engine.rpc.contexts.listing import parse_name
-from decode_engine.rpc.describe import describe_methods, describe_status, said_message
+from decode_engine.rpc.describe import describe_methods, describe_status, describe_tenancy, said_message
 from decode_engine.rpc.door.access import Sharing
 from decode_engine.rpc.transport.asker import Asker
 from decode_engine.rpc.transport.calls import Call
 from decode_engine.rpc.transport.status import Paths, to_status
 from decode_engine.rpc.transport.work import Bound, merged
 from decode_engine.settings.request_bounds import MAX_BATCH
-from index_store.errors import InvalidArgumentError
+from index_store.errors import InvalidArgumentError, QuotaExceededError
 from index_store.models.conversation.messages import MAX_MESSAGES, Message, Role, refused
 from index_store.models.tokenizer import Tokenizer
 from sparsekv.v1 import conversation_pb2, generation_pb2, generation_pb2_grpc
@@ -186,6 +186,11 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         reads, status = answering.tokenizer.template_reads, await answering.core.status()
         return describe_status(answering.facts.identity, reads, status, call.traffic())
 
+    async def ListTenants(
+        self, request: generation_pb2.ListTenantsRequest, call: Asker
+    ) -> generation_pb2.ListTenantsResponse:
+        return describe_tenancy(await self._answering.core.tenancy(), call.caller)
+
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, call: Asker
     ) -> generation_pb2.TokenizeResponse:
@@ -267,6 +272,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                     async for message in messages:
                         yield message
                 return
-            except TooManyRequestsError as error:  # nothing has been sent yet: who has a place is not refused
+            except (
+                TooManyRequestsError,
+                QuotaExceededError,
+            ) as error:  # nothing has been sent yet: who has a place is not refused
                 await asyncio.sleep(error.retry_after_s or _AGAIN_S)
                 call.check()

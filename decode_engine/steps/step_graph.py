@@ -58,8 +58,14 @@ def step_model(model: Any) -> StepModel:
     """The model's part of a decode step."""
 
     def run(tokens: Tensor, positions: Tensor, batch: StepBatch) -> Tensor:
+        more = {} if batch.cache is None else {"cache": batch.cache}
         out = model(
-            input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1, step_batch=batch
+            input_ids=tokens,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=1,
+            step_batch=batch,
+            **more,
         )
         logits: Tensor = out.logits[:, -1]
         return logits
@@ -68,6 +74,7 @@ def step_model(model: Any) -> StepModel:
 
 
 _FED, _POSITION, _COUNTS = 0, 1, 2
+_STATES = _COUNTS + STEP_COUNTS  # of models with states alone
 _FIRST, _END, _TAIL_KEYS, _STEP = (
     _COUNTS + field - records.STEP_FIELDS[0]
     for field in (records.FIRST, records.END, records.TAIL_KEYS, records.STEP)
@@ -182,7 +189,7 @@ class StepGraph:
         self.captures = captures
         plan, self.nbytes = batch.plan, nbytes
         """Bytes of device memory that the batch and its graphs hold."""
-        columns = _COUNTS + STEP_COUNTS
+        columns = _STATES + (0 if plan.model.states is None else 2)
         self._inputs = np.zeros((plan.size, columns), dtype=np.int64)
         self._inputs_BX = torch.zeros(plan.size, columns, dtype=torch.int64, device=plan.device)
         self._draws = np.zeros((plan.size, DRAW_COLUMNS), dtype=np.float32)
@@ -344,12 +351,14 @@ class StepGraph:
             if session is None:
                 raise RuntimeError(f"row {row} of a batch holds no session")
             if self._counts.get(row) is not counts:
-                inputs[row, _COUNTS:] = self._counts[row] = counts
+                inputs[row, _COUNTS:_STATES] = self._counts[row] = counts
             before = ahead + self.batch.numbers[row]
             inputs[row, _FED] = token
             inputs[row, _POSITION] = session.position + before
             inputs[row, _TAIL_KEYS] = session.tail_keys + before + 1
             inputs[row, _STEP] = number
+            if session.states is not None:
+                inputs[row, _STATES:] = session.states.addresses(before)
 
     def _fill_table(self, replay: Replay, ahead: int, left: Collection[int]) -> list[int]:
         """What rows are drawn by, and how their logits are changed; returns rows that have masks, in their order."""
@@ -380,9 +389,10 @@ class StepGraph:
             self._compute()
 
     def _compute(self) -> None:
-        self.batch.refresh(self._inputs_BX[:, _COUNTS:])
+        self.batch.refresh(self._inputs_BX[:, _COUNTS:_STATES])
         tokens, positions = self._inputs_BX[:, _FED, None], self._inputs_BX[:, _POSITION, None]
-        logits_BV = self._model(tokens, positions, self.batch)
+        with self.batch.states(self._inputs_BX[:, _STATES:]):
+            logits_BV = self._model(tokens, positions, self.batch)
         if self._logits_BV is None:
             # Not in the memory that graphs share: another one may run before the choice.
             self._logits_BV = torch.empty_like(logits_BV, memory_format=torch.contiguous_format)

@@ -13,7 +13,14 @@ import typer
 from index_store.cli import report
 from index_store.cli.app import new_app
 from index_store.cli.console import byte_progress, print_json
-from index_store.cli.options import FormatOption, MoveNameOption, OutputFormat, StoreOption
+from index_store.cli.options import (
+    FormatOption,
+    InputFile,
+    MoveNameOption,
+    OutputFile,
+    OutputFormat,
+    StoreOption,
+)
 from index_store.cli.report import LabelArguments, labels_text, parse_labels, with_labels
 from index_store.errors import (
     InvalidArgumentError,
@@ -23,6 +30,7 @@ from index_store.errors import (
     format_bytes,
 )
 from index_store.family.parents import parent_of
+from index_store.objects.context_file import export_context, file_bytes, import_context
 from index_store.store.catalog import Store, require_free, take_name
 from index_store.store.clean_up import clean_up, find_leftovers
 from index_store.store.description.manifest import Manifest
@@ -183,9 +191,9 @@ def name_context(
     """Name a context; a name belongs to one context of a model."""
     opened = Store(store)
     id_ = opened.resolve(ref)
-    model = opened.manifest(id_).model.fingerprint
+    present = opened.manifest(id_)
     if not move_name:
-        require_free(opened, name, model, id_)
+        require_free(opened, name, present.model.fingerprint, id_, present.tenant)
     try:
         changed = take_name(opened, id_, name)
     except ManifestError as error:
@@ -217,6 +225,71 @@ def _relabelled(changes: Mapping[str, str | None], present: Manifest) -> Manifes
         return replace(present, labels=with_labels(present.labels, changes))
     except ManifestError as error:
         raise InvalidArgumentError(error.message) from None
+
+
+@app.command("export")
+def export(
+    ref: RefArgument,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it.")],
+    store: StoreOption,
+    with_parents: Annotated[
+        bool,
+        typer.Option(
+            "--with-parents", help="Write the context that it continues, too, beside it, as FILE.parent."
+        ),
+    ] = False,
+    output: FormatOption = OutputFormat.TEXT,
+) -> None:
+    """Write a context into one file, which `import` reads.
+
+    Every byte is verified on the way.
+    """
+    OutputFile().check("FILE", file)
+    opened = Store(store)
+    manifest = opened.manifest(opened.resolve(ref))
+    parent = parent_of(opened, manifest)
+    wanted = [(manifest, file)]
+    if with_parents and parent is not None:
+        wanted.insert(0, (parent, file.with_name(f"{file.name}.parent")))
+    sizes = []
+    for each, path in wanted:
+        with byte_progress(f"exporting {each.id[:12]}", file_bytes(each)) as advance:
+            sizes.append(export_context(opened, each, path, advance))
+    if output is OutputFormat.JSON:
+        told = [
+            {"id": each.id, "file": str(path), "bytes": nbytes, "parent": each.parent and each.parent.id}
+            for (each, path), nbytes in zip(wanted, sizes, strict=True)
+        ]
+        print_json({"exported": told})
+        return
+    for (each, path), nbytes in zip(wanted, sizes, strict=True):
+        typer.echo(f"{each.id}: {path} ({format_bytes(nbytes)})")
+    if parent is not None and not with_parents:
+        typer.echo(f"it continues {parent.id}, which a store must have before this is imported", err=True)
+
+
+@app.command("import")
+def import_files(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Files that `export` wrote.")],
+    store: StoreOption,
+    output: FormatOption = OutputFormat.TEXT,
+) -> None:
+    """Bring contexts into a store from files that `export` wrote; the store is made when it is not there.
+
+    A context appears when all of it is verified. One that is there already stays as it is.
+    """
+    for file in files:
+        InputFile().check("FILE", file)
+    opened = Store(store, create=True)
+    imported = []
+    for file in files:
+        with byte_progress(f"importing {file.name}", file.stat().st_size) as advance:
+            imported.append(import_context(opened, file, advance))
+    if output is OutputFormat.JSON:
+        print_json({"imported": [{"id": each.id, "name": each.name, "new": new} for each, new in imported]})
+        return
+    for each, new in imported:
+        typer.echo(f"{each.id}: {each.name}{'' if new else ' (was there already)'}")
 
 
 @app.command("gc")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import typer
 
@@ -134,6 +134,8 @@ def summary(entry: Manifest | BrokenContext, expired: bool) -> dict[str, object]
         "expires_at": entry.expires_at.isoformat() if entry.expires_at else None,
         "pinned": entry.pinned,
         "labels": dict(entry.labels),
+        "tenant": entry.tenant,
+        "readers": list(entry.readers),
         "messages": entry.conversation is not None,
     }
 
@@ -220,13 +222,7 @@ def detail_rows(manifest: Manifest, expired: bool, children: int) -> list[tuple[
             "seconds",
             ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in manifest.seconds.items()) or "-",
         ),
-        *note_rows(
-            (manifest.created_at, manifest.expires_at),
-            manifest.pinned,
-            manifest.labels,
-            manifest.owner,
-            manifest.conversation is not None,
-        ),
+        *note_rows(manifest, (manifest.created_at, manifest.expires_at), manifest.conversation is not None),
     ]
     return rows
 
@@ -237,16 +233,30 @@ def family_rows(parent: str, parent_tokens: int, children: int) -> list[tuple[st
     return [*continues, *([("children", str(children))] if children else [])]
 
 
-def note_rows(
-    times: tuple[datetime, datetime | None], pinned: bool, labels: Mapping[str, str], owner: str, talk: bool
-) -> list[tuple[str, str]]:
+class Noted(Protocol):
+    """A context, whoever tells of it."""
+
+    @property
+    def pinned(self) -> bool: ...
+    @property
+    def labels(self) -> Mapping[str, str]: ...
+    @property
+    def owner(self) -> str: ...
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def readers(self) -> Sequence[str]: ...
+
+
+def note_rows(context: Noted, times: tuple[datetime, datetime | None], talk: bool) -> list[tuple[str, str]]:
     """What is noted of a context. times: made, expires. talk: whether it was made of messages."""
     made, expires = map(format_time, times)
+    belongs = (("tenant", context.tenant), ("readers", ", ".join(context.readers)), ("owner", context.owner))
     return [
         ("created", made),
-        ("expires", f"pinned; otherwise {expires}" if pinned else expires),
-        ("labels", labels_text(labels)),
-        *([("owner", owner)] if owner else []),
+        ("expires", f"pinned; otherwise {expires}" if context.pinned else expires),
+        ("labels", labels_text(context.labels)),
+        *((label, said) for label, said in belongs if said),
         ("made of", "messages" if talk else "text or tokens"),
     ]
 

@@ -167,6 +167,7 @@ def _write(store: Store, id_: str, made: Continuation) -> Manifest:
             prefix_digests=_digests(made),
             conversation=messages,
             owner=made.owner,
+            tenant=made.parent.tenant,
             labels=made.labels,
         )
         with store.family_lock(made.parent.id):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from index_store.errors import ContextNotFoundError, ParentMissingError
 from index_store.store.catalog import Store
+from index_store.store.description.callers import OPERATOR
 from index_store.store.description.context_id import context_id
 from index_store.store.description.manifest import Manifest
 
@@ -39,7 +40,8 @@ EXACT = "exact"
 
 
 def parent_of(store: Store, child: Manifest) -> Manifest | None:
-    """The manifest of the context that a child continues, expired or not; None of a context that is no child.
+    """The manifest of the context that a child continues, expired or not; None of a context that is no child. Who sees
+    a child sees what it continues.
 
     Raises ParentMissingError when it is gone or not the one that the child was made from, and what `Store.manifest`
     raises.
@@ -47,7 +49,7 @@ def parent_of(store: Store, child: Manifest) -> Manifest | None:
     if child.parent is None:
         return None
     try:
-        found = store.manifest(child.parent.id)
+        found = store.seen_by(OPERATOR).manifest(child.parent.id)
     except ContextNotFoundError:
         raise ParentMissingError.of(child.id, child.parent.id, "is not in the store") from None
     made_from = (child.parent.token_count, child.model.fingerprint, child.dtype, None)

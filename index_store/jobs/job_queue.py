@@ -6,6 +6,7 @@ process, so a job without one is nobody's. A job appears by one rename.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import secrets
@@ -26,7 +27,15 @@ from index_store.errors import (
     QueueFullError,
     StoreUnavailableError,
 )
-from index_store.jobs.job_record import JobFolder, JobRecord, JobState, ReadRecord, is_job_id
+from index_store.jobs.job_record import (
+    JobFolder,
+    JobRecord,
+    JobState,
+    ReadRecord,
+    is_job_id,
+    unknown_job,
+)
+from index_store.store.description.callers import OPERATOR, Caller
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     TRASH_PREFIX,
@@ -122,8 +131,15 @@ class JobQueue:
         self._most_jobs = most_jobs
         self._most_bytes = most_bytes
         self._clock = clock
+        self._caller = OPERATOR
         self._known: dict[str, ReadRecord] = {}
         self._told: set[str] = set()
+
+    def seen_by(self, caller: Caller) -> JobQueue:
+        """The same queue for a caller, for whom others' jobs, and those that cannot be read, are not there."""
+        seen = copy.copy(self)
+        seen._caller = caller
+        return seen
 
     def repeated(self, record_id: str, request: str, digest: str) -> JobRecord | None:
         """The job of a request that came before, if it did. request: its id. digest: of what it is.
@@ -200,11 +216,15 @@ class JobQueue:
         try:
             return self.get(id_)
         except (JobCorruptError, StoreUnavailableError) as error:
+            if not self._caller.admin:
+                raise unknown_job(id_) from None
             return BrokenJob(id_, error)
 
     def get(self, id_: str) -> JobRecord:
         """A job's record. Raises JobNotFoundError, JobCorruptError."""
         found = self._known[id_] = self._files(id_).read(self._known.get(id_))
+        if not self._caller.owns(found.record.order.tenant):
+            raise unknown_job(id_)
         return found.record
 
     def held(self, id_: str) -> bool:

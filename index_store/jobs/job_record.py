@@ -29,6 +29,7 @@ from index_store.errors import (
     JobNotFoundError,
     SparseKVError,
 )
+from index_store.store.description.callers import check_tenant
 from index_store.store.description.context_id import is_context_id
 from index_store.store.description.dtypes import AS_DTYPE, KV_DTYPES, ROW_CODINGS
 from index_store.store.description.json_fields import (
@@ -133,6 +134,7 @@ class JobOrder:
     document follows; "" for one that stands alone. owner: who asked, "" where nobody was asked for a name. labels:
     to be set. whole: the context is a child that is there, and is to stand alone; no tokens come with such an order.
     rows: how exact rows are stored, one of `ROW_CODINGS`. moves: `name` is taken from the context that has it.
+    tenant: whose the context is to be, and the job is.
     """
 
     context: str
@@ -151,8 +153,10 @@ class JobOrder:
     whole: bool = False
     rows: str = AS_DTYPE
     moves: bool = False
+    tenant: str = ""
 
     def __post_init__(self) -> None:
+        check_tenant("order.tenant", self.tenant)
         if self.rows not in ROW_CODINGS:
             raise field_error("order.rows", self.rows, f"one of {', '.join(ROW_CODINGS)}")
         if self.parent and not is_context_id(self.parent):
@@ -182,7 +186,7 @@ class JobOrder:
     def unsaid(self) -> Collection[str]:
         """Fields that the file says nothing of."""
         rows = ("rows",) if self.rows == AS_DTYPE else ()
-        names = ("parent", "owner", "labels", "whole", "moves")
+        names = ("parent", "owner", "labels", "whole", "moves", "tenant")
         return (*rows, *(name for name in names if not getattr(self, name)))
 
 
@@ -424,7 +428,7 @@ class JobFolder:
         return data
 
     def _missing(self) -> JobNotFoundError:
-        return JobNotFoundError(f"there is no operation {self._id}", operation=self._id)
+        return unknown_job(self._id)
 
     def _read(self, name: str, most: int) -> bytes:
         path = self.path / name
@@ -434,6 +438,11 @@ class JobFolder:
             raise _damaged(path, error.strerror or "not there") from error
         except OSError as error:
             raise unavailable(path, error) from error
+
+
+def unknown_job(id_: str) -> JobNotFoundError:
+    """The error of a job that is not there, or not for who asks."""
+    return JobNotFoundError(f"there is no operation {id_}", operation=id_)
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int, int]:

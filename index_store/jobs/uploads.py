@@ -1,7 +1,7 @@
 """Documents that were sent ahead of the request that uses them: plain files with a day to live.
 
-`uploads/<id>` holds one document; its name carries the checksum. A document appears by one rename when all of it is
-there.
+`uploads/<id>-<sha256>` holds one document, whose name ends with that of the tenant that sent it. A document appears by
+one rename when all of it is there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_UPLOADED_BYTES = 1 << 30
 LIFETIME = timedelta(days=1)
 
 _UPLOAD_ID = re.compile(r"[0-9a-f]{32}")
-_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{64})")
+_NAME = re.compile(r"(?P<id>[0-9a-f]{32})-(?P<sha256>[0-9a-f]{64})(?:-(?P<tenant>.+))?")
 _STRAY = timedelta(hours=1)
 _RETRY_S = 60.0
 
@@ -64,8 +64,9 @@ class Uploads:
         self._most_bytes = most_bytes
         self._clock = clock
 
-    def begin(self) -> UploadWriting:
-        """Starts on a document. Raises QueueFullError when too many bytes wait to be used."""
+    def begin(self, tenant: str = "") -> UploadWriting:
+        """Starts on a document, which is there for the tenant alone. Raises QueueFullError when too many bytes wait to
+        be used."""
         self.tidy()
         with storing("making the uploads' folder", self._folder):
             make_folder(self._folder, permissions_in(self._store / "contexts"))
@@ -79,27 +80,27 @@ class Uploads:
             )
             error.retry_after_s = _RETRY_S
             raise error
-        return UploadWriting(self._folder, self._clock)
+        return UploadWriting(self._folder, self._clock, tenant)
 
-    def read(self, id_: str) -> bytes:
+    def read(self, id_: str, tenant: str = "") -> bytes:
         """A document, compared with its checksum. Raises UploadNotFoundError, JobCorruptError."""
         try:
-            path = self._path(id_)
+            path, sha256 = self._path(id_, tenant)
             data, _ = read_file(path, MOST_DOCUMENT_BYTES)
         except FileNotFoundError as error:
             raise _unknown(id_) from error
         except OSError as error:
             raise unavailable(self._folder, error) from error
-        if not path.name.endswith(hashlib.sha256(data).hexdigest()):
+        if sha256 != hashlib.sha256(data).hexdigest():
             raise JobCorruptError(
                 f"{path}: the uploaded document does not fit its checksum; upload it again", upload=id_
             )
         return data
 
-    def remove(self, id_: str) -> None:
+    def remove(self, id_: str, tenant: str = "") -> None:
         """Removes a document, if it is there."""
         with suppress(UploadNotFoundError), storing("removing an upload", self._folder):
-            self._path(id_).unlink(missing_ok=True)
+            self._path(id_, tenant)[0].unlink(missing_ok=True)
 
     def tidy(self) -> None:
         """Removes documents that nobody used in time, and what killed servers left of one."""
@@ -110,21 +111,24 @@ class Uploads:
                 if path.stat().st_mtime < now - life.total_seconds():
                     path.unlink()
 
-    def _path(self, id_: str) -> Path:
+    def _path(self, id_: str, tenant: str) -> tuple[Path, str]:
+        """Where a tenant's document is, and its checksum. Raises UploadNotFoundError."""
         if _UPLOAD_ID.fullmatch(id_):
             for path in self._folder.glob(f"{id_}-*"):
                 status = _status(path)
-                if status is None or _NAME.fullmatch(path.name) is None:
+                name = _NAME.fullmatch(path.name)
+                if status is None or name is None or (name["tenant"] or "") != tenant:
                     continue
                 if status.st_mtime + LIFETIME.total_seconds() >= self._clock().timestamp():
-                    return path
+                    return path, name["sha256"]
         raise _unknown(id_)
 
 
 class UploadWriting:
     """One document on its way. `add` and `finish` are called in turn; `discard` gives it up at any time."""
 
-    def __init__(self, folder: Path, clock: Callable[[], datetime]) -> None:
+    def __init__(self, folder: Path, clock: Callable[[], datetime], tenant: str = "") -> None:
+        self._tenant = tenant
         self._path = unused_name(folder, TEMPORARY_PREFIX)
         self._clock = clock
         self._digest = hashlib.sha256()
@@ -161,7 +165,8 @@ class UploadWriting:
         with storing("taking an upload", self._path):
             self._file.close()
             sync_path(self._path)
-            os.rename(self._path, self._path.with_name(f"{id_}-{found}"))
+            name = "-".join((id_, found, *([self._tenant] if self._tenant else [])))
+            os.rename(self._path, self._path.with_name(name))
             sync_path(self._path.parent)
         return Upload(id_, self._nbytes, found, self._clock() + LIFETIME)
 

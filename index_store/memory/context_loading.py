@@ -88,7 +88,8 @@ class DeviceBlock:
 class StagingBuffers:
     """Two page-locked host buffers: one is filled from a file while the other is copied to the device.
 
-    For one thread at a time. Copies are made in a stream of their own, after what the device was asked before.
+    For the thread that makes them, whose stream from then on is theirs: copies come after what the device was asked
+    before. Every call to the device gives up the interpreter's lock, so there are few: steps of the engine wait for it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -96,25 +97,28 @@ class StagingBuffers:
         self._buffers = [
             torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=self._cuda) for _ in range(2)
         ]
+        self._arrays: list[NDArray[np.uint8]] = [buffer.numpy() for buffer in self._buffers]
         self._turn = 0
         if self._cuda:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(device))
+            torch.cuda.set_stream(self._stream)
             self._copied = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
 
-    def next(self, nbytes: int) -> Tensor:
+    def next(self, nbytes: int) -> NDArray[np.uint8]:
         """The first bytes of the buffer whose turn it is, once its last copy is done."""
         if self._cuda:
             self._copied[self._turn].synchronize()
-        return self._buffers[self._turn][:nbytes]
+        return self._arrays[self._turn][:nbytes]
 
     def send(self, nbytes: int, out: Tensor) -> None:
         """Copies the buffer's first bytes to a uint8 tensor of as many elements; then it is the other one's turn."""
-        staged = self._buffers[self._turn][:nbytes].view(out.shape)
+        staged = self._buffers[self._turn]
+        if nbytes < PIECE_BYTES or out.dim() > 1:
+            staged = staged[:nbytes].view(out.shape)
         if self._cuda:
-            with torch.cuda.stream(self._stream):
-                out.copy_(staged, non_blocking=True)
-                self._copied[self._turn].record(self._stream)
+            out.copy_(staged, non_blocking=True)
+            self._copied[self._turn].record(self._stream)
         else:
             out.copy_(staged)
         self._turn = 1 - self._turn
@@ -132,6 +136,7 @@ class StagedArray:
         """out: contiguous, or int8 with padded rows."""
         flat = out.reshape(1, -1) if out.is_contiguous() else out.flatten(0, -2)
         self._rows_RW = flat.view(torch.uint8)
+        self._pieces = torch.split(self._rows_RW[0], PIECE_BYTES) if out.is_contiguous() else ()
         self._buffers = buffers
 
     def buffer(self, start: int, left: int) -> NDArray[np.uint8]:
@@ -141,10 +146,12 @@ class StagedArray:
         if count > inside:
             # Whole rows, or the rest of one.
             count = inside if start % width else count // width * width
-        array: NDArray[np.uint8] = self._buffers.next(count).numpy()
-        return array
+        return self._buffers.next(count)
 
     def filled(self, start: int, count: int) -> None:
+        if self._pieces:
+            self._buffers.send(count, self._pieces[start // PIECE_BYTES])
+            return
         row, column = divmod(start, self._rows_RW.shape[1])
         if column + count <= self._rows_RW.shape[1]:
             out = self._rows_RW[row, column : column + count]
@@ -236,7 +243,7 @@ def _array_bytes(manifest: Manifest, device: torch.device | None, placement: Pla
     """What is reserved when loading begins."""
     tokens = aligned(manifest.token_count * torch.int64.itemsize)
     host, shared = (tokens, 0) if placement.kv_on_host else (0, tokens)
-    shared += 0 if manifest.state is None else aligned(manifest.state.nbytes)
+    shared += 0 if manifest.state is None else aligned(manifest.state.chunk_bytes)
     for name, _, entry in _parts(manifest):
         if _on_host(manifest, name, entry, placement):
             host += paged(_layer_bytes(entry, None))
@@ -356,7 +363,7 @@ class _Memory:
             if beside
             else shared.take(tokens_shape, torch.int64)
         )
-        state = None if manifest.state is None else shared.take(manifest.state.shape, torch.uint8)
+        state = None if manifest.state is None else shared.take(manifest.state.chunks, torch.uint8)
         memory = cls(tokens, state, blocks=[shared])
         if not beside:
             memory.full[last] = shared

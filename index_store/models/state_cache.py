@@ -17,13 +17,16 @@ from transformers.cache_utils import Cache, DummyLayer, LinearAttentionCacheLaye
 
 from index_store.errors import InvalidArgumentError
 from index_store.store.description.context_id import FIXED_DTYPES, STATE_KINDS, ModelStates, StatePart
-from index_store.store.description.dtypes import stored_dtype
+from index_store.store.description.dtypes import dtype_name, stored_dtype
 
 
 class TextStates:
     """The states behind the last token of one text: of every part [layers, *shape], at addresses that stay.
 
-    begun: whether the text has a token; what is there before means nothing.
+    begun: whether the text has a token; what is there before means nothing. device: where they are.
+
+    All parts lie in one block, as `pack` has them. Steps that a device does by itself read one block and write another
+    one, by turns: as long as nobody has said `advance`, what is behind the text stays, whatever was computed ahead.
     """
 
     def __init__(self, model: ModelStates, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
@@ -31,28 +34,47 @@ class TextStates:
         self.model = model
         self.begun = False
         self.dtype = dtype
+        self.device = torch.device(device)
+        self._blocks = [self._block()]
+        self._now = 0
+
+    def _block(self) -> Tensor:
+        nbytes = self.model.nbytes(dtype_name(self.dtype))
         with torch.inference_mode(False):  # what is made here is written to in any mode
-            self.parts = [
-                torch.zeros(len(part.layers), *part.shape, dtype=_dtype(part, dtype), device=device)
-                for part in model.parts
-            ]
+            return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+    @property
+    def parts(self) -> Sequence[Tensor]:
+        """Of every part [layers, *shape]."""
+        return [rows[:, 0] for rows in state_parts(self.model, self._blocks[self._now], self.dtype, 1)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(part.nbytes for part in self.parts)
+        """Bytes that are held for them."""
+        return sum(block.nbytes for block in self._blocks)
+
+    def addresses(self, ahead: int) -> tuple[int, int]:
+        """Of the block behind `ahead` more tokens, 0 or 1, and of the one that is written behind one token more.
+
+        Raises InvalidArgumentError for a text without a token.
+        """
+        if not self.begun:
+            raise InvalidArgumentError("a text without a token has no states that a step could read")
+        if len(self._blocks) == 1:
+            self._blocks.append(self._block())
+        read = self._blocks[(self._now + ahead) % 2]
+        return read.data_ptr(), self._blocks[(self._now + ahead + 1) % 2].data_ptr()
+
+    def advance(self) -> None:
+        """Goes on to the block that was written behind one more token."""
+        self._now = 1 - self._now
 
     def copy(self) -> TextStates:
         """The same states, for a text that goes on by itself."""
-        other = TextStates(self.model, self.dtype, self.parts[0].device)
-        other.adopt(self)
+        other = TextStates(self.model, self.dtype, self.device)
+        other._blocks[0].copy_(self._blocks[self._now])
+        other.begun = self.begun
         return other
-
-    def adopt(self, other: TextStates) -> None:
-        """Takes over the other text's states, in a copy."""
-        for own, its in zip(self.parts, other.parts, strict=True):
-            own.copy_(its)
-        self.begun = other.begun
 
     def pack(self, dtype: str) -> Tensor:
         """All parts as they are stored in a context of that dtype: uint8 [bytes] on the CPU.
@@ -80,6 +102,17 @@ class TextStates:
         return self
 
 
+def state_parts(model: ModelStates, block: Tensor, dtype: torch.dtype, texts: int) -> Sequence[Tensor]:
+    """The parts in a block of so many texts, uint8 [bytes]: of every part [layers, texts, *shape]."""
+    parts, start = [], 0
+    for part in model.parts:
+        count = texts * part.nbytes(dtype_name(dtype))
+        own = block[start : start + count].view(_dtype(part, dtype))
+        parts.append(own.view(len(part.layers), texts, *part.shape))
+        start += count
+    return parts
+
+
 def _dtype(part: StatePart, dtype: torch.dtype) -> torch.dtype:
     return stored_dtype(part.dtype).torch_dtype if part.dtype else dtype
 
@@ -87,27 +120,37 @@ def _dtype(part: StatePart, dtype: torch.dtype) -> torch.dtype:
 class StateCache(Cache):  # type: ignore[misc]  # transformers has no types here
     """See the file. attending: the model's layer whose keys were given last, which attends next."""
 
-    def __init__(self, numbers: Sequence[int], texts: Sequence[TextStates] = ()) -> None:
-        """numbers: how many states of a kind each layer has, 0 without. texts: that go on; of one model, all of which
-        have begun, or none."""
+    def __init__(self, numbers: Sequence[int]) -> None:
+        """numbers: how many states of a kind each layer has, 0 without."""
         super().__init__(layers=[LinearAttentionLayer(count) if count else DummyLayer() for count in numbers])
         self.numbers = numbers
         self.attending = -1
-        self._texts = texts
+        self._attends: Sequence[int] = ()
+        self._held: list[tuple[int, StatePart, Tensor]] = []
+        self._texts: Sequence[TextStates] = ()
+        self._parts: Sequence[Tensor] = ()
 
     @classmethod
     def over(cls, texts: Sequence[TextStates]) -> StateCache:
-        """One that begins with copies of the texts' states."""
-        model, begun = texts[0].model, texts[0].begun
+        """One that begins with copies of the texts' states. texts: of one model, all of which have begun, or none."""
+        parts = [torch.stack(rows, dim=1) for rows in zip(*(text.parts for text in texts), strict=True)]
+        made = cls.holding(texts[0].model, parts, texts[0].begun)
+        made._texts, made._parts = texts, parts
+        return made
+
+    @classmethod
+    def holding(cls, model: ModelStates, parts: Sequence[Tensor], begun: bool = True) -> StateCache:
+        """One whose layers change these states: of every part [layers, B, *shape]."""
         numbers = [0] * model.layers
         for part in model.parts:
             for layer in part.layers:
                 numbers[layer] = max(numbers[layer], part.number + 1)
-        made = cls(numbers, texts)
-        for place, part in enumerate(model.parts):
-            for row, layer in enumerate(part.layers):
-                rows = torch.stack([text.parts[place][row] for text in texts])
+        made = cls(numbers)
+        made._attends = model.attending
+        for part, own in zip(model.parts, parts, strict=True):
+            for layer, rows in zip(part.layers, own, strict=True):
                 _put(made.layers[layer], part.kind, part.number, rows, begun)
+                made._held.append((layer, part, rows))
         return made
 
     @classmethod
@@ -126,14 +169,21 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers has no types here
     @property
     def place(self) -> int:
         """Which of the layers that attend does so next."""
-        return self._texts[0].model.attending.index(self.attending)
+        return self._attends.index(self.attending)
+
+    def settle(self) -> None:
+        """Puts what a pass has left into the states that the cache began with, where a layer did not do so itself."""
+        for layer, part, rows in self._held:
+            held = _held(self.layers[layer], part.kind)[part.number]
+            if held.data_ptr() != rows.data_ptr():
+                rows.copy_(held)
 
     def commit(self) -> None:
         """Has the texts go on behind the tokens of this pass."""
+        self.settle()
         for row, text in enumerate(self._texts):
-            for part, own in zip(text.model.parts, text.parts, strict=True):
-                for number, layer in enumerate(part.layers):
-                    own[number].copy_(_held(self.layers[layer], part.kind)[part.number][row])
+            for own, rows in zip(text.parts, self._parts, strict=True):
+                own.copy_(rows[:, row])
             text.begun = True
 
     def found(self, attending: Sequence[int]) -> ModelStates | None:

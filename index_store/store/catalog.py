@@ -5,6 +5,7 @@ What reads and writes arrays takes seconds to import: it is imported where it is
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,9 +26,11 @@ from index_store.errors import (
     FormatVersionError,
     InvalidArgumentError,
     NameTakenError,
+    PermissionDeniedError,
     StoreError,
     StoreUnavailableError,
 )
+from index_store.store.description.callers import OPERATOR, Caller
 from index_store.store.description.context_id import is_context_id
 from index_store.store.description.json_fields import (
     MOST,
@@ -175,7 +178,7 @@ class DefaultsFolder:
                 yield id_, path
 
 
-CHANGEABLE = ("name", "expires_at", "labels", "pinned")
+CHANGEABLE = ("name", "expires_at", "labels", "pinned", "readers")
 """What may change of a context at any time."""
 
 _MIN_PREFIX = 6
@@ -216,6 +219,7 @@ class Store:
         self._listing = Listing(self.folders.contexts)
         self._clock = clock
         self._limit_s = read_limit_s
+        self._caller = OPERATOR
         if create:
             self.folders.make()
         if not self.bounded(self.folders.contexts.is_dir):
@@ -224,12 +228,55 @@ class Store:
                 path=self.path,
             )
 
+    def seen_by(self, caller: Caller) -> Store:
+        """The same store as a caller sees it: contexts of others that it may not read are not there, whichever way they
+        are looked for, and finding that takes as long. Those that it may only read are neither changed nor deleted."""
+        seen = copy.copy(self)
+        seen._caller = caller
+        return seen
+
+    def _sees(self, entry: Entry | None) -> bool:
+        """Whether what there is, None for nothing, is there for the caller. What cannot be read belongs to whom it
+        did when it could."""
+        known = entry.last if isinstance(entry, BrokenContext) else entry
+        if known is None:
+            return entry is not None and self._caller.admin
+        return self._caller.sees(known.tenant, known.readers)
+
+    def _require_seen(self, id_: str) -> None:
+        """Raises ContextNotFoundError where there is no context for the caller, the same for whatever reason."""
+        if not self._caller.admin and not self._sees(self._listing.known(id_)):
+            raise self._missing(id_)
+
+    def lists(self, id_: str) -> bool:
+        """Whether the list of contexts has one, whoever may see it; no other file is looked at."""
+        return self.bounded(partial(self._listing.known, self.folders.context(id_).name)) is not None
+
+    def require_own(self, id_: str) -> None:
+        """Raises PermissionDeniedError for a context that the caller may only read, ContextNotFoundError for one that
+        it does not see; nothing where the store has none at all and the caller is an admin."""
+        if self._caller.admin:
+            return
+        entry = self.bounded(partial(self._listing.known, self.folders.context(id_).name))
+        if entry is None or not self._sees(entry):
+            raise self._missing(id_)
+        known = entry.last if isinstance(entry, BrokenContext) else entry
+        if known is None or not self._caller.owns(known.tenant):
+            raise PermissionDeniedError(
+                f"context {id_[:12]} is another tenant's, which lets this one read it and no more",
+                context=id_,
+            )
+
+    def _missing(self, id_: str) -> ContextNotFoundError:
+        return ContextNotFoundError(f"{self.path}: no context {id_}", context=id_)
+
     def entries(self) -> Sequence[Entry]:
         """Every published context, newest first; those whose manifest cannot be used come last.
 
         Contexts that were in an earlier list are not looked at again (`entry` does).
         """
-        return self.bounded(self._listing.entries)
+        found = self.bounded(self._listing.entries)
+        return found if self._caller.admin else [entry for entry in found if self._sees(entry)]
 
     def list(self) -> Sequence[Manifest]:
         """Manifests of the published contexts, newest first, expired ones included, unusable ones not."""
@@ -245,14 +292,21 @@ class Store:
     def manifest(self, id_: str) -> Manifest:
         """The manifest of a context, checked. Raises ContextNotFoundError, a ContextCorruptError or
         FormatVersionError."""
-        return self.bounded(partial(self._listing.manifest, self.folders.context(id_).name))
+        return self.bounded(partial(self._manifest, self.folders.context(id_).name))
+
+    def _manifest(self, id_: str) -> Manifest:
+        self._require_seen(id_)
+        found = self._listing.manifest(id_)
+        if not self._sees(found):  # it has changed
+            raise self._missing(id_)
+        return found
 
     def resolve(self, ref: str, model: str = "") -> str:
         """The id that a reference means: a full id, `contexts/<id>`, an id's first 6 or more digits, or a name.
 
         Digits may be upper-case. The id of a context means that context, whatever others are called. Of several that
-        fit, those that have expired do not count unless all have, and those of other models unless all are. While a
-        name moves this waits. model: a fingerprint, "" where all are alike.
+        fit, those that have expired do not count unless all have, and those of other models, or tenants, unless all
+        are. While a name moves this waits. model: a fingerprint, "" where all are alike.
 
         Raises ContextNotFoundError, or ContextAmbiguousError when several contexts fit.
         """
@@ -267,7 +321,7 @@ class Store:
 
     def _resolve(self, ref: str, model: str) -> str:
         digits = ref.removeprefix(_RESOURCE).lower()
-        if is_context_id(digits) and self.bounded(self.folders.context(digits).is_dir):
+        if is_context_id(digits) and self.bounded(partial(self._is_there, digits)):
             return digits
         fits = [
             entry
@@ -283,8 +337,13 @@ class Store:
             )
         live = [entry for entry in fits if not (isinstance(entry, Manifest) and self.expired(entry))]
         found = live or fits
-        own = [entry for entry in found if isinstance(entry, Manifest) and entry.model.fingerprint == model]
-        candidates = own or found
+        mine = [each for each in found if isinstance(each, Manifest) and each.tenant == self._caller.tenant]
+        own = [
+            entry
+            for entry in mine or found
+            if isinstance(entry, Manifest) and entry.model.fingerprint == model
+        ]
+        candidates = own or mine or found
         if len(candidates) > 1:
             shown = ", ".join([*sorted(entry.id[:16] for entry in candidates)[:8], "..."][: len(candidates)])
             raise ContextAmbiguousError(
@@ -292,6 +351,11 @@ class Store:
                 "one of them (`index-store name ID NAME --move-name`, or at a server `contexts update`)"
             )
         return candidates[0].id
+
+    def _is_there(self, id_: str) -> bool:
+        if self._caller.admin:
+            return self.folders.context(id_).is_dir()
+        return self._sees(self._listing.known(id_))
 
     def open(self, id_: str, manifest: Manifest | None = None, *, expired: bool = False) -> Context:
         """Opens a context for reading, after checking manifest, expiry, and of every chunk its presence, size and the
@@ -362,17 +426,37 @@ class Store:
         StoreUnavailableError while a context that may be a child cannot be read. One that is damaged keeps none: nobody
         can use it.
         """
+        self.require_own(id_)
         with self.family_lock(id_):
-            entries = self.entries()
-            _require_readable(entries, id_)
+            entries = self.bounded(self._listing.entries)
+            self._require_readable(entries, id_)
             children = _children_among(entries, id_)
             living = sum(not self.expired(child) for child in children)
             if living and not recursive:
                 raise ContextHasChildrenError.of(id_, living)
             removed = [child.id for child in children if self._delete(child.id)]
             if not self._delete(id_):
-                raise ContextNotFoundError(f"{self.path}: no context {id_}", context=id_)
+                raise self._missing(id_)
         return [*removed, id_]
+
+    def _require_readable(self, entries: Sequence[Entry], id_: str) -> None:
+        """Raises StoreUnavailableError where another context cannot be read now, which may continue this one."""
+        for entry in entries:
+            if entry.id == id_ or not isinstance(entry, BrokenContext):
+                continue
+            if isinstance(entry.error, StoreUnavailableError):
+                what, why, metadata = (
+                    f"context {entry.id[:12]}",
+                    f"; {entry.error.message}",
+                    entry.error.metadata,
+                )
+                if not self._sees(entry):
+                    what, why, metadata = "another context", "", {}
+                raise StoreUnavailableError(
+                    f"context {id_[:12]} is not removed: whether {what} continues it cannot be told now{why}",
+                    context=id_,
+                    **metadata,
+                )
 
     def _delete(self, id_: str) -> bool:
         with storing("deleting", self.folders.context(id_)):
@@ -401,11 +485,12 @@ class Store:
             raise ContextNotFoundError(f"{self.path}: no context {id_}", context=id_)
 
     def update(self, id_: str, change: Callable[[Manifest], Manifest], wait_s: float = 10.0) -> Manifest:
-        """Has a context become what `change` makes of it as it is: its name, expiry, labels and pin. Returns it.
+        """Has a context become what `change` makes of it as it is: its name, expiry, labels, pin, readers. Returns it.
 
         Raises ContextBusyError where others write the context for longer than `wait_s`, what `manifest` and `change`
         raise, InvalidArgumentError for any other change, StoreFullError or StoreError.
         """
+        self.require_own(id_)
         with locked_within(self.folders.lock_path(id_), wait_s) as held:
             if not held:
                 raise ContextBusyError(
@@ -504,30 +589,18 @@ def _children_among(entries: Sequence[Entry], id_: str) -> Sequence[Manifest]:
     return [entry for entry in manifests if entry.parent is not None and entry.parent.id == id_]
 
 
-def _require_readable(entries: Sequence[Entry], id_: str) -> None:
-    """Raises StoreUnavailableError where another context cannot be read now, which may continue this one."""
-    for entry in entries:
-        if entry.id == id_ or not isinstance(entry, BrokenContext):
-            continue
-        if isinstance(entry.error, StoreUnavailableError):
-            raise StoreUnavailableError(
-                f"context {id_[:12]} is not removed: whether context {entry.id[:12]} continues it cannot be told now; "
-                f"{entry.error.message}",
-                context=id_,
-                **entry.error.metadata,
-            )
-
-
 MOST_NAME_CHARACTERS = 500
 _DIGITS = 6
 
 
-def require_free(store: Store, name: str, model: str, own: str | Callable[[Manifest], bool]) -> None:
-    """Raises NameTakenError where another living context of the model has the name.
+def require_free(
+    store: Store, name: str, model: str, own: str | Callable[[Manifest], bool], tenant: str = ""
+) -> None:
+    """Raises NameTakenError where another living context of the model and the tenant has the name.
 
     own: the id of the context that is to have it, or what tells whether a context may be that one.
     """
-    for other in _holders(store, name, model, own if isinstance(own, str) else ""):
+    for other in _holders(store, name, model, own if isinstance(own, str) else "", tenant):
         if not isinstance(own, str) and own(other):
             continue
         raise NameTakenError(
@@ -538,21 +611,21 @@ def require_free(store: Store, name: str, model: str, own: str | Callable[[Manif
         )
 
 
-def free_name(store: Store, name: str, model: str, id_: str) -> str:
-    """The name, with digits of the context's id where another living context of the model has it."""
-    return told_apart(name, id_) if _holders(store, name, model, id_) else name
+def free_name(store: Store, name: str, model: str, id_: str, tenant: str = "") -> str:
+    """The name, with digits of the context's id where another living context of the model and the tenant has it."""
+    return told_apart(name, id_) if _holders(store, name, model, id_, tenant) else name
 
 
 def take_name(store: Store, id_: str, name: str) -> Manifest:
-    """Gives the name to a context, and one with digits of their ids to those of its model that have it. Returns it.
+    """Gives the name to a context, and one with digits of their ids to those of its model and tenant that have it.
 
-    Whoever looks for the name meanwhile waits. Raises what `Store.update` raises.
+    Returns it. Whoever looks for the name meanwhile waits. Raises what `Store.update` raises.
     """
     with locked_file(store.folders.names_lock_path()):
         present = store.manifest(id_)
         if present.name != name:
             present = store.update(id_, partial(replace, name=name))
-        for other in _holders(store, name, present.model.fingerprint, id_):
+        for other in _holders(store, name, present.model.fingerprint, id_, present.tenant):
             store.update(other.id, partial(replace, name=told_apart(name, other.id)))
     return present
 
@@ -562,12 +635,13 @@ def told_apart(name: str, id_: str) -> str:
     return f"{name[: MOST_NAME_CHARACTERS - _DIGITS - 1]} {id_[:_DIGITS]}"
 
 
-def _holders(store: Store, name: str, model: str, id_: str) -> Sequence[Manifest]:
+def _holders(store: Store, name: str, model: str, id_: str, tenant: str) -> Sequence[Manifest]:
     return [
         manifest
         for manifest in store.list()
         if manifest.name == name
         and manifest.id != id_
         and manifest.model.fingerprint == model
+        and manifest.tenant == tenant
         and not store.expired(manifest)
     ]

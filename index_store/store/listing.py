@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from bisect import bisect_right, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from index_store.errors import (
@@ -37,10 +37,12 @@ Place = tuple[int, float, str]
 
 @dataclass(frozen=True, slots=True)
 class BrokenContext:
-    """A context whose manifest cannot be used, and why: it is damaged, or cannot be read now."""
+    """A context whose manifest cannot be used, and why: it is damaged, or cannot be read now. last: the one that was
+    read when it could, None where it never was."""
 
     id: str
     error: SparseKVError
+    last: Manifest | None = field(default=None, compare=False, repr=False)
 
 
 Entry = Manifest | BrokenContext
@@ -85,6 +87,19 @@ class Listing:
 
     def entries(self) -> list[Entry]:
         """Every context in its place. Raises StoreUnavailableError when the folder cannot be read."""
+        self._refresh()
+        with self._books:
+            return list(self._order)
+
+    def known(self, id_: str) -> Entry | None:
+        """The entry of a context in the list, None where it has none: nothing is done for the one that is not done for
+        the other. Raises as `entries`."""
+        self._refresh()
+        with self._books:
+            known = self._known.get(id_)
+        return None if known is None else known.entry
+
+    def _refresh(self) -> None:
         with may_block(self._contexts):
             self._refreshing.acquire()
         try:
@@ -95,8 +110,6 @@ class Listing:
             self._folder_stamp = stamp
         finally:
             self._refreshing.release()
-        with self._books:
-            return list(self._order)
 
     def manifest(self, id_: str) -> Manifest:
         """The manifest of a context, as it is now.
@@ -151,6 +164,9 @@ class Listing:
             if known is not None:
                 del self._order[bisect_right(self._order, place_of(known.entry), key=place_of) - 1]
             if fresh is not None:
+                if known is not None and isinstance(fresh.entry, BrokenContext):
+                    last = known.entry.last if isinstance(known.entry, BrokenContext) else known.entry
+                    fresh = replace(fresh, entry=replace(fresh.entry, last=last))
                 self._known[id_] = fresh
                 insort(self._order, fresh.entry, key=place_of)
 

@@ -64,10 +64,16 @@ class Context(ContextFiles):
         """The context's token ids, [N] int64. Their checksum is verified."""
         return torch.from_numpy(self.token_ids().astype(np.int64))
 
-    def state(self) -> Tensor | None:
-        """The packed states behind the last token, uint8 [bytes]; None without. Their checksum is verified."""
-        entry = self._manifest.state
-        return None if entry is None else torch.from_numpy(self._small(entry.path))
+    def state(self, tokens: int | None = None) -> Tensor | None:
+        """The packed states behind the last token, uint8 [bytes]; None without. Their checksum is verified.
+
+        tokens: behind so many first tokens instead, one of `Manifest.state_marks`.
+        """
+        entry, marks = self._manifest.state, self._manifest.state_marks
+        if entry is None:
+            return None
+        at = len(marks) if tokens in (None, self._manifest.token_count) else marks.index(tokens)
+        return torch.from_numpy(self._small(entry.path, at))
 
     def array(self, path: str, layer: int, head: int) -> Tensor:
         """One (layer, KV head) of an array, mapped without a copy and without reading its checksum.

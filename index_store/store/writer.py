@@ -300,6 +300,12 @@ class ContextWriter:
         with storing("writing", self._folder):
             self._files.write_part(key, start * (entry.chunk_bytes // count), raw, entry.chunk_bytes)
 
+    def write_bytes(self, path: str, indices: Sequence[int], start: int, raw: NDArray[np.uint8]) -> None:
+        """Writes bytes of the chunk at `indices` from `start` on, in order, as `write_rows` does with rows."""
+        entry = self._entry(path)
+        with storing("writing", self._folder):
+            self._files.write_part(self._key(entry, indices), start, raw, entry.chunk_bytes)
+
     def _write_described(self) -> None:
         """Writes what zarr has said of an array, and of new groups above it, over what an earlier writer left."""
         for key in sorted(self._described.keys() - self._written):
@@ -341,13 +347,21 @@ class ContextWriter:
         ids = np.asarray(token_ids).astype(np.uint32)
         return self._write_whole(tokens_entry(len(ids)).below(folder), torch.from_numpy(ids))
 
-    def write_state(self, stored: Tensor | None, folder: str = "") -> ArrayEntry | None:
-        """Writes packed states, uint8 [bytes], and returns their entry; None of a model without. folder: see above."""
+    def write_state(
+        self, stored: Tensor | None, folder: str = "", marks: Sequence[Tensor] = ()
+    ) -> ArrayEntry | None:
+        """Writes packed states, uint8 [bytes], and returns their entry; None of a model without. folder: see above.
+
+        marks: those behind earlier tokens, which come first.
+        """
         if stored is None:
             return None
-        return self._write_whole(
-            ArrayEntry("state", (len(stored),), (len(stored),), "uint8").below(folder), stored
-        )
+        size, all_of_them = len(stored), [*marks, stored]
+        entry = ArrayEntry("state", (len(all_of_them) * size,), (size,), "uint8").below(folder)
+        self.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
+        for number, each in enumerate(all_of_them):
+            self.write_chunk(entry.path, (number,), each)
+        return entry
 
     def write_conversation(self, data: bytes) -> ArrayEntry:
         """Writes what is kept of messages, as one array of bytes, and returns its entry."""

@@ -91,12 +91,16 @@ Problem = ContextCorruptError | StoreUnavailableError
 
 def check_metadata(folder: Path, entries: Sequence[ArrayEntry]) -> Iterator[Problem]:
     """Compares every `zarr.json` with the entries; yields one error per file that says something else."""
-    groups = {str(parent) for entry in entries for parent in Path(entry.path).parents}
-    for group in sorted(groups):
-        expected = {"zarr_format": 3, "node_type": "group", "attributes": {}}
-        yield from _compare(folder / group / METADATA_NAME, group, expected)
-    for entry in entries:
-        yield from _compare(folder / entry.path / METADATA_NAME, entry.path, _metadata(entry))
+    for path, expected in metadata(entries).items():
+        yield from _compare(folder / path / METADATA_NAME, path, expected)
+
+
+def metadata(entries: Iterable[ArrayEntry]) -> dict[str, dict[str, object]]:
+    """What every `zarr.json` must say, by the path of its group or array; groups first."""
+    entries = list(entries)
+    groups = sorted({str(parent) for entry in entries for parent in Path(entry.path).parents})
+    group: dict[str, object] = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+    return {**dict.fromkeys(groups, group), **{entry.path: _metadata(entry) for entry in entries}}
 
 
 def chunk_path(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> Path:
@@ -207,6 +211,28 @@ def read_chunk_pieces(folder: Path, entry: ArrayEntry, indices: Sequence[int], p
         return checksum
 
     _read_chunk(path, entry, indices, fill)
+
+
+def chunk_file(folder: Path, entry: ArrayEntry, indices: Sequence[int]) -> Iterator[bytes]:
+    """The bytes of a chunk's file, piece by piece. Raises as `read_chunk_into`, also behind the last piece."""
+    path, checksum, done = chunk_path(folder, entry, indices), 0, 0
+    try:
+        with open_regular(path) as (descriptor, status):
+            _check_size(path, entry, status.st_size)
+            while done < entry.chunk_bytes:
+                with may_block(path):
+                    piece = os.read(descriptor, min(_PIECE_BYTES, entry.chunk_bytes - done))
+                if not piece:
+                    raise WrongFileError("a file that shrank while it was read")
+                checksum = extend_crc32c(checksum, np.frombuffer(piece, np.uint8))
+                done += len(piece)
+                yield piece
+            with may_block(path):
+                last = os.read(descriptor, CHECKSUM_BYTES)
+    except OSError as error:
+        raise _unreadable(path, entry, error) from error
+    _check_checksum(path, entry, checksum, int.from_bytes(last, "little"), entry.checksum(indices))
+    yield last
 
 
 def _read_chunk(path: Path, entry: ArrayEntry, indices: Sequence[int], fill: Callable[[int], int]) -> None:
@@ -396,11 +422,11 @@ class ContextFiles:
         """The messages that the context was made of, as they were written; None without. Their checksum is verified."""
         return None if self._manifest.conversation is None else self._small("conversation").tobytes()
 
-    def _small(self, path: str) -> NDArray[np.uint8]:
-        """The bytes of an array of one chunk."""
+    def _small(self, path: str, chunk: int = 0) -> NDArray[np.uint8]:
+        """The bytes of a chunk of an array of one dimension, which has one chunk or few."""
         entry = self._entry(path)
         raw = np.empty(entry.chunk_bytes, np.uint8)
-        read_bounded(lambda: self._read(entry, (0,), raw), self.read_limit_s)
+        read_bounded(lambda: self._read(entry, (chunk,), raw), self.read_limit_s)
         return raw
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 """Serves a tiny random model of every causal language model that transformers knows, or says which sentence refuses it.
 
 What is served decodes as `generate` of transformers does: the same 64 greedy tokens after 300 tokens and after 3,000,
-in float32; and with a budget of all keys every method gives the logits of full attention. Of models with states the
-same tokens have to come in every way in which a prompt may stand behind a text. Prints one JSON line for every
-architecture, or with `--table` writes the tables of docs/models.md from such lines.
+in float32; and with a budget of all keys every method gives the logits of full attention. Of models with states or
+chunks the same tokens have to come in every way in which a prompt may stand behind a text. Prints one JSON line for
+every architecture, or with `--table` writes the tables of docs/models.md from such lines.
 
     python ops/models/check_architectures.py --out found.jsonl [--only llama,gemma2]
     python ops/models/check_architectures.py --table found.jsonl
@@ -88,7 +88,8 @@ def check(kind: str, folder: Path) -> dict[str, Any]:
                 if length == LENGTHS[0]:
                     found["differing"] = sorted(_differing(runner, context, without))
                     found["without"] = without
-            if runner.identity.states is not None:
+            window = runner.identity.window
+            if runner.identity.states is not None or (window is not None and window.chunked):
                 found["equal"] |= _ways(runner, folder, model, length)
     except SparseKVError as error:
         return {"refused": _clause(error)}

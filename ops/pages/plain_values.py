@@ -59,6 +59,9 @@ SHAPES = {
     "Method": Shape("MethodInfo"),
     "ListMethodsResponse": Shape("MethodList"),
     "ServerStatus": Shape("ServerStatus"),
+    "Tenant.Limit": Shape("TenantLimit"),
+    "Tenant": Shape("TenantUse"),
+    "ListTenantsResponse": Shape("TenantList"),
 }
 OPTIONS = {
     "GenerateRequest": Shape("GenerateFields", left_out=("context",)),

@@ -290,7 +290,7 @@ class Checkpoint:
             layers = range(capture.identity.layers)
             parts = [(tensors[f"kv.{layer}"], tensors.get(f"queries.{layer}")) for layer in layers]
             capture.put_rows(part.start, part.count, parts)
-            capture.put_state(tensors)
+            capture.put_state(tensors, part.start + part.count)
         except (OSError, KeyError, ValueError, SafetensorError):
             return False
         return True

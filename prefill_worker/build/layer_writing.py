@@ -134,9 +134,10 @@ class CapturedWriting:
         kv_HN2D = self._capture.kv(layer)
         return self._placed(self._kv, model.full_layers.index(layer), kv_HN2D[:, start : start + count])
 
-    def state(self) -> Tensor | None:
-        """Packed states behind the last token; None of a model without."""
-        return self._capture.packed_state(self._capture.kv_dtype)
+    def write_state(self, writer: ContextWriter) -> None:
+        """Writes the states behind the last token and the marks, of a model with states."""
+        last = self._capture.packed_state(self._capture.kv_dtype)
+        writer.write_state(last, marks=self._capture.marked_states())
 
     def settled(self) -> Callable[[], None]:
         """What returns once all that has passed so far is where `rows` finds it."""
@@ -448,7 +449,7 @@ class LayerWriting:
             progress(self._written, layers)
         captured = self._captured
         if captured is not None:
-            self._writer.write_state(captured.state())
+            captured.write_state(self._writer)
         return WrittenLayers(
             tuple(index.entry() for index in self._indexes),
             None if captured is None else captured.queries,

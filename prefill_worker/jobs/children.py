@@ -92,7 +92,7 @@ def carry_out_child(child: ChildJob, reporter: Reporter, clock: Clock, means: Me
         before=torch.tensor(job.token_ids[: parent.token_count], dtype=torch.int64),
         own=own,
         attention=EXACT,
-        name=free_name(store, job.config.name or job.title, parent.model.fingerprint, id_),
+        name=free_name(store, job.config.name or job.title, parent.model.fingerprint, id_, parent.tenant),
         expires_at=None if ttl is None else utc_now() + ttl,
         owner=job.owner,
         labels=job.labels,

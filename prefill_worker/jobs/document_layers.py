@@ -31,7 +31,7 @@ from index_store.store.catalog import Store
 from index_store.store.description.context_id import first_digest
 from index_store.store.description.dtypes import AS_DTYPE, dtype_name, stored_dtype
 from index_store.store.description.json_fields import Scalar
-from index_store.store.description.manifest import Manifest
+from index_store.store.description.manifest import STATE_MARKS, Manifest
 from index_store.store.stored_context import Context
 from index_store.store.writer import ContextWriter
 from prefill_worker.build.checkpoint import Checkpoint
@@ -124,7 +124,11 @@ class TakenBeginning:
         with self.store.open(self.manifest.id, self.manifest) as context:
             for layer in range(self.manifest.model.layers):
                 self.store.bounded(lambda layer=layer: self._fill_layer(context, capture, layer))  # type: ignore[misc]
-            capture.take_state(context.state(), self.manifest.dtype)
+            marks = [
+                mark for mark in self.manifest.state_marks if mark < self.tokens and capture.is_mark(mark)
+            ]
+            for tokens in (*marks, self.tokens):
+                capture.take_state(context.state(tokens), self.manifest.dtype, tokens)
 
     def _fill_layer(self, context: Context, capture: Capture, layer: int) -> None:
         kv = read_rows(context, layer).to(capture.kv_dtype)
@@ -153,11 +157,12 @@ def find_beginning(job: PreparedJob, store: Store, id_: str) -> TakenBeginning |
     def suits(manifest: Manifest) -> bool:
         return (
             manifest.id != id_
+            and manifest.tenant == config.tenant
             and manifest.rows == AS_DTYPE
             and all(manifest.prefill.get(note) == wanted[note] for note in _SAME)
         )
 
-    first = first_digest(job.identity, job.dtype, config.salt)
+    first = first_digest(job.identity, job.dtype, config.salt, config.tenant)
     found = longest_beginning(store, first, list(job.token_ids), suits)
     if found is None:
         return None
@@ -166,8 +171,12 @@ def find_beginning(job: PreparedJob, store: Store, id_: str) -> TakenBeginning |
     window = job.identity.window
     if window is not None and tokens < found.manifest.token_count > window.size:
         return None  # of layers with a window the store has the last rows alone
-    if job.identity.states is not None and tokens != found.manifest.token_count:
-        return None  # states are there behind the last token alone
+    if job.identity.states is not None:
+        own = found.manifest.prefill.get(STATE_MARKS)
+        if config.state_marks is not None and not (isinstance(own, int) and config.state_marks % own == 0):
+            return None  # its own marks lie where none are
+        behind = (*found.manifest.state_marks, found.manifest.token_count)
+        tokens = max((each for each in behind if each <= tokens and each % chunk == 0), default=0)
     return TakenBeginning(store, found.manifest, tokens) if tokens > 0 else None
 
 
@@ -287,6 +296,7 @@ def _make_capture(job: PreparedJob, placement: KvPlacement, beginning: TakenBegi
         config.torch_device,
         block_tokens=placement.block_tokens,
         approximation=None if config.muse is None else RangeAttention(config.muse, identity.layers),
+        state_marks=config.state_marks,
     )
 
 

@@ -11,7 +11,7 @@ from index_store.cli.console import Reporter
 from index_store.cli.options import parse_ttl
 from index_store.cli.report import layers_text
 from index_store.cli.traces import TRACEPARENT
-from index_store.errors import ContextCorruptError, ContextExpiredError, ContextNotFoundError
+from index_store.errors import ContextCorruptError, ContextExpiredError, ContextNotFoundError, format_bytes
 from index_store.models.attention_reading import logit_cap
 from index_store.models.loading import attention_of, identifying
 from index_store.models.resolve import resolve_model
@@ -20,7 +20,7 @@ from index_store.store.clean_up import clean_up
 from index_store.store.description.array_entry import ArrayEntry, state_entry, window_entry
 from index_store.store.description.context_id import continued_digests, first_digest
 from index_store.store.description.json_fields import Scalar
-from index_store.store.description.manifest import Manifest
+from index_store.store.description.manifest import STATE_MARKS, Manifest
 from prefill_worker.build.kv_placement import UsedMemory
 from prefill_worker.build.layer_writing import LOGIT_CAP, WrittenLayers
 from prefill_worker.build.stages import Clock
@@ -58,7 +58,7 @@ def run_job(
         return carry_out(job, reporter, clock)
     store = Store(config.store, create=True)
     if not config.move_name:
-        require_free(store, name, job.identity.fingerprint, id_)
+        require_free(store, name, job.identity.fingerprint, id_, config.tenant)
         return carry_out(job, reporter, clock)
     report = carry_out(replace(job, config=replace(config, name=None, move_name=False)), reporter, clock)
     before = report.manifest.name
@@ -93,6 +93,10 @@ def carry_out(
             return PrefillReport(manifest, False, clock.seconds, changes.told())
         check_space(job)
         reporter.note(f"context {id_[:12]}: {len(job.token_ids)} tokens, model {job.identity.name}")
+        state = state_entry(job.identity, job.dtype, job.state_marks)
+        if state is not None and job.state_marks:
+            told = format_bytes(state.nbytes - state.chunk_bytes)
+            reporter.note(f"states are kept behind {job.state_marks} marks, which takes {told}")
         manifest, memory = _write(job, store, id_, clock, reporter, means)
     return PrefillReport(manifest, True, clock.seconds, memory=memory)
 
@@ -131,8 +135,9 @@ def _write(
         tokens = writer.write_tokens(job.token_ids)
         said = job.conversation
         messages = None if said is None else writer.write_conversation(said.to_bytes())
-        name = free_name(store, job.config.name or job.title, job.identity.fingerprint, id_)
-        if name != (job.config.name or job.title):
+        wanted = job.config.name or job.title
+        name = free_name(store, wanted, job.identity.fingerprint, id_, job.config.tenant)
+        if name != wanted:
             reporter.note(f"another context has the name already; this one is called {name!r}")
         made = _manifest(job, id_, name, clock, compute_dtype, tokens, written, taken)
         manifest = replace(made, conversation=messages)
@@ -158,6 +163,7 @@ def _manifest(
     ttl = parse_ttl(config.ttl)
     prefill: dict[str, Scalar] = {
         "chunk": config.pass_tokens,
+        **({} if config.state_marks is None else {STATE_MARKS: config.state_marks}),
         "attention": config.attention,
         **({} if config.muse is None else config.muse.describe()),
         "query_sample": config.query_sample,
@@ -189,12 +195,13 @@ def _manifest(
         queries=written.queries,
         query_positions=written.query_positions,
         window=window_entry(*made),
-        state=state_entry(job.identity, job.dtype),
+        state=state_entry(job.identity, job.dtype, job.state_marks),
         prefix_digests=continued_digests(
-            first_digest(job.identity, job.dtype, config.salt), list(job.token_ids)
+            first_digest(job.identity, job.dtype, config.salt, config.tenant), list(job.token_ids)
         ),
         labels=job.labels,
         owner=job.owner,
+        tenant=config.tenant,
     )
 
 

@@ -140,7 +140,7 @@ class PreparedJob:
     traceparent: str = ""
 
     def reading(self) -> dict[str, object]:
-        """What, besides model, dtype, salt and tokens, decides what a context is before any index is built."""
+        """What, besides model, dtype, salt, tenant and tokens, decides what a context is before any index is built."""
         config = self.config
         options = ReadingOptions(
             self.given_dense_layers,
@@ -190,6 +190,12 @@ class PreparedJob:
         )
 
     @property
+    def state_marks(self) -> int:
+        """Places before the document's end behind which states are kept."""
+        every = self.config.state_marks
+        return 0 if every is None else (len(self.token_ids) - 1) // every
+
+    @property
     def given_dense_layers(self) -> tuple[int, ...] | None:
         """The dense layers that the job was told; None when they are to be measured."""
         return parse_dense_layers(self.config.dense_layers)
@@ -206,7 +212,10 @@ class PreparedJob:
         return kv_entry(self.identity, len(self.token_ids), self.dtype)
 
     def id(self) -> str:
-        return context_id(self.identity, self.dtype, self.reading(), self.config.salt, self.token_ids)
+        config = self.config
+        return context_id(
+            self.identity, self.dtype, self.reading(), config.salt, self.token_ids, config.tenant
+        )
 
 
 def prepare_job(
@@ -254,6 +263,15 @@ def _choices(config: PrefillConfig, identity: ModelIdentity) -> ChosenIndexes:
     if dense and dense[-1] >= identity.layers:
         raise InvalidArgumentError(
             f"--dense-layers names layer {dense[-1]}, model {identity.name!r} has layers 0 to {identity.layers - 1}"
+        )
+    every = config.state_marks
+    if every is not None and identity.states is None:
+        raise InvalidArgumentError(
+            f"--state-marks is given, model {identity.name!r} has no states; leave it out"
+        )
+    if every is not None and every % config.pass_tokens:
+        raise InvalidArgumentError(
+            f"--state-marks is {every}, expected a multiple of the {config.pass_tokens} tokens of a pass (--chunk)"
         )
     return chosen
 

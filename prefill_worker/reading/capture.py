@@ -25,7 +25,7 @@ from index_store.attention.fused import attend_recent, narrow, widen
 from index_store.indexes.interface.layer_index import ClusterStarts
 from index_store.models.state_cache import StateCache, TextStates, attending_layer
 from index_store.store.description.context_id import ModelIdentity
-from index_store.store.description.dtypes import dtype_name
+from index_store.store.description.dtypes import dtype_name, stored_dtype
 from index_store.store.stored_context import QuerySample
 from prefill_worker.muse.ranges import RangeAttention
 from prefill_worker.reading.kept_layers import (
@@ -63,11 +63,13 @@ class Capture:
         device: torch.device | str = "cpu",
         block_tokens: int | None = None,
         approximation: RangeAttention | None = None,
+        state_marks: int | None = None,
     ) -> None:
         """block_tokens: keys and values are kept in host memory and read in blocks of so many tokens, at most.
 
         By default they stay on the device. approximation: attends to the context's past in place of exact attention;
-        a pass is then one of its blocks. Raises MemoryBudgetError when the machine refuses the host memory.
+        a pass is then one of its blocks. state_marks: of a model with states, those behind every so many tokens of the
+        context are kept, where a pass ends. Raises MemoryBudgetError when the machine refuses the host memory.
         """
         self.identity = identity
         self.token_count = token_count
@@ -92,6 +94,9 @@ class Capture:
         self._states: TextStates | None = None
         self._prompt_states: TextStates | None = None
         self._given_state: tuple[Tensor, str] | None = None
+        self._state_marks = state_marks
+        self._marked: dict[int, Tensor] = {}
+        self._behind = 0
         self.cache: StateCache | None = None
         self._start = 0
         self._kept_T = torch.empty(0, dtype=torch.int64)
@@ -117,9 +122,20 @@ class Capture:
                 self.device
             )
 
-    def take_state(self, packed: Tensor | None, dtype: str) -> None:
-        """Takes over packed states, in a dtype of keys and values: those behind the last token that there is."""
-        self._given_state = None if packed is None else (packed, dtype)
+    def take_state(self, packed: Tensor | None, dtype: str, behind: int) -> None:
+        """Takes over packed states, in a dtype of keys and values: those behind so many tokens, the last ones last."""
+        model = self.identity.states
+        if packed is None or model is None:
+            return
+        self._given_state = (packed, dtype)
+        if self.is_mark(behind):
+            own = TextStates(model, stored_dtype(dtype).torch_dtype).unpack(packed, dtype)
+            self._marked[behind] = own.pack(dtype_name(self.kv_dtype))
+
+    def is_mark(self, tokens: int) -> bool:
+        """Whether the states behind so many tokens are kept beside those of the last one."""
+        every = self._state_marks
+        return every is not None and 0 < tokens < self.token_count and tokens % every == 0
 
     def begin_pass(self, dtype: torch.dtype) -> dict[str, StateCache]:
         """What else the next forward pass is called with, by a model that computes in the dtype."""
@@ -138,13 +154,20 @@ class Capture:
 
     def end_pass(self) -> None:
         """The pass has succeeded."""
-        if self.cache is not None:
-            self.cache.commit()
+        if self.cache is None or self._states is None:
+            return
+        self.cache.commit()
+        if self.is_mark(self._behind) and self._prompt_states is None:
+            self._marked[self._behind] = self._states.pack(dtype_name(self.kv_dtype))
 
     def packed_state(self, dtype: torch.dtype) -> Tensor | None:
         """States behind the last token of the context that was read, as a context of the dtype stores them; None of a
         model without."""
         return None if self._states is None else self._states.pack(dtype_name(dtype))
+
+    def marked_states(self) -> list[Tensor]:
+        """The same behind every mark, in the order of the tokens."""
+        return [self._marked[tokens] for tokens in sorted(self._marked)]
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The same as the model computes with them, under the name that `put_state` finds them by."""
@@ -155,18 +178,18 @@ class Capture:
             else {f"{_STATE}{dtype_name(states.dtype)}": states.pack(dtype_name(states.dtype))}
         )
 
-    def put_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes over what `state_tensors` has among these."""
+    def put_state(self, tensors: Mapping[str, Tensor], behind: int) -> None:
+        """Takes over what `state_tensors` has among these, behind so many tokens."""
         for name in tensors:
             if name.startswith(_STATE):
-                self.take_state(tensors[name], name.removeprefix(_STATE))
+                self.take_state(tensors[name], name.removeprefix(_STATE), behind)
 
     def begin_context_chunk(self, start: int, count: int) -> None:
         """The next forward pass carries the context's tokens start..start+count-1."""
         rows = self._sampled_rows(start, count)
         self._first_row = rows.start
         self._kept_T = (self._sampled.context_P[rows] - start).to(self.device)
-        self._start = start
+        self._start, self._behind = start, start + count
 
     def begin_prompt_chunk(self, prompt: int, start: int, count: int) -> None:
         """The next forward pass carries tokens start..start+count-1 of a calibration prompt, after the context.

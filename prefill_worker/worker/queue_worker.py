@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 from index_store.cli.console import Update
 from index_store.cli.documents import STANDARD_INPUT
+from index_store.cli.quotas import QuotaFile
 from index_store.cli.traces import Span, Traces, Value, open_traces, trace_id
 from index_store.errors import (
     JobCorruptError,
@@ -99,6 +101,7 @@ def order_grown(store: Store, queue: JobQueue, model: str, share: float) -> None
             tokens=child.token_count,
             parent=child.parent.id,
             owner=child.owner,
+            tenant=child.tenant,
             whole=True,
         )
         record = JobRecord(secrets.token_hex(16), order, queue.now(), priority=-MOST_PRIORITY)
@@ -261,7 +264,11 @@ class QueueWorker:
         self._store.folders.check_writable()
         self._queue = JobQueue(config.store)
         self._uploads = Uploads(config.store)
-        self._room = StoreRoom(self._store, config.store_bytes)
+        self._room = StoreRoom(
+            self._store,
+            config.store_bytes,
+            quota=partial(QuotaFile(config.quotas).limit, name="stored_bytes"),
+        )
         self._folder = resolve_model(config.model)
         self._identity = identify(self._folder)
         self._model = KeptModel()
@@ -363,9 +370,9 @@ class QueueWorker:
             reporter.note("the context has outgrown what it continues, and is made to stand alone")
             return make_whole(self._store, present, device, clock, reporter)
         kind = (self._identity, order.dtype, order.tokens, () if order.parent else order.methods)
-        self._room.make(self._room.needed(order.context, *kind))
+        self._room.make(self._room.needed(order.context, *kind), order.tenant)
         if order.name and not order.moves:
-            require_free(self._store, order.name, order.model, order.context)
+            require_free(self._store, order.name, order.model, order.context, order.tenant)
         with clock("tokenize"):
             job = replace(self._prepare(claim), traceparent="" if span is None else span.traceparent)
         child = self._child(claim, job) if order.parent else None
@@ -401,6 +408,7 @@ class QueueWorker:
             ttl=None if order.ttl is None else f"{order.ttl:.6f}s",
             device=worker.device,
             device_memory=worker.device_memory,
+            tenant=order.tenant,
         )
         kept = claim.conversation()
         conversation = None if kept is None else StoredConversation.from_bytes(kept, str(claim.folder))

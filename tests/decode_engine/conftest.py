@@ -57,6 +57,7 @@ class Library:
         ttl: str | None = None,
         dtype: str = "auto",
         salt: str | None = None,
+        tenant: str = "",
     ) -> str:
         """Stores a context of that display name, distinct from all others, and returns its id."""
         document = self.store.parent / f"{name}.txt"
@@ -73,6 +74,7 @@ class Library:
             dtype=dtype,
             salt=name if salt is None else salt,
             device="cpu",
+            tenant=tenant,
         )
         return run_job(config, LineReporter(io.StringIO())).manifest.id
 
@@ -107,6 +109,7 @@ def make_library(folder: Path) -> Library:
     settings = json.loads((model / "tokenizer_config.json").read_text())
     del settings["eos_token"]
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    Store(folder / "store", create=True)
     return Library(model, folder / "store")
 
 

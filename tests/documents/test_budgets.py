@@ -16,8 +16,9 @@ MOST_WORDS = {
     "docs/evaluation.md": 2_500,
     "docs/gpu.md": 2_500,
     "docs/methods.md": 2_500,
-    "docs/metrics.md": 1_250,  # traces and audits are told there, too
+    "docs/metrics.md": 1_300,  # traces and audits are told there, too
     "docs/models.md": 1_400,  # its tables name every architecture, and layers with states are a kind of their own
+    "docs/operations.md": 2_000,
     "docs/prefill.md": 2_000,
     "docs/start.md": 2_000,
 }
@@ -25,22 +26,22 @@ REFERENCE = {"docs/api.md", "docs/log.md"}
 """Looked up, not read: the reference of the API, which is made from the code, and the log."""
 
 MOST_LINES = {
-    "decode_engine/cli": 2_750,
-    "decode_engine/core": 2_050,  # spans and audits of requests are made there
-    "decode_engine/engine": 4_100,
+    "decode_engine/cli": 2_950,  # tokens have tenants and rights, tenants a table
+    "decode_engine/core": 2_500,  # spans and audits of requests are made there, and accounts of tenants are kept
+    "decode_engine/engine": 4_300,  # turns between tenants are taken there
     "decode_engine/evaluation": 3_500,
     "decode_engine/gateway": 3_900,
     "decode_engine/host_search": 1_750,
-    "decode_engine/kernels": 10_300,
+    "decode_engine/kernels": 10_400,  # states are copied there, too
     "decode_engine/layers": 2_200,
     "decode_engine/model": 2_150,
-    "decode_engine/orders": 950,
+    "decode_engine/orders": 1_050,
     "decode_engine/processes": 1_550,
-    "decode_engine/rpc": 6_650,
-    "decode_engine/settings": 600,
-    "decode_engine/steps": 3_200,
-    "index_store": 28_050,  # what layers of a step share is laid out once
-    "prefill_worker": 7_750,
+    "decode_engine/rpc": 7_600,  # who calls, what they may, and what was refused
+    "decode_engine/settings": 900,  # the file of quotas
+    "decode_engine/steps": 3_230,  # with those of models with states
+    "index_store": 30_500,  # tenants and quotas; contexts as single files, and in object stores that servers share
+    "prefill_worker": 7_850,  # a job knows its tenant, and keeps states at marks
 }
 
 

@@ -123,6 +123,7 @@ def _manifests() -> dict[str, Manifest]:
         "all_windows": short,
         "child": child,
         "whole": whole,
+        "owned": replace(plain, tenant="acme", readers=("b.c@d-9", "*")),
     }
     return {name: _sealed(manifest) for name, manifest in named.items()}
 
@@ -158,6 +159,7 @@ def _jobs() -> dict[str, JobRecord]:
     failure = JobFailure("CONTEXT_CORRUPT", "„x“: damaged", {"path": "p", "cause": "CHECKSUM_MISMATCH"})
     return {
         "open": opened,
+        "owned": replace(opened, order=replace(order, tenant="acme")),
         "held": held,
         "done": replace(opened, state=JobState.DONE, **ended),
         "failed": replace(opened, state=JobState.FAILED, failure=failure, **ended),
@@ -177,6 +179,9 @@ _TOKENS = Tokens(
         for at, name in enumerate(("alice", "b.c_d-9"))
     )
 )
+_OF_TENANTS = replace(
+    _TOKENS.tokens[0], tenant="acme", rights=("read", "delete"), expires_at=CREATED + timedelta(days=90)
+)
 _CHECKPOINT = CHECKPOINTS.parse((RECORDED / "checkpoint.json").read_bytes(), "recorded")
 
 KINDS: Mapping[str, tuple[Sealed[Any], object]] = {
@@ -184,6 +189,7 @@ KINDS: Mapping[str, tuple[Sealed[Any], object]] = {
     **{f"job-{name}": (JOBS, each) for name, each in _jobs().items()},
     **{f"default-{name}": (DEFAULTS, each) for name, each in _DEFAULTS.items()},
     "tokens": (TOKENS, _TOKENS),
+    "tokens-owned": (TOKENS, Tokens((_OF_TENANTS,))),
     "checkpoint": (CHECKPOINTS, _CHECKPOINT),
 }
 """Each kind of file, and a record, by the name of the file in `recorded`."""

@@ -26,7 +26,25 @@ WHERE = "a folder/record.json"
 HUGE = 10**400
 
 ONE_OF_EACH: dict[str, tuple[Sealed[Any], Any]] = {
-    name: KINDS[name] for name in ("manifest-windowed", "job-held", "default-keep", "tokens", "checkpoint")
+    name: KINDS[name]
+    for name in (
+        "manifest-windowed",
+        "manifest-owned",
+        "job-held",
+        "default-keep",
+        "tokens",
+        "tokens-owned",
+        "checkpoint",
+    )
+    for name in (
+        "manifest-windowed",
+        "manifest-owned",
+        "job-held",
+        "default-keep",
+        "tokens",
+        "tokens-owned",
+        "checkpoint",
+    )
 }
 of_every_kind = pytest.mark.parametrize("kind", ONE_OF_EACH)
 
@@ -174,7 +192,22 @@ def test_other_versions_are_told_apart(kind: str) -> None:
         sealed.parse(render_document(document(kind) | {"format_version": "new"}), WHERE)
 
 
-LEFT_OUT = {"window", "query_positions", "parent", "owner", "labels", "whole", "rows", "moves", "furthest"}
+LEFT_OUT = {
+    "window",
+    "query_positions",
+    "parent",
+    "owner",
+    "labels",
+    "whole",
+    "rows",
+    "moves",
+    "furthest",
+} | {
+    "tenant",
+    "readers",
+    "rights",
+    "expires_at",
+}
 """Fields that a file need not have, and one that decides what another must be."""
 
 NAMED_AT_WILL = {"prefill", "seconds", "reached", "labels", "parameters"}

@@ -50,7 +50,7 @@ class OneLayer:
     def state_tensors(self) -> dict[str, Tensor]:
         return {}
 
-    def put_state(self, tensors: object) -> None:
+    def put_state(self, tensors: object, behind: int) -> None:
         pass
 
     def put_rows(self, start: int, count: int, parts: Sequence[tuple[Tensor, None]]) -> None:

@@ -59,6 +59,41 @@ LAYER_KINDS: Mapping[str, tuple[str, Mapping[str, object]]] = MappingProxyType(
 )
 """Families and settings for `write_model_folder` with three layers, by what is special about their attention."""
 
+_LINEAR: Mapping[str, object] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+_ALL_EXPERTS: Mapping[str, object] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+STATEFUL: Mapping[str, Mapping[str, object]] = MappingProxyType(
+    {
+        "qwen3_next": {**_LINEAR, **_ALL_EXPERTS, "num_experts": 2, "shared_expert_intermediate_size": 32},
+        "qwen3_5_text": _LINEAR,
+        "granitemoehybrid": {
+            **_ALL_EXPERTS,
+            "layer_types": _LINEAR["layer_types"],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_d_state": 16,
+            "num_local_experts": 2,
+        },
+        "nemotron_h": {
+            **_ALL_EXPERTS,
+            "layers_block_type": ["linear_attention", "moe", "full_attention"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "n_routed_experts": 2,
+        },
+        "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3},
+        "minimax": {**_ALL_EXPERTS, "layer_types": _LINEAR["layer_types"], "num_local_experts": 2},
+    }
+)
+"""Families with states, and settings for `write_model_folder` with three layers. All experts are chosen always."""
+
 HEAD_SHAPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
         "large groups": {"query_heads": 16, "kv_heads": 1, "head_dim": 64},

@@ -65,7 +65,7 @@ _NOTES = (
         "prompt_cache_key prompt_cache_options prompt_cache_retention",
         "stored beginnings are found by their tokens",
     ),
-    *taken("service_tier priority", "all requests are served alike"),
+    *taken("service_tier", "`priority` orders a tenant's own requests"),
     *taken("provider models route usage", "one model is served, and its usage is told"),
 )
 """Labels and hints that clients always send."""

@@ -132,7 +132,7 @@ FAMILIES: Mapping[str, str] = {
     "storage": r"(store|storage|retention|keep_alive|.*_retention)",
     "what clients do themselves": r"((request_)?timeout|(max|num)_retries|api_(key|base|version|type)|base_url|"
     r"extra_(headers|query)|custom_llm_provider|drop_params)",
-    "tiers": r"((service_)?tier|priority|provider(_?options)?|route|routing|models|fallbacks?|usage)",
+    "tiers": r"((service_)?tier|provider(_?options)?|route|routing|models|fallbacks?|usage)",
 }
 """Names that change no answer, wherever they stand: what they are about, and how they are recognised."""
 _FAMILY = re.compile("|".join(FAMILIES.values()))

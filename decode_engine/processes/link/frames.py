@@ -60,7 +60,7 @@ class Asks(Struct, frozen=True, array_like=True, tag="ask"):
     """A question, that one of these methods of `Core` answers. given: to it."""
 
     number: int
-    method: Literal["status", "residency", "warm", "changed"]
+    method: Literal["status", "residency", "tenancy", "allow", "warm", "changed"]
     given: list[Any]
 
 

@@ -22,6 +22,7 @@ from decode_engine.orders.events import (
     Fails,
     Residency,
     Status,
+    Tenancy,
     Warmed,
     error_of_event,
     event_of_error,
@@ -151,6 +152,12 @@ class RemoteCore:
     async def residency(self, bases: Sequence[str] = ()) -> Residency:
         return await self._ask(Residency, "residency", bases)
 
+    async def tenancy(self) -> Tenancy:
+        return await self._ask(Tenancy, "tenancy")
+
+    async def allow(self, tenant: str, tokens: int) -> None:
+        await self._ask(type(None), "allow", tenant, tokens)
+
     async def warm(self, context: str, deadline_ns: int | None) -> Warmed:
         return await self._ask(Warmed, "warm", context, deadline_ns)
 
@@ -178,7 +185,10 @@ class RemoteCore:
             self.send(Cancels(number))
 
     async def _ask(
-        self, kind: type[ResultT], method: Literal["status", "residency", "warm", "changed"], *given: object
+        self,
+        kind: type[ResultT],
+        method: Literal["status", "residency", "tenancy", "allow", "warm", "changed"],
+        *given: object,
     ) -> ResultT:
         await self.facts()
         question = Asks(next(self._numbers), method, [*given])

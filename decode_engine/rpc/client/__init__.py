@@ -29,6 +29,9 @@ from sparsekv.v1.values import (
     Piece,
     SelectionFigures,
     Summary,
+    TenantLimit,
+    TenantList,
+    TenantUse,
     Timings,
     TokenizedText,
     TokenLogprob,
@@ -46,5 +49,6 @@ __all__ = ["NEVER", "Alternative", "AsyncBatch", "AsyncClient", "AsyncGeneration
 __all__ += ["Client", "ContextChanges", "ContextInfo", "ContextPage", "CreateOptions", "Credentials"]
 __all__ += ["Explanation", "GenerateOptions", "Generation", "IndexInfo", "Keep", "LayersLooked", "Look"]
 __all__ += ["MethodInfo", "MethodList", "Never", "OperationInfo", "Piece", "SelectionFigures", "ServerHealth"]
-__all__ += ["ServerStatus", "Summary", "Timings", "TokenLogprob", "TokenizedText", "ToolCallPart"]
+__all__ += ["ServerStatus", "Summary", "TenantLimit", "TenantList", "TenantUse", "Timings"]
+__all__ += ["TokenLogprob", "TokenizedText", "ToolCallPart"]
 __all__ += ["UploadInfo", "Usage", "Waiting", "WarmResult", "calls_of"]

@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -27,10 +27,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from decode_engine.rpc.door.signed_tokens import JwtRules, SignedTokens
 from index_store.errors import InvalidArgumentError, SparseKVError
+from index_store.store.description.callers import (
+    OPERATOR,
+    RIGHTS,
+    Caller,
+    Right,
+    check_tenant,
+    is_tenant,
+    require_tenant,
+    rights_of,
+)
 from index_store.store.description.json_fields import Sealed, check_utc, field_error
 from index_store.store.files.durable import TEMPORARY_PREFIX, locked_file, new_file, storing, sync_path
-from index_store.store.files.reading import read_file
+from index_store.store.files.reading import read_file, stamp_of
 
 
 class UnauthenticatedError(SparseKVError):
@@ -72,7 +83,7 @@ class Sharing:
 
 
 MAX_TOKENS = 10_000
-MAX_TOKEN_CHARACTERS = 256
+MAX_TOKEN_CHARACTERS = 4096
 _PREFIX = "skv_"  # by which programs that look for leaked secrets know one
 _SECRET_BYTES = 32
 _PRIVATE_FILE = 0o600
@@ -84,11 +95,15 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What is known of a token. sha256: of its text, 64 lower-case hex digits. created_at: UTC."""
+    """What is known of a token. sha256: of its text, 64 lower-case hex digits. tenant, rights: of who shows it.
+    expires_at: when it opens nothing any more; None for never. Times are UTC."""
 
     name: str
     sha256: str
     created_at: datetime
+    tenant: str = ""
+    rights: tuple[Right, ...] = RIGHTS
+    expires_at: datetime | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -96,6 +111,22 @@ class Token:
         if not _DIGEST.fullmatch(self.sha256):
             raise field_error("sha256", self.sha256, "64 lower-case hex digits")
         check_utc("created_at", self.created_at)
+        check_tenant("tenant", self.tenant)
+        if not self.rights or len(set(self.rights)) < len(self.rights):
+            raise field_error("rights", self.rights, f"some of {', '.join(RIGHTS)}")
+        if self.expires_at is not None:
+            check_utc("expires_at", self.expires_at)
+
+    @property
+    def unsaid(self) -> Collection[str]:
+        """Fields that the file says nothing of: files of before tenants have none of them."""
+        said = {"tenant": self.tenant, "rights": self.rights != RIGHTS, "expires_at": self.expires_at}
+        return tuple(name for name, there in said.items() if not there)
+
+    @property
+    def caller(self) -> Caller:
+        """Who shows it."""
+        return Caller(self.tenant, frozenset(self.rights), self.name)
 
     @property
     def digest(self) -> bytes:
@@ -156,17 +187,20 @@ class TokenFile:
         return TOKENS.parse(data, str(self._path)).tokens
 
     def stamp(self) -> tuple[int, ...] | None:
-        """Changes whenever the file does; None where it cannot be seen."""
-        try:
-            status = os.stat(self._path)
-        except OSError:
-            return None
-        return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size
+        """See `stamp_of`."""
+        return stamp_of(self._path)
 
-    def create(self, name: str) -> str:
+    def create(
+        self,
+        name: str,
+        tenant: str = "",
+        rights: Sequence[str] = (),
+        expires_at: datetime | None = None,
+    ) -> str:
         """Adds a token and returns it, the only time that it is seen. Makes the file where there is none.
 
-        Raises InvalidArgumentError for a name that is taken or none, TokenFileError, StoreError where writing fails.
+        rights: by default all of them, of a tenant's token all but admin. Raises InvalidArgumentError for a name
+        that is taken, for what is no name, tenant or right, TokenFileError, StoreError where writing fails.
         """
         if not _NAME.fullmatch(name):
             raise InvalidArgumentError(
@@ -174,6 +208,8 @@ class TokenFile:
                 "beginning with a letter or digit",
                 field="name",
             )
+        require_tenant(tenant)
+        had = rights_of(rights) if rights else tuple(each for each in RIGHTS if not tenant or each != "admin")
         secret = _PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
         with self._writing() as tokens:
             if any(token.name == name for token in tokens):
@@ -186,7 +222,8 @@ class TokenFile:
                     f"{self._path} has {len(tokens)} tokens, which is the limit; revoke some first"
                 )
             made = datetime.now(UTC).replace(microsecond=0)
-            self._write((*tokens, Token(name, digest_of(secret).hex(), made)))
+            added = Token(name, digest_of(secret).hex(), made, tenant, had, expires_at)
+            self._write((*tokens, added))
         return secret
 
     def revoke(self, name: str) -> None:
@@ -226,6 +263,7 @@ class TokenFile:
 
 logger = logging.getLogger(__name__)
 
+_OF_CERTIFICATES: frozenset[Right] = frozenset(("read", "create", "delete"))
 _SCHEME = "bearer "
 _LOOK_S = 1.0
 _MAX_HOSTS = 4096
@@ -260,14 +298,24 @@ class FailedAttempts:
 
 
 class Door:
-    """Lets callers in by the tokens of a file, or everybody where there is none. From any thread.
+    """Lets callers in by the tokens of a file, by JWT, by the names of their certificates, or everybody where none of
+    these is wanted. From any thread.
 
     A thread looks at the file every second, so that a new token counts soon, and a revoked one no more. Where the file
     cannot be used any longer, nobody is let in.
     """
 
-    def __init__(self, path: Path | None = None, attempts: FailedAttempts | None = None) -> None:
-        """path: the file of tokens. Raises TokenFileError."""
+    def __init__(
+        self,
+        path: Path | None = None,
+        attempts: FailedAttempts | None = None,
+        rules: JwtRules | None = None,
+        names: bool = False,
+    ) -> None:
+        """path: the file of tokens. rules: of JWT. names: whether those of certificates are tenants. Raises
+        TokenFileError, and what `SignedTokens` raises."""
+        self._names = names
+        self._signed = None if rules is None else SignedTokens(rules)
         self._file = None if path is None else TokenFile(path)
         self._attempts = attempts or FailedAttempts()
         self._lock = threading.Lock()
@@ -277,6 +325,7 @@ class Door:
         self._closed = threading.Event()
         if self._file is not None:
             self._stamp, self._tokens = self._file.stamp(), self._file.read()
+        if self._file is not None or self._signed is not None:
             threading.Thread(target=self._watch, name="tokens", daemon=True).start()
 
     def __enter__(self) -> Self:
@@ -290,21 +339,24 @@ class Door:
     @property
     def is_open(self) -> bool:
         """Whether everybody is let in."""
-        return self._file is None
+        return self._file is None and self._signed is None and not self._names
 
     def close(self) -> None:
         """Looks at the file no more. Idempotent."""
         self._closed.set()
 
-    def check(self, authorization: str | None, host: str) -> str:
-        """The name of the caller's token, "" where none is wanted.
+    def check(self, authorization: str | None, host: str, certificate: str = "") -> Caller:
+        """Who the caller is; where nobody is asked, one of no tenant and with all rights.
 
-        authorization: what the caller sent under that name. host: the address that it came from. Raises
+        authorization: what the caller sent under that name. host: the address that it came from. certificate: the name
+        in the one that it showed; what it sent goes first. Raises
         UnauthenticatedError, the same for every reason, and TooManyAttemptsError.
         """
-        if self._file is None:
-            return ""
+        if self.is_open:
+            return OPERATOR
         secret = _secret(authorization)
+        if not secret and self._names and is_tenant(certificate):
+            return Caller(certificate, _OF_CERTIFICATES, certificate)
         digest = digest_of(secret)
         with self._lock:
             delay = self._attempts.delay_s(host)
@@ -315,14 +367,26 @@ class Door:
                 error.retry_after_s = delay
                 raise error
             found = [token for token in self._tokens if hmac.compare_digest(token.digest, digest)]
-            if found:
-                self._accepted.add(digest)
-                return found[0].name
+            caller = None
+            if found and (found[0].expires_at is None or datetime.now(UTC) < found[0].expires_at):
+                caller = found[0].caller
+            elif self._signed is not None and secret.count(".") == 2:
+                caller = self._signed.caller_of(secret)
+            if caller is not None:
+                self._accept(digest)
+                return caller
             self._attempts.add(host)
         raise UnauthenticatedError("a valid token is needed, sent as `authorization: Bearer TOKEN`")
 
+    def _accept(self, digest: bytes) -> None:
+        if len(self._accepted) >= 2 * MAX_TOKENS:  # JWT come and go
+            self._accepted.clear()
+        self._accepted.add(digest)
+
     def look(self) -> None:
-        """Reads the file again if it has changed."""
+        """Reads files again that have changed."""
+        if self._signed is not None:
+            self._signed.look()
         if self._file is None or (stamp := self._file.stamp()) == self._stamp:
             return
         tokens: tuple[Token, ...] = ()
@@ -333,7 +397,7 @@ class Door:
             logger.error("nobody is let in: %s", error.message)
         with self._lock:
             self._tokens, self._stamp = tokens, stamp
-            self._accepted &= {token.digest for token in tokens}
+            self._accepted.clear()
 
     def _watch(self) -> None:
         while not self._closed.wait(_LOOK_S):

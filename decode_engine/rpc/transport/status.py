@@ -1,8 +1,9 @@
 """Errors on the wire: gRPC status codes with google.rpc.ErrorInfo (AIP-193), and google.rpc.RetryInfo where it helps.
 
-RetryInfo comes with TOO_MANY_REQUESTS, TOO_MANY_ATTEMPTS, QUEUE_FULL, NOT_READY, CONTEXT_BUSY and STORE_UNUSABLE, and
-once more as the trailer that gRPC's own retries honour. With CONTEXT_BUSY that trailer forbids them: a job may hold the
-context for minutes, and the caller, not its library, has to know. The other reasons are not mended by waiting.
+RetryInfo comes with TOO_MANY_REQUESTS, TOO_MANY_ATTEMPTS, QUEUE_FULL, NOT_READY, CONTEXT_BUSY and STORE_UNUSABLE, with
+QUOTA_EXCEEDED where waiting helps, and once more as the trailer that gRPC's own retries honour. With CONTEXT_BUSY that
+trailer forbids them: a job may hold the context for minutes, and the caller, not its library, has to know. The other
+reasons are not mended by waiting.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ _REASONS = {
     "INVALID_ARGUMENT": "INVALID_ARGUMENT PROMPT_TOO_LONG METHOD_UNSUPPORTED CONTEXT_AMBIGUOUS",
     "NOT_FOUND": "CONTEXT_NOT_FOUND OPERATION_NOT_FOUND UPLOAD_NOT_FOUND",
     "UNAUTHENTICATED": "UNAUTHENTICATED",
+    "PERMISSION_DENIED": "PERMISSION_DENIED",
     "ALREADY_EXISTS": "NAME_TAKEN",
     "FAILED_PRECONDITION": "CONTEXT_EXPIRED CONTEXT_HAS_CHILDREN MODEL_MISMATCH DTYPE_MISMATCH "
     "FORMAT_VERSION_UNSUPPORTED MODEL_UNSUPPORTED OPERATION_UNFINISHED",
     "DATA_LOSS": "CONTEXT_CORRUPT OPERATION_CORRUPT",  # of the first `cause` in the metadata says how
     "RESOURCE_EXHAUSTED": "MEMORY_BUDGET_EXCEEDED SESSION_MEMORY_EXCEEDED TOO_MANY_REQUESTS QUEUE_FULL "
-    "TOO_MANY_ATTEMPTS STORE_BOUND_REACHED STORE_FULL",
+    "TOO_MANY_ATTEMPTS STORE_BOUND_REACHED STORE_FULL QUOTA_EXCEEDED",
     "UNAVAILABLE": "STORE_UNUSABLE STORE_UNAVAILABLE CONTEXT_BUSY NOT_READY SHUTTING_DOWN",
     "DEADLINE_EXCEEDED": "DEADLINE_EXCEEDED CALL_UNFINISHED ANSWER_UNREAD",
     "CANCELLED": "CANCELLED",

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from decode_engine.kernels import records
 from decode_engine.kernels.attention.shared_attention import Seat, write_tails
+from decode_engine.kernels.state_rows import StateChunks, copy_states
 from decode_engine.layers.session import Session
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.selections import coarse_fields
@@ -26,7 +28,9 @@ from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.two_planes import TwoPlanes
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
+from index_store.models.state_cache import StateCache, state_parts
 from index_store.selection.budgets import Ratio, TokenCount
+from index_store.store.description.dtypes import dtype_name
 from index_store.store.description.manifest import HIGH_PLANE
 
 logger = logging.getLogger(__name__)
@@ -75,6 +79,10 @@ class StepBatch:
         self._host_LBF = np.zeros(shape, dtype=np.int64)
         self._records_LBF = torch.zeros(shape, dtype=torch.int64, device=plan.device)
         self._changed = False
+        states = plan.model.states
+        self._chunks = None if states is None else StateChunks.of(states, plan.dtype, plan.device)
+        self.cache: StateCache | None = None
+        """Of the rows' states, within a step of a model that has some."""
         self.sessions: list[Session | None] = [None] * plan.size
         self.numbers = [0] * plan.size
         self.seatings = 0
@@ -124,13 +132,16 @@ class StepBatch:
     def place(self, row: int, session: Session, number: int = 0) -> None:
         """Puts a session into a row, for its token of that number in a step.
 
-        Its tails must have room up to that token (`Session.reserve_tail`). When it raises, the row is idle.
+        Its tails must have room up to that token (`Session.reserve_tail`). When it raises, the row is idle; what has
+        states must have begun.
         """
         context, method = session.context, session.method
         if context.manifest.token_count > self.plan.max_keys:
             raise InvalidArgumentError(
                 f"a context of {context.manifest.token_count} tokens in a batch of up to {self.plan.max_keys}"
             )
+        if session.states is not None:
+            session.states.addresses(0)  # which raises where a step has nothing to read
         self.clear(row)
         seated = next((other for other, sitting in enumerate(self.sessions) if sitting is session), None)
         self.sessions[row], self.numbers[row] = session, number
@@ -253,6 +264,27 @@ class StepBatch:
     def refresh(self, counts_BC: Tensor) -> None:
         """Puts the counts of every row, [B, STEP_COUNTS] int64, into all layers' records; on the device."""
         self._records_LBF[:, :, _FIRST_STEP_FIELD:_END_STEP_FIELD] = counts_BC
+
+    @contextmanager
+    def states(self, addresses_B2: Tensor) -> Iterator[None]:
+        """Has `cache` for the model's layers, from where the rows' states are to where the next step reads them.
+
+        addresses_B2: see `TextStates.addresses`. What it takes comes from the memory that graphs share.
+        """
+        model, plan = self.plan.model.states, self.plan
+        if model is None or self._chunks is None:
+            yield
+            return
+        nbytes = plan.size * model.nbytes(dtype_name(plan.dtype))
+        block = torch.empty(nbytes, dtype=torch.uint8, device=plan.device)
+        copy_states(addresses_B2[:, 0], block, self._chunks, back=False)
+        self.cache = cache = StateCache.holding(model, state_parts(model, block, plan.dtype, plan.size))
+        try:
+            yield
+        finally:
+            self.cache = None
+        cache.settle()
+        copy_states(addresses_B2[:, 1], block, self._chunks, back=True)
 
     def attend(self, layer: int, q_BQ1D: Tensor, k_BH1D: Tensor, v_BH1D: Tensor) -> Tensor:
         """Adds the newest tokens' keys and values to the tails and attends: out [B, 1, Q, d], of Q = H * G heads.

@@ -7,6 +7,7 @@ N keys of the context, P sampled query positions, d head dim.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -135,16 +136,8 @@ class GrowingRows:
 
         do: is given the copying, where a device may have yet to write rows behind the last one.
         """
-        before = self.capacity
-        if count <= before:
-            return
-        self._room = grown(count, max(SMALLEST, self.capacity), self._limit)
-        if self._room <= self.buffer.shape[1]:
-            return
-        rows = max(self._room, self._addressed)
-        buffer = self.buffer.new_empty(self.buffer.shape[0], rows, *self.buffer.shape[2:])
-        do(partial(buffer[:, :before].copy_, self.buffer[:, :before]))
-        self.buffer = buffer
+        if count > self.capacity:
+            reserve_together((self,), count, do)
 
     def fork(self) -> Self:
         """The same rows in a buffer of their own, with as much room."""
@@ -152,6 +145,27 @@ class GrowingRows:
         other.buffer = torch.empty_like(self.buffer)
         other.rows[:] = self.rows
         return other
+
+
+def reserve_together(growing: Sequence[GrowingRows], count: int, do: Do = do_now) -> None:
+    """`GrowingRows.reserve` of several. Those that are alike come into one block, and one call copies all of them.
+
+    Every call gives up the interpreter's lock and waits for it after, which takes long while other threads work.
+    """
+    moving: dict[tuple[torch.Size, torch.dtype, int, int], list[GrowingRows]] = defaultdict(list)
+    for each in growing:
+        before, held = each.capacity, each.buffer.shape
+        if count > before:
+            each._room = grown(count, max(SMALLEST, before), each._limit)
+            if each._room > held[1]:
+                moving[held, each.buffer.dtype, max(each._room, each._addressed), before].append(each)
+    for (held, _, rows, before), alike in moving.items():
+        buffers = [each.buffer for each in alike]
+        block = buffers[0].new_empty(len(alike), held[0], rows, *held[2:])
+        old = buffers if before == held[1] else [buffer[:, :before] for buffer in buffers]
+        do(partial(torch.stack, old, out=block[:, :, :before]))
+        for each, buffer in zip(alike, block.unbind(), strict=True):
+            each.buffer = buffer
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,12 +147,15 @@ def window_entry(
     return _rows_entry("window", model.window_layers, model.window.shape, token_count, dtype, whole)
 
 
-def state_entry(model: ModelIdentity, dtype: str) -> ArrayEntry | None:
-    """The states behind the last token, one part behind the other: uint8 [bytes], one chunk; None without states."""
+def state_entry(model: ModelIdentity, dtype: str, marks: int = 0) -> ArrayEntry | None:
+    """The states behind the last token, one part behind the other: uint8 [bytes], one chunk; None without states.
+
+    marks: how many such chunks come before it, of states behind earlier tokens.
+    """
     if model.states is None:
         return None
     size = model.states.nbytes(dtype)
-    return ArrayEntry("state", (size,), (size,), "uint8")
+    return ArrayEntry("state", ((marks + 1) * size,), (size,), "uint8")
 
 
 def _rows_entry(

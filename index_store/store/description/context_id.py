@@ -244,14 +244,16 @@ def context_id(
     reading: Mapping[str, object],
     salt: str,
     token_ids: Sequence[int] | np.ndarray[tuple[int, ...], np.dtype[np.integer]] | Tensor,
+    tenant: str = "",
 ) -> str:
-    """The address of a context: what was read, by which model and how, determines its id, and nothing else does.
+    """The address of a context: what was read, by which model and how, for whom, determines its id, and nothing else.
 
     SHA-256 over a version, both fingerprints, stored dtype, options of the reading (JSON values, nested as needed, in
-    any order), salt and token ids, as 64 hex digits. Names, times and indexes do not count: they may change. Nor does
-    how it was computed: arrays from another device or compute dtype differ in their last bits and are the same context.
+    any order), salt, tenant and token ids, as 64 hex digits. No salt that a caller gives stands for a tenant. Names,
+    times and indexes do not count: they may change. Nor does how it was computed: arrays from another device or compute
+    dtype differ in their last bits and are the same context.
     """
-    header = {"id_version": _ID_VERSION, **_made_by(model, dtype, salt), "reading": reading}
+    header = {"id_version": _ID_VERSION, **_made_by(model, dtype, salt, tenant), "reading": reading}
     try:
         text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -262,9 +264,9 @@ def context_id(
     return digest.hexdigest()
 
 
-def first_digest(model: ModelIdentity, dtype: str, salt: str) -> str:
-    """The digest of no tokens: model, dtype and salt alone decide it, so contexts of another salt are not found."""
-    header = json.dumps({"prefix": PREFIX_BLOCK, **_made_by(model, dtype, salt)}, sort_keys=True)
+def first_digest(model: ModelIdentity, dtype: str, salt: str, tenant: str = "") -> str:
+    """The digest of no tokens: model, dtype, salt and tenant alone decide it, so contexts of others are not found."""
+    header = json.dumps({"prefix": PREFIX_BLOCK, **_made_by(model, dtype, salt, tenant)}, sort_keys=True)
     return hashlib.sha256(header.encode()).hexdigest()[:DIGEST_DIGITS]
 
 
@@ -285,8 +287,9 @@ def continued_digests(
     return "".join(digests)
 
 
-def _made_by(model: ModelIdentity, dtype: str, salt: str) -> dict[str, str]:
+def _made_by(model: ModelIdentity, dtype: str, salt: str, tenant: str) -> dict[str, str]:
     return {
+        **({"tenant": tenant} if tenant else {}),
         "model": model.fingerprint,
         "tokenizer": model.tokenizer_fingerprint,
         "dtype": dtype,

@@ -8,7 +8,7 @@ ManifestError and name field, value and (when read from a file) path.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -34,6 +34,7 @@ from index_store.store.description.array_entry import (
     tokens_entry,
     window_entry,
 )
+from index_store.store.description.callers import check_readers, check_tenant
 from index_store.store.description.context_id import (
     DIGEST_DIGITS,
     PREFIX_BLOCK,
@@ -66,7 +67,13 @@ a sliding window, 4 has labels, pins and messages, children and digests of prefi
 LAYERS_VERSION = 6
 """What is written of a model with states or chunks, so that programs that know none refuse it by its version."""
 
-READABLE_VERSIONS = (2, 3, 4, 5, 6)
+MARKS_VERSION = 7
+"""The same where states are kept behind earlier tokens, too."""
+
+READABLE_VERSIONS = (2, 3, 4, 5, 6, 7)
+
+STATE_MARKS = "state_marks"
+"""Note of a prefill: states are kept behind every so many tokens, those of the last one apart."""
 
 MANIFEST_NAME = "manifest.json"
 
@@ -128,6 +135,7 @@ class Manifest:
         in 8 bits it is their low plane (`plane_entry`), beside the index HIGH_PLANE. window: of the layers whose
         queries see the last keys only, beside those; None where all layers are of one kind.
     state: of a model with states, those behind the last token (`TextStates.pack`), a child's as well; None of others.
+        Before them those of every mark (STATE_MARKS).
     parent: of a child, the context that it continues. token_count are then the tokens of both; tokens, kv and window
         have the child's own alone, all of them in every layer, and there are neither indexes nor queries. A context
         that was a child and was made whole has none; its arrays lie below the folder WHOLE.
@@ -136,6 +144,7 @@ class Manifest:
         (index_store/models/conversation/turns.py); None for a context of plain text or of tokens.
     labels: what its owner notes of it. pinned: whether it is kept: it does not expire then. owner: who asked for it
         first, by the name of a token; "" where nobody was asked for one.
+    tenant: whose it is, for good. readers: other tenants that may read it (`callers`).
     format_version: the one that it was read in.
 
     One that is in memory alone (`UNSTORED`) may have no tokens. Its arrays are then described as those of one token:
@@ -167,6 +176,8 @@ class Manifest:
     labels: Mapping[str, str] = field(default_factory=dict)
     pinned: bool = False
     owner: str = ""
+    tenant: str = ""
+    readers: tuple[str, ...] = ()
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -190,6 +201,8 @@ class Manifest:
         check_labels("labels", self.labels)
         if self.owner:
             check_name("owner", self.owner)
+        check_tenant("tenant", self.tenant)
+        check_readers(self.readers)
         self._check_layers("dense_layers", self.dense_layers)
         self._check_arrays()
         digits = (self.token_count // PREFIX_BLOCK + 1) * DIGEST_DIGITS
@@ -207,7 +220,17 @@ class Manifest:
     @property
     def unsaid(self) -> Collection[str]:
         """Fields that the file says nothing of."""
-        names = ("conversation", "labels", "pinned", "owner", "parent", "prefix_digests", "state")
+        names = (
+            "conversation",
+            "labels",
+            "pinned",
+            "owner",
+            "parent",
+            "prefix_digests",
+            "state",
+            "tenant",
+            "readers",
+        )
         windows = ("window",) if self.model.window is None else ()
         return (*windows, *(name for name in names if not getattr(self, name)))
 
@@ -266,7 +289,15 @@ class Manifest:
     def written_version(self) -> int:
         """The format version that it is written in."""
         chunked = self.model.window is not None and self.model.window.chunked
+        if self.state_marks:
+            return MARKS_VERSION
         return LAYERS_VERSION if chunked or self.model.states is not None else FORMAT_VERSION
+
+    @property
+    def state_marks(self) -> Sequence[int]:
+        """Numbers of first tokens behind which states are kept, ascending, without all of them."""
+        every = self.prefill.get(STATE_MARKS, 0) if self.model.states is not None else 0
+        return range(every, self.token_count, every) if isinstance(every, int) and every > 0 else ()
 
     def expired(self, now: datetime) -> bool:
         """Whether the context's time to live has passed at `now` (timezone-aware). A pinned one's does not."""
@@ -293,8 +324,8 @@ class Manifest:
             )
         return labels
 
-    def with_checksums(self, checksums: Mapping[str, str]) -> Manifest:
-        """The manifest with the checksums of every array, by path (see `ArrayEntry.checksums`)."""
+    def with_checksums(self, checksums: Mapping[str, str | None]) -> Manifest:
+        """The manifest with the checksums of every array, by path (see `ArrayEntry.checksums`); None takes them out."""
 
         def sealed(entry: ArrayEntry) -> ArrayEntry:
             return replace(entry, checksums=checksums[entry.path])
@@ -333,7 +364,7 @@ class Manifest:
             ("tokens", tokens_entry(tokens)),
             ("kv", plane_entry(*made[:2]) if planes else kv_entry(*made, whole=whole)),
             ("window", window_entry(*made, whole=whole)),
-            ("state", state_entry(self.model, self.dtype)),
+            ("state", state_entry(self.model, self.dtype, len(self.state_marks))),
         ):
             self._check_entry(name, getattr(self, name), expected_entry)
         if self.array_folder and not whole:

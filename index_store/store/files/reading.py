@@ -146,13 +146,19 @@ class Readers:
     def __init__(self, threads: int, name: str, limit_s: float = READ_LIMIT_S) -> None:
         self._count = threads
         self._name = name
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._queue: SimpleQueue[tuple[Future[object], Callable[[], object]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._marks: list[_Mark] = []
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
         """Queues work. Raises StoreUnavailableError while too many threads of the process hang."""
+        _lost[:] = [mark for mark in _lost if mark.blocked_s() > 0.0]
+        if len(_lost) >= _MOST_LOST:
+            raise StoreUnavailableError(
+                f"{_lost[0].path}: the file system does not answer, {len(_lost)} reads wait for it; try again later",
+                path=_lost[0].path,
+            )
         future: Future[Result] = Future()
         if len(self._threads) < self._count:
             self._start_thread()
@@ -168,16 +174,16 @@ class Readers:
         try:
             while True:
                 try:
-                    return future.result(min(_POLL_S, self._limit_s))
+                    return future.result(min(_POLL_S, self.limit_s))
                 except TimeoutError:
                     if future.done():  # meanwhile, or it is the work's own
                         return future.result()
                 check()
                 for mark in self._marks:
-                    if mark.blocked_s() > self._limit_s:
+                    if mark.blocked_s() > self.limit_s:
                         _lost.append(mark)
                         raise StoreUnavailableError(
-                            f"{mark.path}: the file system has not answered for {self._limit_s:g} s; see whether its "
+                            f"{mark.path}: the file system has not answered for {self.limit_s:g} s; see whether its "
                             "disk or server is there, and try again",
                             path=mark.path,
                         )
@@ -206,12 +212,6 @@ class Readers:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _start_thread(self) -> None:
-        _lost[:] = [mark for mark in _lost if mark.blocked_s() > 0.0]
-        if len(_lost) >= _MOST_LOST:
-            raise StoreUnavailableError(
-                f"{_lost[0].path}: the file system does not answer, {len(_lost)} reads wait for it; try again later",
-                path=_lost[0].path,
-            )
         mark = _Mark()
         thread = threading.Thread(target=self._run, args=(mark,), name=self._name, daemon=True)
         self._marks.append(mark)
@@ -229,11 +229,28 @@ def read_bounded(work: Callable[[], Result], limit_s: float = READ_LIMIT_S) -> R
     """Returns what `work` returns, which reads files; raises StoreUnavailableError when one step exceeds the limit."""
     if _threads_mark.value is not None:
         return work()
-    readers = Readers(1, "read", limit_s)
     try:
-        return readers.result(readers.submit(work))
+        readers = _idle.pop()
+    except IndexError:
+        readers = Readers(1, "read")
+    readers.limit_s = limit_s
+    future: Future[Result] | None = None
+    try:
+        future = readers.submit(work)
+        return readers.result(future)
     finally:
-        readers.stop()
+        if (future is None or future.done()) and len(_idle) < _MOST_IDLE:
+            _idle.append(readers)
+        else:
+            readers.stop()
+        del future  # an error's traceback leads here
+
+
+_MOST_IDLE = 4
+_idle: list[Readers] = []
+"""With a thread each that waits for work. To start one takes as long as what most of them are asked for."""
+
+os.register_at_fork(after_in_child=_idle.clear)
 
 
 def _work(future: Future[object], work: Callable[[], object]) -> None:
@@ -249,3 +266,12 @@ def _work(future: Future[object], work: Callable[[], object]) -> None:
 def _require_regular(status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise WrongFileError(f"{_KINDS.get(stat.S_IFMT(status.st_mode), 'something else')} instead of a file")
+
+
+def stamp_of(path: Path) -> tuple[int, ...] | None:
+    """Changes whenever a file does; None where it cannot be seen."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size

@@ -91,6 +91,7 @@ KINDS = {
     "fetch": r"(early|find|bring|settle|copy)_kernel",
     "host": r"(post|await)_kernel",
     "turns": r"(take|give)_kernel",
+    "states": r"state_copy_kernel",
     "remainder": r"(correct|remainder)_kernel",
     "attend": r"(attend|window|shared|tail_write|values|merge)_kernel",
 }

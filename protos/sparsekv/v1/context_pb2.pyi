@@ -20,7 +20,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Context(_message.Message):
-    __slots__ = ("name", "display_name", "model", "architecture", "token_count", "dtype", "kv_bytes", "index_bytes", "state", "state_message", "create_time", "expire_time", "resident", "methods", "default_method", "indexes", "dense_layers", "default_budget", "tuned", "placement", "labels", "pinned", "is_conversation", "parent", "parent_token_count", "children", "owner", "rows")
+    __slots__ = ("name", "display_name", "model", "architecture", "token_count", "dtype", "kv_bytes", "index_bytes", "state", "state_message", "create_time", "expire_time", "resident", "methods", "default_method", "indexes", "dense_layers", "default_budget", "tuned", "placement", "labels", "pinned", "is_conversation", "parent", "parent_token_count", "children", "owner", "rows", "tenant", "readers")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Context.State]
@@ -90,6 +90,8 @@ class Context(_message.Message):
     CHILDREN_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    READERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     display_name: str
     model: str
@@ -118,7 +120,9 @@ class Context(_message.Message):
     children: int
     owner: str
     rows: str
-    def __init__(self, name: _Optional[str] = ..., display_name: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., token_count: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., state: _Optional[_Union[Context.State, str]] = ..., state_message: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., resident: bool = ..., methods: _Optional[_Iterable[str]] = ..., default_method: _Optional[str] = ..., indexes: _Optional[_Iterable[_Union[Context.Index, _Mapping]]] = ..., dense_layers: _Optional[_Iterable[int]] = ..., default_budget: _Optional[str] = ..., tuned: bool = ..., placement: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., pinned: bool = ..., is_conversation: bool = ..., parent: _Optional[str] = ..., parent_token_count: _Optional[int] = ..., children: _Optional[int] = ..., owner: _Optional[str] = ..., rows: _Optional[str] = ...) -> None: ...
+    tenant: str
+    readers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., display_name: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., token_count: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., state: _Optional[_Union[Context.State, str]] = ..., state_message: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., resident: bool = ..., methods: _Optional[_Iterable[str]] = ..., default_method: _Optional[str] = ..., indexes: _Optional[_Iterable[_Union[Context.Index, _Mapping]]] = ..., dense_layers: _Optional[_Iterable[int]] = ..., default_budget: _Optional[str] = ..., tuned: bool = ..., placement: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., pinned: bool = ..., is_conversation: bool = ..., parent: _Optional[str] = ..., parent_token_count: _Optional[int] = ..., children: _Optional[int] = ..., owner: _Optional[str] = ..., rows: _Optional[str] = ..., tenant: _Optional[str] = ..., readers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetContextRequest(_message.Message):
     __slots__ = ("name", "reference")

@@ -33,7 +33,7 @@ class Keep(_message.Message):
     def __init__(self, display_name: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prompt_only: bool = ..., move_name: bool = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("context", "text", "token_ids", "question", "messages", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "method", "keep_ratio", "target_mass", "token_budget", "search_period", "n", "top_logprobs", "prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop_token_ids", "constraint", "min_tokens", "tool_choice", "explain", "map_every", "keep")
+    __slots__ = ("context", "text", "token_ids", "question", "messages", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "method", "keep_ratio", "target_mass", "token_budget", "search_period", "n", "top_logprobs", "prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop_token_ids", "constraint", "min_tokens", "tool_choice", "explain", "map_every", "keep", "priority")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,7 @@ class GenerateRequest(_message.Message):
     EXPLAIN_FIELD_NUMBER: _ClassVar[int]
     MAP_EVERY_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     context: str
     text: str
     token_ids: TokenIds
@@ -101,7 +102,8 @@ class GenerateRequest(_message.Message):
     explain: bool
     map_every: int
     keep: Keep
-    def __init__(self, context: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., question: _Optional[str] = ..., messages: _Optional[_Union[_conversation_pb2.Conversation, _Mapping]] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., method: _Optional[str] = ..., keep_ratio: _Optional[float] = ..., target_mass: _Optional[float] = ..., token_budget: _Optional[int] = ..., search_period: _Optional[int] = ..., n: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., prompt_logprobs: bool = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., min_tokens: _Optional[int] = ..., tool_choice: _Optional[_Union[_conversation_pb2.ToolChoice, _Mapping]] = ..., explain: bool = ..., map_every: _Optional[int] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ...) -> None: ...
+    priority: int
+    def __init__(self, context: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., question: _Optional[str] = ..., messages: _Optional[_Union[_conversation_pb2.Conversation, _Mapping]] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., method: _Optional[str] = ..., keep_ratio: _Optional[float] = ..., target_mass: _Optional[float] = ..., token_budget: _Optional[int] = ..., search_period: _Optional[int] = ..., n: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., prompt_logprobs: bool = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., min_tokens: _Optional[int] = ..., tool_choice: _Optional[_Union[_conversation_pb2.ToolChoice, _Mapping]] = ..., explain: bool = ..., map_every: _Optional[int] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Constraint(_message.Message):
     __slots__ = ("json_schema", "regex", "choices")
@@ -459,6 +461,45 @@ class Method(_message.Message):
 class GetServerStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ListTenantsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListTenantsResponse(_message.Message):
+    __slots__ = ("tenants", "quotas_problem")
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    QUOTAS_PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[Tenant]
+    quotas_problem: str
+    def __init__(self, tenants: _Optional[_Iterable[_Union[Tenant, _Mapping]]] = ..., quotas_problem: _Optional[str] = ...) -> None: ...
+
+class Tenant(_message.Message):
+    __slots__ = ("name", "weight", "limits", "requests", "prompt_tokens", "generated_tokens", "refused")
+    class Limit(_message.Message):
+        __slots__ = ("name", "used", "allowed")
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        USED_FIELD_NUMBER: _ClassVar[int]
+        ALLOWED_FIELD_NUMBER: _ClassVar[int]
+        name: str
+        used: int
+        allowed: int
+        def __init__(self, name: _Optional[str] = ..., used: _Optional[int] = ..., allowed: _Optional[int] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    weight: float
+    limits: _containers.RepeatedCompositeFieldContainer[Tenant.Limit]
+    requests: int
+    prompt_tokens: int
+    generated_tokens: int
+    refused: int
+    def __init__(self, name: _Optional[str] = ..., weight: _Optional[float] = ..., limits: _Optional[_Iterable[_Union[Tenant.Limit, _Mapping]]] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
 
 class ServerStatus(_message.Message):
     __slots__ = ("model", "waiting", "prompting", "decoding", "requests", "session_bytes", "session_limit_bytes", "context_bytes", "context_used_bytes", "context_limit_bytes", "contexts", "context_loads", "context_hits", "context_evictions", "steps", "prompt_tokens", "decode_steps", "decode_tokens", "decode_batch", "context_device_bytes", "context_device_used_bytes", "context_device_limit_bytes", "host_bytes_read", "rows_reused", "device_wait_for_host_ns", "open_calls", "unfinished_calls", "unread_answers", "plain_requests", "found_beginnings", "found_tokens", "kept_beginnings", "removed_beginnings", "method_choices", "max_positions", "template_reads")

@@ -70,6 +70,11 @@ class GenerationServiceStub(object):
                 request_serializer=sparsekv_dot_v1_dot_generation__pb2.GetServerStatusRequest.SerializeToString,
                 response_deserializer=sparsekv_dot_v1_dot_generation__pb2.ServerStatus.FromString,
                 _registered_method=True)
+        self.ListTenants = channel.unary_unary(
+                '/sparsekv.v1.GenerationService/ListTenants',
+                request_serializer=sparsekv_dot_v1_dot_generation__pb2.ListTenantsRequest.SerializeToString,
+                response_deserializer=sparsekv_dot_v1_dot_generation__pb2.ListTenantsResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer(object):
@@ -136,6 +141,14 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListTenants(self, request, context):
+        """Tells what tenants use of what their quotas allow: the caller's own, or with the right admin all tenants.
+        Errors: NOT_READY.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -173,6 +186,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GetServerStatus,
                     request_deserializer=sparsekv_dot_v1_dot_generation__pb2.GetServerStatusRequest.FromString,
                     response_serializer=sparsekv_dot_v1_dot_generation__pb2.ServerStatus.SerializeToString,
+            ),
+            'ListTenants': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTenants,
+                    request_deserializer=sparsekv_dot_v1_dot_generation__pb2.ListTenantsRequest.FromString,
+                    response_serializer=sparsekv_dot_v1_dot_generation__pb2.ListTenantsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -365,6 +383,33 @@ class GenerationService(object):
             '/sparsekv.v1.GenerationService/GetServerStatus',
             sparsekv_dot_v1_dot_generation__pb2.GetServerStatusRequest.SerializeToString,
             sparsekv_dot_v1_dot_generation__pb2.ServerStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTenants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sparsekv.v1.GenerationService/ListTenants',
+            sparsekv_dot_v1_dot_generation__pb2.ListTenantsRequest.SerializeToString,
+            sparsekv_dot_v1_dot_generation__pb2.ListTenantsResponse.FromString,
             options,
             channel_credentials,
             insecure,

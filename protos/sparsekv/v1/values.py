@@ -102,6 +102,11 @@ class ContextInfo:
     rows: str = ""
     """How exact keys and values are stored: "dtype", in `dtype`, or "int8", in 8 bits a number, four of which are in
     the index "coarse_rows"."""
+    tenant: str = ""
+    """Whose it is: the tenant of the first request for it; empty where no tenants are told apart."""
+    readers: tuple[str, ...] = ()
+    """Tenants that may read it, too, at most 64: they find it and ask about it, and no more; `*` stands for all.
+    Others than its tenant are not told of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -602,6 +607,49 @@ class ServerStatus:
     set ("enable_thinking"), and "name" where it says who speaks."""
 
 
+@dataclass(frozen=True, slots=True)
+class TenantLimit:
+    """One limit."""
+
+    name: str = ""
+    """Its name in the file of quotas."""
+    used: int = 0
+    """What is used of it now; of a limit per minute what was used and has not come back. 0 without a limit per
+    minute."""
+    allowed: int | None = None
+    """What is allowed; unset without a limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUse:
+    """What a tenant uses, held against its quota."""
+
+    name: str = ""
+    """The tenant's name; empty for callers without one."""
+    weight: float = 0.0
+    """What it gets of turns where tenants want more than there is; 1 is usual."""
+    limits: tuple[TenantLimit, ...] = ()
+    """All limits that there are."""
+    requests: int = 0
+    """Requests that were let in; it grows."""
+    prompt_tokens: int = 0
+    """Tokens of prompts that were read; it grows."""
+    generated_tokens: int = 0
+    """Tokens that were generated; it grows."""
+    refused: int = 0
+    """Requests that the quota refused; it grows."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantList:
+    """The use of tenants."""
+
+    tenants: tuple[TenantUse, ...] = ()
+    """The tenants, by name: those that the quotas name, and others that asked for something lately."""
+    quotas_problem: str = ""
+    """Why the file of quotas is not in force as it is now, and an older one is; empty where it is. Told to admins."""
+
+
 class GenerateFields(TypedDict, total=False):
     """Request of Generate."""
 
@@ -678,6 +726,9 @@ class GenerateFields(TypedDict, total=False):
     (`GenerateResponse.looks`), 1 to 1,024, of 256 tokens at most; 0 (the default) tells nothing. "auto" then means
     the context's `default_method`, since full attention selects nothing. Such a request costs more: on a GPU its
     steps go the general path."""
+    priority: int | None
+    """Of the requests of the caller's tenant that wait, those of a higher priority are admitted first, -100 to 100; 0
+    is the default. It counts nothing against other tenants."""
 
 
 class CreateFields(TypedDict, total=False):
@@ -734,5 +785,8 @@ CLASSES: Mapping[str, type[Any]] = {
     "sparsekv.v1.Method": MethodInfo,
     "sparsekv.v1.ListMethodsResponse": MethodList,
     "sparsekv.v1.ServerStatus": ServerStatus,
+    "sparsekv.v1.Tenant.Limit": TenantLimit,
+    "sparsekv.v1.Tenant": TenantUse,
+    "sparsekv.v1.ListTenantsResponse": TenantList,
 }
 """The class of each message, by its full name."""

@@ -242,9 +242,9 @@ def test_names_of_the_field_are_there_as_the_official_parser_reads_them(scraped:
 
 
 def test_no_label_grows_with_contexts_requests_or_users(scraped: Scraped) -> None:
-    labels = {
-        label for family in parse(scraped.text()) for sample in family.samples for label in sample.labels
-    }
+    samples = [sample for family in parse(scraped.text()) for sample in family.samples]
+    labels = {label for sample in samples for label in sample.labels}
+    assert {sample.labels.get("tenant", "other") for sample in samples} == {"other"}, "no file names others"
     told = {
         "kv_dtype",
         "device",
@@ -256,7 +256,8 @@ def test_no_label_grows_with_contexts_requests_or_users(scraped: Scraped) -> Non
     assert (
         {"model_name", "le"}
         <= labels
-        <= {"model_name", "le", "finished_reason", "source", "result", "method", "reason", "tier"} | told
+        <= {"model_name", "le", "finished_reason", "source", "result", "method", "reason", "tier", "tenant"}
+        | told
     )
 
 

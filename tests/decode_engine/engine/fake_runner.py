@@ -243,6 +243,8 @@ def make_client(
     stop_ids: frozenset[int] = frozenset(),
     prompt_logprobs: bool = False,
     keep: KeepOptions | None = None,
+    tenant: str = "",
+    priority: int = 0,
 ) -> Client:
     """A request for a fake session called `name`."""
     made = session or FakeSession(name)
@@ -254,6 +256,8 @@ def make_client(
         prompt_logprobs=prompt_logprobs,
         deadline_ns=deadline_ns,
         keep=keep,
+        tenant=tenant,
+        priority=priority,
     )
     work = FakeWork(
         order=order,

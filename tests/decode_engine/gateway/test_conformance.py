@@ -58,6 +58,7 @@ GIVEN: dict[str, Any] = {
         "stream": True,
         "explain": True,
         "map_every": 4,
+        "priority": 3,
     },
     **{"n": 2, "frequency_penalty": 1, "presence_penalty": 1, "logit_bias": {"5": 1}},
     **{"response_format": {"type": "json_object"}, "text": {"format": {"type": "json_object"}}},

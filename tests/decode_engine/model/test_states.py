@@ -121,10 +121,12 @@ def test_a_reading_that_was_interrupted_ends_as_one_in_one_go(
     assert expected is not None
     assert again is not None
     assert torch.equal(again, expected)
+    marks = zip(second.marked_states(), whole.marked_states(), strict=True)
+    assert [torch.equal(one, other) for one, other in marks] == [True] * 3
 
 
 def _capture(identity: ModelIdentity) -> Capture:
-    return Capture(identity, len(TEXT), torch.bfloat16, plan_sample(len(TEXT), (), 100, 0))
+    return Capture(identity, len(TEXT), torch.bfloat16, plan_sample(len(TEXT), (), 100, 0), state_marks=90)
 
 
 @with_states

@@ -62,6 +62,8 @@ ORDER = Order(
     keep=KeepOptions("n", 60, True, True, "me", True),
     deadline_ns=2**62,
     caller="me",
+    tenant="acme",
+    admin=True,
 )
 END = Ends(0, "length", 3, 7, TIMES, {"keys": 3})
 

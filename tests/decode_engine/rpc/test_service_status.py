@@ -93,6 +93,7 @@ def test_the_command_tells_what_the_server_tells(server: DecodeServer, client: C
         "mean_batch": told.mean_batch,
         "method_choices": choices,
         "template_reads": reads,
+        **json.loads(json.dumps(asdict(client.tenants()))),
     }
     text = CliRunner().invoke(commands(), arguments).stdout
     assert "requests: 0 decoding, 0 reading their prompts, 0 waiting, 0 loading" in text

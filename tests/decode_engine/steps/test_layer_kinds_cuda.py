@@ -17,7 +17,7 @@ from decode_engine.steps.step_graph import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.methods.presets import get_method
 from index_store.models.resolve import resolve_model
-from tests.support.models import HEAD_SHAPES, LAYER_KINDS, write_model_folder
+from tests.support.models import HEAD_SHAPES, LAYER_KINDS, STATEFUL, write_model_folder
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,19 +66,21 @@ def test_other_heads_step_as_on_the_general_path(tmp_path: Path, heads: str, nam
 def check_batch(
     folder: Path, kind: str, name: str, heads: Mapping[str, int], lengths: tuple[int, ...] = LENGTHS
 ) -> None:
-    family, settings = LAYER_KINDS[kind]
+    family, settings = LAYER_KINDS.get(kind) or (kind, STATEFUL[kind])
     write_model_folder(
         folder, family, layers=3, max_positions=8192, dtype=torch.bfloat16, **heads, **settings
     )
     runner, exact = (ModelRunner(resolve_model(str(folder)), "cuda") for _ in range(2))
     exact.model.float()
+    exact._compute_dtype = torch.float32  # of states
     weights = next(runner.model.parameters())
     model = step_model(runner.model)
     stepper = Stepper(model, runner.identity, weights.dtype, weights.device, forms=runner.forms)
     sessions, twins, exact_twins = (start(each, name, lengths) for each in (runner, runner, exact))
     assert all(map(stepper.takes, sessions))
     samplers = [Sampler(SamplingParameters())] * 3
-    apart, rounding = [], []
+    apart: list[torch.Tensor] = []
+    rounding: list[torch.Tensor] = []
     for step in range(3):
         tokens = [3 + step, 4, 5]
         assert all(isinstance(token, int) for token in stepper.step(sessions, tokens, samplers))
@@ -90,11 +92,24 @@ def check_batch(
         )
         apart.append(distances(graph.logits_BV[:3].float(), general))
         rounding.append(distances(general, wide))
+    for session, twin, exact_twin in zip(sessions, twins, exact_twins, strict=True):
+        check_states(session, twin, exact_twin)
     # Runs in 16 bits whose rounding has nothing in common are the square root of two times that far apart. Experts may
     # be chosen otherwise here and there: then most rows must still be about equal.
     of = torch.median if kind == "experts" else torch.max
     assert float(of(torch.cat(apart))) < 2**0.5 * float(of(torch.cat(rounding)))
     assert float(torch.cat(rounding).median()) < 0.2
+
+
+def check_states(session: Session, twin: Session, exact_twin: Session) -> None:
+    """What captured steps left is as near to what the general path left as that is to the same in float32."""
+    if session.states is None or twin.states is None or exact_twin.states is None:
+        return
+    parts = zip(session.states.parts, twin.states.parts, exact_twin.states.parts, strict=True)
+    for own, general, wide in parts:
+        rows = [each.float().flatten(1) for each in (own, general, wide)]
+        apart, rounding = distances(rows[0], rows[1]), distances(rows[1], rows[2])
+        assert float(apart.max()) < max(2**0.5 * float(rounding.max()), 0.01)
 
 
 def distances(left_BV: torch.Tensor, right_BV: torch.Tensor) -> torch.Tensor:

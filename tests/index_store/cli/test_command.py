@@ -209,6 +209,8 @@ def test_ls_json(command: Command, context: SyntheticContext, expired: Synthetic
         "expires_at": None,
         "pinned": False,
         "labels": {},
+        "tenant": "",
+        "readers": [],
         "messages": False,
     }
     assert by_id[expired.id]["state"] == "EXPIRED"

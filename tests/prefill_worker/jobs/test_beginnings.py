@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from index_store.cli.console import LineReporter
+from index_store.errors import InvalidArgumentError
 from index_store.family.parents import Missed
 from index_store.family.prefixes import longest_beginning, longest_prefix
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import continued_digests, first_digest
-from index_store.store.description.manifest import Manifest
+from index_store.store.description.manifest import MARKS_VERSION, Manifest
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
 from tests.support.models import LAYER_KINDS, write_model_folder
@@ -134,6 +135,69 @@ def test_a_damaged_beginning_is_told_and_everything_computed(desk: Desk) -> None
     assert "nothing is taken, all is computed" in desk.said
     assert "taken_tokens" not in made.prefill
     assert same_rows(desk, made, desk.prefill(TEXT + OTHER, store="other"))
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path) -> Desk:
+    family, settings = LAYER_KINDS["states"]
+    return Desk(tmp_path, write_model_folder(tmp_path / "model", family, layers=3, **settings))
+
+
+def test_a_model_with_states_goes_on_at_marks(hybrid: Desk) -> None:
+    """Which tell what they take; what is made of a beginning has its own, and the same states."""
+    first = hybrid.prefill(TEXT, state_marks=2 * CHUNK)
+    assert list(first.state_marks) == [128, 256, 384, 512, 640, 768]
+    assert first.state is not None
+    assert first.state.grid == (7,)
+    assert first.format_version == MARKS_VERSION
+    assert "states are kept behind 6 marks, which takes" in hybrid.said
+    text = TEXT[:700] + OTHER * 2
+    made = hybrid.prefill(text, state_marks=4 * CHUNK)
+    assert made.prefill["taken_tokens"] == 640
+    alone = hybrid.prefill(text, store="other", state_marks=4 * CHUNK)
+    assert same_rows(hybrid, made, alone)
+    with (
+        Store(hybrid.path / "store").open(made.id) as one,
+        Store(hybrid.path / "other").open(alone.id) as two,
+    ):
+        for tokens in (256, 512, 768, 1024, None):
+            found, expected = one.state(tokens), two.state(tokens)
+            assert found is not None
+            assert expected is not None
+            assert found.equal(expected)
+    for store in ("store", "other"):
+        assert all(
+            not Store(hybrid.path / store).verify(each.id) for each in Store(hybrid.path / store).list()
+        )
+    assert hybrid.prefill(TEXT[:550] + OTHER).prefill["taken_tokens"] == 512  # and keeps none of its own
+    assert "taken_tokens" not in hybrid.prefill(TEXT[:600] + OTHER, state_marks=3 * CHUNK).prefill
+
+
+def test_without_marks_states_are_behind_the_end_alone(hybrid: Desk) -> None:
+    first = hybrid.prefill(TEXT[:640])
+    assert first.format_version < MARKS_VERSION
+    assert "taken_tokens" not in hybrid.prefill(TEXT[:600] + OTHER * 2).prefill
+    assert hybrid.prefill(TEXT[:640] + OTHER * 2).prefill["taken_tokens"] == 640
+    with pytest.raises(InvalidArgumentError, match="a multiple of the 64 tokens of a pass"):
+        hybrid.prefill(TEXT, state_marks=100)
+
+
+def test_a_damaged_mark_is_told_and_everything_computed(hybrid: Desk) -> None:
+    first = hybrid.prefill(TEXT, state_marks=CHUNK)
+    chunk = hybrid.path / "store/contexts" / first.id / "state/c/8"
+    data = bytearray(chunk.read_bytes())
+    data[100] ^= 1
+    chunk.write_bytes(data)
+    (error,) = Store(hybrid.path / "store").verify(first.id)
+    assert error.metadata["array"] == "state"
+    made = hybrid.prefill(TEXT[:600] + OTHER)
+    assert "nothing is taken, all is computed" in hybrid.said
+    assert "taken_tokens" not in made.prefill
+
+
+def test_a_model_without_states_has_no_marks(desk: Desk) -> None:
+    with pytest.raises(InvalidArgumentError, match="has no states; leave it out"):
+        desk.prefill(TEXT, state_marks=CHUNK)
 
 
 def test_contexts_are_found_by_their_tokens(desk: Desk) -> None:

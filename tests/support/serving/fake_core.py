@@ -16,6 +16,7 @@ from decode_engine.orders.events import (
     Residency,
     Says,
     Status,
+    Tenancy,
     Times,
     Waits,
     Warmed,
@@ -109,6 +110,12 @@ class FakeCore:
 
     async def residency(self, bases: Sequence[str] = ()) -> Residency:
         return Residency(["a"], dict.fromkeys(bases, "device"))
+
+    async def tenancy(self) -> Tenancy:
+        return Tenancy([], "")
+
+    async def allow(self, tenant: str, tokens: int) -> None:
+        self._tell(lambda: self.changes.append(f"{tenant} makes {tokens}"))
 
     async def warm(self, context: str, deadline_ns: int | None) -> Warmed:
         if context == "busy":

@@ -7,13 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from decode_engine.engine.engine import Engine
-from decode_engine.engine.job import Outbox, Place, Reply, new_job
-from decode_engine.engine.queues import Job, Waiting
+from decode_engine.engine.job import Outbox, Reply
 from decode_engine.engine.requests import Step
 from decode_engine.engine.sampler import Sampler
 from decode_engine.engine.scheduler import CrashError
@@ -214,25 +211,6 @@ def test_a_failure_of_the_scheduler_between_layers_is_not_the_prompts(
     with pytest.raises(CrashError) as raised:
         engine.step()
     assert "a bug" in str(raised.value.__cause__)
-
-
-def job(context: str) -> Job[FakeSession]:
-    work = make_client("x", context=context).work
-    return new_job(work, Place(lambda: None), Stream(lambda: None), 0, 256)
-
-
-@given(st.lists(st.sampled_from("abcd"), max_size=12), st.integers(0, 5))
-def test_requests_are_taken_in_the_order_that_was_foretold(contexts: list[str], taken: int) -> None:
-    waiting: Waiting[FakeSession] = Waiting()
-    for context in contexts:
-        waiting.add(job(context))
-    for _ in range(taken):
-        waiting.take(None, 1)
-    foretold = {ahead: one for one, ahead in waiting.ahead()}
-    assert sorted(foretold) == list(range(len(waiting)))
-    for place in range(len(waiting)):
-        assert waiting.take(None, 1) is foretold[place]
-    assert list(waiting.ahead()) == []
 
 
 class Sent:

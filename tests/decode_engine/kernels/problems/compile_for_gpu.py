@@ -208,6 +208,18 @@ def edit_some() -> None:
         tell_tokens(logits_BV, buffers, torch.zeros(SIZE, RESULT_COLUMNS, dtype=torch.int64))
 
 
+def copy_states_of(*sizes: int) -> None:
+    from decode_engine.kernels.state_rows import StateChunks, copy_states
+    from index_store.store.description.context_id import ModelStates, StatePart
+
+    parts = tuple(StatePart("recurrent", number, (0, 2), (size,), "") for number, size in enumerate(sizes))
+    model, addresses = ModelStates(3, (1,), parts), torch.zeros(SIZE, 2, dtype=torch.int64)
+    chunks = StateChunks.of(model, torch.bfloat16, GPU)
+    block = torch.zeros(SIZE * model.nbytes("bfloat16"), dtype=torch.uint8)
+    for back in (False, True):
+        copy_states(addresses[:, int(back)], block, chunks, back)
+
+
 def attend_window_of(group: int, head_dim: int) -> None:
     from decode_engine.kernels.attention.online_softmax import Partials
     from decode_engine.kernels.attention.shared_attention import attend_window
@@ -266,6 +278,8 @@ def main() -> None:
             take_steps(16, 256, WIDE_METHODS[:1], planes=planes)
         attend_window_of(16, 256)
         copy_some()
+        copy_states_of(32 * 128 * 128, 8192 * 4)
+        copy_states_of(3, 5000)
         edit_some()
         attend_window_of(4, 128)
         go_over_coarse_rows()

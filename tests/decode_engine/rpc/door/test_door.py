@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from decode_engine.rpc.transport.listener import Listener
 from decode_engine.settings.config import ServeConfig
 from index_store.errors import InvalidArgumentError
 from index_store.store.catalog import Store
+from index_store.store.description.callers import RIGHTS, Caller
 from sparsekv.v1 import context_pb2, context_pb2_grpc
 from tests.decode_engine.conftest import Library
 
@@ -57,7 +59,7 @@ class Named(context_pb2_grpc.ContextServiceServicer):
     """Answers with the caller's name."""
 
     async def GetContext(self, request: Any, call: Any) -> Any:
-        return context_pb2.Context(name=request.name, display_name=call.caller)
+        return context_pb2.Context(name=request.name, display_name=call.caller.name)
 
 
 @contextmanager
@@ -86,15 +88,15 @@ def bearer(secret: str) -> str:
 
 def test_without_a_file_everybody_is_let_in() -> None:
     assert Door().is_open
-    assert Door().check(None, "host") == ""
+    assert Door().check(None, "host") == Caller()
 
 
 def test_only_the_tokens_of_the_file_are_let_in_by_name(tokens: Path) -> None:
     file = TokenFile(tokens)
     alice, bob = file.create("alice"), file.create("bob")
     with Door(tokens) as door:
-        assert door.check(bearer(alice), "a") == "alice"
-        assert door.check(f"bearer  {bob} ", "a") == "bob"
+        assert door.check(bearer(alice), "a").name == "alice"
+        assert door.check(f"bearer  {bob} ", "a").name == "bob"
         said = set()
         for shown in (
             None,
@@ -112,6 +114,43 @@ def test_only_the_tokens_of_the_file_are_let_in_by_name(tokens: Path) -> None:
         assert len(said) == 1
 
 
+def test_a_token_says_whose_it_is_and_what_it_may(tokens: Path) -> None:
+    file = TokenFile(tokens)
+    plain, mine = file.create("plain"), file.create("mine", "acme")
+    reader = file.create("reader", "acme", ("read",))
+    late = file.create("late", "acme", expires_at=datetime.now(UTC) - timedelta(seconds=1))
+    with Door(tokens) as door:
+        assert door.check(bearer(plain), "a") == Caller("", frozenset(RIGHTS), "plain")
+        everything = frozenset({"read", "create", "delete"})
+        assert door.check(bearer(mine), "a") == Caller("acme", everything, "mine")
+        assert door.check(bearer(reader), "a").rights == {"read"}
+        with pytest.raises(UnauthenticatedError):
+            door.check(bearer(late), "a")
+
+
+def test_a_token_of_before_tenants_is_written_as_it_was(tokens: Path) -> None:
+    TokenFile(tokens).create("alice")
+    assert set(json.loads(tokens.read_text())["tokens"][0]) == {"name", "sha256", "created_at"}
+    assert TokenFile(tokens).read()[0].caller == Caller(name="alice")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("../acme", ()), "the tenant is '../acme'"),
+        (("*", ()), "the tenant is"),
+        (("a" * 65, ()), "the tenant is"),
+        (("acme", ("write",)), "the rights are 'write', expected some of read, create, delete, admin"),
+    ],
+)
+def test_tenants_and_rights_that_are_none(
+    tokens: Path, given: tuple[str, tuple[str, ...]], said: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=said):
+        TokenFile(tokens).create("alice", *given)
+    assert not tokens.exists()
+
+
 def test_a_changed_file_counts_and_a_damaged_one_lets_nobody_in(
     tokens: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -120,7 +159,7 @@ def test_a_changed_file_counts_and_a_damaged_one_lets_nobody_in(
     with Door(tokens) as door:
         bob = file.create("bob")
         door.look()
-        assert door.check(bearer(bob), "a") == "bob"
+        assert door.check(bearer(bob), "a").name == "bob"
         file.revoke("alice")
         door.look()
         with pytest.raises(UnauthenticatedError):
@@ -150,8 +189,8 @@ def test_guessing_is_slowed_down_for_its_address_and_not_for_tokens_in_use(token
             with pytest.raises(TooManyAttemptsError) as caught:
                 door.check(bearer(secret), "bad")
             assert caught.value.retry_after_s == 10
-        assert door.check(bearer(used), "bad") == "used"
-        assert door.check(bearer(fresh), "good") == "fresh"
+        assert door.check(bearer(used), "bad").name == "used"
+        assert door.check(bearer(fresh), "good").name == "fresh"
         clock.now += 10
         with pytest.raises(UnauthenticatedError):
             door.check(bearer("guess"), "bad")
@@ -371,6 +410,12 @@ def test_the_commands(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "alice",
         "bob",
     ]
+    run("create", "carol", "--tenant", "acme", "--rights", "read,create", "--ttl", "90d")
+    carol = json.loads(run("list", "--format", "json"))["tokens"][-1]
+    assert (carol["tenant"], carol["rights"]) == ("acme", ["read", "create"])
+    assert carol["expires_at"] > carol["created_at"]
+    assert "carol  acme" in run("list")
+    run("revoke", "carol")
     assert "alice" in run("list")
     assert run("revoke", "alice") == "revoked alice\n"
     run("revoke", "bob")

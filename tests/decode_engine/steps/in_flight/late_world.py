@@ -76,22 +76,20 @@ class WatchedSession(Session):
     moving: dict[int, int]
 
     def reserve_tail(self, ahead: int = 0, do: Do = do_now) -> None:
-        buffers = [layer.tail.buffer for layer in self.layers]
+        buffers = [layer.tail.buffer for layer in self.layers]  # alike, so all move in one go
 
         def do_and_note(work: Callable[[], object]) -> None:
-            number = len(moved)
-            moved.append(buffers[number])
-            self.moving[buffers[number].data_ptr()] = buffers[number].shape[1]
+            self.moving |= {buffer.data_ptr(): buffer.shape[1] for buffer in buffers}
+            self.kept += buffers
 
             def move() -> None:
                 work()
-                del self.moving[buffers[number].data_ptr()]
+                for buffer in buffers:
+                    del self.moving[buffer.data_ptr()]
 
             do(move)
 
-        moved: list[Tensor] = []
         super().reserve_tail(ahead, do_and_note)
-        self.kept += moved
 
     def close(self) -> None:
         self.open.remove(self)

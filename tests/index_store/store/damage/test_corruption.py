@@ -319,9 +319,9 @@ def test_newer_format(stored: Store, context: SyntheticContext) -> None:
     path = folder(stored, context) / "manifest.json"
     document = json.loads(path.read_bytes())
     del document["checksum"]
-    path.write_bytes(render_document(document | {"format_version": 7}))
+    path.write_bytes(render_document(document | {"format_version": 8}))
     for use in (stored.manifest, stored.open, stored.verify, lambda _: load(stored, context)):
-        with pytest.raises(FormatVersionError, match="version 7, this program reads versions 2 to 6"):
+        with pytest.raises(FormatVersionError, match="version 8, this program reads versions 2 to 7"):
             use(context.id)
 
 

@@ -280,6 +280,7 @@ def test_work_may_take_as_long_as_it_likes_between_steps(
 def test_threads_that_hang_are_not_added_to_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_MOST_LOST", 2)
     monkeypatch.setattr(reading, "_lost", [])
+    monkeypatch.setattr(reading, "_MOST_IDLE", 0)
     back = threading.Event()
 
     def hang() -> None:
@@ -352,3 +353,16 @@ def test_a_process_ends_although_a_read_hangs() -> None:
     )
     assert ended.returncode == 1
     assert "StoreUnavailableError: slow: the file system has not answered" in ended.stderr
+
+
+def test_a_thread_reads_for_one_after_the_other_and_after_errors(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise KeyError("once")
+
+    with pytest.raises(KeyError):
+        read_bounded(fail)
+    before = {thread.ident for thread in threading.enumerate() if thread.name == "read"}
+    names = {read_bounded(threading.get_ident) for _ in range(20)}
+    assert names <= before
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda number: read_bounded(lambda: number), range(64))) == [*range(64)]

@@ -1,0 +1,1 @@
+"""Contexts as single files, and in object stores."""
