@@ -17,11 +17,13 @@ from decode_engine.settings.config import ServeConfig
 from index_store.cli.console import LineReporter
 from index_store.methods.presets import METHODS
 from index_store.store.catalog import Store
-from prefill_worker.config import PrefillConfig
+from prefill_worker.config import PrefillConfig, WorkerConfig
 from prefill_worker.jobs.job import run_job
+from prefill_worker.worker.queue_worker import QueueWorker
 from sparsekv.v1 import context_pb2_grpc, generation_pb2_grpc
 from tests.support.models import write_model_folder
 from tests.support.serving.chat import WITH_TOOLS
+from tests.support.serving.workers import working
 
 TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 8
 MAX_POSITIONS = 4096
@@ -158,8 +160,9 @@ def tool_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
 
 @pytest.fixture(scope="session")
 def tool_server(tool_library: Library) -> Iterator[DecodeServer]:
-    """A server that makes contexts itself."""
-    with DecodeServer(tool_library.config(prefill=True)) as started:
+    """A server beside a worker that makes contexts."""
+    worker = QueueWorker(WorkerConfig(store=tool_library.store, model=str(tool_library.model), device="cpu"))
+    with DecodeServer(tool_library.config()) as started, working(worker):
         started.load()
         yield started
 

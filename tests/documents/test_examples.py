@@ -57,7 +57,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
         yield Desk(folder, server.address)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_examples_run(desk: Desk) -> None:
     """Those of gRPC; the others do in test_start."""
     page = (EXAMPLES.parent / "start.md").read_text()

@@ -10,7 +10,7 @@ import pytest
 from tests.documents.test_readme import examples, run_blocks
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_start_runs(tmp_path: Path) -> None:
     """LangChain's client among it where it is installed, as with the extra `dev`."""
     blocks = examples("docs/start.md")

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 KERNEL = re.compile(r"^@(?:triton|gluon)\.jit(?:\([^)]*\))?\ndef (\w+_kernel)\(", re.MULTILINE)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kernels_of_captured_steps_compile() -> None:
     """In a process of its own: this one may have told Triton to interpret."""
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -44,6 +44,7 @@ from tests.decode_engine.kernels.problems.hard_scores import (
     table_problem,
 )
 from tests.decode_engine.kernels.problems.table_problems import DEVICE, poisoned
+from tests.support.nightly import nightly
 
 ON_GPU = DEVICE.type == "cuda"
 KINDS = ("pooled", "each", "codes")
@@ -102,9 +103,15 @@ def check_counts(kind: str, kept_HN: Tensor, share: float) -> None:
     assert bool(((of_wanted - 1).abs() <= 0.05 + 3 * chance).all()), of_wanted
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SCORES)
-@pytest.mark.parametrize("keys", [1024, 32768])
+LONG = (("flat", "each"), ("repeated", "pooled"), ("sink", "codes"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "name", "kind"),
+    [(1024, name, kind) for name in SCORES for kind in KINDS]
+    + [(32768, *long) for long in LONG]
+    + nightly(*((32768, name, kind) for name in SCORES for kind in KINDS if (name, kind) not in LONG)),
+)
 def test_as_many_keys_as_wanted_are_kept(keys: int, name: str, kind: str) -> None:
     q, k = make_scores(name, keys)
     for share in (0.01, 0.05):

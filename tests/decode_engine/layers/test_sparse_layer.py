@@ -146,7 +146,7 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize("name", ALL_METHODS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     count=st.integers(1, ROOM // 2),
     chunks=st.lists(st.just(1) | st.integers(1, 20), min_size=1, max_size=8).map(that_fit),

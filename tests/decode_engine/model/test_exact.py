@@ -35,6 +35,7 @@ from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
 from tests.support.models import LAYER_KINDS, write_model_folder
+from tests.support.nightly import nightly
 
 TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 6
 PROMPT = "\nQuestion: who lit it?\nAnswer:"
@@ -83,7 +84,9 @@ KINDS = {"plain": ("llama", {}), "rows in 8 bits": ("llama", {"rows": "int8"})} 
 }
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
+@pytest.fixture(
+    scope="module", params=["plain", "rows in 8 bits", "windows", *nightly("sinks", "experts", "caps")]
+)
 def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
     family, settings = KINDS[request.param]
     yield from serve(tmp_path_factory.mktemp("kind"), family, **settings)

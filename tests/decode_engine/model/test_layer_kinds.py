@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from prefill_worker.jobs.job import run_job
 from tests.decode_engine.engine.fake_runner import Stream
 from tests.support.layers import ALL_METHODS, with_everything
 from tests.support.models import LAYER_KINDS, write_model_folder
+from tests.support.nightly import nightly
 
 TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 4
 PROMPT = [70, 71, 72, 73, 74]
@@ -96,28 +97,29 @@ def greedy(kept: Kept, method: Method, prompts: list[list[int]], again: int = 0)
     return tokens
 
 
-@pytest.mark.parametrize("kind", LAYER_KINDS)
-def test_tokens_are_those_of_generate(tmp_path: Path, kind: str) -> None:
+@pytest.fixture(scope="module", params=LAYER_KINDS)
+def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    with serve(tmp_path_factory.mktemp("kind"), request.param, (DEFAULT_METHOD, "csattention")) as found:
+        yield found
+
+
+def test_tokens_are_those_of_generate(kept: Kept) -> None:
     """Over a context longer than the window, with a prompt in one piece or two, and a budget of all keys."""
-    with serve(tmp_path, kind, (DEFAULT_METHOD,)) as kept:
-        wanted = expected_tokens(kept.folder, [*kept.context.tokens().tolist(), *PROMPT])
-        assert len(set(wanted)) > 4
-        assert greedy(kept, METHODS["full"], [PROMPT]) == wanted
-        assert greedy(kept, METHODS["full"], [PROMPT[:2], PROMPT[2:]]) == wanted
-        assert greedy(kept, with_everything(METHODS[DEFAULT_METHOD]), [PROMPT]) == wanted
+    wanted = expected_tokens(kept.folder, [*kept.context.tokens().tolist(), *PROMPT])
+    assert len(set(wanted)) > 4
+    assert greedy(kept, METHODS["full"], [PROMPT]) == wanted
+    assert greedy(kept, METHODS["full"], [PROMPT[:2], PROMPT[2:]]) == wanted
+    assert greedy(kept, with_everything(METHODS[DEFAULT_METHOD]), [PROMPT]) == wanted
 
 
-@pytest.mark.parametrize("kind", LAYER_KINDS)
-def test_prompts_without_a_context_are_answered_as_by_generate(tmp_path: Path, kind: str) -> None:
+def test_prompts_without_a_context_are_answered_as_by_generate(kept: Kept) -> None:
     """In one piece or several, alone or beside others, shorter than the window or longer."""
-    family, settings = LAYER_KINDS[kind]
-    folder = write_model_folder(tmp_path, family, layers=3, **settings)
-    runner = ModelRunner(resolve_model(str(folder)))
+    runner = kept.runner
     prompts = [list(TEXT.encode())[:length] for length in (1, 20, 61)]
-    wanted = [expected_tokens(folder, ids) for ids in prompts]
-    kept = Kept(folder, Store(tmp_path / "store", create=True), runner.no_context, runner)
+    wanted = [expected_tokens(kept.folder, ids) for ids in prompts]
+    bare = replace(kept, context=runner.no_context)
     for ids, expected in zip(prompts, wanted, strict=True):
-        assert greedy(kept, METHODS["full"], [ids[:7], ids[7:30], ids[30:]]) == expected
+        assert greedy(bare, METHODS["full"], [ids[:7], ids[7:30], ids[30:]]) == expected
     fitted = METHODS["full"].on(runner.no_context.manifest)
     sessions = [runner.start(runner.no_context, fitted) for _ in prompts]
     tokens = [[int(logits[-1].argmax())] for logits in runner.read(sessions, prompts)]
@@ -128,20 +130,18 @@ def test_prompts_without_a_context_are_answered_as_by_generate(tmp_path: Path, k
     assert tokens == wanted
 
 
-@pytest.mark.parametrize("kind", LAYER_KINDS)
-def test_a_context_with_nothing_behind_it_is_answered(tmp_path: Path, kind: str) -> None:
+def test_a_context_with_nothing_behind_it_is_answered(kept: Kept) -> None:
     """Its last token is read again, by full attention and by methods that search."""
-    with serve(tmp_path, kind, (DEFAULT_METHOD, "csattention")) as kept:
-        ids = kept.context.tokens().tolist()
-        wanted = expected_tokens(kept.folder, ids)
-        if kept.context.manifest.model.states is not None:  # behind which it cannot be read again
-            with pytest.raises(InvalidArgumentError, match="give a token that follows it"):
-                greedy(kept, METHODS["full"], [ids[-1:]], again=1)
-            return
-        for name in ("full", DEFAULT_METHOD, "csattention"):
-            method = METHODS[name]
-            method = with_everything(method) if method.sparse else method
-            assert greedy(kept, method, [ids[-1:]], again=1) == wanted
+    ids = kept.context.tokens().tolist()
+    if kept.context.manifest.model.states is not None:  # behind which it cannot be read again
+        with pytest.raises(InvalidArgumentError, match="give a token that follows it"):
+            greedy(kept, METHODS["full"], [ids[-1:]], again=1)
+        return
+    wanted = expected_tokens(kept.folder, ids)
+    for name in ("full", DEFAULT_METHOD, "csattention"):
+        method = METHODS[name]
+        method = with_everything(method) if method.sparse else method
+        assert greedy(kept, method, [ids[-1:]], again=1) == wanted
 
 
 @pytest.mark.parametrize("kind", LAYER_KINDS)
@@ -156,7 +156,7 @@ def test_rounding_to_16_bits_is_no_difference(tmp_path: Path, kind: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["windows", "sinks", "caps", "experts", "states"])
+@pytest.mark.parametrize("kind", ["windows", "states", *nightly("sinks", "caps", "experts")])
 def test_every_method_with_a_budget_of_all_keys_is_full_attention(tmp_path: Path, kind: str) -> None:
     unturned = {"multipole-windowed"} if kind == "states" else set[str]()  # keys without positions
     stored = tuple(name for name in METHODS if name not in {"oracle", *unturned})

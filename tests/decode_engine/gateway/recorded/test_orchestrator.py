@@ -115,7 +115,7 @@ def orchestrate(client: Talks) -> Said:
     return said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_orchestrator_goes_on_after_a_restart(served: Served) -> None:
     """All clients are in the middle of their conversations when the server is told to stop."""
     clients: list[Talks] = [kind(f"{served.url}/v1") for kind in CLIENTS]

@@ -12,6 +12,8 @@ from decode_engine.gateway.serving import Gateway
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.settings.config import ServeConfig
 from index_store.store.catalog import Store
+from prefill_worker.config import WorkerConfig
+from prefill_worker.worker.queue_worker import QueueWorker
 from tests.decode_engine.gateway.recorded.clients import (
     ASSISTANT,
     CLIENTS,
@@ -23,6 +25,7 @@ from tests.decode_engine.gateway.recorded.clients import (
     schema,
 )
 from tests.decode_engine.gateway.test_tools import made
+from tests.support.serving.workers import working
 
 NOTES = "The harbour of Elm is grey. Its lamp is lit by the keeper Anna every evening. Ships come from Oslo. "
 
@@ -32,10 +35,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of a server of the packaged reader, with notes."""
     store = tmp_path_factory.mktemp("clients") / "store"
     Store(store, create=True)
-    config = ServeConfig(
-        store, "reader", listen="127.0.0.1:0", device="cpu", warm_up=False, prefill=True, method="context"
-    )
-    with DecodeServer(config) as server:
+    config = ServeConfig(store, "reader", listen="127.0.0.1:0", device="cpu", warm_up=False, method="context")
+    worker = QueueWorker(WorkerConfig(store=store, model="reader", device="cpu"))
+    with DecodeServer(config) as server, working(worker):
         server.load()
         with Gateway("127.0.0.1:0", server.grpc) as gateway:
             with httpx.Client(base_url=gateway.url, timeout=60) as web:

@@ -15,8 +15,11 @@ from pydantic import TypeAdapter
 from decode_engine.gateway.serving import Gateway
 from decode_engine.rpc.server import DecodeServer
 from index_store.store.catalog import Store
+from prefill_worker.config import WorkerConfig
+from prefill_worker.worker.queue_worker import QueueWorker
 from tests.decode_engine.conftest import CALLING, make_library
 from tests.decode_engine.gateway.test_tools import made
+from tests.support.serving.workers import working
 
 RECORDED: dict[str, Any] = {
     name: recorded
@@ -34,7 +37,8 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     settings["chat_template"] = LATE_SYSTEMS
     (library.model / "tokenizer_config.json").write_text(json.dumps(settings))
     Store(library.store, create=True)
-    with DecodeServer(library.config(prefill=True)) as started:
+    worker = QueueWorker(WorkerConfig(store=library.store, model=str(library.model), device="cpu"))
+    with DecodeServer(library.config()) as started, working(worker):
         started.load()
         with Gateway("127.0.0.1:0", started.grpc) as served:
             yield served

@@ -25,6 +25,7 @@ from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import load_model, resolve_model
 from index_store.store.clean_up import StoreRoom
 from tests.support.models import LAYER_KINDS, write_model_folder
+from tests.support.nightly import nightly
 from tests.support.serving.served import Served, serve
 
 
@@ -258,7 +259,7 @@ def test_a_gpu_has_them_as_the_checkpoint_has(monkeypatch: pytest.MonkeyPatch) -
 KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 
-@pytest.fixture(scope="module", params=["auto", "float32", "int8"])
+@pytest.fixture(scope="module", params=["auto", "int8", *nightly("float32")])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     methods = ("full", "csattention", "refined")
     folder = tmp_path_factory.mktemp(request.param)
@@ -305,7 +306,7 @@ def test_sessions_get_the_same_bits_alone_and_in_changing_groups(served: Served,
 
     together, alone = [start(number) for number in range(7)], [start(number) for number in range(7)]
     generator = random.Random(3)
-    for step in range(14):
+    for step in range(8):
         here = generator.sample(range(7), generator.randint(1, 7))
         fed = [[30 + 7 * number + step] for number in here]
         found = served.runner.forward([together[number] for number in here], fed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +11,7 @@ from decode_engine.rpc.server import DecodeServer
 from prefill_worker.config import WorkerConfig
 from prefill_worker.worker.queue_worker import QueueWorker
 from tests.decode_engine.conftest import Library, make_library
+from tests.support.serving.workers import working
 
 WORDS = "The keeper of the {} lighthouse counted ships and wrote them down. "
 
@@ -50,12 +50,8 @@ def worker(shop: Library) -> QueueWorker:
     return make_worker(shop)
 
 
-@pytest.fixture
-def working(worker: QueueWorker) -> Iterator[None]:
+@pytest.fixture(name="working")
+def _working(worker: QueueWorker) -> Iterator[None]:
     """The worker works beside the test."""
-    stopping = threading.Event()
-    thread = threading.Thread(target=worker.run, args=(stopping,))
-    thread.start()
-    yield
-    stopping.set()
-    thread.join()
+    with working(worker):
+        yield

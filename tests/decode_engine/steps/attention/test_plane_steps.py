@@ -31,6 +31,7 @@ from index_store.methods.presets import METHODS, get_method
 from index_store.models.resolve import resolve_model
 from index_store.store.description.dtypes import AS_DTYPE, INT8
 from tests.support.models import HEAD_SHAPES, write_model_folder
+from tests.support.nightly import nightly
 
 pytestmark = [pytest.mark.usefixtures("few_programs", "watched")]
 LENGTHS = (150, 60)
@@ -118,7 +119,7 @@ def test_steps_equal_the_general_path(
 @pytest.mark.parametrize("heads", HEAD_SHAPES)
 @pytest.mark.parametrize(
     ("expression", "placement"),
-    [("full", Placement.DEVICE), ("refined", Placement.DEVICE), ("refined", Placement.HYBRID)],
+    [("refined", Placement.HYBRID), *nightly(("full", Placement.DEVICE), ("refined", Placement.DEVICE))],
 )
 def test_other_heads_step_as_on_the_general_path(
     tmp_path: Path, heads: str, expression: str, placement: Placement
@@ -143,7 +144,7 @@ def check_steps(
     assert (read > 0) == placement.kv_on_host
 
 
-@pytest.mark.parametrize("expression", ["refined", "pq"])
+@pytest.mark.parametrize("expression", ["refined", *nightly("pq")])
 def test_hybrid_equals_device_bit_for_bit(
     runner: ModelRunner, expression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
