@@ -80,6 +80,7 @@ class Listing:
     def __init__(self, contexts: Path) -> None:
         self._contexts = contexts
         self._known: dict[str, _Known] = {}
+        self._unsettled: set[str] = set()  # to be read again the next time
         self._order: list[Entry] = []
         self._folder_stamp: Stamp | None = None
         self._refreshing = threading.Lock()  # one reads for all who ask for the list
@@ -134,7 +135,7 @@ class Listing:
             with may_block(self._contexts):
                 stamp, settled = _stamp(os.stat(self._contexts), time.time())
                 if stamp == self._folder_stamp:
-                    return stamp, [id_ for id_, known in list(self._known.items()) if known.stamp is None]
+                    return stamp, list(self._unsettled)
                 with os.scandir(self._contexts) as items:
                     found = {item.name for item in items if is_context_id(item.name)}
         except OSError as error:
@@ -161,6 +162,7 @@ class Listing:
         """Puts an entry into its place, or takes it out."""
         with self._books:
             known = self._known.pop(id_, None)
+            self._unsettled.discard(id_)
             if known is not None:
                 del self._order[bisect_right(self._order, place_of(known.entry), key=place_of) - 1]
             if fresh is not None:
@@ -168,6 +170,8 @@ class Listing:
                     last = known.entry.last if isinstance(known.entry, BrokenContext) else known.entry
                     fresh = replace(fresh, entry=replace(fresh.entry, last=last))
                 self._known[id_] = fresh
+                if fresh.stamp is None:
+                    self._unsettled.add(id_)
                 insort(self._order, fresh.entry, key=place_of)
 
     def _read(self, id_: str, known: _Known | None) -> _Known | None:
