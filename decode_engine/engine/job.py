@@ -7,7 +7,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Generic, Protocol
+from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -104,8 +105,8 @@ class Places:
         self._most = most
         self._most_of_one = most - kept
         self._most_of_client = client or most - kept
-        self._taken: Counter[str] = Counter()  # by context
-        self._clients: Counter[str] = Counter()
+        self._taken: Counter[tuple[str, str]] = Counter()  # by tenant and context
+        self._clients: Counter[tuple[str, str]] = Counter()
         self._tenants: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -117,14 +118,15 @@ class Places:
 
     def take(self, context: str, client: str, tenant: str = "", use: Use | None = None) -> Place:
         """client, tenant: "" is nobody. Raises TooManyRequestsError when there is no place left for any of them."""
+        of_context, of_client = (tenant, context), (tenant, client)
         with self._lock:
-            if client and self._clients[client] >= self._most_of_client:
+            if client and self._clients[of_client] >= self._most_of_client:
                 raise TooManyRequestsError(
-                    f"{self._clients[client]} requests of this client are running or waiting, which is the limit for "
-                    "one client; try again later",
+                    f"{self._clients[of_client]} requests of this client are running or waiting, which is the limit "
+                    "for one client; try again later",
                     limit=self._most_of_client,
                 )
-            total, own = self._taken.total(), self._taken[context]
+            total, own = self._taken.total(), self._taken[of_context]
             if total >= self._most:
                 raise TooManyRequestsError(
                     f"{total} requests are running or waiting, which is the limit; try again later",
@@ -143,17 +145,25 @@ class Places:
                     "are left are for others; try again later",
                     limit=_NEWCOMERS * (self._most - total),
                 )
-            self._taken[context] += 1
-            self._clients[client] += 1
+            self._taken[of_context] += 1
+            self._clients[of_client] += 1
             self._tenants[tenant] += 1
-        return Place(lambda: self._give_back(context, client, tenant), use)
+        return Place(partial(self._give_back, of_context, of_client, tenant), use)
 
-    def _give_back(self, context: str, client: str, tenant: str) -> None:
+    def _give_back(self, of_context: tuple[str, str], of_client: tuple[str, str], tenant: str) -> None:
         with self._lock:
-            for taken, key in ((self._taken, context), (self._clients, client), (self._tenants, tenant)):
-                taken[key] -= 1
-                if not taken[key]:
-                    del taken[key]
+            _take_one(self._taken, of_context)
+            _take_one(self._clients, of_client)
+            _take_one(self._tenants, tenant)
+
+
+KeyT = TypeVar("KeyT")
+
+
+def _take_one(taken: Counter[KeyT], key: KeyT) -> None:
+    taken[key] -= 1
+    if not taken[key]:
+        del taken[key]
 
 
 class Place:

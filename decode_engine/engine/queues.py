@@ -58,10 +58,12 @@ _Key = tuple[str, int, str]
 
 
 class Waiting(Generic[SessionT]):
-    """Requests that were not admitted yet. turns: of tenants, to be told of what is generated."""
+    """Requests that were not admitted yet. turns: of tenants, to be told of what is generated. changes: how often one
+    came or went."""
 
     def __init__(self, turns: Turns | None = None) -> None:
         self.turns = turns or Turns()
+        self.changes = 0
         self._queues: dict[_Key, deque[Job[SessionT]]] = {}  # contexts in order of turn
 
     def __len__(self) -> int:
@@ -73,12 +75,14 @@ class Waiting(Generic[SessionT]):
 
     def add(self, job: Job[SessionT]) -> None:
         """Puts a request behind those of its context; a context that had none gets its turn after the others."""
+        self.changes += 1
         if not any(tenant == job.tenant for tenant, _, _ in self._queues):
             self.turns.join(job.tenant)
         self._queues.setdefault(_key(job), deque()).append(job)
 
     def put_back(self, job: Job[SessionT]) -> None:
         """Makes a request that was taken out the one whose turn it is."""
+        self.changes += 1
         self.turns.charge(job.tenant, -len(job.work.prompt))
         queue = self._queues.pop(_key(job), deque())
         queue.appendleft(job)
@@ -113,7 +117,13 @@ class Waiting(Generic[SessionT]):
     def ahead(self) -> Iterator[tuple[Job[SessionT], int]]:
         """Those who wait, with how many are taken before each while there is memory for each, and nobody who runs
         generates more."""
-        lines = {tenant: self._line(tenant) for tenant, _, _ in self._queues}
+        places: dict[str, list[tuple[tuple[int, int, int], Job[SessionT]]]] = {}
+        for turn, ((tenant, rank, _), queue) in enumerate(self._queues.items()):
+            own = places.setdefault(tenant, [])
+            own += [((rank, place, turn), job) for place, job in enumerate(queue)]
+        lines = {
+            name: deque(job for _, job in sorted(own, key=itemgetter(0))) for name, own in places.items()
+        }
         due = [(*self.turns.place(tenant), line) for tenant, line in lines.items()]
         heapify(due)
         for place in range(len(self)):
@@ -131,6 +141,7 @@ class Waiting(Generic[SessionT]):
         queue = self._queues.get(_key(job))
         if queue is None or job not in queue:
             return
+        self.changes += 1
         queue.remove(job)
         if not queue:
             del self._queues[_key(job)]
@@ -138,16 +149,6 @@ class Waiting(Generic[SessionT]):
     def _in_turn(self) -> list[_Key]:
         """Queues in the order in which they are served."""
         return sorted(self._queues, key=lambda key: (*self.turns.place(key[0]), key[1]))
-
-    def _line(self, tenant: str) -> deque[Job[SessionT]]:
-        """A tenant's requests in the order in which they are served."""
-        queues = [(key[1], queue) for key, queue in self._queues.items() if key[0] == tenant]
-        places = [
-            ((rank, place, turn), job)
-            for turn, (rank, queue) in enumerate(queues)
-            for place, job in enumerate(queue)
-        ]
-        return deque(job for _, job in sorted(places, key=itemgetter(0)))
 
 
 def _key(job: Job[SessionT]) -> _Key:

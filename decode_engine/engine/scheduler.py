@@ -177,6 +177,7 @@ class Scheduler(Generic[SessionT]):
         self._send = send
         self._pace = Pace(clock_ns)
         self._endings = Endings(queues, changed, self._flight, self._note_session, send)
+        self._told_changes = 0
         self.stats = EngineStats()
         """What was done so far; guarded by `changed`. It is counted before a request that it ends has ended."""
 
@@ -225,8 +226,11 @@ class Scheduler(Generic[SessionT]):
                 self._endings.finish(job, job.ends(reason, now))
 
     def _tell_waiting(self) -> None:
-        """Tells those who wait how many are ahead, where that has changed."""
+        """Tells those who wait how many are ahead, where that has changed since somebody came or went."""
         with self._changed:
+            if self._told_changes == self._queues.waiting.changes:
+                return
+            self._told_changes = self._queues.waiting.changes
             news = [(job, ahead) for job, ahead in self._queues.waiting.ahead() if ahead != job.ahead]
         for job, ahead in news:
             job.ahead = ahead

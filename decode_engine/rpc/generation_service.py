@@ -260,7 +260,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def _answer_in_turn(
         self, context: str, request: generation_pb2.GenerateRequest, call: Asker
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        """As `_answer`, of a request in a batch; where there is no place for it, it waits for one."""
+        """As `_answer`, of a request in a batch; it waits for a place, and until its tenant's quota has come back."""
         if request.context:
             raise InvalidArgumentError(
                 "context is set in a request of a batch, expected it in the batch alone", field="context"
@@ -272,9 +272,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                     async for message in messages:
                         yield message
                 return
-            except (
-                TooManyRequestsError,
-                QuotaExceededError,
-            ) as error:  # nothing has been sent yet: who has a place is not refused
+            except (TooManyRequestsError, QuotaExceededError) as error:
+                # Nothing has been sent yet: who has a place is not refused.
+                if isinstance(error, QuotaExceededError) and error.retry_after_s is None:
+                    raise
                 await asyncio.sleep(error.retry_after_s or _AGAIN_S)
                 call.check()

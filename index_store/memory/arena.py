@@ -497,7 +497,8 @@ class Arena:
         )
         tenant, quota = manifest.tenant, None if here is not None else self._quota(manifest.tenant)
         with self._changed:
-            self._books.check_quota(needed, tenant, quota)  # who is over does not wait
+            if self._books.find(manifest) is None:
+                self._books.check_quota(needed, tenant, quota)  # who is over does not wait
             place = self._wait_for_turn(manifest, needed, check) if wait_for_memory else len(self._waiting)
             slot, victims = self._books.find(manifest), []
             if slot is None:

@@ -21,7 +21,7 @@ from decode_engine.errors import AddressError
 from decode_engine.orders.events import Event, Facts, Fails
 from decode_engine.orders.order import Order
 
-VERSION = 3
+VERSION = 4
 
 LIFE_S = 1.0
 """A door says so often that it lives, and is answered."""

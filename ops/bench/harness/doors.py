@@ -19,9 +19,10 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from decode_engine.rpc.client import AsyncClient
+from decode_engine.rpc.client import AsyncClient, Credentials
 
 Door = Literal["grpc", "http"]
+Clients = Mapping[tuple[str, Credentials], AsyncClient]
 
 _START_S = 0.3
 """From the decision that all ask until they do: processes have to hear of it before."""
@@ -30,12 +31,14 @@ _START_S = 0.3
 @dataclass(frozen=True)
 class Ask:
     """What one client asks. address: HOST:PORT of the door. context: its resource name. options: of
-    AsyncClient.generate, or members of a body of /v1/completions, with `messages` of /v1/chat/completions."""
+    AsyncClient.generate, or members of a body of /v1/completions, with `messages` of /v1/chat/completions. shows: what
+    the client shows by gRPC, nothing by default."""
 
     door: Door
     address: str
     context: str
     options: Mapping[str, Any]
+    shows: Credentials = Credentials()  # noqa: RUF009 - frozen
 
 
 @dataclass(frozen=True)
@@ -86,27 +89,40 @@ class Asked:
         return [shares[number % len(shares)][number // len(shares)] for number in range(count)]
 
 
+def ask_until(begin: float, end: float, asks: Sequence[Ask]) -> list[list[Heard]]:
+    """Has each question asked again whenever it was answered, until the end: all that each stream heard."""
+    return asyncio.run(_gather(begin, asks, end))
+
+
 def _ask_all(begin: float, asks: Sequence[Ask]) -> list[Heard]:
-    return asyncio.run(_gather(begin, asks))
+    return [heard for (heard,) in asyncio.run(_gather(begin, asks))]
 
 
-async def _gather(begin: float, asks: Sequence[Ask]) -> list[Heard]:
-    clients = {ask.address: AsyncClient(ask.address) for ask in asks if ask.door == "grpc"}
+async def _gather(begin: float, asks: Sequence[Ask], end: float = 0.0) -> list[list[Heard]]:
+    callers = {(ask.address, ask.shows) for ask in asks if ask.door == "grpc"}
+    clients: Clients = {key: AsyncClient(key[0], credentials=key[1]) for key in callers}
     try:
         for client in clients.values():
             await client.is_serving()  # connects
-        return list(await asyncio.gather(*(_one(begin, ask, clients) for ask in asks)))
+        return list(await asyncio.gather(*(_again(begin, end, ask, clients) for ask in asks)))
     finally:
         for client in clients.values():
             await client.close()
 
 
-async def _one(begin: float, ask: Ask, clients: Mapping[str, AsyncClient]) -> Heard:
+async def _again(begin: float, end: float, ask: Ask, clients: Clients) -> list[Heard]:
+    heard = [await _one(begin, ask, clients)]
+    while time.monotonic() < end:
+        heard.append(await _one(begin, ask, clients))
+    return heard
+
+
+async def _one(begin: float, ask: Ask, clients: Clients) -> Heard:
     await asyncio.sleep(max(0.0, begin - time.monotonic()))
     asked = time.monotonic()
     try:
         if ask.door == "grpc":
-            return await _by_grpc(asked, ask, clients[ask.address])
+            return await _by_grpc(asked, ask, clients[ask.address, ask.shows])
         return await _by_http(asked, ask)
     except Exception as error:
         return Heard(asked, error=f"{type(error).__name__}: {error}"[:300])

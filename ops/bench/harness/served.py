@@ -40,7 +40,7 @@ class Shelf:
         """A context of a text."""
         return self._add(name, [*self.tokenizer.prefix_ids, *self.tokenizer.encode(text)])
 
-    def add_slice(self, name: str, tokens: int, number: int, of: int) -> Manifest:
+    def add_slice(self, name: str, tokens: int, number: int, of: int, tenant: str = "") -> Manifest:
         """A context of so many tokens of the packaged novels: the slice of that number, of some all over them.
 
         Slices overlap where they have to; each begins elsewhere. Raises CheckFailedError where the novels are too
@@ -53,13 +53,13 @@ class Shelf:
                 f"{of} contexts of {tokens} tokens do not begin at different places of a text of {len(self._novels)}"
             )
         start = room * number // of
-        return self._add(name, [*prefix, *self._novels[start : start + tokens - len(prefix)]])
+        return self._add(name, [*prefix, *self._novels[start : start + tokens - len(prefix)]], tenant)
 
     @cached_property
     def _novels(self) -> list[int]:
         return self.tokenizer.encode(source_text(()))
 
-    def _add(self, name: str, token_ids: Sequence[int]) -> Manifest:
+    def _add(self, name: str, token_ids: Sequence[int], tenant: str = "") -> Manifest:
         config = PrefillConfig(
             model=self._model,
             store=self.store,
@@ -67,6 +67,7 @@ class Shelf:
             name=name,
             method=self._methods,
             device=self._device,
+            tenant=tenant,
         )
         job = job_over_tokens(config, self._folder, token_ids, name)
         return carry_out(job, SilentReporter(), Clock(), self._means).manifest

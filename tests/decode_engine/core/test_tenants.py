@@ -21,7 +21,7 @@ from decode_engine.core.tenants import OTHERS, Tenants
 from decode_engine.engine.job import Places
 from decode_engine.errors import TooManyRequestsError
 from decode_engine.gateway.serving import Gateway
-from decode_engine.rpc.client import Client, Credentials
+from decode_engine.rpc.client import Client, Credentials, GenerateOptions
 from decode_engine.rpc.door.access import TokenFile
 from decode_engine.rpc.server import DecodeServer
 from index_store.cli.quotas import LIMITS, Quota, QuotaFile, parse_quotas
@@ -226,11 +226,11 @@ def test_metrics_name_tenants_of_the_file_alone(tmp_path: Path) -> None:
 
 
 def test_no_tenant_takes_the_last_places() -> None:
-    places = Places(80, 0)
+    places = Places(80, 16)
     taken: dict[str, int] = {}
     for name in [f"{number}" for number in range(20)] * 80:
         try:
-            places.take("", "", name)
+            places.take("", "one proxy", name)
             taken[name] = taken.get(name, 0) + 1
         except TooManyRequestsError:
             continue
@@ -243,6 +243,20 @@ def test_no_tenant_takes_the_last_places() -> None:
         alone.take("", "", "ant")
     for _ in range(20):
         alone.take("", "")
+
+
+def test_a_batch_waits_for_its_quota_unless_that_does_not_help(
+    library: Library, lamp: str, tmp_path: Path
+) -> None:
+    with (
+        serving(library, tmp_path, "[default]\nsessions = 1") as (server, secrets),
+        Client(server.address, credentials=Credentials(token=secrets["ant"])) as ant,
+    ):
+        once = GenerateOptions(text="Who?", max_tokens=2)
+        never = GenerateOptions(text="Who?", max_tokens=2, n=2, temperature=1.0)
+        items = {item.index: item for item in ant.batch_generate("", [once, never, once])}
+        assert [len(items[index].token_ids[0]) for index in (0, 2)] == [2, 2]
+        assert isinstance(items[1].error, QuotaExceededError)
 
 
 def tell(*line: str) -> None:
@@ -275,6 +289,24 @@ def serving(
     with DecodeServer(library.config(tokens=tokens, quotas=file, **changes)) as server:
         server.load()
         yield server, secrets
+
+
+def see_from_the_command_line(
+    server: DecodeServer, secret: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What an admin sees, and that an edit that cannot be used is told."""
+    token_file = folder / "admin.token"
+    token_file.write_text(secret)
+    line = ["tenants", "--server", server.address, "--token-file", str(token_file)]
+    tell(*line)
+    table = capsys.readouterr().out
+    assert "GENERATED TOKENS/MIN" in table
+    assert "/600" in table
+    tell(*line, "--format", "json")
+    assert json.loads(capsys.readouterr().out)["quotas_problem"] == ""
+    (folder / "quotas.toml").write_text("[default]\nsesions = 1")
+    tell(*line)
+    assert "sesions" in capsys.readouterr().err
 
 
 def test_who_is_over_is_told_when_to_come_back_by_both_doors(
@@ -328,19 +360,7 @@ def test_who_is_over_is_told_when_to_come_back_by_both_doors(
         assert mine.refused >= 3
         assert [limit.name for limit in mine.limits] == list(LIMITS)
 
-        token_file = tmp_path / "admin.token"
-        token_file.write_text(secrets["admin"])
-        line = ["tenants", "--server", server.address, "--token-file", str(token_file)]
-        tell(*line)
-        table = capsys.readouterr().out
-        assert "GENERATED TOKENS/MIN" in table
-        assert "/600" in table
-        tell(*line, "--format", "json")
-        assert json.loads(capsys.readouterr().out)["quotas_problem"] == ""
-        (tmp_path / "quotas.toml").write_text("[default]\nsesions = 1")
-        assert "sesions" in admin.tenants().quotas_problem
-        tell(*line)
-        assert "sesions" in capsys.readouterr().err
+        see_from_the_command_line(server, secrets["admin"], tmp_path, capsys)
         assert bee.tenants().quotas_problem == "", "what a file says is the operator's"
 
         with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=60) as answer:

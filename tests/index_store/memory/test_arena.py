@@ -28,6 +28,7 @@ from index_store.memory.context_loading import LoadedContext
 from index_store.memory.patience import MAX_PASSED
 from index_store.memory.placement import MemoryBytes
 from index_store.store.catalog import Store
+from index_store.store.description.manifest import Manifest
 from index_store.store.stored_context import Context
 from index_store.store.zarr_io import chunk_path
 from tests.index_store.memory.hybrid_arenas import NEEDED, hybrid_arena, no_collector, same
@@ -108,6 +109,11 @@ def test_pinned_contexts_go_last(many: Many) -> None:
     assert arena.ids() == ids([c, b])
 
 
+def hold_once(arena: Arena, store: Store, manifest: Manifest) -> str:
+    with arena.acquire(store, manifest.id, manifest=manifest, wait_for_memory=True) as resident:
+        return resident.manifest.id
+
+
 def test_a_tenant_has_its_own_contexts_evicted_for_its_quota(many: Many) -> None:
     store, contexts = many
     a, b, c, d = contexts
@@ -136,6 +142,11 @@ def test_a_tenant_has_its_own_contexts_evicted_for_its_quota(many: Many) -> None
             pass
     with take(a):
         assert arena.stats().contexts == 3
+    for _ in range(5):
+        with ThreadPoolExecutor(4) as pool:  # all begin while it is not there, and are one load
+            one = Arena(4 * SIZE, quota=lambda tenant: SIZE)
+            holding = [pool.submit(hold_once, one, store, owned[a.id]) for _ in range(4)]
+            assert {each.result() for each in holding} == {a.id}
     small = Arena(4 * SIZE, quota=lambda tenant: SIZE - 1)
     with pytest.raises(QuotaExceededError) as caught, small.acquire(store, a.id, manifest=owned[a.id]):
         pass
