@@ -20,12 +20,6 @@ class TooManyRequestsError(SparseKVError):
     reason = "TOO_MANY_REQUESTS"
 
 
-class QuotaExceededError(SparseKVError):
-    """The caller's tenant has used up what its quota allows; the metadata name the limit, what is used and allowed."""
-
-    reason = "QUOTA_EXCEEDED"
-
-
 class SessionMemoryError(SparseKVError):
     """A request needs more memory for prompt and answer than the server has for all sessions together."""
 

@@ -66,6 +66,33 @@ class StoreBoundError(SparseKVError):
     reason = "STORE_BOUND_REACHED"
 
 
+class QuotaExceededError(SparseKVError):
+    """A tenant has used up what its quota allows; the metadata name the limit, what is used, wanted and allowed."""
+
+    reason = "QUOTA_EXCEEDED"
+
+    @classmethod
+    def of(
+        cls, limit: str, found: int, wanted: int, allowed: int, retry_after_s: float | None = None
+    ) -> Self:
+        """The error of a tenant that has `found` of what the limit allows, and wants more.
+
+        retry_after_s: when there may be enough; None where waiting does not help.
+        """
+        shown = format_bytes if limit.endswith("_bytes") else "{:,}".format
+        when = "" if retry_after_s is None else f"; come back in {max(1, round(retry_after_s))} s"
+        error = cls(
+            f"the tenant's quota of {limit} is {shown(allowed)}, of which {shown(found)} are used, and this takes "
+            f"{shown(wanted)} more{when}",
+            limit=limit,
+            found=found,
+            wanted=wanted,
+            allowed=allowed,
+        )
+        error.retry_after_s = retry_after_s
+        return error
+
+
 class StoreUnavailableError(StoreError):
     """A file of the store cannot be read now (permissions, open files, a disk or server that does not answer).
 

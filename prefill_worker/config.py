@@ -28,6 +28,7 @@ from index_store.cli.options import (
     options_of,
     parse_ttl,
 )
+from index_store.cli.quotas import QuotasOption
 from index_store.errors import InvalidArgumentError
 from index_store.family.parents import GROWN_SHARE
 from index_store.methods.default import DEFAULT_METHOD
@@ -382,6 +383,7 @@ class WorkerConfig:
         AtLeast(0, 1000),
     ] = GROWN_SHARE
     store_bytes: StoreBytesOption = None
+    quotas: QuotasOption = None
     attached: Annotated[
         bool, Option("--attached", help="End when standard input ends, for programs that start workers.")
     ] = False

@@ -373,17 +373,27 @@ class UpdateConfig(ServerConfig):
     ttl: Annotated[
         str | None, Option("--ttl", help="Time to live from now, for example 30m, 1.5h, 7d; never: for good.")
     ] = None
+    readers: Annotated[
+        str | None,
+        Option(
+            metavar="TENANTS",
+            help="Other tenants that may read it, separated by commas, instead of those that there are; '*': all; '': "
+            "none.",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.ttl != NEVER.value:
             parse_ttl(self.ttl)
-        if self.name is None and self.ttl is None:
-            raise InvalidArgumentError("expected --name or --ttl, which say what is to change")
+        if self.name is None and self.ttl is None and self.readers is None:
+            raise InvalidArgumentError("expected --name, --ttl or --readers, which say what is to change")
 
     def changes(self) -> ContextChanges:
         """For the server."""
         changes: ContextChanges = {"display_name": self.name, "move_name": self.move_name}
+        if self.readers is not None:
+            changes["readers"] = [name.strip() for name in self.readers.split(",") if name.strip()]
         if self.ttl == NEVER.value:
             changes["expire_time"] = NEVER
         elif (ttl := parse_ttl(self.ttl)) is not None:
@@ -396,7 +406,7 @@ class UpdateConfig(ServerConfig):
 def update_context(
     config: UpdateConfig, reference: ReferenceArgument, output: FormatOption = OutputFormat.TEXT
 ) -> None:
-    """Change the name of a context, and when it expires."""
+    """Change the name of a context, when it expires, and who reads it."""
     with Client(config.server, credentials=config.credentials()) as client:
         changed = client.update_context(client.find_context(reference).name, **config.changes())
     if output is OutputFormat.JSON:

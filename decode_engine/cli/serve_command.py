@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 
 GROUPS = {
-    "Network": "listen http_port doors tls_cert tls_key tls_client_ca tokens allow_remote max_connections max_streams "
-    "idle_timeout unread_timeout",
+    "Network": "listen http_port doors tls_cert tls_key tls_client_ca tokens quotas allow_remote max_connections "
+    "max_streams idle_timeout unread_timeout",
     "Requests": "max_sessions max_waiting max_client_requests prompt_chunk prompts method audit_share grace",
     "Memory": "memory device_memory session_memory placement lanes slot_share waves",
     "Computing": "device threads search_threads weights dtype warm_up",

@@ -38,6 +38,7 @@ from index_store.store.description.array_entry import (
     tokens_entry,
     window_entry,
 )
+from index_store.store.description.callers import Caller
 from index_store.store.description.context_id import (
     DIGEST_DIGITS,
     PREFIX_BLOCK,
@@ -105,8 +106,9 @@ class KeptBeginnings:
         with self._lock:
             return self._stats
 
-    def note(self, token_ids: Sequence[int], found: Manifest, cached: int) -> None:
-        """A prompt without a context is answered. found: the context whose `cached` first tokens it begins with.
+    def note(self, token_ids: Sequence[int], found: Manifest, cached: int, tenant: str = "") -> None:
+        """A tenant's prompt without a context is answered. found: the context whose `cached` first tokens it begins
+        with.
 
         Its beginnings are counted, and kept, on a thread beside.
         """
@@ -123,7 +125,7 @@ class KeptBeginnings:
                 self._used.move_to_end(found.id)
         if self._rules.tokens:
             with suppress(RuntimeError):  # the server stops
-                self._keeper.submit(self._take, token_ids, cached)
+                self._keeper.submit(self._take, token_ids, cached, tenant)
 
     def settle(self) -> None:
         """Returns when all that was noted so far is counted, and ordered where it is to be."""
@@ -133,15 +135,15 @@ class KeptBeginnings:
         """Waits for what is being ordered; orders nothing more."""
         self._keeper.shutdown(wait=True, cancel_futures=True)
 
-    def _take(self, token_ids: Sequence[int], cached: int) -> None:
+    def _take(self, token_ids: Sequence[int], cached: int, tenant: str) -> None:
         """Counts the beginnings of a prompt, and orders the one that is to be kept."""
         try:
-            first = first_digest(self._workshop.identity, self._workshop.dtype, "")
+            first = first_digest(self._workshop.identity, self._workshop.dtype, "", tenant)
             digests = continued_digests(first, token_ids)
             blocks = self._count(digests, cached)
             if blocks:
                 digest = digests[blocks * DIGEST_DIGITS : (blocks + 1) * DIGEST_DIGITS]
-                self._keep(f"beginning-{digest[:12]}", list(token_ids[: blocks * PREFIX_BLOCK]))
+                self._keep(f"beginning-{digest[:12]}", list(token_ids[: blocks * PREFIX_BLOCK]), tenant)
         except SparseKVError as error:
             logger.warning("a beginning that comes again is not kept: %s", error)
         except Exception:
@@ -168,8 +170,8 @@ class KeptBeginnings:
             self._counts.popitem(last=False)
         return often
 
-    def _keep(self, name: str, token_ids: list[int]) -> None:
-        """Orders a beginning as a context, if there is room for it or can be."""
+    def _keep(self, name: str, token_ids: list[int], tenant: str) -> None:
+        """Orders a beginning as a context of a tenant, if there is room for it or can be."""
         method = DEFAULT_METHOD if len(token_ids) >= _INDEXED_TOKENS else "full"
         if not self._make_room(self._estimate(len(token_ids), (method,))):
             logger.info("a beginning of %d tokens comes again, for which there is no room", len(token_ids))
@@ -180,7 +182,7 @@ class KeptBeginnings:
             methods=[method],
             labels={KEPT_BEGINNING: "automatic"},
         )
-        operation = self._workshop.order(order).id
+        operation = replace(self._workshop, caller=Caller(tenant)).order(order).id
         with self._lock:
             self._stats = replace(self._stats, kept_beginnings=self._stats.kept_beginnings + 1)
         logger.info(

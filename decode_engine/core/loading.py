@@ -29,7 +29,7 @@ from decode_engine.rpc.contexts.defaults import own_methods
 from decode_engine.rpc.transport.starting import Phase
 from decode_engine.rpc.transport.work import SPARE, BlockingWork
 from decode_engine.settings.config import ServeConfig
-from decode_engine.settings.quotas import QuotaFile
+from index_store.cli.quotas import QuotaFile
 from index_store.cli.traces import TRACEPARENT, Traces
 from index_store.errors import SparseKVError, format_bytes
 from index_store.jobs.job_queue import JobQueue
@@ -91,12 +91,14 @@ def load_service(
     except BaseException:
         compiling.cancel()
         raise
+    quotas = QuotaFile(config.quotas)
     budget = memory_budget(device, config.memory, config.device_memory, free_memory(torch.device("cpu")))
     arena = Arena(
         budget,
         device=context_device(device),
         placement=parse_placement(config.placement),
         slots=SlotRoom(config.slot_share, config.lanes),
+        quota=partial(quotas.limit, name="resident_bytes"),
     )
     session_memory = config.session_memory or free_memory(device) // SHARE
     preparation = Preparation(runner, config.max_sessions, compile_named)
@@ -137,7 +139,7 @@ def load_service(
             tokens, where = first.context.manifest.token_count, first.context.placement
             costs.note(first.method, where, tokens, len(sessions), seconds)
 
-    outboxes, tenants = Outboxes(), Tenants(QuotaFile(config.quotas))
+    outboxes, tenants = Outboxes(), Tenants(quotas)
     engine: Engine[Session] = Engine(
         runner,
         max_sessions=config.max_sessions,
@@ -153,7 +155,7 @@ def load_service(
         send=outboxes.flush,
     )
     queue, uploads = JobQueue(config.store), Uploads(config.store)
-    room = StoreRoom(store, config.store_bytes)
+    room = StoreRoom(store, config.store_bytes, quota=partial(quotas.limit, name="stored_bytes"))
     workshop = Workshop(store, queue, uploads, runner.identity, runner.tokenizer, runner.kv_dtype, room)
     housekeeping = Housekeeping(store, room, arena.leased_ids, lambda: engine.places == 0)
     rules = KeepingRules(config.keep_beginnings, config.keep_beginnings_after, config.keep_beginnings_bytes)

@@ -7,6 +7,7 @@ own, of which places bound the number.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -48,6 +49,7 @@ from index_store.memory.devices import describe_device
 from index_store.methods.method import FittedMethod, Method
 from index_store.methods.presets import get_method
 from index_store.store.catalog import Store, TunedDefault
+from index_store.store.description.callers import OPERATOR, Caller
 from index_store.store.description.context_id import ModelIdentity, continued_digests, first_digest
 from index_store.store.description.manifest import Manifest
 
@@ -294,7 +296,11 @@ class EngineService:
 
     def tenancy(self) -> Tenancy:
         """See `Core.tenancy`."""
-        return Tenancy(self.tenants.use({}), self.tenants.quotas.problem)
+        stored: Counter[str] = Counter()
+        for manifest in self.store.list():
+            stored[manifest.tenant] += manifest.kv_bytes + manifest.index_bytes
+        held = {"stored_bytes": stored, "resident_bytes": self.arena.held_by_tenant()}
+        return Tenancy(self.tenants.use(held), self.tenants.quotas.problem)
 
     def warm(self, context: str, check: Callable[[], None]) -> Warmed:
         """See `Core.warm`. check: called now and then; what it raises ends the wait."""
@@ -314,17 +320,22 @@ class EngineService:
         except SparseKVError:  # it is not there, or is not to be used
             self.arena.drop(context)
 
-    def ground(self, id_: str) -> Ground:
-        """A context that can be decoded against by the loaded model, and the one that it continues.
+    def ground(self, id_: str, caller: Caller = OPERATOR) -> Ground:
+        """A context that can be decoded against by the loaded model, and the one that it continues, as a caller sees
+        it.
 
         Raises what `Store.manifest` raises, ContextExpiredError, ModelMismatchError, DtypeMismatchError or
         ParentMissingError. What was deleted or has expired is not served from memory either.
         """
         try:
-            manifest = self.store.manifest(id_)
+            manifest = self.store.seen_by(caller).manifest(id_)
             self.store.check_expiry(manifest)
-        except (ContextNotFoundError, ContextExpiredError):
+        except ContextExpiredError:
             self.arena.drop(id_)
+            raise
+        except ContextNotFoundError:
+            if not self.store.lists(id_):  # it may be there for others
+                self.arena.drop(id_)
             raise
         self.runner.check(manifest)
         return Ground.of(self.store, manifest)
@@ -335,16 +346,18 @@ class EngineService:
         manifest = self.runner.no_context.manifest
         return Ground(manifest, manifest)
 
-    def beginning(self, token_ids: Sequence[int]) -> tuple[Ground, Missed | None]:
-        """The longest stored context, made without a salt, that tokens begin with, or are; `nothing` without one.
+    def beginning(self, token_ids: Sequence[int], tenant: str = "") -> tuple[Ground, Missed | None]:
+        """The tenant's longest stored context, made without a salt, that tokens begin with, or are; `nothing` without
+        one.
 
         Contexts that do not fit into memory are passed over. And why it is no longer one.
         """
         identity = self.runner.identity
         if identity.states is not None:  # behind whose last token one has to come: it cannot be read again
             token_ids = token_ids[:-1]
-        digests = continued_digests(first_digest(identity, self.runner.kv_dtype, ""), token_ids)
-        found, missed = longest_prefix(self.store, digests, token_ids, self._may_hold)
+        digests = continued_digests(first_digest(identity, self.runner.kv_dtype, "", tenant), token_ids)
+        seen = self.store.seen_by(Caller(tenant, frozenset()))
+        found, missed = longest_prefix(seen, digests, token_ids, self._may_hold)
         return self.nothing if found is None else Ground.of(self.store, found), missed
 
     def _may_hold(self, manifest: Manifest) -> bool:
@@ -397,8 +410,13 @@ class EngineService:
     def _mean(self, order: Order, arrived_ns: int) -> Meaning:
         self.engine.check_answers(order.answers)
         identity, whole = self.runner.identity, order.prompt
-        ground, missed = (self.ground(order.context), None) if order.context else self._beginning(order)
+        viewer = order.viewer
+        ground, missed = (
+            (self.ground(order.context, viewer), None) if order.context else self._beginning(order)
+        )
         named, base = ground.named, ground.base
+        if order.keep is not None:
+            self.store.seen_by(viewer).require_own(named.id)
         lookup: Lookup = "named" if order.context else "found" if named.token_count else "none"
         tier = self.arena.tier(base) if base.token_count else ""
         method, reason = self._choose(order, base)
@@ -424,8 +442,8 @@ class EngineService:
         if order.prompt_logprobs:  # all of the prompt has to be read
             return self.nothing, Missed("not_looked_for")
         if order.keep is None:
-            return self.beginning(order.prompt)
-        ground, missed = self.beginning(order.prompt[:-1])
+            return self.beginning(order.prompt, order.tenant)
+        ground, missed = self.beginning(order.prompt[:-1], order.tenant)
         if not ground.named.token_count:
             raise InvalidArgumentError(
                 "keep continues a stored context, and this prompt begins with none; name one, or have the prompt made "
@@ -483,7 +501,8 @@ class EngineService:
             work = self._work(meaning, reply)
             self.engine.submit(place, work, reply)
             if not meaning.order.context:
-                self.beginnings.note(meaning.order.prompt, meaning.ground.named, meaning.cached)
+                order, found = meaning.order, meaning.ground.named
+                self.beginnings.note(order.prompt, found, meaning.cached, order.tenant)
         except (ContextNotFoundError, ContextExpiredError) as error:
             place.release()
             if meaning.order.context:

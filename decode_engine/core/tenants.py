@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 from decode_engine.engine.job import Use
-from decode_engine.errors import QuotaExceededError
 from decode_engine.orders.events import LimitUse, TenantUse
-from decode_engine.settings.quotas import LIMITS, Quota, QuotaFile, per_minute
+from index_store.cli.quotas import LIMITS, Quota, QuotaFile, per_minute
+from index_store.errors import QuotaExceededError
 
 OTHERS = "other"
 """In metrics, all tenants without a table of their own."""
@@ -64,10 +64,6 @@ class Tenants:
     def weight(self, tenant: str) -> float:
         """What a tenant gets of turns."""
         return self.quotas.known.of(tenant).weight
-
-    def limit(self, tenant: str, name: str) -> int | None:
-        """One of a tenant's limits, None where it has none."""
-        return self.quotas.now.of(tenant).limits.get(name)
 
     def admit(self, tenant: str, sessions: int, prompt: int) -> RequestUse:
         """Lets a request in. sessions: for its answers. prompt: tokens that it has read.
@@ -174,7 +170,7 @@ class Tenants:
         if not per_minute(name):
             if account.sessions + count <= allowed:
                 return None
-            return quota_exceeded(
+            return QuotaExceededError.of(
                 name, account.sessions, count, allowed, _SOON_S if count <= allowed else None
             )
         bucket = account.buckets.get(name)
@@ -182,7 +178,7 @@ class Tenants:
         too_much = spent + min(count, allowed) - allowed
         if too_much <= 0:
             return None
-        return quota_exceeded(name, round(spent), count, allowed, too_much * _MINUTE_S / allowed)
+        return QuotaExceededError.of(name, round(spent), count, allowed, too_much * _MINUTE_S / allowed)
 
     def _spend(self, account: Account, quota: Quota, name: str, count: int) -> None:
         allowed = quota.limits.get(name)
@@ -240,20 +236,3 @@ class RequestUse(Use):
             self._tenants.leave(self._tenant, sessions)
             if self._unread > 0:
                 self._tenants.note(self._tenant, "prompt_tokens", -self._unread)
-
-
-def quota_exceeded(
-    limit: str, found: int, more: int, allowed: int, retry_after_s: float | None = None
-) -> QuotaExceededError:
-    """The error of a tenant that has `found` of what a limit allows, and wants more."""
-    when = "" if retry_after_s is None else f"; come back in {max(1, round(retry_after_s))} s"
-    error = QuotaExceededError(
-        f"the tenant's quota allows {allowed} {LIMITS[limit]} ({limit}), of which {found} are used, and this takes "
-        f"{more} more{when}",
-        limit=limit,
-        found=found,
-        wanted=more,
-        allowed=allowed,
-    )
-    error.retry_after_s = retry_after_s
-    return error

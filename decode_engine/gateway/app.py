@@ -30,6 +30,7 @@ from decode_engine.gateway.wire.reply_structs import (
     JsonReply,
     ResponseReply,
 )
+from decode_engine.rpc.door.rights import admit
 from decode_engine.rpc.server import GrpcDoor
 from index_store.errors import InvalidArgumentError
 
@@ -247,10 +248,13 @@ async def openapi(_: Request) -> Response:
     return Response(_DOCUMENT, media_type="application/json")
 
 
+ALL_ROUTES = (*ROUTES, *resources.PAGE, Route("/openapi.json", openapi, methods=["GET"]))
+"""Those of the document, those of the page, and the document's own."""
+
+
 def make_app(beside: GrpcDoor, bounds: Bounds, cors_origins: Sequence[str] = ()) -> ASGIApp:
     """The application. beside: whose answers and tokens these are. cors_origins: whose pages may ask from browsers."""
-    routes = (*ROUTES, *resources.PAGE, Route("/openapi.json", openapi, methods=["GET"]))
-    front = Front(Router(routes, redirect_slashes=False), beside, bounds)
+    front = Front(Router(ALL_ROUTES, redirect_slashes=False), beside, bounds)
     if not cors_origins:
         return front
     return CORSMiddleware(
@@ -303,7 +307,11 @@ class Front:
 
     async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
         if not exchange.open:
+            route, method = _route(scope), "GET" if exchange.method == "HEAD" else exchange.method
+            exchange.call_name = f"{method}:{route}"
             exchange.enter(self._beside.door)
+            if route:  # otherwise the router says what there is
+                admit(exchange.caller, exchange.call_name)
         if self._open > self._bounds.requests and not exchange.open:
             raise TooManyRequestsError(
                 f"{self._open - 1} requests are open here, which is the limit; try again later"
@@ -328,7 +336,7 @@ class Front:
 
 
 def _route(scope: Scope) -> str:
-    return next((route.path for route in ROUTES if route.matches(scope)[0] is Match.FULL), "")
+    return next((route.path for route in ALL_ROUTES if route.matches(scope)[0] is Match.FULL), "")
 
 
 def _allowed(scope: Scope) -> str:

@@ -124,6 +124,8 @@ _SILENCE_S = 15.0
 _LAST_WORDS_S = 0.5
 """For a client to take the events that end its stream."""
 _SERVER_ERROR = 500
+CERTIFICATE = "sparsekv.certificate"
+"""Of a connection's state: the name in the certificate that its client showed."""
 CLIENT_GONE = 499
 """As proxies log it; nobody sees it."""
 
@@ -197,13 +199,19 @@ class Exchange(Asker):
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.open = self.path in _OPEN_PATHS
+        self.audit = None if self.open else beside.audit
         self.said = ""
         self.begun = False
         self.told: dict[str, str] = {}
+        self._certificate: str = scope.get("state", {}).get(CERTIFICATE, "")
         self._hold = hold
         self._body_bytes = 0
         self._status = 0
         self._send = send
+
+    def certificate(self) -> str:
+        """See `Asker.certificate`."""
+        return self._certificate
 
     def hold(self, nbytes: int) -> None:
         """Counts bytes of its body. Raises TooManyRequestsError."""

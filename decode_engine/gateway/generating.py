@@ -136,7 +136,8 @@ async def _find(request: Request, asked: Asked) -> Order:
     what, model = "this server", served.name
     if order.context:
         named = context_pb2.GetContextRequest(reference=order.context)
-        entry = await exchange.run(partial(find_context, answering.store, named, served.fingerprint))
+        store = answering.store.seen_by(exchange.caller)
+        entry = await exchange.run(partial(find_context, store, named, served.fingerprint))
         what = f"context {order.context[:100]!r}"
         model = entry.model.name if isinstance(entry, Manifest) else asked.model
         order = replace(order, context=entry.id)

@@ -77,6 +77,7 @@ UPDATE = Endpoint(
         *EXPIRY,
         Parameter("labels", LABELS, "Labels to set; null takes one away. Others stay."),
         Parameter("pinned", FLAG, "Whether it is kept from expiring and from being removed."),
+        Parameter("readers", BY_NAME["choices"].kind, "Tenants that may read it, too; `*` stands for all."),
     ),
 )
 

@@ -19,8 +19,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from decode_engine.errors import AddressError
 from decode_engine.gateway.app import make_app
-from decode_engine.gateway.exchange import Bounds, HttpError, refusal
-from decode_engine.rpc.door.options import Certificates
+from decode_engine.gateway.exchange import CERTIFICATE, Bounds, HttpError, refusal
+from decode_engine.rpc.door.options import Certificates, common_name
 from decode_engine.rpc.server import GrpcDoor
 from decode_engine.settings.config import ServeConfig
 
@@ -40,6 +40,8 @@ class BoundedConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has come."""
         super().connection_made(transport)
+        if encrypted := transport.get_extra_info("ssl_object"):
+            self.app_state = {**self.app_state, CERTIFICATE: common_name(encrypted.getpeercert())}
         if len(self.connections) > self._bounds.connections:
             transport.abort()
         else:
@@ -141,6 +143,8 @@ class Gateway:
         self._bounds = bounds
         config = self._uvicorn_config(make_app(beside, bounds, cors_origins))
         config.load()
+        if config.ssl is not None and certificates is not None:
+            certificates.renew(config.ssl)
         bound = _bind(listen, shared)
         self.address = f"{listen.rpartition(':')[0]}:{bound.getsockname()[1]}"
         self._server = uvicorn.Server(config)

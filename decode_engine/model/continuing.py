@@ -152,7 +152,7 @@ class SessionKeeper:
         not even what there is so far has room."""
         options, named = self.options, self.ground.named
         begun = self.ground.own_tokens + len(self.prompt)
-        self.room.require(self.room.needed("", named.model, named.dtype, begun, ()))
+        self.room.require(self.room.needed("", named.model, named.dtype, begun, ()), named.tenant)
         if options.name and not options.moves:
             require_free(self.store, options.name, named.model.fingerprint, self._may_become, named.tenant)
 
@@ -195,7 +195,7 @@ class SessionKeeper:
         )
         id_ = made.id()
         note_use(self.store, self.ground.base.id)  # which does not go for its own child
-        self.room.make(self.room.needed(id_, named.model, named.dtype, len(token_ids), ()))
+        self.room.make(self.room.needed(id_, named.model, named.dtype, len(token_ids), ()), named.tenant)
         if options.moves:  # from one that it may continue: to be found by it until this one is there
             made = replace(made, name=told_apart(made.name, id_))
             publish_child(self.store, made)

@@ -37,6 +37,7 @@ from index_store.models.conversation.messages import (
     check_tools,
     refused,
 )
+from index_store.store.description.callers import Caller
 
 CallMode = Literal["none", "auto", "required"]
 ConstraintKind = Literal["json_schema", "regex", "choices", "calls"]
@@ -129,6 +130,11 @@ class Order(Struct, frozen=True, omit_defaults=True, kw_only=True):
     admin: bool = False
     priority: int = 0
     traced: Traced | None = None
+
+    @property
+    def viewer(self) -> Caller:
+        """Who sees what the order may be about."""
+        return Caller(self.tenant, frozenset(("admin",) if self.admin else ()), self.caller)
 
     @property
     def has_budget(self) -> bool:

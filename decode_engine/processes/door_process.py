@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import wait
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 
@@ -80,6 +81,7 @@ def _open(grpc: GrpcDoor, core: RemoteCore, facts: Facts, setup: Setup) -> Calla
     """Returns what makes the parts that else the first request waits for that asks for them, a third of a second."""
     from decode_engine.engine.sampling.constraints import Vocabulary, VocabularySource
     from decode_engine.rpc.contexts.creation import Workshop
+    from index_store.cli.quotas import QuotaFile
     from index_store.jobs.job_queue import JobQueue
     from index_store.jobs.uploads import Uploads
     from index_store.models.tokenizer import load_tokenizer
@@ -90,7 +92,8 @@ def _open(grpc: GrpcDoor, core: RemoteCore, facts: Facts, setup: Setup) -> Calla
     size, ends = identity.vocab_size, tokenizer.eos_ids
     vocabulary = Vocabulary(lambda: VocabularySource(tokenizer.definition(), size, ends))
     queue, uploads = JobQueue(config.store), Uploads(config.store)
-    room = StoreRoom(grpc.store, config.store_bytes)
+    quota = partial(QuotaFile(config.quotas).limit, name="stored_bytes")
+    room = StoreRoom(grpc.store, config.store_bytes, quota=quota)
     workshop = Workshop(grpc.store, queue, uploads, identity, tokenizer, facts.kv_dtype, room)
     grpc.open(core, facts, tokenizer, vocabulary, workshop)
 

@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 
@@ -39,12 +39,13 @@ from decode_engine.rpc.transport.work import Bound
 from index_store.cli.traces import trace_id
 from index_store.errors import ContextNotFoundError, InvalidArgumentError, SparseKVError
 from index_store.family.parents import parent_of
-from index_store.jobs.job_queue import BrokenJob
+from index_store.jobs.job_queue import BrokenJob, JobQueue
 from index_store.jobs.job_queue import Entry as JobEntry
 from index_store.jobs.job_record import JobRecord, JobState, is_job_id
 from index_store.jobs.uploads import Upload, UploadWriting
 from index_store.memory.placement import Placement
 from index_store.store.catalog import Store
+from index_store.store.description.callers import OPERATOR, Caller
 from index_store.store.description.manifest import Manifest
 from index_store.store.listing import BrokenContext
 from sparsekv.v1 import context_pb2, context_pb2_grpc
@@ -70,7 +71,7 @@ _BUSY_S = 2.0
 class Library:
     """Contexts of a store. loop: on which the engine is asked; what is here is called by other threads.
 
-    workshop: where contexts are ordered. paths: what no client is told.
+    workshop: where contexts are ordered. paths: what no client is told. caller: for whom it is all there is.
     """
 
     store: Store
@@ -79,6 +80,17 @@ class Library:
     loop: asyncio.AbstractEventLoop
     paths: Paths
     pager: Pager
+    caller: Caller = OPERATOR
+
+    def seen_by(self, caller: Caller) -> Library:
+        """The same as a caller sees it."""
+        store, workshop = self.store.seen_by(caller), replace(self.workshop, caller=caller)
+        return replace(self, store=store, workshop=workshop, caller=caller)
+
+    @property
+    def queue(self) -> JobQueue:
+        """The jobs that are there for the caller."""
+        return self.workshop.queue.seen_by(self.caller)
 
     def describe_id(self, id_: str) -> context_pb2.Context:
         """The context of an id as the API shows it, also where it has been deleted."""
@@ -125,7 +137,7 @@ class Library:
             tuned = self.store.default_method(base.id)
         except SparseKVError as error:
             problem = self.paths.hide(error.message)
-        return describe_context(
+        described = describe_context(
             base,
             tuned,
             problem,
@@ -135,6 +147,10 @@ class Library:
             child=entry if entry.parent is not None else None,
             children=children,
         )
+        if not self.caller.owns(entry.tenant):  # who reads it, too, and who made it, is its tenant's affair
+            for name in ("owner", "readers", "parent"):
+                described.ClearField(name)
+        return described
 
     def operations(
         self, request: operations_pb2.ListOperationsRequest
@@ -153,7 +169,7 @@ class Library:
             )
         size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
         all_entries = self.workshop.queue.entries()
-        entries = sorted(all_entries, key=_place)
+        entries = sorted(self.queue.entries(), key=_place)
         if request.page_token:
             age, id_ = self.pager.read(request.page_token, _OPERATIONS)
             last = float(age), id_
@@ -256,22 +272,22 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
 
     def _create(self, request: context_pb2.CreateContextRequest, call: Asker) -> operations_pb2.Operation:
         traceparent = call.traceparent if trace_id(call.traceparent) else ""
-        order = self._library.workshop.order(
-            request, call.check, call.caller.name, call.caller.tenant, traceparent
-        )
-        return self._library.operation(order)
+        library = self._library.seen_by(call.caller)
+        order = library.workshop.order(request, call.check, traceparent)
+        return library.operation(order)
 
     async def UploadDocument(
         self, requests: AsyncIterator[context_pb2.UploadDocumentRequest], call: Asker
     ) -> context_pb2.Upload:
         uploads = self._library.workshop.uploads
         async with self._uploading.place():
-            writing = await call.run(uploads.begin)
+            writing = await call.run(partial(uploads.begin, call.caller.tenant))
             try:
                 upload = await self._receive(requests, writing, call)
             except BaseException:
                 await self._discard(writing, call)
                 raise
+        call.note(upload=upload.id)
         return describe_upload(upload)
 
     async def _receive(
@@ -297,53 +313,62 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
             logger.exception("what had come of an upload was not removed")
 
     async def GetContext(self, request: context_pb2.GetContextRequest, call: Asker) -> context_pb2.Context:
-        context = await call.run(partial(self._get, request))
+        context = await call.run(partial(self._get, request, self._library.seen_by(call.caller)))
         call.note(context=context.name.removeprefix(COLLECTION))
         return context
 
-    def _get(self, request: context_pb2.GetContextRequest) -> context_pb2.Context:
-        return self._library.describe([find_context(self._library.store, request, self._model)])[0]
+    def _get(self, request: context_pb2.GetContextRequest, library: Library) -> context_pb2.Context:
+        return library.describe([find_context(library.store, request, self._model)])[0]
 
     async def ListContexts(
         self, request: context_pb2.ListContextsRequest, call: Asker
     ) -> context_pb2.ListContextsResponse:
-        return await call.run(partial(self._library.store.bounded, partial(self._list, request)))
+        library = self._library.seen_by(call.caller)
+        return await call.run(partial(library.store.bounded, partial(self._list, request, library)))
 
-    def _list(self, request: context_pb2.ListContextsRequest) -> context_pb2.ListContextsResponse:
-        page, token = self._library.pager.page(self._library.store, request)
-        return context_pb2.ListContextsResponse(contexts=self._library.describe(page), next_page_token=token)
+    def _list(
+        self, request: context_pb2.ListContextsRequest, library: Library
+    ) -> context_pb2.ListContextsResponse:
+        page, token = library.pager.page(library.store, request)
+        return context_pb2.ListContextsResponse(contexts=library.describe(page), next_page_token=token)
 
     async def UpdateContext(
         self, request: context_pb2.UpdateContextRequest, call: Asker
     ) -> context_pb2.Context:
-        library = self._library
+        library = self._library.seen_by(call.caller)
         id_ = parse_name(request.context.name, "context.name")
         call.note(context=id_)
-        changed = await call.run(partial(update_context, library.store, id_, request, _BUSY_S))
+        work = partial(update_context, library.store, id_, request, _BUSY_S, call.caller)
+        changed = await call.run(work)
+        if "readers" in request.update_mask.paths:
+            call.note(readers=list(changed.readers))
         await library.core.changed(id_)
         return (await call.run(partial(library.describe, [changed])))[0]
 
     async def DeleteContext(self, request: context_pb2.DeleteContextRequest, call: Asker) -> Empty:
-        library = self._library
+        library = self._library.seen_by(call.caller)
         id_ = parse_name(request.name)
         call.note(context=id_)
         try:
-            await call.run(partial(library.store.delete, id_, recursive=request.force))
+            await call.run(partial(library.store.require_own, id_))
+            try:
+                await call.run(partial(library.store.delete, id_, recursive=request.force))
+            finally:
+                await library.core.changed(id_)
         except ContextNotFoundError:
             if not request.allow_missing:
                 raise
-        finally:
-            await library.core.changed(id_)
         return Empty()
 
     async def WarmContext(
         self, request: context_pb2.WarmContextRequest, call: Asker
     ) -> context_pb2.WarmContextResponse:
-        library = self._library
+        library = self._library.seen_by(call.caller)
         id_ = parse_name(request.name)
         call.note(context=id_)
         deadline_ns = None if call.deadline_s is None else int(call.deadline_s * 1e9)
         async with self._warming.place():
+            await call.run(partial(library.store.manifest, id_))
             warmed = await library.core.warm(id_, deadline_ns)
             return context_pb2.WarmContextResponse(
                 context=await call.run(partial(library.describe_id, id_)),
@@ -364,7 +389,7 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore
     async def ListOperations(
         self, request: operations_pb2.ListOperationsRequest, call: Asker
     ) -> operations_pb2.ListOperationsResponse:
-        library = self._library
+        library = self._library.seen_by(call.caller)
         return await call.run(partial(library.store.bounded, partial(library.operations, request)))
 
     async def GetOperation(
@@ -388,19 +413,21 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore
                 await asyncio.sleep(min(left, _LOOK_S))
 
     async def CancelOperation(self, request: operations_pb2.CancelOperationRequest, call: Asker) -> Empty:
-        queue = self._library.workshop.queue
+        queue = self._library.seen_by(call.caller).queue
         await call.run(partial(queue.cancel, _operation_id(request.name)))
+        call.note(operation=request.name)
         return Empty()
 
     async def DeleteOperation(self, request: operations_pb2.DeleteOperationRequest, call: Asker) -> Empty:
-        queue = self._library.workshop.queue
+        queue = self._library.seen_by(call.caller).queue
         await call.run(partial(queue.remove, _operation_id(request.name)))
+        call.note(operation=request.name)
         return Empty()
 
     async def _look(self, id_: str, call: Asker) -> operations_pb2.Operation:
-        library = self._library
+        library = self._library.seen_by(call.caller)
 
         def look() -> operations_pb2.Operation:
-            return library.operation(library.workshop.queue.entry(id_))
+            return library.operation(library.queue.entry(id_))
 
         return await call.run(partial(library.store.bounded, look))

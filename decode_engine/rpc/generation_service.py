@@ -12,7 +12,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, cast
 
-from decode_engine.errors import QuotaExceededError, TooManyRequestsError
+from decode_engine.errors import TooManyRequestsError
 from decode_engine.orders.fields import FIELDS, split
 from decode_engine.orders.order import (
     CallMode,
@@ -34,7 +34,7 @@ from decode_engine.rpc.transport.calls import Call
 from decode_engine.rpc.transport.status import Paths, to_status
 from decode_engine.rpc.transport.work import Bound, merged
 from decode_engine.settings.request_bounds import MAX_BATCH
-from index_store.errors import InvalidArgumentError
+from index_store.errors import InvalidArgumentError, QuotaExceededError
 from index_store.models.conversation.messages import MAX_MESSAGES, Message, Role, refused
 from index_store.models.tokenizer import Tokenizer
 from sparsekv.v1 import conversation_pb2, generation_pb2, generation_pb2_grpc

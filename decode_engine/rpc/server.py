@@ -20,6 +20,7 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from decode_engine.rpc.contexts.own_worker import OwnWorker
 from decode_engine.rpc.door.access import Door, FailedAttempts, Sharing
+from decode_engine.rpc.door.audit import AuditLog
 from decode_engine.rpc.transport.calls import Limits
 from decode_engine.rpc.transport.listener import Listener
 from decode_engine.rpc.transport.starting import Phase, Services
@@ -89,7 +90,9 @@ class GrpcDoor:
             idle_s=config.idle_timeout,
             unread_s=config.unread_timeout,
         ).of_one(self._sharing)
-        self.door = Door(config.tokens, FailedAttempts().of_one(self._sharing))
+        self.audit = None if config.audit_log is None else AuditLog(config.audit_log)
+        attempts = FailedAttempts().of_one(self._sharing)
+        self.door = Door(config.tokens, attempts, config.jwt_rules(), config.tls_names)
         try:
             self.listener = Listener(
                 config.listen,
@@ -102,6 +105,7 @@ class GrpcDoor:
                 phase=lambda: phase.text,
                 shared=sharing is not None,
                 traces=self.traces,
+                audit=self.audit,
             )
         except BaseException:
             self.door.close()
@@ -148,6 +152,8 @@ class GrpcDoor:
         """Ends the port, after `listener.begin_stop`. Idempotent."""
         self.listener.close()
         self.door.close()
+        if self.audit is not None:
+            self.audit.close()
         if self.traces is not None:
             self.traces.close(LAST_WORDS_S)
 
@@ -253,6 +259,7 @@ def start_worker(config: ServeConfig, log_json: bool, queue: JobQueue, fingerpri
     command = [sys.executable, "-m", "prefill_worker", "serve", "--store", str(config.store)]
     command += ["--model", config.model, "--grown-share", f"{config.grown_share:g}"]
     command += [] if config.store_bytes is None else ["--store-bytes", str(config.store_bytes)]
+    command += [] if config.quotas is None else ["--quotas", str(config.quotas)]
     level = logging.getLevelName(logger.getEffectiveLevel()).lower()
     command += ["--device", "cpu", "--attached", "--log-level", level]
     command += ["--format", "json" if log_json else "text"]

@@ -14,12 +14,19 @@ from decode_engine.rpc.door.options import (
     DEFAULT_LISTEN,
     AllowRemoteOption,
     Certificates,
+    JwtAudienceOption,
+    JwtIssuerOption,
+    JwtKeysOption,
+    JwtRightsClaimOption,
+    JwtTenantClaimOption,
     TlsCertOption,
     TlsClientCaOption,
     TlsKeyOption,
+    TlsNamesOption,
     TokensOption,
     is_loopback,
 )
+from decode_engine.rpc.door.signed_tokens import JwtRules
 from decode_engine.settings.command_options import (
     DeviceOption,
     ModelOption,
@@ -40,13 +47,14 @@ from index_store.cli.options import (
     Address,
     AtLeast,
     Filled,
-    InputFile,
     OneOf,
+    OutputFile,
     Spelled,
     StoreBytesOption,
     StoreOption,
     check_bounds,
 )
+from index_store.cli.quotas import QuotasOption
 from index_store.errors import InvalidArgumentError
 from index_store.family.parents import GROWN_SHARE
 from index_store.memory.memory_sizes import parse_size
@@ -142,14 +150,22 @@ class ServeConfig:
     tls_cert: TlsCertOption = None
     tls_key: TlsKeyOption = None
     tls_client_ca: TlsClientCaOption = None
+    tls_names: TlsNamesOption = False
     tokens: TokensOption = None
-    quotas: Annotated[
+    jwt_keys: JwtKeysOption = None
+    jwt_issuer: JwtIssuerOption = ""
+    jwt_audience: JwtAudienceOption = ""
+    jwt_tenant_claim: JwtTenantClaimOption = "tenant"
+    jwt_rights_claim: JwtRightsClaimOption = "rights"
+    quotas: QuotasOption = None
+    audit_log: Annotated[
         Path | None,
         Option(
+            "--audit-log",
             metavar="FILE",
-            help="What each tenant may use, as docs/operations.md says it; the file is read again when it changes.",
+            help="Append a line of JSON for every call: who asked for what, and whether they got it; no texts.",
         ),
-        InputFile(),
+        OutputFile(),
     ] = None
     allow_remote: AllowRemoteOption = False
     memory: Annotated[
@@ -362,6 +378,23 @@ class ServeConfig:
                 "--tls-client-ca is given without --tls-cert and --tls-key, which encryption needs",
                 field="tls_client_ca",
             )
+        if self.tls_names and self.tls_client_ca is None:
+            raise InvalidArgumentError(
+                "--tls-names is given without --tls-client-ca, which says whose certificates have names that count",
+                field="tls_names",
+            )
+        if self.jwt_keys is not None and not (self.jwt_issuer and self.jwt_audience):
+            raise InvalidArgumentError(
+                "--jwt-keys is given without --jwt-issuer and --jwt-audience; without them a token that was made for "
+                "another service would open this one",
+                field="jwt_keys",
+            )
+        if self.jwt_keys is not None and self.jwt_keys.startswith("http://"):
+            raise InvalidArgumentError(
+                f"--jwt-keys is {self.jwt_keys!r}, expected a file or an https address: whoever is in between could "
+                "make keys of their own",
+                field="jwt_keys",
+            )
         if self.unprotected and not (self.allow_remote or is_loopback(self.listen)):
             raise InvalidArgumentError(
                 f"--listen is {self.listen}, which other machines can reach, and there {self.unprotected}. Listen at "
@@ -373,19 +406,27 @@ class ServeConfig:
     @property
     def unprotected(self) -> str:
         """What is not protected at the port, as a sentence goes on after "there"; "" where all is."""
-        if self.tls_cert is None and self.tokens is None:
+        asks = self.tokens is not None or self.jwt_keys is not None or self.tls_names
+        if self.tls_cert is None and not asks:
             return (
                 "is neither encryption nor any token: who reaches it may read what is sent, and question and delete "
                 "every context"
             )
         if self.tls_cert is None:
             return "is no encryption: who listens in may read what is sent, tokens included"
-        return "" if self.tokens else "are no tokens: who reaches it may question and delete every context"
+        return "" if asks else "are no tokens: who reaches it may question and delete every context"
 
     def warn_of_exposure(self) -> None:
         """Says in the log what is not protected, where other machines reach the port."""
         if self.unprotected and not is_loopback(self.listen):
             logger.warning("other machines can reach %s, and there %s", self.listen, self.unprotected)
+
+    def jwt_rules(self) -> JwtRules | None:
+        """Which JWT are taken; None for none."""
+        if self.jwt_keys is None:
+            return None
+        claims = (self.jwt_tenant_claim, self.jwt_rights_claim)
+        return JwtRules(self.jwt_keys, self.jwt_issuer, self.jwt_audience, *claims)
 
     def certificates(self) -> Certificates | None:
         """Those to show, None where nothing is encrypted. Raises CertificateError."""

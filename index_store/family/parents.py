@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from index_store.errors import ContextNotFoundError, ParentMissingError
 from index_store.store.catalog import Store
-from index_store.store.description.callers import Caller
+from index_store.store.description.callers import OPERATOR
 from index_store.store.description.context_id import context_id
 from index_store.store.description.manifest import Manifest
 
@@ -49,7 +49,7 @@ def parent_of(store: Store, child: Manifest) -> Manifest | None:
     if child.parent is None:
         return None
     try:
-        found = store.seen_by(Caller()).manifest(child.parent.id)
+        found = store.seen_by(OPERATOR).manifest(child.parent.id)
     except ContextNotFoundError:
         raise ParentMissingError.of(child.id, child.parent.id, "is not in the store") from None
     made_from = (child.parent.token_count, child.model.fingerprint, child.dtype, None)

@@ -35,7 +35,7 @@ from index_store.jobs.job_record import (
     is_job_id,
     unknown_job,
 )
-from index_store.store.description.callers import Caller
+from index_store.store.description.callers import OPERATOR, Caller
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     TRASH_PREFIX,
@@ -131,7 +131,7 @@ class JobQueue:
         self._most_jobs = most_jobs
         self._most_bytes = most_bytes
         self._clock = clock
-        self._caller = Caller()
+        self._caller = OPERATOR
         self._known: dict[str, ReadRecord] = {}
         self._told: set[str] = set()
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from index_store.errors import (
     ContextNotFoundError,
     InvalidArgumentError,
     MemoryBudgetError,
+    QuotaExceededError,
     StoreError,
     format_bytes,
 )
@@ -166,6 +167,29 @@ class Books:
         """Whether there is room for so many bytes, with all evicted that nobody uses."""
         return (self.leased() + needed).fits(self.budget)
 
+    def of_tenant(self, tenant: str) -> list[Slot]:
+        """Every place of contexts of a tenant."""
+        return [slot for slot in self if slot.manifest.tenant == tenant]
+
+    def check_quota(self, needed: MemoryBytes, tenant: str, quota: int | None) -> None:
+        """Raises QuotaExceededError where so many bytes do not fit beside those of the tenant that are in use."""
+        used = _sum(slot for slot in self.of_tenant(tenant) if slot.leases).total
+        if quota is not None and used + needed.total > quota:
+            retry_s = _SOON_S if needed.total <= quota else None
+            raise QuotaExceededError.of("resident_bytes", used, needed.total, quota, retry_s)
+
+    def make_quota_room(self, needed: MemoryBytes, tenant: str, quota: int | None) -> list[Slot]:
+        """Takes out slots of a tenant until `needed` bytes fit into its quota, pinned ones last."""
+        own, victims = self.of_tenant(tenant), []
+        used = _sum(own).total + needed.total
+        for slot in sorted((slot for slot in own if not slot.leases), key=lambda slot: slot.pinned):
+            if quota is None or used <= quota:
+                break
+            self.take_out(slot)
+            used -= slot.needed.total
+            victims.append(slot)
+        return victims
+
     def make_room(self, needed: MemoryBytes, id_: str) -> list[Slot]:
         """Takes out slots until `needed` bytes fit; returns them, to be freed outside the lock.
 
@@ -246,6 +270,7 @@ def _sum(slots: Iterable[Slot]) -> MemoryBytes:
 
 
 _CHECK_INTERVAL_S = 0.05
+_SOON_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -269,6 +294,7 @@ class Arena:
         device: torch.device | None = None,
         placement: Placement | None = None,
         slots: SlotRoom = USUAL_ROOM,
+        quota: Callable[[str], int | None] = lambda tenant: None,
     ) -> None:
         """`locker` page-locks host memory (CUDA's where there is a GPU); `kinds` are the index classes.
 
@@ -277,6 +303,7 @@ class Arena:
         placement: of every context; None for in device memory what fits into its budget, else hybrid, and host what has
             indexes that fit only without those which the host can search.
         slots: of contexts in host memory, which count into the device's budget.
+        quota: most bytes of both memories that a tenant's contexts may take.
         """
         if isinstance(budget, int):
             budget = MemoryBytes(host=budget) if device is None else MemoryBytes(device=budget)
@@ -294,6 +321,7 @@ class Arena:
         self._device = device
         self._placement = placement
         self._slots = slots
+        self._quota = quota
         self._waiting: deque[_Waiter] = deque()  # first come first
         self._changed = threading.Condition()
         self._loads = self._loaded_bytes = self._hits = self._evictions = 0
@@ -324,7 +352,8 @@ class Arena:
             until the last lease has ended and it can be loaded anew.
         expired: also where its time to live has passed: its children need it as long as they live.
         manifest: the context's, where the caller has just read and judged it; None reads it here.
-        Raises what `Store.open` and `check` raise, or MemoryBudgetError when the context does not fit.
+        Raises what `Store.open` and `check` raise, or MemoryBudgetError or QuotaExceededError when the context does not
+        fit.
         """
         if manifest is None:
             manifest = self._current_manifest(store, id_, expired)
@@ -350,6 +379,14 @@ class Arena:
         with self._changed:
             slot = self._books.find(manifest)
         return self._choose(manifest)[0] if slot is None else slot.placement
+
+    def held_by_tenant(self) -> Mapping[str, int]:
+        """Bytes of both memories that contexts of each tenant take."""
+        held: Counter[str] = Counter()
+        with self._changed:
+            for slot in self._books:
+                held[slot.manifest.tenant] += slot.needed.total
+        return held
 
     def may_hold(self, manifest: Manifest) -> bool:
         """Whether the context fits into the budget, with everything else evicted."""
@@ -458,10 +495,15 @@ class Arena:
         placement, needed, why = (
             self._choose(manifest) if here is None else (here.placement, here.needed, "as before")
         )
+        tenant, quota = manifest.tenant, None if here is not None else self._quota(manifest.tenant)
         with self._changed:
+            self._books.check_quota(needed, tenant, quota)  # who is over does not wait
             place = self._wait_for_turn(manifest, needed, check) if wait_for_memory else len(self._waiting)
-            slot = self._books.find(manifest)
-            victims = [] if slot is not None else self._books.make_room(needed, manifest.id)
+            slot, victims = self._books.find(manifest), []
+            if slot is None:
+                self._books.check_quota(needed, tenant, quota)
+                victims = self._books.make_room(needed, manifest.id)
+                victims += self._books.make_quota_room(needed, tenant, quota)
             note_passed(waiter.patience for waiter in list(self._waiting)[:place])
             if slot is not None:
                 slot.leases += 1

@@ -30,7 +30,7 @@ from index_store.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from index_store.store.description.callers import Caller
+from index_store.store.description.callers import OPERATOR, Caller
 from index_store.store.description.context_id import is_context_id
 from index_store.store.description.json_fields import (
     MOST,
@@ -219,7 +219,7 @@ class Store:
         self._listing = Listing(self.folders.contexts)
         self._clock = clock
         self._limit_s = read_limit_s
-        self._caller = Caller()
+        self._caller = OPERATOR
         if create:
             self.folders.make()
         if not self.bounded(self.folders.contexts.is_dir):
@@ -247,6 +247,10 @@ class Store:
         """Raises ContextNotFoundError where there is no context for the caller, the same for whatever reason."""
         if not self._caller.admin and not self._sees(self._listing.known(id_)):
             raise self._missing(id_)
+
+    def lists(self, id_: str) -> bool:
+        """Whether the list of contexts has one, whoever may see it; no other file is looked at."""
+        return self.bounded(partial(self._listing.known, self.folders.context(id_).name)) is not None
 
     def require_own(self, id_: str) -> None:
         """Raises PermissionDeniedError for a context that the caller may only read, ContextNotFoundError for one that

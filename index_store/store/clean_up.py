@@ -18,6 +18,7 @@ from index_store.errors import (
     ContextCorruptError,
     ContextNotFoundError,
     FormatVersionError,
+    QuotaExceededError,
     SparseKVError,
     StoreBoundError,
     StoreError,
@@ -195,15 +196,22 @@ def note_use(store: Store, id_: str) -> None:
 class StoreRoom:
     """The contexts of a store within a bound. Safe to use from several threads and processes at once."""
 
-    def __init__(self, store: Store, most_bytes: int | None = None, margin: timedelta = MARGIN) -> None:
-        """most_bytes: of keys, values and indexes of all contexts; None without a bound."""
+    def __init__(
+        self,
+        store: Store,
+        most_bytes: int | None = None,
+        margin: timedelta = MARGIN,
+        quota: Callable[[str], int | None] = lambda tenant: None,
+    ) -> None:
+        """most_bytes: of keys, values and indexes of all contexts; None without a bound. quota: of a tenant's."""
         self._store = store
         self._most = most_bytes
         self._margin = margin
+        self.quota = quota
 
-    def used(self) -> int:
-        """Bytes of all contexts whose manifest can be used."""
-        return sum(map(_size, self._store.list()))
+    def used(self, tenant: str | None = None) -> int:
+        """Bytes of all contexts, or of a tenant's, whose manifest can be used."""
+        return sum(_size(each) for each in self._store.list() if tenant in (None, each.tenant))
 
     def needed(self, id_: str, model: ModelIdentity, dtype: str, tokens: int, methods: Sequence[str]) -> int:
         """Bytes that a context will take about; 0 of one that is there. id_: "" where it is not known yet.
@@ -231,9 +239,17 @@ class StoreRoom:
         )
         return rows + others + (rows if like is None else like.index_bytes * tokens // like.token_count)
 
-    def require(self, nbytes: int) -> None:
-        """Raises StoreBoundError where there is no room for so many bytes more, and none can be made."""
-        if self._most is None or nbytes <= 0:
+    def require(self, nbytes: int, tenant: str = "", coming: int = 0) -> None:
+        """Raises StoreBoundError where there is no room for so many bytes more, and none can be made;
+        QuotaExceededError where there is none in a tenant's quota. coming: bytes of its that are being made."""
+        if nbytes <= 0:
+            return
+        quota = self.quota(tenant)
+        if quota is not None:
+            used = self.used(tenant) + coming
+            if used - sum(map(_size, self._may_go(tenant))) + nbytes > quota:
+                raise QuotaExceededError.of("stored_bytes", used, nbytes, quota)
+        if self._most is None:
             return
         used, may_go = self.used(), sum(map(_size, self._may_go()))
         if used - may_go + nbytes > self._most:
@@ -246,13 +262,15 @@ class StoreRoom:
                 bound=self._most,
             )
 
-    def make(self, nbytes: int) -> Sequence[str]:
+    def make(self, nbytes: int, tenant: str = "") -> Sequence[str]:
         """Makes room for so many bytes more, by removing the least recently used that may go; returns their ids.
 
-        Raises StoreBoundError, with nothing removed, where that does not suffice; StoreError where removing fails.
+        For a tenant's quota its own go. Raises what `require` does, with nothing removed, where that does not suffice;
+        StoreError where removing fails.
         """
-        self.require(nbytes)
-        return self._bring_down(nbytes)
+        self.require(nbytes, tenant)
+        own = self._bring_down(nbytes, self.quota(tenant), tenant)
+        return [*own, *self._bring_down(nbytes, self._most)]
 
     def sweep(self) -> Sequence[str]:
         """Removes what expired before the margin, and what has to go for the bound; returns ids. Raises StoreError.
@@ -266,13 +284,13 @@ class StoreRoom:
             for manifest in self._store.list()
             if self._over(manifest) and self._idle(manifest) and self._remove(manifest, self._over)
         ]
-        return [*expired, *self._bring_down(0)]
+        return [*expired, *self._bring_down(0, self._most)]
 
-    def _bring_down(self, nbytes: int) -> Sequence[str]:
+    def _bring_down(self, nbytes: int, most: int | None, tenant: str | None = None) -> Sequence[str]:
         """Removes what may go until there is room for so many bytes, or nothing may go any more."""
         removed: list[str] = []
-        over = 0 if self._most is None else self.used() + nbytes - self._most
-        for manifest in self._may_go() if over > 0 else ():
+        over = 0 if most is None else self.used(tenant) + nbytes - most
+        for manifest in self._may_go(tenant) if over > 0 else ():
             if over > 0 and self._remove(manifest, self._idle):
                 removed.append(manifest.id)
                 over -= _size(manifest)
@@ -294,14 +312,15 @@ class StoreRoom:
         """Whether it expired before the margin."""
         return manifest.expired(self._now() - self._margin)
 
-    def _may_go(self) -> list[Manifest]:
-        """What may be removed before its time, the least recently used first."""
+    def _may_go(self, tenant: str | None = None) -> list[Manifest]:
+        """What may be removed before its time, of all or of a tenant, the least recently used first."""
         entries = self._store.entries()
         needed = needed_ids(self._store, entries)
         found = [
             manifest
             for manifest in entries
             if isinstance(manifest, Manifest)
+            and tenant in (None, manifest.tenant)
             and (manifest.expires_at is not None or KEPT_BEGINNING in manifest.labels)
             and manifest.id not in needed
             and self._idle(manifest)

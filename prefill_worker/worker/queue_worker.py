@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 from index_store.cli.console import Update
 from index_store.cli.documents import STANDARD_INPUT
+from index_store.cli.quotas import QuotaFile
 from index_store.cli.traces import Span, Traces, Value, open_traces, trace_id
 from index_store.errors import (
     JobCorruptError,
@@ -262,7 +264,11 @@ class QueueWorker:
         self._store.folders.check_writable()
         self._queue = JobQueue(config.store)
         self._uploads = Uploads(config.store)
-        self._room = StoreRoom(self._store, config.store_bytes)
+        self._room = StoreRoom(
+            self._store,
+            config.store_bytes,
+            quota=partial(QuotaFile(config.quotas).limit, name="stored_bytes"),
+        )
         self._folder = resolve_model(config.model)
         self._identity = identify(self._folder)
         self._model = KeptModel()
@@ -364,7 +370,7 @@ class QueueWorker:
             reporter.note("the context has outgrown what it continues, and is made to stand alone")
             return make_whole(self._store, present, device, clock, reporter)
         kind = (self._identity, order.dtype, order.tokens, () if order.parent else order.methods)
-        self._room.make(self._room.needed(order.context, *kind))
+        self._room.make(self._room.needed(order.context, *kind), order.tenant)
         if order.name and not order.moves:
             require_free(self._store, order.name, order.model, order.context, order.tenant)
         with clock("tokenize"):

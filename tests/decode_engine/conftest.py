@@ -55,6 +55,7 @@ class Library:
         ttl: str | None = None,
         dtype: str = "auto",
         salt: str | None = None,
+        tenant: str = "",
     ) -> str:
         """Stores a context of that display name, distinct from all others, and returns its id."""
         document = self.store.parent / f"{name}.txt"
@@ -71,6 +72,7 @@ class Library:
             dtype=dtype,
             salt=name if salt is None else salt,
             device="cpu",
+            tenant=tenant,
         )
         return run_job(config, LineReporter(io.StringIO())).manifest.id
 

@@ -37,11 +37,11 @@ MOST_LINES = {
     "decode_engine/model": 2_150,
     "decode_engine/orders": 1_050,
     "decode_engine/processes": 1_550,
-    "decode_engine/rpc": 7_200,  # who calls, what they may, and what was refused
+    "decode_engine/rpc": 7_600,  # who calls, what they may, and what was refused
     "decode_engine/settings": 900,  # the file of quotas
     "decode_engine/steps": 3_230,  # with those of models with states
-    "index_store": 29_900,  # the rule of tenants; contexts as single files, and in object stores that servers share
-    "prefill_worker": 7_830,  # a job knows its tenant; states at marks
+    "index_store": 30_500,  # tenants and quotas; contexts as single files, and in object stores that servers share
+    "prefill_worker": 7_850,  # a job knows its tenant, and keeps states at marks
 }
 
 

@@ -128,7 +128,19 @@ def test_commands_in_the_documents_exist(document: Path) -> None:
             "token",
             "tune",
         },
-        "index-store": {"ls", "show", "name", "label", "pin", "unpin", "verify", "rm", "gc"},
+        "index-store": {
+            "ls",
+            "show",
+            "name",
+            "label",
+            "pin",
+            "unpin",
+            "verify",
+            "rm",
+            "gc",
+            "export",
+            "import",
+        },
     }
     for command, subcommands in known.items():
         shown = set(re.findall(rf"^(?:\S*/)?{command} ([a-z-]+)", text, re.MULTILINE))

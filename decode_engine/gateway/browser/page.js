@@ -63,14 +63,15 @@ async function guarded(work) {
 async function refresh() {
   clearTimeout(timer);
   try {
-    const status = await ask("/v1/status");
+    const status = await ask("/v1/status").catch((error) => { if (error.status !== 403) throw error; });
+    const served = status ? status.model : (await ask("/v1/models")).data[0].id;
     const [contexts, operations] = await Promise.all([listContexts(), ask("/v1/operations")]);
-    if (model !== status.model) show("problem", false);
-    model = status.model;
+    if (model !== served) show("problem", false);
+    model = served;
     byId("model").textContent = `Model ${model}`;
     if (byId("state").textContent !== "Serving") { byId("state").textContent = "Serving"; show("problem", false); }
     show("main", true); show("login", false); show("logout", token !== "");
-    drawStatus(status);
+    if (status) drawStatus(status);
     drawContexts(contexts);
     drawOperations(operations.data.filter((one) => !one.done));
     tellEnds(operations.data);

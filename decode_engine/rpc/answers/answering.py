@@ -224,6 +224,8 @@ class Answering:
         """The order as the engine gets it, and how tools are called."""
         deadline_ns = None if call.deadline_s is None else int(call.deadline_s * 1e9)
         who = call.caller
+        if order.keep is not None:
+            who.require("create")
         order = replace(
             order,
             client=call.host,
@@ -248,10 +250,11 @@ class Answering:
 
     def _make_prompt(self, order: Order, check: Callable[[], None]) -> tuple[Order, CallPlan | None]:
         identity, tokenizer = self.facts.identity, self.tokenizer
+        store = self.store.seen_by(order.viewer)
         check_named_tokens(order, identity)
         stored = None
         if order.context and not 0 < len(order.prompt) <= _SHORT:
-            stored = StoredMessages(self.store, self.store.manifest(order.context))
+            stored = StoredMessages(store, store.manifest(order.context))
             ids = prompt_tokens(order, tokenizer, identity, stored, check)
         elif order.context:
             ids = list(order.prompt)
@@ -260,7 +263,7 @@ class Answering:
         check_prompt(order, ids, identity)
         tools = order.tools
         if order.choice.mode != "none" and not tools and order.context:
-            stored = stored or StoredMessages(self.store, self.store.manifest(order.context))
+            stored = stored or StoredMessages(store, store.manifest(order.context))
             before = stored.conversation()
             tools = () if before is None else before.conversation.tools
         calls = plan_calls(order.choice, tools, tokenizer, identity.name, order.constraint)
@@ -455,6 +458,8 @@ class _Asked:
             if answer.reader.finished and reason != "length":
                 reason = "tool_calls"
         usage = TokenUsage(usage.prompt, usage.cached, usage.limit, completion)
+        if end.kept:
+            self._note(kept=end.kept)
         why = explanation(self._order, begins, end, self._before_ns)
         asked = why if self._order.explain else None
         said.summary = Summary(reason, usage, begins, end, self._before_ns, asked)

@@ -133,7 +133,7 @@ class ContextChanges(TypedDict, total=False):
     """What `update_context` changes; what is missing or None stays as it is.
 
     expire_time: NEVER takes it away. labels: by key, None removes the label. move_name: take `display_name` from the
-    context that has it.
+    context that has it. readers: tenants, instead of those that there are.
     """
 
     display_name: str | None
@@ -141,6 +141,7 @@ class ContextChanges(TypedDict, total=False):
     expire_time: datetime | Never | None
     labels: Mapping[str, str | None] | None
     pinned: bool | None
+    readers: Sequence[str] | None
 
 
 ONE_MESSAGE_BYTES = MAX_REQUEST_BYTES // 2
@@ -381,7 +382,7 @@ class Verbs(ABC):
         return await self._ask("GetContext", reads(ContextInfo), reference=reference)
 
     async def update_context(self, name: str, **changes: Unpack[ContextChanges]) -> ContextInfo:
-        """Changes what a context is called, when it expires, single labels, and whether it is pinned.
+        """Changes what a context is called, when it expires, single labels, whether it is pinned, and who reads it.
 
         Returns the context as it is then. Raises ContextNotFoundError, or ContextBusyError where a job writes it for
         longer than two seconds; nothing is repeated then, `retry_after_s` says when to.
@@ -394,10 +395,10 @@ class Verbs(ABC):
             display_name=changes.get("display_name"),
             pinned=changes.get("pinned"),
             expire_time=None if expires is NEVER else expires,
+            readers=changes.get("readers"),
         )
-        others = (
-            field for field in ("display_name", "expire_time", "pinned") if changes.get(field) is not None
-        )
+        names = ("display_name", "expire_time", "pinned", "readers")
+        others = (field for field in names if changes.get(field) is not None)
         mask = message(FieldMask, paths=[*(f"labels.{key}" for key in labels), *others])
         asked = {"context": changed, "update_mask": mask, "move_name": changes.get("move_name")}
         return await self._ask("UpdateContext", reads(ContextInfo), **asked)

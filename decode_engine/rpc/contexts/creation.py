@@ -36,6 +36,7 @@ from index_store.models.conversation.messages import Conversation
 from index_store.models.tokenizer import Tokenizer
 from index_store.store.catalog import Store, require_free
 from index_store.store.clean_up import StoreRoom
+from index_store.store.description.callers import OPERATOR, Caller
 from index_store.store.description.context_id import ModelIdentity, context_id
 from index_store.store.description.dtypes import AS_DTYPE, INT8, ROW_CODINGS
 from index_store.store.description.json_fields import check_labels
@@ -87,7 +88,8 @@ class Document:
 @dataclass(frozen=True, slots=True)
 class Workshop:
     """Where contexts are ordered. identity, tokenizer: the served model's. dtype: of stored keys and values. room: what
-    the store may hold. allow: asks whether so many tokens may be read for a tenant, and raises QuotaExceededError."""
+    the store may hold. caller: who orders. allow: asks whether so many tokens may be read for a tenant, and raises
+    QuotaExceededError."""
 
     store: Store
     queue: JobQueue
@@ -96,21 +98,20 @@ class Workshop:
     tokenizer: Tokenizer
     dtype: str
     room: StoreRoom
+    caller: Caller = OPERATOR
     allow: Callable[[str, int], None] = lambda tenant, tokens: None
 
     def order(
         self,
         request: context_pb2.CreateContextRequest,
         check: Callable[[], None] = lambda: None,
-        owner: str = "",
-        tenant: str = "",
         traceparent: str = "",
     ) -> JobRecord:
         """Queues a job for a request, or finds the one that there is already. Takes as long as tokenising takes.
 
-        check: called now and then meanwhile; what it raises ends it. owner: who asks. tenant: whose quota it counts
-        against. traceparent: of the span that this belongs to. Raises InvalidArgumentError that names the field,
-        PromptTooLongError, MethodUnsupportedError, NameTakenError, UploadNotFoundError, QuotaExceededError,
+        check: called now and then meanwhile; what it raises ends it. traceparent: of the span that this belongs to.
+        Raises InvalidArgumentError that names the field, PromptTooLongError, MethodUnsupportedError,
+        PermissionDeniedError for a parent of another tenant, NameTakenError, UploadNotFoundError, QuotaExceededError,
         StoreBoundError, QueueFullError, and what the store raises.
         """
         methods = _methods(request.methods)
@@ -118,7 +119,8 @@ class Workshop:
         labels = _labels(request)
         ttl = _ttl(request)
         digest = hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()
-        job_id = _job_id(request.request_id)
+        tenant = self.caller.tenant
+        job_id = _job_id(request.request_id, tenant)
         there = self.queue.repeated(job_id, request.request_id, digest)
         if there is not None:
             return there
@@ -137,7 +139,8 @@ class Workshop:
             tokens=len(document.ids),
             conversation="" if kept is None else hashlib.sha256(kept).hexdigest(),
             parent="" if parent is None else parent.id,
-            owner=owner,
+            owner=self.caller.name,
+            tenant=tenant if parent is None else parent.tenant,
             labels=labels,
             rows=document.rows,
             moves=request.move_name,
@@ -155,19 +158,20 @@ class Workshop:
         if self._there(order):
             record = self._done(record)
         else:
-            self.allow(tenant, order.tokens)
             kind = (self.identity, order.dtype, order.tokens, () if order.parent else order.methods)
-            self.room.require(self.room.needed(order.context, *kind))
+            self.room.require(self.room.needed(order.context, *kind), order.tenant, self._coming(order))
+            self.allow(order.tenant, order.tokens)
         added = self.queue.add(record, np.asarray(document.ids, dtype=np.uint32), kept)
         if added.open and (waiting := unattended(self.queue, added)):
             logger.warning("operation %s waits: %s", added.id, waiting)
         if request.upload:
-            self.uploads.remove(request.upload.removeprefix(_UPLOADS))
+            self.uploads.remove(request.upload.removeprefix(_UPLOADS), tenant)
         return added
 
     def _context_id(self, document: Document) -> str:
         if document.parent is None:
-            return context_id(self.identity, self.dtype, document.reading(), "", document.ids)
+            reading, tenant = document.reading(), self.caller.tenant
+            return context_id(self.identity, self.dtype, reading, "", document.ids, tenant)
         ids = [*document.before[: document.parent.token_count], *document.ids]
         return child_id(document.parent, EXACT, ids, messages=document.conversation is not None)
 
@@ -223,7 +227,9 @@ class Workshop:
                 "methods are given beside a parent, whose indexes the context has; leave them out",
                 field="methods",
             )
-        named = self.store.manifest(parse_name(request.parent, "parent"))
+        seen = self.store.seen_by(self.caller)
+        named = seen.manifest(parse_name(request.parent, "parent"))
+        seen.require_own(named.id)
         self.store.check_expiry(named)
         require_model(named, self.identity)
         require_dtype(named, self.dtype)
@@ -269,7 +275,7 @@ class Workshop:
             raise InvalidArgumentError(
                 f"upload is {name[:100]!r}, expected {_UPLOADS} and 32 hexadecimal digits", field="upload"
             )
-        data = self.uploads.read(name.removeprefix(_UPLOADS))
+        data = self.uploads.read(name.removeprefix(_UPLOADS), self.caller.tenant)
         try:
             return data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
@@ -292,11 +298,11 @@ class Workshop:
         """Raises NameTakenError where another context has the name, or is to have it."""
         if not order.name or order.moves:
             return
-        require_free(self.store, order.name, order.model, order.context)
-        wanted = (order.name, order.model)
+        require_free(self.store, order.name, order.model, order.context, order.tenant)
+        wanted = (order.name, order.model, order.tenant)
         for job in self.queue.entries():
             made = job.order if isinstance(job, JobRecord) and job.open else order
-            if made.context != order.context and (made.name, made.model) == wanted:
+            if made.context != order.context and (made.name, made.model, made.tenant) == wanted:
                 raise NameTakenError(
                     f"the name {order.name[:100]!r} is to be that of context {made.context[:12]}, which operation "
                     f"{job.id} makes; choose another one, or say that it moves (move_name)",
@@ -316,6 +322,19 @@ class Workshop:
             (not order.name or (order.name == manifest.name and not order.moves))
             and set(order.methods) <= set(manifest.methods)
             and order.labels.items() <= manifest.labels.items()
+        )
+
+    def _coming(self, order: JobOrder) -> int:
+        """Bytes that contexts will take which are being made for the order's tenant, where it has a quota of them."""
+        if self.room.quota(order.tenant) is None:
+            return 0
+        jobs = (job.order for job in self.queue.entries() if isinstance(job, JobRecord) and job.open)
+        return sum(
+            self.room.needed(
+                made.context, self.identity, made.dtype, made.tokens, () if made.parent else made.methods
+            )
+            for made in jobs
+            if made.tenant == order.tenant and made.context != order.context and not made.whole
         )
 
     def _done(self, record: JobRecord) -> JobRecord:
@@ -382,8 +401,9 @@ def _title(text: str) -> str:
     return shown[:_TITLE_CHARACTERS].strip() or "unnamed"
 
 
-def _job_id(request_id: str) -> str:
-    """Of one request always the same, so that a repeat finds it."""
+def _job_id(request_id: str, tenant: str) -> str:
+    """Of one request of a tenant always the same, so that a repeat finds it."""
     if not request_id:
         return secrets.token_hex(16)
-    return hashlib.sha256(f"request\0{request_id}".encode()).hexdigest()[:32]
+    of = f"\0{tenant}" if tenant else ""
+    return hashlib.sha256(f"request\0{request_id}{of}".encode()).hexdigest()[:32]

@@ -18,6 +18,7 @@ from typing import Any
 
 from index_store.errors import ContextNotFoundError, InvalidArgumentError, ManifestError
 from index_store.store.catalog import Store, require_free, take_name
+from index_store.store.description.callers import Caller
 from index_store.store.description.context_id import is_context_id
 from index_store.store.description.manifest import Manifest
 from index_store.store.listing import STATES, BrokenContext, Entry, Place, place_of, state_of
@@ -463,18 +464,25 @@ class Pager:
         return hmac.digest(self._key, payload, hashlib.sha256)[:_SIGNATURE_BYTES]
 
 
-_CHANGEABLE = ("display_name", "expire_time", "labels", "pinned")
+_CHANGEABLE = ("display_name", "expire_time", "labels", "pinned", "readers")
 _LABEL = "labels."
 
 
 def update_context(
-    store: Store, id_: str, request: context_pb2.UpdateContextRequest, wait_s: float
+    store: Store, id_: str, request: context_pb2.UpdateContextRequest, wait_s: float, caller: Caller
 ) -> Manifest:
-    """Changes a context as a request says. Raises NameTakenError, and what `parse_update` and `Store.update` raise."""
+    """Changes a context as a request says. Raises NameTakenError, what `parse_update` and `Store.update` raise, and
+    PermissionDeniedError for a pin without the right admin, and for an earlier end without the right delete."""
     change, name = parse_update(request), request.context.display_name
+    if "pinned" in request.update_mask.paths or request.context.pinned:
+        caller.require("admin")
+    store.require_own(id_)
     before = store.manifest(id_)
+    end = change(before).expires_at
+    if end is not None and (before.expires_at is None or end < before.expires_at):
+        caller.require("delete")
     if name == change(before).name and name != before.name and not request.move_name:
-        require_free(store, name, before.model.fingerprint, id_)
+        require_free(store, name, before.model.fingerprint, id_, before.tenant)
     changed = store.update(id_, change, wait_s=wait_s)
     return take_name(store, id_, changed.name) if request.move_name else changed
 
@@ -510,6 +518,7 @@ def parse_update(request: context_pb2.UpdateContextRequest) -> Callable[[Manifes
                 expires_at=expiry if "expire_time" in paths else present.expires_at,
                 labels=_labels(dict(present.labels), wanted, paths),
                 pinned=wanted.pinned if "pinned" in paths else present.pinned,
+                readers=tuple(wanted.readers) if "readers" in paths else present.readers,
             )
         except ManifestError as error:
             message = error.message.replace("field 'name'", "field 'display_name'")
@@ -524,6 +533,7 @@ def _fields_set(context: context_pb2.Context) -> tuple[str, ...]:
         "expire_time": context.HasField("expire_time"),
         "labels": bool(context.labels),
         "pinned": context.pinned,
+        "readers": bool(context.readers),
     }
     return tuple(name for name in _CHANGEABLE if set_[name])
 

@@ -27,18 +27,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from decode_engine.rpc.door.signed_tokens import JwtRules, SignedTokens
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.store.description.callers import (
+    OPERATOR,
     RIGHTS,
     Caller,
     Right,
     check_tenant,
+    is_tenant,
     require_tenant,
     rights_of,
 )
 from index_store.store.description.json_fields import Sealed, check_utc, field_error
 from index_store.store.files.durable import TEMPORARY_PREFIX, locked_file, new_file, storing, sync_path
-from index_store.store.files.reading import read_file
+from index_store.store.files.reading import read_file, stamp_of
 
 
 class UnauthenticatedError(SparseKVError):
@@ -80,7 +83,7 @@ class Sharing:
 
 
 MAX_TOKENS = 10_000
-MAX_TOKEN_CHARACTERS = 256
+MAX_TOKEN_CHARACTERS = 4096
 _PREFIX = "skv_"  # by which programs that look for leaked secrets know one
 _SECRET_BYTES = 32
 _PRIVATE_FILE = 0o600
@@ -184,12 +187,8 @@ class TokenFile:
         return TOKENS.parse(data, str(self._path)).tokens
 
     def stamp(self) -> tuple[int, ...] | None:
-        """Changes whenever the file does; None where it cannot be seen."""
-        try:
-            status = os.stat(self._path)
-        except OSError:
-            return None
-        return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size
+        """See `stamp_of`."""
+        return stamp_of(self._path)
 
     def create(
         self,
@@ -264,6 +263,7 @@ class TokenFile:
 
 logger = logging.getLogger(__name__)
 
+_OF_CERTIFICATES: frozenset[Right] = frozenset(("read", "create", "delete"))
 _SCHEME = "bearer "
 _LOOK_S = 1.0
 _MAX_HOSTS = 4096
@@ -298,14 +298,24 @@ class FailedAttempts:
 
 
 class Door:
-    """Lets callers in by the tokens of a file, or everybody where there is none. From any thread.
+    """Lets callers in by the tokens of a file, by JWT, by the names of their certificates, or everybody where none of
+    these is wanted. From any thread.
 
     A thread looks at the file every second, so that a new token counts soon, and a revoked one no more. Where the file
     cannot be used any longer, nobody is let in.
     """
 
-    def __init__(self, path: Path | None = None, attempts: FailedAttempts | None = None) -> None:
-        """path: the file of tokens. Raises TokenFileError."""
+    def __init__(
+        self,
+        path: Path | None = None,
+        attempts: FailedAttempts | None = None,
+        rules: JwtRules | None = None,
+        names: bool = False,
+    ) -> None:
+        """path: the file of tokens. rules: of JWT. names: whether those of certificates are tenants. Raises
+        TokenFileError, and what `SignedTokens` raises."""
+        self._names = names
+        self._signed = None if rules is None else SignedTokens(rules)
         self._file = None if path is None else TokenFile(path)
         self._attempts = attempts or FailedAttempts()
         self._lock = threading.Lock()
@@ -315,6 +325,7 @@ class Door:
         self._closed = threading.Event()
         if self._file is not None:
             self._stamp, self._tokens = self._file.stamp(), self._file.read()
+        if self._file is not None or self._signed is not None:
             threading.Thread(target=self._watch, name="tokens", daemon=True).start()
 
     def __enter__(self) -> Self:
@@ -328,21 +339,24 @@ class Door:
     @property
     def is_open(self) -> bool:
         """Whether everybody is let in."""
-        return self._file is None
+        return self._file is None and self._signed is None and not self._names
 
     def close(self) -> None:
         """Looks at the file no more. Idempotent."""
         self._closed.set()
 
-    def check(self, authorization: str | None, host: str) -> Caller:
+    def check(self, authorization: str | None, host: str, certificate: str = "") -> Caller:
         """Who the caller is; where nobody is asked, one of no tenant and with all rights.
 
-        authorization: what the caller sent under that name. host: the address that it came from. Raises
+        authorization: what the caller sent under that name. host: the address that it came from. certificate: the name
+        in the one that it showed; what it sent goes first. Raises
         UnauthenticatedError, the same for every reason, and TooManyAttemptsError.
         """
-        if self._file is None:
-            return Caller()
+        if self.is_open:
+            return OPERATOR
         secret = _secret(authorization)
+        if not secret and self._names and is_tenant(certificate):
+            return Caller(certificate, _OF_CERTIFICATES, certificate)
         digest = digest_of(secret)
         with self._lock:
             delay = self._attempts.delay_s(host)
@@ -353,14 +367,26 @@ class Door:
                 error.retry_after_s = delay
                 raise error
             found = [token for token in self._tokens if hmac.compare_digest(token.digest, digest)]
+            caller = None
             if found and (found[0].expires_at is None or datetime.now(UTC) < found[0].expires_at):
-                self._accepted.add(digest)
-                return found[0].caller
+                caller = found[0].caller
+            elif self._signed is not None and secret.count(".") == 2:
+                caller = self._signed.caller_of(secret)
+            if caller is not None:
+                self._accept(digest)
+                return caller
             self._attempts.add(host)
         raise UnauthenticatedError("a valid token is needed, sent as `authorization: Bearer TOKEN`")
 
+    def _accept(self, digest: bytes) -> None:
+        if len(self._accepted) >= 2 * MAX_TOKENS:  # JWT come and go
+            self._accepted.clear()
+        self._accepted.add(digest)
+
     def look(self) -> None:
-        """Reads the file again if it has changed."""
+        """Reads files again that have changed."""
+        if self._signed is not None:
+            self._signed.look()
         if self._file is None or (stamp := self._file.stamp()) == self._stamp:
             return
         tokens: tuple[Token, ...] = ()
@@ -371,7 +397,7 @@ class Door:
             logger.error("nobody is let in: %s", error.message)
         with self._lock:
             self._tokens, self._stamp = tokens, stamp
-            self._accepted &= {token.digest for token in tokens}
+            self._accepted.clear()
 
     def _watch(self) -> None:
         while not self._closed.wait(_LOOK_S):

@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Option
 
 from decode_engine.rpc.door.access import MAX_TOKEN_CHARACTERS, CertificateError
-from index_store.cli.options import Address, InputFile
+from index_store.cli.options import Address, Filled, InputFile
 from index_store.errors import InvalidArgumentError
+from index_store.store.files.reading import stamp_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,53 @@ class Certificates:
         if self.client_authorities is not None:
             check_authorities(self.client_authorities, "--tls-client-ca")
 
+    def stamp(self) -> tuple[object, ...]:
+        """Changes whenever one of the files does."""
+        files = (self.chain, self.key, self.client_authorities)
+        return tuple(None if path is None else stamp_of(path) for path in files)
+
+    def changed(self, since: tuple[object, ...]) -> bool:
+        """Whether the files are others than those of a stamp, and can be used; what cannot goes to the log."""
+        if self.stamp() == since:
+            return False
+        try:
+            self.check()
+        except CertificateError as error:
+            logger.error("the certificates stay as they were: %s", error.message)
+            return False
+        logger.info("the certificates have changed")
+        return True
+
+    def context(self) -> ssl.SSLContext:
+        """For connections of clients. Raises OSError."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.chain, self.key)
+        if self.client_authorities is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(self.client_authorities)
+            context.num_tickets = 0  # by which a client comes back whose authority counts no more
+        return context
+
+    def renew(self, context: ssl.SSLContext) -> None:
+        """Has each new connection by a context be one by the files as they are then. Those that are open stay."""
+        present, stamp = context, self.stamp()
+
+        def choose(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+            nonlocal present, stamp
+            seen = self.stamp()
+            if self.changed(stamp):
+                present = self.context()
+            stamp = seen
+            connection.context = present
+
+        context.sni_callback = choose
+
+
+def common_name(certificate: Mapping[str, Any] | None) -> str:
+    """The subject's name in a peer's certificate, as `ssl` tells of it; "" where it has none."""
+    parts = (part for parts in (certificate or {}).get("subject", ()) for part in parts)
+    return next((value for kind, value in parts if kind == "commonName"), "")
+
 
 def check_authorities(path: Path, flag: str) -> None:
     """Raises CertificateError for a file without certificates."""
@@ -66,8 +117,6 @@ def _no_password() -> str:
 def _reason(error: OSError) -> str:
     return error.reason if isinstance(error, ssl.SSLError) and error.reason else error.strerror or str(error)
 
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
 SYSTEM_AUTHORITIES = "system"
@@ -113,6 +162,39 @@ TokensOption = Annotated[
         help="Let in only who shows a token of this file, which `decode-engine token` makes.",
     ),
     InputFile(),
+]
+JwtKeysOption = Annotated[
+    str | None,
+    Option(
+        "--jwt-keys",
+        metavar="FILE|URL",
+        help="Let in who shows a JWT that one of these public keys (a JWK set) signed; https addresses are asked again "
+        "every 5 minutes.",
+    ),
+]
+JwtIssuerOption = Annotated[str, Option("--jwt-issuer", help="With --jwt-keys: the issuer that a JWT names.")]
+JwtAudienceOption = Annotated[
+    str, Option("--jwt-audience", help="With --jwt-keys: the audience that a JWT is for.")
+]
+JwtTenantClaimOption = Annotated[
+    str, Option("--jwt-tenant-claim", metavar="NAME", help="The claim that says whose a JWT is."), Filled()
+]
+JwtRightsClaimOption = Annotated[
+    str,
+    Option(
+        "--jwt-rights-claim",
+        metavar="NAME",
+        help="The claim that says what it may: some of read, create, delete, admin; read where it says nothing.",
+    ),
+    Filled(),
+]
+TlsNamesOption = Annotated[
+    bool,
+    Option(
+        "--tls-names",
+        help="With --tls-client-ca: let in who shows a certificate and no token, as the tenant that its subject's "
+        "common name is, with all rights but admin.",
+    ),
 ]
 AllowRemoteOption = Annotated[
     bool,

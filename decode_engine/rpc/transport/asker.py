@@ -13,6 +13,8 @@ from urllib.parse import unquote
 
 from decode_engine.errors import CancelledError, DeadlineExceededError
 from decode_engine.rpc.door.access import Door
+from decode_engine.rpc.door.audit import AuditLog
+from decode_engine.rpc.door.rights import RIGHT_OF
 from decode_engine.rpc.transport.status import Paths, public_error, reason_of
 from decode_engine.rpc.transport.work import BlockingWork, forget_error
 from index_store.cli.traces import TRACEPARENT, Span, Traces, Value, trace_id
@@ -30,9 +32,10 @@ class Asker:
     """Who asks for one thing. To be used on the loop's thread, except for `check`.
 
     id: of this request in logs. peer: where it comes from, with its port. host: its address without, by which requests
-    are counted. authorization: what it shows. caller: who it is, once it has entered. started,
-    deadline_s: on `time.monotonic`; None without a deadline. facts: what the log line says. traceparent: of the span
-    that it belongs to, "" without one. span: its own, None where none are made.
+    are counted. authorization: what it shows. caller: who it is, once it has entered. call_name: as `rights` names what
+    is asked for. started, deadline_s: on `time.monotonic`; None without a deadline. facts: what the log line says.
+    traceparent: of the span that it belongs to, "" without one. span: its own, None where none are made. audit: where
+    its end is told of.
     """
 
     def __init__(
@@ -44,11 +47,13 @@ class Asker:
         self.peer = peer
         self.host = host_of(peer)
         self.caller = Caller(rights=frozenset())
+        self.call_name = ""
         self.authorization = shown.get("authorization")
         self.traceparent = shown.get(TRACEPARENT, "")
         self.span: Span | None = None
         self.deadline_s = None if left_s is None else self.started + left_s
         self.facts: dict[str, object] = {"peer": peer}
+        self.audit: AuditLog | None = None
         self._work = work
         self._ended = False
 
@@ -71,11 +76,15 @@ class Asker:
 
     def enter(self, door: Door) -> None:
         """Raises UnauthenticatedError, TooManyAttemptsError for who is not let in."""
-        self.caller = door.check(self.authorization, self.host)
+        self.caller = door.check(self.authorization, self.host, self.certificate())
         if self.caller.name:
             self.note(caller=self.caller.name)
         if self.caller.tenant:
             self.note(tenant=self.caller.tenant)
+
+    def certificate(self) -> str:
+        """The name in the certificate that it showed, "" without one."""
+        return ""
 
     def note(self, **facts: object) -> None:
         """Adds to what the log line says."""
@@ -106,6 +115,18 @@ class Asker:
             f": {_text(message)}" if message else "",
             extra={"milliseconds": round(spent, 3), **self._names, **more, **self.facts},
         )
+        if self.audit is not None:
+            who = self.caller
+            self.audit.tell(
+                id_=self.id,
+                host=self.host,
+                tenant=who.tenant,
+                caller=who.name,
+                call=self.call_name,
+                right=RIGHT_OF.get(self.call_name) or "",
+                outcome=outcome,
+                facts=self.facts,
+            )
         if self.span is not None:
             told = {f"sparsekv.{name}": value for name, value in self.facts.items()}
             plain = {name: value for name, value in told.items() if isinstance(value, str | int | float)}

@@ -32,6 +32,8 @@ from grpc import aio
 
 from decode_engine.errors import CancelledError, DeadlineExceededError, UnfinishedCallError, UnreadAnswerError
 from decode_engine.rpc.door.access import Door, Sharing
+from decode_engine.rpc.door.audit import AuditLog
+from decode_engine.rpc.door.rights import admit
 from decode_engine.rpc.transport.asker import Asker, endpoint_of, plain_address
 from decode_engine.rpc.transport.status import Paths, code_of, reason_of, to_trailers
 from decode_engine.rpc.transport.work import SPARE, BlockingWork, forget_error
@@ -214,6 +216,7 @@ class Call(Asker):
         if left_s is not None and left_s >= _LONGEST_DEADLINE_S:
             left_s = None
         super().__init__(gate.work, context.peer(), shown, left_s)
+        self.call_name = name
         self.name = name.rpartition("/")[2]
         self.open = name.startswith(_OPEN_SERVICE)
         self.context = context
@@ -224,6 +227,11 @@ class Call(Asker):
     def traffic(self) -> Traffic:
         """What the gate holds now."""
         return self._gate.traffic()
+
+    def certificate(self) -> str:
+        """See `Asker.certificate`."""
+        names = self.context.auth_context().get("x509_common_name", ())
+        return next((name.decode("utf-8", "replace") for name in names), "")
 
     async def write(self, message: Any) -> None:
         """Sends an answer, and returns when the client has room for more. Raises UnreadAnswerError, CancelledError."""
@@ -237,8 +245,16 @@ class Call(Asker):
 class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
     """Stands before all handlers; see the module."""
 
-    def __init__(self, limits: Limits, paths: Paths, door: Door, traces: Traces | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        paths: Paths,
+        door: Door,
+        traces: Traces | None = None,
+        audit: AuditLog | None = None,
+    ) -> None:
         self._traces = traces
+        self._audit = audit
         self.work = BlockingWork(waiting=limits.waiting)
         self._door = door
         self._limits = limits
@@ -261,6 +277,7 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
 
         async def behaviour(requests: object, context: Any) -> None:
             call = Call(self, name, context)
+            call.audit = None if call.open else self._audit
             if self._traces is not None and not call.open:
                 call.begin_span(self._traces, name[1:], {"rpc.system": "grpc"})
             await self._serve(call, handler)
@@ -287,6 +304,7 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
         call.serialize = handler.response_serializer
         if not call.open:
             call.enter(self._door)
+            admit(call.caller, call.call_name)
         if handler.request_streaming:
             request: Any = self._requests(call, handler)
         else:

@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from decode_engine.errors import AddressError
 from decode_engine.rpc.door.access import Door
+from decode_engine.rpc.door.audit import AuditLog
 from decode_engine.rpc.door.options import Certificates
 from decode_engine.rpc.transport.calls import Gate, Limits
 from decode_engine.rpc.transport.starting import Health
@@ -56,6 +57,7 @@ class Listener:
         phase: Callable[[], str] = lambda: "",
         shared: bool = False,
         traces: Traces | None = None,
+        audit: AuditLog | None = None,
     ) -> None:
         """register: adds the services, of these names, to the server. phase: what goes on while it is not healthy yet.
 
@@ -69,6 +71,7 @@ class Listener:
         self._limits = limits or Limits()
         self._paths = paths or Paths()
         self._traces = traces
+        self._audit = audit
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="rpc", daemon=True)
         self._thread.start()
@@ -99,7 +102,7 @@ class Listener:
     async def _start(
         self, address: str, services: Sequence[str], register: Callable[[aio.Server], None]
     ) -> str:
-        self._gate = Gate(self._limits, self._paths, self._door, self._traces)
+        self._gate = Gate(self._limits, self._paths, self._door, self._traces, self._audit)
         self.work = self._gate.work
         self.health = Health(services, self._phase)
         self._server = aio.server(interceptors=[self._gate], options=_options(self._limits, self._shared))
@@ -144,11 +147,28 @@ class Listener:
 
 
 def _server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
+    """Of the files as they are when a connection is made."""
     authorities = certificates.client_authorities
-    return grpc.ssl_server_credentials(
-        [(certificates.key.read_bytes(), certificates.chain.read_bytes())],
-        root_certificates=None if authorities is None else authorities.read_bytes(),
-        require_client_auth=authorities is not None,
+
+    def read() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration(
+            [(certificates.key.read_bytes(), certificates.chain.read_bytes())],
+            root_certificates=None if authorities is None else authorities.read_bytes(),
+        )
+
+    stamp = certificates.stamp()
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal stamp
+        seen = certificates.stamp()
+        changed = certificates.changed(stamp)
+        stamp = seen
+        return read() if changed else None
+
+    return grpc.dynamic_ssl_server_credentials(
+        read(),
+        renewed,  # type: ignore[arg-type]  # None: as before
+        require_client_authentication=authorities is not None,
     )
 
 

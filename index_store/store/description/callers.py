@@ -93,3 +93,7 @@ class Caller:
             raise PermissionDeniedError(
                 f"this takes the right {right}, the caller has {had}; show another token", right=right
             )
+
+
+OPERATOR = Caller()
+"""Whoever works on the machine itself, or at a server that asks nobody who they are."""

@@ -266,3 +266,12 @@ def _work(future: Future[object], work: Callable[[], object]) -> None:
 def _require_regular(status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise WrongFileError(f"{_KINDS.get(stat.S_IFMT(status.st_mode), 'something else')} instead of a file")
+
+
+def stamp_of(path: Path) -> tuple[int, ...] | None:
+    """Changes whenever a file does; None where it cannot be seen."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size

@@ -1,7 +1,7 @@
 """What seeing costs: tokens a second with metrics, spans, JSON logs and audits on against off, in turns.
 
 usage: python ops/bench/served/seeing.py [--streams 64] [--tokens 2048] [--answer-tokens 32] [--turns 40]
-       [--method refined] 2>/dev/null
+       [--method refined] [--without audited]
 
 Makes one context and starts servers over it that differ in what is seen of them: `plain`, nothing; `alike`, nothing
 either, by which two servers that are alike differ; `seen`, with `--metrics`, spans to a collector that reads them and
@@ -57,8 +57,10 @@ def main(
     method: Annotated[str, typer.Option(help="Of all streams.")] = "refined",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     model: Annotated[str, typer.Option(help="Packaged model or a Hugging Face folder.")] = "reader",
+    without: Annotated[list[str] | None, typer.Option(help="Cases that are left out.")] = None,
 ) -> None:
     """Costs of what is seen; one JSON line for each."""
+    wanted = {case: options for case, options in CASES.items() if case not in (without or ())}
     with ExitStack() as stack, reporting("seeing", gpu=False) as report:
         store = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "store"
         shelf = Shelf(store, (method,), model=model, device=device)
@@ -66,7 +68,7 @@ def main(
         most = str(streams)
         limits = ("--max-sessions", most, "--max-waiting", most, "--max-client-requests", most)
         urls = {}
-        for case, options in CASES.items():
+        for case, options in wanted.items():
             told = {"OTEL_EXPORTER_OTLP_ENDPOINT": stack.enter_context(collector())} if case == TRACED else {}
             with patch.dict(os.environ, told):
                 served = serving(store, *limits, "--http-port", "0", *options, model=model, device=device)
@@ -74,19 +76,25 @@ def main(
         pool = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
 
         def rate(case: str) -> float:
-            options = {"prompt": "In that year the keeper", "model": model, "max_tokens": answer_tokens}
+            options = {
+                "prompt": "In that year the keeper",
+                "model": Path(model).name,
+                "max_tokens": answer_tokens,
+            }
             options |= {"temperature": 0, "method": method, "min_tokens": answer_tokens}
             ask = Ask("http", urls[case].removeprefix("http://"), context, options)
             asked = Asked.at_once(pool, 1, [ask] * streams)
             return tokens_per_s(asked.begin, asked.heard())
 
-        cases = [*CASES]
+        cases = [*wanted]
         rates: dict[str, list[float]] = {case: [] for case in cases}
         for turn in range(-1, turns):
             for case in cases[turn % len(cases) :] + cases[: turn % len(cases)]:
                 found = rate(case)
                 if turn >= 0:
                     rates[case].append(found)
+            told_rates = ", ".join(f"{case} {rates[case][-1]:.0f}" for case in cases if rates[case])
+            typer.echo(f"turn {turn + 1} of {turns}: {told_rates}", err=True)
         base = {"device": device, "streams": streams, "tokens": tokens, "answer_tokens": answer_tokens}
         for case in cases[1:]:
             mean, error = ratio(rates[case], rates["plain"])

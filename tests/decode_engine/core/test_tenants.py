@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from decode_engine.__main__ import main
 from decode_engine.core.tenants import OTHERS, Tenants
 from decode_engine.engine.job import Places
-from decode_engine.errors import QuotaExceededError, TooManyRequestsError
+from decode_engine.errors import TooManyRequestsError
 from decode_engine.gateway.serving import Gateway
 from decode_engine.rpc.client import Client, Credentials
 from decode_engine.rpc.door.access import TokenFile
 from decode_engine.rpc.server import DecodeServer
-from decode_engine.settings.quotas import LIMITS, Quota, QuotaFile, parse_quotas
-from index_store.errors import InvalidArgumentError
+from index_store.cli.quotas import LIMITS, Quota, QuotaFile, parse_quotas
+from index_store.errors import InvalidArgumentError, QuotaExceededError
 from tests.decode_engine.conftest import Library
 
 
@@ -256,6 +256,10 @@ QUOTAS = """
 sessions = 9
 [tenants.ant]
 generated_tokens_per_minute = 600
+[tenants.bee]
+stored_bytes = 1_000
+[tenants.cat]
+prompt_tokens_per_minute = 100
 """
 
 
@@ -266,7 +270,7 @@ def serving(
     """A server with quotas and tokens: of ant, bee, and an admin."""
     tokens, file = folder / "tokens.json", folder / "quotas.toml"
     file.write_text(quotas)
-    secrets = {name: TokenFile(tokens).create(name, name) for name in ("ant", "bee")}
+    secrets = {name: TokenFile(tokens).create(name, name) for name in ("ant", "bee", "cat")}
     secrets["admin"] = TokenFile(tokens).create("admin")
     with DecodeServer(library.config(tokens=tokens, quotas=file, **changes)) as server:
         server.load()
@@ -304,9 +308,19 @@ def test_who_is_over_is_told_when_to_come_back_by_both_doors(
         assert (reply.status_code, reply.headers["retry-after"]) == (429, "3")
         assert reply.json()["error"]["code"] == "quota_exceeded"
         bee.generate(text="Who?", max_tokens=1).read()
+        for name, limit, tokens in (("bee", "stored_bytes", 40), ("cat", "prompt_tokens_per_minute", 80)):
+            with Client(server.address, credentials=Credentials(token=secrets[name])) as maker:
+                if name == "cat":
+                    maker.create_context(token_ids=[1] * 80, wait=False)
+                with pytest.raises(QuotaExceededError) as caught:
+                    maker.create_context(token_ids=[2] * tokens, wait=False)
+                assert caught.value.metadata["limit"] == limit
+                assert (caught.value.retry_after_s is None) == (name == "bee")
         clock.run()
         ant.generate(text="Who?", max_tokens=1, patience_s=60).read()  # comes back when it was told to
-        assert {each.name for each in admin.tenants().tenants} == {"ant", "bee"}
+        known = {each.name: each for each in admin.tenants().tenants}
+        assert [*known] == ["", "ant", "bee", "cat"]
+        assert known[""].limits[0].used > 0, "the store's contexts belong to nobody"
         (own,) = bee.tenants().tenants
         assert (own.name, own.requests, own.generated_tokens, own.refused) == ("bee", 1, 1, 0)
         (mine,) = ant.tenants().tenants
@@ -333,4 +347,4 @@ def test_who_is_over_is_told_when_to_come_back_by_both_doors(
             told = answer.read().decode()
         assert 'sparsekv:tenant_generation_tokens_total{model_name="model",tenant="ant"} 621.0' in told
         assert 'tenant="other"' in told
-        assert 'tenant="bee"' not in told
+        assert 'tenant=""' not in told

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 
@@ -19,6 +20,7 @@ from index_store.errors import (
     ContextNotFoundError,
     InvalidArgumentError,
     MemoryBudgetError,
+    QuotaExceededError,
     StoreError,
 )
 from index_store.memory.arena import Arena, Books, Slot
@@ -104,6 +106,40 @@ def test_pinned_contexts_go_last(many: Many) -> None:
     touch(arena, store, c)
     touch(arena, store, b)
     assert arena.ids() == ids([c, b])
+
+
+def test_a_tenant_has_its_own_contexts_evicted_for_its_quota(many: Many) -> None:
+    store, contexts = many
+    a, b, c, d = contexts
+    tenants = {
+        context.id: tenant for context, tenant in zip(contexts, ("ant", "ant", "bee", "ant"), strict=True)
+    }
+    owned = {id_: replace(store.manifest(id_), tenant=tenant) for id_, tenant in tenants.items()}
+    arena = Arena(4 * SIZE, quota=lambda tenant: 2 * SIZE if tenant == "ant" else None)
+
+    def take(context: SyntheticContext) -> AbstractContextManager[object]:
+        return arena.acquire(store, context.id, manifest=owned[context.id], wait_for_memory=True)
+
+    for context in (a, c, b):
+        with take(context):
+            pass
+    assert arena.held_by_tenant() == {"ant": 2 * SIZE, "bee": SIZE}
+    with take(b), take(d):
+        assert arena.ids() == ids([c, b, d]), (
+            "not the one that was used least of all, which is another tenant's"
+        )
+        with pytest.raises(QuotaExceededError) as caught, take(a):
+            pass
+        assert caught.value.metadata["limit"] == "resident_bytes"
+        assert (caught.value.metadata["found"], caught.value.retry_after_s) == (str(2 * SIZE), 1.0)
+        with take(d), take(c):
+            pass
+    with take(a):
+        assert arena.stats().contexts == 3
+    small = Arena(4 * SIZE, quota=lambda tenant: SIZE - 1)
+    with pytest.raises(QuotaExceededError) as caught, small.acquire(store, a.id, manifest=owned[a.id]):
+        pass
+    assert caught.value.retry_after_s is None, "it never fits"
 
 
 def test_a_lease_counts_as_use_until_it_ends(many: Many) -> None:

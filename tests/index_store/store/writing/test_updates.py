@@ -19,6 +19,7 @@ from index_store.errors import (
     ContextNotFoundError,
     InvalidArgumentError,
     ManifestError,
+    QuotaExceededError,
     StoreBoundError,
     UnexpectedFileError,
 )
@@ -27,7 +28,7 @@ from index_store.store import listing
 from index_store.store.catalog import Store
 from index_store.store.clean_up import KEPT_BEGINNING, MARGIN, StoreRoom, clean_up, find_leftovers, note_use
 from index_store.store.description.json_fields import render_document
-from index_store.store.description.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
+from index_store.store.description.manifest import FORMAT_VERSION, MANIFEST_NAME, MANIFESTS, Manifest
 from index_store.store.files import durable
 from index_store.store.writer import ContextWriter
 from tests.index_store.store.writing.writer_processes import add
@@ -388,6 +389,37 @@ def test_a_bound_takes_only_what_may_go_the_least_recently_used_first(
     assert StoreRoom(ticking, 1).sweep() == [beginning.id]
     assert ids(ticking) == {wanted.id}
     assert StoreRoom(ticking).make(10**18) == []
+
+
+def test_a_tenants_quota_takes_what_of_its_own_may_go(
+    ticking: Store, clock: Clock, made: Callable[..., SyntheticContext]
+) -> None:
+    kept, gone, others = made(1), made(2, ttl=100 * HOUR), made(3, ttl=100 * HOUR)
+    owners = {kept.id: "ant", gone.id: "ant", others.id: "bee"}
+    for id_, tenant in owners.items():
+        path = ticking.folders.context(id_) / "manifest.json"
+        path.write_bytes(MANIFESTS.render(replace(ticking.manifest(id_), tenant=tenant)))
+    clock.now = CREATED + 10 * HOUR
+    one = size(kept)
+    for id_ in owners:
+        os.utime(ticking.folders.context(id_), (CREATED.timestamp(), CREATED.timestamp()))
+    room = StoreRoom(ticking, quota={"ant": 2 * one, "bee": 2 * one}.get)
+    assert (room.used("ant"), room.used("bee"), room.used()) == (2 * one, one, 3 * one)
+    room.require(one, "ant")
+    for coming, nbytes in ((0, one + 1), (1, one)):
+        with pytest.raises(QuotaExceededError) as caught:
+            room.require(nbytes, "ant", coming)
+        assert caught.value.metadata == {
+            "limit": "stored_bytes",
+            "found": str(2 * one + coming),
+            "wanted": str(nbytes),
+            "allowed": str(2 * one),
+        }
+    assert caught.value.retry_after_s is None
+    assert room.make(one, "bee") == []
+    assert room.make(one, "ant") == [gone.id]
+    assert ids(ticking) == {kept.id, others.id}
+    assert room.make(10**18, "cat") == []
 
 
 def test_what_was_used_lately_does_not_go(

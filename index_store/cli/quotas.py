@@ -6,9 +6,10 @@
 
     [tenants.acme]
     weight = 2                           # of its turns, where others want more than there is; 1 by default
+    stored_bytes = "200GiB"
     sessions = "none"                    # no limit, whatever the default is
 
-A limit that nobody names is none.
+A limit that nobody names is none. `[tenants.""]` is of callers that belong to no tenant.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
+from typer import Option
 
-from index_store.cli.options import NO_BOUND
+from index_store.cli.options import NO_BOUND, InputFile
 from index_store.errors import InvalidArgumentError
 from index_store.memory.memory_sizes import parse_size
 from index_store.store.description.callers import is_tenant
@@ -33,6 +35,8 @@ from index_store.store.description.callers import is_tenant
 logger = logging.getLogger(__name__)
 
 LIMITS = {
+    "stored_bytes": "bytes of contexts in the store",
+    "resident_bytes": "bytes of contexts in memory",
     "sessions": "answers that wait or run",
     "requests_per_minute": "requests a minute",
     "prompt_tokens_per_minute": "tokens of prompts a minute",
@@ -50,6 +54,8 @@ class _Table(Struct, frozen=True, forbid_unknown_fields=True):
     """A table of the file; None is not said."""
 
     weight: Annotated[float, Meta(ge=0.001, le=1000)] | None = None
+    stored_bytes: _Said = None
+    resident_bytes: _Said = None
     sessions: _Said = None
     requests_per_minute: _Said = None
     prompt_tokens_per_minute: _Said = None
@@ -95,7 +101,7 @@ def parse_quotas(text: str, where: str) -> Quotas:
     default = _quota(file.default, Quota(), f"[default] in {where}")
     quotas = {}
     for name, table in file.tenants.items():
-        if not is_tenant(name):
+        if name and not is_tenant(name):
             raise _wrong(f"a table of {name[:100]!r} in {where}", "tenants' names")
         quotas[name] = _quota(table, default, f"[tenants.{name}] in {where}")
     return Quotas(default, quotas)
@@ -133,6 +139,17 @@ def _wrong(found: str, expected: str) -> InvalidArgumentError:
     )
 
 
+QuotasOption = Annotated[
+    Path | None,
+    Option(
+        "--quotas",
+        metavar="FILE",
+        help="What each tenant may use, as docs/operations.md says it; the file is read again when it changes.",
+    ),
+    InputFile(),
+]
+
+
 class QuotaFile:
     """The quotas of a file as it is now, of none where there is none. Thread-safe.
 
@@ -148,6 +165,10 @@ class QuotaFile:
         self._stamp = self._seen()
         if path is not None:
             self._quotas = self._read(path)
+
+    def limit(self, tenant: str, name: str) -> int | None:
+        """One of a tenant's limits now, None where it has none."""
+        return self.now.of(tenant).limits.get(name)
 
     @property
     def known(self) -> Quotas:

@@ -1,0 +1,67 @@
+"""Who made, read, changed and deleted what, and who was refused: a line of JSON for every call, never texts or tokens.
+
+Lines are written by a thread of their own, so that no call waits for a disk, and to a file that may be moved away.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from logging.handlers import QueueHandler, QueueListener, WatchedFileHandler
+from pathlib import Path
+
+from index_store.store.files.durable import storing
+
+_TOLD = ("context", "operation", "upload", "kept", "readers", "requests", "failed")
+"""Facts of a call that its line has, where they are known."""
+_PRIVATE_FILE = 0o600
+
+
+class AuditLog:
+    """Appends to a file, from any thread, until `close`. Several processes may share it."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises StoreError for a file that cannot be written."""
+        with storing("opening the audit log", path):
+            os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, _PRIVATE_FILE))
+        lines: queue.SimpleQueue[object] = queue.SimpleQueue()
+        handler = WatchedFileHandler(path, delay=True)
+        self._listener = QueueListener(lines, handler)
+        self._logger = logging.Logger("audit", logging.INFO)  # of its own: no other log has these lines
+        self._logger.addHandler(QueueHandler(lines))
+        self._listener.start()
+
+    def tell(
+        self,
+        *,
+        id_: str,
+        host: str,
+        tenant: str,
+        caller: str,
+        right: str,
+        call: str,
+        outcome: str,
+        facts: Mapping[str, object],
+    ) -> None:
+        """One call that has ended. right: that it takes. outcome: OK, a reason, or a status of HTTP."""
+        told = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "request_id": id_,
+            "host": host,
+            "tenant": tenant,
+            "caller": caller,
+            "right": right,
+            "call": call,
+            "outcome": outcome,
+            **{name: facts[name] for name in _TOLD if name in facts},
+        }
+        self._logger.info("%s", json.dumps(told))
+
+    def close(self) -> None:
+        """Returns when all lines are written. Idempotent."""
+        if self._listener._thread is not None:
+            self._listener.stop()
