@@ -60,7 +60,6 @@ def read_config(folder: ModelFolder) -> Any:
 
 
 _OTHER_STATE: Mapping[str, str] = {
-    "kv_lora_rank": "multi-head latent attention, whose compressed keys and values no index here can search",
     "index_topk": "attention that selects its keys by a learnt index of its own",
 }
 """Settings of attention that keeps something else than keys and values, or reads them otherwise."""

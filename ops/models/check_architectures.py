@@ -1,9 +1,9 @@
 """Serves a tiny random model of every causal language model that transformers knows, or says which sentence refuses it.
 
 What is served decodes as `generate` of transformers does: the same 64 greedy tokens after 300 tokens and after 3,000,
-in float32; and with a budget of all keys every method gives the logits of full attention. Of models with states or
-chunks the same tokens have to come in every way in which a prompt may stand behind a text. Prints one JSON line for
-every architecture, or with `--table` writes the tables of docs/models.md from such lines.
+in float32; and with a budget of all keys every method gives the logits of full attention. Of models with states,
+chunks or latents the same tokens have to come in every way in which a prompt may stand behind a text. Prints one JSON
+line for every architecture, or with `--table` writes the tables of docs/models.md from such lines.
 
     python ops/models/check_architectures.py --out found.jsonl [--only llama,gemma2]
     python ops/models/check_architectures.py --table found.jsonl
@@ -88,8 +88,7 @@ def check(kind: str, folder: Path) -> dict[str, Any]:
                 if length == LENGTHS[0]:
                     found["differing"] = sorted(_differing(runner, context, without))
                     found["without"] = without
-            window = runner.identity.window
-            if runner.identity.states is not None or (window is not None and window.chunked):
+            if any(what in found["attention"] for what in ("states", "chunk", "latents")):
                 found["equal"] |= _ways(runner, folder, model, length)
     except SparseKVError as error:
         return {"refused": _clause(error)}
@@ -134,6 +133,8 @@ def _describe(folder: Path) -> str:
     if any(abs(own.scale * own.head_dim**0.5 - 1) > 1e-6 for own in readings):
         parts.append("another scale")
     text = config.get("text_config", config)
+    if text.get("kv_lora_rank"):
+        parts.append("latents")
     if any("expert" in name and text[name] not in (None, 0, 1) for name in text):
         parts.append("experts")
     return ", ".join(parts)

@@ -57,6 +57,18 @@ SMALL: Mapping[str, object] = {
     "ssm_state_size": 16,
     "rotary_dim": 8,
 }
+LATENT: Mapping[str, object] = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 32,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+}
+"""What multi-head latent attention has in place of others."""
 _MIXED = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _DBRX = {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}
@@ -89,6 +101,8 @@ PARTICULAR: Mapping[str, Mapping[str, object]] = {
     "laguna": {"sliding_window": WINDOW, "layer_types": _MIXED},
     "mellum": {"sliding_window": WINDOW, "layer_types": _MIXED},
     "lfm2": {"layer_types": _CONVOLUTIONS},
+    "kimi_linear": {"layer_types": _STATES},
+    "bailing_hybrid": {"layer_types": _STATES},
     "lfm2_moe": {"layer_types": _CONVOLUTIONS},
     "bamba": {"attn_layer_indices": [2], "mamba_expand": 2},
     "granitemoehybrid": {"layer_types": _STATES},
@@ -135,6 +149,8 @@ def tiny_config(kind: str) -> Any:
     settings |= {own: SMALL[name] for name, own in names.items() if name in SMALL and own in known}
     if known.get("sliding_window") is None:
         settings.pop("sliding_window", None)
+    if "kv_lora_rank" in known:
+        settings |= {name: LATENT[name] for name in LATENT if name in known}
     settings |= PARTICULAR.get(kind, {})
     if whole is None:
         settings["model_type"] = text.model_type

@@ -17,7 +17,7 @@ MOST_WORDS = {
     "docs/gpu.md": 2_500,
     "docs/methods.md": 2_500,
     "docs/metrics.md": 1_300,  # traces and audits are told there, too
-    "docs/models.md": 1_450,  # its tables name every architecture; states, and checkpoints in few bits, are told there
+    "docs/models.md": 1_650,  # its tables name every architecture; states, few bits and latents are told there
     "docs/operations.md": 2_000,
     "docs/prefill.md": 2_000,
     "docs/start.md": 2_000,

@@ -140,6 +140,8 @@ def test_commands_in_the_documents_exist(document: Path) -> None:
             "gc",
             "export",
             "import",
+            "sync",
+            "fetch",
         },
     }
     for command, subcommands in known.items():

@@ -1,4 +1,4 @@
-"""Architectures with states or chunks, as tiny random models, in every way in which tokens may stand behind a text."""
+"""Architectures with states, chunks or latents, as tiny models, in every way in which tokens stand behind a text."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.support.models import write_tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = [
     "bamba",
+    "deepseek_v2",
     "falcon_h1",
     "granitemoehybrid",
     "lara_mini",

@@ -33,6 +33,20 @@ _CHUNKS: Mapping[str, object] = {
     "num_local_experts": 2,
     "no_rope_layers": [1, 0, 1],
 }
+_LATENT: Mapping[str, object] = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 32,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+}
 _STATES: Mapping[str, object] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2,
@@ -53,6 +67,7 @@ LAYER_KINDS: Mapping[str, tuple[str, Mapping[str, object]]] = MappingProxyType(
         "no positions": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
         "states": ("qwen3_next", _STATES),
         "convolutions": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3}),
+        "latents": ("deepseek_v3", {**_LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2}),
         "chunks": ("llama4_text", {**_EXPERTS, **_CHUNKS}),
         "caps": ("gemma2", {**_WINDOWS, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4}),
     }

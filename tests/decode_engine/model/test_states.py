@@ -1,6 +1,6 @@
 """Models with recurrent and convolution states: those behind a text's last token are part of what is stored.
 
-And models that attend in chunks, in every way in which tokens may come to stand behind a text.
+And models that attend in chunks, or by latents, in every way in which tokens may come to stand behind a text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KINDS = ("states", "convolutions")
 with_states = pytest.mark.parametrize("own", KINDS, indirect=True)
 
 
-@pytest.fixture(scope="module", params=(*KINDS, "chunks"))
+@pytest.fixture(scope="module", params=(*KINDS, "chunks", "latents"))
 def own(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A served model, and what it answers by itself."""
     path = tmp_path_factory.mktemp("states")
@@ -164,6 +164,7 @@ def _load(store: Store, manifest: Manifest) -> None:
         pass
 
 
+@pytest.mark.parametrize("own", [*KINDS, "chunks"], indirect=True)
 def test_a_manifest_with_states_or_chunks_has_a_version_of_its_own(own: tuple[Served, list[int]]) -> None:
     """So that a program that knows of none refuses it by that; of other models everything is as it was."""
     manifest = own[0].manifest

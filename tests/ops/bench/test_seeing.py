@@ -26,7 +26,7 @@ def test_servers_take_turns_and_are_compared_turn_by_turn(
 ) -> None:
     started: list[tuple[tuple[str, ...], str]] = []
     asked: list[str] = []
-    seconds = {"http://0": 1.0, "http://1": 2.0, "http://2": 4.0}
+    seconds = {"http://0": 1.0, "http://1": 1.0, "http://2": 2.0, "http://3": 4.0}
 
     @contextmanager
     def serving(store: Path, *options: str, model: str, device: str) -> Iterator[SimpleNamespace]:
@@ -51,15 +51,17 @@ def test_servers_take_turns_and_are_compared_turn_by_turn(
     assert code == 0, written
     assert [(told[-2:], url) for told, url in started] == [
         (("--http-port", "0"), ""),
+        (("--http-port", "0"), ""),
         (("--log-level", "info"), "http://collector"),
         (("--audit-share", "0.01"), ""),
     ]
-    assert asked[3:] == [f"http://{number}" for number in (0, 1, 2, 1, 2, 0, 2, 0, 1)]
+    assert asked[4:] == [f"http://{number}" for number in (0, 1, 2, 3, 1, 2, 3, 0, 2, 3, 0, 1)]
     assert [(row["case"], row["ratio"], row["se"]) for row in rows] == [
+        ("alike", 1.0, 0.0),
         ("seen", 0.5, 0.0),
         ("audited", 0.25, 0.0),
     ]
-    assert rows[0]["tokens_per_s"] == {"plain": 16.0, "seen": 8.0}
+    assert rows[1]["tokens_per_s"] == {"plain": 16.0, "seen": 8.0}
 
 
 def test_a_ratio_has_a_standard_error(bench: ModuleType) -> None:

@@ -155,7 +155,7 @@ def same_context(found: Manifest, expected: Manifest) -> bool:
     return arrays(found) == arrays(expected) and thresholds[0] == thresholds[1]
 
 
-@pytest.mark.parametrize("kind", ["plain", "windows", "sinks"])
+@pytest.mark.parametrize("kind", ["plain", "windows", "sinks", "states"])
 def test_a_worker_goes_on_behind_the_last_pass_of_another(
     kind: str, tmp_path: Path, tiny_model: Path, passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
