@@ -1,6 +1,8 @@
-"""Where kernels run in tests: on a GPU, or in Triton's interpreter on the CPU."""
+"""Where kernels run in tests, on a GPU or in Triton's interpreter on the CPU; and which cases run at night alone."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")]
 
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=ON_GPU)]
+
+
+def nightly(*cases: Any) -> list[Any]:
+    """Cases of a parametrised test for the nightly run: values, or tuples where the test has several parameters."""
+    marks = pytest.mark.nightly
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks) for case in cases]
 
 
 def make_kv(count: int, dtype: torch.dtype, head_dim: int = 64, centres: int = 30) -> Tensor:

@@ -44,7 +44,7 @@ from tests.decode_engine.kernels.problems.hard_scores import (
     table_problem,
 )
 from tests.decode_engine.kernels.problems.table_problems import DEVICE, poisoned
-from tests.support.nightly import nightly
+from tests.support.devices import nightly
 
 ON_GPU = DEVICE.type == "cuda"
 KINDS = ("pooled", "each", "codes")

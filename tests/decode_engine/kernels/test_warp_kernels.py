@@ -41,7 +41,7 @@ from tests.decode_engine.kernels.problems.coarse_problems import (
     make_sequence,
     make_sizes,
 )
-from tests.support.nightly import nightly
+from tests.support.devices import nightly
 from tests.support.warps.warp_interpreter import Language, Numbers, prefetched
 from tests.support.warps.warp_launches import WARP_MODULES, interpreted
 

@@ -34,8 +34,8 @@ from index_store.models.loading import resolve_model
 from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
+from tests.support.devices import nightly
 from tests.support.models import LAYER_KINDS, write_model_folder
-from tests.support.nightly import nightly
 
 TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 6
 PROMPT = "\nQuestion: who lit it?\nAnswer:"

@@ -37,9 +37,9 @@ from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
 from tests.decode_engine.engine.fake_runner import Stream
+from tests.support.devices import nightly
 from tests.support.layers import ALL_METHODS, with_everything
 from tests.support.models import LAYER_KINDS, write_model_folder
-from tests.support.nightly import nightly
 
 TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 4
 PROMPT = [70, 71, 72, 73, 74]

@@ -23,8 +23,8 @@ from decode_engine.steps.stepper import Stepper
 from index_store.memory.placement import Placement
 from index_store.methods.presets import get_method
 from index_store.models.resolve import resolve_model
+from tests.support.devices import nightly
 from tests.support.models import HEAD_SHAPES, LAYER_KINDS, write_model_folder
-from tests.support.nightly import nightly
 
 LENGTHS = (90, 9)
 USUAL = MappingProxyType({"head_dim": 64})

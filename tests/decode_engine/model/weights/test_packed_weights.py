@@ -24,8 +24,8 @@ from index_store.errors import InvalidArgumentError
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import load_model, resolve_model
 from index_store.store.clean_up import StoreRoom
+from tests.support.devices import nightly
 from tests.support.models import LAYER_KINDS, write_model_folder
-from tests.support.nightly import nightly
 from tests.support.serving.served import Served, serve
 
 

@@ -30,8 +30,8 @@ from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.resolve import resolve_model
 from index_store.store.description.dtypes import AS_DTYPE, INT8
+from tests.support.devices import nightly
 from tests.support.models import HEAD_SHAPES, write_model_folder
-from tests.support.nightly import nightly
 
 pytestmark = [pytest.mark.usefixtures("few_programs", "watched")]
 LENGTHS = (150, 60)
