@@ -182,7 +182,7 @@ class Books:
         """Takes out slots of a tenant until `needed` bytes fit into its quota, pinned ones last."""
         own, victims = self.of_tenant(tenant), []
         used = _sum(own).total + needed.total
-        for slot in sorted((slot for slot in own if not slot.leases), key=lambda slot: slot.pinned):
+        for slot in _unused(own):
             if quota is None or used <= quota:
                 break
             self.take_out(slot)
@@ -206,7 +206,7 @@ class Books:
                 self.take_out(slot)
                 victims.append(slot)
         used = _sum(self) + self._stuck() + needed
-        for slot in sorted((slot for slot in self if not slot.leases), key=lambda slot: slot.pinned):
+        for slot in _unused(self):
             if used.fits(self.budget):
                 break
             lacks_host, lacks_device = used.host > self.budget.host, used.device > self.budget.device
@@ -263,6 +263,11 @@ class Books:
 def _key(manifest: Manifest) -> _Key:
     """Which bytes are loaded. Another name or expiry makes no difference."""
     return manifest.id, manifest.arrays
+
+
+def _unused(slots: Iterable[Slot]) -> list[Slot]:
+    """Those that nobody holds a lease on, in the order in which they go: pinned ones last."""
+    return sorted((slot for slot in slots if not slot.leases), key=lambda slot: slot.pinned)
 
 
 def _sum(slots: Iterable[Slot]) -> MemoryBytes:
