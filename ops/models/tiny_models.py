@@ -101,7 +101,7 @@ PARTICULAR: Mapping[str, Mapping[str, object]] = {
     "laguna": {"sliding_window": WINDOW, "layer_types": _MIXED},
     "mellum": {"sliding_window": WINDOW, "layer_types": _MIXED},
     "lfm2": {"layer_types": _CONVOLUTIONS},
-    "kimi_linear": {"layer_types": _STATES},
+    "kimi_linear": {"layer_types": _STATES, "linear_head_dim": 16, "linear_num_heads": 4},
     "bailing_hybrid": {"layer_types": _STATES},
     "lfm2_moe": {"layer_types": _CONVOLUTIONS},
     "bamba": {"attn_layer_indices": [2], "mamba_expand": 2},

@@ -13,10 +13,12 @@ from tests.support.models import write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = [
+    "bailing_hybrid",
     "bamba",
     "deepseek_v2",
     "falcon_h1",
     "granitemoehybrid",
+    "kimi_linear",
     "lara_mini",
     "lfm2",
     "lfm2_moe",
