@@ -46,6 +46,7 @@ NEEDED = {
     "decode-engine token revoke": "c",
     "decode-engine chat": "c",
     "decode-engine status": "",
+    "decode-engine tenants": "",
     "decode-engine methods": "",
     "decode-engine evaluate": "--out {folder}/out",
     "decode-engine evaluate-merge": "--out {folder}/out",

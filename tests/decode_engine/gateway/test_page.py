@@ -141,6 +141,7 @@ def test_what_the_page_asks_wants_the_token(guarded: tuple[str, str]) -> None:
 
 CALLS = (
     ("GET", "/v1/status"),
+    ("GET", "/v1/models"),
     ("GET", "/v1/contexts"),
     ("GET", "/v1/operations"),
     ("GET", "/v1/contexts/lamp/tokens"),

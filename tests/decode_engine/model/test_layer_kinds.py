@@ -148,7 +148,8 @@ def test_a_context_with_nothing_behind_it_is_answered(kept: Kept) -> None:
 def test_rounding_to_16_bits_is_no_difference(tmp_path: Path, kind: str) -> None:
     """To the check of a model that computes in them, as on a GPU."""
     family, settings = LAYER_KINDS[kind]
-    folder = write_model_folder(tmp_path, family, layers=3, head_dim=64, dtype=torch.bfloat16, **settings)
+    sizes = {"layers": 3, "head_dim": 64, "dtype": torch.bfloat16, **settings}
+    folder = write_model_folder(tmp_path, family, **sizes)
     register_attention()
     loaded = load_model(resolve_model(str(folder)), ATTENTION_NAME, compute_dtype=torch.bfloat16)
     assert next(loaded.model.parameters()).dtype == torch.bfloat16
