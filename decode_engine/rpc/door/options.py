@@ -71,12 +71,16 @@ class Certificates:
         if self.client_authorities is not None:
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(self.client_authorities)
-            context.num_tickets = 0  # by which a client comes back whose authority counts no more
         return context
 
     def renew(self, context: ssl.SSLContext) -> None:
         """Has each new connection by a context be one by the files as they are then. Those that are open stay."""
         present, stamp = context, self.stamp()
+        if (
+            self.client_authorities is not None
+        ):  # else a client comes back by one whose authority counts no more
+            context.num_tickets = 0
+            context.options |= ssl.OP_NO_TICKET  # the same before TLS 1.3
 
         def choose(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
             nonlocal present, stamp

@@ -6,6 +6,7 @@ import datetime
 import ipaddress
 import ssl
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -196,6 +197,43 @@ def test_certificates_that_change_are_shown_next_and_what_is_open_stays(
     (folder / "server.crt").write_text("no certificate")
     assert encrypted.reaches(second, new) == (True, True)
     assert "the certificates stay as they were" in caplog.text
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_nobody_comes_back_by_a_session_of_an_authority_that_counts_no_more(
+    tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    first, second = Authority.make(tmp_path, "first"), Authority.make(tmp_path, "second")
+    authorities = tmp_path / "clients.pem"
+    authorities.write_bytes(first.file.read_bytes())
+    certificates = Certificates(*first.sign("server", "server"), authorities)
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(certificates.chain, certificates.key)
+    serving.verify_mode = ssl.CERT_REQUIRED
+    serving.load_verify_locations(authorities)
+    certificates.renew(serving)
+    asking = ssl.create_default_context(cafile=str(first.file))
+    asking.maximum_version = version
+    asking.load_cert_chain(*first.sign("acme", "acme"))
+    session = _connect(serving, asking, None)
+    authorities.write_bytes(second.file.read_bytes())
+    with pytest.raises(ssl.SSLError, match="CERTIFICATE_VERIFY_FAILED"):
+        _connect(serving, asking, session)
+
+
+def _connect(
+    serving: ssl.SSLContext, asking: ssl.SSLContext, session: ssl.SSLSession | None
+) -> ssl.SSLSession | None:
+    """The session of a connection in which the server has said something. session: by which the client comes back."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = asking.wrap_bio(to_client, to_server, server_hostname="localhost", session=session)
+    server = serving.wrap_bio(to_server, to_client, server_side=True)
+    for side in (client, server) * 3:
+        with suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    server.write(b"words")
+    assert client.read(5) == b"words"
+    return client.session
 
 
 def test_a_certificate_says_when_it_has_changed(tmp_path: Path) -> None:
