@@ -216,9 +216,8 @@ class Library:
         elif record.open:
             phase, reason = metadata.QUEUED, unattended(self.workshop.queue, record)
             known = self.workshop.queue.entries() if entries is None else entries
-            ahead = sum(
-                isinstance(other, JobRecord) and other.open and other.turn < record.turn for other in known
-            )
+            line = [other.id for other in known if isinstance(other, JobRecord) and other.open]
+            ahead = line.index(record.id) if record.id in line else 0
         return metadata(
             phase=phase,
             tokens_done=progress.tokens_done,
