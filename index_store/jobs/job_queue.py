@@ -36,7 +36,7 @@ from index_store.jobs.job_record import (
     is_job_id,
     unknown_job,
 )
-from index_store.store.description.callers import OPERATOR, Caller
+from index_store.store.description.callers import OPERATOR, Caller, crowds
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     TRASH_PREFIX,
@@ -367,7 +367,16 @@ class JobQueue:
 
     def _check_room(self, record: JobRecord, jobs: Sequence[JobRecord]) -> None:
         queued = sum(job.order.tokens * 4 for job in jobs)
-        if len(jobs) < self._most_jobs and queued + record.order.tokens * 4 <= self._most_bytes:
+        tenant = record.order.tenant
+        own = [job.order.tokens * 4 for job in jobs if job.order.tenant == tenant]
+        crowded = crowds(tenant, len(own), self._most_jobs - len(jobs)) or crowds(
+            tenant, sum(own), self._most_bytes - queued
+        )
+        if (
+            len(jobs) < self._most_jobs
+            and queued + record.order.tokens * 4 <= self._most_bytes
+            and not crowded
+        ):
             return
         error = QueueFullError(
             f"{len(jobs)} contexts with documents of {queued} bytes wait to be made, the limits are {self._most_jobs} "

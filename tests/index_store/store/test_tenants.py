@@ -19,13 +19,14 @@ from index_store.errors import (
     ManifestError,
     NameTakenError,
     PermissionDeniedError,
+    QueueFullError,
     SparseKVError,
     UploadNotFoundError,
 )
 from index_store.family.children import publish_child
 from index_store.family.parents import parent_of
 from index_store.family.prefixes import longest_prefix
-from index_store.jobs import job_queue
+from index_store.jobs import job_queue, uploads
 from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.job_record import JobOrder, JobRecord, JobState
 from index_store.jobs.uploads import Uploads
@@ -238,6 +239,26 @@ def test_many_jobs_of_a_tenant_keep_no_other_one_waiting(
         queue.cancel(queue.add(job(number, "acme")).id)
     queue.tidy()
     assert all(queue.get(id_).state is JobState.CANCELLED for id_ in theirs)
+
+
+def test_a_tenant_leaves_some_of_the_queue_and_of_uploads_to_others(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = JobQueue(store.path, most_jobs=4)
+    for number in (1, 2, 3):
+        queue.add(job(number, "acme"))
+    with pytest.raises(QueueFullError):
+        queue.add(job(4, "acme"))
+    queue.add(job(5, "beta"))
+    monkeypatch.setattr(uploads, "MOST_DOCUMENT_BYTES", 4)
+    documents = Uploads(store.path, most_bytes=16)
+    for _ in range(3):
+        writing = documents.begin("acme")
+        writing.add(b"text")
+        writing.finish("")
+    with pytest.raises(QueueFullError):
+        documents.begin("acme")
+    documents.begin("beta").discard()
 
 
 def test_a_foreign_job_is_one_that_does_not_exist(store: Store) -> None:
