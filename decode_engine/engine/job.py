@@ -27,6 +27,7 @@ from decode_engine.orders.events import Ends, Event, FinishReason, Says, Times, 
 from decode_engine.orders.order import Order
 from index_store.errors import SparseKVError
 from index_store.memory.patience import Patience
+from index_store.store.description.callers import NEWCOMERS, crowds
 
 logger = logging.getLogger(__name__)
 
@@ -92,16 +93,12 @@ class Use:
         """It has ended."""
 
 
-_NEWCOMERS = 3
-"""A tenant may have so many times the places that are free: however many want all, who comes new finds some."""
-
-
 class Places:
     """Counts requests from before they cost anything until they have ended. Thread-safe."""
 
     def __init__(self, most: int, kept: int, client: int | None = None) -> None:
         """most: places. kept: that requests on one context, or of one client, leave for others. client: that one client
-        may have, if not so many. Of tenants see `_NEWCOMERS`."""
+        may have, if not so many. Of tenants see `crowds`."""
         self._most = most
         self._most_of_one = most - kept
         self._most_of_client = client or most - kept
@@ -139,11 +136,11 @@ class Places:
                     limit=self._most_of_one,
                 )
             has = self._tenants[tenant]
-            if tenant and has >= _NEWCOMERS * (self._most - total):
+            if crowds(tenant, has, self._most - total):
                 raise TooManyRequestsError(
                     f"{has} requests of this tenant are running or waiting, and the {self._most - total} places that "
                     "are left are for others; try again later",
-                    limit=_NEWCOMERS * (self._most - total),
+                    limit=NEWCOMERS * (self._most - total),
                 )
             self._taken[of_context] += 1
             self._clients[of_client] += 1

@@ -27,6 +27,7 @@ from decode_engine.rpc.contexts.listing import (
     DEFAULT_PAGE_SIZE,
     MAX_PAGE_SIZE,
     Pager,
+    changed_fields,
     find_context,
     parse_name,
     update_context,
@@ -215,9 +216,8 @@ class Library:
         elif record.open:
             phase, reason = metadata.QUEUED, unattended(self.workshop.queue, record)
             known = self.workshop.queue.entries() if entries is None else entries
-            ahead = sum(
-                isinstance(other, JobRecord) and other.open and other.turn < record.turn for other in known
-            )
+            line = [other.id for other in known if isinstance(other, JobRecord) and other.open]
+            ahead = line.index(record.id) if record.id in line else 0
         return metadata(
             phase=phase,
             tokens_done=progress.tokens_done,
@@ -313,6 +313,8 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
             logger.exception("what had come of an upload was not removed")
 
     async def GetContext(self, request: context_pb2.GetContextRequest, call: Asker) -> context_pb2.Context:
+        if request.name:
+            call.note(context=parse_name(request.name))
         context = await call.run(partial(self._get, request, self._library.seen_by(call.caller)))
         call.note(context=context.name.removeprefix(COLLECTION))
         return context
@@ -340,7 +342,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         call.note(context=id_)
         work = partial(update_context, library.store, id_, request, _BUSY_S, call.caller)
         changed = await call.run(work)
-        if "readers" in request.update_mask.paths:
+        if "readers" in changed_fields(request):
             call.note(readers=list(changed.readers))
         await library.core.changed(id_)
         return (await call.run(partial(library.describe, [changed])))[0]
@@ -395,12 +397,15 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore
     async def GetOperation(
         self, request: operations_pb2.GetOperationRequest, call: Asker
     ) -> operations_pb2.Operation:
-        return await self._look(_operation_id(request.name), call)
+        id_ = _operation_id(request.name)
+        call.note(operation=request.name)
+        return await self._look(id_, call)
 
     async def WaitOperation(
         self, request: operations_pb2.WaitOperationRequest, call: Asker
     ) -> operations_pb2.Operation:
         id_ = _operation_id(request.name)
+        call.note(operation=request.name)
         asked = request.timeout.ToTimedelta().total_seconds() if request.HasField("timeout") else None
         wait_s = _DEFAULT_WAIT_S if asked is None else min(max(asked, 0.0), _LONGEST_WAIT_S)
         end = time.monotonic() + wait_s
@@ -414,14 +419,16 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore
 
     async def CancelOperation(self, request: operations_pb2.CancelOperationRequest, call: Asker) -> Empty:
         queue = self._library.seen_by(call.caller).queue
-        await call.run(partial(queue.cancel, _operation_id(request.name)))
+        id_ = _operation_id(request.name)
         call.note(operation=request.name)
+        await call.run(partial(queue.cancel, id_))
         return Empty()
 
     async def DeleteOperation(self, request: operations_pb2.DeleteOperationRequest, call: Asker) -> Empty:
         queue = self._library.seen_by(call.caller).queue
-        await call.run(partial(queue.remove, _operation_id(request.name)))
+        id_ = _operation_id(request.name)
         call.note(operation=request.name)
+        await call.run(partial(queue.remove, id_))
         return Empty()
 
     async def _look(self, id_: str, call: Asker) -> operations_pb2.Operation:

@@ -10,7 +10,8 @@ import copy
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -35,7 +36,7 @@ from index_store.jobs.job_record import (
     is_job_id,
     unknown_job,
 )
-from index_store.store.description.callers import OPERATOR, Caller
+from index_store.store.description.callers import OPERATOR, Caller, crowds
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     TRASH_PREFIX,
@@ -59,6 +60,7 @@ MOST_ENDED = 1000
 KEPT_ENDED = timedelta(days=7)
 """How many jobs that have ended are remembered, and how long."""
 
+_NEVER = datetime.min.replace(tzinfo=UTC)
 _QUEUE_LOCK = f"{JOB_LOCK_PREFIX}queue"
 _WORKER_LOCK = f"{JOB_LOCK_PREFIX}worker-"
 _STRAY = timedelta(hours=1)
@@ -188,7 +190,7 @@ class JobQueue:
     def entries(self) -> list[Entry]:
         """All jobs: open ones in the order in which they are to be taken, then those that ended, the newest first.
 
-        Those that cannot be used come last.
+        A tenant's are taken by priority, then by age; tenants take turns. Those that cannot be used come last.
         """
         try:
             names = os.listdir(self._jobs)
@@ -204,12 +206,16 @@ class JobQueue:
         known = self._known  # which other threads replace
         self._known = {entry.id: known[entry.id] for entry in found if entry.id in known}
         records = [entry for entry in found if isinstance(entry, JobRecord)]
-        jobs = sorted((record for record in records if record.open), key=lambda record: record.turn)
+        waiting = sorted((record for record in records if record.open), key=lambda record: record.turn)
         ended = sorted((record for record in records if not record.open), key=_newest_first)
         broken = sorted(
             (entry for entry in found if isinstance(entry, BrokenJob)), key=lambda entry: entry.id
         )
-        return [*jobs, *ended, *broken]
+        served: dict[str, datetime] = {}
+        for record in ended:
+            last = served.get(record.order.tenant, _NEVER)
+            served[record.order.tenant] = max(last, record.ended_at or record.created_at)
+        return [*_in_rounds(waiting, served), *ended, *broken]
 
     def entry(self, id_: str) -> Entry:
         """One job, as it is now. Raises JobNotFoundError."""
@@ -344,7 +350,7 @@ class JobQueue:
 
     def _forget(self, ended: Sequence[JobRecord]) -> None:
         """Removes records of jobs that ended long ago, and the oldest where there are too many."""
-        for number, record in enumerate(ended):
+        for number, record in enumerate(_in_rounds(ended)):
             if number >= MOST_ENDED or (record.ended_at or self._clock()) < self._clock() - KEPT_ENDED:
                 with suppress(JobNotFoundError, JobUnfinishedError):
                     self.remove(record.id)
@@ -361,7 +367,16 @@ class JobQueue:
 
     def _check_room(self, record: JobRecord, jobs: Sequence[JobRecord]) -> None:
         queued = sum(job.order.tokens * 4 for job in jobs)
-        if len(jobs) < self._most_jobs and queued + record.order.tokens * 4 <= self._most_bytes:
+        tenant = record.order.tenant
+        own = [job.order.tokens * 4 for job in jobs if job.order.tenant == tenant]
+        crowded = crowds(tenant, len(own), self._most_jobs - len(jobs)) or crowds(
+            tenant, sum(own), self._most_bytes - queued
+        )
+        if (
+            len(jobs) < self._most_jobs
+            and queued + record.order.tokens * 4 <= self._most_bytes
+            and not crowded
+        ):
             return
         error = QueueFullError(
             f"{len(jobs)} contexts with documents of {queued} bytes wait to be made, the limits are {self._most_jobs} "
@@ -377,6 +392,20 @@ class JobQueue:
         if broken.id not in self._told:
             self._told.add(broken.id)
             logger.warning("a job is passed over: %s", broken.error.message)
+
+
+def _in_rounds(records: Iterable[JobRecord], served: Mapping[str, datetime] | None = None) -> list[JobRecord]:
+    """The first of each tenant, then the second of each, and so on: nobody's many keep others' from their turn.
+
+    served: when each had one last; in every round who had none for longest is first.
+    """
+    counts: Counter[str] = Counter()
+    rounds: list[tuple[int, datetime, JobRecord]] = []
+    for record in records:
+        tenant = record.order.tenant
+        rounds.append((counts[tenant], (served or {}).get(tenant, _NEVER), record))
+        counts[tenant] += 1
+    return [record for _, _, record in sorted(rounds, key=lambda each: each[:2])]
 
 
 def _newest_first(record: JobRecord) -> tuple[float, str]:

@@ -17,6 +17,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from index_store.errors import InvalidArgumentError, JobCorruptError, QueueFullError, UploadNotFoundError
+from index_store.store.description.callers import crowds
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     make_folder,
@@ -70,9 +71,15 @@ class Uploads:
         self.tidy()
         with storing("making the uploads' folder", self._folder):
             make_folder(self._folder, permissions_in(self._store / "contexts"))
-            found = [_status(path) for path in self._folder.iterdir()]
-        waiting = sum(status.st_size for status in found if status is not None)
-        if waiting + MOST_DOCUMENT_BYTES > self._most_bytes:
+            found = [(path.name, _status(path)) for path in self._folder.iterdir()]
+        sizes = {name: status.st_size for name, status in found if status is not None}
+        waiting = sum(sizes.values())
+        own = sum(
+            size for name, size in sizes.items() if (of := _NAME.fullmatch(name)) and of["tenant"] == tenant
+        )
+        if waiting + MOST_DOCUMENT_BYTES > self._most_bytes or crowds(
+            tenant, own, self._most_bytes - waiting
+        ):
             error = QueueFullError(
                 f"uploaded documents of {waiting} bytes wait to be used, the limit is {self._most_bytes}; try again "
                 "later",

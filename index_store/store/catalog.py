@@ -268,6 +268,10 @@ class Store:
             return entry is not None and self._caller.admin
         return self._caller.sees(known.tenant, known.readers)
 
+    def owns(self, manifest: Manifest) -> bool:
+        """Whether a context is the caller's own."""
+        return self._caller.owns(manifest.tenant)
+
     def _require_seen(self, id_: str) -> None:
         """Raises ContextNotFoundError where there is no context for the caller, the same for whatever reason."""
         if not self._caller.admin and not self._sees(self._listing.known(id_)):

@@ -202,6 +202,8 @@ class Answering:
         Raises what ends the request; TooManyRequestsError says when to try again.
         """
         arrived_ns = time.monotonic_ns()
+        if order.context:
+            note(context=order.context)
         prompted, calls = await self._prompt(order, call)
         asked = _Asked(self.core, prompted, calls, self.tokenizer, arrived_ns, note)
         try:

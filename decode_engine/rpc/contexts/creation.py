@@ -8,12 +8,13 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import numpy as np
 
 from decode_engine.errors import PromptTooLongError
 from decode_engine.rpc.answers.prompting import StoredMessages, parse_messages
-from decode_engine.rpc.contexts.listing import parse_name
+from decode_engine.rpc.contexts.listing import parse_name, require_own_labels
 from index_store.errors import InvalidArgumentError, ManifestError, NameTakenError, SparseKVError
 from index_store.family.parents import EXACT, child_id, parent_of
 from index_store.jobs.job_queue import JobQueue
@@ -111,12 +112,13 @@ class Workshop:
 
         check: called now and then meanwhile; what it raises ends it. traceparent: of the span that this belongs to.
         Raises InvalidArgumentError that names the field, PromptTooLongError, MethodUnsupportedError,
-        PermissionDeniedError for a parent of another tenant, NameTakenError, UploadNotFoundError, QuotaExceededError,
+        PermissionDeniedError for what the caller may not, NameTakenError, UploadNotFoundError, QuotaExceededError,
         StoreBoundError, QueueFullError, and what the store raises.
         """
         methods = _methods(request.methods)
         _check_texts(request)
         labels = _labels(request)
+        require_own_labels(self.caller, labels)
         ttl = _ttl(request)
         digest = hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()
         tenant = self.caller.tenant
@@ -146,6 +148,7 @@ class Workshop:
             moves=request.move_name,
         )
         self._check_name(order)
+        self._check_end(order)
         record = JobRecord(
             id=job_id,
             order=order,
@@ -309,6 +312,17 @@ class Workshop:
                     name=order.name,
                     context=made.context,
                 )
+
+    def _check_end(self, order: JobOrder) -> None:
+        """Raises PermissionDeniedError where a context that is there would end sooner, which takes the right delete."""
+        if order.ttl is None or order.parent:  # a child that is there keeps the later end
+            return
+        try:
+            end = self.store.manifest(order.context).expires_at
+        except SparseKVError:  # there is nothing that would end
+            return
+        if end is None or self.queue.now() + timedelta(seconds=order.ttl) < end:
+            self.caller.require("delete")
 
     def _there(self, order: JobOrder) -> bool:
         """Whether the store has the context as it is wanted, and nothing is left to do."""

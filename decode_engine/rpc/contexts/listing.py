@@ -9,7 +9,7 @@ import hmac
 import json
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import Enum
@@ -18,6 +18,7 @@ from typing import Any
 
 from index_store.errors import ContextNotFoundError, InvalidArgumentError, ManifestError
 from index_store.store.catalog import Store, require_free, take_name
+from index_store.store.clean_up import KEPT_BEGINNING
 from index_store.store.description.callers import Caller
 from index_store.store.description.context_id import is_context_id
 from index_store.store.description.manifest import Manifest
@@ -73,8 +74,11 @@ class Row:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-def row_of(entry: Entry, *, expired: bool) -> Row:
-    """The fields of a context; of one whose manifest cannot be used only its name and state."""
+def row_of(entry: Entry, *, expired: bool, own: bool = True) -> Row:
+    """The fields of a context; of one whose manifest cannot be used only its name and state.
+
+    own: it is not another tenant's, which alone is told who made it.
+    """
     if isinstance(entry, BrokenContext):
         return Row(entry, {"name": COLLECTION + entry.id, "state": state_of(entry, expired=expired)})
     values: dict[str, Value | None] = {
@@ -86,7 +90,7 @@ def row_of(entry: Entry, *, expired: bool) -> Row:
         "token_count": entry.token_count,
         "pinned": entry.pinned,
         "is_conversation": entry.conversation is not None,
-        "owner": entry.owner or None,
+        "owner": (entry.owner or None) if own else None,
         "expire_time": entry.expires_at,
     }
     return Row(entry, {name: value for name, value in values.items() if value is not None}, entry.labels)
@@ -419,7 +423,9 @@ class Pager:
             values, (broken, age, id_) = self.read(request.page_token, asked)
             last = tuple(values), (broken, age, id_)
         rows = (
-            row_of(entry, expired=isinstance(entry, Manifest) and store.expired(entry))
+            row_of(entry, expired=store.expired(entry), own=store.owns(entry))
+            if isinstance(entry, Manifest)
+            else row_of(entry, expired=False)
             for entry in store.entries()
         )
         found = order.after([row for row in rows if fits(row)], last)
@@ -472,19 +478,41 @@ def update_context(
     store: Store, id_: str, request: context_pb2.UpdateContextRequest, wait_s: float, caller: Caller
 ) -> Manifest:
     """Changes a context as a request says. Raises NameTakenError, what `parse_update` and `Store.update` raise, and
-    PermissionDeniedError for a pin without the right admin, and for an earlier end without the right delete."""
+    PermissionDeniedError for a pin, or a label of the server's own, without the right admin, and for an earlier end
+    without the right delete."""
     change, name = parse_update(request), request.context.display_name
     if "pinned" in request.update_mask.paths or request.context.pinned:
         caller.require("admin")
     store.require_own(id_)
+
+    def allowed(present: Manifest) -> Manifest:
+        changed = change(present)
+        if changed.pinned != present.pinned:
+            caller.require("admin")
+        require_own_labels(caller, changed.labels.keys() - present.labels.keys())
+        end = changed.expires_at
+        if end is not None and (present.expires_at is None or end < present.expires_at):
+            caller.require("delete")
+        return changed
+
     before = store.manifest(id_)
-    end = change(before).expires_at
-    if end is not None and (before.expires_at is None or end < before.expires_at):
-        caller.require("delete")
-    if name == change(before).name and name != before.name and not request.move_name:
+    if name == allowed(before).name and name != before.name and not request.move_name:
         require_free(store, name, before.model.fingerprint, id_, before.tenant)
-    changed = store.update(id_, change, wait_s=wait_s)
+    changed = store.update(id_, allowed, wait_s=wait_s)
     return take_name(store, id_, changed.name) if request.move_name else changed
+
+
+def require_own_labels(caller: Caller, labels: Collection[str]) -> None:
+    """Raises PermissionDeniedError for a label without the right admin by which a server knows what it may drop: what
+    has it counts against the room that all have for such contexts."""
+    if KEPT_BEGINNING in labels:
+        caller.require("admin")
+
+
+def changed_fields(request: context_pb2.UpdateContextRequest) -> tuple[str, ...]:
+    """The fields that a request changes, those of labels as `labels.KEY`. They may be none, or none that is there."""
+    paths = tuple(dict.fromkeys(request.update_mask.paths)) or _fields_set(request.context)
+    return _CHANGEABLE if paths == ("*",) else paths
 
 
 def parse_update(request: context_pb2.UpdateContextRequest) -> Callable[[Manifest], Manifest]:
@@ -492,9 +520,7 @@ def parse_update(request: context_pb2.UpdateContextRequest) -> Callable[[Manifes
 
     Raises InvalidArgumentError for a field that cannot be changed; what it returns does so for values out of bounds.
     """
-    paths = tuple(dict.fromkeys(request.update_mask.paths)) or _fields_set(request.context)
-    if paths == ("*",):
-        paths = _CHANGEABLE
+    paths = changed_fields(request)
     for path in paths:
         if path not in _CHANGEABLE and not (path.startswith(_LABEL) and path != _LABEL):
             raise InvalidArgumentError(

@@ -4,7 +4,7 @@ A token is 32 random bytes, so its SHA-256, which is all that the file has, tell
 with a version and a checksum over itself, private to its owner, replaced all at once. All tokens are compared with
 what a caller shows, `authorization: Bearer TOKEN`, each in constant time, so neither answer nor time tells how
 close a guess was. Attempts that fail are counted by address: where they come too fast, tokens that were not used
-before are refused unseen, while those in use are let in as ever, so that guessing locks nobody else out.
+before are refused unseen, while those in use, and JWT, are let in as ever, so that guessing locks nobody else out.
 """
 
 from __future__ import annotations
@@ -359,19 +359,20 @@ class Door:
             return Caller(certificate, _OF_CERTIFICATES, certificate)
         digest = digest_of(secret)
         with self._lock:
+            signed = None
+            if self._signed is not None and secret.count(".") == 2:  # which come and go, and nobody guesses
+                signed = self._signed.caller_of(secret)
             delay = self._attempts.delay_s(host)
-            if delay and digest not in self._accepted:
+            if delay and signed is None and digest not in self._accepted:
                 error = TooManyAttemptsError(
                     "too many attempts with wrong tokens came from this address; try again later"
                 )
                 error.retry_after_s = delay
                 raise error
             found = [token for token in self._tokens if hmac.compare_digest(token.digest, digest)]
-            caller = None
+            caller = signed
             if found and (found[0].expires_at is None or datetime.now(UTC) < found[0].expires_at):
                 caller = found[0].caller
-            elif self._signed is not None and secret.count(".") == 2:
-                caller = self._signed.caller_of(secret)
             if caller is not None:
                 self._accept(digest)
                 return caller

@@ -11,6 +11,8 @@ import os
 import queue
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import partial
+from io import TextIOWrapper
 from logging.handlers import QueueHandler, QueueListener, WatchedFileHandler
 from pathlib import Path
 
@@ -21,6 +23,13 @@ _TOLD = ("context", "operation", "upload", "kept", "readers", "requests", "faile
 _PRIVATE_FILE = 0o600
 
 
+class _PrivateFile(WatchedFileHandler):
+    def _open(self) -> TextIOWrapper:
+        """The file, which is its owner's alone also where it has to be begun anew."""
+        opener = partial(os.open, mode=_PRIVATE_FILE)
+        return open(self.baseFilename, "a", encoding="utf-8", opener=opener)
+
+
 class AuditLog:
     """Appends to a file, from any thread, until `close`. Several processes may share it."""
 
@@ -29,7 +38,7 @@ class AuditLog:
         with storing("opening the audit log", path):
             os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, _PRIVATE_FILE))
         lines: queue.SimpleQueue[object] = queue.SimpleQueue()
-        handler = WatchedFileHandler(path, delay=True)
+        handler = _PrivateFile(path, delay=True)
         self._listener = QueueListener(lines, handler)
         self._logger = logging.Logger("audit", logging.INFO)  # of its own: no other log has these lines
         self._logger.addHandler(QueueHandler(lines))

@@ -65,6 +65,15 @@ def check_readers(names: Sequence[str]) -> None:
             check_tenant("readers", name)
 
 
+NEWCOMERS = 3
+
+
+def crowds(tenant: str, has: int, left: int) -> bool:
+    """Whether a tenant has so much of what all share that what is left is for others: three times as much. However many
+    want all, who comes new so finds some. The tenant "" crowds nobody."""
+    return bool(tenant) and has >= NEWCOMERS * left
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who asks. name: of what was shown, a token or a certificate; "" where nobody was asked for one."""

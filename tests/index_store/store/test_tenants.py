@@ -19,14 +19,16 @@ from index_store.errors import (
     ManifestError,
     NameTakenError,
     PermissionDeniedError,
+    QueueFullError,
     SparseKVError,
     UploadNotFoundError,
 )
 from index_store.family.children import publish_child
 from index_store.family.parents import parent_of
 from index_store.family.prefixes import longest_prefix
+from index_store.jobs import job_queue, uploads
 from index_store.jobs.job_queue import JobQueue
-from index_store.jobs.job_record import JobOrder, JobRecord
+from index_store.jobs.job_record import JobOrder, JobRecord, JobState
 from index_store.jobs.uploads import Uploads
 from index_store.store.catalog import Store, free_name, require_free, take_name, utc_now
 from index_store.store.description.callers import EVERYBODY, Caller
@@ -215,6 +217,48 @@ def job(number: int, tenant: str) -> JobRecord:
         f"{number:064x}", "m", "model", "", "title", ("csattention",), "float32", None, 3, tenant=tenant
     )
     return JobRecord(f"{number:032x}", order, utc_now() - timedelta(seconds=number))
+
+
+def test_many_jobs_of_a_tenant_keep_no_other_one_waiting(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tenants take turns, whatever the age and priority of their jobs; and those that ended are forgotten so, too."""
+    monkeypatch.setattr(job_queue, "MOST_ENDED", 4)
+    queue = JobQueue(store.path)
+    for number in range(9, 3, -1):
+        queue.add(replace(job(number, "acme"), priority=100))
+    theirs = [queue.add(job(number, "beta")).id for number in (2, 1)]
+    taken = []
+    for _ in range(5):
+        with queue.claim() as claim:
+            assert claim is not None
+            taken.append(claim.record.order.tenant)
+            claim.end(queue.cancelled(claim.record))
+    assert taken == ["acme", "beta", "acme", "beta", "acme"]
+    for number in range(10, 20):
+        queue.cancel(queue.add(job(number, "acme")).id)
+    queue.tidy()
+    assert all(queue.get(id_).state is JobState.CANCELLED for id_ in theirs)
+
+
+def test_a_tenant_leaves_some_of_the_queue_and_of_uploads_to_others(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = JobQueue(store.path, most_jobs=4)
+    for number in (1, 2, 3):
+        queue.add(job(number, "acme"))
+    with pytest.raises(QueueFullError):
+        queue.add(job(4, "acme"))
+    queue.add(job(5, "beta"))
+    monkeypatch.setattr(uploads, "MOST_DOCUMENT_BYTES", 4)
+    documents = Uploads(store.path, most_bytes=16)
+    for _ in range(3):
+        writing = documents.begin("acme")
+        writing.add(b"text")
+        writing.finish("")
+    with pytest.raises(QueueFullError):
+        documents.begin("acme")
+    documents.begin("beta").discard()
 
 
 def test_a_foreign_job_is_one_that_does_not_exist(store: Store) -> None:

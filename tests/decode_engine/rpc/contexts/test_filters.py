@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from decode_engine.rpc.contexts.listing import (
     MAX_FILTER_CHARACTERS,
     ORDERED,
+    Pager,
     Row,
     parse_filter,
     parse_order,
@@ -26,7 +27,10 @@ from index_store.errors import (
     InvalidArgumentError,
     StoreUnavailableError,
 )
+from index_store.store.catalog import Store
+from index_store.store.description.callers import Caller
 from index_store.store.listing import BrokenContext, place_of
+from sparsekv.v1 import context_pb2
 from tests.support.store import CREATED, synthetic_context
 
 
@@ -45,6 +49,16 @@ ROWS = [
     row_of(BrokenContext("d" * 64, StoreUnavailableError("away")), expired=False),
 ]
 NAMES = ["law", "novel", "old", "corrupt", "unsupported", "unavailable"]
+
+
+def test_a_reader_does_not_learn_who_made_a_context(tmp_path: Path) -> None:
+    store, made = Store(tmp_path / "store", create=True), synthetic_context()
+    draft = replace(made.draft, tenant="acme", owner="alice", readers=("beta",))
+    replace(made, draft=draft).write(store)
+    request = context_pb2.ListContextsRequest(filter="owner = alice")
+    for tenant, count in (("acme", 1), ("beta", 0)):
+        page, _ = Pager(b"key").page(store.seen_by(Caller(tenant, frozenset({"read"}))), request)
+        assert len(page) == count, tenant
 
 
 def fitting(text: str) -> str:

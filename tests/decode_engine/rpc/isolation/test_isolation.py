@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ import grpc
 import httpx
 import pytest
 from google.longrunning import operations_pb2
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
 
 from decode_engine.gateway.app import ALL_ROUTES
@@ -17,7 +19,11 @@ from decode_engine.rpc.client import NEVER
 from decode_engine.rpc.door.rights import RIGHT_OF
 from decode_engine.rpc.server import SERVICES
 from decode_engine.rpc.transport.listener import HEALTH_SERVICE, REFLECTION_SERVICES
+from index_store.cli.console import LineReporter
 from index_store.errors import PermissionDeniedError
+from index_store.store.clean_up import KEPT_BEGINNING
+from prefill_worker.config import PrefillConfig
+from prefill_worker.jobs.job import run_job
 from sparsekv.v1 import context_pb2, conversation_pb2, generation_pb2
 from tests.decode_engine.conftest import TEXT
 from tests.decode_engine.rpc.isolation.conftest import House, Party
@@ -397,6 +403,36 @@ def test_an_end_is_brought_forward_by_who_may_delete(house: House) -> None:
         beta.client.delete_context(name)
 
 
+def test_a_creator_ends_and_unpins_nothing_by_other_ways(house: House) -> None:
+    """An order of what is there with a time to live, a mask of all fields, and the server's own label."""
+    ops, creator = house["ops"], house["creator"]
+    document = house.library.store.parent / "lasting.txt"
+    document.write_text(TEXT)
+    given = {"model": str(house.library.model), "store": house.library.store, "device": "cpu"}
+    config = PrefillConfig(input=(document,), name="lasting", tenant="beta", **given)  # as a server orders it
+    id_ = run_job(config, LineReporter(io.StringIO())).manifest.id
+    name = context(id_)
+    try:
+        told = grpc_told(lambda: created(creator, text=TEXT, ttl=Duration(seconds=60)))
+        assert (told[0], "right delete" in told[1]) == (grpc.StatusCode.PERMISSION_DENIED, True)
+        reply = creator.web.post("/v1/contexts", json={"text": TEXT, "ttl_seconds": 60})
+        assert (reply.status_code, "right delete" in reply.text) == (403, True)
+        assert update(creator, id_, "*", display_name="all").display_name == "all"
+        ops.client.update_context(name, pinned=True)
+        told = grpc_told(lambda: update(creator, id_, "*", display_name="none"))
+        assert (told[0], "right admin" in told[1]) == (grpc.StatusCode.PERMISSION_DENIED, True)
+        assert creator.client.get_context(name).pinned
+        dropped = {KEPT_BEGINNING: ""}
+        for labelled in (
+            lambda: update(creator, id_, "labels", labels=dropped),
+            lambda: created(creator, text="Not the server's own.", labels=dropped),
+        ):
+            told = grpc_told(labelled)
+            assert (told[0], "right admin" in told[1]) == (grpc.StatusCode.PERMISSION_DENIED, True)
+    finally:
+        ops.client.delete_context(name)
+
+
 def test_names_are_of_ones_own_tenant(house: House) -> None:
     """`move_name` moves a name from one context of a tenant to another in one step, and touches no other tenant's."""
     beta = house["beta"]
@@ -429,6 +465,15 @@ def test_the_audit_log_says_who_did_what_and_never_what_was_said(house: House) -
     assert acme.web.get("/v1/contexts/secret").status_code == 200
     acme.client.update_context(context(house.secret), readers=["gamma"])
     acme.client.update_context(context(house.secret), readers=[])
+    unsaid = context_pb2.Context(name=context(house.granted), readers=["beta", "delta"])
+    unmasked = context_pb2.UpdateContextRequest(context=unsaid)
+    acme.contexts.UpdateContext(unmasked, metadata=acme.shown)
+    acme.client.update_context(context(house.granted), readers=["beta"])
+    for refused in (
+        lambda: ask(house["beta"], house.secret, text=" the"),
+        lambda: OPERATIONS["cancel"](house["beta"], NO_JOB),
+    ):
+        grpc_told(refused)
     grpc_told(lambda: found(house["beta"], name=context(house.secret)))
     httpx.get(f"{acme.url}/v1/contexts/secret", headers={"authorization": "Bearer wrong"})
     http_told(house["reader"].web.delete(f"/v1/contexts/{ABSENT}"))
@@ -440,7 +485,10 @@ def test_the_audit_log_says_who_did_what_and_never_what_was_said(house: House) -
         {"call": "/sparsekv.v1.GenerationService/Generate", "tenant": "acme", "context": house.secret},
         {"call": "GET:/v1/contexts/{context:path}", "caller": "acme", "outcome": "200", "right": "read"},
         {"call": "/sparsekv.v1.ContextService/UpdateContext", "context": house.secret, "readers": ["gamma"]},
-        {"call": "/sparsekv.v1.ContextService/GetContext", "tenant": "beta", "outcome": "CONTEXT_NOT_FOUND"},
+        {"call": "/sparsekv.v1.ContextService/UpdateContext", "readers": ["beta", "delta"]},
+        {"call": "/sparsekv.v1.ContextService/GetContext", "tenant": "beta", "context": house.secret},
+        {"call": "/sparsekv.v1.GenerationService/Generate", "tenant": "beta", "context": house.secret},
+        {"call": "/google.longrunning.Operations/CancelOperation", "operation": f"operations/{NO_JOB}"},
         {"call": "GET:/v1/contexts/{context:path}", "caller": "", "outcome": "401"},
         {"call": "DELETE:/v1/contexts/{context:path}", "caller": "reader", "outcome": "403"},
     ):
@@ -449,3 +497,7 @@ def test_the_audit_log_says_who_did_what_and_never_what_was_said(house: House) -
     assert "unmistakable" not in written
     assert not any(party.secret in written for party in house.parties.values())
     assert house.audit.stat().st_mode & 0o077 == 0
+    house.audit.rename(house.audit.with_suffix(".old"))
+    acme.client.get_context(context(house.secret))
+    wait_until(house.audit.exists)
+    assert house.audit.stat().st_mode & 0o077 == 0  # also of the one that is begun then
