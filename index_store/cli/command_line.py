@@ -154,10 +154,10 @@ RequiredObjectsOption = Annotated[
 def sync_store(
     store: StoreOption, objects: RequiredObjectsOption, output: FormatOption = OutputFormat.TEXT
 ) -> None:
-    """Have a store and an object store agree on what there is.
+    """Make a store and an object store alike; exits with 1 if that fails.
 
-    Tells each what was made, changed and deleted in the other; exits with 1 if that fails. Contexts of the object
-    store are listed then, and fetched when they are needed. Servers and workers with --objects do this by themselves.
+    What was made, changed or deleted in one of them comes to the other. Contexts of the object store are listed then,
+    and fetched when they are needed. Servers and workers with --objects do this by themselves.
     """
     from index_store.objects.courier import Courier
     from index_store.objects.tier import Tier, open_store
@@ -186,7 +186,7 @@ def fetch_contexts(
     objects: RequiredObjectsOption,
     output: FormatOption = OutputFormat.TEXT,
 ) -> None:
-    """Bring contexts from an object store, every byte verified."""
+    """Bring contexts that are in an object store alone, every byte verified."""
     from index_store.objects.tier import open_store
 
     opened = open_store(store, objects=objects, fetch_timeout_s=None)
@@ -355,7 +355,7 @@ def import_files(
     store: StoreOption,
     output: FormatOption = OutputFormat.TEXT,
 ) -> None:
-    """Bring contexts into a store from files of `export`.
+    """Bring contexts into a store from files that `export` wrote.
 
     The store is made when it is not there. A context appears when all of it is verified. One that is there already
     stays as it is.

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from index_store.errors import ContextFileError, InvalidArgumentError, ObjectsUnavailableError, SparseKVError
 
@@ -18,6 +19,20 @@ _REQUEST = "60s"
 _CONNECT = "5s"
 _RETRIES, _RETRIED_FOR = 3, timedelta(seconds=90)
 _PIECE_BYTES, _PIECES_AT_ONCE, _MOST_PIECES = 8 << 20, 4, 9_000
+
+
+_FORMS = "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or file:///FOLDER"
+
+
+def check_url(url: str) -> None:
+    """Raises InvalidArgumentError for a URL with secrets in it: URLs stand in logs and in the store."""
+    parts = urlsplit(url)
+    if parts.password is not None or parts.query or parts.fragment:
+        raise InvalidArgumentError(
+            f"--objects has a password or settings in its URL; expected {_FORMS} alone, with credentials in the "
+            "environment, as the cloud's tools have them",
+            field="objects",
+        )
 
 
 class ObjectMissingError(ObjectsUnavailableError):
@@ -74,8 +89,7 @@ class Bucket:
             )
         except (BaseError, ValueError, OSError) as error:
             raise InvalidArgumentError(
-                f"--objects is {url[:200]!r} ({_first_line(error)}); expected s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, "
-                "az://CONTAINER/PREFIX or file:///FOLDER",
+                f"--objects is {url[:200]!r} ({_first_line(error)}); expected {_FORMS}",
                 field="objects",
             ) from error
 

@@ -32,6 +32,7 @@ from index_store.errors import (
     ParentMissingError,
 )
 from index_store.store.catalog import Store, free_name
+from index_store.store.clean_up import note_use
 from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.manifest import MANIFESTS, Manifest
 from index_store.store.files.durable import (
@@ -334,6 +335,7 @@ def export_context(
             with open(temporary, "xb") as file:
                 for piece in packed(store, manifest):
                     file.write(piece)
+                    note_use(store, manifest.id)  # so that it stays on the disk meanwhile
                     on_bytes(len(piece))
                 nbytes = file.tell()
             sync_path(temporary)

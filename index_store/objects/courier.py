@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ from index_store.store.files.durable import (
     sync_tree,
     unused_name,
 )
+from index_store.store.zarr_io import check_chunks, check_metadata
 
 EVERY_S = 5.0
 FORGOTTEN = timedelta(days=30)
@@ -208,6 +210,12 @@ class Courier:
             check()
             self._note_failure(id_, error)
             return False
+        except Exception:  # of this context alone: the others go on
+            logger.exception("keeping context %s alike failed", id_[:12])
+            self._note_failure(
+                id_, StoreError(f"keeping context {id_} alike failed; the log has the details", context=id_)
+            )
+            return False
 
     def _settle(
         self, bucket: Bucket, id_: str, held: Held, mark: Mark | None, check: Callable[[], None]
@@ -320,11 +328,20 @@ class Courier:
 
     def _upload(self, bucket: Bucket, local: Manifest, held: Held, check: Callable[[], None]) -> bool:
         """Has the bucket hold a context, all of it read back, and says so."""
-        if self._store.elsewhere(local.id):
+        url = self._store.notes.url(local.id)
+        if url is not None:
             raise StoreError(
-                f"context {local.id} was in {bucket.url} alone, which has it no more; delete it, and make it again",
+                f"context {local.id} was in {url} alone, which has it no more; delete it, and make it again"
+                if url == self._tier.url
+                else f"context {local.id} is in {url} alone; bring it here (`index-store fetch --objects {url}`), or "
+                "delete it",
                 context=local.id,
             )
+        known = self._tier.held().get(local.id)
+        if known is not None and content_key(known) not in held.contents:
+            self._tier.marks.remove(
+                local.id
+            )  # the bucket lost it: until it has it again, it stays on the disk
         parent = None if local.parent is None else local.parent.id
         if parent is not None and parent not in self._tier.held():
             return False  # which comes first
@@ -372,14 +389,17 @@ class Courier:
         logger.info("context %s is deleted in %s", id_[:12], bucket.url)
 
     def _appear(self, bucket: Bucket, remote: Manifest, held: Held) -> bool:
-        """Has a context of the bucket be here, with its manifest and tokens alone."""
+        """Has a context of the bucket be here, with its manifest and tokens alone; False where that has to wait."""
         parent = remote.parent
         if parent is not None and not self._store.folders.context(parent.id).is_dir():
             return False  # which comes first
         contexts, locks = self._store.folders.contexts, self._store.folders.locks
         folder = unused_name(contexts, f"{TEMPORARY_PREFIX}{remote.id}")
         permissions = permissions_in(contexts)
-        with self._store.lock(remote.id), locked_file(locks / folder.name):
+        lock = self._store.folders.lock_path(remote.id)
+        with locked_file(lock, wait=False) as alone, locked_file(locks / folder.name):
+            if not alone:  # a job makes it here, and may take long
+                return False
             try:
                 with storing("writing", folder):
                     folder.mkdir(permissions)
@@ -436,8 +456,12 @@ def _alike(local: Manifest | None, held: Held | None, mark: Mark | None) -> bool
 
 
 def _bring_kept(bucket: Bucket, manifest: Manifest, folder: Path, permissions: int) -> None:
-    """Fetches into a folder what is here of a context in any case, as far as it is not there."""
-    entries = [entry for entry in kept_entries(manifest) if not (folder / entry.path).is_dir()]
+    """Fetches into a folder what is here of a context in any case, as far as it is not there, or not whole."""
+    entries = [
+        entry
+        for entry in kept_entries(manifest)
+        if any(chain(check_metadata(folder, [entry]), check_chunks(folder, [entry])))
+    ]
     if not entries:
         return
     source, contents = open_object(bucket, manifest)

@@ -11,6 +11,7 @@ import json
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ from index_store.errors import (
     StoreError,
     format_bytes,
 )
-from index_store.objects.bucket import Bucket, BucketFile, ObjectMissingError
+from index_store.objects.bucket import Bucket, BucketFile, ObjectMissingError, check_url
 from index_store.objects.context_file import Contents, Part, parts_of, read_contents, receive
 from index_store.objects.records import Marks, content_key
 from index_store.store.catalog import Store, neutral
@@ -36,7 +37,7 @@ from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.manifest import Manifest
 from index_store.store.elsewhere import other_entries
 from index_store.store.files.durable import locked_file, permissions_in, storing, sync_tree
-from index_store.store.zarr_io import METADATA_NAME, chunk_path, metadata
+from index_store.store.zarr_io import METADATA_NAME, chunk_path, compare_metadata, metadata
 
 if TYPE_CHECKING:
     from index_store.store.writer import ArrayFiles
@@ -103,7 +104,8 @@ class Tier:
         self._room = StoreRoom(store, store_bytes)
         self._timeout_s = fetch_timeout_s
         self._fetches: dict[str, Fetch] = {}
-        self._places = threading.BoundedSemaphore(MOST_FETCHES)
+        self._waiting: deque[Fetch] = deque()
+        self._workers = 0
         self._lock = threading.Lock()
         self._closed = False
 
@@ -155,14 +157,25 @@ class Tier:
                 manifest = self._store.manifest(id_)
                 total = sum(array.nbytes for array in other_entries(manifest))
                 fetch = self._fetches[id_] = Fetch(id_, total)
-                threading.Thread(
-                    target=self._run, args=(fetch,), name=f"fetch-{id_[:12]}", daemon=True
-                ).start()
+                self._waiting.append(fetch)
+                if self._workers < MOST_FETCHES:
+                    self._workers += 1
+                    threading.Thread(target=self._work, name="fetch", daemon=True).start()
             return fetch
+
+    def _work(self) -> None:
+        """Fetches what waits, one after the other, until nothing does."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._workers -= 1
+                    return
+                fetch = self._waiting.popleft()
+            self._run(fetch)
 
     def _run(self, fetch: Fetch) -> None:
         try:
-            with self._places, locked_file(self._store.folders.fetch_lock_path(fetch.id)):
+            with locked_file(self._store.folders.fetch_lock_path(fetch.id)):
                 if self._store.elsewhere(fetch.id):  # no other process was faster
                     self._fetch(fetch)
         except SparseKVError as error:
@@ -211,9 +224,10 @@ def open_store(
     store_bytes: int | None = None,
     fetch_timeout_s: float | None = FETCH_TIMEOUT_S,
 ) -> Store:
-    """A store, in front of the object store of that URL if there is one. Raises what `Store` raises."""
+    """A store, in front of the object store of that URL if there is one. Raises what `Store` and `check_url` raise."""
     store = Store(path, create)
     if objects is not None:
+        check_url(objects)
         store.beyond = Tier(store, objects, store_bytes=store_bytes, fetch_timeout_s=fetch_timeout_s)
     return store
 
@@ -253,6 +267,9 @@ def fetch_arrays(
                 if _is_here(files, folder, part):
                     on_bytes(part.nbytes)
                 else:
+                    # Not written over: another edition's may be mapped.
+                    with storing("removing a file", folder):
+                        chunk_path(folder, part.entry, part.indices).unlink(missing_ok=True)
                     missing.append((part.entry.path, part.indices))
         if missing:
             try:
@@ -275,14 +292,16 @@ def fetch_arrays(
 
 
 def write_metadata(folder: Path, entries: Sequence[ArrayEntry], permissions: int) -> ArrayFiles:
-    """Has a folder say what arrays there are to be in it; what writes their chunks. Raises StoreError."""
+    """Has a folder say what arrays there are to be in it; what writes their chunks. What says something else, or was
+    cut off when an earlier fetch ended, is replaced. Raises StoreError."""
     from index_store.store.writer import ArrayFiles  # which imports torch: doors have none
 
     files = ArrayFiles(folder, permissions)
     with storing("writing", folder):
         for path, said in metadata(entries).items():
             key = (Path(path) / METADATA_NAME).as_posix()
-            if not (folder / key).is_file():
+            if any(compare_metadata(folder / key, path, said)):
+                (folder / key).unlink(missing_ok=True)
                 files.write(key, json.dumps(said).encode())
     return files
 

@@ -612,7 +612,8 @@ class Store:
         except (ContextCorruptError, StoreUnavailableError) as error:
             return [error, *self._default_problems(id_)]
         folder = self.folders.context(id_)
-        here = kept_entries(manifest) if self.elsewhere(id_) else manifest.arrays
+        away = self.elsewhere(id_)
+        here = kept_entries(manifest) if away else manifest.arrays
         problems = [
             *check_metadata(folder, here),
             *verify_chunks(folder, here, on_bytes),
@@ -621,6 +622,8 @@ class Store:
         ]
         if problems and not folder.is_dir():
             raise ContextNotFoundError(f"{self.path}: context {id_} was deleted meanwhile", context=id_)
+        if problems and self.elsewhere(id_) != away:  # it left the disk, or came back, meanwhile
+            return self._verify(id_, on_bytes)
         return problems
 
     def _default_problems(self, id_: str) -> Iterator[Problem]:

@@ -255,10 +255,16 @@ class StoreRoom:
             return
         used, may_go = self.used(), sum(map(self._store.bytes_here, self._may_go()))
         if used - may_go + nbytes > self._most:
+            what = "remove contexts, give some a time to live, or raise the bound"
+            if self._store.beyond is not None:
+                seconds = int(self._kept_for().total_seconds())
+                what = (
+                    f"what is pinned, not uploaded, or was used in the last {seconds} s stays: ask again later, or "
+                    "raise the bound"
+                )
             raise StoreBoundError(
                 f"a context of about {format_bytes(nbytes)} does not fit: the store holds {format_bytes(used)}, of "
-                f"which {format_bytes(may_go)} may go, and --store-bytes is {format_bytes(self._most)}; remove "
-                "contexts, give some a time to live, or raise the bound",
+                f"which {format_bytes(may_go)} may go, and --store-bytes is {format_bytes(self._most)}; {what}",
                 needed=nbytes,
                 used=used,
                 bound=self._most,
@@ -356,8 +362,10 @@ class StoreRoom:
 
     def _idle(self, manifest: Manifest) -> bool:
         """Whether it is neither pinned nor was used lately."""
-        margin = self._margin if self._store.beyond is None else min(self._margin, BEYOND_MARGIN)
-        return not (manifest.pinned or self._used_at(manifest) > self._now() - margin)
+        return not (manifest.pinned or self._used_at(manifest) > self._now() - self._kept_for())
+
+    def _kept_for(self) -> timedelta:
+        return self._margin if self._store.beyond is None else min(self._margin, BEYOND_MARGIN)
 
     def _used_at(self, manifest: Manifest) -> datetime:
         try:

@@ -92,7 +92,7 @@ Problem = ContextCorruptError | StoreUnavailableError
 def check_metadata(folder: Path, entries: Sequence[ArrayEntry]) -> Iterator[Problem]:
     """Compares every `zarr.json` with the entries; yields one error per file that says something else."""
     for path, expected in metadata(entries).items():
-        yield from _compare(folder / path / METADATA_NAME, path, expected)
+        yield from compare_metadata(folder / path / METADATA_NAME, path, expected)
 
 
 def metadata(entries: Iterable[ArrayEntry]) -> dict[str, dict[str, object]]:
@@ -357,7 +357,7 @@ def _metadata(entry: ArrayEntry) -> dict[str, object]:
     }
 
 
-def _compare(path: Path, array: str, expected: dict[str, object]) -> Iterator[Problem]:
+def compare_metadata(path: Path, array: str, expected: dict[str, object]) -> Iterator[Problem]:
     """Yields an error for the first field of a `zarr.json` that differs from what it must say."""
     try:
         found = json.loads(read_file(path, _LARGEST_METADATA)[0])

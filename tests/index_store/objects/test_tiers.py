@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from index_store.errors import (
@@ -19,6 +20,7 @@ from index_store.errors import (
     ContextElsewhereError,
     ContextFetchingError,
     ContextNotFoundError,
+    InvalidArgumentError,
     ObjectsUnavailableError,
     StoreBoundError,
     StoreFullError,
@@ -26,7 +28,10 @@ from index_store.errors import (
 from index_store.family.children import publish_child, read_own_rows
 from index_store.family.prefixes import stored_tokens
 from index_store.objects.bucket import Bucket
+from index_store.objects.context_file import export_context
+from index_store.objects.courier import Courier
 from index_store.objects.records import content_key, look
+from index_store.objects.tier import MOST_FETCHES, Tier, open_store
 from index_store.store.catalog import Store
 from index_store.store.clean_up import StoreRoom, clean_up, find_leftovers
 from index_store.store.zarr_io import chunk_path
@@ -271,7 +276,7 @@ def test_the_least_recently_used_goes_and_comes_back(tmp_path: Path, bucket: Buc
     assert site.store.elsewhere(contexts[1].id)
     assert len(site.store.list()) == 3
     contexts[3].write(site.store)
-    with pytest.raises(StoreBoundError):
+    with pytest.raises(StoreBoundError, match=r"used in the last 120 s stays: ask again later"):
         room.make(3 * size)
     again = Site.at(tmp_path / "store", bucket, store_bytes=3 * size)  # after a restart
     idle(again.store, contexts[2].id)
@@ -603,3 +608,147 @@ def test_the_commands(command: Command, context: SyntheticContext, tmp_path: Pat
     assert store.list() == []
     code, _, err = command.run("sync", "--objects", "nothing://there")
     assert (code, "expected s3://BUCKET/PREFIX" in err) == (2, True)
+
+
+def test_what_the_bucket_lost_does_not_leave_the_disk(here: Site, context: SyntheticContext) -> None:
+    """Until the bucket has it again: the copy here is the only one."""
+    bucket = here.tier.bucket
+    for held in look(bucket).values():
+        bucket.delete([held.key, *held.contents])
+
+    def refuse(verb: str, key: str) -> None:
+        if verb == "put":
+            raise ObjectsUnavailableError("no right to write")
+
+    here.tier._bucket = FaultyBucket(bucket, Faults(before=refuse))
+    assert not here.courier.look()
+    idle(here.store, context.id)
+    room = StoreRoom(here.store, 1)
+    assert room.sweep() == []
+    assert here.store.verify(context.id) == []
+    assert not here.store.elsewhere(context.id)
+    here.tier._bucket = bucket
+    here.settle()
+    idle(here.store, context.id)
+    assert room.sweep() == [context.id]
+
+
+def test_one_context_that_fails_holds_up_no_other(
+    here: Site, there: Site, context: SyntheticContext, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = synthetic_context(seed=7, name="other")
+    other.write(here.store)
+    here.settle()
+    first = min(context.id, other.id)
+
+    def fail(verb: str, key: str) -> None:
+        if first in key:
+            raise RuntimeError("of a kind that nobody expects")
+
+    there.tier._bucket = FaultyBucket(there.tier.bucket, Faults(before=fail))
+    assert not there.courier.look()
+    assert [each.id for each in there.store.list()] == [max(context.id, other.id)]
+    assert "the log has the details" in there.courier.state().problem
+    assert "of a kind that nobody expects" in caplog.text
+
+
+def test_a_context_that_a_job_makes_here_holds_up_no_other(
+    here: Site, there: Site, context: SyntheticContext
+) -> None:
+    other = synthetic_context(seed=7, name="other")
+    other.write(here.store)
+    here.settle()
+    with there.store.lock(min(context.id, other.id)):  # until it is made, which may take hours
+        assert not there.courier.look()
+        assert [each.id for each in there.store.list()] == [max(context.id, other.id)]
+    there.settle()
+    assert len(there.store.list()) == 2
+
+
+def test_another_bucket_is_not_said_to_have_lost_a_context(
+    here: Site, there: Site, context: SyntheticContext
+) -> None:
+    there.settle()
+    tier = Tier(there.store, "memory:///others", lambda _: Bucket(memory_bucket()._store, "memory:///others"))
+    courier = Courier(there.store, tier)
+    assert not courier.look()
+    assert "is in memory:///tests alone; bring it here" in courier.state().problem
+
+
+def test_an_export_keeps_its_context_on_the_disk(
+    here: Site, context: SyntheticContext, tmp_path: Path
+) -> None:
+    ages: list[float] = []
+
+    def linger(_: int) -> None:
+        ages.append(time.time() - os.stat(here.store.folders.context(context.id)).st_mtime)
+        idle(here.store, context.id)
+
+    export_context(here.store, here.store.manifest(context.id), tmp_path / "file", linger)
+    assert len(ages) > 2
+    assert max(ages) < 600
+
+
+def test_what_leaves_the_disk_while_it_is_verified_is_not_damaged(
+    here: Site, context: SyntheticContext
+) -> None:
+    idle(here.store, context.id)
+    left: list[str] = []
+    assert here.store.verify(context.id, lambda _: left.extend(StoreRoom(here.store, 1).sweep())) == []
+    assert left == [context.id]
+    assert here.store.elsewhere(context.id)
+
+
+def test_a_file_of_another_edition_that_is_mapped_stays_as_it_is(
+    here: Site, there: Site, context: SyntheticContext
+) -> None:
+    there.settle()
+    there.store.bring(context.id)
+    folder = there.store.folders.context(context.id)
+    path = chunk_path(folder, context.manifest.kv, (1, 0))
+    other = bytes(path.stat().st_size)
+    path.write_bytes(other)
+    mapped = np.memmap(path, dtype=np.uint8, mode="r")
+    there.store.notes.note_elsewhere(context.id, there.tier.url)
+    there.store.bring(context.id)
+    assert there.store.verify(context.id) == []
+    assert mapped.tobytes() == other
+
+
+@pytest.mark.parametrize("left", [b"", b'{"shape": [1', b"{}"])
+def test_metadata_that_a_killed_fetch_left_is_replaced(
+    here: Site, there: Site, context: SyntheticContext, left: bytes
+) -> None:
+    there.settle()
+    file = there.store.folders.context(context.id) / context.manifest.kv.path / "zarr.json"
+    file.parent.mkdir()
+    file.write_bytes(left)
+    with there.store.open(context.id) as opened:
+        assert (opened.array("kv", 1, 1) == context.kv[1, 1]).all()
+    assert there.store.verify(context.id) == []
+
+
+def test_fetches_that_wait_have_no_threads(here: Site, there: Site, context: SyntheticContext) -> None:
+    others = [synthetic_context(seed=seed, name=f"book {seed}") for seed in range(2, 9)]
+    for each in others:
+        each.write(here.store)
+    here.settle()
+    there.settle()
+    stuck = threading.Event()
+    there.tier._bucket = FaultyBucket(there.tier.bucket, Faults(before=lambda verb, key: stuck.wait(60)))
+    for each in [context, *others]:
+        with pytest.raises(ContextFetchingError):
+            there.store.bring(each.id, limit_s=0.0)
+    assert (there.tier._workers, len(there.tier.fetches())) == (MOST_FETCHES, 8)
+    stuck.set()
+    for each in [context, *others]:
+        there.store.bring(each.id)
+        assert there.store.verify(each.id) == []
+    wait_until(lambda: there.tier._workers == 0)
+
+
+@pytest.mark.parametrize("url", ["s3://KEY:SECRET@bucket/p", "az://container/p?sig=SECRET", "gs://b#SECRET"])
+def test_secrets_in_a_url_are_refused_and_not_repeated(url: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="credentials in the environment") as raised:
+        open_store(tmp_path / "store", True, url)
+    assert "SECRET" not in str(raised.value)
