@@ -154,10 +154,11 @@ RequiredObjectsOption = Annotated[
 def sync_store(
     store: StoreOption, objects: RequiredObjectsOption, output: FormatOption = OutputFormat.TEXT
 ) -> None:
-    """Make a store and an object store alike; exits with 1 if that fails.
+    """Make a store and an object store alike.
 
-    What was made, changed or deleted in one of them comes to the other. Contexts of the object store are listed then,
-    and fetched when they are needed. Servers and workers with --objects do this by themselves.
+    Exits with 1 if that fails. What was made, changed or deleted in one of them comes to the other. Contexts of the
+    object store are listed then, and fetched when they are needed. Servers and workers with --objects do this by
+    themselves.
     """
     from index_store.objects.courier import Courier
     from index_store.objects.tier import Tier, open_store
@@ -186,7 +187,7 @@ def fetch_contexts(
     objects: RequiredObjectsOption,
     output: FormatOption = OutputFormat.TEXT,
 ) -> None:
-    """Bring contexts that are in an object store alone, every byte verified."""
+    """Bring contexts from an object store, every byte verified."""
     from index_store.objects.tier import open_store
 
     opened = open_store(store, objects=objects, fetch_timeout_s=None)
@@ -209,7 +210,8 @@ def remove_contexts(
 ) -> None:
     """Remove contexts; none unless every one is found.
 
-    A context that others continue, its children, stays unless they are removed with it.
+    A context that others continue, its children, stays unless they are removed with it. What an object store holds of
+    it is deleted, too, and so it is in all stores in front of that.
     """
     opened = Store(store)
     ids = _resolve_all(opened, refs)
