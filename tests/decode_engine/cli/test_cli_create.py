@@ -23,6 +23,7 @@ from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.job_record import JobRecord
 from index_store.models.resolve import resolve_model
 from index_store.models.tokenizer import load_tokenizer
+from prefill_worker.__main__ import main as prefill_main
 from tests.decode_engine.cli.conftest import Run
 from tests.decode_engine.conftest import Library
 from tests.support.models import write_model_folder
@@ -133,14 +134,12 @@ def test_name_and_expiry_are_changed(run: Run, server: DecodeServer, library: Li
         assert run("contexts", "update", *on, "lasting", *wrong).returncode == 2
 
 
-def test_what_servers_decide_is_refused(run: Run, book: Path) -> None:
+def test_what_servers_decide_is_refused(run: Run, book: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in (["--chunk", "64"], ["--model", "reader"], ["--salt", "a"]):
-        command = [sys.executable, "-m", "prefill_worker", "run", "--server", "127.0.0.1:1"]
-        done = subprocess.run(
-            [*command, "--input", str(book), *wrong], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 2
-        assert f"{wrong[0]} does not go together with --server" in done.stderr
+        with pytest.raises(SystemExit) as caught:
+            prefill_main(["run", "--server", "127.0.0.1:1", "--input", str(book), *wrong])
+        assert caught.value.code == 2
+        assert f"{wrong[0]} does not go together with --server" in capsys.readouterr().err
     for missing in (["--server", "127.0.0.1:1", str(book), "--ttl", "x"], ["no such file"]):
         assert run("contexts", "create", *missing).returncode == 2
 
@@ -162,7 +161,7 @@ def serving(library: Library) -> Iterator[tuple[subprocess.Popen[str], str]]:
     process.communicate()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("lamp")
 def test_a_server_makes_contexts_itself_and_its_worker_ends_with_it(
     serving: tuple[subprocess.Popen[str], str], book: Path

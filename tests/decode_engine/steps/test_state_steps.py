@@ -19,6 +19,7 @@ from decode_engine.steps.stepper import Stepper
 from index_store.errors import SparseKVError
 from index_store.methods.presets import get_method
 from index_store.models.resolve import resolve_model
+from tests.support.devices import nightly
 from tests.support.models import LAYER_KINDS, STATEFUL, write_model_folder
 
 pytestmark = pytest.mark.usefixtures("few_programs")
@@ -58,7 +59,11 @@ def check_states(sessions: list[Session], twins: list[Session]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [*((family, "full") for family in STATEFUL), ("lfm2", "csattention")]
+    ("family", "name"),
+    [
+        *(("qwen3_next", "full"), ("granitemoehybrid", "full"), ("lfm2", "csattention")),
+        *nightly(*((each, "full") for each in STATEFUL if each not in ("qwen3_next", "granitemoehybrid"))),
+    ],
 )
 def test_steps_equal_the_general_path(tmp_path: Path, family: str, name: str) -> None:
     """Three sessions in a batch of four rows, one after another by either way, and a second answer of one."""

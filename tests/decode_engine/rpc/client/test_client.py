@@ -27,19 +27,6 @@ from sparsekv.v1.values import OperationState
 from tests.decode_engine.rpc.client.conftest import IDS, Scripted
 
 
-def test_pieces_and_summary(scripted: tuple[Scripted, Client]) -> None:
-    with scripted[1].generate("contexts/x", text="a") as generation:
-        pieces = [(piece.token_ids, piece.text) for piece in generation]
-    assert pieces == [((1, 2), "hel"), ((3,), ""), ((), "lo")]
-    summary = generation.summary
-    assert (summary.finish_reason, summary.method, summary.seed) == ("stop", "pq", 2**64 - 1)
-    assert (summary.budget, summary.remainder) == ("2.00%", "centred")
-    assert (summary.context_tokens, summary.prompt_tokens, summary.completion_tokens) == (7, 2, 3)
-    assert (summary.timings.search_ns, summary.timings.total_ns) == (5, 9)
-    assert (summary.selection.keys_kept, summary.selection.fraction_all) == (4, 0.5)
-    assert summary.selection.fraction_sparse is None
-
-
 def test_references_are_resolved_by_the_server_in_one_call(scripted: tuple[Scripted, Client]) -> None:
     servicer, client = scripted
     servicer.calls += ["started"] * 2

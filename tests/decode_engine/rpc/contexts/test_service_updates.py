@@ -12,9 +12,8 @@ from decode_engine.rpc.client import Client
 from index_store.errors import ContextBusyError, ContextNotFoundError, NameTakenError
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up
-from sparsekv.v1 import context_pb2
-from tests.decode_engine.conftest import Library, Stubs
-from tests.support.serving.service import fails, wait_until
+from tests.decode_engine.conftest import Library
+from tests.support.serving.service import wait_until
 
 
 def test_a_name_that_another_context_has_is_taken_by_wish_alone(library: Library, client: Client) -> None:
@@ -80,24 +79,3 @@ def test_an_update_waits_for_no_job(
     wait_until(lambda: any(getattr(record, "rpc", "") == "UpdateContext" for record in caplog.records))
     assert [getattr(record, "rpc", "") for record in caplog.records].count("UpdateContext") == 1
     assert caught.value.retry_after_s == 10
-
-
-def test_lists_are_filtered_and_ordered_page_by_page(library: Library, client: Client, stubs: Stubs) -> None:
-    names = [f"contexts/{library.prefill(f'sorted{number}')}" for number in (2, 0, 1)]
-    for name in names:
-        client.update_context(name, labels={"kind": "sorted"})
-    wanted = {"filter": "labels.kind = sorted AND state = READY", "order_by": "display_name desc"}
-    found = list(client.list_contexts(page_size=1, **wanted))  # type: ignore[arg-type]
-    assert [context.display_name for context in found] == ["sorted2", "sorted1", "sorted0"]
-    first = stubs.contexts.ListContexts(context_pb2.ListContextsRequest(page_size=1, **wanted))
-    other = context_pb2.ListContextsRequest(page_size=1, page_token=first.next_page_token)
-    _, info, details = fails(lambda: [stubs.contexts.ListContexts(other)])
-    assert (info.metadata["field"], "of a list with another filter or order_by" in details) == (
-        "page_token",
-        True,
-    )
-    wrong = context_pb2.ListContextsRequest(filter="state = GOOD")
-    _, info, details = fails(lambda: [stubs.contexts.ListContexts(wrong)])
-    assert (info.metadata["field"], info.metadata["position"]) == ("filter", "9")
-    for name in names:
-        client.delete_context(name)

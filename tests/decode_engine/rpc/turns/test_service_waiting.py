@@ -90,20 +90,6 @@ def test_the_refused_get_appointments_and_patient_clients_keep_them(
     assert patient.summary.completion_tokens == 2
 
 
-def test_a_client_that_has_lost_patience_or_was_cancelled_does_not_try_again(
-    narrow: tuple[DecodeServer, Client], lamp: str
-) -> None:
-    _, client = narrow
-    running = [client.generate(lamp, text="Who?", max_tokens=LONG) for _ in range(4)]
-    wait_until(lambda: client.server_status().requests == 4)
-    waiting = client.generate(lamp, text="Who?", max_tokens=2, patience_s=60)
-    threading.Timer(0.1, waiting.cancel).start()
-    with pytest.raises((TooManyRequestsError, CancelledError)):
-        waiting.read()
-    for generation in running:
-        generation.cancel()
-
-
 def test_one_client_cannot_have_all_places(library: Library, lamp: str) -> None:
     with DecodeServer(library.config(max_client_requests=2)) as server, Client(server.address) as client:
         server.load()

@@ -23,6 +23,7 @@ from decode_engine.errors import ShuttingDownError
 from decode_engine.rpc.client import Client
 from index_store.errors import SparseKVError
 from tests.decode_engine.conftest import Library
+from tests.support.devices import nightly
 
 GRACE_S = 0.5
 IN_TIME_S = GRACE_S + 5.0
@@ -169,9 +170,7 @@ class Streams:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "phase", ["import libraries", pytest.param("load weights", marks=pytest.mark.nightly), "prepare "]
-)
+@pytest.mark.parametrize("phase", ["prepare ", *nightly("import libraries", "load weights")])
 def test_a_server_that_starts_ends_at_once(library: Library, lamp: str, phase: str) -> None:
     with serving(library) as server:
         server.wait_for_log(f"starting: {phase}")
