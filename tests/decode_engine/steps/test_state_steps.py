@@ -52,8 +52,6 @@ def start(runner: ModelRunner, name: str = "full") -> list[Session]:
 def check_states(sessions: list[Session], twins: list[Session]) -> None:
     for session, twin in zip(sessions, twins, strict=True):
         assert session.position == twin.position
-        assert session.states is not None
-        assert twin.states is not None
         for own, other in zip(session.states.parts, twin.states.parts, strict=True):
             torch.testing.assert_close(own, other, rtol=2e-3, atol=2e-3)
 
@@ -93,7 +91,6 @@ def test_a_step_in_flight_leaves_the_states_of_who_has_ended(tmp_path: Path) -> 
     sessions, twins = start(runner), start(runner)
     first = stepper.launch(sessions, [3, 4, 5], GREEDY[:3])
     second = first.follow()
-    assert second is not None
     tokens = [int(token) for token in first.tokens() if isinstance(token, int)]
     second.leave(0)
     runner.forward(twins, [[3], [4], [5]])

@@ -95,7 +95,6 @@ def test_text_names_everything(tiny_model: Path, document: Path, tmp_path: Path)
     assert printed["tokens"] == f"{len(DOCUMENT):,}"
     assert printed["keys and values"] == f"{manifest.kv_bytes:,} bytes, bfloat16"
     copy = manifest.index("coarse_rows")
-    assert copy is not None
     assert printed["index coarse_rows"] == (
         f"{copy.nbytes:,} bytes, {copy.nbytes / len(DOCUMENT):,.1f} per token, 2 of 2 layers"
     )

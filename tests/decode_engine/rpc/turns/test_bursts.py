@@ -28,7 +28,6 @@ Wide = tuple[DecodeServer, str]
 def wide(library: Library, lamp: str) -> Iterator[Wide]:
     config = library.config(max_sessions=SESSIONS, max_waiting=WAITING, http_port=0)
     with DecodeServer(config) as server, http_door(config, server.grpc) as gateway:
-        assert gateway is not None
         server.load()
         yield server, gateway.url
 

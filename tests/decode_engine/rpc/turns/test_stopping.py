@@ -78,7 +78,6 @@ class Server:
 
     def wait_until_served(self) -> dict[str, str]:
         """What it prints then."""
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, (self.logs, self.other)
         return json.loads(line)

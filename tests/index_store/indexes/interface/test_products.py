@@ -78,7 +78,6 @@ def test_an_index_ranks_many_queries_like_few(
     assert not are_many(queries[:, :20])
     method = get_method(name)
     spec = method.index
-    assert spec is not None
     source = LayerSource(kv, QuerySample(queries, torch.arange(300)))
     index = INDEX_CLASSES[spec.kind].build(spec.parameters, source, 0)
     asked = queries / 8
