@@ -148,6 +148,7 @@ def test_a_sample_of_all_keys_keeps_about_as_many_as_wanted() -> None:
 
 def method_of(budget: Ratio | TokenCount | Mass, **parameters: int | str) -> Method:
     method = METHODS["pq"].without_remainder()
+    assert method.index is not None
     return replace(method, budget=budget, index=method.index.with_parameters(iterations=3, **parameters))
 
 

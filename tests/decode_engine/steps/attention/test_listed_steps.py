@@ -40,6 +40,7 @@ SMALL = {"keys_per_cluster": 8, "block": 128, "iterations": 3}
 
 def method_of(expression: str, budget: Ratio | TokenCount) -> Method:
     method = replace(get_method(expression), budget=budget, recent=32, append_block=16)
+    assert method.index is not None
     if method.index.kind == "key_clusters":
         return replace(method, index=method.index.with_parameters(**SMALL))
     if method.partition is None:
@@ -144,6 +145,7 @@ def test_a_budget_of_everything_is_dense_attention(remainder: str) -> None:
 @pytest.mark.parametrize("expression", ["csattention", "pq"])
 def test_everything_that_kernels_find_is_dense_attention(expression: str) -> None:
     method = replace(get_method(expression), budget=TokenCount(10_000), recent=32, append_block=16)
+    assert method.partition is not None
     method = replace(method, partition=method.partition.with_parameters(**SMALL))
     found, expected, observations, batch = run(method, ListedSteps, (N, 77, 20))
     torch.testing.assert_close(found[:3], expected, rtol=1e-3, atol=1e-3)

@@ -11,7 +11,6 @@ from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.product_codes.search_numba import CodeReads, score_codes, score_codes_reference
 from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
-from tests.support.devices import crossed
 from tests.support.search import rows
 
 HEADS, DIM = 2, 16
@@ -30,13 +29,9 @@ def topical_keys(count: int, seed: int = 0) -> torch.Tensor:
     return keys + 0.5 * torch.randn(HEADS, count, DIM, generator=generator)
 
 
-@crossed(
-    {
-        "keys": [1, 63, 100, 500, 3000],
-        "subspaces, codewords": [(1, 2), (3, 16), (8, 256)],
-        "shape": [(1, 1), (1, 4), (3, 2)],
-    }
-)
+@pytest.mark.parametrize("keys", [1, 63, 100, 500, 3000])
+@pytest.mark.parametrize(("subspaces", "codewords"), [(1, 2), (3, 16), (8, 256)])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (3, 2)])
 def test_the_kernel_equals_its_reference(
     keys: int, subspaces: int, codewords: int, shape: tuple[int, int]
 ) -> None:
