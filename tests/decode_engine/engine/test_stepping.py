@@ -181,7 +181,7 @@ def costs_one_by_one(cost: PromptCost, tokens: int) -> list[float]:
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     token=st.sampled_from([1.0, 1.7, 9.0, 70.0]),
     move=st.sampled_from([0.0, 2.5, 40.0]),
