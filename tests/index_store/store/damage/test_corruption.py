@@ -189,7 +189,7 @@ def test_a_damaged_chunk_is_found(stored: Store, context: SyntheticContext, arra
     load(stored, context)
 
 
-@pytest.mark.parametrize("array", ARRAYS[1:])
+@pytest.mark.parametrize("array", [ARRAYS[1], *nightly(*ARRAYS[2:])])
 def test_swapped_within_an_array(stored: Store, context: SyntheticContext, array: str) -> None:
     """Every pair of (layer, head): other heads, other layers, both."""
     for pair in itertools.combinations(entry_of(context, array).chunk_indices(), 2):
@@ -313,30 +313,6 @@ def test_verify_reads_every_byte_and_reports_every_bad_file(stored: Store, conte
         *((ChecksumError, "kv"), (ChecksumError, "kv"), (ChecksumError, index_array)),
     ]
     assert sorted(found, key=str) == sorted(expected, key=str)
-
-
-def test_damaged_manifest(stored: Store, context: SyntheticContext) -> None:
-    path = folder(stored, context) / "manifest.json"
-    for position in random.Random(0).sample(range(path.stat().st_size), 25):
-        flip(path, position, 1)
-        for use in (stored.manifest, stored.open, lambda _: load(stored, context)):
-            with pytest.raises(ContextCorruptError, match=r"manifest\.json"):
-                use(context.id)
-        (error,) = stored.verify(context.id)
-        assert isinstance(error, ChecksumError | ManifestError)
-        assert error.metadata["path"] == str(path)
-        flip(path, position, 1)
-    assert stored.verify(context.id) == []
-
-
-def test_newer_format(stored: Store, context: SyntheticContext) -> None:
-    path = folder(stored, context) / "manifest.json"
-    document = json.loads(path.read_bytes())
-    del document["checksum"]
-    path.write_bytes(render_document(document | {"format_version": 8}))
-    for use in (stored.manifest, stored.open, stored.verify, lambda _: load(stored, context)):
-        with pytest.raises(FormatVersionError, match="version 8, this program reads versions 2 to 7"):
-            use(context.id)
 
 
 def test_reading_needs_checksums(stored: Store, context: SyntheticContext) -> None:
