@@ -3,44 +3,18 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
-import jsonschema
 import pytest
 
 from decode_engine.engine.sampling.edits_triton import read_logprob
-from decode_engine.model.method_choice import StepCosts, StepTime, label
 from decode_engine.steps import step_graph
 from decode_engine.steps.stepper import Stepper
-from index_store.memory.placement import Placement
-from index_store.methods.presets import get_method
 from tests.ops.bench.conftest import Run, load_bench
 from tests.support.tiny_model import IDENTITY, make_model
-
-
-def test_what_was_chosen_is_compared_with_the_faster_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = load_bench("whole_model/choice")
-    context = SimpleNamespace(
-        manifest=SimpleNamespace(token_count=1000, rows="bfloat16"), release=lambda: None
-    )
-    monkeypatch.setattr(bench, "made_up_context", lambda *_, **__: context)
-    monkeypatch.setattr(
-        bench, "step_times", lambda runner, context, methods, count, turns: [8.0, 4.0 * count]
-    )
-    own = get_method("refined")
-    times = {"full": StepTime(0.004, 0.0, 0.0, 0.0), label(own): StepTime(0.005, 0.0, 0.0, 0.0)}
-    costs = StepCosts({(name, Placement.DEVICE): each for name, each in times.items()})
-    runner = SimpleNamespace(identity=None, kv_dtype=None, device=None)
-    one, many = bench.figures(runner, costs, own, [1000], [1, 4], 1)
-    assert one == {
-        "tokens": 1000, "sessions": 1, "method": label(own), "full_ms": 8.0, "own_ms": 4.0, "chosen": "full",
-        "ratio": 2.0, "told_ms": pytest.approx(4.0),
-    }  # fmt: skip
-    assert (many["sessions"], many["own_ms"], many["ratio"]) == (4, 16.0, 1.0)
 
 
 def test_answers_to_random_schemas_validate(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,16 +31,6 @@ def test_a_wrong_answer_is_found() -> None:
     for text in ("[1, 2", '{"a": "b"}'):
         with pytest.raises(bench.CheckFailedError):
             bench.check({"type": "object", "properties": {"a": {"type": "integer"}}}, text)
-
-
-def test_schemas_are_schemas() -> None:
-    load_bench("whole_model/constraints")
-    from harness.made_up.random_constraints import random_schema
-
-    schemas = [random_schema(random.Random(seed)) for seed in range(100)]
-    for schema in schemas:
-        jsonschema.Draft202012Validator.check_schema(schema)
-    assert len({json.dumps(schema) for schema in schemas}) > 80
 
 
 @pytest.fixture
