@@ -177,7 +177,7 @@ def test_a_server_that_starts_ends_at_once(library: Library, lamp: str, phase: s
         server.check_end()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_streams_over_both_doors_are_told_why_they_end(library: Library, lamp: str) -> None:
     """By a signal that another thread takes, while the main thread sleeps and nothing else wakes it."""
     with serving(library, "--no-warm-up") as server:

@@ -315,6 +315,20 @@ def test_verify_reads_every_byte_and_reports_every_bad_file(stored: Store, conte
     assert sorted(found, key=str) == sorted(expected, key=str)
 
 
+def test_damaged_manifest(stored: Store, context: SyntheticContext) -> None:
+    path = folder(stored, context) / "manifest.json"
+    for position in random.Random(0).sample(range(path.stat().st_size), 25):
+        flip(path, position, 1)
+        for use in (stored.manifest, stored.open, lambda _: load(stored, context)):
+            with pytest.raises(ContextCorruptError, match=r"manifest\.json"):
+                use(context.id)
+        (error,) = stored.verify(context.id)
+        assert isinstance(error, ChecksumError | ManifestError)
+        assert error.metadata["path"] == str(path)
+        flip(path, position, 1)
+    assert stored.verify(context.id) == []
+
+
 def test_reading_needs_checksums(stored: Store, context: SyntheticContext) -> None:
     where, buffer = folder(stored, context), torch.empty(context.manifest.kv.chunk_bytes, dtype=torch.uint8)
     with pytest.raises(InvalidArgumentError, match="kv: no checksums are known"):
