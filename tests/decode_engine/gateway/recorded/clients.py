@@ -1,4 +1,7 @@
-"""Clients that people have, each as it is used: one face over them for the tests that all of them take."""
+"""Clients that people have, each as it is used: one face over them for the tests that all of them take.
+
+Each is imported where it is asked first: all of them take seconds in every process that collects tests.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,9 @@ from typing import Any, Literal, Protocol
 
 import openai
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
-from langchain_openai import ChatOpenAI
-from llama_index.core.base.llms.types import ChatMessage
-from llama_index.core.tools import FunctionTool
-from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel, SecretStr
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # its prices are nobody's here, and it would ask for them
-import litellm
 
 PARAMETERS: Any = {
     "type": "object",
@@ -97,14 +94,18 @@ class Official:
 class LangChain:
     url: str
 
-    def _chat(self, context: str | None, **options: Any) -> ChatOpenAI:
+    def _chat(self, context: str | None, **options: Any) -> Any:
+        from langchain_openai import ChatOpenAI
+
         given: Any = {"temperature": 0, "max_tokens": 24, "max_retries": 0, **_extra(context)}
         if "response_format" in options:
             given["model_kwargs"] = {"response_format": options.pop("response_format")}
         key = SecretStr("none")
-        return ChatOpenAI(base_url=self.url, api_key=key, model="reader", **{**given, **options})  # type: ignore[arg-type]
+        return ChatOpenAI(base_url=self.url, api_key=key, model="reader", **{**given, **options})
 
     def _messages(self, said: Said) -> list[Any]:
+        from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+
         kinds = {SYSTEM: SystemMessage, USER: HumanMessage, ASSISTANT: AIMessage}
         return [kinds[role](text) for role, text in said]
 
@@ -130,6 +131,8 @@ class LiteLLM:
     url: str
 
     def _complete(self, said: Said, context: str | None = "notes", **options: Any) -> Any:
+        import litellm
+
         given = {"max_tokens": 24, "temperature": 0, "metadata": {"a": "b"}, **_extra(context)}
         at = {"model": "openai/reader", "api_base": self.url, "api_key": "none", "max_retries": 0}
         return litellm.completion(messages=_dicts(said), **at, **{**given, **options})
@@ -163,7 +166,9 @@ def note_down(mood: str) -> str:
 class LlamaIndex:
     url: str
 
-    def _llm(self, context: str | None, **options: Any) -> OpenAILike:
+    def _llm(self, context: str | None, **options: Any) -> Any:
+        from llama_index.llms.openai_like import OpenAILike
+
         return OpenAILike(
             model="reader",
             api_base=self.url,
@@ -176,7 +181,9 @@ class LlamaIndex:
             additional_kwargs={**_extra(context), **options},  # these count before its own
         )
 
-    def _messages(self, said: Said) -> list[ChatMessage]:
+    def _messages(self, said: Said) -> list[Any]:
+        from llama_index.core.base.llms.types import ChatMessage
+
         return [ChatMessage(role=role, content=text) for role, text in said]
 
     def ask(self, said: Said, context: str | None = "notes", **options: Any) -> str:
@@ -187,6 +194,8 @@ class LlamaIndex:
         return "".join(piece.delta or "" for piece in pieces)
 
     def call(self, said: Said, context: str | None = "notes") -> tuple[str, Any]:
+        from llama_index.core.tools import FunctionTool
+
         llm = self._llm(context, max_tokens=200)
         tool = FunctionTool.from_defaults(note_down, fn_schema=Noted)
         reply = llm.chat_with_tools([tool], chat_history=self._messages(said), tool_required=True)
