@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from decode_engine.evaluation.pictures import (
 from decode_engine.evaluation.results import (
     Results,
     costs_table,
-    markdown_table,
     merge_results,
     read_results,
     results_table,
@@ -29,7 +27,7 @@ from decode_engine.evaluation.results import (
     warnings,
     write_results,
 )
-from decode_engine.evaluation.summary import ALL_TASKS, Score
+from decode_engine.evaluation.summary import ALL_TASKS
 from index_store.errors import InvalidArgumentError
 from tests.decode_engine.evaluation.evaluation_samples import SETTING, some_results, some_scores
 
@@ -68,19 +66,6 @@ def test_tables_on_the_terminal(tmp_path: Path) -> None:
     assert "prompts exact" in text
     assert "keys" in text
     assert tasks_table([score for score in scores if score.task == "all"]) is None
-
-
-def test_tables_say_where_there_is_no_standard_error() -> None:
-    def told(scores: Sequence[Score]) -> str:
-        return f"{results_table(scores, 'title', 'exact').caption} {markdown_table(scores, 'exact')}"
-
-    scores = some_scores()
-    assert "none at" not in told(scores)
-    lone = [replace(score, contexts=1, exact_match_se=None) for score in scores]
-    assert (
-        told(lone).count("tokens: all questions are about one context, or about contexts that share text")
-        == 2
-    )
 
 
 def test_many_methods_are_drawn(tmp_path: Path) -> None:
@@ -148,12 +133,6 @@ def test_runs_of_other_methods_merge(tmp_path: Path) -> None:
     assert merged(tmp_path, first, unfinished).setting["complete"] is False
 
 
-def test_runs_from_before_a_setting_was_there_merge(tmp_path: Path) -> None:
-    old = some_results(["oracle"])
-    new = some_results(["pq"], attention="exact", index=[], prompts="each")
-    assert {score.method for score in merged(tmp_path, old, new).scores} == {"full", "oracle", "pq"}
-
-
 def test_runs_with_approximate_prefill_merge(tmp_path: Path) -> None:
     """Full attention may answer worse after it than after an exact prefill, in every run alike."""
     run = some_results(["oracle"])
@@ -204,13 +183,6 @@ def test_runs_of_another_model_or_with_other_answers_do_not_merge(tmp_path: Path
             merged(tmp_path, first, replace(second, **change))
     with pytest.raises(InvalidArgumentError, match="no results to merge"):
         merge_results([])
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"scores": []}', '{"scores": [{"kl": 1}], "mass_maps": []}'])
-def test_what_are_no_results_is_refused(content: str, tmp_path: Path) -> None:
-    (tmp_path / "results.json").write_text(content)
-    with pytest.raises(InvalidArgumentError, match=r"results\.json holds no results of this version"):
-        read_results(tmp_path)
 
 
 def test_a_method_far_from_full_attention_is_warned_of() -> None:

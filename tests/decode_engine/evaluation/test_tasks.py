@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 
@@ -30,7 +28,6 @@ from decode_engine.evaluation.tasks import (
     make_facts,
     parse_length,
     source_text,
-    write_questions,
 )
 from decode_engine.evaluation.tasks.family import AT_ONCE, FREQUENT, LINKS, VALUES
 from index_store.errors import InvalidArgumentError
@@ -334,17 +331,6 @@ def test_documents_that_overlap_are_of_one_stretch(novels: str) -> None:
     assert [document.stretch for document in crowded] == [0, 0, 0, 0]
 
 
-def test_nine_contexts_of_32k_fit_into_the_held_out_text() -> None:
-    tokens = len(ReaderTokens().encode(held_out_text()))
-    assert tokens > 9 * (32_768 + 1_000)
-
-
-def test_held_out_words_are_plain_and_many() -> None:
-    words = held_out_words()
-    assert len(words) == len(set(words)) == 1000
-    assert all(word.isalpha() and word.islower() for word in words)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -362,11 +348,3 @@ def test_what_cannot_be_made_is_refused(arguments: dict[str, int], message: str,
 def test_a_text_shorter_than_one_context_is_refused(novels: str) -> None:
     with pytest.raises(InvalidArgumentError, match="longer text"):
         make_documents(Bytes(), novels[:3000], 4096, [DocumentSet(1, 2)], seed=0)
-
-
-def test_questions_are_written_one_per_line(tmp_path: Path, novels: str) -> None:
-    document = make_document(Bytes(), novels, 3000, facts=3, seed=0)
-    write_questions(tmp_path / "q.jsonl", document.questions)
-    lines = (tmp_path / "q.jsonl").read_text().splitlines()
-    read = [json.loads(line) for line in lines]
-    assert read == [asdict(question) | {"evidence": [question.token]} for question in document.questions]

@@ -78,12 +78,6 @@ def test_a_loop_is_compiled_for_the_types_that_it_declares_alone(library: Librar
         assert set(loop.overloads) - before.get(key, set()) <= {loop.declared}, key
 
 
-def test_options_of_a_method_change_no_loop() -> None:
-    assert loops_of(["refined@sinks=4"]) == loops_of(["refined"])
-    assert loops_of(["oracle+centred"]) == loops_of(["oracle"])
-    assert loops_of(["refined", "full", "refined"]) == loops_of(["refined"])
-
-
 @pytest.mark.parametrize(
     ("weights", "checkpoint", "kinds"),
     [

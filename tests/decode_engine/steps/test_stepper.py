@@ -110,23 +110,6 @@ def test_sessions_join_leave_and_take_other_rows(runner: ModelRunner, stepper: S
         assert len(got[id(session)]) >= 3
 
 
-def test_a_tail_that_grows_is_followed(runner: ModelRunner, stepper: Stepper) -> None:
-    prompt = list(range(125))
-    expected = by_forward(runner, start(runner, prompt), 3, Sampler(GREEDY), 6)
-    session = start(runner, prompt)
-    assert by_steps(stepper, [session], [3], [Sampler(GREEDY)], 6)[0] == expected
-    assert session.layers[0].tail.capacity > 128
-
-
-def test_steps_count_what_they_touch(runner: ModelRunner, stepper: Stepper) -> None:
-    one, other = start(runner, [5]), start(runner, [5])
-    by_forward(runner, one, 3, Sampler(GREEDY), 3)
-    by_steps(stepper, [other], [3], [Sampler(GREEDY)], 3)
-    assert other.position == one.position
-    assert other.figures.available == one.figures.available
-    assert other.figures.attended == one.figures.attended
-
-
 @pytest.mark.parametrize("expression", ["squeezed", "csattention@period=4", "quest"])
 def test_a_context_of_flat_layers_is_attended_to_as_by_full_attention(
     runner: ModelRunner, expression: str
@@ -146,16 +129,6 @@ def test_a_context_of_flat_layers_is_attended_to_as_by_full_attention(
     session, full = begun(expression), begun("full")
     assert stepper.graph([session]) is stepper.graph([full])
     assert step_counts(session) == step_counts(full)
-
-
-def test_steps_and_the_general_path_take_turns(runner: ModelRunner, stepper: Stepper) -> None:
-    prompt, sampler = list(range(125)), Sampler(GREEDY)
-    expected = by_forward(runner, start(runner, prompt), 3, sampler, 8)
-    session, tokens = start(runner, prompt), [3]
-    for _ in range(2):
-        tokens += by_steps(stepper, [session], tokens[-1:], [sampler], 2)[0]
-        tokens += by_forward(runner, session, tokens[-1], sampler, 2)
-    assert tokens[1:] == expected
 
 
 def test_a_step_without_anything_to_search_counts_no_search(runner: ModelRunner) -> None:
@@ -312,15 +285,6 @@ def test_what_another_thread_prepared_is_what_runs(runner: ModelRunner) -> None:
     assert (stepper._made.qsize(), len(stepper._graphs)) == (3, 0)
     assert stepper.step([session], [6], [Sampler(GREEDY)]) == [7]
     assert sorted(graph.batch.plan.size for graph in stepper._graphs.graphs()) == [1, 2, 4]
-
-
-def test_one_batch_serves_all_ways_to_choose(runner: ModelRunner) -> None:
-    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
-    session = start(runner, [5])
-    graph = stepper.graph([session])
-    for parameters in (GREEDY, SamplingParameters(1.0, seed=1), SamplingParameters(1.0, 0.5, 3, seed=1)):
-        assert stepper.step([session], [6], [Sampler(parameters)]) == [7]
-        assert stepper.graph([session]) is graph
 
 
 def test_placements_are_batches_of_their_own(runner: ModelRunner) -> None:

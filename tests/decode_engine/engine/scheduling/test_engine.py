@@ -287,17 +287,6 @@ def test_cancelling_ends_all_answers() -> None:
     assert (engine.stats().decoding, engine.places, client.closes) == (0, 0, [1])
 
 
-def test_tokens_that_stop_end_an_answer() -> None:
-    engine, _ = make()
-    client = submit(engine, make_client("a", prompt=[1], max_tokens=9, stop_ids=frozenset({4})))
-    run(engine, 5)
-    assert client.stream is not None
-    *said, end = client.stream
-    assert said == [Says(0, (2,)), Says(0, (3,)), Says(0, (4,))]
-    assert isinstance(end, Ends)
-    assert end.reason == "stop"
-
-
 def test_log_probabilities_of_the_prompt_come_before_its_answer_whatever_its_pieces() -> None:
     told = []
     for chunk in (2, 6, 64):
@@ -467,25 +456,6 @@ def test_a_failing_session_fails_alone(engine: FakeEngine) -> None:
     assert error is broken.fails_with
     assert clients[0].session.fed == list(range(8)), "nothing is fed twice when a batch is repeated"
     assert [client.closes for client in clients] == [[1], [1], [1]]
-    assert engine.healthy
-
-
-def test_tokens_of_a_prompt_that_fails_do_not_count_as_fed(engine: FakeEngine) -> None:
-    submit(engine, make_client("broken", prompt=range(8), session=FakeSession("broken", fails_at=6)))
-    run(engine, 3)
-    assert engine.stats().prompt_tokens == 6
-
-
-def test_a_job_without_a_session_fails_alone_and_nobody_gets_its_token(engine: FakeEngine) -> None:
-    clients = [submit(engine, make_client(name, prompt=[n], max_tokens=6)) for n, name in enumerate("abc")]
-    run(engine, 2)
-    engine._queues.decoding[1].session = None
-    run(engine, 8)
-    tokens, error = failure(clients[1])
-    assert tokens == [2, 3, 4]
-    assert isinstance(error, EngineCrashedError)
-    assert results(clients[0])[0] == list(range(1, 7))
-    assert results(clients[2])[0] == list(range(3, 9))
     assert engine.healthy
 
 
