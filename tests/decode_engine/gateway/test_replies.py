@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,12 @@ TAKEN = [
 ]
 
 
+adapter: Any = cache(TypeAdapter)
+
+
 def valid(kind: Any, value: Any) -> Any:
     """The value as the official type reads it when it is strict about what it has to be."""
-    return TypeAdapter(kind).validate_python(value.model_dump(warnings="error"))
+    return adapter(kind).validate_python(value.model_dump(warnings="error"))
 
 
 @pytest.mark.parametrize("case", TAKEN)
@@ -51,14 +55,14 @@ def test_what_is_recorded_is_what_the_official_types_say(case: Case) -> None:
     _, *lines = json.loads(json.dumps(case.reply).replace('"<time>"', "1"))
     for number, line in enumerate(lines):
         if "body" in line:
-            TypeAdapter(whole).validate_python(line["body"], strict=True)
+            adapter(whole).validate_python(line["body"], strict=True)
         elif line["data"] != "[DONE]":
             data = line["data"]
             if event is Completion:  # which wants a reason why it ended, though not all chunks have one
                 data["choices"] = [{**each, "finish_reason": "stop"} for each in data["choices"]]
             if event is ResponseStreamEvent:
                 data["sequence_number"] = number
-            TypeAdapter(event).validate_python(data, strict=True)
+            adapter(event).validate_python(data, strict=True)
 
 
 def test_every_endpoint_explains_an_answer_where_that_is_wanted(official: openai.OpenAI, lamp: str) -> None:
