@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import random
-import subprocess
-import sys
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -39,7 +38,7 @@ from prefill_worker.reading import prefill
 from prefill_worker.worker import queue_worker
 from prefill_worker.worker.queue_worker import MOST_ATTEMPTS, JobProgressWriter, QueueWorker
 from tests.prefill_worker.conftest import DOCUMENT
-from tests.support.forking import kill_after, start
+from tests.support.forking import kill_after, run, start
 from tests.support.models import LAYER_KINDS, write_model_folder
 from tests.support.store import continuation
 from tests.support.waiting import wait_until
@@ -354,16 +353,14 @@ def test_two_workers_share_a_queue(shop: Shop) -> None:
         assert shop.queue.get(job.id).attempts <= 1
 
 
+def hang_until_input_ends() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    Thread(target=queue_worker._end_with_input, args=(0.1,), daemon=True).start()  # whose input is empty
+    Event().wait()
+
+
 def test_an_attached_worker_whose_clean_ups_hang_ends_with_its_input() -> None:
-    hanging = (
-        "import signal, threading\n"
-        "from prefill_worker.worker.queue_worker import _end_with_input\n"
-        "signal.signal(signal.SIGTERM, lambda *_: None)\n"
-        "threading.Thread(target=_end_with_input, args=(0.1,), daemon=True).start()\n"
-        "threading.Event().wait()\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", hanging], input=b"", timeout=300, check=False)
-    assert ended.returncode == 1
+    assert run(hang_until_input_ends) == 1
 
 
 COUNT = 10
