@@ -111,7 +111,7 @@ class Search:
             1, HEADS, GROUP, HEAD_DIM, subspaces, 512 // subspaces, pooled, True, SEARCHES, length
         )
         self.mailbox = Mailbox(self.sizes, page_locked=False)
-        self.workers = SearchWorkers(threads - 1, 1) if threads > 1 else None
+        self.workers = SearchWorkers(threads - 1) if threads > 1 else None
         places = np.array([self.tables.places(layer) for layer in range(SEARCHES)], np.int64)
         self.row = SearchedRow(0, FIRST, length - RECENT, round(keep * length), length, places)
         width = (self.sizes.queries + 1) * TILE
@@ -132,13 +132,13 @@ class Search:
         self.mailbox.shared.q_BX.copy_(q_HGD.view(1, -1))
         self.mailbox.begin([self.row], range(SEARCHES))
         if self.workers is not None:
-            self.workers.begin(0, self.mailbox)
+            self.workers.begin(self.mailbox)
         time.sleep(0.002)  # until the threads are awake, as they are when a device has come to attention
         begin = time.perf_counter()
         search_all(self.mailbox.job, *self._own)
         seconds = time.perf_counter() - begin
         if self.workers is not None:
-            self.workers.end(0)
+            self.workers.end()
         return seconds / SEARCHES * 1e6
 
     def check(self) -> None:

@@ -40,7 +40,7 @@ from harness.made_up.contexts import PlacedContexts, make_model, release
 from harness.made_up.random_constraints import make_grammar
 from harness.parsing import parse_method, parse_shared_shapes
 from harness.report import CheckFailedError, reporting
-from harness.steps.captured_steps import Lanes, tidy_up
+from harness.steps.captured_steps import SteppedSessions, tidy_up
 from harness.steps.general_steps import first_tokens
 from harness.timing import event_ms
 
@@ -96,14 +96,14 @@ def make_samplers(parameters: SamplingParameters | None, count: int, edited: int
     return [Sampler(each, prompt=range(100, 300), end_ids=[0, 5]) for each in given]
 
 
-def fly(lanes: Lanes, method: Method, samplers: Sequence[Sampler], turns: int) -> Flown:
+def fly(stepped: SteppedSessions, method: Method, samplers: Sequence[Sampler], turns: int) -> Flown:
     """Steps of new sessions. Raises CheckFailedError where one fails, or steps do not fly."""
-    lanes.start(method)
-    flight: Flight[Session] = Flight(lanes.stepper)
-    flown, tokens = Flown(), first_tokens(lanes.contexts)
+    stepped.start(method)
+    flight: Flight[Session] = Flight(stepped.stepper)
+    flown, tokens = Flown(), first_tokens(stepped.contexts)
     for turn in range(turns):
         begin = time.perf_counter()
-        results = flight.step(lanes.sessions, tokens, samplers, follow=turn + 1 < turns)
+        results = flight.step(stepped.sessions, tokens, samplers, follow=turn + 1 < turns)
         flown.seconds.append(time.perf_counter() - begin)
         tokens = [result for result in results if isinstance(result, int)]
         if len(tokens) < len(results) or (turn + 1 < turns and not flight.flies):
@@ -113,9 +113,9 @@ def fly(lanes: Lanes, method: Method, samplers: Sequence[Sampler], turns: int) -
     return flown
 
 
-def graph_of(lanes: Lanes, samplers: Sequence[Sampler]) -> StepGraph:
+def graph_of(stepped: SteppedSessions, samplers: Sequence[Sampler]) -> StepGraph:
     """What steps of the sessions with these samplers run in."""
-    return lanes.stepper.graph(lanes.sessions, repeatable=any(sampler.repeatable for sampler in samplers))
+    return stepped.stepper.graph(stepped.sessions, repeatable=any(sampler.repeatable for sampler in samplers))
 
 
 def without_edits(parameters: SamplingParameters) -> SamplingParameters:
@@ -124,16 +124,16 @@ def without_edits(parameters: SamplingParameters) -> SamplingParameters:
     return SamplingParameters(*drawn)
 
 
-def share_alike(lanes: Lanes, method: Method, samplers: Sequence[Sampler], flown: Flown) -> float:
+def share_alike(stepped: SteppedSessions, method: Method, samplers: Sequence[Sampler], flown: Flown) -> float:
     """The share of sessions of which the eager reference chooses and tells what was chosen and told in flight."""
-    lanes.start(method)
+    stepped.start(method)
     bare = [Sampler(without_edits(sampler.parameters)) for sampler in samplers]
     alike = [True] * len(samplers)
-    fed = first_tokens(lanes.contexts)
+    fed = first_tokens(stepped.contexts)
     for tokens, logprobs in zip(flown.tokens[:CHECKED], flown.logprobs, strict=False):
-        lanes.stepper.step(lanes.sessions, fed, bare)
-        graph = graph_of(lanes, bare)
-        rows = [graph.batch.sessions.index(session) for session in lanes.sessions]
+        stepped.stepper.step(stepped.sessions, fed, bare)
+        graph = graph_of(stepped, bare)
+        rows = [graph.batch.sessions.index(session) for session in stepped.sessions]
         expected = choose_together(graph.logits_BV[rows], samplers)
         for number, sampler in enumerate(samplers):
             same = expected[number] == tokens[number] and tells_alike(sampler.logprob, logprobs[number])
@@ -153,21 +153,26 @@ def tells_alike(expected: TokenLogprob | None, found: TokenLogprob | None) -> bo
 
 
 def measure(
-    lanes: Lanes, method: Method, parameters: SamplingParameters, edited: int, turns: int, least_alike: float
+    stepped: SteppedSessions,
+    method: Method,
+    parameters: SamplingParameters,
+    edited: int,
+    turns: int,
+    least_alike: float,
 ) -> dict[str, Any]:
     """The figures of a kind. Raises CheckFailedError where the reference says something else."""
-    count = len(lanes.contexts)
-    fly(lanes, method, make_samplers(parameters, count, edited), 2)  # captures
-    plain = fly(lanes, method, make_samplers(None, count, 0), WARM_UP + turns)
-    flown = fly(lanes, method, make_samplers(parameters, count, edited), WARM_UP + turns)
-    graph = graph_of(lanes, make_samplers(parameters, count, edited))
+    count = len(stepped.contexts)
+    fly(stepped, method, make_samplers(parameters, count, edited), 2)  # captures
+    plain = fly(stepped, method, make_samplers(None, count, 0), WARM_UP + turns)
+    flown = fly(stepped, method, make_samplers(parameters, count, edited), WARM_UP + turns)
+    graph = graph_of(stepped, make_samplers(parameters, count, edited))
     choose_ms = (
         statistics.median(event_ms(partial(graph.run_choice, graph.choice)) for _ in range(REPLAYS))
         if torch.cuda.is_available()
         else 0.0
     )
     captured = graph.captured
-    alike = share_alike(lanes, method, make_samplers(parameters, count, edited), flown)
+    alike = share_alike(stepped, method, make_samplers(parameters, count, edited), flown)
     if alike < least_alike:
         raise CheckFailedError(f"the reference says what {alike:.0%} of the sessions say")
     plain_ms, step_ms = (statistics.median(each.seconds[WARM_UP:]) * 1e3 for each in (plain, flown))
@@ -204,13 +209,13 @@ def main(
         placed.release()
         threads = SearchThreads(1)
         contexts = [made[session % count] for session in range(batch)]
-        lanes = Lanes(step_model(model), model, contexts, threads)
+        stepped = SteppedSessions(step_model(model), model, contexts, threads)
         grammar = make_grammar(
             Constraint("json_schema", SCHEMA), identity.vocab_size, min(8, os.cpu_count() or 1)
         )
         for name, parameters in kinds(grammar, identity.vocab_size).items():
             for who, edited in (("each", batch), ("one", 1)):
-                row = measure(lanes, taken, parameters, edited, turns, alike)
+                row = measure(stepped, taken, parameters, edited, turns, alike)
                 missed = [f"{name} of {who}: {row['ratio']:.3f}x, bar {BAR}x"] if row["ratio"] > BAR else []
                 report.add({"kind": name, "who": who, "tokens": length, "batch": batch} | row, *missed)
         threads.close()

@@ -23,7 +23,7 @@ from decode_engine.settings.config import ServeConfig
 from index_store.cli.options import Spelled, options_of
 from index_store.errors import InvalidArgumentError
 from index_store.memory.devices import context_device, default_budget, memory_budget, pick_device
-from index_store.memory.placement import USUAL_ROOM, MemoryBytes
+from index_store.memory.placement import SLOT_SHARE, MemoryBytes
 from index_store.models.conversation.messages import Message, Role
 from tests.decode_engine.cli.conftest import Run
 from tests.decode_engine.conftest import Library
@@ -460,7 +460,7 @@ def test_loopback() -> None:
 
 
 def test_slots_are_as_many_as_contexts_have_otherwise() -> None:
-    assert ServeConfig(Path(), "reader").slot_share == USUAL_ROOM.share
+    assert ServeConfig(Path(), "reader").slot_share == SLOT_SHARE
 
 
 def test_auto_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

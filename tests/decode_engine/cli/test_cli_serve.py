@@ -310,7 +310,7 @@ def test_options_of_serve_stand_under_headings(run: Run) -> None:
         *("Options", "Network", "Memory", "Requests", "Computing", "Making contexts", "Storing contexts"),
     ]
     assert "--store DIR" in headings["Options"]
-    assert "--lanes" in headings["Memory"]
+    assert "--slot-share" in headings["Memory"]
     assert {name for names in GROUPS.values() for name in names.split()} <= {
         field.name for field in fields(ServeConfig)
     }

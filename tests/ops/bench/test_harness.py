@@ -15,7 +15,6 @@ from harness import report
 from harness.parsing import parse_counts, parse_method, parse_shapes, parse_shared_shapes
 from harness.report import CheckFailedError, check_close, failure
 from harness.steps import general_steps
-from harness.steps.captured_steps import standing_still_ns
 
 from decode_engine.model.warm_up import made_up_context
 from index_store.errors import InvalidArgumentError
@@ -197,19 +196,6 @@ def test_percentiles() -> None:
     assert general_steps.percentile(values[:25], 0.99) == 100.0
     figures = general_steps.step_figures([0.004, 0.002, 0.003], 2)
     assert figures == {"step_ms": 3.0, "p99_ms": 4.0, "steps": 3, "tokens_per_s": 666.7}
-
-
-def test_the_device_stands_still_when_no_lane_computes() -> None:
-    """A lane that has not begun or has ended does not compute; between its waits it does."""
-    first, second = (torch.tensor(waits).numpy() for waits in ([[10, 15], [20, 30]], [[12, 13], [25, 40]]))
-    assert standing_still_ns([first]) == 5 + 10
-    assert standing_still_ns([first, second]) == (12 - 10) + (13 - 12) + (30 - 25) + (40 - 30)
-    assert (
-        standing_still_ns([first, first])
-        == standing_still_ns([first])
-        == standing_still_ns([first, first[:0]])
-    )
-    assert standing_still_ns([]) == 0
 
 
 @pytest.fixture(scope="module")
