@@ -19,6 +19,7 @@ from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.coarse_rows.two_planes import ContextRows, TwoPlanes
 from index_store.indexes.interface.layer_index import LayerIndex
+from index_store.indexes.retired import why_retired
 from index_store.memory.placement import SLOT_SHARE, Placement
 from index_store.store.description.dtypes import INT8, stored_dtype
 from index_store.store.description.manifest import HIGH_PLANE, IndexEntry, Manifest
@@ -277,6 +278,9 @@ class ResidentContext:
             )
         self._check_layer(layer)
         kinds = self._kinds if self._kinds is not None else INDEX_CLASSES
+        retired = why_retired(entry.kind, entry.parameters)
+        if retired is not None:
+            raise InvalidArgumentError(f"index {name!r} of context {self.manifest.id[:12]}: {retired}")
         if entry.kind not in kinds:
             raise MethodUnsupportedError(
                 f"index {name!r} is of kind {entry.kind!r}, this program reads {', '.join(sorted(kinds))}; "

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.indexes.registry import INDEX_KINDS
+from index_store.indexes.retired import why_retired
 from index_store.selection.budgets import (
     COARSE_ROWS,
     DROPPED,
@@ -47,7 +48,8 @@ class IndexSpec:
     def __post_init__(self) -> None:
         if self.kind not in INDEX_KINDS:
             raise InvalidArgumentError(
-                f"index kind is {self.kind!r}, expected one of {', '.join(sorted(INDEX_KINDS))}",
+                why_retired(self.kind, self.parameters)
+                or f"index kind is {self.kind!r}, expected one of {', '.join(sorted(INDEX_KINDS))}",
                 kind=self.kind,
             )
 
@@ -124,11 +126,6 @@ INDEX_SPECS: Mapping[str, IndexSpec] = MappingProxyType(
                 {**_CLUSTERS, "metric": "euclidean", "moments": "full", "keys_per_cluster": 32},
             ),
             IndexSpec("pages", "pages", {"size": 16}),
-            IndexSpec(
-                "product_codes",
-                "product_codes",
-                {"subspaces": 8, "bits": 8, "split": "strided", "iterations": 10},
-            ),
             IndexSpec("coarse_rows", "coarse_rows", _COARSE),
             IndexSpec("coarse_rows_3", "coarse_rows", {**_COARSE, "key_bits": 3, "value_bits": 3}),
         )
@@ -443,5 +440,6 @@ class FittedMethod:
 def misfits(manifest: Manifest) -> list[str]:
     """A sentence for every index of a context that finds too little on its model's heads, as it was built."""
     dim = manifest.model.head_dim
-    told = ((entry.name, INDEX_KINDS[entry.kind].misfit(entry.parameters, dim)) for entry in manifest.indexes)
+    known = [entry for entry in manifest.indexes if entry.kind in INDEX_KINDS]
+    told = ((entry.name, INDEX_KINDS[entry.kind].misfit(entry.parameters, dim)) for entry in known)
     return [f"index {name}: {reason}" for name, reason in told if reason]

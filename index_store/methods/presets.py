@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
-from index_store.indexes.coarse_rows.parameters import RETIRED
 from index_store.indexes.registry import INDEX_KINDS
+from index_store.indexes.retired import RETIRED_METHODS
 from index_store.methods.method import INDEX_SPECS, Method, Schedule
 from index_store.selection.budgets import DROPPED, REMAINDERS, Budget, Mass, Ratio, Threshold, TokenCount
 from index_store.store.description.json_fields import Scalar
@@ -224,16 +224,6 @@ _LISTED = (
         INDEX_SPECS["pages"],
         Ratio(0.05),
     ),
-    Method(
-        "pq",
-        "Product-quantised keys, and clusters for what was not selected.",
-        "PQCache, improved, baseline",
-        INDEX_SPECS["product_codes"],
-        Ratio(0.05),
-        REMAINDERS["centred"],
-        INDEX_SPECS["remainder_clusters"],
-        partition_optional=True,
-    ),
     _REFINED,
     replace(
         _REFINED,
@@ -267,8 +257,8 @@ def get_method(
     """The method that an expression names, with another budget or search period where one is given.
 
     An expression is a preset, possibly with another remainder (`oracle+centred`, `csattention+dropped`), a schedule
-    (`csattention@period=4`, `pq@lag@correct=0.9`), other windows (`pq@sinks=16`) and options of
-    the search (`csattention@group=pooled`). Raises MethodUnsupportedError for an unknown name, for parts that do not
+    (`csattention@period=4`, `refined@lag@correct=0.9`), other windows (`refined@sinks=16`) and options
+    of the search (`csattention@group=pooled`). Raises MethodUnsupportedError for an unknown name, for parts that do not
     go together, or for a budget or period on a method that keeps everything, and InvalidArgumentError for an option
     that the index does not have or a value out of range.
     """
@@ -304,8 +294,8 @@ def _with_keep(method: Method, keep: float) -> Budget:
 def _parse(text: str) -> Method:
     expression = read_expression(text)
     method = preset = METHODS.get(expression.preset)
-    if expression.preset == "refined-codes":
-        raise MethodUnsupportedError(f"method is {text!r}: {RETIRED}", method=text)
+    if expression.preset in RETIRED_METHODS:
+        raise MethodUnsupportedError(f"method is {text!r}: {RETIRED_METHODS[expression.preset]}", method=text)
     if method is None:
         raise MethodUnsupportedError(
             f"method is {text!r}, expected one of {', '.join(METHODS)}, or {EXPRESSION_HELP}", method=text

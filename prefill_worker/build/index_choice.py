@@ -10,8 +10,8 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.classes import INDEX_CLASSES
-from index_store.indexes.coarse_rows.parameters import RETIRED
 from index_store.indexes.interface.layer_index import LayerSource
+from index_store.indexes.retired import RETIRED_INDEXES
 from index_store.methods.method import INDEX_SPECS, IndexSpec, Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.store.description.context_id import ModelIdentity
@@ -148,8 +148,8 @@ def _named_spec(text: str) -> IndexSpec:
     """The index that one --index flag asks for."""
     name, separator, listed = text.partition(":")
     spec = INDEX_SPECS.get(name)
-    if name == "coarse_codes":
-        raise InvalidArgumentError(f"--index is {text!r}: {RETIRED}", index=name)
+    if name in RETIRED_INDEXES:
+        raise InvalidArgumentError(f"--index is {text!r}: {RETIRED_INDEXES[name]}", index=name)
     if spec is None or not spec.stored:
         known = ", ".join(known.name for known in INDEX_SPECS.values() if known.stored)
         raise InvalidArgumentError(f"--index is {text!r}, expected one of {known}", index=name)

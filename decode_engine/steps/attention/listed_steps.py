@@ -36,7 +36,6 @@ from decode_engine.steps.attention.selections import (
     ClusterSelection,
     CoarseOthers,
     CoarseSelection,
-    CodeSelection,
     TableSelection,
 )
 from decode_engine.steps.attention.step_attention import (
@@ -51,7 +50,6 @@ from decode_engine.steps.attention.step_attention import (
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.key_clusters.index import KeyClusters
-from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.memory.host_memory import is_readable
 from index_store.memory.placement import slots_per_head
@@ -167,7 +165,6 @@ class ListedSteps(StepAttention):
         {
             KeyClusters.kind: ClusterSelection,
             QueryTables.kind: TableSelection,
-            ProductCodes.kind: CodeSelection,
             CoarseRows.kind: CoarseSelection,
         }
     )

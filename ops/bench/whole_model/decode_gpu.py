@@ -1,6 +1,6 @@
 """Decode steps of a whole model on a GPU, through the engine's own captured graphs: how long they take, and where.
 
-usage: python ops/bench/whole_model/decode_gpu.py [--bars] [--methods full,pq:0.01] [--shapes 131072x1]
+usage: python ops/bench/whole_model/decode_gpu.py [--bars] [--methods full,refined:0.01] [--shapes 131072x1]
        [--placement hybrid] [--rows int8] [--trained]
 
 The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16. Contexts are random and
@@ -237,7 +237,7 @@ def split_us(graph: StepGraph) -> dict[str, float]:
 def main(
     methods: Annotated[str, typer.Option(help="Comma-separated; NAME:KEEP.")] = (
         "none,full,csattention+dropped:0.01/m8/pooled,csattention+dropped:0.01,csattention:0.01,csattention:0.05,"
-        "multipole:0.05,pq+dropped:0.01,pq:0.01"
+        "multipole:0.05,refined:0.01"
     ),
     shapes: Annotated[
         str, typer.Option(help="LENGTHxBATCH or LENGTHxBATCH@CONTEXTS, comma-separated.")

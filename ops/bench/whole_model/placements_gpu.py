@@ -1,6 +1,6 @@
 """Decode steps of a whole model with its contexts in GPU memory, or partly or wholly in the host's.
 
-usage: python ops/bench/whole_model/placements_gpu.py [--seconds 3] [--cases full@device,pq+dropped:0.01@hybrid]
+usage: python ops/bench/whole_model/placements_gpu.py [--seconds 3] [--cases full@device,refined+dropped:0.01@hybrid]
        python ops/bench/whole_model/placements_gpu.py --rows int8
 
 The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16; steps run through the
@@ -82,8 +82,8 @@ CASES = ",".join(
     [
         "full@device",
         f"{TABLES}@device",
-        "pq+dropped:0.01@device",
-        "pq+dropped:0.01@hybrid",
+        "refined+dropped:0.01@device",
+        "refined+dropped:0.01@hybrid",
         f"{TABLES}@host",
         "full@hybrid",
         "full@streamed",

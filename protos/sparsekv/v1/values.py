@@ -689,7 +689,7 @@ class GenerateFields(TypedDict, total=False):
     method: str | None
     """How keys are found and attended: a method of ListMethods, possibly with another remainder, a schedule of
     searches and options of search and windows, as PRESET[+REMAINDER][@period=P|@lag][@correct=COSINE][@OPTION=VALUE].
-    For example "refined", "oracle+centred", "pq@period=4@correct=0.9", "csattention@group=pooled". A period is 1 to
+    For example "refined", "oracle+centred", "refined@period=4@correct=0.9", "csattention@group=pooled". A period is 1 to
     64; windows (sinks, recent, append_block) reach to the model's positions, append_block from 16 on. At most 128
     characters. "auto" means what takes less time, by steps that were timed while there was nothing else to do: full
     attention or the context's `default_method` with its `default_budget`; always the latter for a request with

@@ -132,12 +132,15 @@ def merged(tmp_path: Path, *runs: Results) -> Results:
 
 
 def test_runs_of_other_methods_merge(tmp_path: Path) -> None:
-    first, second = some_results(["oracle", "pq"]), some_results(["quest", "pq"], out="b", keep=[0.05, 0.1])
+    first, second = (
+        some_results(["oracle", "refined"]),
+        some_results(["quest", "refined"], out="b", keep=[0.05, 0.1]),
+    )
     both = merged(tmp_path, first, second)
-    assert both.setting["settings"]["methods"] == ["oracle", "pq", "quest"]
+    assert both.setting["settings"]["methods"] == ["oracle", "refined", "quest"]
     assert both.setting["settings"]["keep"] == [0.02, 0.05, 0.1]
     assert both.setting["complete"] is True
-    expected = some_results(["oracle", "pq", "quest"])
+    expected = some_results(["oracle", "refined", "quest"])
     assert both.scores == expected.scores
     assert {(m.context_length, m.method, m.budget) for m in both.maps} == {
         (m.context_length, m.method, m.budget) for m in expected.maps
@@ -150,8 +153,8 @@ def test_runs_of_other_methods_merge(tmp_path: Path) -> None:
 
 def test_runs_from_before_a_setting_was_there_merge(tmp_path: Path) -> None:
     old = some_results(["oracle"])
-    new = some_results(["pq"], attention="exact", index=[], prompts="each")
-    assert {score.method for score in merged(tmp_path, old, new).scores} == {"full", "oracle", "pq"}
+    new = some_results(["refined"], attention="exact", index=[], prompts="each")
+    assert {score.method for score in merged(tmp_path, old, new).scores} == {"full", "oracle", "refined"}
 
 
 def test_runs_with_approximate_prefill_merge(tmp_path: Path) -> None:
@@ -186,11 +189,11 @@ def test_runs_of_other_questions_do_not_merge(
     setting: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
-        merged(tmp_path, some_results(["oracle"]), some_results(["pq"], **setting))
+        merged(tmp_path, some_results(["oracle"]), some_results(["refined"], **setting))
 
 
 def test_runs_of_another_model_or_with_other_answers_do_not_merge(tmp_path: Path) -> None:
-    first, second = some_results(["oracle"]), some_results(["pq"])
+    first, second = some_results(["oracle"]), some_results(["refined"])
     other_model = SETTING | {"model": {"name": "other", "fingerprint": "f01"}}
     for change, message in (
         ({"setting": other_model}, "model is 'reader' in one and 'other' in the other"),
@@ -226,6 +229,6 @@ def test_a_method_far_from_full_attention_is_warned_of() -> None:
 
 
 def test_indexes_that_do_not_fit_are_told_once_by_merged_runs(tmp_path: Path) -> None:
-    first, second = some_results(["oracle"]), some_results(["pq"])
+    first, second = some_results(["oracle"]), some_results(["refined"])
     told = replace(first, setting={**first.setting, "misfits": ["index a: wide"]})
     assert merged(tmp_path, told, second).setting["misfits"] == ["index a: wide"]

@@ -484,7 +484,6 @@ def test_bytes_equal_a_count_by_hand(name: str) -> None:
     by_hand = {
         "exact": lambda: searched * KEY,
         "pages": lambda: 2 * -(-searched // 4) * DIM * 2,
-        "product_codes": lambda: searched * 4 + 4 * 256 * (DIM // 4) * 4,
         "coarse_rows": lambda: searched * coarse_key,
         "query_tables": lambda: 4 * GROUP * searched,
         "key_clusters": lambda: arrays["counts"].shape[1] * DIM * 4,
@@ -567,13 +566,13 @@ def test_refined_predicts_the_text_that_follows_as_full_attention_does(tmp_path:
     """With one key in a hundred attended exactly: closer by far than clusters for the rest of the keys."""
     text, folder = held_out_text(), resolve_model("reader")
     (tmp_path / "text.txt").write_text(text[:CHARACTERS])
-    compared = ("refined", "refined-3", "pq+centred")
+    compared = ("refined", "refined-3", "multipole")
     config = PrefillConfig(
         model="reader",
         input=(tmp_path / "text.txt",),
         store=tmp_path / "store",
         method=compared,
-        index=("product_codes:iterations=2", "remainder_clusters:iterations=2"),
+        index=("key_clusters:iterations=2",),
         query_sample=512,
     )
     manifest = run_job(config, LineReporter(io.StringIO()), io.BytesIO()).manifest
@@ -589,4 +588,4 @@ def test_refined_predicts_the_text_that_follows_as_full_attention_does(tmp_path:
         }
     assert divergence["refined"] < 4e-4
     assert divergence["refined"] < divergence["refined-3"] < 3e-3
-    assert 10 * divergence["refined"] < divergence["pq+centred"]
+    assert 10 * divergence["refined"] < divergence["multipole"]

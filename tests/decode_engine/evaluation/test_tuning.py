@@ -93,12 +93,12 @@ def test_the_smallest_budget_that_is_enough_is_found(strength: float) -> None:
 
 
 def test_the_cheapest_comes_first_and_then_those_that_fell_short() -> None:
-    strengths = {"quest": 10.0, "pq": 60.0, "csattention": 60.0, "multipole": 1.0, "squeezed": 2.0}
-    sizes = {"pq": 10, "csattention": 500}
+    strengths = {"quest": 10.0, "refined": 60.0, "csattention": 60.0, "multipole": 1.0, "squeezed": 2.0}
+    sizes = {"refined": 10, "csattention": 500}
     sweeps = [sweep(name, sizes.get(name, 1)) for name in strengths]
     outcomes = tune(sweeps, Scripted(strengths, 0.9), no_progress)  # type: ignore[arg-type]
     assert [(o.candidate.expression, o.reached) for o in outcomes] == [
-        ("pq", True),
+        ("refined", True),
         ("csattention", True),
         ("quest", True),
         ("squeezed", False),

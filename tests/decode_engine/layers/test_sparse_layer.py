@@ -222,7 +222,7 @@ def test_the_parts_partition_the_keys(
     assert figures.attended == attended if method.drops_remainder else figures.attended <= attended
 
 
-@pytest.mark.parametrize("name", ["csattention+dropped", "csattention", "multipole", "squeezed", "pq"])
+@pytest.mark.parametrize("name", ["csattention+dropped", "csattention", "multipole", "squeezed"])
 def test_a_tail_key_that_left_the_window_is_still_found(name: str) -> None:
     kv = context(200)
     method = replace(with_budget(get_method(name), 0.05), recent=8, append_block=4)

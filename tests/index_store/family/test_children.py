@@ -133,7 +133,7 @@ def test_labels_that_are_too_many_together_are_the_callers_mistake(shelf: Shelf)
 def test_how_tokens_attended_is_noted_once_for_each_way() -> None:
     assert joined("", "exact") == "exact"
     assert joined("exact", "exact") == "exact"
-    assert joined("exact", "pq 5.00%") == "exact, pq 5.00%"
+    assert joined("exact", "quest 5.00%") == "exact, quest 5.00%"
 
 
 def test_a_childs_digests_continue_its_parents(tmp_path: Path) -> None:

@@ -43,9 +43,9 @@ def names(found: ChosenIndexes) -> set[str]:
         (("full", "oracle"), (), set()),
         (("oracle+centred",), (), {"remainder_clusters"}),
         (("squeezed", "multipole", "tactic"), (), {"key_clusters"}),
-        (("squeezed-tree",), ("pages", "product_codes"), {"cluster_tree", "pages", "product_codes"}),
+        (("squeezed-tree",), ("pages", "dipole_clusters"), {"cluster_tree", "pages", "dipole_clusters"}),
         ((), ("key_clusters",), {"key_clusters"}),
-        (("pq",), ("remainder_clusters",), {"product_codes", "remainder_clusters"}),
+        (("quest",), ("remainder_clusters",), {"pages", "remainder_clusters"}),
     ],
 )
 def test_indexes_of_methods_join_those_named(
@@ -65,7 +65,7 @@ def test_indexes_of_methods_join_those_named(
         (("cluster_tree", "pages"), ("squeezed-tree", "multipole-tree", "quest")),
         (("query_tables",), ("csattention",)),
         (("remainder_clusters",), ("full",)),
-        (("remainder_clusters", "product_codes"), ("pq",)),
+        (("remainder_clusters", "pages"), ("quest",)),
         (tuple(name for name, spec in INDEX_SPECS.items() if spec.stored), None),
     ],
 )
@@ -95,13 +95,13 @@ def test_parameters_of_a_named_index() -> None:
 
 def test_flags_reshape_query_tables_however_they_were_asked_for() -> None:
     for found in (
-        plan("csattention", "csattention-paper", "pq", subspaces=4, tables="lists"),
-        plan("csattention-paper", "pq", index=("query_tables:subspaces=2",), subspaces=4, tables="lists"),
+        plan("csattention", "csattention-paper", "quest", subspaces=4, tables="lists"),
+        plan("csattention-paper", "quest", index=("query_tables:subspaces=2",), subspaces=4, tables="lists"),
     ):
         specs = {spec.name: spec.parameters for spec in found.specs}
         assert (specs["query_tables"]["subspaces"], specs["query_tables"]["layout"]) == (4, "lists")
         assert specs["paper_tables"] == INDEX_SPECS["paper_tables"].parameters
-        assert specs["product_codes"] == INDEX_SPECS["product_codes"].parameters
+        assert specs["pages"] == INDEX_SPECS["pages"].parameters
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,6 @@ def write(
         INDEX_SPECS["query_tables"].with_parameters(centroids=4, subspaces=4),
         INDEX_SPECS["remainder_clusters"].with_parameters(block=64),
         INDEX_SPECS["pages"],
-        INDEX_SPECS["product_codes"].with_parameters(bits=3, subspaces=4),
     ]
     with (
         Store(store, create=True).writer(ID) as writer,

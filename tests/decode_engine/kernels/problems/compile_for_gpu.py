@@ -34,10 +34,10 @@ CARD = SimpleNamespace(multi_processor_count=132, total_memory=80 * 2**30)
 HEADS, SIZE, KEYS = 8, 4, 65536
 METHODS = (
     "full", "csattention", "csattention+dropped", "csattention+dropped@group=pooled", "csattention+centred",
-    "multipole", "pq", "refined", "refined+dropped",
+    "multipole", "refined", "refined+dropped",
 )  # fmt: skip
-LARGE_GROUPS = ("full", "csattention", "csattention+dropped@group=pooled", "multipole", "pq", "refined-3")
-SMALL_DIMENSIONS = ("full", "csattention+dropped", "multipole", "pq", "refined")
+LARGE_GROUPS = ("full", "csattention", "csattention+dropped@group=pooled", "multipole", "refined-3")
+SMALL_DIMENSIONS = ("full", "csattention+dropped", "multipole", "refined")
 WIDE_SHAPES = ((16, 128), (9, 64), (2, 256))
 WIDE_METHODS = ("full", "refined")
 """What takes groups of more than 8 and heads of 256 channels, and some of these."""

@@ -68,7 +68,7 @@ _BUDGETS = st.one_of(
 @given(method=_EXPRESSIONS, budget=_BUDGETS, period=st.sampled_from([0, 0, 1, 64, 65, -1]))
 @example(method=f"csattention+dropped@recent={HUGE}", budget={}, period=0)
 @example(method=f"multipole@append_block={HUGE}", budget={"token_budget": 2**31 - 1}, period=64)
-@example(method=f"pq@sinks={POSITIONS}@recent={POSITIONS}@append_block={POSITIONS}", budget={}, period=0)
+@example(method=f"quest@sinks={POSITIONS}@recent={POSITIONS}@append_block={POSITIONS}", budget={}, period=0)
 @example(method="csattention-paper@backoff_centroids=64@backoff_cosine=1", budget={}, period=0)
 def test_every_expression_is_refused_or_decodes(
     served: tuple[ModelRunner, ResidentContext], method: str, budget: dict[str, float], period: int

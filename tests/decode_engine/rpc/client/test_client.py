@@ -32,7 +32,7 @@ def test_pieces_and_summary(scripted: tuple[Scripted, Client]) -> None:
         pieces = [(piece.token_ids, piece.text) for piece in generation]
     assert pieces == [((1, 2), "hel"), ((3,), ""), ((), "lo")]
     summary = generation.summary
-    assert (summary.finish_reason, summary.method, summary.seed) == ("stop", "pq", 2**64 - 1)
+    assert (summary.finish_reason, summary.method, summary.seed) == ("stop", "refined", 2**64 - 1)
     assert (summary.budget, summary.remainder) == ("2.00%", "centred")
     assert (summary.context_tokens, summary.prompt_tokens, summary.completion_tokens) == (7, 2, 3)
     assert (summary.timings.search_ns, summary.timings.total_ns) == (5, 9)

@@ -241,7 +241,7 @@ def test_methods_that_threads_cannot_search_are_named(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = made_up_context(
-        runner.identity, "float32", get_method("pq"), 64, also=[get_method("csattention")]
+        runner.identity, "float32", get_method("refined"), 64, also=[get_method("csattention")]
     )
     for expression, reason in (
         ("csattention-paper", "its query tables are lists"),
@@ -250,8 +250,8 @@ def test_methods_that_threads_cannot_search_are_named(
         found = step_attention_for(get_method(expression), context.manifest, Placement.HOST)
         assert isinstance(found, str)
         assert reason in found
-    # Codes are on the device, where they are searched.
-    assert step_attention_for(get_method("pq"), context.manifest, Placement.HOST) is HybridSteps
+    # Coarse rows are on the device, where they are searched.
+    assert step_attention_for(get_method("refined"), context.manifest, Placement.HOST) is HybridSteps
     monkeypatch.setattr("decode_engine.host_search.mailbox._LEAST_WIDTH", 4)
     for kept, fits in (
         (get_method("csattention", keep=0.2), False),

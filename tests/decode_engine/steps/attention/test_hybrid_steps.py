@@ -188,7 +188,7 @@ def test_shapes(group: int, head_dim: int) -> None:
         (get_method("csattention"), "HybridSteps"),
         (get_method("csattention+dropped"), "HybridSteps"),
         (get_method("multipole"), "HybridSteps"),
-        (get_method("pq"), "HybridSteps"),
+        (get_method("refined"), "HybridSteps"),
         (get_method("full"), "DenseSteps"),
         (get_method("csattention+dipole"), "dipole"),
         (get_method("quest"), "no kernels"),

@@ -34,11 +34,6 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load("attention_gpu", monkeypatch)
 
 
-@pytest.fixture
-def codes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return load("codes_gpu", monkeypatch)
-
-
 def test_every_figure_can_be_planned(tables: ModuleType) -> None:
     for figure in tables.FIGURES:
         parameters = figure.method().index.parameters
@@ -65,12 +60,6 @@ def test_wrong_attention_over_tables_is_not_timed(tables: ModuleType, pooled: bo
     steps = tables.Bench(tables.TableMemory(LENGTH, 1), figure, 0.05)
     assert steps.shape not in steps.neighbours()
     assert steps.bytes_floor(20) == (1 if pooled else 4) * 8 * LENGTH + (20 + 8 + 64 + 16) * layer.ROW
-    check_that_wrong_results_are_refused(steps, "was not written")
-
-
-def test_wrong_attention_over_codes_is_not_timed(codes: ModuleType) -> None:
-    steps = codes.Bench(codes.CodeMemory(LENGTH, 1), 0.05)
-    assert steps.shape not in steps.neighbours()
     check_that_wrong_results_are_refused(steps, "was not written")
 
 

@@ -40,7 +40,7 @@ def test_cases(bench: ModuleType) -> None:
     ]
     with_period = bench.Case.parse("csattention@period=4:0.05@device")
     assert with_period.method.schedule.period == 4
-    for wrong in ("full", "full@disk", "pq+dropped:0.01@streamed"):
+    for wrong in ("full", "full@disk", "refined+dropped:0.01@streamed"):
         with pytest.raises(typer.BadParameter):
             bench.Case.parse(wrong)
 
@@ -77,12 +77,12 @@ def figures(
 @pytest.mark.parametrize(
     ("cases", "batch"),
     [
-        ("full@device,full@hybrid,full@streamed,pq+dropped:0.05@hybrid", 1),
-        (f"full@device,pq+dropped:0.05@hybrid,{TABLES}@host", 2),
+        ("full@device,full@hybrid,full@streamed,refined+dropped:0.05@hybrid", 1),
+        (f"full@device,refined+dropped:0.05@hybrid,{TABLES}@host", 2),
     ],
 )
 def test_every_case_has_its_figures(bench: ModuleType, cases: str, batch: int) -> None:
-    small = get_method("pq+dropped", 0.05)
+    small = get_method("refined+dropped", 0.05)
     rows = figures(bench, cases, batch)
     assert [row["error"] for row in rows if "error" in row] == []
     wheres = [row["placement"] for row in rows]
@@ -108,7 +108,7 @@ def test_every_case_has_its_figures(bench: ModuleType, cases: str, batch: int) -
 
 
 def test_of_rows_in_8_bits_the_low_plane_is_read_from_host_memory(bench: ModuleType) -> None:
-    cases = "full@device,pq+dropped:0.05@hybrid,full@hybrid"
+    cases = "full@device,refined+dropped:0.05@hybrid,full@hybrid"
     device, some, whole = figures(bench, cases, 1, rows=INT8)
     kv_mb = WIDE.layers * WIDE.kv_heads * LENGTH * WIDE.head_dim * 1e-6
     assert (device["host_mb"], whole["host_mb"]) == (0, pytest.approx(kv_mb, rel=0.05))
@@ -138,7 +138,7 @@ def test_a_case_that_fails_does_not_end_the_others(
     bench: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kv = 2 * LENGTH * 64 * 4
-    failed, timed = figures(bench, "pq+dropped:0.05@hybrid,full@device", 1, (kv - 1) * 1e-9)
+    failed, timed = figures(bench, "refined+dropped:0.05@hybrid,full@device", 1, (kv - 1) * 1e-9)
     assert "RuntimeError: " in failed["error"]
     assert "(--host-gb)" in failed["error"]
     assert timed["step_ms"] > 0
