@@ -5,10 +5,10 @@ scores are, so that scores which are flat or tied keep as many keys as others. E
 its place: multiples of the golden ratio, whose fractions cover every share evenly on any stretch of keys. KV heads draw
 others. Over query tables the four keys of a word draw together.
 
-Samples are runs of keys at even distances, which move against one another from stretch to stretch of a context: of text
-that repeats itself they hold all parts. Where keys are ranked by their weights, softmaxes summed over a group's heads,
-the cut is found by bisection over the sample's (`cut_reference`): halving the range of weights is faster than a histogram,
-whose time grows with its bins. Positive numbers are ordered as their bits are.
+Samples are runs of keys at even distances, which move against one another from stretch to stretch of a context: of
+text that repeats itself they hold all parts. Where keys are ranked by their weights, softmaxes summed over a group's
+heads, the cut is found by bisection over the sample's (`cut_reference`): halving the range of weights is faster than a
+histogram, whose time grows with its bins. Positive numbers are ordered as their bits are.
 """
 
 from __future__ import annotations
