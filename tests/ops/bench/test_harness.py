@@ -138,15 +138,6 @@ REFINED = {
 TABLES = {"method": "csattention-dense", "shape": "llama-3.1-8b", "context": 32768, "keep": 0.05}
 SHARED = {"figure": "one-128k", "sessions": 16, "ratio": 1.0, "over_bytes": 1.3, "over_one": 1.1}
 MIXED = SHARED | {"figure": "mixed", "ratio": 2.0, "over_bytes": 1.05}
-LISTED = {"figure": "listed", "context": 131072, "batch": 16, "keep": 0.05, "speedup": 9.0, "fraction": 0.9}
-SEARCH = {
-    "context": 131072,
-    "threads": 16,
-    "group": "pooled",
-    "subspaces": 8,
-    "search_us": 149.0,
-    "of_read": 0.9,
-}
 STEP = {"method": "csattention+dropped:0.01/m8", "batch": 4, "speedup": 2.6}
 BARS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] = {
     "one_layer/attention_cpu": (
@@ -162,16 +153,6 @@ BARS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]
         SHARED,
         [MIXED, {"over_one": 1.3, "sessions": 64}],
         [{"ratio": 1.1}, {"over_one": 1.2}, MIXED | {"over_bytes": 1.2}],
-    ),
-    "one_layer/clusters_gpu": (
-        LISTED,
-        [{"fraction": 0.1, "context": 8192}],
-        [{"fraction": 0.8}, {"figure": "multipole", "speedup": 6.4}],
-    ),
-    "one_layer/search_cpu": (
-        SEARCH,
-        [{"subspaces": 16, "search_us": 279.0}, {"threads": 2, "search_us": 10_000.0}],
-        [{"search_us": 151.0}, {"of_read": 0.89}],
     ),
     "whole_model/decode_gpu": (
         STEP,

@@ -142,15 +142,3 @@ def test_a_figure_says_how_it_misses_its_bar(tables: ModuleType, monkeypatch: py
     assert (row["ratio"], row["full_backend"], missed) == (4.0, "flash", ["small at 0.05: 4.00x, bar 5.0x"])
     assert row["fraction"] == pytest.approx(row["bytes"] / 10e-6 / 1e9)
     assert 0.5 < row["kept_of_wanted"] < 2
-
-
-def test_wrong_attention_over_clusters_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = load("clusters_gpu", monkeypatch)
-    made = bench.Bench(256, 1, 0.05, clusters=True)
-    monkeypatch.setattr(bench.Bench, "times", lambda self, steps: {})
-    for name, figure in (("centred", bench.random_figure), ("multipole", bench.multipole_figure)):
-        assert figure(made, name)["error"] < 1e-2
-    monkeypatch.setattr(bench, "SCALE", -bench.SCALE)
-    with pytest.raises(CheckFailedError, match="centred: relative error"):
-        bench.random_figure(made, "centred")
-    assert len(bench.missed({"figure": "build", "context": 131072, "both_ms": 12.5})) == 1
