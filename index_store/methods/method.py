@@ -134,40 +134,6 @@ INDEX_SPECS: Mapping[str, IndexSpec] = MappingProxyType(
 """Every index that a method may name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """When a decode step searches, and with which query.
-
-    period: a selection serves this many decode steps (CSAttention appendix C.2). lag: 1 attends to the selection that
-    the step before has made, while its own is made for the next. correct_below: KV heads in which the query of any head
-    of the group has a smaller cosine with the query that was searched with are searched again; None never.
-    """
-
-    period: int = 1
-    lag: int = 0
-    correct_below: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.period < 1:
-            raise InvalidArgumentError(f"period is {self.period}, expected at least 1")
-        if self.lag not in (0, 1):
-            raise InvalidArgumentError(f"lag is {self.lag}, expected 0 or 1")
-        if self.period > 1 and self.lag:
-            raise InvalidArgumentError("period and lag exclude one another; choose one")
-        if self.correct_below is not None:
-            if not self.by_step:
-                raise InvalidArgumentError("a correction needs something to correct: period or lag")
-            if not -1.0 <= self.correct_below <= 1.0:
-                raise InvalidArgumentError(
-                    f"correct_below is {self.correct_below}, expected a cosine from -1 to 1"
-                )
-
-    @property
-    def by_step(self) -> bool:
-        """Whether a step's selection depends on earlier steps, so that tokens must be fed one by one."""
-        return self.period > 1 or self.lag > 0
-
-
 @dataclass(frozen=True)
 class Method:
     """How a decode step finds and attends to keys: search, cut, attend exactly, add the remainder.
@@ -179,7 +145,7 @@ class Method:
     sinks: first tokens of the context that are always attended. recent: newest tokens that are always attended.
     append_block: the window of recent tokens moves on in steps of this many positions, and the tail tokens that it
         leaves become searchable; it holds `recent` to `recent + append_block - 1` tokens besides the query's own.
-    schedule: when it searches. search: options of `LayerIndex.rank`.
+    period: a selection serves so many decode steps (CSAttention appendix C.2). search: options of `LayerIndex.rank`.
     drafts: of full attention, the method that proposes tokens, where the context has what it searches; full attention
         verifies them, several in one step. None elsewhere.
     """
@@ -196,7 +162,7 @@ class Method:
     sinks: int = 8
     recent: int = 64
     append_block: int = 64
-    schedule: Schedule = field(default_factory=Schedule)
+    period: int = 1
     drafts: Method | None = None
 
     def __post_init__(self) -> None:
@@ -211,6 +177,7 @@ class Method:
             ("@sinks", self.sinks, 0),
             ("@recent", self.recent, 1),
             ("@append_block", self.append_block, 1),
+            ("@period", self.period, 1),
         ):
             if value < least:
                 raise InvalidArgumentError(f"{label} is {value}, expected at least {least}", field="method")
@@ -231,7 +198,7 @@ class Method:
     @property
     def one_pass(self) -> bool:
         """Whether feeding many tokens at once equals feeding them one by one."""
-        return not (self.schedule.by_step or (self.budget is not None and self.budget.per_prompt))
+        return self.period == 1 and not (self.budget is not None and self.budget.per_prompt)
 
     def searched_range(self, position: int, keys: int) -> tuple[int, int]:
         """First key and end of what a query at `position` searches, over a context of `keys` tokens and its tail.

@@ -122,7 +122,6 @@ def test_commands_in_the_documents_exist(document: Path) -> None:
             "tenants",
             "methods",
             "evaluate",
-            "evaluate-merge",
             "fetch-model",
             "make-document",
             "token",

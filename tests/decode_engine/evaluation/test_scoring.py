@@ -54,7 +54,7 @@ NOTHING_STORED = StoredBytes(0.0, 0.0, 0.0)
 
 VOCABULARY = 5
 CONTEXT = cast(ResidentContext, SimpleNamespace(manifest=context_with_all_indexes()))
-STEPWISE = get_method("csattention@lag", 0.02)
+STEPWISE = get_method("csattention@period=2", 0.02)
 
 
 @dataclass
@@ -63,8 +63,6 @@ class FakeFigures:
     sparse_available: int = 100
     attended: int = 60
     available: int = 150
-    corrected: int = 0
-    correctable: int = 0
 
 
 @dataclass
@@ -253,7 +251,6 @@ def test_summary() -> None:
     assert (*shares, score.bytes_per_token) == pytest.approx((0.02, 0.1, 0.08, 4.0))
     stored = (score.index_bytes_per_token, score.device_bytes_per_token, score.host_bytes_per_token)
     assert stored == (512.0, 300.0, 400.0)
-    assert score.corrected == pytest.approx(0.25)
     mass_map = sparse.mass_map(8192, SOME)
     assert mass_map is not None
     assert mass_map.layers == (1, 3)

@@ -185,9 +185,9 @@ def test_larger_budgets_capture_more(meter: MassMeter) -> None:
 
 def test_a_schedule_is_refused_where_it_cannot_be_judged(served: Served, meter: MassMeter) -> None:
     with pytest.raises(MethodUnsupportedError, match="tune for a KL"):
-        meter.measure(get_method("csattention@lag"))
+        meter.measure(get_method("csattention@period=2"))
     kl = KlMeter(served.runner, served.context, [continuation(served.context)[:20]], 0.1)
-    assert kl.measure(small("csattention@lag", keep=0.02)).kl > 0  # type: ignore[operator]
+    assert kl.measure(small("csattention@period=2", keep=0.02)).kl > 0  # type: ignore[operator]
 
 
 def test_kl_is_small_for_large_budgets(served: Served) -> None:
@@ -290,7 +290,7 @@ def test_nothing_that_is_enough_ends_with_1_and_the_best(
         (("--target-kl", "0.1"), "--model belongs to --target-kl"),
         (("--target-mass", "0.9", "--model", "reader"), "--model belongs to --target-kl"),
         (("--target-mass", "0.9", "--prompts", __file__), "--prompts belongs to --target-kl"),
-        (("--target-mass", "0.9", "--methods", "csattention@lag"), "tune for a KL"),
+        (("--target-mass", "0.9", "--methods", "csattention@period=2"), "tune for a KL"),
         (("--target-mass", "0.9", "--methods", "full"), "no budget to tune"),
     ],
 )

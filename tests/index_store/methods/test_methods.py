@@ -10,7 +10,7 @@ import pytest
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.default import DEFAULT_METHOD
-from index_store.methods.method import INDEX_SPECS, IndexSpec, Method, Schedule
+from index_store.methods.method import INDEX_SPECS, IndexSpec, Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.selection.budgets import REMAINDERS, Mass, Ratio, Threshold, TokenCount
 from index_store.store.description.array_entry import kv_entry, tokens_entry
@@ -34,7 +34,7 @@ def test_names_and_defaults() -> None:
         assert method.name == name
         assert method.summary.endswith(".")
         assert method.source
-        assert method.schedule == Schedule()
+        assert method.period == 1
     tables = INDEX_SPECS["query_tables"].parameters
     assert (tables["subspaces"], tables["centroids"]) == (16, 32)
 
@@ -99,25 +99,19 @@ def test_remainders_of_expressions(expression: str, remainder: str, specs: list[
     assert method.partition_optional is optional
 
 
-@pytest.mark.parametrize(
-    ("expression", "schedule"),
-    [
-        ("csattention@period=4", Schedule(period=4)),
-        ("refined+centred@lag", Schedule(lag=1)),
-        ("oracle@lag@correct=0.9", Schedule(lag=1, correct_below=0.9)),
-        ("squeezed@correct=-0.5@period=2", Schedule(period=2, correct_below=-0.5)),
-    ],
-)
-def test_schedules_of_expressions(expression: str, schedule: Schedule) -> None:
-    assert get_method(expression).schedule == schedule
-    assert get_method(expression, period=8).schedule == Schedule(period=8)
+def test_periods_of_expressions() -> None:
+    assert get_method("csattention@period=4").period == 4
+    assert get_method("csattention@period=4", period=8).period == 8
+    for option in ("lag", "correct=0.9"):
+        with pytest.raises(MethodUnsupportedError, match="@lag and @correct were retired on 2026-11-28"):
+            get_method(f"csattention@period=2@{option}")
 
 
 def test_windows_and_search_options_of_expressions() -> None:
-    method = get_method("csattention+dropped@group=pooled@sinks=0@recent=32@lag", 0.01)
+    method = get_method("csattention+dropped@group=pooled@sinks=0@recent=32@period=2", 0.01)
     assert method.search == {"group": "pooled", "weights": "projection"}
     assert (method.sinks, method.recent, method.append_block) == (0, 32, 64)
-    assert (method.schedule, method.budget) == (Schedule(lag=1), Ratio(0.01))
+    assert (method.period, method.budget) == (2, Ratio(0.01))
     published = "@weights=uniform@backoff_cosine=0.5@backoff_centroids=2@append_block=16"
     same = get_method(f"csattention+dropped@group=pooled@sinks=0@recent=32{published}")
     fields = ("search", "sinks", "recent", "append_block", "drops_remainder", "budget")
@@ -143,8 +137,7 @@ def test_windows_and_search_options_of_expressions() -> None:
         "refined@",
         "refined@early",
         "refined@period",
-        "refined@correct=x",
-        "refined@lag=1",
+        "full@period=2",
         "refined@period=1.5",
         "refined@sinks=inf",
         "csattention@sinks=4",
@@ -158,14 +151,6 @@ def test_windows_and_search_options_of_expressions() -> None:
 )
 def test_expressions_that_mean_nothing_are_refused(expression: str) -> None:
     with pytest.raises(MethodUnsupportedError):
-        get_method(expression)
-
-
-@pytest.mark.parametrize(
-    "expression", ["refined@correct=0.9", "refined@period=2@lag", "refined@lag@correct=2"]
-)
-def test_schedules_that_contradict_themselves_are_refused(expression: str) -> None:
-    with pytest.raises(InvalidArgumentError):
         get_method(expression)
 
 

@@ -42,8 +42,7 @@ EXPRESSIONS = [
         for remainder in ("monopole", "dipole")
     ),
     "multipole+centred",
-    "csattention@period=3@correct=0.9",
-    "multipole@lag@correct=0.9",
+    "csattention@period=3",
 ]
 BUDGETS: dict[str, Budget] = {
     "tokens": TokenCount(20),

@@ -130,9 +130,7 @@ def moved_context(context: ResidentContext, method: Method) -> ResidentContext:
     "expression",
     [
         *METHODS,
-        "csattention@period=3@correct=0.9",
-        "refined@lag",
-        "multipole@lag@correct=0.9",
+        "csattention@period=3",
         "oracle+dipole",
     ],
 )

@@ -39,7 +39,7 @@ def test_cases(bench: ModuleType) -> None:
         *([[True, True]] * 5 + [[True, False]] * 2),
     ]
     with_period = bench.Case.parse("csattention@period=4:0.05@device")
-    assert with_period.method.schedule.period == 4
+    assert with_period.method.period == 4
     for wrong in ("full", "full@disk", "refined+dropped:0.01@streamed"):
         with pytest.raises(typer.BadParameter):
             bench.Case.parse(wrong)
