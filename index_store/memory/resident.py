@@ -19,7 +19,7 @@ from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.coarse_rows.two_planes import ContextRows, TwoPlanes
 from index_store.indexes.interface.layer_index import LayerIndex
-from index_store.indexes.retired import why_retired
+from index_store.indexes.interface.retired import why_retired
 from index_store.memory.placement import SLOT_SHARE, Placement
 from index_store.store.description.dtypes import INT8, stored_dtype
 from index_store.store.description.manifest import HIGH_PLANE, IndexEntry, Manifest

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from index_store.indexes.interface.retired import why_retired
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.indexes.retired import why_retired
 from index_store.selection.budgets import (
     COARSE_ROWS,
     DROPPED,

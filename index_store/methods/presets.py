@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from index_store.indexes.interface.retired import RETIRED_METHODS
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.indexes.retired import RETIRED_METHODS
 from index_store.methods.method import INDEX_SPECS, Method
 from index_store.selection.budgets import DROPPED, REMAINDERS, Budget, Mass, Ratio, Threshold, TokenCount
 from index_store.store.description.json_fields import Scalar

@@ -11,7 +11,7 @@ from torch import Tensor
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.interface.layer_index import LayerSource
-from index_store.indexes.retired import RETIRED_INDEXES
+from index_store.indexes.interface.retired import RETIRED_INDEXES
 from index_store.methods.method import INDEX_SPECS, IndexSpec, Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.store.description.context_id import ModelIdentity

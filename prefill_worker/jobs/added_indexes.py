@@ -15,8 +15,8 @@ from torch import Tensor
 from index_store.cli.console import Reporter
 from index_store.cli.options import parse_ttl
 from index_store.errors import InvalidArgumentError
+from index_store.indexes.interface.retired import why_retired
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.indexes.retired import why_retired
 from index_store.methods.method import IndexSpec
 from index_store.store.catalog import Store, utc_now
 from index_store.store.description.dtypes import stored_dtype

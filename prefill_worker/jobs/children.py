@@ -34,8 +34,8 @@ from index_store.family.parents import ATTENTION, EXACT, child_id, parent_of
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.coarse_rows.two_planes import find_low_plane
 from index_store.indexes.interface.layer_index import LayerSource
+from index_store.indexes.interface.retired import why_retired
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.indexes.retired import why_retired
 from index_store.methods.method import IndexSpec
 from index_store.store.catalog import CHANGEABLE, Store, free_name, utc_now
 from index_store.store.description.array_entry import (

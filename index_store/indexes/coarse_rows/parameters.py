@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.index_kind import Growth, IndexKind, Parameters, grown
-from index_store.indexes.retired import why_retired
+from index_store.indexes.interface.retired import why_retired
 from index_store.selection.budgets import COARSE_ROWS
 from index_store.store.description.json_fields import Scalar
 
