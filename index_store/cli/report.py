@@ -39,6 +39,14 @@ def parse_labels(words: Sequence[str]) -> dict[str, str | None]:
     return labels
 
 
+def given_labels(words: Sequence[str]) -> dict[str, str]:
+    """Values by key, where there is nothing to remove. Raises InvalidArgumentError."""
+    labels = parse_labels(words)
+    if None in labels.values():
+        raise InvalidArgumentError("--label: expected KEY=VALUE; there are no labels to remove")
+    return {key: value for key, value in labels.items() if value is not None}
+
+
 def with_labels(present: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
     """The labels after some were set or removed."""
     kept = {key: value for key, value in present.items() if key not in changes}
