@@ -89,7 +89,8 @@ def check_centroids(chosen: ChosenIndexes, queries: int) -> None:
     """
     for spec in chosen.specs:
         wanted = spec.parameters.get("centroids")
-        if wanted in (None, INDEX_SPECS[spec.name].parameters["centroids"]) or int(wanted) <= queries:
+        usual = INDEX_SPECS[spec.name].parameters.get("centroids")
+        if wanted is None or wanted == usual or int(wanted) <= queries:
             continue
         raise InvalidArgumentError(
             f"--index {spec.name} has {wanted} centroids, expected at most {queries}: that many queries are sampled "
