@@ -13,13 +13,6 @@ import typer
 from typer import Option
 
 from decode_engine.cli.shown import (
-    RecursiveOption,
-    ReferenceArgument,
-    ReferenceArguments,
-    context_object,
-    detail_rows,
-    id_of,
-    listed,
     operation_object,
     operation_progress,
     operation_rows,
@@ -48,10 +41,17 @@ from index_store.cli.options import (
 )
 from index_store.cli.report import (
     LabelArguments,
+    RecursiveOption,
+    ReferenceArgument,
+    ReferenceArguments,
+    context_object,
+    detail_rows,
     given_labels,
+    id_of,
     labels_text,
     parse_labels,
     print_contexts,
+    print_done,
     print_rows,
 )
 from index_store.errors import InvalidArgumentError, format_bytes
@@ -253,7 +253,7 @@ def list_contexts(
             f"The server at {config.server} has no contexts{' that fit' if name_prefix or wanted or state else ''}."
         )
         return
-    print_contexts([listed(context) for context in found])
+    print_contexts(found, memory=True)
 
 
 @contexts.command("show")
@@ -305,9 +305,9 @@ def remove_contexts(
             client.delete_context(context.name, allow_missing=recursive, force=recursive)
             removed.append(id_of(context))
             if output is OutputFormat.TEXT:
-                typer.echo(f"removed {removed[-1]}")
+                print_done("removed", removed[-1:], output)
     if output is OutputFormat.JSON:
-        print_json({"removed": removed})
+        print_done("removed", removed, output)
 
 
 @contexts.command("pin")
@@ -336,11 +336,7 @@ def _set_pinned(
             id_of(client.update_context(context.name, pinned=pinned))
             for context in _find_all(client, references)
         ]
-    if output is OutputFormat.JSON:
-        print_json({"pinned" if pinned else "unpinned": changed})
-        return
-    for id_ in changed:
-        typer.echo(f"{'pinned' if pinned else 'unpinned'} {id_}")
+    print_done("pinned" if pinned else "unpinned", changed, output)
 
 
 @contexts.command("label")
