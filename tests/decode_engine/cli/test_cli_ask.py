@@ -415,13 +415,11 @@ def test_contexts_are_pinned_labelled_and_chosen(run: Run, library: Library, cli
         "place=x, team=law",
         "pinned; otherwise never",
     )
-    listed = run(
-        "contexts", "ls", "--filter", "pinned = true AND labels.team = law", "--order-by", "token_count"
-    )
+    listed = run("contexts", "ls", "--label", "team=law", "--name-prefix", "sho", "--state", "READY")
     assert [line.split()[1] for line in listed.stdout.splitlines()] == ["NAME", "shown"]
-    assert "has no contexts that fit" in run("contexts", "ls", "--filter", "labels:nowhere").stdout
-    refused = run("contexts", "ls", "--filter", "colour = red")
-    assert (refused.returncode, refused.stderr.startswith("error: filter: at character 1 found")) == (2, True)
+    assert "has no contexts that fit" in run("contexts", "ls", "--label", "team=nowhere").stdout
+    refused = run("contexts", "ls", "--state", "GOOD")
+    assert (refused.returncode, refused.stderr.startswith("error: state is 'GOOD'")) == (2, True)
     assert json.loads(run("contexts", "unpin", "shown", "--format", "json").stdout) == {
         "unpinned": [ids["shown"]]
     }

@@ -133,14 +133,7 @@ def test_name_and_expiry_are_changed(run: Run, server: DecodeServer, library: Li
         assert run("contexts", "update", *on, "lasting", *wrong).returncode == 2
 
 
-def test_what_servers_decide_is_refused(run: Run, book: Path) -> None:
-    for wrong in (["--chunk", "64"], ["--model", "reader"], ["--salt", "a"]):
-        command = [sys.executable, "-m", "prefill_worker", "run", "--server", "127.0.0.1:1"]
-        done = subprocess.run(
-            [*command, "--input", str(book), *wrong], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 2
-        assert f"{wrong[0]} does not go together with --server" in done.stderr
+def test_what_is_missing_is_refused(run: Run, book: Path) -> None:
     for missing in (["--server", "127.0.0.1:1", str(book), "--ttl", "x"], ["no such file"]):
         assert run("contexts", "create", *missing).returncode == 2
 
@@ -168,7 +161,7 @@ def test_a_server_makes_contexts_itself_and_its_worker_ends_with_it(
     serving: tuple[subprocess.Popen[str], str], book: Path
 ) -> None:
     server, address = serving
-    command = [sys.executable, "-m", "prefill_worker", "run", "--server", address, "--input", str(book)]
+    command = [sys.executable, "-m", "decode_engine", "contexts", "create", "--server", address, str(book)]
     made = subprocess.run(
         [*command, "--format", "json", "--name", "south"], capture_output=True, text=True, check=True
     )

@@ -253,7 +253,7 @@ def test_commands_tell_and_keep_the_rules(shelf: Shelf) -> None:
     child = shelf.child()
     place = ["--store", str(shelf.store.path)]
     shown = CliRunner().invoke(app, ["show", child.id, *place])
-    assert f"continues         {shelf.root.id}, 300 tokens" in shown.output
+    assert f"continues        {shelf.root.id}, 300 tokens" in shown.output
     assert CliRunner().invoke(app, ["show", shelf.root.id, *place]).output.count("children") == 1
     refused = CliRunner().invoke(app, ["rm", shelf.root.id, *place])
     assert isinstance(refused.exception, ContextHasChildrenError)

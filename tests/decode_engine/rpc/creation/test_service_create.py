@@ -360,7 +360,7 @@ def test_operations_are_listed_and_forgotten(client: Client, worker: QueueWorker
         client.delete_operation(made[0].name)
     operations = operations_pb2_grpc.OperationsStub(stubs.channel)
     page = operations.ListOperations(operations_pb2.ListOperationsRequest(page_size=1))
-    with pytest.raises(InvalidArgumentError, match="page_token is of a list with another"):
+    with pytest.raises(InvalidArgumentError, match="page_token is of a list of other"):
         client.list_page(1, page.next_page_token)
     for one in made:
         client.cancel_operation(one.name)
