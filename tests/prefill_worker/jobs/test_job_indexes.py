@@ -171,7 +171,6 @@ def rows(store: Path, id_: str) -> dict[str, tuple[int, int]]:
 
 def checksums(manifest: Manifest, name: str) -> dict[str, str | None]:
     index = manifest.index(name)
-    assert index is not None
     return {array.path: array.checksums for array in index.arrays}
 
 
@@ -470,7 +469,6 @@ def test_what_cannot_be_is_refused(make_config: MakeConfig, pair: tuple[Store, M
     with pytest.raises(ManifestError, match="beside rows in 8 bits"):
         replace(coded, indexes=())
     high = coded.index(HIGH_PLANE)
-    assert high is not None
     for name, value in (("key_bits", 3), ("value_group", 64)):
         other = replace(high, parameters={**high.parameters, name: value})
         with pytest.raises(ManifestError, match="in its usual form"):
