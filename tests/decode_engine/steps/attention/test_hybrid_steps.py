@@ -202,7 +202,7 @@ def test_shapes(group: int, head_dim: int) -> None:
 )
 def test_methods_over_host_memory(method: Method, expected: str) -> None:
     identity = ModelIdentity("test", "test", "0" * 16, "0" * 16, 2, 4, 2, 64, 2, 4096)
-    manifest = made_up_context(identity, "float32", method, 20).manifest
+    manifest = made_up_context(identity, "float32", method, 40).manifest
     found = step_attention_for(method, manifest, Placement.HYBRID)
     assert expected in (found if isinstance(found, str) else found.__name__)
 
