@@ -49,7 +49,6 @@ NEEDED = {
     "decode-engine tenants": "",
     "decode-engine methods": "",
     "decode-engine evaluate": "--out {folder}/out",
-    "decode-engine evaluate-merge": "--out {folder}/out",
     "decode-engine make-document": "--out {folder}/d --questions {folder}/q",
     "decode-engine fetch-model": "smollm2",
     "decode-engine tune": "--store {folder} --context c",
@@ -73,7 +72,6 @@ ARGUMENTS = {
     "decode-engine ask": ["Who?"],
     "decode-engine contexts label": ["c", "team=law"],
     "decode-engine contexts extend": ["c", "text.txt"],
-    "decode-engine evaluate-merge": ["run"],
 }
 
 NO_NUMBERS = ("nan", "inf", "-inf", "1e400", "-1", "1e30", str(10**30), "", "x", "0x1")

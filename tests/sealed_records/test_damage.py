@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from decode_engine.rpc.describe import describe_context
-from index_store.cli import report
 from index_store.errors import SparseKVError
 from index_store.memory.context_loading import placed_bytes
 from index_store.store.catalog import TunedDefault
@@ -96,9 +95,6 @@ def refused(kind: str, error: str, said: str | None = None) -> Iterator[None]:
 
 def use_manifest(manifest: Manifest) -> None:
     """Does with it what listing, showing, placing and describing it does."""
-    shown = {"summary": report.details(manifest, False, 0), "rows": report.detail_rows(manifest, False, 0)}
-    json.dumps(shown, ensure_ascii=False, allow_nan=False).encode()
-    report.ShownContext.of(manifest, expired=False)
     MessageToDict(describe_context(manifest, expired=False, resident=False))
     placed_bytes(manifest)
 

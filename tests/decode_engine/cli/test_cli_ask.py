@@ -23,7 +23,7 @@ from decode_engine.settings.config import ServeConfig
 from index_store.cli.options import Spelled, options_of
 from index_store.errors import InvalidArgumentError
 from index_store.memory.devices import context_device, default_budget, memory_budget, pick_device
-from index_store.memory.placement import USUAL_ROOM, MemoryBytes
+from index_store.memory.placement import SLOT_SHARE, MemoryBytes
 from index_store.models.conversation.messages import Message, Role
 from tests.decode_engine.cli.conftest import Run
 from tests.decode_engine.conftest import Library
@@ -394,13 +394,11 @@ def test_contexts_are_pinned_labelled_and_chosen(run: Run, library: Library, cli
         "place=x, team=law",
         "pinned; otherwise never",
     )
-    listed = run(
-        "contexts", "ls", "--filter", "pinned = true AND labels.team = law", "--order-by", "token_count"
-    )
+    listed = run("contexts", "ls", "--label", "team=law", "--name-prefix", "sho", "--state", "READY")
     assert [line.split()[1] for line in listed.stdout.splitlines()] == ["NAME", "shown"]
-    assert "has no contexts that fit" in run("contexts", "ls", "--filter", "labels:nowhere").stdout
-    refused = run("contexts", "ls", "--filter", "colour = red")
-    assert (refused.returncode, refused.stderr.startswith("error: filter: at character 1 found")) == (2, True)
+    assert "has no contexts that fit" in run("contexts", "ls", "--label", "team=nowhere").stdout
+    refused = run("contexts", "ls", "--state", "GOOD")
+    assert (refused.returncode, refused.stderr.startswith("error: state is 'GOOD'")) == (2, True)
     assert json.loads(run("contexts", "unpin", "shown", "--format", "json").stdout) == {
         "unpinned": [ids["shown"]]
     }
@@ -439,7 +437,7 @@ def test_loopback() -> None:
 
 
 def test_slots_are_as_many_as_contexts_have_otherwise() -> None:
-    assert ServeConfig(Path(), "reader").slot_share == USUAL_ROOM.share
+    assert ServeConfig(Path(), "reader").slot_share == SLOT_SHARE
 
 
 def test_auto_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,6 @@ from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.job_record import JobRecord
 from index_store.models.resolve import resolve_model
 from index_store.models.tokenizer import load_tokenizer
-from prefill_worker.__main__ import main as prefill_main
 from tests.decode_engine.cli.conftest import Run
 from tests.decode_engine.conftest import Library
 from tests.support.models import write_model_folder
@@ -134,12 +133,7 @@ def test_name_and_expiry_are_changed(run: Run, server: DecodeServer, library: Li
         assert run("contexts", "update", *on, "lasting", *wrong).returncode == 2
 
 
-def test_what_servers_decide_is_refused(run: Run, book: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for wrong in (["--chunk", "64"], ["--model", "reader"], ["--salt", "a"]):
-        with pytest.raises(SystemExit) as caught:
-            prefill_main(["run", "--server", "127.0.0.1:1", "--input", str(book), *wrong])
-        assert caught.value.code == 2
-        assert f"{wrong[0]} does not go together with --server" in capsys.readouterr().err
+def test_what_is_missing_is_refused(run: Run, book: Path) -> None:
     for missing in (["--server", "127.0.0.1:1", str(book), "--ttl", "x"], ["no such file"]):
         assert run("contexts", "create", *missing).returncode == 2
 
@@ -166,7 +160,7 @@ def test_a_server_makes_contexts_itself_and_its_worker_ends_with_it(
     serving: tuple[subprocess.Popen[str], str], book: Path
 ) -> None:
     server, address = serving
-    command = [sys.executable, "-m", "prefill_worker", "run", "--server", address, "--input", str(book)]
+    command = [sys.executable, "-m", "decode_engine", "contexts", "create", "--server", address, str(book)]
     made = subprocess.run(
         [*command, "--format", "json", "--name", "south"], capture_output=True, text=True, check=True
     )

@@ -175,14 +175,15 @@ def test_the_parts_of_the_time_add_up() -> None:
         3,
         timings=times,
         selection=keys,
-        method="pq",
+        method="csattention",
         budget="2.00%",
         remainder="centred",
         seed=0,
     )
     first, *_, last = summary_lines(summary)
     assert first == (
-        "method pq (2.00%, remainder centred): 25.00% of the keys in the layers that search, 50.00% over all layers"
+        "method csattention (2.00%, remainder centred): 25.00% of the keys in the layers that search, "
+        "50.00% over all layers"
     )
     assert last.startswith("of it, in sum over all layers and steps: load 1.0, queue 2.0, search 3.0,")
     assert last.endswith("the rest of the model and waiting 19.0 ms")
@@ -207,8 +208,8 @@ def test_methods_are_shown_with_parameters_and_sizes(run: Run) -> None:
     assert lines[0].split() == ["method", "index", "keeps", "remainder", "bytes"]
     rows = {line.split()[0]: line for line in lines[1 : 1 + len(listed["methods"])]}
     assert rows.keys() == {method["name"] for method in listed["methods"]}
-    assert rows["pq"].split("  ")[-1].strip() == "112.5"
-    assert "centred over remainder_clusters, if stored" in rows["pq"]
+    assert rows["refined"].split("  ")[-1].strip() == "136.0"
+    assert "centred over remainder_clusters, if stored" in rows["csattention"]
     assert "0.9 of the mass" in rows["tactic"]
     assert "for heads of 128 dimensions. Keys and values in bfloat16 take 512." in "\n".join(lines)
     assert "  search: coarse_keep 0.5" in lines
@@ -221,7 +222,7 @@ def test_options_of_serve_stand_under_headings(run: Run) -> None:
         *("Options", "Network", "Memory", "Requests", "Computing", "Making contexts", "Storing contexts"),
     ]
     assert "--store DIR" in headings["Options"]
-    assert "--lanes" in headings["Memory"]
+    assert "--slot-share" in headings["Memory"]
     assert {name for names in GROUPS.values() for name in names.split()} <= {
         field.name for field in fields(ServeConfig)
     }

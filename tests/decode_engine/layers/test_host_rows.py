@@ -240,7 +240,6 @@ def test_searching_layers_on_a_device(name: str) -> None:
         "oracle",
         "csattention+dropped",
         "csattention-paper",
-        "pq+dropped",
         "multipole+dropped",
         "refined+dropped",
     ],

@@ -229,5 +229,5 @@ def test_methods_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
 def test_methods_that_the_host_does_not_search_are_not_warmed_up_twice() -> None:
     every = list(Placement)
     assert placements_of(get_method("csattention"), every) == every
-    assert placements_of(get_method("pq"), every) == [Placement.DEVICE, Placement.HYBRID]
+    assert placements_of(get_method("refined"), every) == [Placement.DEVICE, Placement.HYBRID]
     assert placements_of(get_method("full"), [Placement.HOST]) == [Placement.HOST]

@@ -75,7 +75,7 @@ def test_sessions_with_rules_grammars_and_log_probabilities_step_with_the_others
     assert told[0].logprob == pytest.approx(told[1].logprob, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", ["full", "csattention", "multipole", "quest", "pq", "csattention-paper"])
+@pytest.mark.parametrize("name", ["full", "csattention", "multipole", "quest", "csattention-paper"])
 def test_a_fork_decodes_as_the_session_it_was_made_of(runner: ModelRunner, name: str) -> None:
     prompt = list(range(40)) * 4
     whole, other = start(runner, prompt, name=name), start(runner, prompt, name=name)

@@ -132,7 +132,7 @@ def test_labels_that_are_too_many_together_are_the_callers_mistake(shelf: Shelf)
 def test_how_tokens_attended_is_noted_once_for_each_way() -> None:
     assert joined("", "exact") == "exact"
     assert joined("exact", "exact") == "exact"
-    assert joined("exact", "pq 5.00%") == "exact, pq 5.00%"
+    assert joined("exact", "quest 5.00%") == "exact, quest 5.00%"
 
 
 def test_a_childs_digests_continue_its_parents(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_commands_tell_and_keep_the_rules(shelf: Shelf) -> None:
     child = shelf.child()
     place = ["--store", str(shelf.store.path)]
     shown = CliRunner().invoke(app, ["show", child.id, *place])
-    assert f"continues         {shelf.root.id}, 300 tokens" in shown.output
+    assert f"continues        {shelf.root.id}, 300 tokens" in shown.output
     assert CliRunner().invoke(app, ["show", shelf.root.id, *place]).output.count("children") == 1
     refused = CliRunner().invoke(app, ["rm", shelf.root.id, *place])
     assert isinstance(refused.exception, ContextHasChildrenError)

@@ -80,7 +80,6 @@ FREED = (
     "multipole-tree+dropped",
     "tactic",
     "quest",
-    "pq+dropped",
     "refined+dropped",
 )
 

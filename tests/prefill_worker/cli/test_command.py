@@ -232,6 +232,6 @@ def test_bad_flags_are_named(changes: dict[str, Any], flag: str) -> None:
 
 def test_the_default_method_is_built_unless_something_is_named() -> None:
     assert config().methods == (DEFAULT_METHOD,)
-    assert config(method=("pq",)).methods == ("pq",)
+    assert config(method=("quest",)).methods == ("quest",)
     assert config(index=("pages",)).methods == ()
-    assert config(method=("pq",), index=("pages",)).methods == ("pq",)
+    assert config(method=("quest",), index=("pages",)).methods == ("quest",)

@@ -188,11 +188,15 @@ TABLES = ("csattention",)
         ({"model": "nowhere"}, SparseKVError, "neither a packaged model"),
         ({"method": ("nonsense",)}, MethodUnsupportedError, "nonsense"),
         ({"dense_layers": "0,2"}, InvalidArgumentError, "names layer 2, model 'tiny' has layers 0 to 1"),
-        ({"method": TABLES, "subspaces": 3}, InvalidArgumentError, "does not split into 3 subspaces"),
         (
-            {"method": TABLES, "centroids": 10**4},
+            {"method": TABLES, "index": ("query_tables:subspaces=3",)},
             InvalidArgumentError,
-            r"--centroids is 10000, expected at most \d+: that many queries",
+            "does not split into 3 subspaces",
+        ),
+        (
+            {"method": TABLES, "index": ("query_tables:centroids=10000",)},
+            InvalidArgumentError,
+            r"query_tables has 10000 centroids, expected at most \d+: that many queries",
         ),
     ],
 )

@@ -29,7 +29,6 @@ KERNELS = (
     "selection.collect_numba",
     "selection.top_k_numba",
     "indexes.key_clusters.tree_numba",
-    "indexes.product_codes.search_numba",
     "indexes.query_tables.search_numba",
 )
 
@@ -43,10 +42,8 @@ EXPRESSIONS = [
         for name in ("oracle", "csattention", "quest")
         for remainder in ("monopole", "dipole")
     ),
-    "pq+dropped",
     "multipole+centred",
-    "csattention@period=3@correct=0.9",
-    "multipole@lag@correct=0.9",
+    "csattention@period=3",
 ]
 BUDGETS: dict[str, Budget] = {
     "tokens": TokenCount(20),

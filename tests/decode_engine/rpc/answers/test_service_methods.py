@@ -20,7 +20,6 @@ from tests.decode_engine.conftest import Library
 
 REMAINDERS = {
     "csattention": "centred",
-    "pq": "centred",
     "multipole": "monopole",
     "multipole-windowed": "monopole",
     "multipole-tree": "monopole",
@@ -130,18 +129,18 @@ def tune(server: DecodeServer, shelf: str) -> Iterator[Tune]:
 
 def test_a_tuned_default_serves_requests_that_name_no_method(client: Client, shelf: str, tune: Tune) -> None:
     assert client.get_context(shelf).default_method == "full"
-    tune("pq+dropped@period=2", tokens=7)
+    tune("quest@period=2", tokens=7)
     context = client.get_context(shelf)
     assert (context.default_method, context.default_budget, context.tuned) == (
-        "pq+dropped@period=2",
+        "quest@period=2",
         "7 keys",
         True,
     )
     summary = summary_of(client, shelf)
-    assert (summary.method, summary.budget, summary.remainder) == ("pq+dropped@period=2", "7 keys", "dropped")
+    assert (summary.method, summary.budget, summary.remainder) == ("quest@period=2", "7 keys", "dropped")
     assert summary_of(client, shelf, keep_ratio=0.1).budget == "10.00%"
-    named = summary_of(client, shelf, method="pq")
-    assert (named.method, named.budget) == ("pq", "5.00%")
+    named = summary_of(client, shelf, method="quest")
+    assert (named.method, named.budget) == ("quest", "5.00%")
 
 
 def test_a_tuned_default_that_cannot_be_used_is_passed_over(client: Client, shelf: str, tune: Tune) -> None:
@@ -154,7 +153,7 @@ def test_a_tuned_default_that_cannot_be_used_is_passed_over(client: Client, shel
 def test_a_damaged_tuned_default_is_not_replaced_silently(
     server: DecodeServer, client: Client, shelf: str, tune: Tune
 ) -> None:
-    tune("pq", keep=0.1)
+    tune("quest", keep=0.1)
     record_path(server, shelf).write_text("{")
     context = client.get_context(shelf)
     assert context in list(client.list_contexts())

@@ -187,7 +187,7 @@ TOOL = {"messages": [Message(Role.USER, "x")], "tools": [Tool(HALF)]}
     "ask",
     [
         lambda client: client.get_context(HALF),
-        lambda client: next(client.list_contexts(filter=HALF)),
+        lambda client: next(client.list_contexts(name_prefix=HALF)),
         lambda client: client.create_context(HALF),
         lambda client: client.create_context(HALF * 2**21),  # which would be uploaded
         lambda client: client.create_context("x", labels={"a": HALF}),

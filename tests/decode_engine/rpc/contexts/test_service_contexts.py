@@ -106,21 +106,21 @@ def test_an_index_that_is_added_is_served_by_the_next_request(library: Library, 
     """Also while a request that began before holds the context as it was."""
     id_ = library.prefill("growing", method=("csattention",))
     name = "contexts/" + id_
-    with pytest.raises(MethodUnsupportedError, match="needs index 'product_codes'"):
-        client.generate(name, text="Who?", method="pq", max_tokens=2).read()
+    with pytest.raises(MethodUnsupportedError, match="needs index 'pages'"):
+        client.generate(name, text="Who?", method="quest", max_tokens=2).read()
     earlier = client.generate(name, text="Who?", max_tokens=1500)
     pieces = iter(earlier)
     next(pieces)
-    assert library.prefill("growing", method=("pq",)) == id_
-    with client.generate(name, text="Who?", method="pq", max_tokens=2) as generation:
+    assert library.prefill("growing", method=("quest",)) == id_
+    with client.generate(name, text="Who?", method="quest", max_tokens=2) as generation:
         generation.read()
         assert generation.summary.completion_tokens == 2
     assert {index.name for index in client.get_context(name).indexes} == {
         "query_tables",
         "remainder_clusters",
-        "product_codes",
+        "pages",
     }
-    assert client.get_context(name).methods == ("full", "exact", "oracle", "csattention", "pq")
+    assert client.get_context(name).methods == ("full", "exact", "oracle", "csattention", "quest")
     next(pieces)
     earlier.cancel()
     with pytest.raises(CancelledError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 
 import pytest
 
@@ -12,8 +13,9 @@ from decode_engine.rpc.client import Client
 from index_store.errors import ContextBusyError, ContextNotFoundError, NameTakenError
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up
-from tests.decode_engine.conftest import Library
-from tests.support.serving.service import wait_until
+from sparsekv.v1 import context_pb2
+from tests.decode_engine.conftest import Library, Stubs
+from tests.support.serving.service import fails, wait_until
 
 
 def test_a_name_that_another_context_has_is_taken_by_wish_alone(library: Library, client: Client) -> None:
@@ -79,3 +81,28 @@ def test_an_update_waits_for_no_job(
     wait_until(lambda: any(getattr(record, "rpc", "") == "UpdateContext" for record in caplog.records))
     assert [getattr(record, "rpc", "") for record in caplog.records].count("UpdateContext") == 1
     assert caught.value.retry_after_s == 10
+
+
+def test_lists_of_some_contexts_come_page_by_page(library: Library, client: Client, stubs: Stubs) -> None:
+    names = [f"contexts/{library.prefill(f'sorted{number}')}" for number in (2, 0, 1)]
+    for name in names:
+        client.update_context(name, labels={"kind": "sorted"})
+    found = list(client.list_contexts(1, labels={"kind": "sorted"}, state="READY", name_prefix="sort"))
+    assert [context.display_name for context in found] == ["sorted1", "sorted0", "sorted2"]
+    for wanted in ({"labels": {"kind": "other"}}, {"labels": {"sort": "kind"}}, {"name_prefix": "sorted3"}):
+        assert not list(client.list_contexts(**wanted)), wanted  # type: ignore[arg-type]
+    first = stubs.contexts.ListContexts(
+        context_pb2.ListContextsRequest(page_size=1, labels={"kind": "sorted"})
+    )
+    other = context_pb2.ListContextsRequest(page_size=1, page_token=first.next_page_token)
+    _, info, details = fails(lambda: [stubs.contexts.ListContexts(other)])
+    assert (info.metadata["field"], "of a list of other contexts" in details) == (
+        "page_token",
+        True,
+    )
+    for field, value in (("filter", "state = READY"), ("order_by", "display_name"), ("state", 9)):
+        wrong = context_pb2.ListContextsRequest(**{field: value})
+        _, info, details = fails(partial(stubs.contexts.ListContexts, wrong))
+        assert (info.metadata["field"], "expected " in details) == (field, True)
+    for name in names:
+        client.delete_context(name)

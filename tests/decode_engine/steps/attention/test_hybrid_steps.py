@@ -20,7 +20,7 @@ from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.listed_steps import HybridSteps, ListedSteps, slot_cache
 from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
 from decode_engine.steps.batch_kinds import step_attention_for
-from index_store.memory.placement import Placement, SlotRoom, slot_bytes
+from index_store.memory.placement import Placement, slot_bytes
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
@@ -193,7 +193,7 @@ def test_shapes(group: int, head_dim: int) -> None:
         (get_method("csattention"), "HybridSteps"),
         (get_method("csattention+dropped"), "HybridSteps"),
         (get_method("multipole"), "HybridSteps"),
-        (get_method("pq"), "HybridSteps"),
+        (get_method("refined"), "HybridSteps"),
         (get_method("full"), "DenseSteps"),
         (get_method("csattention+dipole"), "dipole"),
         (get_method("quest"), "no kernels"),
@@ -202,7 +202,7 @@ def test_shapes(group: int, head_dim: int) -> None:
 )
 def test_methods_over_host_memory(method: Method, expected: str) -> None:
     identity = ModelIdentity("test", "test", "0" * 16, "0" * 16, 2, 4, 2, 64, 2, 4096)
-    manifest = made_up_context(identity, "float32", method, 20).manifest
+    manifest = made_up_context(identity, "float32", method, 40).manifest
     found = step_attention_for(method, manifest, Placement.HYBRID)
     assert expected in (found if isinstance(found, str) else found.__name__)
 
@@ -217,10 +217,10 @@ def test_slots_are_a_share_of_the_context(tokens: int) -> None:
     assert {cache.tags_LHS.shape[2] for cache in caches} == {max(16, -(-tokens // 256) * 16)}
     assert sum(cache.nbytes for cache in caches) == slot_bytes(context.manifest)
     many = made_up_context(identity, "bfloat16", get_method("full"), tokens)
-    many.slots = SlotRoom(share=4)
+    many.slot_share = 4
     caches = [slot_cache(many, layer) for layer in range(2)]
     assert {cache.tags_LHS.shape[2] for cache in caches} == {max(16, -(-tokens // 64) * 16)}
-    assert sum(cache.nbytes for cache in caches) == slot_bytes(many.manifest, many.slots)
+    assert sum(cache.nbytes for cache in caches) == slot_bytes(many.manifest, 4)
 
 
 def test_sessions_of_a_context_share_its_cache() -> None:

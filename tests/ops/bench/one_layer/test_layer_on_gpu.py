@@ -30,11 +30,6 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load("attention_gpu", monkeypatch)
 
 
-@pytest.fixture
-def codes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return load("codes_gpu", monkeypatch)
-
-
 def check_that_wrong_results_are_refused(steps: Any, unwritten: str) -> None:
     steps.check()
     right = steps.attention.attend
@@ -53,12 +48,6 @@ def test_wrong_attention_over_tables_is_not_timed(tables: ModuleType, pooled: bo
     steps = tables.Bench(tables.TableMemory(LENGTH, 1), figure, 0.05)
     assert steps.shape not in steps.neighbours()
     assert steps.bytes_floor(20) == (1 if pooled else 4) * 8 * LENGTH + (20 + 8 + 64 + 16) * layer.ROW
-    check_that_wrong_results_are_refused(steps, "was not written")
-
-
-def test_wrong_attention_over_codes_is_not_timed(codes: ModuleType) -> None:
-    steps = codes.Bench(codes.CodeMemory(LENGTH, 1), 0.05)
-    assert steps.shape not in steps.neighbours()
     check_that_wrong_results_are_refused(steps, "was not written")
 
 
@@ -91,15 +80,3 @@ def test_wrong_attention_of_many_sessions_is_not_timed(
     monkeypatch.setattr(steps.attention, "attend", lambda layer, q, records: 2 * right(layer, q, records))
     with pytest.raises(CheckFailedError, match=r"session \d: relative error"):
         steps.check()
-
-
-def test_wrong_attention_over_clusters_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = load("clusters_gpu", monkeypatch)
-    made = bench.Bench(256, 1, 0.05, clusters=True)
-    monkeypatch.setattr(bench.Bench, "times", lambda self, steps: {})
-    for name, figure in (("centred", bench.random_figure), ("multipole", bench.multipole_figure)):
-        assert figure(made, name)["error"] < 1e-2
-    monkeypatch.setattr(bench, "SCALE", -bench.SCALE)
-    with pytest.raises(CheckFailedError, match="centred: relative error"):
-        bench.random_figure(made, "centred")
-    assert len(bench.missed({"figure": "build", "context": 131072, "both_ms": 12.5})) == 1

@@ -56,17 +56,17 @@ def lines(bench: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_every_method_has_its_line(lines: Any) -> None:
-    found, code = lines("none,full,streamed,pq+dropped:0.05,quest", Placement.DEVICE)
-    nothing, full, streamed, codes, pages = found
+    found, code = lines("none,full,streamed,refined+dropped:0.05,quest", Placement.DEVICE)
+    nothing, full, streamed, coarse, pages = found
     assert nothing["rest_over_weights"] > 0
     assert full["logits_difference"] < 1e-3
     assert "speedup" not in full
     assert (full["steps"], streamed["captured"], pages["captured"]) == (2, False, False)
-    assert (full["flight_alike"], codes["flight_alike"], "flight_ms" in pages) == (1.0, 1.0, False)
+    assert (full["flight_alike"], coarse["flight_alike"], "flight_ms" in pages) == (1.0, 1.0, False)
     assert full["flight_ms"] > 0
-    assert codes["speedup"] > 0
-    assert codes["attended"] < 1
-    assert "host_mb" not in codes
+    assert coarse["speedup"] > 0
+    assert coarse["attended"] < 1
+    assert "host_mb" not in coarse
     assert code == 0
 
 
@@ -81,7 +81,7 @@ def test_a_trained_models_keys_and_queries(lines: Any) -> None:
 
 
 def test_contexts_in_host_memory(lines: Any) -> None:
-    (line,), code = lines("pq+dropped:0.05", Placement.HYBRID)
+    (line,), code = lines("refined+dropped:0.05", Placement.HYBRID)
     assert (code, line["placement"]) == (0, "hybrid")
     assert line["host_mb"] > 0
     assert 0 <= line["reused"] <= 1

@@ -18,7 +18,7 @@ def bench() -> ModuleType:
 @pytest.mark.usefixtures("prefilled_here")
 def test_a_line_per_stretch_and_one_per_method(bench: ModuleType, run: Run, tmp_path: Path) -> None:
     options = {"tokens": 160, "stretch": 80, "observe": 20, "picture": False}
-    methods = "pq:0.3,refined:1"
+    methods = "multipole:0.3,refined:1"
     rows, _, _ = run(bench, out=tmp_path, methods=methods, context_length="1k", **options)
     assert [(row["method"], row["from"], row["to"]) for row in rows] == [
         (name, *span) for name in methods.split(",") for span in ((0, 80), (80, 160), (0, 160))

@@ -11,7 +11,7 @@ from harness.made_up import contexts
 from harness.steps import captured_steps
 
 from decode_engine.steps.step_graph import step_model
-from index_store.memory.placement import USUAL_ROOM
+from index_store.memory.placement import SLOT_SHARE
 from index_store.methods.presets import get_method
 from index_store.store.description.dtypes import AS_DTYPE
 from tests.ops.bench.conftest import load_bench
@@ -23,10 +23,8 @@ TABLES = "csattention+dropped@group=pooled:0.05"
 
 
 @pytest.fixture
-def bench(without_gpu: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    found = load_bench("whole_model/placements_gpu")
-    monkeypatch.setattr(found, "STILL_TURNS", 1)
-    return found
+def bench(without_gpu: None) -> ModuleType:
+    return load_bench("whole_model/placements_gpu")
 
 
 def figures(
@@ -47,7 +45,7 @@ def figures(
 
     def make() -> Any:
         return contexts.PlacedContexts(
-            WIDE, methods, LENGTH, count or batch, model.device, ranges, USUAL_ROOM, rows
+            WIDE, methods, LENGTH, count or batch, model.device, ranges, SLOT_SHARE, rows
         )
 
     return list(bench.shape_figures(runs, make, listed, batch))
@@ -56,15 +54,15 @@ def figures(
 @pytest.mark.parametrize(
     ("cases", "batch"),
     [
-        ("full@device,full@hybrid,full@streamed,pq+dropped:0.05@hybrid", 1),
-        (f"full@device,pq+dropped:0.05@hybrid2,{TABLES}@host,{TABLES}@host2", 2),
+        ("full@device,full@hybrid,full@streamed,refined+dropped:0.05@hybrid", 1),
+        (f"full@device,refined+dropped:0.05@hybrid,{TABLES}@host", 2),
     ],
 )
 def test_every_case_has_its_figures(bench: ModuleType, cases: str, batch: int) -> None:
-    small = get_method("pq+dropped", 0.05)
+    small = get_method("refined+dropped", 0.05)
     rows = figures(bench, cases, batch)
     assert [row["error"] for row in rows if "error" in row] == []
-    wheres = [row["placement"] + "2" * (row["lanes"] == 2) for row in rows]
+    wheres = [row["placement"] for row in rows]
     assert wheres == [text.rpartition("@")[2] for text in cases.split(",")]
     kv_mb = batch * WIDE.layers * WIDE.kv_heads * LENGTH * 2 * 64 * 4 * 1e-6
     at_most = kv_mb * (0.05 * LENGTH + small.sinks + small.recent + small.append_block) / LENGTH

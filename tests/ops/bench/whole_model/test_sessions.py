@@ -26,7 +26,7 @@ def bench() -> ModuleType:
     return load_bench("whole_model/sessions_gpu")
 
 
-@pytest.mark.parametrize("name", ["full", "csattention", "pq", "squeezed-tree", "quest"])
+@pytest.mark.parametrize("name", ["full", "csattention", "squeezed-tree", "quest"])
 def test_a_context_that_is_described_is_as_large_as_one_that_is_made(bench: ModuleType, name: str) -> None:
     made = made_up_context(NARROW, "bfloat16", METHODS[name], 3 * 8192).manifest
     described = bench.describe_context(NARROW, METHODS[name], 3 * 8192)
@@ -63,7 +63,7 @@ def test_the_largest_number_fits_and_one_more_does_not(bench: ModuleType) -> Non
 
 def test_a_line_for_each_placement(bench: ModuleType, run: Run) -> None:
     options = {"layers": 2, "session_tokens": 512, "device": "2GB", "hosts": "1GiB"}
-    rows, code, _ = run(bench, methods="full,pq+dropped:0.01", tokens=8192, **options)
+    rows, code, _ = run(bench, methods="full,refined+dropped:0.01", tokens=8192, **options)
     assert (code, len(rows)) == (0, 2 * len(Placement))
     # Of these two layers alone the embeddings leave nothing.
     assert (rows[0]["own_1GiB"], rows[0]["limit_1GiB"]) == (0, "device")
