@@ -13,7 +13,7 @@ from harness.made_up import coarse_layers
 from harness.made_up.trained_rows import TrainedRows
 from harness.report import CheckFailedError
 
-from decode_engine.kernels.tables.sizes import TableShape, TableSizes
+from decode_engine.kernels.tables.sizes import TableSizes
 from tests.ops.bench.conftest import load_bench
 
 pytestmark = pytest.mark.usefixtures("few_programs")
@@ -58,7 +58,6 @@ def check_that_wrong_results_are_refused(steps: Any, unwritten: str) -> None:
 def test_wrong_attention_over_tables_is_not_timed(tables: ModuleType, pooled: bool) -> None:
     figure = tables.Figure("small", LENGTH, 1, 8, pooled, {0.05: 1.0})
     steps = tables.Bench(tables.TableMemory(LENGTH, 1), figure, 0.05)
-    assert steps.shape not in steps.neighbours()
     assert steps.bytes_floor(20) == (1 if pooled else 4) * 8 * LENGTH + (20 + 8 + 64 + 16) * layer.ROW
     check_that_wrong_results_are_refused(steps, "was not written")
 
@@ -71,7 +70,6 @@ def test_wrong_attention_of_refined_is_not_timed(
     figure = bench.Figure("small", 1, 4, {0.05: 1.0})
     memory = bench.CoarseMemory(256, 1, head_dim, group=group, clustered=True)
     steps = bench.Bench(memory, figure, 0.05)
-    assert steps.shape not in steps.neighbours()
     row = 2 * head_dim * layer.DTYPE.itemsize
     scaled = max(1, head_dim // 128)  # parts of a value
     assert steps.bytes_floor(20) == 256 * (head_dim + 4 * scaled) + 8 * head_dim + (20 + 8 + 64 + 16) * row
@@ -112,9 +110,8 @@ def test_wrong_attention_of_many_sessions_is_not_timed(
 ) -> None:
     bench = load("shared_gpu", monkeypatch)
     figure = bench.Figure("small", 128, (5, 1))
-    assert bench.SharedShape() not in bench.neighbours(bench.SharedShape())
     memory = bench.SharedMemory(128, 2, 6, head_dim, group)
-    steps = bench.Bench(memory, figure, bench.shared_shape(group, head_dim, False))
+    steps = bench.Bench(memory, figure)
     steps.check()
     right = steps.attention.attend
     monkeypatch.setattr(steps.attention, "attend", lambda layer, q, records: 2 * right(layer, q, records))
@@ -134,11 +131,11 @@ def test_a_figure_says_how_it_misses_its_bar(tables: ModuleType, monkeypatch: py
     figure = tables.Figure("small", LENGTH, 1, 8, True, {0.05: 5.0})
     memory = tables.TableMemory(LENGTH, 1)
 
-    def make(share: float, shape: TableShape | None) -> Any:
-        return Timed(memory, figure, share, shape)
+    def make(share: float) -> Any:
+        return Timed(memory, figure, share)
 
     full = {"flash": 40.0, "cudnn": 50.0}
-    ((row, missed),) = layer.figure_rows("small", figure.bars, make, full, 1e9, False)
+    ((row, missed),) = layer.figure_rows("small", figure.bars, make, full, 1e9)
     assert (row["ratio"], row["full_backend"], missed) == (4.0, "flash", ["small at 0.05: 4.00x, bar 5.0x"])
     assert row["fraction"] == pytest.approx(row["bytes"] / 10e-6 / 1e9)
     assert 0.5 < row["kept_of_wanted"] < 2
