@@ -205,7 +205,6 @@ def serving(code: str, folder: Path, environment: dict[str, str]) -> Iterator[No
         text=True,
     )
     try:
-        assert server.stdout is not None
         assert server.stdout.readline().startswith("Serving")
         yield
     finally:

@@ -99,7 +99,6 @@ def _app(package: str) -> Typer:
 
 def _callbacks(app: Typer, name: str) -> Iterator[tuple[str, Callable[..., None]]]:
     for command in app.registered_commands:
-        assert command.callback is not None
         yield f"{name} {command.name or command.callback.__name__}", command.callback
     for group in app.registered_groups:
         assert group.typer_instance is not None

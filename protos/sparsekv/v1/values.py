@@ -61,9 +61,9 @@ class ContextInfo:
     methods: tuple[str, ...] = ()
     """Names of the methods that can decode against this context."""
     default_method: str = ""
-    """Method that a request gets when it names none, possibly with a remainder and a period
-    (GenerateRequest.method). Empty when what the context was tuned to cannot be read: `state_message` says why, and
-    requests that name no method get CONTEXT_CORRUPT."""
+    """Method that a request gets when it names none, possibly with a remainder and a period (GenerateRequest.method).
+    Empty when what the context was tuned to cannot be read: `state_message` says why, and requests that name no
+    method get CONTEXT_CORRUPT."""
     indexes: tuple[IndexInfo, ...] = ()
     """The indexes of the context."""
     dense_layers: tuple[int, ...] = ()
@@ -687,14 +687,14 @@ class GenerateFields(TypedDict, total=False):
     stop: str | Sequence[str] | None
     """Up to 16 texts of 1 to 256 characters; generation ends where one of them would appear, and it is not sent."""
     method: str | None
-    """How keys are found and attended: a method of ListMethods, possibly with another remainder, a period of
-    searches and options of search and windows, as PRESET[+REMAINDER][@period=P][@OPTION=VALUE].
-    For example "refined", "oracle+centred", "refined@period=4", "csattention@group=pooled". A period is 1 to
-    64; windows (sinks, recent, append_block) reach to the model's positions, append_block from 16 on. At most 128
-    characters. "auto" means what takes less time, by steps that were timed while there was nothing else to do: full
-    attention or the context's `default_method` with its `default_budget`; always the latter for a request with
-    `keep`, with a seed that samples, or with a budget or search period of its own. Empty means what the server was
-    started with (`serve --method`): "auto", or the context's `default_method`."""
+    """How keys are found and attended: a method of ListMethods, possibly with another remainder, a period of searches
+    and options of search and windows, as PRESET[+REMAINDER][@period=P][@OPTION=VALUE]. For example "refined",
+    "oracle+centred", "refined@period=4", "csattention@group=pooled". A period is 1 to 64; windows (sinks, recent,
+    append_block) reach to the model's positions, append_block from 16 on. At most 128 characters. "auto" means what
+    takes less time, by steps that were timed while there was nothing else to do: full attention or the context's
+    `default_method` with its `default_budget`; always the latter for a request with `keep`, with a seed that samples,
+    or with a budget or search period of its own. Empty means what the server was started with (`serve --method`):
+    "auto", or the context's `default_method`."""
     keep_ratio: float | None
     """Fraction of the keys, above 0 and at most 1. A method that cuts at a threshold takes the one that was
     calibrated to keep this fraction on average."""

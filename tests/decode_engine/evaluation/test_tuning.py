@@ -144,7 +144,6 @@ def test_the_command_keeps_a_default_beside_the_context(served: Served) -> None:
     assert done.exit_code == 0, done.output
     assert "is now the default of" in done.stdout
     default = served.store.default_method(id_)
-    assert default is not None
     chosen = document["chosen"]
     assert chosen == document["candidates"][0]
     assert (default.method, default.keep, default.mass) == (chosen["method"], chosen["keep"], chosen["mass"])

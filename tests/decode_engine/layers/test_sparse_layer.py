@@ -24,6 +24,7 @@ from index_store.methods.presets import METHODS, get_method
 from index_store.selection.budgets import Budget, Ratio
 from index_store.selection.remainder_states import ExactKeys, remainder_state
 from tests.decode_engine.layers.plain_attention import D, G, H, context, reference, tokens
+from tests.support.devices import crossed
 from tests.support.layers import ALL_METHODS, build_layer, build_search, with_budget, with_everything
 
 
@@ -36,10 +37,12 @@ def test_a_tail_tells_kernels_where_its_rows_are() -> None:
     assert tail.head_bytes == tail.capacity * 2 * 4 * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ALL_METHODS)
-@pytest.mark.parametrize(
-    ("count", "chunks"), [(5, (3, 1, 1)), (300, (7, 1, 1)), (300, (90, 1, 80, 1, 1, 140, 1))]
+@crossed(
+    {
+        "dtype": [torch.float32, torch.bfloat16],
+        "name": ALL_METHODS,
+        "count, chunks": [(5, (3, 1, 1)), (300, (7, 1, 1)), (300, (90, 1, 80, 1, 1, 140, 1))],
+    }
 )
 def test_full_budget_equals_dense_attention(
     name: str, count: int, chunks: tuple[int, ...], dtype: torch.dtype
@@ -70,7 +73,6 @@ ROOM = 96  # positions that one-hot values can tell apart
 def value_levels(method: Method) -> int:
     """Levels between the least and the largest channel of a value in a coarse copy."""
     spec = method.partition or method.index
-    assert spec is not None
     return 2 ** int(spec.parameters.get("value_bits", 4))
 
 
@@ -346,17 +348,18 @@ def prepared(name: str) -> tuple[Method, Tensor, LayerSearch]:
 SINK, CAPPED = LogitForm(sink_HG=torch.ones(H, G)), LogitForm(cap=20.0)
 
 
-@pytest.mark.parametrize(
-    ("way", "form"),
-    [
-        *((way, PLAIN) for way in (step, steps_together, prompt, shared_prompt)),
-        (steps_together, SINK),
-        (shared_prompt, SINK),
-        (step, CAPPED),
-        (prompt, CAPPED),
-    ],
+@crossed(
+    {
+        "way, form": [
+            *((way, PLAIN) for way in (step, steps_together, prompt, shared_prompt)),
+            (steps_together, SINK),
+            (shared_prompt, SINK),
+            (step, CAPPED),
+            (prompt, CAPPED),
+        ],
+        "name": ALL_METHODS,
+    }
 )
-@pytest.mark.parametrize("name", ALL_METHODS)
 def test_every_way_attends_to_what_was_selected_and_to_the_rest(
     name: str, way: Callable[[Make], None], form: LogitForm
 ) -> None:

@@ -88,7 +88,6 @@ def test_groups_whose_scores_are_many_attend_in_parts(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sparse_layer, "_GROUP_SCORE_BYTES", 4 * 4 * H * G * 256)
     ranked: list[int] = []
     rank = parts.layers[0].sharing
-    assert rank is not None
     together = rank.best_together
 
     def counting(asked: list[Asked], keeps: list[int]) -> object:

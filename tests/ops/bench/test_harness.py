@@ -128,57 +128,6 @@ def test_options_are_parsed() -> None:
                 parse(wrong)
 
 
-REFINED = {
-    "method": "refined",
-    "shape": "llama-3.1-8b",
-    "context": 32768,
-    "keep": 0.01,
-    "append_p99_us": 2000.0,
-}
-TABLES = {"method": "csattention-dense", "shape": "llama-3.1-8b", "context": 32768, "keep": 0.05}
-SHARED = {"figure": "one-128k", "sessions": 16, "ratio": 1.0, "over_bytes": 1.3, "over_one": 1.1}
-MIXED = SHARED | {"figure": "mixed", "ratio": 2.0, "over_bytes": 1.05}
-STEP = {"method": "csattention+dropped:0.01/m8", "batch": 4, "speedup": 2.6}
-BARS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] = {
-    "one_layer/attention_cpu": (
-        TABLES | {"speedup": 3.0},
-        [
-            REFINED | {"speedup": 2.5},
-            {"speedup": 2.9, "context": 8192},
-            {"speedup": 2.9, "method": "csattention-lists"},
-        ],
-        [{"speedup": 2.9}, REFINED | {"speedup": 2.4}, REFINED | {"speedup": 2.5, "append_p99_us": 2500.0}],
-    ),
-    "one_layer/shared_gpu": (
-        SHARED,
-        [MIXED, {"over_one": 1.3, "sessions": 64}],
-        [{"ratio": 1.1}, {"over_one": 1.2}, MIXED | {"over_bytes": 1.2}],
-    ),
-    "whole_model/decode_gpu": (
-        STEP,
-        [{"method": "none", "rest_over_weights": 1.3}, {"method": "full", "speedup": 0.0}],
-        [{"method": "none", "rest_over_weights": 1.4}, {"speedup": 2.4}, {"speedup": 0.0}],
-    ),
-}
-"""By benchmark: a row that reaches its bars, changes after which it does, and changes after which it misses one."""
-
-
-@pytest.mark.parametrize("name", BARS)
-def test_bars_bind(name: str) -> None:
-    bench, (row, reaching, missing) = load_bench(name), BARS[name]
-    assert [bench.missed(row | changes) for changes in ({}, *reaching)] == [[]] * (1 + len(reaching))
-    assert [len(bench.missed(row | changes)) for changes in missing] == [1] * len(missing)
-
-
-def test_percentiles() -> None:
-    values = [float(value) for value in range(100, 0, -1)]
-    shares = [general_steps.percentile(values, share) for share in (0.0, 0.5, 0.99, 1.0)]
-    assert shares == [1.0, 50.0, 99.0, 100.0]
-    assert general_steps.percentile(values[:25], 0.99) == 100.0
-    figures = general_steps.step_figures([0.004, 0.002, 0.003], 2)
-    assert figures == {"step_ms": 3.0, "p99_ms": 4.0, "steps": 3, "tokens_per_s": 666.7}
-
-
 @pytest.fixture(scope="module")
 def model() -> Any:
     return make_model()

@@ -64,11 +64,13 @@ def test_several_methods_share_a_context(make_config: MakeConfig) -> None:
 
 def test_as_many_centroids_as_sampled_queries_and_no_more(make_config: MakeConfig) -> None:
     """17 positions, each with the queries of two heads to a KV head."""
-    most = make_config(method=("csattention",), input=(Path("-"),), centroids=34)
+    most = make_config(method=("csattention",), input=(Path("-"),), index=("query_tables:centroids=34",))
     assert run(most, b"x" * 17).manifest.indexes[0].parameters["centroids"] == 34
-    with pytest.raises(InvalidArgumentError, match="--centroids is 35, expected at most 34"):
-        run(replace(most, centroids=35), b"x" * 17)
-    assert run(replace(most, centroids=32), b"x").created  # the method's own number
+    with pytest.raises(
+        InvalidArgumentError, match="--index query_tables has 35 centroids, expected at most 34"
+    ):
+        run(replace(most, index=("query_tables:centroids=35",)), b"x" * 17)
+    assert run(replace(most, index=()), b"x").created  # the method's own number
 
 
 def test_indexes_with_clusters_are_calibrated(make_config: MakeConfig) -> None:
@@ -169,7 +171,6 @@ def rows(store: Path, id_: str) -> dict[str, tuple[int, int]]:
 
 def checksums(manifest: Manifest, name: str) -> dict[str, str | None]:
     index = manifest.index(name)
-    assert index is not None
     return {array.path: array.checksums for array in index.arrays}
 
 
@@ -248,18 +249,18 @@ def test_query_tables_are_added_by_reading_again(
 
 
 def test_an_index_in_another_form_is_refused(make_config: MakeConfig) -> None:
-    first = run(make_config(method=("csattention",), centroids=8)).manifest
+    first = run(make_config(method=("csattention",), index=("query_tables:centroids=8",))).manifest
     with pytest.raises(
         InvalidArgumentError,
         match=r"has index query_tables with centroids=8, asked for is centroids=4; .*--salt, or delete",
     ):
-        run(make_config(method=("csattention",), centroids=4))
+        run(make_config(method=("csattention",), index=("query_tables:centroids=4",)))
     assert Store(make_config().store).manifest(first.id) == first
     with pytest.raises(
         InvalidArgumentError, match="has index query_tables with centroids=8, split=strided, asked"
     ):
         run(make_config(index=("query_tables:split=contiguous",)))
-    assert run(make_config(method=("csattention",), centroids=4, salt="another")).created
+    assert run(make_config(method=("csattention",), salt="another")).created
 
 
 def test_a_method_takes_an_index_as_it_was_built(make_config: MakeConfig) -> None:
@@ -394,8 +395,8 @@ def steps_of(store: Store, manifest: Manifest, layer: int) -> torch.Tensor:
 @pytest.fixture
 def pair(make_config: MakeConfig) -> tuple[Store, Manifest, Manifest]:
     """A context with rows as they are, and the same with rows in 8 bits."""
-    plain = run(make_config(method=("refined",), centroids=None)).manifest
-    coded = run(make_config(method=("refined",), centroids=None, rows="int8")).manifest
+    plain = run(make_config(method=("refined",))).manifest
+    coded = run(make_config(method=("refined",), rows="int8")).manifest
     return Store(make_config().store), plain, coded
 
 
@@ -447,7 +448,7 @@ def test_a_damaged_plane_is_found(pair: tuple[Store, Manifest, Manifest]) -> Non
 
 
 def test_any_method_brings_the_high_plane_and_indexes_may_be_added(make_config: MakeConfig) -> None:
-    made = run(make_config(method=("squeezed",), centroids=None, rows="int8")).manifest
+    made = run(make_config(method=("squeezed",), rows="int8")).manifest
     assert made.methods == ("squeezed",)
     assert {"key_clusters", HIGH_PLANE} <= made.stored_indexes
     store = make_config().store
@@ -455,20 +456,19 @@ def test_any_method_brings_the_high_plane_and_indexes_may_be_added(make_config: 
         AddIndexConfig(context=made.id, store=store, method=("quest", "refined")), reporter()
     )
     assert dict(report.changed)["indexes"] == "added pages"
-    again = run(make_config(method=("squeezed",), centroids=None, rows="int8"))
+    again = run(make_config(method=("squeezed",), rows="int8"))
     assert (again.created, dict(again.changed)) == (False, {})
 
 
 def test_what_cannot_be_is_refused(make_config: MakeConfig, pair: tuple[Store, Manifest, Manifest]) -> None:
     with pytest.raises(InvalidArgumentError, match="needs in its usual form"):
-        run(make_config(index=(f"{HIGH_PLANE}:key_bits=3",), centroids=None, rows="int8"))
+        run(make_config(index=(f"{HIGH_PLANE}:key_bits=3",), rows="int8"))
     with pytest.raises(InvalidArgumentError, match="--rows is 'int4'"):
         make_config(rows="int4")
     _, plain, coded = pair
     with pytest.raises(ManifestError, match="beside rows in 8 bits"):
         replace(coded, indexes=())
     high = coded.index(HIGH_PLANE)
-    assert high is not None
     for name, value in (("key_bits", 3), ("value_group", 64)):
         other = replace(high, parameters={**high.parameters, name: value})
         with pytest.raises(ManifestError, match="in its usual form"):
@@ -483,7 +483,7 @@ def test_what_was_coded_is_not_taken_for_exact_rows(
     """A document that begins as a context in 8 bits does is computed; one in 8 bits takes exact rows."""
     longer = tmp_path / "longer.txt"
     longer.write_text(document.read_text() * 3)
-    shared = {"method": ("full",), "centroids": None, "query_sample": 64}
+    shared = {"method": ("full",), "query_sample": 64}
     run(make_config(input=(longer,), rows="int8", **shared))
     longest = tmp_path / "longest.txt"
     longest.write_text(document.read_text() * 3 + "And then it rained. " * 30)

@@ -179,7 +179,6 @@ def test_long_contexts_take_bounded_memory(remainder: str) -> None:
         "members": torch.arange(count, device="cuda", dtype=torch.int32).repeat(heads, 1),
     }
     del blocks
-    assert method.index is not None
     spec = method.index.with_parameters(moments="diagonal")
     index = INDEX_CLASSES[spec.kind].from_arrays(spec.parameters, arrays, kv)
     layer = SparseLayer(kv, LayerSearch(index), replace(method, index=spec, partition=None), Figures())

@@ -15,7 +15,6 @@ from decode_engine.rpc.client import Client, Summary
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import ContextCorruptError, InvalidArgumentError
 from index_store.memory.placement import Placement
-from index_store.methods.presets import METHODS
 from index_store.store.catalog import TunedDefault
 from tests.decode_engine.conftest import Library
 
@@ -38,22 +37,6 @@ def summary_of(client: Client, context: str, **arguments: Any) -> Summary:
     generation = client.generate(context, text="Who?", max_tokens=4, **arguments)
     generation.read()
     return generation.summary
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_answers_and_says_what_it_did(client: Client, shelf: str, name: str) -> None:
-    summary = summary_of(client, shelf, method=name)
-    budget = METHODS[name].budget
-    assert summary.completion_tokens == 4
-    assert (summary.method, summary.budget) == (name, "" if budget is None else budget.label)
-    assert summary.remainder == ("" if budget is None else REMAINDERS.get(name, "dropped"))
-    if name == "exact":  # what it drafts by depends on times
-        assert summary.drafted_tokens >= summary.accepted_tokens
-        return
-    # searched: 4 prompt tokens and 3 steps, in the flat layer as well where the remainder is approximated
-    layers = 0 if name == "full" else 2 if name in REMAINDERS else 1
-    assert summary.selection.searches == 7 * layers
-    assert summary.selection.fraction_all == 1.0 if name == "full" else summary.selection.fraction_all < 1.0
 
 
 def test_exact_says_what_full_says_and_how_much_was_drafted(client: Client, shelf: str) -> None:
@@ -113,35 +96,6 @@ def test_requests_that_leave_the_method_open_get_what_takes_less_time(
         "csattention 5.00% instead of full (device): always with one session on a context, always with 16",
         "chosen so far: csattention 1",
     )
-
-
-def test_a_context_names_the_methods_that_it_supports(library: Library, client: Client, shelf: str) -> None:
-    assert client.get_context(shelf).methods == tuple(METHODS)
-    bare = client.get_context("contexts/" + library.prefill("bare", method=("csattention+dropped",)))
-    assert bare.methods == ("full", "exact", "oracle", "csattention")
-    assert (bare.default_method, bare.default_budget) == ("csattention+dropped", "5.00%")
-    assert summary_of(client, bare.name).method == "csattention+dropped"
-
-
-def test_a_budget_replaces_the_methods_own(client: Client, shelf: str) -> None:
-    labels = {
-        "csattention": {"keep_ratio": 0.2},
-        "squeezed": {"keep_ratio": 0.2},
-        "quest": {"target_mass": 0.5},
-        "multipole": {"token_budget": 3},
-    }
-    found = {name: summary_of(client, shelf, method=name, **budget) for name, budget in labels.items()}
-    assert {name: summary.budget for name, summary in found.items()} == {
-        "csattention": "20.00%",
-        "squeezed": "20.00% by threshold",
-        "quest": "0.5 of the mass",
-        "multipole": "3 keys",
-    }
-    counted = found["multipole"].selection
-    assert counted.keys_kept == 3 * 2 * counted.searches  # in each of two KV heads
-    half = found["quest"].selection.keys_kept
-    assert half < summary_of(client, shelf, method="quest", target_mass=0.9).selection.keys_kept
-    assert found["squeezed"].selection.fraction_sparse != found["csattention"].selection.fraction_sparse
 
 
 def test_a_keep_ratio_without_a_calibrated_threshold_is_refused_before_anything_is_loaded(

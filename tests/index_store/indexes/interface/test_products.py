@@ -56,7 +56,6 @@ def test_an_index_ranks_many_queries_like_few(device: str, monkeypatch: pytest.M
     assert not are_many(queries[:, :20])
     method = get_method("csattention")
     spec = method.index
-    assert spec is not None
     source = LayerSource(kv, QuerySample(queries, torch.arange(300)))
     index = INDEX_CLASSES[spec.kind].build(spec.parameters, source, 0)
     asked = queries / 8

@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import typer
 
 from index_store.memory.placement import Placement
 from tests.ops.bench.conftest import FOLDER, Run, load_bench
@@ -22,16 +21,6 @@ def bench(without_gpu: None) -> ModuleType:
     return load_bench("whole_model/decode_gpu")
 
 
-def test_trained_queries_are_refused_where_they_say_nothing(bench: ModuleType) -> None:
-    with pytest.raises(typer.BadParameter, match="no queries to build query_tables from"):
-        bench.main(methods="full,csattention:0.01", trained=True)
-    with pytest.raises(typer.BadParameter, match="no queries to calibrate squeezed with"):
-        bench.main(methods="full,squeezed:0.05", trained=True)
-    for options in ({"placement": Placement.HYBRID}, {"shapes": "400x2@1"}):
-        with pytest.raises(typer.BadParameter, match="same queries at every step"):
-            bench.main(methods="refined:0.01", trained=True, **options)
-
-
 def test_every_kernel_has_a_kind(bench: ModuleType) -> None:
     texts = (file.read_text() for file in KERNELS.rglob("*.py"))
     kernels = {name for text in texts for name in re.findall(r"^def (\w+_kernel)\(", text, re.M)}
@@ -41,20 +30,6 @@ def test_every_kernel_has_a_kind(bench: ModuleType) -> None:
         for name in kernels
     }
     assert {name: found for name, found in kinds.items() if len(found) != 1} == {}
-
-
-def test_a_method_that_fails_does_not_end_the_others(bench: ModuleType) -> None:
-    class Measured:
-        def measure(self, label: str, method: Any) -> dict[str, Any]:
-            if label == "quest":
-                raise RuntimeError("too large")
-            return {"step_ms": 10.0 if label == "full" else 4.0, "graph_ms": 3.0}
-
-    rows = list(bench.shape_figures(Measured(), ["none", "full", "quest", "csattention:0.01"], 2.0))
-    assert [row["method"] for row in rows] == ["none", "full", "quest", "csattention:0.01"]
-    assert rows[0]["rest_over_weights"] == 1.5
-    assert rows[2] == {"method": "quest", "error": "RuntimeError: too large"}
-    assert rows[3]["speedup"] == 2.5
 
 
 @pytest.fixture
