@@ -1,20 +1,20 @@
-"""The commands `evaluate`, `evaluate-merge`, `tune`, and `make-document`, which needs a tokenizer and no model."""
+"""The commands `evaluate`, `tune`, and `make-document`, which needs a tokenizer and no model."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from typer import Option
 
-from decode_engine.evaluation.settings import CONTINUATION_TOKENS, TUNED_QUERIES, EvaluationConfig
+from decode_engine.evaluation.settings import CONTINUATION_TOKENS, EvaluationConfig
 from decode_engine.evaluation.tasks import FAMILIES, make_document, source_text, write_questions
 from decode_engine.settings.command_options import (
     DeviceOption,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     import torch
 
     from decode_engine.evaluation.results import Results
-    from decode_engine.evaluation.tuning import Meter, Outcome
+    from decode_engine.evaluation.tuning import KlMeter, Outcome
     from index_store.memory.resident import ResidentContext
     from index_store.models.tokenizer import Tokenizer
 
@@ -122,34 +122,24 @@ def show_results(results: Results, out: Path, *, picture: bool, output: OutputFo
 
 @dataclass(frozen=True, slots=True)
 class TuneConfig:
-    """`decode-engine tune`. One of target_mass and target_kl is given, with the latter a model."""
+    """`decode-engine tune`."""
 
     store: StoreOption
     context: Annotated[
         str, Option("--context", metavar="ID", help="Id, its first digits, or a name."), Filled()
     ]
-    target_mass: Annotated[
-        float | None,
-        Option(
-            "--target-mass",
-            help=f"Attention mass to capture: the average over layers, heads and {TUNED_QUERIES} of the last queries.",
-        ),
-        MoreThan(0, 1),
-    ] = None
     target_kl: Annotated[
-        float | None,
+        float,
         Option("--target-kl", help="KL divergence from full attention to stay below, nats per token."),
         MoreThan(0, 1000),
-    ] = None
-    model: Annotated[
-        str | None, Option("--model", help="For --target-kl: 'reader', or a Hugging Face folder."), Filled()
-    ] = None
+    ]
+    model: ModelOption
     prompts: Annotated[
         Path | None,
         Option(
             "--prompts",
-            help=f"For --target-kl: texts to predict, one per line; by default the context's last "
-            f"{CONTINUATION_TOKENS} tokens once more.",
+            help=f"Texts to predict, one per line; by default the context's last {CONTINUATION_TOKENS} tokens once "
+            "more.",
         ),
         InputFile(),
     ] = None
@@ -168,24 +158,9 @@ class TuneConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if (self.target_mass is None) == (self.target_kl is None):
-            raise InvalidArgumentError("expected one of --target-mass and --target-kl")
-        if (self.target_kl is None) != (self.model is None):
-            raise InvalidArgumentError(
-                "--model belongs to --target-kl: a model is needed there, and only there"
-            )
-        if self.prompts is not None and self.target_kl is None:
-            raise InvalidArgumentError("--prompts belongs to --target-kl, and --target-mass is given")
         check_device(self.device)
         check_placement(self.placement, self.device)
         check_weights(self.weights, self.device)
-
-    @property
-    def target(self) -> tuple[str, float]:
-        """What is measured, "mass" or "kl", and what it is to reach."""
-        if self.target_kl is not None:
-            return "kl", self.target_kl
-        return "mass", cast(float, self.target_mass)
 
 
 @configured(TuneConfig)
@@ -204,51 +179,43 @@ def tune_command(
 
     for reason in misfits(manifest):
         typer.echo(f"warning: {reason}", err=True)
-    target, wanted = config.target
     device = say_device(config.device, quiet=quiet)
     sweeps = find_sweeps(manifest, config.methods)
     with (
         show_stages(sys.stderr, quiet=quiet) as start_stage,
         _open_meter(config, store, manifest, device) as meter,
     ):
-        outcomes = tune(sweeps, meter, start_stage)
+        outcomes = tune(sweeps, meter.measure, config.target_kl, start_stage)
     best = outcomes[0]
     written = best.reached and not config.dry_run
     if written:
-        store.set_default_method(manifest.id, _record(manifest, best, target, wanted))
+        store.set_default_method(manifest.id, _record(manifest, best, config.target_kl))
     if output is OutputFormat.JSON:
-        print_json(_document(manifest, outcomes, target, wanted, written=written))
+        print_json(_document(manifest, outcomes, config.target_kl, written=written))
     else:
         _print(manifest, outcomes, written=written)
     if not best.reached:
         fail(
-            f"no method reaches {_target_text(target, wanted)}; the best is {best.candidate.expression} at "
-            f"{best.candidate.budget} with {_figures_text(best)}"
+            f"no method reaches a KL divergence of {config.target_kl:g}; the best is {best.candidate.expression} at "
+            f"{best.candidate.budget} with {best.measurement.kl:.4f}"
         )
 
 
 @contextmanager
 def _open_meter(
     config: TuneConfig, store: Store, manifest: Manifest, device: torch.device
-) -> Iterator[Meter]:
-    """Loads the context, and what the target needs."""
+) -> Iterator[KlMeter]:
+    """Loads the model and the context."""
     from decode_engine.evaluation.machine import arena_for
-    from decode_engine.evaluation.tuning import KlMeter, MassMeter
+    from decode_engine.evaluation.tuning import KlMeter
     from decode_engine.model.runner import ModelRunner
 
-    target, wanted = config.target
     with ExitStack() as stack:
-        runner = None
-        if config.model is not None:
-            runner = ModelRunner(resolve_model(config.model), device, manifest.dtype, weights=config.weights)
-            stack.callback(runner.close)
-        stored = stack.enter_context(store.open(manifest.id))
+        runner = ModelRunner(resolve_model(config.model), device, manifest.dtype, weights=config.weights)
+        stack.callback(runner.close)
         arena = arena_for([manifest], device, config.placement)
         resident = stack.enter_context(arena.acquire(store, manifest.id))
-        if target == "mass" or runner is None:
-            yield MassMeter(stored, resident, wanted)
-        else:
-            yield KlMeter(runner, resident, _texts(resident, runner.tokenizer, config.prompts), wanted)
+        yield KlMeter(runner, resident, _texts(resident, runner.tokenizer, config.prompts))
 
 
 def _texts(resident: ResidentContext, tokenizer: Tokenizer, prompts: Path | None) -> list[list[int]]:
@@ -263,22 +230,22 @@ def _texts(resident: ResidentContext, tokenizer: Tokenizer, prompts: Path | None
     return texts
 
 
-def _record(manifest: Manifest, best: Outcome, target: str, wanted: float) -> TunedDefault:
+def _record(manifest: Manifest, best: Outcome, wanted: float) -> TunedDefault:
     return TunedDefault(
         context=manifest.id,
         method=best.candidate.expression,
         keep=best.candidate.keep,
         mass=best.candidate.mass,
         tokens=None,
-        target=target,
+        target="kl",
         wanted=wanted,
-        reached=best.measurement.figures(),
+        reached=asdict(best.measurement),
         created_at=datetime.now(UTC),
     )
 
 
 def _document(
-    manifest: Manifest, outcomes: Sequence[Outcome], target: str, wanted: float, *, written: bool
+    manifest: Manifest, outcomes: Sequence[Outcome], wanted: float, *, written: bool
 ) -> dict[str, object]:
     listed = [
         {
@@ -287,13 +254,13 @@ def _document(
             "mass": outcome.candidate.mass,
             "reached": outcome.reached,
             "index_bytes": outcome.index_bytes,
-            "measured": outcome.measurement.figures(),
+            "measured": asdict(outcome.measurement),
         }
         for outcome in outcomes
     ]
     return {
         "context": manifest.id,
-        "target": {target: wanted},
+        "target": {"kl": wanted},
         "reached": outcomes[0].reached,
         "written": written,
         "chosen": listed[0] if outcomes[0].reached else None,
@@ -302,14 +269,14 @@ def _document(
 
 
 def _print(manifest: Manifest, outcomes: Sequence[Outcome], *, written: bool) -> None:
-    figures = [name for name in ("keys", "mass", "error", "kl") if name in outcomes[0].measurement.figures()]
-    columns = ("METHOD", "BUDGET", "REACHED", *(name.upper() for name in figures), "INDEX")
+    columns = ("METHOD", "BUDGET", "REACHED", "KEYS", "KL", "INDEX")
     rows = [
         [
             outcome.candidate.expression,
             outcome.candidate.budget,
             "yes" if outcome.reached else "no",
-            *(_figure(name, outcome.measurement.figures()[name]) for name in figures),
+            f"{outcome.measurement.keys:.2%}",
+            f"{outcome.measurement.kl:.4f}",
             format_bytes(outcome.index_bytes),
         ]
         for outcome in outcomes
@@ -320,20 +287,6 @@ def _print(manifest: Manifest, outcomes: Sequence[Outcome], *, written: bool) ->
         chosen = f"{best.candidate.expression} at {best.candidate.budget}"
         state = "is now the default of" if written else "would be the default of"
         typer.echo(f"{chosen} {state} {manifest.name} ({manifest.id[:12]})")
-
-
-def _figure(name: str, value: float) -> str:
-    return f"{value:.2%}" if name == "keys" else f"{value:.4f}"
-
-
-def _figures_text(outcome: Outcome) -> str:
-    return ", ".join(
-        f"{name} {_figure(name, value)}" for name, value in outcome.measurement.figures().items()
-    )
-
-
-def _target_text(target: str, wanted: float) -> str:
-    return f"a captured mass of {wanted:g}" if target == "mass" else f"a KL divergence of {wanted:g}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 WARM_UP_STEPS = 2
 TIMED_STEPS = 12
 
-TUNED_QUERIES = 16
-"""Queries per layer that `tune` judges a method by, out of those of the context's last positions."""
-
 CONTINUATION_TOKENS = 128
 """Tokens that `tune` predicts where no texts are given."""
 

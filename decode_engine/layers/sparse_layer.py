@@ -32,7 +32,7 @@ from torch import Tensor
 from decode_engine.layers.dense_layer import DenseLayer, Tail, WindowLayer, visible_keys
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.partial_attention import attend_shared, copy_rows
-from decode_engine.layers.searchers import EachPosition, MadeSelection, Search, Searcher, Searchers, passes
+from decode_engine.layers.searchers import MadeSelection, Search, Searcher, Searchers, passes
 from decode_engine.layers.selected_attention import (
     HeldRows,
     KeyRows,
@@ -156,14 +156,6 @@ class SparseLayer:
             return attend_sparse_together([(self, q_HTGD, keys_HTD, values_HTD, position)])[0]
         self._write(position, keys_HTD, values_HTD)
         return self._attend_all(q_HTGD, position, self._searchers.choose(positions, shared))
-
-    def replay(self, q_HTGD: Tensor, position: int) -> Tensor:
-        """What `attend` would have returned for the context's own queries at `position`.., had the context ended there.
-
-        Every query sees the keys up to its own, none of the session's; nothing is added. Indexes know all of the
-        context: later keys are in their clusters, and are taken out of the remainder.
-        """
-        return self._attend_all(q_HTGD, position, EachPosition())
 
     def adopt(self, other: SparseLayer) -> None:
         """As `DenseLayer.adopt`; what was appended to the index, and selections that serve later steps, go along."""

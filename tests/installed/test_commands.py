@@ -51,7 +51,7 @@ NEEDED = {
     "decode-engine evaluate": "--out {folder}/out",
     "decode-engine make-document": "--out {folder}/d --questions {folder}/q",
     "decode-engine fetch-model": "smollm2",
-    "decode-engine tune": "--store {folder} --context c",
+    "decode-engine tune": "--store {folder} --context c --target-kl 0.1 --model reader",
     "decode-engine contexts ls": "",
     "decode-engine contexts create": "c",
     "decode-engine contexts show": "c",
@@ -285,7 +285,7 @@ QUICK = {
         "methods --server 127.0.0.1:1",
         "serve --store missing --model reader",
         "serve --store . --model missing",
-        "tune --store . --context x --target-mass 0.9",
+        "tune --store . --context x --target-kl 0.1 --model reader",
     ],
 }
 

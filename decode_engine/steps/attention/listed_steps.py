@@ -21,7 +21,6 @@ from decode_engine.kernels.attention.online_softmax import Partials, merge_parti
 from decode_engine.kernels.attention.shared_attention import (
     RowGroups,
     Seat,
-    SharedShape,
     attend_shared,
     attend_window,
     shared_programs,
@@ -65,13 +64,10 @@ _KEYS_PER_SPLIT = 64
 class DenseSteps(StepAttention):
     """Attends to every key of context and tail; a context is read once for all sessions on it."""
 
-    shape: ClassVar[SharedShape | None] = None
-    """Of launches; by default one for the layers' shape."""
-
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
         self._scale = plan.model.head_dim**-0.5
-        self._shape = self.shape or shared_shape(plan.group, plan.model.head_dim, plan.planes)
+        self._shape = shared_shape(plan.group, plan.model.head_dim, plan.planes)
         programs = shared_programs(self._shape, plan.model.kv_heads, plan.device)
         self._groups = RowGroups.allocate(
             plan.size, programs, plan.group, self._shape.rows, plan.device, plan.queue

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 import triton
-import typer
 from torch import Tensor
 
 from decode_engine.steps.attention.listed_steps import ListedSteps
@@ -83,10 +82,6 @@ class Steps(ABC):
         """Of the launches."""
 
     @abstractmethod
-    def neighbours(self) -> list[Any]:
-        """Other launch shapes, for --sweep."""
-
-    @abstractmethod
     def check(self, layer: int = 0) -> None:
         """Compares selection and output with eager ones. Raises CheckFailedError."""
 
@@ -104,7 +99,7 @@ class Steps(ABC):
     def all_layers(self, step: Callable[[int], object]) -> list[Callable[[], object]]:
         return [partial(step, layer) for layer in range(self.memory.layers)]
 
-    def measure(self, parts: bool = True) -> dict[str, Any]:
+    def measure(self) -> dict[str, Any]:
         """Checks and times. Raises CheckFailedError."""
         self.check()
         layers = self.all_layers(self.attend)
@@ -116,10 +111,7 @@ class Steps(ABC):
         result["kept_of_wanted"] = kept / (self.keep * self.rows)
         result["bytes"] = self.bytes_floor(kept)
         result["launch"] = asdict(self.shape)
-        if parts:
-            result["eager_us"] = eager_us(layers)
-            result["kernels_us"] = kernel_us(layers)
-        return result
+        return result | {"eager_us": eager_us(layers), "kernels_us": kernel_us(layers)}
 
     def bytes_floor(self, kept: int) -> int:
         """The least that one layer's step has to read."""
@@ -137,25 +129,17 @@ def check_selection(kept: Tensor, expected: Tensor, limit: float) -> None:
 def figure_rows(
     figure: str,
     bars: Mapping[float, float],
-    make: Callable[[float, Any], Steps],
+    make: Callable[[float], Steps],
     full: dict[str, float],
     bandwidth: float,
-    sweeping: bool,
     float8: Mapping[str, float] | None = None,
 ) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """One row per kept share, and how it misses its bar, the least ratio to full attention; 0 where none is asked for.
 
-    make: steps at a share and with a launch shape, theirs for None. sweeping: also times other shapes, to stderr.
-    float8: microseconds of full attention over a cache in 8 bits, by way.
+    make: steps at a share. float8: microseconds of full attention over a cache in 8 bits, by way.
     """
     for share, bar in bars.items():
-        steps = make(share, None)
-        result = steps.measure()
-        for other in steps.neighbours() if sweeping else ():
-            changed = {k: v for k, v in asdict(other).items() if v != result["launch"][k]}
-            tried = make(share, other).measure(parts=False)
-            times = ", ".join(f"{k} {v:.2f}" for k, v in tried.items() if k.endswith("_us"))
-            typer.echo(f"{figure} {share} {changed}: {times}", err=True)
+        result = make(share).measure()
         best = fastest(full)
         ratio = float(best["full_us"]) / result["graph_us"]
         row = {"figure": figure, "keep": share, "ratio": ratio, "bar": bar, **best, **result}

@@ -6,10 +6,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-READERS = 8
 
 
 def files_below(folder: Path) -> list[Path]:
@@ -22,19 +19,6 @@ def drop_from_page_cache(files: Sequence[Path]) -> None:
     for path in files:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def read_into_page_cache(files: Sequence[Path]) -> None:
-    """Reads all files once."""
-
-    def read(path: Path) -> None:
-        with path.open("rb", buffering=0) as file:
-            piece = bytearray(1 << 22)
-            while file.readinto(piece):
-                pass
-
-    with ThreadPoolExecutor(READERS) as pool:
-        list(pool.map(read, files))
 
 
 def cached_share(files: Sequence[Path]) -> float | None:

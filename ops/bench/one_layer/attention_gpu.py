@@ -1,6 +1,6 @@
 """Decode attention over query tables on a GPU, against torch's best full attention on the same tensors in the same run.
 
-usage: python ops/bench/one_layer/attention_gpu.py [--bars] [--figures pooled,per-head-m16] [--sweep]
+usage: python ops/bench/one_layer/attention_gpu.py [--bars] [--figures pooled,per-head-m16]
 
 Regime: one layer of a decode step, 32 query heads, 8 KV heads, head dimension 128, bfloat16; keys, values and tables in
 the GPU's memory. Several layers' worth of everything take turns, so that no step finds its data in the second-level
@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
-from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness  # noqa: F401 - before torch: sets up OpenMP
@@ -58,7 +57,7 @@ from decode_engine.kernels.tables.reference import (
     kept_mask,
     table_attention_reference,
 )
-from decode_engine.kernels.tables.sizes import TableContext, TableShape, TableSizes, TableWork, table_shape
+from decode_engine.kernels.tables.sizes import TableContext, TableShape, TableSizes, TableWork
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.selections import TableSelection
 from index_store.methods.method import INDEX_SPECS, Method
@@ -135,14 +134,10 @@ class Bench(Steps):
 
     attention: ListedSteps
 
-    def __init__(
-        self, memory: TableMemory, figure: Figure, share: float, shape: TableShape | None = None
-    ) -> None:
+    def __init__(self, memory: TableMemory, figure: Figure, share: float) -> None:
         super().__init__(memory, share)
         plan = step_plan(figure.method(), memory.layers, figure.batch, figure.length)
-        chosen = shape or table_shape(plan.max_keys, plan.rows)
-        with patch(f"{TableSelection.__module__}.table_shape", lambda max_keys, rows: chosen):
-            self.attention = ListedSteps(plan)
+        self.attention = ListedSteps(plan)
         layers = range(memory.layers)
         self.sequences = [memory.sequences(figure.subspaces, layer, self.keep) for layer in layers]
         self.records = [records_of(of_layer, DEVICE) for of_layer in self.sequences]
@@ -161,22 +156,6 @@ class Bench(Steps):
     @property
     def shape(self) -> TableShape:
         return self.plan.shape
-
-    def neighbours(self) -> list[TableShape]:
-        shape = self.shape
-        tries = [
-            *(replace(shape, stages=stages) for stages in (2, 3, 4, 5)),
-            *(replace(shape, rows=rows) for rows in (16, 32, 64)),
-            *(replace(shape, registers=limit) for limit in (64, 80, 96, 128, 0)),
-            *(replace(shape, warps=warps) for warps in (4, 8)),
-            replace(shape, exact_programs=3 - shape.exact_programs),
-            replace(shape, early_threshold=not shape.early_threshold),
-            replace(shape, tile_keys=shape.tile_keys * 2),
-            replace(shape, tile_keys=shape.tile_keys // 2),
-            replace(shape, sample_programs=shape.sample_programs * 2),
-            replace(shape, sample_programs=max(1, shape.sample_programs // 2)),
-        ]
-        return [other for other in dict.fromkeys(tries) if other != shape]
 
     def check(self, layer: int = 0) -> None:
         """Of the first sequences."""
@@ -206,7 +185,6 @@ class Bench(Steps):
 def main(
     figures: Annotated[str, typer.Option(help="Names or prefixes, comma-separated; empty: all.")] = "",
     bars: Annotated[bool, typer.Option("--bars", help="Fail when a figure misses its bar.")] = False,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Also time other launch shapes, to stderr.")] = False,
 ) -> None:
     """Times one layer's decode attention over query tables on a GPU; one JSON line per figure."""
     prefixes = tuple(figures.split(",")) if figures else ("",)
@@ -219,7 +197,7 @@ def main(
             full = full_attention_us(memory.q.flatten(2, 3), memory.kv)
             for figure in (f for f in chosen if (f.length, f.batch) == (length, batch)):
                 make = partial(Bench, memory, figure)
-                for row, missed in figure_rows(figure.name, figure.bars, make, full, bandwidth, sweep):
+                for row, missed in figure_rows(figure.name, figure.bars, make, full, bandwidth):
                     report.add(row, *missed)
             del memory, make
             torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """Decode attention of `refined` on a GPU, against torch's best full attention on the same tensors in one run.
 
 usage: python ops/bench/one_layer/refined_gpu.py [--bars] [--trained] [--figures 4-bits-128k-b1,2-bits] [--head-dim 64]
-    [--group 16] [--flashinfer] [--sweep]
+    [--group 16] [--flashinfer]
 
 Regime: one layer of a decode step, 8 KV heads with 4 query heads each or as many as --group says, head dimension 128
 or, with --head-dim, 64 or 256, bfloat16; keys, values and their coarse copies in the GPU's memory, every sequence of a
@@ -22,8 +22,6 @@ keys as they are and to all others as they are coded, and the number of listed k
 ways: `float8_us` is the faster one (`flashinfer_baseline`), over float8 copies of the same keys and values without a
 tail, and `float8_ratio` how much longer that takes than `refined`.
 
---sweep also times other launch shapes to stderr.
-
 One JSON line per figure; the exit code is 1 when a check fails, or when --bars is given and a figure misses its bar.
 Bars are for head dimension 128 and groups of 4.
 """
@@ -36,7 +34,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
-from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness  # noqa: F401 - before torch: sets up OpenMP
@@ -61,7 +58,7 @@ from harness.report import CheckFailedError, check_close, reporting
 from harness.timing import copy_bandwidth, full_attention_us, graph_us
 
 from decode_engine.kernels.coarse.reference import attend_others_reference
-from decode_engine.kernels.coarse.sizes import CoarseShape, coarse_shape
+from decode_engine.kernels.coarse.sizes import CoarseShape
 from decode_engine.kernels.families import COARSE_ROWS, coarse_refusal
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.selections import CoarseSelection
@@ -109,18 +106,14 @@ class Bench(Steps):
     memory: CoarseMemory
     attention: ListedSteps
 
-    def __init__(
-        self, memory: CoarseMemory, figure: Figure, share: float, shape: CoarseShape | None = None
-    ) -> None:
+    def __init__(self, memory: CoarseMemory, figure: Figure, share: float) -> None:
         super().__init__(memory, share)
         self.figure = figure
         memory.code(figure.bits, self.keep)
         plan = step_plan(
             figure.method(), memory.layers, self.batch, self.length, head_dim=self.head_dim, group=self.group
         )
-        chosen = coarse_shape(plan.device, plan.max_keys) if shape is None else shape
-        with patch(f"{CoarseSelection.__module__}.coarse_shape", lambda device, max_keys: chosen):
-            self.attention, self.lists_only = ListedSteps(plan), CoarseSelection(plan)
+        self.attention, self.lists_only = ListedSteps(plan), CoarseSelection(plan)
         self.records = [memory.records(layer) for layer in range(memory.layers)]
 
     @property
@@ -133,18 +126,6 @@ class Bench(Steps):
     @property
     def shape(self) -> CoarseShape:
         return self.selection.sizes.shape
-
-    def neighbours(self) -> list[CoarseShape]:
-        shape = self.shape
-        tries = [
-            *(replace(shape, tile=tile) for tile in (16, 64)),
-            *(replace(shape, ahead=ahead) for ahead in (1, 2, 4)),
-            *(replace(shape, values_ahead=ahead) for ahead in (1, 2, 5, 7)),
-            *(replace(shape, early=early) for early in (0, 2)),
-            *(replace(shape, exact_share=share) for share in (5, 8)),
-            *(replace(shape, programs=shape.programs * part // 8) for part in (4, 6, 7)),
-        ]
-        return [other for other in dict.fromkeys(tries) if other != shape]
 
     def check(self, layer: int = 0) -> None:
         """Of the first and the last sequence."""
@@ -197,7 +178,6 @@ def main(
     flashinfer: Annotated[
         bool, typer.Option("--flashinfer", help="Also time full attention over a cache in 8 bits.")
     ] = False,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Also time other launch shapes, to stderr.")] = False,
 ) -> None:
     """Times one layer's decode attention of `refined` on a GPU; one JSON line per figure."""
     prefixes = tuple(figures.split(",")) if figures else ("",)
@@ -228,9 +208,7 @@ def main(
                 float8 = float8_us(memory.q, memory.kv) if flashinfer else None
                 for figure in (figure for figure in chosen if figure.batch == batch):
                     make = partial(Bench, memory, figure)
-                    for row, missed in figure_rows(
-                        figure.name, figure.bars, make, full, bandwidth, sweep, float8
-                    ):
+                    for row, missed in figure_rows(figure.name, figure.bars, make, full, bandwidth, float8):
                         report.add(row | {"head_dim": head_dim, "group": group, "keys": keys}, *missed)
                 del memory, make
                 torch.cuda.empty_cache()

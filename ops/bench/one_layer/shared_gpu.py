@@ -1,7 +1,7 @@
 """Exact decode attention of many sessions on one context on a GPU, against torch's attention to it with all queries.
 
 usage: python ops/bench/one_layer/shared_gpu.py [--bars] [--figures one-128k,mixed] [--head-dim 256] [--group 16]
-    [--flashinfer] [--sweep]
+    [--flashinfer]
 
 Regime: one layer of a decode step, 8 KV heads with 4 query heads each or as many as --group says, head dimension 128
 or, with --head-dim, 64 or 256, bfloat16; contexts in the GPU's memory, sessions with tails of 64 keys of their own. Two
@@ -27,8 +27,6 @@ are compared like ours. `flashinfer_float8_us` is full attention over a copy in 
 without tails: the fastest of the ways in `flashinfer_baseline`. Ratios and bars do not depend on them. `flashinfer` is
 its version.
 
---sweep also times other launch shapes, to stderr.
-
 One JSON line per figure; the exit code is 1 when a check fails, or when --bars is given and a figure misses its bar.
 """
 
@@ -36,7 +34,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -55,7 +53,7 @@ from harness.timing import copy_bandwidth, fastest, graph_us, packed_attention_u
 from torch import Tensor
 
 from decode_engine.kernels import records
-from decode_engine.kernels.attention.shared_attention import Seat, SharedShape, shared_shape
+from decode_engine.kernels.attention.shared_attention import Seat, shared_shape
 from decode_engine.kernels.families import ATTENTION
 from decode_engine.steps.attention.listed_steps import DenseSteps
 from index_store.methods.presets import METHODS
@@ -134,18 +132,14 @@ def check_sessions(
 class Bench:
     """The steps of a figure."""
 
-    def __init__(self, memory: SharedMemory, figure: Figure, shape: SharedShape) -> None:
-        class Chosen(DenseSteps):
-            pass
-
-        Chosen.shape = shape
+    def __init__(self, memory: SharedMemory, figure: Figure) -> None:
         self.memory, self.figure = memory, figure
         self.contexts = figure.contexts()
         group, head_dim = memory.q.shape[3:]
         plan = step_plan(
             METHODS["full"], memory.layers, figure.sessions, figure.length, head_dim=head_dim, group=group
         )
-        self.attention = Chosen(plan)
+        self.attention = DenseSteps(plan)
         seats = [Seat(b, context, figure.length, TAIL) for b, context in enumerate(self.contexts)]
         self.attention.arrange(seats, False)
         self.records = [memory.records(layer, self.contexts) for layer in range(memory.layers)]
@@ -165,18 +159,6 @@ class Bench:
         return graph_us(steps, max(1, 8 // len(steps)))
 
 
-def neighbours(shape: SharedShape) -> list[SharedShape]:
-    tries = [
-        *(replace(shape, rows=rows) for rows in (16, 32)),
-        replace(shape, rows=128, warps=8, programs=1),
-        *(replace(shape, many_tile=tile, many_stages=stages) for tile, stages in ((32, 4), (64, 2), (64, 4), (128, 2))),
-        *(replace(shape, tile=tile, stages=stages) for tile, stages in ((32, 4), (64, 2), (64, 4), (128, 2), (128, 3))),
-        *(replace(shape, programs=programs) for programs in (1, 3)),
-        replace(shape, warps=8),
-    ]  # fmt: skip
-    return [other for other in dict.fromkeys(tries) if other != shape]
-
-
 def packed_us(memory: SharedMemory, figure: Figure) -> dict[str, float]:
     """Torch's time of each backend and layout, summed over the contexts."""
     kv, found = memory.kv, {}
@@ -189,9 +171,7 @@ def packed_us(memory: SharedMemory, figure: Figure) -> dict[str, float]:
     return {name: sum(found[count][name] for count in figure.groups) for name in sorted(names)}
 
 
-def measure(
-    memory: SharedMemory, figure: Figure, bandwidth: float, sweep: bool, flashinfer: bool
-) -> dict[str, Any]:
+def measure(memory: SharedMemory, figure: Figure, bandwidth: float, flashinfer: bool) -> dict[str, Any]:
     """The figure's row. Raises CheckFailedError for a wrong output."""
     group, head_dim = memory.q.shape[3:]
     shape = shared_shape(group, head_dim, False)
@@ -203,15 +183,8 @@ def measure(
         "layers": memory.layers,
         "head_dim": head_dim,
         "group": group,
-        "graph_us": Bench(memory, figure, shape).microseconds(),
+        "graph_us": Bench(memory, figure).microseconds(),
     }
-    for other in neighbours(shape) if sweep else ():
-        changed = {name: value for name, value in asdict(other).items() if value != getattr(shape, name)}
-        try:
-            took = f"{Bench(memory, figure, other).microseconds():.2f}"
-        except Exception as error:  # such as shared memory that is too small
-            took = failure(error)["error"]
-        typer.echo(f"{figure.name} {figure.sessions} {changed}: {took}", err=True)
     packed = packed_us(memory, figure)
     best = fastest(packed)
     nbytes = (len(figure.groups) * figure.length + figure.sessions * TAIL) * KV_HEADS * memory.row_bytes
@@ -244,7 +217,6 @@ def rows_of(
     head_dim: int,
     group: int,
     bandwidth: float,
-    sweep: bool,
     flashinfer: bool,
 ) -> Iterator[dict[str, Any]]:
     """Of figures that share a memory; an error does not end the others."""
@@ -253,7 +225,7 @@ def rows_of(
     one: float | None = None
     for figure in figures:
         try:
-            row = measure(memory, figure, bandwidth, sweep, flashinfer)
+            row = measure(memory, figure, bandwidth, flashinfer)
         except Exception as error:
             yield {"figure": figure.name, "tokens": figure.length, "sessions": figure.sessions} | failure(
                 error
@@ -272,7 +244,6 @@ def main(
     flashinfer: Annotated[
         bool, typer.Option("--flashinfer", help="Also time FlashInfer, on one context.")
     ] = False,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Also time other launch shapes, to stderr.")] = False,
 ) -> None:
     """Times one layer's exact decode attention of many sessions on one context; one JSON line per figure."""
     prefixes = tuple(figures.split(",")) if figures else ("",)
@@ -286,7 +257,7 @@ def main(
         torch.manual_seed(0)
         bandwidth = copy_bandwidth()
         for _, some in groupby(chosen, key=lambda figure: figure.name):
-            for row in rows_of(list(some), head_dim, group, bandwidth, sweep, flashinfer):
+            for row in rows_of(list(some), head_dim, group, bandwidth, flashinfer):
                 report.add(row, *(missed(row) if "error" not in row else ()))
             torch.cuda.empty_cache()
 

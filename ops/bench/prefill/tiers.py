@@ -26,7 +26,9 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,15 +38,19 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 
 # isort: split
 import typer
-from first_token import DEVICE, DISTINCT, Requests, load_reader, prompt_of, write_context
+from first_token import DEVICE, Requests, load_reader, prompt_of
 from harness.made_up.contexts import DTYPE, QUERY_STD
 from harness.parsing import parse_counts
 from harness.report import compare, reporting
 from moto.server import ThreadedMotoServer
+from torch import Tensor
 
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.settings.command_options import Prompts
-from index_store.memory.placement import Placement
+from index_store.memory.arena import Arena
+from index_store.memory.placement import MemoryBytes
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import Method
 from index_store.methods.presets import get_method
 from index_store.objects.context_file import export_context, import_context
 from index_store.objects.courier import Courier
@@ -56,6 +62,9 @@ from index_store.store.files.durable import sync_tree
 PROMPT_TOKENS = 64
 METHOD = "refined"
 ID = "0" * 64
+DISTINCT = 2
+"""Layers with contents of their own; the others repeat them, which no cache is large enough to profit from."""
+WRITERS = 8
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -63,6 +72,53 @@ def timed(work: Callable[[], object]) -> float:
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
+
+
+def host_chunks(made: ResidentContext, layer: int) -> list[tuple[str, int, Tensor]]:
+    """Array, KV head and contents of one layer's chunks."""
+    arrays = {"kv": made.kv(layer)} | {
+        f"index/{index.name}/{name}": array
+        for index in made.manifest.indexes
+        for name, array in made.index(index.name, layer).arrays().items()
+    }
+    return [(path, head, chunk.cpu()) for path, array in arrays.items() for head, chunk in enumerate(array)]
+
+
+def write_context(store: Store, made: ResidentContext, id_: str, distinct: int) -> Manifest:
+    """Writes a made-up context into the store, several chunks at a time; its first layers take turns over all."""
+    manifest = replace(made.manifest, id=id_)
+    entries = {entry.path: entry for entry in manifest.arrays}
+    with store.writer(id_) as writer, ThreadPoolExecutor(WRITERS) as pool:
+        writer.write_tokens(made.tokens())
+        for entry in entries.values():
+            if entry.path != "tokens":
+                writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
+        held = [host_chunks(made, layer) for layer in range(min(distinct, manifest.model.layers))]
+        done = [
+            pool.submit(writer.write_chunk, path, (layer, head), chunk)
+            for layer in range(manifest.model.layers)
+            for path, head, chunk in held[layer % distinct]
+        ]
+        for each in done:
+            each.result()
+        return writer.publish(manifest)
+
+
+class StoredRequests:
+    """Requests on a stored context."""
+
+    def __init__(self, model: Any, store: Store, manifest: Manifest) -> None:
+        self._model, self._store, self._id = model, store, manifest.id
+        self.arena = Arena(MemoryBytes(2**40, 2**40), device=DEVICE)
+
+    def logits(self, method: Method, ids: Sequence[int], early: bool = False) -> Tensor:
+        """After the prompt, [V] float32. early: which runs behind the loading."""
+        with self.arena.acquire(self._store, self._id, early=early) as context:
+            return Requests(self._model, context).logits(method, ids, Prompts.EXACT)
+
+    def first_token(self, method: Method, ids: Sequence[int]) -> float:
+        """Seconds from the request to its first token on the host."""
+        return timed(lambda: int(self.logits(method, ids, early=True).argmax()))
 
 
 def s3_environment(endpoint: str) -> dict[str, str]:
@@ -81,8 +137,8 @@ def first_token_figures(
 ) -> Iterator[dict[str, Any]]:
     """All places in turns; the first round warms up, and checks."""
     method, ids = get_method(METHOD), prompt_of(PROMPT_TOKENS)
-    requests = {place: Requests(model, store, manifest, Placement.DEVICE) for place, store in stores.items()}
-    expected = requests["disk"].logits(method, ids, Prompts.EXACT)
+    requests = {place: StoredRequests(model, store, manifest) for place, store in stores.items()}
+    expected = requests["disk"].logits(method, ids)
     firsts: dict[str, list[float]] = {place: [] for place in stores}
     fetches: dict[str, list[float]] = {place: [] for place in stores}
     for turn in range(rounds + 1):
@@ -91,9 +147,9 @@ def first_token_figures(
             if place != "disk" and not store.evict(manifest.id, lambda _: True):
                 raise RuntimeError(f"{place}: the context was not evicted")
             fetched = timed(lambda store=store: store.bring(manifest.id))  # type: ignore[misc]
-            first = requests[place].first_token(method, ids, Prompts.EXACT, early=True)
+            first = requests[place].first_token(method, ids)
             if turn == 0:
-                compare(requests[place].logits(method, ids, Prompts.EXACT), expected, 1e-6, f", {place}")
+                compare(requests[place].logits(method, ids), expected, 1e-6, f", {place}")
             else:
                 fetches[place].append(fetched)
                 firsts[place].append(fetched + first)

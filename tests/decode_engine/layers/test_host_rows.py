@@ -194,10 +194,6 @@ def test_searching_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.equal(found.selection.ids_HTK, wanted.selection.ids_HTK)
         for found, wanted in zip(*seen, strict=True)
     )
-    assert torch.equal(
-        layer.replay(torch.ones(HEADS, 2, GROUP, DIM), 250),
-        expected.replay(torch.ones(HEADS, 2, GROUP, DIM), 250),
-    )
 
 
 @pytest.mark.gpu

@@ -278,34 +278,6 @@ def test_other_chunks_after_a_failure_leave_no_trace_of_it(name: str) -> None:
     assert failed.nbytes == fresh.nbytes
 
 
-@pytest.mark.parametrize("name", ALL_METHODS)
-def test_a_replayed_query_sees_no_later_key(name: str) -> None:
-    """Queries of the context: a full budget is causal attention, and with q = 0 all keys seen count once."""
-    kv = context(300)
-    levels = value_levels(ALL_METHODS[name])
-    kv[:, :, 1] = torch.randint(0, levels, (H, 300, D), generator=torch.Generator().manual_seed(1)) / (
-        levels - 1
-    )
-    kv[:, :, 1, :2] = torch.tensor([0.0, 1.0])
-    full = build_layer(with_everything(ALL_METHODS[name]), kv, G)
-    few = build_layer(replace(with_budget(ALL_METHODS[name], 0.1), recent=8, append_block=5), kv, G)
-    seen: list[Observation] = []
-    few.observer = seen.append
-    nothing = torch.empty(H, 0, D)
-    for position, size in ((290, 10), (299, 1), (240, 7)):
-        q = tokens(size, position)[0]
-        expected = reference(q, kv, nothing, nothing, position)
-        torch.testing.assert_close(full.replay(q, position), expected, rtol=1e-4, atol=1e-4)
-        out = few.replay(q * 0, position)
-        assert seen[-1].search_end <= position + size - 1 - 8
-        if not few._method.drops_remainder:
-            mean = reference(q * 0, kv, nothing, nothing, position)
-            # A key more or less would show as 2e-3; scales of coarse values are float16.
-            close = 6e-4 if few._method.remainder.name == "coarse" else 1e-4
-            torch.testing.assert_close(out, mean, rtol=close, atol=close)
-    assert few.tail.count == full.tail.count == 0
-
-
 COUNT, RECENT, BLOCK = 300, 20, 16
 """Short prompts and few steps: all that is searched is in the context."""
 
@@ -334,10 +306,6 @@ def shared_prompt(make: Make) -> None:
     make().attend(*tokens(9, 2), COUNT, shared=True)
 
 
-def replay(make: Make) -> None:
-    make().replay(tokens(5, 3)[0], COUNT - 40)
-
-
 def expected(seen: Observation, search: LayerSearch, method: Method) -> Tensor:
     """Attention out [H, T, G, D] of what was observed."""
     rows = torch.cat([seen.rows.context_HN2D, seen.rows.tail_Ht2D], dim=1).float()
@@ -360,12 +328,9 @@ def expected(seen: Observation, search: LayerSearch, method: Method) -> Tensor:
         if not method.drops_remainder:
             index = search.index if search.partition is None else search.partition
             pieces = index.pieces(q, seen.sinks, seen.search_end, None, position)
-            # Clusters also hold keys that a query of the context must not see.
-            end = max(position + 1, COUNT)
-            taken = torch.nn.functional.pad(attended, (0, end - position - 1), value=True)
-            ids = torch.arange(end, dtype=torch.int32).expand(H, 1, -1)
-            raw = torch.einsum("htgd,hnd->htgn", q, rows[:, :end, 0])
-            exact = ExactKeys(ids, taken[:, None], raw, rows[:, None, :end, 1])
+            ids = torch.arange(position + 1, dtype=torch.int32).expand(H, 1, -1)
+            raw = torch.einsum("htgd,hnd->htgn", q, keys)
+            exact = ExactKeys(ids, attended[:, None], raw, values[:, None])
             left = remainder_state(method.remainder, pieces, [exact], seen.form)
             assert left is not None
             state = state.merge(left)
@@ -386,7 +351,7 @@ SINK, CAPPED = LogitForm(sink_HG=torch.ones(H, G)), LogitForm(cap=20.0)
 @crossed(
     {
         "way, form": [
-            *((way, PLAIN) for way in (step, steps_together, prompt, shared_prompt, replay)),
+            *((way, PLAIN) for way in (step, steps_together, prompt, shared_prompt)),
             (steps_together, SINK),
             (shared_prompt, SINK),
             (step, CAPPED),

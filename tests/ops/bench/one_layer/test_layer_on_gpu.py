@@ -46,7 +46,6 @@ def check_that_wrong_results_are_refused(steps: Any, unwritten: str) -> None:
 def test_wrong_attention_over_tables_is_not_timed(tables: ModuleType, pooled: bool) -> None:
     figure = tables.Figure("small", LENGTH, 1, 8, pooled, {0.05: 1.0})
     steps = tables.Bench(tables.TableMemory(LENGTH, 1), figure, 0.05)
-    assert steps.shape not in steps.neighbours()
     assert steps.bytes_floor(20) == (1 if pooled else 4) * 8 * LENGTH + (20 + 8 + 64 + 16) * layer.ROW
     check_that_wrong_results_are_refused(steps, "was not written")
 
@@ -59,7 +58,6 @@ def test_wrong_attention_of_refined_is_not_timed(
     figure = bench.Figure("small", 1, 4, {0.05: 1.0})
     memory = bench.CoarseMemory(256, 1, head_dim, group=group, clustered=True)
     steps = bench.Bench(memory, figure, 0.05)
-    assert steps.shape not in steps.neighbours()
     row = 2 * head_dim * layer.DTYPE.itemsize
     scaled = max(1, head_dim // 128)  # parts of a value
     assert steps.bytes_floor(20) == 256 * (head_dim + 4 * scaled) + 8 * head_dim + (20 + 8 + 64 + 16) * row
@@ -72,9 +70,8 @@ def test_wrong_attention_of_many_sessions_is_not_timed(
 ) -> None:
     bench = load("shared_gpu", monkeypatch)
     figure = bench.Figure("small", 128, (5, 1))
-    assert bench.SharedShape() not in bench.neighbours(bench.SharedShape())
     memory = bench.SharedMemory(128, 2, 6, head_dim, group)
-    steps = bench.Bench(memory, figure, bench.shared_shape(group, head_dim, False))
+    steps = bench.Bench(memory, figure)
     steps.check()
     right = steps.attention.attend
     monkeypatch.setattr(steps.attention, "attend", lambda layer, q, records: 2 * right(layer, q, records))
