@@ -118,11 +118,6 @@ INDEX_SPECS: Mapping[str, IndexSpec] = MappingProxyType(
                 "key_clusters",
                 {**_CLUSTERS, "metric": "euclidean", "moments": "diagonal"},
             ),
-            IndexSpec(
-                "dipole_clusters",
-                "key_clusters",
-                {**_CLUSTERS, "metric": "euclidean", "moments": "full", "keys_per_cluster": 32},
-            ),
             IndexSpec("pages", "pages", {"size": 16}),
             IndexSpec(
                 "product_codes",

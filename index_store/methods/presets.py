@@ -12,7 +12,16 @@ from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.indexes.coarse_rows.parameters import RETIRED
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.method import INDEX_SPECS, Method, Schedule
-from index_store.selection.budgets import DROPPED, REMAINDERS, Budget, Mass, Ratio, Threshold, TokenCount
+from index_store.selection.budgets import (
+    DIPOLE_RETIRED,
+    DROPPED,
+    REMAINDERS,
+    Budget,
+    Mass,
+    Ratio,
+    Threshold,
+    TokenCount,
+)
 from index_store.store.description.json_fields import Scalar
 
 EXPRESSION_HELP = "PRESET[+REMAINDER][@period=P|@lag][@correct=COSINE][@OPTION=VALUE]"
@@ -251,7 +260,6 @@ METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method
 _PARTITIONS = {
     "monopole": "remainder_clusters",
     "centred": "remainder_clusters",
-    "dipole": "dipole_clusters",
     "coarse": "coarse_rows",
 }
 
@@ -331,6 +339,8 @@ def _parse(text: str) -> Method:
 
 
 def _with_remainder(method: Method, name: str) -> Method:
+    if name == "dipole":
+        raise MethodUnsupportedError(f"remainder is 'dipole': {DIPOLE_RETIRED}", remainder=name)
     remainder = REMAINDERS.get(name)
     if remainder is None:
         raise MethodUnsupportedError(

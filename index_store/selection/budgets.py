@@ -76,9 +76,14 @@ class PieceKind:
 
 CLUSTERS, COARSE_ROWS = PieceKind("clusters", 16), PieceKind("coarse rows", 1)
 
-MOMENTS = ("none", "diagonal", "full")
-"""Moments that clusters may hold besides means and sums, each including those before it: nothing, variances of keys,
-covariances of values and keys."""
+MOMENTS = ("none", "diagonal")
+"""Moments that clusters may hold besides means and sums: nothing, variances of keys."""
+
+DIPOLE_RETIRED = (
+    "the remainder dipole and the index dipole_clusters were retired on 2026-11-28, since their covariances take four "
+    "times the bytes of keys and values; take the remainder centred, or the method refined"
+)
+"""Why they are refused, wherever somebody asks for them. Contexts that have such an index serve all other methods."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +115,11 @@ CENTRED = Remainder(
     "diagonal",
     takes_out_rows=True,
 )
-DIPOLE = Remainder(
-    "dipole",
-    "Centred, with the covariance of values and keys: d x d numbers per cluster.",
-    CLUSTERS,
-    "full",
-    takes_out_rows=True,
-)
 COARSE = Remainder(
     "coarse", "Keys that were not selected count by their coarse copies, each for itself.", COARSE_ROWS
 )
 REMAINDERS: Mapping[str, Remainder] = MappingProxyType(
-    {each.name: each for each in (DROPPED, MONOPOLE, CENTRED, DIPOLE, COARSE)}
+    {each.name: each for each in (DROPPED, MONOPOLE, CENTRED, COARSE)}
 )
 
 

@@ -37,6 +37,7 @@ from index_store.indexes.coarse_rows.two_planes import find_low_plane
 from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.method import IndexSpec
+from index_store.selection.budgets import DIPOLE_RETIRED
 from index_store.store.catalog import CHANGEABLE, Store, free_name, utc_now
 from index_store.store.description.array_entry import (
     ArrayEntry,
@@ -263,6 +264,8 @@ def _specs(parent: Manifest, reporter: Reporter) -> list[IndexSpec]:
         lacks = None
         if entry.parameters.get("coding") == "product":
             lacks = RETIRED
+        elif entry.parameters.get("moments") == "full":
+            lacks = DIPOLE_RETIRED
         elif entry.parameters.get("window", 0):
             lacks = "it undoes the model's rotary embedding, which the store does not have"
         elif INDEX_KINDS[entry.kind].needs_queries:

@@ -241,7 +241,6 @@ def refusal(method: Method) -> str:
         (get_method("csattention"), "ListedSteps"),
         (get_method("csattention+dropped"), "ListedSteps"),
         (get_method("csattention+monopole"), "ListedSteps"),
-        (get_method("csattention+dipole"), "dipole"),
         (get_method("csattention-paper"), "lists"),
         (get_method("pq"), "ListedSteps"),
         (get_method("pq+dropped"), "ListedSteps"),
