@@ -188,7 +188,7 @@ def test_remainders_that_cannot_work_are_refused() -> None:
             replace(wrong, remainder=REMAINDERS["coarse"])
     with pytest.raises(MethodUnsupportedError, match=r"has no clusters; .* such as remainder_clusters"):
         replace(METHODS["refined"], remainder=REMAINDERS["monopole"])
-    with pytest.raises(MethodUnsupportedError, match="remainder is 'dipole': .* were retired"):
+    with pytest.raises(MethodUnsupportedError, match=r"remainder is 'dipole': .* were retired"):
         get_method("pq+dipole")
     with pytest.raises(MethodUnsupportedError, match="needs clusters with moments 'diagonal'"):
         replace(METHODS["multipole"], remainder=REMAINDERS["centred"])
