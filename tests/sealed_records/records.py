@@ -41,6 +41,12 @@ from tests.support.store import (
 RECORDED = Path(__file__).parent / "recorded"
 CONTEXT = "5" * 64
 
+_SPECS = [*INDEX_SPECS.values(), RETIRED_INDEX]
+_REST = INDEX_SPECS["remainder_clusters"]
+_DIPOLES = replace(
+    _REST, name="dipole_clusters", parameters={**_REST.parameters, "keys_per_cluster": 32, "moments": "full"}
+)
+_SPECS.insert(_SPECS.index(_REST) + 1, _DIPOLES)  # in the order in which there were kinds
 _EVERY_KIND = tuple(
     IndexEntry(
         spec.name,
@@ -50,7 +56,7 @@ _EVERY_KIND = tuple(
         (index_array_entry(spec.name, "rows", 2, (MODEL.kv_heads, 3), "uint8"),),
         THRESHOLDS if spec.name == "pages" else (),
     )
-    for spec in (*INDEX_SPECS.values(), RETIRED_INDEX)
+    for spec in _SPECS
     if spec.stored
 )
 

@@ -105,7 +105,6 @@ def test_parameters_of_a_named_index() -> None:
         (("pages:",), "cannot read ''"),
         (("paper_tables:subspaces=4",), "fixed by the paper"),
         (("dipole_clusters",), "were retired on 2026-11-28"),
-        (("remainder_clusters:moments=full",), "were retired on 2026-11-28"),
     ],
 )
 def test_indexes_that_cannot_be_named_so_are_refused(indexes: tuple[str, ...], message: str) -> None:
