@@ -79,12 +79,6 @@ CLUSTERS, COARSE_ROWS = PieceKind("clusters", 16), PieceKind("coarse rows", 1)
 MOMENTS = ("none", "diagonal")
 """Moments that clusters may hold besides means and sums: nothing, variances of keys."""
 
-DIPOLE_RETIRED = (
-    "the remainder dipole and the index dipole_clusters were retired on 2026-11-28, since their covariances take four "
-    "times the bytes of keys and values; take the remainder centred, or the method refined"
-)
-"""Why they are refused, wherever somebody asks for them. Contexts that have such an index serve all other methods."""
-
 
 @dataclass(frozen=True, slots=True)
 class Remainder:

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.classes import INDEX_CLASSES
-from index_store.indexes.coarse_rows.parameters import RETIRED
 from index_store.indexes.interface.layer_index import LayerSource
+from index_store.indexes.interface.retired import RETIRED_INDEXES
 from index_store.methods.method import INDEX_SPECS, IndexSpec, Method
 from index_store.methods.presets import METHODS, get_method
-from index_store.selection.budgets import DIPOLE_RETIRED
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.json_fields import Scalar
 from index_store.store.description.manifest import HIGH_PLANE
@@ -125,9 +124,8 @@ def _named_spec(text: str) -> IndexSpec:
     """The index that one --index flag asks for."""
     name, separator, listed = text.partition(":")
     spec = INDEX_SPECS.get(name)
-    if name in ("coarse_codes", "dipole_clusters"):
-        why = RETIRED if name == "coarse_codes" else DIPOLE_RETIRED
-        raise InvalidArgumentError(f"--index is {text!r}: {why}", index=name)
+    if name in RETIRED_INDEXES:
+        raise InvalidArgumentError(f"--index is {text!r}: {RETIRED_INDEXES[name]}", index=name)
     if spec is None or not spec.stored:
         known = ", ".join(known.name for known in INDEX_SPECS.values() if known.stored)
         raise InvalidArgumentError(f"--index is {text!r}, expected one of {known}", index=name)

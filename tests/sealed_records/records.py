@@ -31,7 +31,7 @@ from prefill_worker.build.dense_layers import Selectivity
 from tests.support.store import (
     CREATED,
     MODEL,
-    RETIRED_INDEX,
+    RETIRED_INDEXES,
     THRESHOLDS,
     in_planes,
     other_model,
@@ -41,23 +41,26 @@ from tests.support.store import (
 RECORDED = Path(__file__).parent / "recorded"
 CONTEXT = "5" * 64
 
-_SPECS = [*INDEX_SPECS.values(), RETIRED_INDEX]
-_REST = INDEX_SPECS["remainder_clusters"]
-_DIPOLES = replace(
-    _REST, name="dipole_clusters", parameters={**_REST.parameters, "keys_per_cluster": 32, "moments": "full"}
-)
-_SPECS.insert(_SPECS.index(_REST) + 1, _DIPOLES)  # in the order in which there were kinds
+_INDEXES = {
+    spec.name: (spec.kind, spec.parameters) for spec in INDEX_SPECS.values() if spec.stored
+} | RETIRED_INDEXES
+
+
+def _place(name: str) -> int:
+    return 2 if name.startswith("coarse") else int(name in ("pages", "product_codes"))
+
+
 _EVERY_KIND = tuple(
     IndexEntry(
-        spec.name,
-        spec.kind,
-        spec.parameters,
+        name,
+        kind,
+        parameters,
         (1, 2),
-        (index_array_entry(spec.name, "rows", 2, (MODEL.kv_heads, 3), "uint8"),),
-        THRESHOLDS if spec.name == "pages" else (),
+        (index_array_entry(name, "rows", 2, (MODEL.kv_heads, 3), "uint8"),),
+        THRESHOLDS if name == "pages" else (),
     )
-    for spec in _SPECS
-    if spec.stored
+    # In the order in which there were kinds when the manifest was recorded.
+    for name, (kind, parameters) in sorted(_INDEXES.items(), key=lambda each: _place(each[0]))
 )
 
 

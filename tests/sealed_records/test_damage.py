@@ -109,7 +109,7 @@ USES: dict[str, Callable[[Any], None]] = {"manifest-windowed": use_manifest, "de
 
 
 @of_every_kind
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_altered_byte_is_found(kind: str, data: st.DataObject) -> None:
     sealed, record = ONE_OF_EACH[kind]
@@ -232,7 +232,7 @@ def test_every_missing_or_unknown_field_is_named(kind: str) -> None:
 
 
 @of_every_kind
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @example(data=None)
 @given(data=st.data())
 def test_any_json_value_in_any_field(kind: str, data: st.DataObject | None) -> None:

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.index_kind import Growth, IndexKind, Parameters, grown
-from index_store.selection.budgets import CLUSTERS, DIPOLE_RETIRED, MOMENTS
+from index_store.indexes.interface.retired import why_retired
+from index_store.selection.budgets import CLUSTERS, MOMENTS
 from index_store.store.description.json_fields import Scalar
 
 
@@ -35,8 +36,8 @@ class ClusterParameters(Parameters):
 
     def __post_init__(self) -> None:
         self._require_one_of("metric", ("cosine", "euclidean"))
-        if self.moments == "full":
-            raise InvalidArgumentError(DIPOLE_RETIRED)
+        if (retired := why_retired("key_clusters", {"moments": self.moments})) is not None:
+            raise InvalidArgumentError(retired)
         self._require_one_of("moments", MOMENTS)
         self._require_at_least(1, "keys_per_cluster", "iterations")
         self._require_at_least(0, "window", "sinks")

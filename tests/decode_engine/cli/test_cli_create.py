@@ -149,13 +149,12 @@ def serving(library: Library) -> Iterator[tuple[subprocess.Popen[str], str]]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
     yield process, json.loads(process.stdout.readline())["address"]
     process.kill()
     process.communicate()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("lamp")
 def test_a_server_makes_contexts_itself_and_its_worker_ends_with_it(
     serving: tuple[subprocess.Popen[str], str], book: Path
@@ -170,7 +169,6 @@ def test_a_server_makes_contexts_itself_and_its_worker_ends_with_it(
     assert told["context"]["display_name"] == "south"
     assert told["context"]["token_count"] == told["tokens_total"] == len(TEXT)
     server.kill()
-    assert server.stderr is not None
     log = server.stderr.read()  # ends when the worker has ended, too, which writes there
     assert '"logger": "prefill_worker.worker.queue_worker"' in log
 

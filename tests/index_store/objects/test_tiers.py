@@ -86,7 +86,6 @@ def test_what_is_made_here_is_listed_and_read_there(
     assert there.store.bytes_here(manifest) == 0
     assert there.store.verify(context.id) == []  # of what is here
     found = stored_tokens(there.store, manifest)  # without a fetch
-    assert found is not None
     assert found.tolist() == context.tokens.tolist()
     assert there.store.elsewhere(context.id)
     with there.store.open(context.id) as opened:

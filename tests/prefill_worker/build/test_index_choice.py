@@ -43,9 +43,9 @@ def names(found: ChosenIndexes) -> set[str]:
         (("full", "oracle"), (), set()),
         (("oracle+centred",), (), {"remainder_clusters"}),
         (("squeezed", "multipole", "tactic"), (), {"key_clusters"}),
-        (("squeezed-tree",), ("pages", "product_codes"), {"cluster_tree", "pages", "product_codes"}),
+        (("squeezed-tree",), ("pages", "key_clusters"), {"cluster_tree", "pages", "key_clusters"}),
         ((), ("key_clusters",), {"key_clusters"}),
-        (("pq",), ("remainder_clusters",), {"product_codes", "remainder_clusters"}),
+        (("quest",), ("remainder_clusters",), {"pages", "remainder_clusters"}),
     ],
 )
 def test_indexes_of_methods_join_those_named(
@@ -65,7 +65,7 @@ def test_indexes_of_methods_join_those_named(
         (("cluster_tree", "pages"), ("squeezed-tree", "multipole-tree", "quest")),
         (("query_tables",), ("csattention",)),
         (("remainder_clusters",), ("full",)),
-        (("remainder_clusters", "product_codes"), ("pq",)),
+        (("remainder_clusters", "pages"), ("quest",)),
         (tuple(name for name, spec in INDEX_SPECS.items() if spec.stored), None),
     ],
 )

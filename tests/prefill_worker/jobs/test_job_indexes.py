@@ -171,7 +171,6 @@ def rows(store: Path, id_: str) -> dict[str, tuple[int, int]]:
 
 def checksums(manifest: Manifest, name: str) -> dict[str, str | None]:
     index = manifest.index(name)
-    assert index is not None
     return {array.path: array.checksums for array in index.arrays}
 
 
@@ -185,18 +184,18 @@ def test_an_index_of_keys_is_added_without_reading_again(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(make_config().store, create=True)
-    methods = ("csattention", "pq", "squeezed", "multipole-tree", "refined")
+    methods = ("csattention", "quest", "squeezed", "multipole-tree", "refined")
     whole = run(make_config(method=methods, salt="at once")).manifest
     first = run(make_config(method=("csattention",))).manifest
     before = rows(store.path, first.id)
     with store.open(first.id) as reader:  # has the context open all the time
         monkeypatch.setattr(document_layers, "load_model", refuse_model)
-        report = run(make_config(method=("pq",)))
+        report = run(make_config(method=("quest",)))
         assert report.manifest.id == first.id
         assert not report.created
         assert dict(report.changed) == {
-            "indexes": "added product_codes",
-            "methods": "now csattention, pq",
+            "indexes": "added pages",
+            "methods": "now csattention, quest",
         }
         run(make_config(method=("squeezed", "multipole-tree", "refined")))
         assert reader.manifest == first
@@ -207,7 +206,7 @@ def test_an_index_of_keys_is_added_without_reading_again(
     assert store.verify(first.id) == []
     assert rows(store.path, first.id) == before
     assert stored.methods == methods
-    for name in ("product_codes", "key_clusters", "cluster_tree", "query_tables", "coarse_rows"):
+    for name in ("pages", "key_clusters", "cluster_tree", "query_tables", "coarse_rows"):
         assert checksums(stored, name) == checksums(whole, name)
     for name in methods:
         assert get_method(name).on(stored).manifest == stored
@@ -268,15 +267,15 @@ def test_a_method_takes_an_index_as_it_was_built(make_config: MakeConfig) -> Non
     index = ("remainder_clusters:keys_per_cluster=8", "key_clusters:moments=diagonal")
     first = run(make_config(method=("csattention",), index=index)).manifest
     notes = io.StringIO()
-    config = make_config(method=("csattention", "pq"))
+    config = make_config(method=("quest", "oracle+centred"))
     added = run_job(config, LineReporter(notes), io.BytesIO())
     assert (
         "has index remainder_clusters with keys_per_cluster=8 instead of keys_per_cluster=16"
         in notes.getvalue()
     )
-    assert added.changed["indexes"] == "added product_codes"
+    assert added.changed["indexes"] == "added pages"
     assert added.manifest.index("remainder_clusters") == first.index("remainder_clusters")
-    assert get_method("pq").on(added.manifest).method.partition is not None
+    assert get_method("oracle+centred").on(added.manifest).method.partition is not None
     store = Store(make_config().store)
     assert store.manifest(first.id) == added.manifest
 
@@ -284,7 +283,7 @@ def test_a_method_takes_an_index_as_it_was_built(make_config: MakeConfig) -> Non
 def test_a_method_that_cannot_work_with_an_index_as_built_is_refused(make_config: MakeConfig) -> None:
     first = run(make_config(method=(), index=("remainder_clusters:moments=none",))).manifest
     with pytest.raises(MethodUnsupportedError, match="needs clusters with moments 'diagonal'"):
-        run(make_config(method=("pq",)))
+        run(make_config(method=("oracle+centred",)))
     assert Store(make_config().store).manifest(first.id) == first
 
 
@@ -310,12 +309,12 @@ def test_what_fails_while_adding_leaves_the_context(
     with monkeypatch.context() as patched:
         patched.setattr(ContextWriter, "write_rows", full)
         with pytest.raises(StoreFullError):
-            run(make_config(method=("pq",)))
+            run(make_config(method=("quest",)))
     store = Store(make_config().store)
     assert store.manifest(first.id) == first
     assert store.verify(first.id) == []
     assert hidden_entries(store.path) == []
-    assert run(make_config(method=("pq",))).manifest.index("product_codes") is not None
+    assert run(make_config(method=("quest",))).manifest.index("pages") is not None
 
 
 def add(store: Path, context: str, **changes: Any) -> PrefillReport:
@@ -325,15 +324,17 @@ def add(store: Path, context: str, **changes: Any) -> PrefillReport:
 def test_indexes_are_added_by_the_context_alone(make_config: MakeConfig) -> None:
     first = run(make_config(name="night", method=("csattention",))).manifest
     store = make_config().store
-    report = add(store, "night", method=("pq", "refined-3"), index=("pages:size=8", "coarse_rows:key_bits=2"))
+    report = add(
+        store, "night", method=("squeezed", "refined-3"), index=("pages:size=8", "coarse_rows:key_bits=2")
+    )
     assert report.manifest.id == first.id
     assert report.changed == {
-        "indexes": "added product_codes, coarse_rows_3, pages, coarse_rows",
-        "methods": "now csattention, pq, refined-3",
+        "indexes": "added key_clusters, coarse_rows_3, pages, coarse_rows",
+        "methods": "now csattention, squeezed, refined-3",
     }
     assert Store(store).manifest(first.id) == report.manifest
     assert Store(store).verify(first.id) == []
-    assert add(store, first.id, method=("pq",)).changed == {}
+    assert add(store, first.id, method=("squeezed",)).changed == {}
     assert (
         add(store, first.id[:8], method=("csattention+dropped",), index=()).manifest.methods[0]
         == "csattention"
@@ -370,7 +371,7 @@ def test_nothing_to_add_and_nowhere_to_add_it(make_config: MakeConfig) -> None:
         AddIndexConfig("night", make_config().store)
     run(make_config(name="night"))
     with pytest.raises(ContextNotFoundError):
-        add(make_config().store, "day", method=("pq",))
+        add(make_config().store, "day", method=("quest",))
 
 
 def reporter() -> LineReporter:
@@ -447,15 +448,15 @@ def test_a_damaged_plane_is_found(pair: tuple[Store, Manifest, Manifest]) -> Non
 
 
 def test_any_method_brings_the_high_plane_and_indexes_may_be_added(make_config: MakeConfig) -> None:
-    made = run(make_config(method=("pq",), rows="int8")).manifest
-    assert made.methods == ("pq",)
-    assert {"product_codes", HIGH_PLANE} <= made.stored_indexes
+    made = run(make_config(method=("squeezed",), rows="int8")).manifest
+    assert made.methods == ("squeezed",)
+    assert {"key_clusters", HIGH_PLANE} <= made.stored_indexes
     store = make_config().store
     report = run_add_index(
         AddIndexConfig(context=made.id, store=store, method=("quest", "refined")), reporter()
     )
     assert dict(report.changed)["indexes"] == "added pages"
-    again = run(make_config(method=("pq",), rows="int8"))
+    again = run(make_config(method=("squeezed",), rows="int8"))
     assert (again.created, dict(again.changed)) == (False, {})
 
 
@@ -468,7 +469,6 @@ def test_what_cannot_be_is_refused(make_config: MakeConfig, pair: tuple[Store, M
     with pytest.raises(ManifestError, match="beside rows in 8 bits"):
         replace(coded, indexes=())
     high = coded.index(HIGH_PLANE)
-    assert high is not None
     for name, value in (("key_bits", 3), ("value_group", 64)):
         other = replace(high, parameters={**high.parameters, name: value})
         with pytest.raises(ManifestError, match="in its usual form"):

@@ -281,7 +281,6 @@ def test_what_another_tenant_stored_shortens_no_prompt(house: House) -> None:
             generation.read()
             summary = generation.summary
         why = summary.explanation
-        assert why is not None
         assert bool(summary.cached_tokens) == cached, name
         assert (why.lookup, bool(why.context)) == (("found", True) if cached else ("none", False))
         if not cached:

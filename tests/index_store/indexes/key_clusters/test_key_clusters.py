@@ -134,7 +134,7 @@ def test_cosine_clusters_directions_but_averages_raw_keys() -> None:
     torch.testing.assert_close(found["cosine"]["means"][0, largest], kv[0, members, 0].mean(0))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(count=st.integers(1, 900), sinks=st.integers(0, 20), block=st.integers(0, 200), per=st.integers(1, 40))
 def test_blocks_divide_the_keys(count: int, sinks: int, block: int, per: int) -> None:
     if 0 < block < per:
