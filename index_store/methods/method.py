@@ -120,11 +120,6 @@ INDEX_SPECS: Mapping[str, IndexSpec] = MappingProxyType(
                 "key_clusters",
                 {**_CLUSTERS, "metric": "euclidean", "moments": "diagonal"},
             ),
-            IndexSpec(
-                "dipole_clusters",
-                "key_clusters",
-                {**_CLUSTERS, "metric": "euclidean", "moments": "full", "keys_per_cluster": 32},
-            ),
             IndexSpec("pages", "pages", {"size": 16}),
             IndexSpec("coarse_rows", "coarse_rows", _COARSE),
             IndexSpec("coarse_rows_3", "coarse_rows", {**_COARSE, "key_bits": 3, "value_bits": 3}),

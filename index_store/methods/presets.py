@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
-from index_store.indexes.interface.retired import RETIRED_METHODS
+from index_store.indexes.interface.retired import DIPOLE_RETIRED, RETIRED_METHODS
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.method import INDEX_SPECS, Method
 from index_store.selection.budgets import DROPPED, REMAINDERS, Budget, Mass, Ratio, Threshold, TokenCount
@@ -216,7 +216,6 @@ METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method
 _PARTITIONS = {
     "monopole": "remainder_clusters",
     "centred": "remainder_clusters",
-    "dipole": "dipole_clusters",
     "coarse": "coarse_rows",
 }
 
@@ -288,6 +287,8 @@ def _parse(text: str) -> Method:
 
 
 def _with_remainder(method: Method, name: str) -> Method:
+    if name == "dipole":
+        raise MethodUnsupportedError(f"remainder is 'dipole': {DIPOLE_RETIRED}", remainder=name)
     remainder = REMAINDERS.get(name)
     if remainder is None:
         raise MethodUnsupportedError(

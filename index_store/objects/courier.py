@@ -71,6 +71,24 @@ class _ConflictError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class _Sides:
+    """One context on both sides. held: what the bucket has of it; mark: its last record that was seen here; local: what
+    is here. check: called now and then; what it raises ends the work."""
+
+    bucket: Bucket
+    id: str
+    held: Held
+    mark: Mark | None
+    local: Manifest | None
+    check: Callable[[], None]
+
+    @property
+    def base(self) -> Manifest | None:
+        """What both sides had last."""
+        return None if self.mark is None else self.mark.manifest
+
+
+@dataclass(frozen=True, slots=True)
 class CourierState:
     """What is to be done. pending: contexts that are not uploaded, or not as they are now, and their bytes. problem:
     the last one that is not mended, "" without."""
@@ -221,16 +239,15 @@ class Courier:
         self, bucket: Bucket, id_: str, held: Held, mark: Mark | None, check: Callable[[], None]
     ) -> bool:
         """Has one context be alike; False where that has to wait."""
-        local = self._local(id_)
+        sides = _Sides(bucket, id_, held, mark, self._local(id_), check)
         if not held.number:
-            return self._settle_unrecorded(bucket, id_, held, mark, local, check)
+            return self._settle_unrecorded(sides)
         if held.deleted:
-            return self._settle_deleted(bucket, id_, held, mark, local, check)
-        known = mark is not None and mark.number == held.number and mark.manifest is not None
-        remote = mark.manifest if known and mark is not None else None
+            return self._settle_deleted(sides)
+        base = sides.base
+        remote = base if mark is not None and mark.number == held.number else None
         remote = remote or read_record(bucket, id_, held)
-        base = None if mark is None else mark.manifest
-        if local is None:
+        if sides.local is None:
             # What others renewed meanwhile was removed here because it had expired.
             renewed = base is not None and self._store.expired(base) and not self._store.expired(remote)
             if self._store.notes.deleted(id_) and not renewed:
@@ -238,7 +255,7 @@ class Courier:
                 self._store.notes.forget_deleted(id_)
                 return True
             return self._appear(bucket, remote, held)
-        return self._join(bucket, held, base, local, remote, check)
+        return self._join(sides, sides.local, remote)
 
     def _local(self, id_: str) -> Manifest | None:
         """Raises what `Store.manifest` raises of one that cannot be used: it is left alone."""
@@ -249,41 +266,25 @@ class Courier:
         self._store.notes.forget_deleted(id_)  # it was made again
         return local
 
-    def _settle_unrecorded(
-        self,
-        bucket: Bucket,
-        id_: str,
-        held: Held,
-        mark: Mark | None,
-        local: Manifest | None,
-        check: Callable[[], None],
-    ) -> bool:
-        if local is not None:
-            return self._upload(bucket, local, held, check)
-        self._store.notes.forget_deleted(id_)
-        if mark is not None:
-            self._tier.marks.remove(id_)
-        bucket.delete(self._orphans(held))
+    def _settle_unrecorded(self, sides: _Sides) -> bool:
+        if sides.local is not None:
+            return self._upload(sides, sides.local)
+        self._store.notes.forget_deleted(sides.id)
+        if sides.mark is not None:
+            self._tier.marks.remove(sides.id)
+        sides.bucket.delete(self._orphans(sides.held))
         return True
 
-    def _settle_deleted(
-        self,
-        bucket: Bucket,
-        id_: str,
-        held: Held,
-        mark: Mark | None,
-        local: Manifest | None,
-        check: Callable[[], None],
-    ) -> bool:
+    def _settle_deleted(self, sides: _Sides) -> bool:
+        bucket, id_, held, local, base = sides.bucket, sides.id, sides.held, sides.local, sides.base
         if local is not None:
-            base = None if mark is None else mark.manifest
             again = base is None or base.created_at != local.created_at
             if again and not self._store.elsewhere(id_):  # it was made since
-                return self._upload(bucket, local, held, check)
+                return self._upload(sides, local)
             self._store.delete(id_)
             logger.info("context %s was deleted in %s, and is here, too", id_[:12], bucket.url)
         self._store.notes.forget_deleted(id_)
-        if mark is None or mark.manifest is not None:
+        if sides.mark is None or base is not None:
             self._tier.marks.write(id_, Mark(held.number, None))
         if held.old or held.contents:
             bucket.delete([*held.old, *held.contents])
@@ -292,25 +293,15 @@ class Courier:
             self._tier.marks.remove(id_)
         return True
 
-    def _join(
-        self,
-        bucket: Bucket,
-        held: Held,
-        base: Manifest | None,
-        local: Manifest,
-        remote: Manifest,
-        check: Callable[[], None],
-    ) -> bool:
+    def _join(self, sides: _Sides, local: Manifest, remote: Manifest) -> bool:
         """One that is here and there."""
-        wanted, same, richer = (
-            merged(base, local, remote),
-            neutral(local) == neutral(remote),
-            _richer(local, remote),
-        )
+        bucket, held, base = sides.bucket, sides.held, sides.base
+        wanted = merged(base, local, remote)
+        same, richer = neutral(local) == neutral(remote), _richer(local, remote)
         if (same or richer) and local != wanted:
             self._store.update(local.id, lambda present: _changed(present, local, wanted), _UPDATE_S)
         if richer or (same and content_key(remote) not in held.contents):
-            return self._upload(bucket, wanted, held, check)
+            return self._upload(sides, wanted)
         wanted = replace(remote, **{name: getattr(wanted, name) for name in CHANGEABLE})
         if not same and not self._adopt(bucket, local, wanted):
             return False
@@ -326,8 +317,9 @@ class Courier:
         latest = self._store.now() - _ORPHANED
         return [key for key, each in held.contents.items() if key != kept and each.changed_at < latest]
 
-    def _upload(self, bucket: Bucket, local: Manifest, held: Held, check: Callable[[], None]) -> bool:
-        """Has the bucket hold a context, all of it read back, and says so."""
+    def _upload(self, sides: _Sides, local: Manifest) -> bool:
+        """Has the bucket hold a context as it is to be, all of it read back, and says so."""
+        bucket, held = sides.bucket, sides.held
         url = self._store.notes.url(local.id)
         if url is not None:
             raise StoreError(
@@ -351,13 +343,13 @@ class Courier:
         if present is None or present.size != nbytes:
             began = time.monotonic()
             bucket.put(key, packed(self._store, local, said), nbytes)
-            check()
+            sides.check()
             logger.info(
                 "uploaded context %s, %s, in %.1f s", local.id[:12], local.name, time.monotonic() - began
             )
         try:
             source, contents = open_object(bucket, local)
-            receive(source, contents.parts, nowhere, check=check)
+            receive(source, contents.parts, nowhere, check=sides.check)
         except ContextCorruptError:
             bucket.delete([key])  # and once more
             raise

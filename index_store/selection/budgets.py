@@ -76,9 +76,8 @@ class PieceKind:
 
 CLUSTERS, COARSE_ROWS = PieceKind("clusters", 16), PieceKind("coarse rows", 1)
 
-MOMENTS = ("none", "diagonal", "full")
-"""Moments that clusters may hold besides means and sums, each including those before it: nothing, variances of keys,
-covariances of values and keys."""
+MOMENTS = ("none", "diagonal")
+"""Moments that clusters may hold besides means and sums: nothing, variances of keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +109,11 @@ CENTRED = Remainder(
     "diagonal",
     takes_out_rows=True,
 )
-DIPOLE = Remainder(
-    "dipole",
-    "Centred, with the covariance of values and keys: d x d numbers per cluster.",
-    CLUSTERS,
-    "full",
-    takes_out_rows=True,
-)
 COARSE = Remainder(
     "coarse", "Keys that were not selected count by their coarse copies, each for itself.", COARSE_ROWS
 )
 REMAINDERS: Mapping[str, Remainder] = MappingProxyType(
-    {each.name: each for each in (DROPPED, MONOPOLE, CENTRED, DIPOLE, COARSE)}
+    {each.name: each for each in (DROPPED, MONOPOLE, CENTRED, COARSE)}
 )
 
 

@@ -64,7 +64,7 @@ class ClusteredKeys:
 
     counts_HC: [H, C] float32, keys in each; 0 where a KV head has fewer clusters. means_HCD: [H, C, d] float32, mean of
         the raw keys. value_sums_HCD: [H, C, d] float32. variances_HCD: [H, C, d] float32, of the keys around their
-        mean, per dimension. covariances_HCDD: [H, C, d, d] float32, sum over the members of (v - mean v)(k - mean k)^T.
+        mean, per dimension.
     assignment_HX: [H, X] int32, the cluster of key `first_id + x`, -1 where a key belongs to none.
     parents_HC: coarse clusters are found through fine ones: assignment_HX names a fine cluster and parents_HC
         [H, fine clusters] int32 its coarse one. None otherwise.
@@ -76,7 +76,6 @@ class ClusteredKeys:
     assignment_HX: Tensor
     first_id: int = 0
     variances_HCD: Tensor | None = None
-    covariances_HCDD: Tensor | None = None
     parents_HC: Tensor | None = None
 
     def cluster_of(self, ids_HK: Tensor) -> Tensor:
@@ -102,7 +101,6 @@ class ClusteredKeys:
             self.assignment_HX[part],
             self.first_id,
             some(self.variances_HCD),
-            some(self.covariances_HCDD),
             some(self.parents_HC),
         )
 
@@ -137,8 +135,6 @@ class ScoredClusters(Piece):
         arrays = [clusters.counts_HC, clusters.value_sums_HCD, None if searched else clusters.means_HCD]
         if moments != "none":
             arrays.append(clusters.variances_HCD)
-        if moments == "full":
-            arrays.append(clusters.covariances_HCDD)
         return float(sum(array[0].numel() * array.element_size() for array in arrays if array is not None))
 
 

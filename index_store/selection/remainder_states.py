@@ -23,7 +23,7 @@ from torch import Tensor
 
 from index_store.attention.attention_state import PLAIN, AttentionState, LogitForm
 from index_store.compiled.launch import on_host
-from index_store.selection.budgets import COARSE, DIPOLE, DROPPED, MONOPOLE, Remainder
+from index_store.selection.budgets import COARSE, DROPPED, MONOPOLE, Remainder
 from index_store.selection.ranking import ClusteredKeys, Piece, ScoredClusters, ScoredRows
 from index_store.selection.remainders_numba import cluster_sums, leave_out, leave_out_reference
 
@@ -106,7 +106,7 @@ def _cluster_state(
     is exact, and the spread around it counts to second order: mu' = (N_c q.k_c - sum of the exact keys' logits) / N',
     w_c = exp(mu') (1 + v / 2) with the variance of the logits v = q^T diag(var_c) q. The factor is the second-order
     term of the mean of exp() over the cluster; exp(v / 2), its value for normal logits, explodes on clusters with heavy
-    tails. DIPOLE: the same, and keys near the query pull the value towards their own (`_pull`).
+    tails.
     """
     clusters = piece.clusters
     left = _take_out(piece, exact)
@@ -121,8 +121,6 @@ def _cluster_state(
     weights_HTGC, total, numerator = cluster_sums(
         logits.sub_(base), left.counts_HTC, piece.queries_HTGD, variances, clusters.value_sums_HCD
     )
-    if remainder is DIPOLE:
-        numerator += _pull(piece, left, weights_HTGC)
     for keys, (cluster_HTK, inside_HTK) in zip(exact, left.places, strict=True):
         index = cluster_HTK[:, :, None].expand(-1, -1, weights_HTGC.shape[2], -1)
         taken = weights_HTGC.gather(-1, index) * inside_HTK[:, :, None]
@@ -141,23 +139,6 @@ def _exact_means(piece: ScoredClusters, left: _Left) -> Tensor:
     mean = piece.logits_HTGC.clamp(min=torch.finfo(torch.float32).min / 1e6)
     mean.mul_(piece.clusters.counts_HC[:, None, None]).sub_(left.logit_sums_HTGC)
     return mean.div_(left.counts_HTC[:, :, None].clamp(min=1.0))
-
-
-def _pull(piece: ScoredClusters, left: _Left, weights_HTGC: Tensor) -> Tensor:
-    """What the dipole term of MuSe adds to the numerator, sum over clusters of w_c V_c: [H, T, G, d].
-
-    w_c (N' / N_c) Cov_c(v, k) q, Cov_c the sum over members of (v - mean v)(k - mean k)^T.
-    """
-    clusters = piece.clusters
-    if clusters.covariances_HCDD is None:
-        raise ValueError("the dipole remainder needs clusters with covariances")
-    share = left.counts_HTC / clusters.counts_HC[:, None].clamp(min=1.0)
-    heads, positions, group, count = weights_HTGC.shape
-    shares = (weights_HTGC * share[:, :, None]).view(heads, positions * group, count)
-    head_dim = clusters.means_HCD.shape[-1]
-    mixed = torch.bmm(shares, clusters.covariances_HCDD.flatten(2))
-    matrices = mixed.view(heads, positions, group, head_dim, head_dim)
-    return torch.matmul(matrices, piece.queries_HTGD.unsqueeze(-1)).squeeze(-1)
 
 
 def _take_out(piece: ScoredClusters, exact: Sequence[ExactKeys]) -> _Left:

@@ -228,7 +228,7 @@ def _differing(runner: ModelRunner, context: ResidentContext, without: list[str]
 
     expected = logits(METHODS["full"])
     for name, method in ALL_METHODS.items():
-        if name.partition("+")[0] not in without and name != "csattention+dipole":
+        if name.partition("+")[0] not in without:
             found = logits(with_everything(method))
             if float((found - expected).abs().max() / expected.std()) > 2e-3:
                 yield name

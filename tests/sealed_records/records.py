@@ -44,6 +44,12 @@ CONTEXT = "5" * 64
 _INDEXES = {
     spec.name: (spec.kind, spec.parameters) for spec in INDEX_SPECS.values() if spec.stored
 } | RETIRED_INDEXES
+
+
+def _place(name: str) -> int:
+    return 2 if name.startswith("coarse") else int(name in ("pages", "product_codes"))
+
+
 _EVERY_KIND = tuple(
     IndexEntry(
         name,
@@ -54,7 +60,7 @@ _EVERY_KIND = tuple(
         THRESHOLDS if name == "pages" else (),
     )
     # In the order in which there were kinds when the manifest was recorded.
-    for name, (kind, parameters) in sorted(_INDEXES.items(), key=lambda each: each[0].startswith("coarse"))
+    for name, (kind, parameters) in sorted(_INDEXES.items(), key=lambda each: _place(each[0]))
 )
 
 

@@ -22,7 +22,6 @@ from index_store.store.stored_context import QuerySample
 _WITH_OTHER_REMAINDERS = (
     "oracle+centred",
     "csattention+monopole",
-    "csattention+dipole",
     "oracle+coarse",
     "csattention+coarse",
     "refined+centred",

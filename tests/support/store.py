@@ -247,6 +247,18 @@ class RecordingLocker:
 
 
 RETIRED_INDEXES: Mapping[str, tuple[str, Mapping[str, Scalar]]] = {
+    "dipole_clusters": (
+        "key_clusters",
+        {
+            "keys_per_cluster": 32,
+            "metric": "euclidean",
+            "block": 8192,
+            "iterations": 10,
+            "moments": "full",
+            "window": 0,
+            "sinks": 8,
+        },
+    ),
     "product_codes": ("product_codes", {"subspaces": 8, "bits": 8, "split": "strided", "iterations": 10}),
     "coarse_codes": (
         "coarse_rows",

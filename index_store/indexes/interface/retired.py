@@ -17,9 +17,14 @@ _PRODUCT_CODES = (
     "whose copy is smaller: prefill-worker add-index --method refined-3 gives a stored context what it searches"
 )
 
+DIPOLE_RETIRED = (
+    "the remainder dipole and the index dipole_clusters were retired on 2026-11-28, since their covariances take four "
+    "times the bytes of keys and values; take the remainder centred, or the method refined"
+)
+
 RETIRED_METHODS: Mapping[str, str] = MappingProxyType({"refined-codes": _COARSE_CODES, "pq": _PRODUCT_CODES})
 RETIRED_INDEXES: Mapping[str, str] = MappingProxyType(
-    {"coarse_codes": _COARSE_CODES, "product_codes": _PRODUCT_CODES}
+    {"coarse_codes": _COARSE_CODES, "product_codes": _PRODUCT_CODES, "dipole_clusters": DIPOLE_RETIRED}
 )
 """By name: why they are refused, and what to take instead."""
 
@@ -28,4 +33,6 @@ def why_retired(kind: str, parameters: Mapping[str, Scalar]) -> str | None:
     """Why nothing searches such an index any more, and what to take instead; None for all others."""
     if kind == "product_codes":
         return _PRODUCT_CODES
+    if parameters.get("moments") == "full":
+        return DIPOLE_RETIRED
     return _COARSE_CODES if kind == "coarse_rows" and parameters.get("coding") == "product" else None

@@ -16,9 +16,6 @@ from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.layer_index import LayerSource, all_finite, check_keys
 from index_store.indexes.key_clusters.parameters import ClusterParameters, TreeParameters
 from index_store.indexes.kmeans.kmeans import assign_clusters
-from index_store.selection.budgets import MOMENTS
-
-_PADDED_ROWS = 16_384  # member rows of several clusters multiplied at a time, padded to the largest of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +26,6 @@ class ClusterMoments:
     means_HCD: Tensor
     value_sums_HCD: Tensor
     variances_HCD: Tensor | None = None
-    covariances_HCDD: Tensor | None = None
-
-
-def check_moments(moments: str) -> None:
-    """Raises InvalidArgumentError for an unknown choice."""
-    if moments not in MOMENTS:
-        raise InvalidArgumentError(f"moments is {moments!r}, expected one of {', '.join(MOMENTS)}")
 
 
 def measure(
@@ -53,14 +43,7 @@ def measure(
         return ClusterMoments(counts, means, value_sums)
     centred_keys = keys_HXD - _rows_of(means, assignment_HX)
     variances = sum_by_cluster(centred_keys.square(), assignment_HX, clusters) / members
-    if moments == "diagonal":
-        return ClusterMoments(counts, means, value_sums, variances)
-    centred_values = values_HXD - _rows_of(value_sums / members, assignment_HX)
-    products = [
-        _products_by_cluster(*head, clusters)
-        for head in zip(centred_values, centred_keys, assignment_HX, strict=True)
-    ]
-    return ClusterMoments(counts, means, value_sums, variances, torch.stack(products))
+    return ClusterMoments(counts, means, value_sums, variances)
 
 
 def sum_by_cluster(rows_HXD: Tensor, assignment_HX: Tensor, clusters: int) -> Tensor:
@@ -90,28 +73,6 @@ def _flat(assignment_HX: Tensor, clusters: int) -> Tensor:
 
 def _rows_of(table_HCD: Tensor, assignment_HX: Tensor) -> Tensor:
     return table_HCD.gather(1, assignment_HX[..., None].expand(-1, -1, table_HCD.shape[2]))
-
-
-def _products_by_cluster(left_XD: Tensor, right_XD: Tensor, assignment_X: Tensor, clusters: int) -> Tensor:
-    """[C, d, d]: the sum over each cluster's members of left row times right row.
-
-    Clusters are taken from the largest on, as many at a time as fit when padded alike, so that little is padded.
-    """
-    members = assignment_X.argsort(stable=True)
-    sizes = torch.bincount(assignment_X, minlength=clusters)
-    starts = sizes.cumsum(0) - sizes
-    by_size = sizes.argsort(descending=True, stable=True)
-    products = left_XD.new_zeros(clusters, left_XD.shape[1], right_XD.shape[1])
-    done = 0
-    while done < clusters and (width := int(sizes[by_size[done]])) > 0:
-        chosen = by_size[done : done + max(1, _PADDED_ROWS // width)]
-        offsets = torch.arange(width, device=sizes.device)
-        rows = members[(starts[chosen, None] + offsets).clamp_(max=len(members) - 1)]
-        padding = offsets >= sizes[chosen, None]
-        left = left_XD[rows].masked_fill_(padding[..., None], 0.0)
-        products[chosen] = left.transpose(1, 2) @ right_XD[rows]
-        done += len(chosen)
-    return products
 
 
 def check_frequencies(frequencies_F: Tensor | None, head_dim: int) -> Tensor:
@@ -166,7 +127,6 @@ _ORDER = (
     "value_sums",
     "assignment",
     "variances",
-    "covariances",
     "frequencies",
     "offsets",
     "members",
@@ -203,8 +163,8 @@ def divide_keys(count: int, keys_per_cluster: int, block: int, sinks: int) -> li
 def build_clusters(parameters: ClusterParameters, source: LayerSource, seed: int) -> dict[str, Tensor]:
     """Arrays of the clusters of one layer; all heads have the same number, some may be empty.
 
-    counts [H, C] float32; means and value_sums [H, C, d], variances [H, C, d], covariances [H, C, d, d] float32, the
-    last two as `moments` says; assignment [H, N] int32, -1 for sinks; offsets [H, C + 1] and members [H, N] int32,
+    counts [H, C] float32; means and value_sums [H, C, d], variances [H, C, d] float32, the
+    last as `moments` says; assignment [H, N] int32, -1 for sinks; offsets [H, C + 1] and members [H, N] int32,
     sinks after all members; frequencies [H, d/2] float32 with windowed RoPE.
 
     They are where the keys are; on a device the clusters are others than on the host, as tight.
@@ -368,7 +328,6 @@ def _moment_arrays(moments: ClusterMoments) -> dict[str, Tensor]:
         "means": moments.means_HCD,
         "value_sums": moments.value_sums_HCD,
         "variances": moments.variances_HCD,
-        "covariances": moments.covariances_HCDD,
     }
     return {name: array for name, array in named.items() if array is not None}
 
@@ -382,8 +341,6 @@ def _empty_arrays(moments: str, heads: int, count: int, clusters: int, head_dim:
     }
     if moments != "none":
         arrays["variances"] = torch.zeros(heads, clusters, head_dim)
-    if moments == "full":
-        arrays["covariances"] = torch.zeros(heads, clusters, head_dim, head_dim)
     return arrays
 
 

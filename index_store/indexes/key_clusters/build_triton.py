@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from index_store.errors import InvalidArgumentError
 from index_store.indexes.kmeans.first_centroids import Blocks
 from index_store.indexes.kmeans.kmeans_triton import cluster_blocks
 
@@ -32,19 +31,15 @@ def build_device_clusters(
 
     kv_HN2D: [H, N, 2, d] keys and values. blocks: keys first..end-1 and their clusters, as `build.divide_keys`
     has them; keys in none (the sinks) are in no cluster. compared_HND: what means and variances are of and, rounded to
-    the keys' dtype, what is clustered, where that is not the keys as stored (windowed RoPE). moments: none, diagonal
-    or full. order_HN: see `kmeans_triton.find_clusters`.
+    the keys' dtype, what is clustered, where that is not the keys as stored (windowed RoPE). moments: none or
+    diagonal. order_HN: see `kmeans_triton.find_clusters`.
 
     Does not look at the values of its arguments, so that the host never waits; keys must be finite.
     """
-    if moments not in ("none", "diagonal", "full"):
-        raise InvalidArgumentError(f"moments are {moments!r}, expected none, diagonal or full")
     keys_HND = kv_HN2D[:, :, 0] if compared_HND is None else compared_HND
     assignment = cluster_blocks(keys_HND.to(kv_HN2D.dtype), blocks, iterations, metric, seed, order_HN)
     offsets, members = list_device_members(assignment, blocks[-1][3])
     arrays = measure_members(keys_HND, kv_HN2D[:, :, 1], offsets, members, moments != "none")
-    if moments == "full":
-        arrays["covariances"] = covary_members(keys_HND, kv_HN2D[:, :, 1], offsets, members, arrays)
     return {**arrays, "assignment": assignment, "offsets": offsets, "members": members}
 
 
@@ -119,58 +114,6 @@ def measure_members_reference(
     return {"counts": counts, **{name: array.to(keys_HND.device) for name, array in found.items()}}
 
 
-def covary_members(
-    keys_HND: Tensor, values_HND: Tensor, offsets_HC: Tensor, members_HN: Tensor, moments: dict[str, Tensor]
-) -> Tensor:
-    """[H, C, d, d] float32: the sum over each cluster's members of (v - mean v)(k - mean k)^T.
-
-    moments: `means` and `value_sums` of the same clusters.
-    """
-    heads, count, dim = keys_HND.shape
-    clusters = offsets_HC.shape[1] - 1
-    products = torch.empty(heads, clusters, dim, dim, device=keys_HND.device)
-    lanes = max(16, int(triton.next_power_of_2(dim)))
-    rows = min(64, lanes)
-    covary_kernel[(clusters, heads, lanes // rows)](
-        keys_HND,
-        values_HND,
-        offsets_HC,
-        members_HN,
-        moments["means"],
-        moments["value_sums"],
-        products,
-        keys_HND.stride(0),
-        keys_HND.stride(1),
-        values_HND.stride(0),
-        values_HND.stride(1),
-        count,
-        clusters,
-        DIM=dim,
-        LANES=lanes,
-        ROWS=rows,
-        TILE=16,
-        num_warps=4,
-    )
-    return products
-
-
-def covary_members_reference(
-    keys_HND: Tensor, values_HND: Tensor, offsets_HC: Tensor, members_HN: Tensor, moments: dict[str, Tensor]
-) -> Tensor:
-    """The same, cluster by cluster."""
-    heads, _, dim = keys_HND.shape
-    clusters = offsets_HC.shape[1] - 1
-    products = torch.zeros(heads, clusters, dim, dim)
-    for head in range(heads):
-        for cluster in range(clusters):
-            begin, end = offsets_HC[head, cluster : cluster + 2].tolist()
-            own = members_HN[head, begin:end].long()
-            keys, values = keys_HND[head, own].float(), values_HND[head, own].float()
-            value_mean = moments["value_sums"][head, cluster] / max(1, end - begin)
-            products[head, cluster] = (values - value_mean).t() @ (keys - moments["means"][head, cluster])
-    return products.to(keys_HND.device)
-
-
 @triton.jit(do_not_specialize=["count", "clusters"])
 def measure_kernel(
     keys_ptr: tl.tensor,
@@ -231,59 +174,6 @@ def measure_kernel(
     tl.store(sums_ptr + row * DIM + dims, value_sum, mask=exist)
     if SPREAD:
         tl.store(variances_ptr + row * DIM + dims, squares / size, mask=exist)
-
-
-@triton.jit(do_not_specialize=["count", "clusters"])
-def covary_kernel(
-    keys_ptr: tl.tensor,
-    values_ptr: tl.tensor,
-    offsets_ptr: tl.tensor,
-    members_ptr: tl.tensor,
-    means_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    products_ptr: tl.tensor,
-    key_head_stride: tl.tensor,
-    key_stride: tl.tensor,
-    value_head_stride: tl.tensor,
-    value_stride: tl.tensor,
-    count: tl.tensor,
-    clusters: tl.tensor,
-    DIM: tl.constexpr,
-    LANES: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:
-    """One program per (cluster, head, ROWS dimensions of the values)."""
-    cluster = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    begin = tl.load(offsets_ptr + head * (clusters + 1) + cluster)
-    end = tl.load(offsets_ptr + head * (clusters + 1) + cluster + 1)
-    dims = tl.arange(0, LANES)
-    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    row = head * clusters + cluster
-    size = tl.maximum(end - begin, 1).to(tl.float32)
-    mean = tl.load(means_ptr + row * DIM + dims, mask=dims < DIM, other=0.0)
-    value_mean = tl.load(sums_ptr + row * DIM + rows, mask=rows < DIM, other=0.0) / size
-    products = tl.zeros([ROWS, LANES], tl.float32)
-    for start in range(begin, end, TILE):
-        entry = start + tl.arange(0, TILE)
-        inside = entry < end
-        ids = tl.load(members_ptr + head * count + entry, mask=inside, other=0).to(tl.int64)
-        keys = tl.load(
-            keys_ptr + head * key_head_stride + ids[:, None] * key_stride + dims[None, :],
-            mask=inside[:, None] & (dims < DIM)[None, :],
-            other=0.0,
-        )
-        values = tl.load(
-            values_ptr + head * value_head_stride + ids[None, :] * value_stride + rows[:, None],
-            mask=inside[None, :] & (rows < DIM)[:, None],
-            other=0.0,
-        )
-        centred_keys = tl.where(inside[:, None], keys.to(tl.float32) - mean[None, :], 0.0)
-        centred_values = tl.where(inside[None, :], values.to(tl.float32) - value_mean[:, None], 0.0)
-        products += tl.dot(centred_values, centred_keys, input_precision="ieee")
-    into = products_ptr + (row * DIM + rows)[:, None] * DIM + dims[None, :]
-    tl.store(into, products, mask=(rows < DIM)[:, None] & (dims < DIM)[None, :])
 
 
 def build_device_tree(

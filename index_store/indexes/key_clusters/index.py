@@ -33,7 +33,6 @@ from index_store.indexes.key_clusters.build import (
     build_clusters,
     build_tree,
     check_frequencies,
-    check_moments,
     measure,
     move_queries,
     sum_by_cluster,
@@ -85,7 +84,6 @@ class OnlineClusters(AppendedKeys):
         which is undone before anything else, a key's id being its position (windowed RoPE); None keeps keys as they
         are. device: of the keys that will come. Raises InvalidArgumentError for a value out of range.
         """
-        check_moments(moments)
         if metric not in METRICS:
             raise InvalidArgumentError(f"metric is {metric!r}, expected one of {', '.join(METRICS)}")
         if keys_per_cluster < 1 or block < 0:
@@ -114,9 +112,6 @@ class OnlineClusters(AppendedKeys):
         self._means = GrowingRows(heads, head_dim, device=device)
         self._value_sums = GrowingRows(heads, head_dim, device=device)
         self._variances = None if moments == "none" else GrowingRows(heads, head_dim, device=device)
-        self._covariances = (
-            GrowingRows(heads, head_dim, head_dim, device=device) if moments == "full" else None
-        )
         self._members: Members | None = None
 
     def _extend(self, kv_HT2D: Tensor) -> None:
@@ -146,7 +141,6 @@ class OnlineClusters(AppendedKeys):
             assignment_HX=self._assignment.rows,
             first_id=self._first_id,
             variances_HCD=None if self._variances is None else self._variances.rows,
-            covariances_HCDD=None if self._covariances is None else self._covariances.rows,
         )
 
     @property
@@ -161,7 +155,7 @@ class OnlineClusters(AppendedKeys):
         return self._members
 
     def _buffers(self) -> Sequence[GrowingRows]:
-        optional = [rows for rows in (self._variances, self._covariances) if rows is not None]
+        optional = [] if self._variances is None else [self._variances]
         always = (self._keys, self._values, self._assignment, self._closed_members)
         return (*always, self._counts, self._means, self._value_sums, *optional)
 
@@ -215,7 +209,6 @@ class OnlineClusters(AppendedKeys):
             (self._means, moments.means_HCD),
             (self._value_sums, moments.value_sums_HCD),
             (self._variances, moments.variances_HCD),
-            (self._covariances, moments.covariances_HCDD),
         ):
             if rows is not None and of_clusters is not None:
                 rows.put(self._closed_clusters, of_clusters)
@@ -285,7 +278,6 @@ class KeyClusters(ClusterKind, LayerIndex):
             arrays["value_sums"],
             arrays["assignment"],
             variances_HCD=arrays.get("variances"),
-            covariances_HCDD=arrays.get("covariances"),
         )
         self._frequencies_F = arrays["frequencies"][0] if parameters.window > 0 else None
 

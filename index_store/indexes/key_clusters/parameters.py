@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.index_kind import Growth, IndexKind, Parameters, grown
+from index_store.indexes.interface.retired import why_retired
 from index_store.selection.budgets import CLUSTERS, MOMENTS
 from index_store.store.description.json_fields import Scalar
 
@@ -32,11 +33,12 @@ class ClusterParameters(Parameters):
     sinks: int
 
     label: ClassVar[str] = "key clusters"
-    allowed_moments: ClassVar[tuple[str, ...]] = MOMENTS
 
     def __post_init__(self) -> None:
         self._require_one_of("metric", ("cosine", "euclidean"))
-        self._require_one_of("moments", self.allowed_moments)
+        if (retired := why_retired("key_clusters", {"moments": self.moments})) is not None:
+            raise InvalidArgumentError(retired)
+        self._require_one_of("moments", MOMENTS)
         self._require_at_least(1, "keys_per_cluster", "iterations")
         self._require_at_least(0, "window", "sinks")
         if self.block != 0 and self.block < self.keys_per_cluster:
@@ -48,15 +50,11 @@ class ClusterParameters(Parameters):
 
 @dataclass(frozen=True)
 class TreeParameters(ClusterParameters):
-    """Build parameters of a cluster tree: those of its fine clusters and keys_per_coarse, keys per coarse cluster.
-
-    Covariances of values and keys are not kept: a coarse cluster's would need d^2 numbers of its own.
-    """
+    """Build parameters of a cluster tree: those of its fine clusters and keys_per_coarse, keys per coarse cluster."""
 
     keys_per_coarse: int
 
     label: ClassVar[str] = "cluster tree"
-    allowed_moments: ClassVar[tuple[str, ...]] = ("none", "diagonal")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,7 +105,7 @@ class ClusterKind(IndexKind):
     @classmethod
     def bytes_per_token(cls, parameters: Mapping[str, Scalar], head_dim: int) -> float:
         parsed = cls.parameters_type.parse(parameters)
-        vectors = {"none": 2, "diagonal": 3, "full": 3 + head_dim}[parsed.moments]
+        vectors = 2 + MOMENTS.index(parsed.moments)
         counts_and_offsets = 8
         members_and_assignment = 8
         return (
@@ -151,7 +149,7 @@ def online_bytes(head_dim: int, keys_per_cluster: int, block: int, moments: str,
         most_clusters = max(clusters, (splits - 1) * clusters_in[0] - (-(limit - 1) // keys_per_cluster))
     held = 2 * 4 * head_dim * grown(longest, limit=limit)  # keys and values of the open block
     held += 4 * (grown(keys) + grown(splits * block))  # clusters of keys, and members of closed blocks
-    vectors = {"none": 2, "diagonal": 3, "full": 3 + head_dim}[moments]
+    vectors = 2 + MOMENTS.index(moments)
     held += 4 * (1 + vectors * head_dim) * grown(most_clusters)
     return held + 8 * open_keys + 4 * (clusters + 1 + keys)  # clusters of the open block, and members of all
 

@@ -452,7 +452,7 @@ class Summary:
     """Budget that was used, for people to read (for example "2.00%", "0.9 of the mass", "512 keys"); empty when every
     key was attended."""
     remainder: str = ""
-    """What became of the keys that were not selected: "dropped", "monopole", "centred" or "dipole". A method that
+    """What became of the keys that were not selected: "dropped", "monopole", "centred" or "coarse". A method that
     approximates them where it can says "dropped" over a context without the clusters for it. Empty when every key was
     attended."""
     kept_context: str = ""
@@ -500,7 +500,7 @@ class MethodInfo:
     budget: str = ""
     """That budget for people to read (for example "5.00%"); empty for methods that attend to everything."""
     remainder: str = ""
-    """What becomes of the keys that are not selected: "dropped", "monopole", "centred" or "dipole"; empty for methods
+    """What becomes of the keys that are not selected: "dropped", "monopole", "centred" or "coarse"; empty for methods
     that attend to everything."""
     remainder_optional: bool = False
     """Whether a context without the remainder's clusters is served as well, with those keys dropped."""

@@ -378,7 +378,7 @@ def test_what_goes_wrong_comes_behind_the_tokens_before_it() -> None:
     assert verify(logits, Sampler(SamplingParameters()), [4, 4]) == (4,)
 
 
-EXPRESSIONS = (*METHODS, "csattention+dropped", "oracle+centred", "multipole+dipole", "csattention+coarse")
+EXPRESSIONS = (*METHODS, "csattention+dropped", "oracle+centred", "multipole+centred", "csattention+coarse")
 
 
 @pytest.fixture(scope="module")

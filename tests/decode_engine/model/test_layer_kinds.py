@@ -173,7 +173,7 @@ def test_every_method_with_a_budget_of_all_keys_is_full_attention(tmp_path: Path
 
         expected = logits(METHODS["full"])
         for name, method in ALL_METHODS.items():
-            if name not in {"csattention+dipole", *unturned}:  # whose clusters no index has stored
+            if name not in unturned:
                 for shared in (False, True):
                     found = logits(with_everything(method), shared=shared)
                     error = float((found - expected).abs().max() / expected.std())

@@ -83,7 +83,7 @@ def key_spread(keys_HND: Tensor, arrays: dict[str, Tensor], metric: str) -> floa
 
 CLUSTERS = [
     ClusterParameters(8, "cosine", 128, 5, "none", 0, 4),
-    ClusterParameters(8, "euclidean", 128, 5, "full", 0, 4),
+    ClusterParameters(8, "euclidean", 128, 5, "diagonal", 0, 4),
     ClusterParameters(8, "euclidean", 0, 5, "diagonal", 64, 0),
 ]
 

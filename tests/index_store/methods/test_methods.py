@@ -76,7 +76,6 @@ def test_full_attention_takes_no_budget_and_no_period(given: dict[str, float]) -
         ("csattention", "centred", ["query_tables", "remainder_clusters"], True),
         ("csattention+centred", "centred", ["query_tables", "remainder_clusters"], False),
         ("csattention+dropped", "dropped", ["query_tables"], False),
-        ("refined+dipole", "dipole", ["coarse_rows", "dipole_clusters"], False),
         ("oracle+monopole", "monopole", ["remainder_clusters"], False),
         ("tactic+monopole", "monopole", ["key_clusters"], False),
         ("squeezed-tree+monopole", "monopole", ["cluster_tree"], False),
@@ -181,8 +180,8 @@ def test_remainders_that_cannot_work_are_refused() -> None:
             replace(wrong, remainder=REMAINDERS["coarse"])
     with pytest.raises(MethodUnsupportedError, match=r"has no clusters; .* such as remainder_clusters"):
         replace(METHODS["refined"], remainder=REMAINDERS["monopole"])
-    with pytest.raises(MethodUnsupportedError, match="needs clusters with moments 'full'"):
-        replace(tables, remainder=REMAINDERS["dipole"])
+    with pytest.raises(MethodUnsupportedError, match=r"remainder is 'dipole': .* were retired"):
+        get_method("refined+dipole")
     with pytest.raises(MethodUnsupportedError, match="needs clusters with moments 'diagonal'"):
         replace(METHODS["multipole"], remainder=REMAINDERS["centred"])
     moved = clusters.with_parameters(window=64)
@@ -214,7 +213,7 @@ def test_tables_of_wide_slices_are_told(head_dim: int, told: bool) -> None:
 
 BASE = synthetic_context(index_dtypes=()).draft
 STORED = tuple(name for name, spec in INDEX_SPECS.items() if spec.stored)
-PARTITIONS = ("remainder_clusters", "dipole_clusters")
+PARTITIONS = ("remainder_clusters",)
 ALL, SOME = (0, 1, 2), (1, 2)
 FREE = {"full", "exact", "oracle"}
 """Presets that need nothing stored."""
@@ -312,7 +311,7 @@ def test_presets_are_refused_with_a_reason_or_run(where: str, preset: str) -> No
     ("expression", "where", "reason"),
     [
         ("csattention+centred", "no partitions", "needs index 'remainder_clusters'"),
-        ("csattention+dipole", "nothing", "needs index 'query_tables', context"),
+        ("csattention+centred", "nothing", "needs index 'query_tables', context"),
         ("oracle+centred", "missing layer", "lacks layers [0]"),
         ("csattention+centred", "flat layer", "lacks layers [0]"),
         ("oracle+centred", "moved clusters", "windowed RoPE"),

@@ -39,11 +39,11 @@ def names(found: ChosenIndexes) -> set[str]:
     [
         (("csattention",), (), {"query_tables", "remainder_clusters"}),
         (("csattention+dropped",), (), {"query_tables"}),
-        (("csattention+dipole", "quest"), (), {"query_tables", "dipole_clusters", "pages"}),
+        (("csattention+monopole", "quest"), (), {"query_tables", "remainder_clusters", "pages"}),
         (("full", "oracle"), (), set()),
         (("oracle+centred",), (), {"remainder_clusters"}),
         (("squeezed", "multipole", "tactic"), (), {"key_clusters"}),
-        (("squeezed-tree",), ("pages", "dipole_clusters"), {"cluster_tree", "pages", "dipole_clusters"}),
+        (("squeezed-tree",), ("pages", "key_clusters"), {"cluster_tree", "pages", "key_clusters"}),
         ((), ("key_clusters",), {"key_clusters"}),
         (("quest",), ("remainder_clusters",), {"pages", "remainder_clusters"}),
     ],
@@ -104,6 +104,7 @@ def test_parameters_of_a_named_index() -> None:
         (("pages:sise=8",), "cannot read 'sise=8', expected parameter=value"),
         (("pages:",), "cannot read ''"),
         (("paper_tables:subspaces=4",), "fixed by the paper"),
+        (("dipole_clusters",), "were retired on 2026-11-28"),
     ],
 )
 def test_indexes_that_cannot_be_named_so_are_refused(indexes: tuple[str, ...], message: str) -> None:

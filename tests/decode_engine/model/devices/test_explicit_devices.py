@@ -37,11 +37,7 @@ ROUNDING_KERNELS = ("indexes.coarse_rows.index",)
 
 EXPRESSIONS = [
     *METHODS,
-    *(
-        f"{name}+{remainder}"
-        for name in ("oracle", "csattention", "quest")
-        for remainder in ("monopole", "dipole")
-    ),
+    *(f"{name}+monopole" for name in ("oracle", "csattention", "quest")),
     "multipole+centred",
     "csattention@period=3",
 ]

@@ -128,11 +128,7 @@ def moved_context(context: ResidentContext, method: Method) -> ResidentContext:
 
 @pytest.mark.parametrize(
     "expression",
-    [
-        *METHODS,
-        "csattention@period=3",
-        "oracle+dipole",
-    ],
+    [*METHODS, "csattention@period=3", "oracle+centred"],
 )
 def test_logits_of_a_model(runners: tuple[ModelRunner, ModelRunner], expression: str) -> None:
     """A prompt whose first tokens leave the recent window, then decode steps, of two sessions at once."""

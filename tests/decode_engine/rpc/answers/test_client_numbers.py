@@ -35,7 +35,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, Resid
     runner = ModelRunner(
         resolve_model(str(write_model_folder(folder, layers=2, head_dim=32, max_positions=POSITIONS)))
     )
-    also = [*METHODS.values(), get_method("multipole+dipole")]
+    also = [*METHODS.values(), get_method("multipole+centred")]
     return runner, made_up_context(runner.identity, runner.kv_dtype, METHODS["csattention"], 160, also=also)
 
 

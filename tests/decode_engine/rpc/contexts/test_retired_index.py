@@ -38,7 +38,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     return make_library(tmp_path_factory.mktemp("retired"))
 
 
-@pytest.fixture(scope="module", params=RETIRED_INDEXES)
+@pytest.fixture(scope="module", params=METHOD_OF)
 def retired(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -195,7 +195,6 @@ def test_shapes(group: int, head_dim: int) -> None:
         (get_method("multipole"), "HybridSteps"),
         (get_method("refined"), "HybridSteps"),
         (get_method("full"), "DenseSteps"),
-        (get_method("csattention+dipole"), "dipole"),
         (get_method("quest"), "no kernels"),
         (get_method("squeezed"), "budget"),
     ],

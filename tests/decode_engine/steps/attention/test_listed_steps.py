@@ -237,7 +237,6 @@ def refusal(method: Method) -> str:
         (get_method("csattention"), "ListedSteps"),
         (get_method("csattention+dropped"), "ListedSteps"),
         (get_method("csattention+monopole"), "ListedSteps"),
-        (get_method("csattention+dipole"), "dipole"),
         (get_method("csattention-paper"), "lists"),
         (get_method("multipole-tree"), "no kernels"),
         (get_method("tactic"), "budget"),

@@ -18,8 +18,6 @@ from index_store.indexes.interface.layer_index import LayerSource
 from index_store.indexes.key_clusters.build import check_frequencies, divide_keys, move_queries, undo_rotary
 from index_store.indexes.key_clusters.build_triton import (
     build_device_clusters,
-    covary_members,
-    covary_members_reference,
     list_device_members,
     measure_members,
     measure_members_reference,
@@ -48,7 +46,7 @@ FLAT: dict[str, Scalar] = {
 TREE: dict[str, Scalar] = {**FLAT, "keys_per_coarse": 40}
 CASES: dict[str, tuple[type[KeyClusters], dict[str, Scalar]]] = {
     "cosine": (KeyClusters, FLAT),
-    "full": (KeyClusters, {**FLAT, "metric": "euclidean", "moments": "full", "block": 0}),
+    "full": (KeyClusters, {**FLAT, "metric": "euclidean", "moments": "diagonal", "block": 0}),
     "windowed": (KeyClusters, {**FLAT, "window": 32, "moments": "diagonal"}),
     "tree": (ClusterTree, TREE),
     "windowed tree": (ClusterTree, {**TREE, "window": 32, "moments": "diagonal", "metric": "euclidean"}),
@@ -104,7 +102,6 @@ def test_moments_equal_direct_sums(name: str) -> None:
     keys, values = compared_keys(name), source().values_HND.float()
     moments = CASES[name][1]["moments"]
     assert ("variances" in arrays) == (moments != "none")
-    assert ("covariances" in arrays) == (moments == "full")
     for head in range(HEADS):
         for cluster, members in enumerate(members_of(arrays, head)):
             if not members:
@@ -116,11 +113,6 @@ def test_moments_equal_direct_sums(name: str) -> None:
             if "variances" in arrays:
                 variance = k.var(0, unbiased=False)
                 torch.testing.assert_close(arrays["variances"][head, cluster], variance, rtol=1e-3, atol=1e-4)
-            if "covariances" in arrays:
-                expected = (v - v.mean(0)).t() @ (k - k.mean(0))
-                torch.testing.assert_close(
-                    arrays["covariances"][head, cluster], expected, rtol=1e-3, atol=1e-4
-                )
 
 
 def test_cosine_clusters_directions_but_averages_raw_keys() -> None:
@@ -416,18 +408,6 @@ def test_moments(dtype: torch.dtype, spread: bool, clusters: int) -> None:
         torch.testing.assert_close(found[name], array, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("head_dim", [64, 40])
-def test_covariances(head_dim: int) -> None:
-    kv = make_kv(120, torch.float16, head_dim)
-    assignment = torch.randint(-1, 9, (2, 120), generator=torch.Generator().manual_seed(0))
-    lists = list_device_members(assignment.to(DEVICE, torch.int32), 10)
-    moments = measure_members(kv[:, :, 0], kv[:, :, 1], *lists, spread=False)
-    found = covary_members(kv[:, :, 0], kv[:, :, 1], *lists, moments)
-    cpu = [tensor.cpu() for tensor in (kv[:, :, 0], kv[:, :, 1], *lists)]
-    expected = covary_members_reference(*cpu, {name: array.cpu() for name, array in moments.items()})
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-3)
-
-
 def test_built_clusters_are_whole() -> None:
     kv = make_kv(290, torch.float32)
     blocks = divide_keys(290, 8, 128, 4)
@@ -441,7 +421,7 @@ def test_built_clusters_are_whole() -> None:
         inside = arrays["assignment"][:, first:end]
         assert int(inside.min()) >= begin
         assert int(inside.max()) < stop
-    for bad in ({"moments": "some"}, {"metric": "manhattan"}, {"iterations": 0}):
+    for bad in ({"metric": "manhattan"}, {"iterations": 0}):
         options = {"metric": "cosine", "iterations": 1, "moments": "none", "seed": 0, **bad}
         with pytest.raises(InvalidArgumentError):
             build_device_clusters(kv, blocks, **options)  # type: ignore[arg-type]
@@ -505,7 +485,7 @@ def online(**changes: Any) -> OnlineClusters:
         "keys_per_cluster": 4,
         "metric": "euclidean",
         "block": 32,
-        "moments": "full",
+        "moments": "diagonal",
         "frequencies": None,
         "seed": 0,
     }
@@ -581,16 +561,13 @@ def test_moments_are_direct_sums_over_the_members(metric: str, block: int) -> No
             assert found.counts_HC[head, cluster] == len(members)
             if not members:
                 assert not found.means_HCD[head, cluster].any()
-                assert not found.covariances_HCDD[head, cluster].any()
                 continue
             keys, values = kv[head, [id_ - FIRST for id_ in members]].double().unbind(1)
             centred = keys - keys.mean(0)
-            covariance = torch.einsum("xi,xj->ij", values - values.mean(0), centred)
             for stored, expected in (
                 (found.means_HCD, keys.mean(0)),
                 (found.value_sums_HCD, values.sum(0)),
                 (found.variances_HCD, centred.square().mean(0)),
-                (found.covariances_HCDD, covariance),
             ):
                 torch.testing.assert_close(stored[head, cluster].double(), expected, rtol=1e-4, atol=1e-4)
 
@@ -723,7 +700,6 @@ def test_rotated_keys_are_turned_back_by_their_position() -> None:
     ("change", "message"),
     [
         ({"metric": "manhattan"}, "cosine, euclidean"),
-        ({"moments": "some"}, "none, diagonal, full"),
         ({"keys_per_cluster": 0}, "at least 1"),
         ({"block": -1}, "at least 0"),
         ({"frequencies": torch.ones(3)}, "one inverse frequency"),
