@@ -97,7 +97,8 @@ class Paged(Level):
         assert (layout, backend, workspace.dtype) == ("HND", "fa2", torch.uint8)
 
     def plan(self, *given: Any, causal: bool, q_data_type: torch.dtype, kv_data_type: torch.dtype) -> None:
-        assert (causal, q_data_type, kv_data_type) == (False, layer.DTYPE, torch.float8_e4m3fn)
+        assert (causal, q_data_type) == (False, layer.DTYPE)
+        assert kv_data_type in (torch.float8_e4m3fn, layer.DTYPE)
         self.tables, self.sizes = given[:4], given[4:]
         assert all(part.dtype == torch.int32 for part in self.tables)
 
@@ -131,6 +132,17 @@ def xqa(
         out[row : row + 1] = attention(q[row, None], *kv)[0]
 
 
+class Decode(Paged):
+    """Attention of a row on every context."""
+
+    def __init__(self, workspace: Tensor, layout: str, use_tensor_cores: bool) -> None:
+        super().__init__(workspace, layout, "fa2")
+
+    def plan(self, *given: Any, q_data_type: torch.dtype, kv_data_type: torch.dtype) -> None:  # type: ignore[override]
+        rows = torch.arange(len(given[0]), dtype=torch.int32)
+        super().plan(rows, *given, causal=False, q_data_type=q_data_type, kv_data_type=kv_data_type)
+
+
 class TailOfTheFirstLevel(Level):
     def keys(self, cache: Tensor, row: int) -> Tensor:
         return super().keys(cache, 0)
@@ -158,6 +170,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         "MultiLevelCascadeAttentionWrapper": Cascade,
         "merge_state_in_place": merge_state_in_place,
         "BatchPrefillWithPagedKVCacheWrapper": Paged,
+        "BatchDecodeWithPagedKVCacheWrapper": Decode,
         "decode": SimpleNamespace(xqa_batch_decode_with_kv_cache=xqa),
     }
     vars(fake).update(members)
@@ -251,12 +264,14 @@ def test_wrong_attention_of_flashinfer_is_not_timed(
         flashinfer_baseline.flashinfer_us(*given, check)
 
 
-@pytest.mark.parametrize(("contexts", "ways"), [(1, {"fa2"}), (2, {"fa2"}), (4, {"fa2", "xqa"})])
+@pytest.mark.parametrize(
+    ("contexts", "ways"), [(1, {"fa2"}), (2, {"fa2"}), (4, {"fa2", "decode", "decode, tensor cores", "xqa"})]
+)
 def test_rows_of_queries_attend_to_their_contexts_in_float8(
     flashinfer: ModuleType, contexts: int, ways: set[str]
 ) -> None:
     kv_CHN2D = torch.randn(contexts, KV_HEADS, LENGTH, 2, 64)
-    cache = flashinfer_baseline.Float8Cache(kv_CHN2D)
+    cache = flashinfer_baseline.PagedCache(kv_CHN2D)
     q_BHGD = 3 * torch.randn(4, KV_HEADS, 2, 64)
     found = cache.ways(q_BHGD)
     assert set(found) == ways
@@ -271,12 +286,17 @@ def test_rows_of_queries_attend_to_their_contexts_in_float8(
 def test_wrong_attention_over_float8_is_not_timed(
     flashinfer: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = flashinfer_baseline.Float8Cache(torch.randn(2, KV_HEADS, LENGTH, 2, 64))
-    monkeypatch.setattr(
-        flashinfer.decode, "xqa_batch_decode_with_kv_cache", lambda *given, out, **named: out.zero_()
-    )
-    with pytest.raises(CheckFailedError, match=r"xqa over float8, row \d: relative error"):
-        cache.ways(3 * torch.randn(2, KV_HEADS, 2, 64))
+    def wrong(*given: Any, out: Tensor, **named: Any) -> None:
+        out.zero_()
+
+    cache = flashinfer_baseline.PagedCache(torch.randn(2, KV_HEADS, LENGTH, 2, 64))
+    q_BHGD = 3 * torch.randn(2, KV_HEADS, 2, 64)
+    monkeypatch.setattr(flashinfer.decode, "xqa_batch_decode_with_kv_cache", wrong)
+    assert set(cache.ways(q_BHGD)) == {"fa2", "decode", "decode, tensor cores"}
+    assert "xqa, row 0: relative error" in cache.left_out["xqa"]
+    monkeypatch.setattr(Paged, "run", wrong)
+    with pytest.raises(CheckFailedError, match="no way of FlashInfer attends"):
+        cache.ways(q_BHGD)
 
 
 def test_a_release_whose_kernels_cannot_be_chosen_is_refused(
@@ -293,7 +313,7 @@ def test_rows_of_one_context_have_times_of_flashinfer(
     rows, code, _ = run(bench, head_dim=64, group=2, flashinfer=True)
     assert (code, [row["sessions"] for row in rows]) == (0, [1, 3, 3])
     for row in rows[:2]:
-        assert {row[name] for name in (*TIMES, "flashinfer_float8_us")} == {1.0}
+        assert {row[name] for name in (*TIMES, "flashinfer_float8_us", "flashinfer_paged_us")} == {1.0}
         assert row["flashinfer"] == "1.2.3"
     assert not FIELDS & set(rows[2])
     assert {row["ratio"] for row in rows} == {0.5, 0.25}  # of a mixed batch's two contexts

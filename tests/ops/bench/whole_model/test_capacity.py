@@ -1,4 +1,4 @@
-"""The picture of capacity: what fits is timed, in every placement, and what it says of bars; its whole path on a CPU."""
+"""The picture of capacity: what fits is timed in every placement, and what it says of bars; its whole path on a CPU."""
 
 from __future__ import annotations
 
