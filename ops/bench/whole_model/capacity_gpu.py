@@ -335,7 +335,7 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder for lines, table and picture.")],
+    out: Annotated[Path, typer.Option(help="Folder for lines, table and picture.")] = Path("capacity"),
     lengths: Annotated[str, typer.Option(help="Of contexts, comma-separated: 32k,128k.")] = "32k,128k",
     cases: Annotated[str, typer.Option(help="METHOD@WHERE[/int8], comma-separated.")] = CASES,
     counts: Annotated[str, typer.Option(help="Of sessions, beside as many as fit.")] = COUNTS,
