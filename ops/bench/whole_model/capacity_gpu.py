@@ -119,7 +119,7 @@ class Float8Served(Served):
     """Of a cache in float8: a byte for each number."""
 
     @property
-    def context(self) -> MemoryBytes:  # type: ignore[override]
+    def context(self) -> MemoryBytes:
         """Keys and values."""
         return MemoryBytes(device=kv_numbers(self.manifest))
 
