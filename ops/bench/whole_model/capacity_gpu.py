@@ -49,7 +49,13 @@ from harness.made_up.contexts import PlacedContexts, make_model, make_ranges, re
 from harness.made_up.sessions import Served, describe_context, most_sessions
 from harness.parsing import parse_counts, parse_method
 from harness.report import failure, reporting
-from harness.steps.captured_steps import Lanes, tidy_up, time_captured, time_flight, whole_difference
+from harness.steps.captured_steps import (
+    SteppedSessions,
+    tidy_up,
+    time_captured,
+    time_flight,
+    whole_difference,
+)
 from harness.steps.general_steps import full_logits
 
 from decode_engine.evaluation.pictures import check_pictures
@@ -182,12 +188,12 @@ class Bench:
         case, method = figure.case, figure.case.method
         stand_in = float8_steps(contexts) if case.label == "float8" else None
         with nullcontext() if stand_in is None else patch.object(batch_kinds, "DenseSteps", stand_in):
-            lanes = Lanes(self._run, self._model, contexts, self._threads)
+            stepped = SteppedSessions(self._run, self._model, contexts, self._threads)
             row: dict[str, Any] = {}
             if expected is not None and stand_in is None:
-                row["logits_difference"] = whole_difference(lanes, method, expected)
-            timed = time_captured(lanes, method, self._turns, SECONDS)
-            row |= timed.steps() | time_flight(lanes, method, self._turns, timed.said)
+                row["logits_difference"] = whole_difference(stepped, method, expected)
+            timed = time_captured(stepped, method, self._turns, SECONDS)
+            row |= timed.steps() | time_flight(stepped, method, self._turns, timed.said)
         token_ms = row.get("flight_ms", row["step_ms"])
         moved = timed.moved() if contexts[0].placement.kv_on_host else {}
         return (

@@ -35,7 +35,7 @@ from harness.report import reporting
 from index_store.memory.memory_sizes import parse_size
 from index_store.memory.placement import MemoryBytes, Placement
 
-METHODS = "full,csattention,csattention+dropped:0.01/m8/pooled,pq+dropped:0.01"
+METHODS = "full,csattention,csattention+dropped:0.01/m8/pooled,refined+dropped:0.01"
 
 
 def figure(served: Served, room: int, hosts: Sequence[str]) -> dict[str, Any]:
