@@ -494,7 +494,14 @@ class EngineService:
         if order.keep is not None or (drawn.seed is not None and not greedy):
             return own, "the context's own, as a seed, or what is kept, may depend on no times"
         sessions = self.engine.on_context(base.id) + order.answers
-        return self.costs.choose(own, base, self.arena.placement(base), sessions)
+        placement = self.arena.placement(base)
+        return self.costs.choose(
+            own,
+            base,
+            placement,
+            sessions,
+            ready=lambda drafting: self.preparation.begin(drafting.on(base), placement).done(),
+        )
 
     def _is_ready(self, meaning: Meaning) -> bool:
         """Whether nothing has to be loaded, prepared or compiled."""

@@ -8,6 +8,10 @@ share, a step takes, for either,
 
 where `token` is what is read once for all sessions, and `row` what is done for each. Four shapes give the four numbers,
 and these the times of all others.
+
+Where that is full attention, its answers come by `exact`, which drafts, if a step that verifies drafts is fast enough
+for it to pay when each of them is as often right as wrong. That changes no answer's distribution. What it wins depends
+on the answer, which nobody knows before, so it is never taken instead of a method that was timed to be the faster one.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Lock
@@ -43,6 +47,11 @@ _LONG_S = 2.0
 _LOOK_S = 0.05
 
 _ROOM = 64  # positions behind a context, for steps
+
+_DRAFTED = 3
+"""Tokens that steps of `exact` verify for each session when they are timed: as many as 16 sessions have room for."""
+_PAYS = 2 - 0.5**_DRAFTED
+"""Tokens of such a step where a draft is right with a chance of a half, if those before it were."""
 
 Shape = tuple[int, int]
 """Tokens of a context, and sessions on it."""
@@ -152,13 +161,24 @@ class StepCosts:
         logger.info("steps of %s have changed their pace: they are timed again", label(method))
 
     def choose(
-        self, own: Method, manifest: Manifest, placement: Placement, sessions: int
+        self,
+        own: Method,
+        manifest: Manifest,
+        placement: Placement,
+        sessions: int,
+        ready: Callable[[Method], bool] = lambda method: True,
     ) -> tuple[Method, str]:
-        """A context's own method or full attention, and why. sessions: on the context, with those of the request."""
+        """A context's own method, or full attention with drafts or without, and why.
+
+        sessions: on the context, with those of the request. ready: whether a method with drafts need not be waited for.
+        """
         if own.sparse and manifest.rows == INT8:
             method, why = own, "the context's own: steps over rows in 8 bits were not timed"
         else:
             method, why = self._choose(own, manifest.token_count, placement, sessions)
+            if method is METHODS["full"] and self._drafts_pay(manifest.token_count, placement, sessions):
+                drafting = METHODS["exact"]
+                method, why = (drafting, f"{why}; with drafts") if ready(drafting) else (method, why)
         with self._lock:
             self.chosen[method.name] += 1
         return method, why
@@ -181,12 +201,19 @@ class StepCosts:
             f"{_milliseconds(seconds[other.name])} ms ({tokens} tokens, sessions on the context: {sessions})"
         )
 
+    def _drafts_pay(self, tokens: int, placement: Placement, sessions: int) -> bool:
+        """Whether `exact` takes less time than full attention where half of the drafts are right."""
+        verified, full = self.times.get(("exact", placement)), self.times.get(("full", placement))
+        if verified is None or full is None:
+            return False
+        return verified.seconds(tokens, sessions) < _PAYS * full.seconds(tokens, sessions)
+
     def told(self) -> list[str]:
         """What was timed and chosen, for people to read: a line for each method and placement."""
         lines = []
         for (name, placement), found in list(self.times.items()):
             full = self.times.get(("full", placement))
-            if name == "full" or full is None:
+            if name in ("full", "exact") or full is None:
                 continue
             alone, together = (_from(found, full, sessions) for sessions in (1, 16))
             where = f"{name} instead of full ({placement.value})"
@@ -240,9 +267,9 @@ def time_steps(runner: ModelRunner, costs: StepCosts, method: Method, placement:
     """Times steps of a method and of full attention on made-up contexts; yields after each step.
 
     True says that a context is being made, and its steps captured, by a thread of its own, for which nobody waits.
-    Full attention is timed beside each method: what the machine does meanwhile adds to both.
+    Full attention is timed beside each method, with drafts and without: what the machine does meanwhile adds to all.
     """
-    methods = (METHODS["full"], method)
+    methods = _beside(method, runner)
     measured: dict[str, dict[Shape, float]] = {label(each): {} for each in methods}
     most = runner.identity.max_positions - _ROOM
     short, long = _TOKENS[runner.device.type]
@@ -266,12 +293,19 @@ def time_steps(runner: ModelRunner, costs: StepCosts, method: Method, placement:
         logger.info("steps were timed: %s", line)
 
 
+def _beside(method: Method, runner: ModelRunner) -> list[Method]:
+    """Methods that are timed together; a model with states drafts nothing."""
+    drafting = [] if runner.identity.states is not None else [METHODS["exact"]]
+    return [METHODS["full"], *drafting, method]
+
+
 def _make(runner: ModelRunner, method: Method, tokens: int, placement: Placement) -> ResidentContext:
     context = made_up_context(
         runner.identity, runner.kv_dtype, method, tokens, device=runner.device, placement=placement
     )
-    for each in (METHODS["full"], method):
-        runner.prepare(each.on(context.manifest), max(_SESSIONS), placement, beside=True)
+    for each in _beside(method, runner):
+        rows = max(_SESSIONS) * (1 if each.drafts is None else _DRAFTED + 1)
+        runner.prepare(each.on(context.manifest), rows, placement, beside=True)
     return context
 
 
@@ -296,9 +330,10 @@ def _step_seconds(
         for turn in range(1 + _STEPS):
             if turn > 1 and spent > _LONG_S:
                 break  # a large model's
-            for sessions, found in zip(batches, times, strict=True):
+            for method, sessions, found in zip(methods, batches, times, strict=True):
+                drafts = [] if method.drafts is None else [[0] * _DRAFTED] * count
                 begin, computed = time.perf_counter(), time.process_time()
-                for result in runner.decode(sessions, [0] * count, samplers):
+                for result in runner.launch(sessions, [0] * count, samplers, drafts).tokens():
                     if isinstance(result, Exception):
                         raise result
                 taken, computed = time.perf_counter() - begin, time.process_time() - computed

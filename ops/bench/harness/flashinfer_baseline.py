@@ -10,7 +10,7 @@ d head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import typer
 from torch import Tensor
 
 from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
-from harness.report import check_close
+from harness.report import CheckFailedError, check_close
 from harness.timing import graph_us
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
@@ -31,8 +31,14 @@ WORKSPACE_BYTES = 512 * 2**20
 FLOAT8_TOLERANCE = 0.1
 """Of outputs, relative: XQA rounds queries and weights to float8, too."""
 
+TOLERANCE = 2e-2
+"""The same over halves."""
+
 Attend = Callable[[int], Tensor]
 """From a layer to [B, H, G, d]."""
+
+Query = Callable[[Tensor], Tensor]
+"""From queries to outputs, both [B, H, G, d]; outputs lie where those of the call before lay."""
 
 
 def load_flashinfer() -> Any:
@@ -133,15 +139,18 @@ def cascade(q_LBHGD: Tensor, kv_LHN2D: Tensor, tail_BHT2D: Tensor) -> Attend:
     return attend
 
 
-class Float8Cache:
-    """Contexts' keys and values of one layer in pages of float8, read by rows of queries; without tails.
+class PagedCache:
+    """Contexts' keys and values of one layer in pages of a dtype, read by rows of queries; without tails.
 
-    Rows of queries are divided evenly among the contexts, those of one next to each other.
+    Rows of queries are divided evenly among the contexts, those of one next to each other. left_out: ways that
+    FlashInfer refuses on this device, or whose outputs are wrong, and why.
     """
 
-    def __init__(self, kv_BHN2D: Tensor) -> None:
+    def __init__(self, kv_BHN2D: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
         self.contexts, self._heads, self.length, _, self._head_dim = kv_BHN2D.shape
-        self._pages = pages(kv_BHN2D).to(torch.float8_e4m3fn)
+        self._pages = pages(kv_BHN2D).to(dtype)
+        self._tolerance = FLOAT8_TOLERANCE if dtype == torch.float8_e4m3fn else TOLERANCE
+        self.left_out: dict[str, str] = {}
 
     def reference(self, q_HGD: Tensor, context: int) -> Tensor:
         """What a row of queries gets of the rounded keys and values, [H, G, d] in float64."""
@@ -151,23 +160,13 @@ class Float8Cache:
         out_HGD: Tensor = weights @ values_HND
         return out_HGD
 
-    def fa2(self, q_BHGD: Tensor) -> Callable[[Tensor], Tensor]:
+    def packed(self, q_BHGD: Tensor) -> Query:
         """A planned attention to rows of queries of that shape and dtype, those of one context packed."""
         rows, heads, group = q_BHGD.shape[:3]
-        share, per_context = rows // self.contexts, self.length // PAGE
-
-        def ints(last: int, step: int) -> Tensor:
-            return torch.arange(0, last + 1, step, dtype=torch.int32, device=q_BHGD.device)
-
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q_BHGD.device)
-        wrapper = load_flashinfer().BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
-        page_count = self.contexts * per_context
-        full_pages = torch.full((self.contexts,), PAGE, dtype=torch.int32, device=q_BHGD.device)
+        wrapper = load_flashinfer().BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend="fa2")
         wrapper.plan(
-            ints(rows, share),
-            ints(page_count, per_context),
-            ints(page_count - 1, 1),
-            full_pages,
+            self._steps(rows, rows // self.contexts),
+            *self._table(),
             heads * group,
             heads,
             self._head_dim,
@@ -176,7 +175,27 @@ class Float8Cache:
             q_data_type=q_BHGD.dtype,
             kv_data_type=self._pages.dtype,
         )
-        out = torch.empty(rows, heads * group, self._head_dim, dtype=q_BHGD.dtype, device=q_BHGD.device)
+        return self._run(wrapper, q_BHGD)
+
+    def decode(self, q_BHGD: Tensor, tensor_cores: bool) -> Query:
+        """The same of a row on every context, by FlashInfer's own decode attention."""
+        heads, group = q_BHGD.shape[1:3]
+        wrapper = load_flashinfer().BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, "HND", use_tensor_cores=tensor_cores
+        )
+        wrapper.plan(
+            *self._table(),
+            heads * group,
+            heads,
+            self._head_dim,
+            PAGE,
+            q_data_type=q_BHGD.dtype,
+            kv_data_type=self._pages.dtype,
+        )
+        return self._run(wrapper, q_BHGD)
+
+    def _run(self, wrapper: Any, q_BHGD: Tensor) -> Query:
+        out = torch.empty_like(q_BHGD.flatten(1, 2))
 
         def attend(q_BHGD: Tensor) -> Tensor:
             wrapper.run(q_BHGD.flatten(1, 2), self._pages, out=out)
@@ -184,13 +203,31 @@ class Float8Cache:
 
         return attend
 
-    def xqa(self, q_BHGD: Tensor) -> Callable[[Tensor], Tensor]:
-        """The same by XQA, a row on every context."""
-        device, per_context = q_BHGD.device, self.length // PAGE
+    @cached_property
+    def _workspace(self) -> Tensor:
+        """Of all planned ways, which run one after the other."""
+        return self._zeros()
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._pages.device)
+
+    def _steps(self, last: int, step: int) -> Tensor:
+        """From 0 to the last number."""
+        return torch.arange(0, last + 1, step, dtype=torch.int32, device=self._pages.device)
+
+    def _table(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Where each context's pages begin, all pages, and how many keys a last page has."""
+        per_context = self.length // PAGE
+        count = self.contexts * per_context
+        full_pages = torch.full((self.contexts,), PAGE, dtype=torch.int32, device=self._pages.device)
+        return self._steps(count, per_context), self._steps(count - 1, 1), full_pages
+
+    def xqa(self, q_BHGD: Tensor) -> Query:
+        """The same by XQA."""
+        per_context = self.length // PAGE
         decode = load_flashinfer().decode.xqa_batch_decode_with_kv_cache
-        table = torch.arange(self.contexts * per_context, dtype=torch.int32, device=device)
-        lengths = torch.full((self.contexts,), self.length, dtype=torch.uint32, device=device)
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        table, workspace = self._steps(self.contexts * per_context - 1, 1), self._zeros()
+        lengths = torch.full((self.contexts,), self.length, dtype=torch.uint32, device=self._pages.device)
         out = torch.empty_like(q_BHGD.flatten(1, 2))
 
         def attend(q_BHGD: Tensor) -> Tensor:
@@ -202,34 +239,51 @@ class Float8Cache:
 
         return attend
 
-    def ways(self, q_BHGD: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
+    def ways(self, q_BHGD: Tensor) -> dict[str, Query]:
         """The attentions that such rows of queries can have, by name, each compared with the reference beforehand.
 
-        Raises CheckFailedError for a wrong output.
+        Backend fa3 is not among them: it does not divide keys among programs (see `cascade`), and takes float8 for
+        queries in float8 alone. Raises CheckFailedError where all of them are refused or wrong.
         """
-        found = {"fa2": self.fa2(q_BHGD)}
+        made: dict[str, Callable[[Tensor], Query]] = {"fa2": self.packed}
         if len(q_BHGD) == self.contexts:
-            found["xqa"] = self.xqa(q_BHGD)
-        for name, attend in found.items():
-            out_BHGD = attend(q_BHGD)
-            for row in {0, len(q_BHGD) - 1}:
-                expected = self.reference(q_BHGD[row], row * self.contexts // len(q_BHGD))
-                check_close(f"{name} over float8, row {row}", out_BHGD[row], expected, FLOAT8_TOLERANCE)
+            made["decode"] = partial(self.decode, tensor_cores=False)
+            made["decode, tensor cores"] = partial(self.decode, tensor_cores=True)
+            made["xqa"] = self.xqa
+        found: dict[str, Query] = {}
+        for name, make in made.items():
+            try:
+                attend = make(q_BHGD)
+                self._check(name, attend(q_BHGD), q_BHGD)
+            except Exception as error:  # other ways may well run
+                self.left_out[name] = f"{type(error).__name__}: {error}"[:200]
+            else:
+                found[name] = attend
+        if not found:
+            raise CheckFailedError(f"no way of FlashInfer attends: {self.left_out}")
         return found
 
+    def _check(self, name: str, out_BHGD: Tensor, q_BHGD: Tensor) -> None:
+        for row in {0, len(q_BHGD) - 1}:
+            expected = self.reference(q_BHGD[row], row * self.contexts // len(q_BHGD))
+            check_close(f"{name}, row {row}", out_BHGD[row], expected, self._tolerance)
 
-def float8_us(q_LBHGD: Tensor, kv_LCHN2D: Tensor) -> dict[str, float]:
-    """Microseconds per layer of full attention over contexts in float8, by way.
+
+def paged_us(
+    q_LBHGD: Tensor, kv_LCHN2D: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Microseconds per layer of full attention over contexts in pages of a dtype, by way; and ways left out, and why.
 
     The rows of queries of one context, B / C of them, stand next to each other.
     """
-    caches = [Float8Cache(kv) for kv in kv_LCHN2D]
+    caches = [PagedCache(kv, dtype) for kv in kv_LCHN2D]
     found: dict[str, float] = {}
     ways = [cache.ways(q) for cache, q in zip(caches, q_LBHGD, strict=True)]
     for name in ways[0]:
-        steps = [partial(each[name], q) for each, q in zip(ways, q_LBHGD, strict=True)]
-        found[name] = graph_us(steps, max(1, 8 // len(steps)))
-    return found
+        if all(name in each for each in ways):
+            steps = [partial(each[name], q) for each, q in zip(ways, q_LBHGD, strict=True)]
+            found[name] = graph_us(steps, max(1, 8 // len(steps)))
+    return found, {name: why for cache in caches for name, why in cache.left_out.items()}
 
 
 def pages(kv_BHN2D: Tensor) -> Tensor:
@@ -246,13 +300,13 @@ def float8_steps(contexts: Sequence[ResidentContext]) -> type[StepAttention]:
     own = list({id(context): context for context in contexts}.values())
     if len(own) not in (1, len(contexts)):
         raise ValueError(f"{len(contexts)} sessions are on {len(own)} contexts, expected one or as many")
-    copies: dict[int, Float8Cache] = {}
+    copies: dict[int, PagedCache] = {}
     caches = []
     for layer in range(contexts[0].manifest.model.layers):
         stored = [context.stored_rows(layer) for context in own]
         content = stored[0].data_ptr()
         if content not in copies:
-            copies[content] = Float8Cache(torch.stack(stored))
+            copies[content] = PagedCache(torch.stack(stored))
         caches.append(copies[content])
 
     class Float8Steps(StepAttention):
@@ -271,10 +325,11 @@ def float8_steps(contexts: Sequence[ResidentContext]) -> type[StepAttention]:
                 len(contexts), heads, plan.group, head_dim, dtype=plan.dtype, device=plan.device
             )
             ways = {id(cache): cache.ways(q_BHGD) for cache in copies.values()}
-            times = {
-                name: graph_us([lambda way=way: way(q_BHGD)], 8)  # type: ignore[misc]
-                for name, way in next(iter(ways.values())).items()
-            }
+            common = [
+                name for name in next(iter(ways.values())) if all(name in each for each in ways.values())
+            ]
+            attends = next(iter(ways.values()))
+            times = {name: graph_us([partial(attends[name], q_BHGD)], 8) for name in common}
             fastest = min(times, key=lambda name: times[name])
             self._layers = [ways[id(cache)][fastest] for cache in caches]
             self._out_BHGD = torch.zeros(

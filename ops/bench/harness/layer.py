@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from decode_engine.steps.attention.listed_steps import ListedSteps
 from decode_engine.steps.attention.step_attention import StepPlan
+from harness.flashinfer_baseline import paged_us
 from harness.report import CheckFailedError
 from harness.timing import eager_us, fastest, graph_us, kernel_us
 from index_store.methods.method import Method
@@ -119,6 +120,25 @@ class Steps(ABC):
         return self.index_bytes() + (kept + self.rows * (SINKS + RECENT + TAIL)) * row
 
 
+@dataclass(frozen=True, slots=True)
+class FlashInfer:
+    """Microseconds of its full attention over pages in the dtype of keys and values, and in float8, by way.
+
+    left_out: ways that it refuses on the device, or that are wrong, and why.
+    """
+
+    paged: dict[str, float]
+    float8: dict[str, float]
+    left_out: dict[str, str]
+
+    @classmethod
+    def of(cls, memory: Memory) -> FlashInfer:
+        """Over contexts of a memory, a row of queries on each."""
+        paged, wrong = paged_us(memory.q, memory.kv, memory.kv.dtype)
+        float8, wrong8 = paged_us(memory.q, memory.kv)
+        return cls(paged, float8, {**wrong, **{f"float8 {name}": why for name, why in wrong8.items()}})
+
+
 def check_selection(kept: Tensor, expected: Tensor, limit: float) -> None:
     """Raises CheckFailedError when too large a share of the keys is another."""
     other = int((kept != expected).sum()) / max(1, int(expected.sum()))
@@ -132,21 +152,27 @@ def figure_rows(
     make: Callable[[float], Steps],
     full: dict[str, float],
     bandwidth: float,
-    float8: Mapping[str, float] | None = None,
+    flashinfer: FlashInfer | None = None,
 ) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """One row per kept share, and how it misses its bar, the least ratio to full attention; 0 where none is asked for.
 
-    make: steps at a share. float8: microseconds of full attention over a cache in 8 bits, by way.
+    make: steps at a share. full: microseconds of torch's, by way. flashinfer: what others are compared with as well;
+    ratios are to the fastest.
     """
     for share, bar in bars.items():
         result = make(share).measure()
-        best = fastest(full)
+        ways = (
+            full | {f"flashinfer {name}": took for name, took in flashinfer.paged.items()}
+            if flashinfer
+            else full
+        )
+        best = fastest(ways)
         ratio = float(best["full_us"]) / result["graph_us"]
         row = {"figure": figure, "keep": share, "ratio": ratio, "bar": bar, **best, **result}
         row["fraction"] = result["bytes"] / (result["graph_us"] * 1e-6) / bandwidth
-        if float8:
-            way, took = min(float8.items(), key=lambda each: each[1])
+        if flashinfer:
+            way, took = min(flashinfer.float8.items(), key=lambda each: each[1])
             row |= {"float8_us": took, "float8_way": way, "float8_ratio": took / result["graph_us"]}
-            row["float8_ways_us"] = dict(float8)
-        row |= {"full_backends_us": full, "copy_tb_per_s": bandwidth / 1e12}
+            row |= {"float8_ways_us": flashinfer.float8, "flashinfer_left_out": flashinfer.left_out}
+        row |= {"full_backends_us": ways, "copy_tb_per_s": bandwidth / 1e12}
         yield row, [f"{figure} at {share}: {ratio:.2f}x, bar {bar}x"] if ratio < bar else []

@@ -1,6 +1,6 @@
 """Decode attention over query tables on a GPU, against torch's best full attention on the same tensors in the same run.
 
-usage: python ops/bench/one_layer/attention_gpu.py [--bars] [--figures pooled,per-head-m16]
+usage: python ops/bench/one_layer/attention_gpu.py [--bars] [--figures pooled,per-head-m16] [--flashinfer]
 
 Regime: one layer of a decode step, 32 query heads, 8 KV heads, head dimension 128, bfloat16; keys, values and tables in
 the GPU's memory. Several layers' worth of everything take turns, so that no step finds its data in the second-level
@@ -31,6 +31,7 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
+from harness.flashinfer_baseline import load_flashinfer
 from harness.layer import (
     COLD_BYTES,
     DEVICE,
@@ -40,6 +41,7 @@ from harness.layer import (
     ROW,
     SINKS,
     TAIL,
+    FlashInfer,
     Memory,
     Steps,
     check_selection,
@@ -185,9 +187,12 @@ class Bench(Steps):
 def main(
     figures: Annotated[str, typer.Option(help="Names or prefixes, comma-separated; empty: all.")] = "",
     bars: Annotated[bool, typer.Option("--bars", help="Fail when a figure misses its bar.")] = False,
+    flashinfer: Annotated[bool, typer.Option("--flashinfer", help="As in refined_gpu.py.")] = False,
 ) -> None:
     """Times one layer's decode attention over query tables on a GPU; one JSON line per figure."""
     prefixes = tuple(figures.split(",")) if figures else ("",)
+    if flashinfer:
+        load_flashinfer()  # refused before any work where it is missing
     chosen = sorted((f for f in FIGURES if f.name.startswith(prefixes)), key=lambda f: (f.batch, f.length))
     with reporting("attention_gpu", bars) as report:
         torch.manual_seed(0)
@@ -195,9 +200,10 @@ def main(
         for length, batch in dict.fromkeys((figure.length, figure.batch) for figure in chosen):
             memory = TableMemory(length, batch)
             full = full_attention_us(memory.q.flatten(2, 3), memory.kv)
+            beside = FlashInfer.of(memory) if flashinfer else None
             for figure in (f for f in chosen if (f.length, f.batch) == (length, batch)):
                 make = partial(Bench, memory, figure)
-                for row, missed in figure_rows(figure.name, figure.bars, make, full, bandwidth):
+                for row, missed in figure_rows(figure.name, figure.bars, make, full, bandwidth, beside):
                     report.add(row, *missed)
             del memory, make
             torch.cuda.empty_cache()

@@ -18,9 +18,11 @@ the least that a step has to read: the coarse copy, and the keys and values atte
 of a plain copy's bandwidth that makes. Before a time is reported, the output is compared with attention to the listed
 keys as they are and to all others as they are coded, and the number of listed keys with the budget.
 
---flashinfer also times full attention over a cache in 8 bits by FlashInfer (`pip install flashinfer-python`), in two
-ways: `float8_us` is the faster one (`flashinfer_baseline`), over float8 copies of the same keys and values without a
-tail, and `float8_ratio` how much longer that takes than `refined`.
+--flashinfer also times FlashInfer's full attention (`pip install flashinfer-python`) in all ways of
+`flashinfer_baseline`, without a tail: over pages of the same keys and values, of which the fastest may become
+`full_us`, and over float8 copies of them: `float8_us` is the fastest, and `float8_ratio` how much longer that takes
+than `refined`. Ways that FlashInfer refuses on the device, or whose outputs are wrong, are told in
+`flashinfer_left_out`.
 
 One JSON line per figure; the exit code is 1 when a check fails, or when --bars is given and a figure misses its bar.
 Bars are for head dimension 128 and groups of 4.
@@ -41,13 +43,14 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.flashinfer_baseline import float8_us, load_flashinfer
+from harness.flashinfer_baseline import load_flashinfer
 from harness.layer import (
     DEVICE,
     GROUP,
     HEAD_DIM,
     KV_HEADS,
     TAIL,
+    FlashInfer,
     Steps,
     figure_rows,
     step_plan,
@@ -176,7 +179,7 @@ def main(
     group: Annotated[int, typer.Option(help="Query heads of a KV head: 1 to 16.")] = GROUP,
     trained: Annotated[bool, typer.Option("--trained", help="Also take a trained model's keys.")] = False,
     flashinfer: Annotated[
-        bool, typer.Option("--flashinfer", help="Also time full attention over a cache in 8 bits.")
+        bool, typer.Option("--flashinfer", help="Also time FlashInfer's full attention, and over 8 bits.")
     ] = False,
 ) -> None:
     """Times one layer's decode attention of `refined` on a GPU; one JSON line per figure."""
@@ -205,10 +208,10 @@ def main(
                     trained=rows if keys == "trained" else None,
                 )
                 full = full_attention_us(memory.q.flatten(2, 3), memory.kv)
-                float8 = float8_us(memory.q, memory.kv) if flashinfer else None
+                beside = FlashInfer.of(memory) if flashinfer else None
                 for figure in (figure for figure in chosen if figure.batch == batch):
                     make = partial(Bench, memory, figure)
-                    for row, missed in figure_rows(figure.name, figure.bars, make, full, bandwidth, float8):
+                    for row, missed in figure_rows(figure.name, figure.bars, make, full, bandwidth, beside):
                         report.add(row | {"head_dim": head_dim, "group": group, "keys": keys}, *missed)
                 del memory, make
                 torch.cuda.empty_cache()

@@ -24,8 +24,8 @@ session is compared with float64 attention to context and tail.
 queries of all sessions are the sequence, and there are no tails. `flashinfer_cascade_us` is its cascade of two levels,
 context and tails, with the merge, over pages that are copied beforehand; it is planned beforehand, too. Both outputs
 are compared like ours. `flashinfer_float8_us` is full attention over a copy in 8 bits, with the queries packed and
-without tails: the fastest of the ways in `flashinfer_baseline`. Ratios and bars do not depend on them. `flashinfer` is
-its version.
+without tails: the fastest of the ways in `flashinfer_baseline`, and `flashinfer_paged_us` the same in the dtype of keys
+and values; ways that are refused or wrong are told. Ratios and bars do not depend on them. `flashinfer` is its version.
 
 One JSON line per figure; the exit code is 1 when a check fails, or when --bars is given and a figure misses its bar.
 """
@@ -46,7 +46,7 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 # isort: split
 import torch
 import typer
-from harness.flashinfer_baseline import flashinfer_us, float8_us, load_flashinfer
+from harness.flashinfer_baseline import flashinfer_us, load_flashinfer, paged_us
 from harness.layer import COLD_BYTES, DEVICE, DTYPE, GROUP, HEAD_DIM, KV_HEADS, step_plan
 from harness.report import check_close, failure, reporting
 from harness.timing import copy_bandwidth, fastest, graph_us, packed_attention_us
@@ -195,7 +195,10 @@ def measure(memory: SharedMemory, figure: Figure, bandwidth: float, flashinfer: 
     if flashinfer and len(figure.groups) == 1:
         count, check = figure.sessions, partial(check_sessions, memory, figure)
         row |= flashinfer_us(memory.q[:, :count], memory.kv[:, 0], memory.tail[:count], check)
-        row["flashinfer_float8_us"] = min(float8_us(memory.q[:, :count], memory.kv).values())
+        for name, dtype in (("float8", torch.float8_e4m3fn), ("paged", memory.kv.dtype)):
+            ways, left_out = paged_us(memory.q[:, :count], memory.kv, dtype)
+            row |= {f"flashinfer_{name}_us": min(ways.values()), f"flashinfer_{name}_ways_us": ways}
+            row[f"flashinfer_{name}_left_out"] = left_out
     return row | {"torch_backends_us": packed, "launch": asdict(shape), "copy_tb_per_s": bandwidth / 1e12}
 
 

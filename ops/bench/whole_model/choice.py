@@ -9,7 +9,7 @@ every length, which all sessions share, turn by turn. On a CPU the packaged read
 shape of Llama-3.1-8B with random weights, in captured steps, contexts in the GPU's memory.
 
 `full_ms` and `own_ms` are medians of a step; `chosen` is what a request would get, `ratio` its time over that of the
-faster one (bar: 1.05), and `told_ms` what the choice took it for.
+faster one (bar: 1.05; full attention with drafts counts as without), and `told_ms` what the choice took it for.
 
 One JSON line per shape; the exit code is 1 when --bars is given and one misses its bar.
 """
@@ -37,6 +37,7 @@ from torch import Tensor
 
 from decode_engine.engine.requests import Found
 from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.engine.stepping import Chosen
 from decode_engine.evaluation.tasks import parse_length
 from decode_engine.layers.session import Session
 from decode_engine.model.method_choice import StepCosts, label, measure_steps
@@ -64,6 +65,11 @@ class RandomRunner:
         run = step_model(self.model)
         self._stepper = Stepper(run, self.identity, torch.bfloat16, self.device)
 
+    def prepare(
+        self, fitted: FittedMethod, sessions: int, placement: Placement, *, beside: bool = False
+    ) -> None:
+        self._stepper.prepare_beside(fitted, sessions, placement, sessions)
+
     def start(self, context: ResidentContext, fitted: FittedMethod) -> Session:
         return Session(context, fitted)
 
@@ -74,6 +80,15 @@ class RandomRunner:
         self, sessions: Sequence[Session], last_tokens: Sequence[int], samplers: Sequence[Sampler]
     ) -> list[Found]:
         return self._stepper.step(sessions, last_tokens, samplers)
+
+    def launch(
+        self,
+        sessions: Sequence[Session],
+        last_tokens: Sequence[int],
+        samplers: Sequence[Sampler],
+        drafts: Sequence[Sequence[int]] = (),
+    ) -> Chosen:
+        return Chosen(self._stepper.step(sessions, last_tokens, samplers, drafts))
 
 
 def step_times(
@@ -107,7 +122,9 @@ def figures(
     for length in lengths:
         context = made_up_context(runner.identity, runner.kv_dtype, own, length, device=runner.device)
         for count in counts:
-            chosen, _ = costs.choose(own, context.manifest, Placement.DEVICE, count)
+            chosen, _ = costs.choose(
+                own, context.manifest, Placement.DEVICE, count, ready=lambda method: False
+            )
             full_ms, own_ms = step_times(runner, context, (full, own), count, turns)
             taken = own_ms if chosen.sparse else full_ms
             told = costs.times.get((label(chosen), Placement.DEVICE))

@@ -21,7 +21,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 from weakref import WeakKeyDictionary
@@ -36,17 +36,15 @@ import typer
 from harness.made_up.contexts import PlacedContexts, make_model, release
 from harness.parsing import parse_shared_shapes
 from harness.report import CheckFailedError, reporting
+from harness.steps.answers import Answer, ask
 from harness.steps.captured_steps import tidy_up
 from numpy.typing import NDArray
 from torch import Tensor
 
 from decode_engine.engine.drafting import MOST, ContextSuffixes
 from decode_engine.engine.engine import Engine
-from decode_engine.engine.job import Reply
 from decode_engine.layers.session import Session
-from decode_engine.model.continuing import SessionWork
 from decode_engine.model.runner import ModelRunner
-from decode_engine.orders.events import Ends, Event, Fails, Says
 from decode_engine.orders.order import Order
 from decode_engine.settings.command_options import Prompts
 from decode_engine.steps.attention.step_batch import StepBatch
@@ -69,58 +67,6 @@ BARS = {
 PROMPT = 32
 LARGEST = 1e4
 """Logit of the told token."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What was said, in so many milliseconds a token, with so many tokens drafted and right."""
-
-    tokens: tuple[int, ...]
-    token_ms: float
-    drafted: int
-    accepted: int
-
-
-def ask(
-    engine: Engine[Session],
-    runner: ModelRunner,
-    contexts: Sequence[tuple[ResidentContext, FittedMethod]],
-    prompts: Sequence[Sequence[int]],
-    order: Order,
-) -> list[Answer]:
-    """Answers to prompts that are asked at once, each on its context. Raises CheckFailedError where one fails."""
-    told: list[list[Event]] = [[] for _ in prompts]
-    for (context, fitted), prompt, events in zip(contexts, prompts, told, strict=True):
-        work = SessionWork(
-            order=order,
-            prompt=prompt,
-            max_tokens=order.max_tokens or 1,
-            context=context.manifest.id,
-            cost=runner.prompt_cost(fitted),
-            runner=runner,
-            fitted=fitted,
-            resident=context,
-            own=None,
-            again=0,
-            waiting=lambda: None,
-            watch=None,
-            keeper=None,
-            release=lambda: None,
-        )
-        engine.submit(engine.reserve(), work, Reply(events.append))
-    while not all(events and isinstance(events[-1], Ends | Fails) for events in told):
-        with torch.inference_mode():
-            engine.step()
-    return [_answer(events) for events in told]
-
-
-def _answer(events: Sequence[Event]) -> Answer:
-    end = events[-1]
-    if not isinstance(end, Ends):
-        raise CheckFailedError(f"an answer has failed: {end}")
-    tokens = tuple(token for event in events if isinstance(event, Says) for token in event.token_ids)
-    spent_ns = end.times.total_ns - end.times.first_token_ns
-    return Answer(tokens, spent_ns / 1e6 / (len(tokens) - 1), end.figures["drafted"], end.figures["accepted"])
 
 
 class Told:

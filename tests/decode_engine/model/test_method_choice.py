@@ -132,6 +132,33 @@ def test_what_was_not_timed_is_the_context_s_own() -> None:
     assert StepCosts(dict(COSTS)).choose(METHODS["full"], context(10**6), HERE, 1)[0].name == "full"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "verified", "ready", "name"),
+    [
+        (1000, 1.8, True, "exact"),  # three drafts, half of them right, bring 1.875 tokens a step
+        (1000, 1.9, True, "full"),
+        (1000, 1.8, False, "full"),
+        (100_000, 1.0, True, "csattention"),  # what drafts win nobody knows before
+    ],
+)
+def test_full_attention_gets_drafts_where_they_pay(
+    tokens: int, verified: float, ready: bool, name: str
+) -> None:
+    parts = (FULL_TIME.base, FULL_TIME.token, FULL_TIME.session, FULL_TIME.row)
+    drafting = StepTime(*(verified * part for part in parts))
+    costs = StepCosts({**COSTS, ("exact", HERE): drafting})
+    asked: list[str] = []
+    method, why = costs.choose(
+        OWN, context(tokens), HERE, 1, ready=lambda each: (asked.append(each.name), ready)[1]
+    )
+    assert method.name == name
+    assert why.endswith("; with drafts") is (name == "exact")
+    assert asked == (["exact"] if verified == 1.8 else [])
+    assert len(costs.told()) == 2  # of what is chosen instead of full attention, and how often
+    on_other = StepCosts({**COSTS, ("exact", Placement.HYBRID): drafting})
+    assert on_other.choose(OWN, context(1000), HERE, 1)[0].name == "full"
+
+
 def test_steps_over_rows_in_8_bits_are_not_timed() -> None:
     coded = in_planes(context(100))
     for sessions in (1, 16):
@@ -177,13 +204,13 @@ def test_idle_time_is_used_step_by_step(tmp_path: Path, monkeypatch: pytest.Monk
     assert timer.advance() is None
     costs.want(method, HERE)
     decoded: list[int] = []
-    decode = runner.decode
-    monkeypatch.setattr(runner, "decode", lambda *given: (decoded.append(1), decode(*given))[1])
+    launch = runner.launch
+    monkeypatch.setattr(runner, "launch", lambda *given: (decoded.append(1), launch(*given))[1])
     most = 0
     while timer.advance() is not None:
         most, _ = max(most, len(decoded)), decoded.clear()
     assert most == 1
-    assert costs.times.keys() == {("full", HERE), (label(method), HERE)}
+    assert costs.times.keys() == {(name, HERE) for name in ("full", "exact", label(method))}
     runner.close()
 
 
@@ -197,6 +224,6 @@ def test_steps_are_timed_at_every_shape(
     costs = measure_steps(
         runner, [get_method("quest", 0.1), METHODS["full"], get_method("oracle", 0.1)], [HERE]
     )
-    assert set(costs.times) == {(name, HERE) for name in ("full", "quest 10.00%", "oracle 10.00%")}
+    assert set(costs.times) == {(name, HERE) for name in ("full", "exact", "quest 10.00%", "oracle 10.00%")}
     assert all(time.seconds(512, 4) > 0 for time in costs.times.values())
     runner.close()
