@@ -45,7 +45,7 @@ GROUPS = {
 }
 
 
-@configured(ServeConfig, GROUPS)
+@configured(ServeConfig, GROUPS, by_file=True)
 def serve(
     config: ServeConfig, log_level: LogLevelOption = LogLevel.INFO, output: FormatOption = OutputFormat.TEXT
 ) -> None:

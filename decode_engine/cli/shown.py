@@ -94,7 +94,9 @@ def detail_rows(context: ContextInfo) -> list[tuple[str, str]]:
         ("methods", ", ".join(context.methods)),
         ("default", f"{default}, tuned" if context.tuned else default),
         ("dense layers", layers_text(context.dense_layers)),
-        *note_rows(context, (context.create_time, context.expire_time), context.is_conversation),
+        *note_rows(
+            context, (context.create_time, context.expire_time), context.renew_s, context.is_conversation
+        ),
     ]
 
 

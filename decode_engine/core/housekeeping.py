@@ -30,7 +30,7 @@ from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.presets import METHODS
 from index_store.selection.calibration import CALIBRATION_QUERIES
 from index_store.store.catalog import Store
-from index_store.store.clean_up import KEPT_BEGINNING, StoreRoom, note_use
+from index_store.store.clean_up import KEPT_BEGINNING, StoreRoom, note_use, renew
 from index_store.store.description.array_entry import (
     kv_entry,
     queries_entry,
@@ -287,6 +287,8 @@ class Housekeeping:
         """Notes what is in use, and removes what is to go where it is time for that."""
         for id_ in self._in_use():
             note_use(self._store, id_)
+            with suppress(SparseKVError):  # it is gone, or cannot be read now
+                renew(self._store, self._store.manifest(id_))
         if not self._idle() and self._put_off < _MOST_PUT_OFF:
             self._put_off += 1
             return

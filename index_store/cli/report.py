@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Annotated, Protocol
 
 import typer
@@ -132,6 +132,7 @@ def summary(entry: Manifest | BrokenContext, expired: bool) -> dict[str, object]
         "bytes_per_token": entry.bytes_per_token(),
         "created_at": entry.created_at.isoformat(),
         "expires_at": entry.expires_at.isoformat() if entry.expires_at else None,
+        "renew": entry.renew,
         "pinned": entry.pinned,
         "labels": dict(entry.labels),
         "tenant": entry.tenant,
@@ -222,7 +223,12 @@ def detail_rows(manifest: Manifest, expired: bool, children: int) -> list[tuple[
             "seconds",
             ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in manifest.seconds.items()) or "-",
         ),
-        *note_rows(manifest, (manifest.created_at, manifest.expires_at), manifest.conversation is not None),
+        *note_rows(
+            manifest,
+            (manifest.created_at, manifest.expires_at),
+            manifest.renew,
+            manifest.conversation is not None,
+        ),
     ]
     return rows
 
@@ -248,9 +254,14 @@ class Noted(Protocol):
     def readers(self) -> Sequence[str]: ...
 
 
-def note_rows(context: Noted, times: tuple[datetime, datetime | None], talk: bool) -> list[tuple[str, str]]:
-    """What is noted of a context. times: made, expires. talk: whether it was made of messages."""
+def note_rows(
+    context: Noted, times: tuple[datetime, datetime | None], renew: float | None, talk: bool
+) -> list[tuple[str, str]]:
+    """What is noted of a context. times: made, expires. renew: seconds that it lives on after a use. talk: whether it
+    was made of messages."""
     made, expires = map(format_time, times)
+    if renew is not None and times[1] is not None:
+        expires += f"; {timedelta(seconds=renew)} after a use at least"
     belongs = (("tenant", context.tenant), ("readers", ", ".join(context.readers)), ("owner", context.owner))
     return [
         ("created", made),

@@ -41,7 +41,7 @@ def _interruptible() -> Iterator[None]:
 
 
 GROUPS = {
-    "The document": "input messages calibration name move_name ttl salt server",
+    "The document": "input messages calibration name move_name ttl renew salt server",
     "Indexes": "method index tables subspaces centroids split dense_layers query_sample seed",
     "Reading": "chunk attention muse_block muse_clusters muse_cap muse_iterations muse_dipole",
     "Storing and computing": "dtype rows device device_memory objects",
@@ -97,6 +97,7 @@ def _ask_server(server: str, config: RunConfig, quiet: bool, output: OutputForma
     flags += [] if config.name is None else [f"--name={config.name}"]
     flags += ["--move-name"] if config.move_name else []
     flags += [] if config.ttl is None else [f"--ttl={config.ttl}"]
+    flags += [] if config.renew is None else [f"--renew={config.renew}"]
     flags += [] if config.rows == AS_DTYPE else [f"--rows={config.rows}"]
     flags += [] if config.messages is None else [f"--messages={config.messages}"]
     flags += ["--quiet"] if quiet else []
@@ -142,7 +143,7 @@ def detach(
 
 
 @app.command()
-@configured(WorkerConfig)
+@configured(WorkerConfig, by_file=True)
 def serve(
     config: WorkerConfig, log_level: LogLevelOption = LogLevel.INFO, output: FormatOption = OutputFormat.TEXT
 ) -> None:
