@@ -94,7 +94,13 @@ async def health(request: Request) -> Response:
     if found.serving:
         return JsonReply({"status": "ok"})
     starting = {"status": "starting", "phase": found.phase}
-    return JsonReply(starting if found.phase else {"status": "unavailable"}, status_code=503)
+    otherwise = {"status": "draining" if found.draining else "unavailable"}
+    return JsonReply(starting if found.phase else otherwise, status_code=503)
+
+
+async def live(request: Request) -> Response:
+    """GET /live: that the process answers, whether it takes requests or not. Needs no token."""
+    return JsonReply({"status": "ok"})
 
 
 async def list_models(request: Request) -> Response:

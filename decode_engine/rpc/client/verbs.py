@@ -505,6 +505,10 @@ class Verbs(ABC):
         """What tenants use of their quotas: the caller's own, or with the right admin all."""
         return await self._ask("ListTenants", reads(TenantList))
 
+    async def drain(self, limit_s: float | None = None) -> None:
+        """Has the server take nothing new, and end when nothing runs any more, or after so many seconds."""
+        await self._ask("Drain", read_nothing, limit=_duration("limit_s", limit_s))
+
     async def tokenize(self, content: Content) -> TokenizedText:
         """A text, or a conversation from its beginning, as the model's tokens."""
         return await self._ask("Tokenize", reads(TokenizedText), **_content(content))

@@ -9,6 +9,7 @@ before are refused unseen, while those in use, and JWT, are let in as ever, so t
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -19,7 +20,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -27,6 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from decode_engine.errors import ShuttingDownError
 from decode_engine.rpc.door.signed_tokens import JwtRules, SignedTokens
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.store.description.callers import (
@@ -323,6 +325,8 @@ class Door:
         self._accepted: set[bytes] = set()
         self._stamp: tuple[int, ...] | None = None
         self._closed = threading.Event()
+        self._inside, self._draining = 0, False
+        self._empty = asyncio.Event()
         if self._file is not None:
             self._stamp, self._tokens = self._file.stamp(), self._file.read()
         if self._file is not None or self._signed is not None:
@@ -344,6 +348,28 @@ class Door:
     def close(self) -> None:
         """Looks at the file no more. Idempotent."""
         self._closed.set()
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """A call is served in the block. Raises ShuttingDownError while the door drains. On the loop's thread, as
+        `drain`."""
+        if self._draining:
+            raise ShuttingDownError("the server is draining and takes nothing new; ask another one")
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if self._draining and not self._inside:
+                self._empty.set()
+
+    async def drain(self, most_s: float) -> None:
+        """Lets nobody in from now on, and returns when nobody is inside any more, or after so many seconds."""
+        self._draining = True
+        if self._inside:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(most_s):
+                    await self._empty.wait()
 
     def check(self, authorization: str | None, host: str, certificate: str = "") -> Caller:
         """Who the caller is; where nobody is asked, one of no tenant and with all rights.

@@ -175,7 +175,7 @@ def test_uses_renew_at_every_door(client: Client, worker: QueueWorker, shop: Lib
     worker.work_once()
     name = client.wait_operation(operation.name).result().name
     store, id_ = Store(shop.store), name.removeprefix("contexts/")
-    ids = client.tokenize(document("renewed")).token_ids
+    ids = client.tokenize(document("renewed")).ids
     uses: list[Callable[[], object]] = [
         lambda: client.generate(name, text="a", max_tokens=1).read(),
         lambda: client.generate("", token_ids=[*ids, 5], max_tokens=1).read(),
