@@ -202,7 +202,8 @@ def status_lines(found: ServerStatus) -> list[str]:
         f"contexts: {found.contexts} in {_mebibytes(found.context_bytes)} of "
         f"{_mebibytes(found.context_limit_bytes)} MiB, {_mebibytes(found.context_used_bytes)} of them in use{placed}",
         f"calls: {found.open_calls} open, {found.unfinished_calls} of them without their message, "
-        f"{found.unread_answers} answers unread",
+        f"{found.unread_answers} answers unread"
+        f"{f', {found.audit_lines_lost} missing in the audit log' if found.audit_lines_lost else ''}",
         f"since the start: {found.prompt_tokens} prompt tokens, {found.decode_tokens} decoded in batches of "
         f"{found.mean_batch:.1f} (latest {found.decode_batch}), {found.steps} steps",
         f"contexts since the start: {found.context_loads} loaded, {found.context_hits} found in memory, "

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from threading import Lock
 
 from decode_engine.rpc.contexts.creation import Workshop
-from index_store.errors import SparseKVError
+from index_store.errors import QueueFullError, QuotaExceededError, SparseKVError, StoreBoundError
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.jobs.job_record import JobRecord
 from index_store.memory.arena import Arena
@@ -143,7 +143,11 @@ class KeptBeginnings:
             blocks = self._count(digests, cached)
             if blocks:
                 digest = digests[blocks * DIGEST_DIGITS : (blocks + 1) * DIGEST_DIGITS]
-                self._keep(f"beginning-{digest[:12]}", list(token_ids[: blocks * PREFIX_BLOCK]), tenant)
+                try:
+                    self._keep(f"beginning-{digest[:12]}", list(token_ids[: blocks * PREFIX_BLOCK]), tenant)
+                except (QuotaExceededError, QueueFullError, StoreBoundError):
+                    self._counts[digest] = self._rules.after - 1  # the next request that has it tries again
+                    raise
         except SparseKVError as error:
             logger.warning("a beginning that comes again is not kept: %s", error)
         except Exception:

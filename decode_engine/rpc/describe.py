@@ -139,6 +139,7 @@ def describe_status(
         open_calls=traffic.open,
         unfinished_calls=traffic.unfinished,
         unread_answers=traffic.unread,
+        audit_lines_lost=traffic.unlogged,
     )
 
 

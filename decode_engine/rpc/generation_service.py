@@ -255,7 +255,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         call.note(context=parse_batch(request), requests=len(request.requests))
         sources = [partial(self._answer_in_turn, request.context, each, call) for each in request.requests]
         failed = generated = 0
-        async with self._batching.place():
+        async with self._batching.place(call.caller.tenant):
             try:
                 async with aclosing(merged(sources, self._answering.facts.max_sessions)) as items:
                     async for number, item in items:

@@ -385,7 +385,7 @@ def _problems(config: type[Any], options: Options, given: Mapping[str, Any]) -> 
     found: list[str] = []
     values: dict[str, Any] = {}
 
-    def look(work: Callable[[], object]) -> object:
+    def look(work: Callable[[], Any]) -> Any:
         try:
             return work()
         except SparseKVError as error:
@@ -394,7 +394,7 @@ def _problems(config: type[Any], options: Options, given: Mapping[str, Any]) -> 
 
     for option in options:
         field, _, marks = option
-        values |= look(partial(_told, (option,), given)) or {}  # type: ignore[arg-type]
+        values |= look(partial(_told, (option,), given)) or {}
         look(partial(_check, values.get(field.name), flag_of(field, marks), marks, files=True))
     made: Any = None
     if not found:

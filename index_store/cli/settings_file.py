@@ -136,14 +136,14 @@ def tell(context: typer.Context, values: Mapping[str, Any], problems: Sequence[s
     known = {option.envvar for option in _options(context).values()} | {f"{PREFIX}CONFIG"}
     others = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
     if str(_plain(values.get("output"))) == "json":
-        options = {name: {"value": value, "from": source} for name, value, source in rows}
+        options = {name: {"value": value, "from": where} for name, value, where in rows}
         found = {"ok": not problems, "options": options, "problems": list(problems)}
         print_json({**found, "other_variables": others})
     else:
         width = max(len(name) for name, _, _ in rows)
-        for name, value, source in rows:
+        for name, value, where in rows:
             shown = value if isinstance(value, str) else "-" if value is None else json.dumps(value)
-            typer.echo(f"{name:<{width}}  {source:<8}  {shown or '-'}")
+            typer.echo(f"{name:<{width}}  {where:<8}  {shown or '-'}")
         for name in others:
             typer.echo(f"{name} is of other commands, or of none", err=True)
         for problem in problems:
@@ -166,7 +166,7 @@ def storing_checks(
     is made where it is not there. Nothing is made or asked here."""
     from index_store.cli.options import OutputFolder
     from index_store.cli.quotas import QuotaFile
-    from index_store.objects.tier import check_url
+    from index_store.objects.bucket import check_url
     from index_store.store.catalog import Store
 
     yield lambda: OutputFolder().check("--store", store) if create and not store.exists() else Store(store)

@@ -1,4 +1,4 @@
-"""The files of ops/deploy: every option in them is one, ports and times fit each other, and their own tools take them."""
+"""The files of ops/deploy: every option in them is one, ports and times fit each other, and systemd takes its units."""
 
 from __future__ import annotations
 

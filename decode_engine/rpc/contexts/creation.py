@@ -133,6 +133,7 @@ class Workshop:
         job_id = _job_id(request.request_id, tenant)
         there = self.queue.repeated(job_id, request.request_id, digest)
         if there is not None and not self._ended(there):
+            self.allow(tenant, 0)
             return there
         rows = self._rows(request)
         document = replace(self._document(request, check), rows=rows)
@@ -168,6 +169,7 @@ class Workshop:
             traceparent=traceparent,
         )
         if self._there(order):
+            self.allow(order.tenant, 0)
             record = self._done(record)
         else:
             kind = (self.identity, order.dtype, order.tokens, () if order.parent else order.methods)

@@ -623,6 +623,8 @@ class ServerStatus:
     """Contexts that are being fetched from the object store."""
     objects_problem: str = ""
     """What keeps some contexts from being uploaded, for people to read; empty where nothing does."""
+    audit_lines_lost: int = 0
+    """Calls that the audit log lacks, since their lines could not be written, as on a full disk; the log says why."""
 
 
 @dataclass(frozen=True, slots=True)
