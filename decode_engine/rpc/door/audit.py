@@ -13,6 +13,7 @@ import queue
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from io import TextIOWrapper
@@ -40,10 +41,19 @@ class _PrivateFile(WatchedFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         """A line could not be written: the log says so, once a minute."""
         self.lost += 1
+        with suppress(OSError):  # it still has the line
+            self.close()
         if time.monotonic() - self._told_s >= _TELL_EVERY_S:
             self._told_s = time.monotonic()
             error = sys.exception()
             logger.error("the audit log %s lacks %d lines now: %s", self.baseFilename, self.lost, error)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """As its class, of which looking for a file that was moved away raises on a full disk, too."""
+        try:
+            super().emit(record)
+        except OSError:
+            self.handleError(record)
 
     def _open(self) -> TextIOWrapper:
         """The file, which is its owner's alone also where it has to be begun anew."""

@@ -747,6 +747,60 @@ def test_fetches_that_wait_have_no_threads(here: Site, there: Site, context: Syn
     wait_until(lambda: there.tier._workers == 0)
 
 
+def test_a_fetch_that_nobody_waits_for_never_begins(
+    here: Site, there: Site, context: SyntheticContext
+) -> None:
+    """One that has begun goes on, and so does one that somebody else waits for, or was told to ask for again."""
+    others = [synthetic_context(seed=seed, name=f"book {seed}") for seed in range(2, 9)]
+    for each in others:
+        each.write(here.store)
+    here.settle()
+    there.settle()
+    stuck = threading.Event()
+    there.tier._bucket = FaultyBucket(there.tier.bucket, Faults(before=lambda verb, key: stuck.wait(60)))
+
+    def leave() -> None:
+        raise TimeoutError
+
+    asked, unwanted, wanted = [context, *others[: MOST_FETCHES - 1]], others[-2], others[-1]
+    for each in (*asked, wanted):
+        with pytest.raises(ContextFetchingError):
+            there.store.bring(each.id, limit_s=0.0)
+    for each in (*asked, unwanted, wanted):
+        with pytest.raises(TimeoutError):
+            there.store.bring(each.id, check=leave)
+    assert {each.id for each in there.tier.fetches()} == {each.id for each in (*asked, wanted)}
+    stuck.set()
+    wait_until(lambda: there.tier._workers == 0)
+    assert [there.store.elsewhere(each.id) for each in (*asked, wanted, unwanted)] == [
+        *(False for _ in (*asked, wanted)),
+        True,
+    ]
+    there.store.bring(unwanted.id)
+    assert there.store.verify(unwanted.id) == []
+
+
+def test_a_folder_that_vanished_is_not_made_anew(tmp_path: Path, context: SyntheticContext) -> None:
+    """It may be a disk that is not mounted: neither what runs nor the next start takes an empty one for it."""
+    folder = tmp_path / "objects"
+    url = f"file://{folder}"
+    store = open_store(tmp_path / "here", create=True, objects=url)
+    context.write(store)
+    courier = Courier(store, Tier.of(store))
+    assert courier.look()
+    folder.rename(tmp_path / "away")
+    again = open_store(tmp_path / "here", objects=url)
+    for each in (courier, Courier(again, Tier.of(again))):
+        assert not each.look()
+        assert "was in use, and there is no such folder now" in each.state().problem
+    assert not folder.exists()
+    with pytest.raises(ObjectsUnavailableError, match="mount it"):
+        _ = Tier.of(again).bucket
+    (tmp_path / "away").rename(folder)
+    back = open_store(tmp_path / "here", objects=url)
+    assert Courier(back, Tier.of(back)).look()
+
+
 @pytest.mark.parametrize("url", ["s3://KEY:SECRET@bucket/p", "az://container/p?sig=SECRET", "gs://b#SECRET"])
 def test_secrets_in_a_url_are_refused_and_not_repeated(url: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="credentials in the environment") as raised:

@@ -79,6 +79,21 @@ def test_it_is_the_context_that_a_job_on_the_machine_makes(
     assert not report.created
 
 
+def test_an_order_costs_a_request_also_where_nothing_is_to_be_done(
+    client: Client, worker: QueueWorker, server: DecodeServer
+) -> None:
+    def charged() -> int:
+        return sum(each["requests"] for each in server.backend.tenants.totals().values())
+
+    before = charged()
+    for expected in (1, 2):
+        client.create_context(document("charged"), request_id="charged", wait=False)
+        assert charged() == before + expected
+    worker.work_once()
+    assert client.create_context(document("charged"), wait=False).done
+    assert charged() == before + 3
+
+
 def test_what_is_stored_is_done_at_once(client: Client, worker: QueueWorker) -> None:
     first = client.create_context(document("done"), wait=False)
     assert (first.done, first.phase) == (False, "queued")
