@@ -18,7 +18,7 @@ MOST_WORDS = {
     "docs/methods.md": 2_500,
     "docs/metrics.md": 1_300,  # traces and audits are told there, too
     "docs/models.md": 1_650,  # its tables name every architecture; states, few bits and latents are told there
-    "docs/operations.md": 2_000,
+    "docs/operations.md": 2_600,  # tenants, tiers, configuration, draining, backup and upgrades
     "docs/prefill.md": 2_000,
     "docs/start.md": 2_000,
 }
@@ -30,17 +30,17 @@ MOST_LINES = {
     "decode_engine/core": 2_500,  # spans and audits of requests are made there, and accounts of tenants are kept
     "decode_engine/engine": 4_300,  # turns between tenants are taken there
     "decode_engine/evaluation": 3_500,
-    "decode_engine/gateway": 3_900,
+    "decode_engine/gateway": 3_920,
     "decode_engine/host_search": 1_750,
     "decode_engine/kernels": 10_400,  # states are copied there, too
     "decode_engine/layers": 2_200,
     "decode_engine/model": 2_150,
     "decode_engine/orders": 1_050,
-    "decode_engine/processes": 1_550,
+    "decode_engine/processes": 1_580,  # draining by a client
     "decode_engine/rpc": 7_600,  # who calls, what they may, and what was refused
     "decode_engine/settings": 900,  # the file of quotas
     "decode_engine/steps": 3_230,  # with those of models with states
-    "index_store": 31_200,  # tenants and quotas; contexts as single files, and in object stores that servers share
+    "index_store": 31_300,  # tenants and quotas; options from files; contexts as single files, and in object stores that servers share
     "prefill_worker": 7_900,  # a job knows its tenant, and keeps states at marks
 }
 
