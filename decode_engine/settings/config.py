@@ -57,7 +57,7 @@ from index_store.cli.options import (
     check_bounds,
 )
 from index_store.cli.quotas import QuotasOption
-from index_store.cli.settings_file import storing_checks
+from index_store.cli.storing_checks import storing_checks
 from index_store.errors import InvalidArgumentError
 from index_store.family.parents import GROWN_SHARE
 from index_store.memory.memory_sizes import parse_size

@@ -356,9 +356,10 @@ def configured(
 
         @wraps(command)
         def run(**given: Any) -> None:
-            context, _ = given.pop("context", None), given.pop("config", None)
-            if given.pop("check_config", False):
-                tell(context, given, _problems(config, options, given))
+            if by_file:
+                context, _ = given.pop("context"), given.pop("config")
+                if given.pop("check_config"):
+                    tell(context, given, _problems(config, options, given))
             values = {name: value for name, value in _told(options, given).items() if value is not None}
             for field, _, marks in options:
                 given.pop(field.name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from difflib import get_close_matches
 from enum import Enum
@@ -157,18 +157,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     return value if value is None or isinstance(value, bool | int | float) else str(value)
-
-
-def storing_checks(
-    store: Path, objects: str | None, quotas: Path | None, *, create: bool
-) -> Iterator[Callable[[], object]]:
-    """What is looked at of a store, an object store and quotas; each raises a SparseKVError. create: whether the store
-    is made where it is not there. Nothing is made or asked here."""
-    from index_store.cli.options import OutputFolder
-    from index_store.cli.quotas import QuotaFile
-    from index_store.objects.bucket import check_url
-    from index_store.store.catalog import Store
-
-    yield lambda: OutputFolder().check("--store", store) if create and not store.exists() else Store(store)
-    yield lambda: None if objects is None else check_url(objects)
-    yield lambda: QuotaFile(quotas)

@@ -28,7 +28,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from decode_engine.errors import ShuttingDownError
 from decode_engine.rpc.door.signed_tokens import JwtRules, SignedTokens
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.store.description.callers import (
@@ -349,12 +348,14 @@ class Door:
         """Looks at the file no more. Idempotent."""
         self._closed.set()
 
+    @property
+    def draining(self) -> bool:
+        """Whether nobody is let in any more."""
+        return self._draining
+
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """A call is served in the block. Raises ShuttingDownError while the door drains. On the loop's thread, as
-        `drain`."""
-        if self._draining:
-            raise ShuttingDownError("the server is draining and takes nothing new; ask another one")
+        """A call is served in the block. On the loop's thread, as `drain`."""
         self._inside += 1
         try:
             yield
@@ -364,7 +365,7 @@ class Door:
                 self._empty.set()
 
     async def drain(self, most_s: float) -> None:
-        """Lets nobody in from now on, and returns when nobody is inside any more, or after so many seconds."""
+        """Nobody is let in from now on; returns when nobody is inside any more, or after so many seconds."""
         self._draining = True
         if self._inside:
             with suppress(TimeoutError):

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from decode_engine.errors import CancelledError, DeadlineExceededError
+from decode_engine.errors import CancelledError, DeadlineExceededError, ShuttingDownError
 from decode_engine.rpc.door.access import Door
 from decode_engine.rpc.door.audit import AuditLog
 from decode_engine.rpc.door.rights import RIGHT_OF
@@ -86,6 +86,8 @@ class Asker:
         if self.caller.tenant:
             self.note(tenant=self.caller.tenant)
         if RIGHT_OF.get(self.call_name) != "admin":
+            if door.draining:
+                raise ShuttingDownError("the server is draining and takes nothing new; ask another one")
             self._inside.enter_context(door.inside())
 
     def certificate(self) -> str:

@@ -780,27 +780,6 @@ def test_a_fetch_that_nobody_waits_for_never_begins(
     assert there.store.verify(unwanted.id) == []
 
 
-def test_a_folder_that_vanished_is_not_made_anew(tmp_path: Path, context: SyntheticContext) -> None:
-    """It may be a disk that is not mounted: neither what runs nor the next start takes an empty one for it."""
-    folder = tmp_path / "objects"
-    url = f"file://{folder}"
-    store = open_store(tmp_path / "here", create=True, objects=url)
-    context.write(store)
-    courier = Courier(store, Tier.of(store))
-    assert courier.look()
-    folder.rename(tmp_path / "away")
-    again = open_store(tmp_path / "here", objects=url)
-    for each in (courier, Courier(again, Tier.of(again))):
-        assert not each.look()
-        assert "was in use, and there is no such folder now" in each.state().problem
-    assert not folder.exists()
-    with pytest.raises(ObjectsUnavailableError, match="mount it"):
-        _ = Tier.of(again).bucket
-    (tmp_path / "away").rename(folder)
-    back = open_store(tmp_path / "here", objects=url)
-    assert Courier(back, Tier.of(back)).look()
-
-
 @pytest.mark.parametrize("url", ["s3://KEY:SECRET@bucket/p", "az://container/p?sig=SECRET", "gs://b#SECRET"])
 def test_secrets_in_a_url_are_refused_and_not_repeated(url: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="credentials in the environment") as raised:
