@@ -74,7 +74,7 @@ def drain(
         bool, typer.Option("--wait/--no-wait", help="Return when the server has ended, or at once.")
     ] = True,
 ) -> None:
-    """Have a server take no new requests, and end when none runs.
+    """Have a server take nothing new, and end when nothing runs.
 
     Its health says so from then on, and running requests go on, for --limit seconds at most. It takes the right admin.
     """
