@@ -40,7 +40,7 @@ MOST_LINES = {
     "decode_engine/rpc": 7_600,  # who calls, what they may, and what was refused
     "decode_engine/settings": 900,  # the file of quotas
     "decode_engine/steps": 3_230,  # with those of models with states
-    "index_store": 31_300,  # tenants, quotas, options from files; contexts as single files, and in object stores
+    "index_store": 31_200,  # tenants, quotas, options from files; contexts as single files, and in object stores
     "prefill_worker": 7_900,  # a job knows its tenant, and keeps states at marks
 }
 
