@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +20,7 @@ from index_store.cli.options import (
     MoveNameOption,
     ObjectsOption,
     OneOf,
+    RenewOption,
     StoreBytesOption,
     StoreOption,
     TtlOption,
@@ -26,6 +28,7 @@ from index_store.cli.options import (
     parse_ttl,
 )
 from index_store.cli.quotas import QuotasOption
+from index_store.cli.storing_checks import storing_checks
 from index_store.errors import InvalidArgumentError
 from index_store.family.parents import GROWN_SHARE
 from index_store.methods.default import DEFAULT_METHOD
@@ -139,6 +142,7 @@ class PrefillConfig:
         int, Option(help="Queries per KV head that indexes are built from."), AtLeast(64, 2**24)
     ] = 8192
     ttl: TtlOption = None
+    renew: RenewOption = None
     salt: Annotated[str, Option(help="Keeps equal documents of different owners apart.")] = ""
     tenant: Annotated[
         str, Option(help="Whose context it is: who shows a token of that tenant to a server finds it.")
@@ -193,6 +197,9 @@ class PrefillConfig:
             raise InvalidArgumentError(
                 f"--name is {self.name[:80]!r}, expected 1 to 500 printable characters"
             )
+        parse_ttl(self.renew)
+        if self.ttl is None and self.renew is not None:
+            object.__setattr__(self, "ttl", self.renew)
         parse_ttl(self.ttl)
         parse_dense_layers(self.dense_layers)
 
@@ -325,6 +332,10 @@ class WorkerConfig:
             from index_store.memory.devices import pick_device
 
             pick_device(self.device)
+
+    def checks(self) -> Iterator[Callable[[], object]]:
+        """What can be looked at before a model is loaded; each raises a SparseKVError."""
+        yield from storing_checks(self.store, self.objects, self.quotas, create=False)
 
 
 def parse_dense_layers(text: str) -> tuple[int, ...] | None:

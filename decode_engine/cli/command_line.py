@@ -17,6 +17,7 @@ _COMMANDS = {
     "token": "token_command:tokens",
     "status": "status_command:status",
     "tenants": "status_command:tenants",
+    "drain": "status_command:drain",
     "methods": "methods_command:methods",
     "evaluate": "evaluate_command:evaluate_command",
     "make-document": "evaluate_command:make_document_command",

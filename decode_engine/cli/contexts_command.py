@@ -18,7 +18,14 @@ from decode_engine.cli.shown import (
     operation_rows,
     print_operations,
 )
-from decode_engine.rpc.client import NEVER, Client, ContextChanges, ContextInfo, Keep, OperationInfo
+from decode_engine.rpc.client import (
+    NEVER,
+    Client,
+    ContextChanges,
+    ContextInfo,
+    Keep,
+    OperationInfo,
+)
 from decode_engine.rpc.door.options import ServerConfig
 from decode_engine.settings.request_bounds import MAX_NAME_CHARACTERS
 from index_store.cli.app import new_group
@@ -34,10 +41,12 @@ from index_store.cli.options import (
     OneOf,
     OutputFormat,
     QuietOption,
+    RenewOption,
     TtlOption,
     check_bounds,
     configured,
     parse_ttl,
+    seconds_of,
 )
 from index_store.cli.report import (
     LabelArguments,
@@ -95,6 +104,7 @@ class CreateConfig(ServerConfig):
         Filled(),
     ] = ()
     ttl: TtlOption = None
+    renew: RenewOption = None
     priority: Annotated[
         int, typer.Option(help="Contexts of a higher priority are made first."), AtLeast(0, 100)
     ] = 0
@@ -107,15 +117,10 @@ class CreateConfig(ServerConfig):
     def __post_init__(self) -> None:
         check_bounds(self)
         parse_ttl(self.ttl)
+        parse_ttl(self.renew)
         if self.parent is not None and self.method:
             raise InvalidArgumentError("--method does not go with --parent, whose indexes the context has")
         given_labels(self.label)
-
-    @property
-    def ttl_s(self) -> float | None:
-        """The time to live in seconds."""
-        ttl = parse_ttl(self.ttl)
-        return None if ttl is None else ttl.total_seconds()
 
 
 @configured(CreateConfig)
@@ -150,7 +155,8 @@ def create_context(
             wait=False,
             display_name=config.name or document_name(given),
             move_name=config.move_name,
-            ttl_s=config.ttl_s,
+            ttl_s=seconds_of(config.ttl),
+            renew_s=seconds_of(config.renew),
             methods=config.method,
             rows=config.rows,
             priority=config.priority,
@@ -374,6 +380,12 @@ class UpdateConfig(ServerConfig):
     ttl: Annotated[
         str | None, Option("--ttl", help="Time to live from now, for example 30m, 1.5h, 7d; never: for good.")
     ] = None
+    renew: Annotated[
+        str | None,
+        Option(
+            "--renew", help="Time to live that every use begins anew, likewise; never: uses change nothing."
+        ),
+    ] = None
     readers: Annotated[
         str | None,
         Option(
@@ -385,10 +397,13 @@ class UpdateConfig(ServerConfig):
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if self.ttl != NEVER.value:
-            parse_ttl(self.ttl)
-        if self.name is None and self.ttl is None and self.readers is None:
-            raise InvalidArgumentError("expected --name, --ttl or --readers, which say what is to change")
+        for text in (self.ttl, self.renew):
+            if text != NEVER.value:
+                parse_ttl(text)
+        if self.name is None and self.ttl is None and self.renew is None and self.readers is None:
+            raise InvalidArgumentError(
+                "expected --name, --ttl, --renew or --readers, which say what is to change"
+            )
 
     def changes(self) -> ContextChanges:
         """For the server."""
@@ -399,6 +414,10 @@ class UpdateConfig(ServerConfig):
             changes["expire_time"] = NEVER
         elif (ttl := parse_ttl(self.ttl)) is not None:
             changes["expire_time"] = datetime.now(UTC) + ttl
+        if self.renew == NEVER.value:
+            changes["renew_s"] = 0
+        else:
+            changes["renew_s"] = seconds_of(self.renew)
         return changes
 
 

@@ -45,7 +45,7 @@ GROUPS = {
 }
 
 
-@configured(ServeConfig, GROUPS)
+@configured(ServeConfig, GROUPS, by_file=True)
 def serve(
     config: ServeConfig, log_level: LogLevelOption = LogLevel.INFO, output: FormatOption = OutputFormat.TEXT
 ) -> None:
@@ -76,7 +76,7 @@ def _serve(config: ServeConfig, as_json: bool) -> None:
     with stop_signals(config.grace) as stopping, ExitStack() as stack:
         from decode_engine.rpc.server import DecodeServer
 
-        server = stack.enter_context(DecodeServer(config, log_json=as_json))
+        server = stack.enter_context(DecodeServer(config, log_json=as_json, on_drain=stopping.begin))
         url = None
         if config.http_port is not None:
             from decode_engine.gateway.serving import http_door
@@ -89,7 +89,9 @@ def _serve(config: ServeConfig, as_json: bool) -> None:
         if served:
             _say_serving(config, server.address, url, as_json)
             stopping.wait()
-        server.stop(config.grace if served else 0.0)
+            logger.info("draining, waiting up to %.3g s for running requests", stopping.left_s)
+            server.drain(stopping)
+        server.stop(0.0)
     end_process(0)
 
 
@@ -122,7 +124,7 @@ def _supervise(config: ServeConfig, log_level: LogLevel, as_json: bool) -> None:
             what, _, how_far = text.partition(": ")
             phase.say(what, how_far)
 
-        asyncio.run(Supervisor(kept, note_phase, note_serving).run(stopping, config.grace))
+        asyncio.run(Supervisor(kept, note_phase, note_serving).run(stopping))
         for worker in workers:
             worker.stop()
     end_process(0)

@@ -1,10 +1,10 @@
-"""The commands `status` and `tenants`: what a server does now, and did since it started, in all and for each tenant."""
+"""The commands `status`, `tenants` and `drain`: what a server does now and did so far, and that it is to end."""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from time import sleep
 from typing import Annotated, NoReturn
 
@@ -13,11 +13,12 @@ import typer
 from decode_engine.errors import ServerUnreachableError
 from decode_engine.rpc.client import Client, ServerStatus, TenantLimit, TenantList
 from decode_engine.rpc.door.options import ServerConfig
+from decode_engine.settings.request_bounds import LONGEST_WAIT_S
 from index_store.cli.console import on_terminal, print_json, print_table
-from index_store.cli.options import FormatOption, OutputFormat, configured
+from index_store.cli.options import AtLeast, FormatOption, OutputFormat, check_bounds, configured
 from index_store.errors import format_bytes
 
-_EVERY_S = 1.0
+_EVERY_S, _LOOK_S = 1.0, 0.5
 
 
 @configured(ServerConfig)
@@ -46,6 +47,52 @@ def status(
         typer.echo(line)
     if any(each.name for each in known.tenants):
         _tell_tenants(known)
+
+
+@dataclass(frozen=True, slots=True)
+class DrainConfig(ServerConfig):
+    """`decode-engine drain`. limit: None for the server's own."""
+
+    limit: Annotated[
+        float | None,
+        typer.Option(
+            "--limit",
+            metavar="SECONDS",
+            help="For running requests; by default as long as after SIGTERM (--grace).",
+        ),
+        AtLeast(0, LONGEST_WAIT_S),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
+@configured(DrainConfig)
+def drain(
+    config: DrainConfig,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Return when the server has ended, or at once.")
+    ] = True,
+) -> None:
+    """Have a server take nothing new, and end when nothing runs.
+
+    Its health says so from then on, and running requests go on, for --limit seconds at most. It takes the right admin.
+    """
+    with Client(config.server, credentials=config.credentials()) as client:
+        client.drain(config.limit)
+        typer.echo(f"{config.server} is draining")
+        while wait and _answers(client):
+            sleep(_LOOK_S)
+    if wait:
+        typer.echo(f"{config.server} has ended")
+
+
+def _answers(client: Client) -> bool:
+    try:
+        client.server_status()
+    except ServerUnreachableError:
+        return False
+    return True
 
 
 @configured(ServerConfig)
@@ -155,7 +202,8 @@ def status_lines(found: ServerStatus) -> list[str]:
         f"contexts: {found.contexts} in {_mebibytes(found.context_bytes)} of "
         f"{_mebibytes(found.context_limit_bytes)} MiB, {_mebibytes(found.context_used_bytes)} of them in use{placed}",
         f"calls: {found.open_calls} open, {found.unfinished_calls} of them without their message, "
-        f"{found.unread_answers} answers unread",
+        f"{found.unread_answers} answers unread"
+        f"{f', {found.audit_lines_lost} missing in the audit log' if found.audit_lines_lost else ''}",
         f"since the start: {found.prompt_tokens} prompt tokens, {found.decode_tokens} decoded in batches of "
         f"{found.mean_batch:.1f} (latest {found.decode_batch}), {found.steps} steps",
         f"contexts since the start: {found.context_loads} loaded, {found.context_hits} found in memory, "

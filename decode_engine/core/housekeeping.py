@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from threading import Lock
 
 from decode_engine.rpc.contexts.creation import Workshop
-from index_store.errors import SparseKVError
+from index_store.errors import QueueFullError, QuotaExceededError, SparseKVError, StoreBoundError
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.jobs.job_record import JobRecord
 from index_store.memory.arena import Arena
@@ -30,7 +30,7 @@ from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.presets import METHODS
 from index_store.selection.calibration import CALIBRATION_QUERIES
 from index_store.store.catalog import Store
-from index_store.store.clean_up import KEPT_BEGINNING, StoreRoom, note_use
+from index_store.store.clean_up import KEPT_BEGINNING, StoreRoom, note_use, renew
 from index_store.store.description.array_entry import (
     kv_entry,
     queries_entry,
@@ -143,7 +143,11 @@ class KeptBeginnings:
             blocks = self._count(digests, cached)
             if blocks:
                 digest = digests[blocks * DIGEST_DIGITS : (blocks + 1) * DIGEST_DIGITS]
-                self._keep(f"beginning-{digest[:12]}", list(token_ids[: blocks * PREFIX_BLOCK]), tenant)
+                try:
+                    self._keep(f"beginning-{digest[:12]}", list(token_ids[: blocks * PREFIX_BLOCK]), tenant)
+                except (QuotaExceededError, QueueFullError, StoreBoundError):
+                    self._counts[digest] = self._rules.after - 1  # the next request that has it tries again
+                    raise
         except SparseKVError as error:
             logger.warning("a beginning that comes again is not kept: %s", error)
         except Exception:
@@ -287,6 +291,8 @@ class Housekeeping:
         """Notes what is in use, and removes what is to go where it is time for that."""
         for id_ in self._in_use():
             note_use(self._store, id_)
+            with suppress(SparseKVError):  # it is gone, or cannot be read now
+                renew(self._store, self._store.manifest(id_))
         if not self._idle() and self._put_off < _MOST_PUT_OFF:
             self._put_off += 1
             return

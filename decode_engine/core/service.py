@@ -51,6 +51,7 @@ from index_store.methods.method import FittedMethod, Method
 from index_store.methods.presets import get_method
 from index_store.objects.courier import Courier
 from index_store.store.catalog import Store, TunedDefault
+from index_store.store.clean_up import renew
 from index_store.store.description.callers import OPERATOR, Caller
 from index_store.store.description.context_id import ModelIdentity, continued_digests, first_digest
 from index_store.store.description.manifest import Manifest
@@ -320,6 +321,7 @@ class EngineService:
         with self.arena.acquire(self.store, base.id, check=check, manifest=base) as resident:
             ground.read(self.store)
             load_ns = self.engine.clock_ns() - before
+            renew(self.store, ground.named)
             return Warmed(already, load_ns, resident.first_layer_ns, resident.all_layers_ns)
 
     def _fetch(self, ground: Ground, check: Callable[[], None], limit_s: float | None = None) -> None:
@@ -539,6 +541,7 @@ class EngineService:
             self._fail(reply, error)
         else:
             self.outboxes.flush()
+            renew(self.store, meaning.ground.named)
 
     def _work(self, meaning: Meaning, reply: Reply) -> SessionWork:
         """What the engine works with. Waits until the context is in memory, or being loaded, and the method ready."""

@@ -165,7 +165,7 @@ class Tenants:
     def _over(self, account: Account, name: str, quota: Quota, count: int) -> QuotaExceededError | None:
         """Why so much more is too much; None where it is not."""
         allowed = quota.limits.get(name)
-        if allowed is None:
+        if allowed is None or not count:
             return None
         if not per_minute(name):
             if account.sessions + count <= allowed:

@@ -240,6 +240,7 @@ ROUTES = (
     Route("/v1/contexts/{context:path}", resources.delete_context, methods=["DELETE"]),
     Route("/v1/status", resources.server_status, methods=["GET"]),
     Route("/health", resources.health, methods=["GET"]),
+    Route("/live", resources.live, methods=["GET"]),
 )
 
 

@@ -114,7 +114,7 @@ def _body(status: int, message: str, param: str | None, code: str) -> ErrorReply
 
 ResultT = TypeVar("ResultT")
 
-_OPEN_PATHS = frozenset({"/health", "/", "/page.css", "/page.js"})
+_OPEN_PATHS = frozenset({"/health", "/live", "/", "/page.css", "/page.js"})
 _BODY_S = 20.0
 """How long a body may take to arrive, or the next piece of a file."""
 _MOST_TOLD = 40

@@ -36,6 +36,7 @@ from decode_engine.gateway.wire.parameters import (
     LABELS,
     LABELS_ONLY,
     MESSAGES,
+    RENEW,
     TOOLS,
     TTL,
     Endpoint,
@@ -67,6 +68,11 @@ _MOST_ON_A_PAGE = 1000
 EXPIRY = (
     Parameter("expire_time", TEXT, "When it expires, as 2030-01-31T12:00:00Z, or `never`."),
     Parameter("ttl_seconds", TTL, "The same as seconds from now; one of both."),
+    Parameter(
+        "renew_seconds",
+        RENEW,
+        "Time to live that every use begins anew; the first one where nothing else says when it expires. 0: none.",
+    ),
 )
 
 UPDATE = Endpoint(
@@ -88,7 +94,13 @@ async def health(request: Request) -> Response:
     if found.serving:
         return JsonReply({"status": "ok"})
     starting = {"status": "starting", "phase": found.phase}
-    return JsonReply(starting if found.phase else {"status": "unavailable"}, status_code=503)
+    otherwise = {"status": "draining" if found.draining else "unavailable"}
+    return JsonReply(starting if found.phase else otherwise, status_code=503)
+
+
+async def live(request: Request) -> Response:
+    """GET /live: that the process answers, whether it takes requests or not. Needs no token."""
+    return JsonReply({"status": "ok"})
 
 
 async def list_models(request: Request) -> Response:
@@ -144,8 +156,10 @@ async def update_context(request: Request) -> Response:
     if not any(value != {} for value in given.values()):
         names = ", ".join(parameter.name for parameter in UPDATE.parameters)
         raise InvalidArgumentError(f"nothing to change, expected some of {names}")
-    others = {name: value for name, value in given.items() if name not in ("expire_time", "ttl_seconds")}
-    changes = cast(ContextChanges, {**others, "expire_time": expiry_of(given)})
+    times = ("expire_time", "ttl_seconds", "renew_seconds")
+    others = {name: value for name, value in given.items() if name not in times}
+    said = {"expire_time": expiry_of(given), "renew_s": given.get("renew_seconds")}
+    changes = cast(ContextChanges, {**others, **said})
     context = await _find(request)
     return JsonReply(context_object(await LocalVerbs(request).update_context(context.name, **changes)))
 
@@ -278,7 +292,10 @@ async def create_context(request: Request) -> Response:
     if parent is not None:
         parent = (await LocalVerbs(request).find_context(parent)).name
     others = {name: given[name] for name in CreateOptions.__annotations__ if name in given}
-    options = cast(CreateOptions, {**others, "ttl_s": _lives_s(given), "parent": parent})
+    options = cast(
+        CreateOptions,
+        {**others, "ttl_s": _lives_s(given), "renew_s": given.get("renew_seconds") or None, "parent": parent},
+    )
     order = verbs.create_context(
         options,
         text=given.get("text"),

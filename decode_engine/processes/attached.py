@@ -23,6 +23,7 @@ from types import FrameType
 import msgspec
 from msgspec import Struct
 
+from decode_engine.rpc.transport.starting import Stopping
 from decode_engine.settings.config import ServeConfig
 from index_store.cli.logs import LogLevel, logging_to_stderr
 from index_store.errors import SparseKVError
@@ -32,14 +33,15 @@ IN_ORDER_S = 4.0
 
 
 @contextmanager
-def stop_signals(grace_s: float) -> Iterator[threading.Event]:
-    """An event that the first SIGINT, SIGTERM or SIGHUP sets; a second one ends the process at once.
+def stop_signals(grace_s: float) -> Iterator[Stopping]:
+    """What the first SIGINT, SIGTERM or SIGHUP begins; a second one ends the process at once.
 
-    grace_s: of running requests. If the process lives IN_ORDER_S after that, the interpreter's watchdog, which needs no
-    thread and no lock, says what its threads do and ends it with 1. What a signal does at once is to write its number
-    into a pipe that a thread of its own reads: Python's handlers run on the main thread only, when that comes by.
+    grace_s: of running requests, after a signal. If the process lives IN_ORDER_S after its time, the interpreter's
+    watchdog, which needs no thread and no lock, says what its threads do and ends it with 1. What a signal does at once
+    is to write its number into a pipe that a thread of its own reads: Python's handlers run on the main thread only,
+    when that comes by.
     """
-    stopping = threading.Event()
+    stopping = Stopping(_watch_end)
     reading, writing = socket.socketpair()
     writing.setblocking(False)
     numbers = [signal.SIGINT, signal.SIGTERM]
@@ -74,17 +76,22 @@ def _pass(number: int, frame: FrameType | None) -> None:
     """A handler has to be there for the signal to be written into the pipe."""
 
 
+def _watch_end(left_s: float) -> None:
+    faulthandler.dump_traceback_later(left_s + IN_ORDER_S, exit=True, file=sys.__stderr__ or 2)
+
+
 def _watch(
-    reading: socket.socket, numbers: frozenset[signal.Signals], stopping: threading.Event, grace_s: float
+    reading: socket.socket, numbers: frozenset[signal.Signals], stopping: Stopping, grace_s: float
 ) -> None:
+    signalled = False
     while received := reading.recv(1):
         number = received[0]
         if number not in numbers:
             continue
-        if stopping.is_set():
+        if signalled:
             end_process(128 + number)
-        faulthandler.dump_traceback_later(grace_s + IN_ORDER_S, exit=True, file=sys.__stderr__ or 2)
-        stopping.set()
+        signalled = True
+        stopping.begin(grace_s)
     if stopping.is_set():
         faulthandler.cancel_dump_traceback_later()
 
@@ -138,7 +145,13 @@ class Failed(Struct, frozen=True, tag="failed"):
     message: str
 
 
-Word = Phase | Serving | Silent | Failed
+class Drains(Struct, frozen=True, tag="drains"):
+    """A client of the door has the server drain."""
+
+    grace_s: float
+
+
+Word = Phase | Serving | Silent | Failed | Drains
 
 
 def setup_line(setup: Setup) -> bytes:

@@ -18,7 +18,7 @@ from threading import Thread
 
 from decode_engine.gateway.serving import http_door
 from decode_engine.orders.events import Facts
-from decode_engine.processes.attached import Parent, Serving, Setup, run_attached
+from decode_engine.processes.attached import Drains, Parent, Serving, Setup, run_attached
 from decode_engine.processes.link.remote import RemoteCore
 from decode_engine.rpc.door.access import Sharing
 from decode_engine.rpc.server import LAST_WORDS_S, GrpcDoor
@@ -113,7 +113,9 @@ def serve_door(parent: Parent) -> int:
     """Serves until told to stop. Returns the exit code."""
     setup, phase = parent.setup, Phase()
     sharing = Sharing(setup.config.doors, setup.config.places, setup.key)
-    grpc = GrpcDoor(setup.config, phase, sharing=sharing)
+    grpc = GrpcDoor(
+        setup.config, phase, sharing=sharing, on_drain=lambda grace_s: parent.say(Drains(grace_s))
+    )
     with http_door(setup.config, grpc, shared=True):
         process = DoorProcess(parent, grpc, phase)
         grace_s = parent.wait()

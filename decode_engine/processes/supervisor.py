@@ -21,7 +21,18 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from decode_engine.errors import AddressError, InternalError, error_by_reason
-from decode_engine.processes.attached import Failed, Phase, Serving, Setup, Silent, Stop, Word, setup_line
+from decode_engine.processes.attached import (
+    Drains,
+    Failed,
+    Phase,
+    Serving,
+    Setup,
+    Silent,
+    Stop,
+    Word,
+    setup_line,
+)
+from decode_engine.rpc.transport.starting import Stopping
 from index_store.errors import SparseKVError
 
 logger = logging.getLogger(__name__)
@@ -32,6 +43,8 @@ _LEAST_S, _MOST_S = 1.0, 60.0
 """Between the end of a process that did not come to serve and the start of the next."""
 _LAST_S = 3.5
 """After the grace, for requests to be told why they end, and for processes to end."""
+
+_LOOK_S = 0.1  # whether somebody has shortened the time of running requests
 
 _decode = msgspec.json.Decoder(Word).decode
 
@@ -163,14 +176,16 @@ class Supervisor:
         self._served = False
         self._failed: SparseKVError | None = None
         self._changed = asyncio.Event()
+        self._stopping = Stopping()
         self.engine = Child("the engine", engine, setup, self._hear, self._note_end)
         self.doors = [
             Child(f"door {number + 1}", door, setup, self._hear, self._note_end)
             for number in range(setup.config.doors)
         ]
 
-    async def run(self, stopping: threading.Event, grace_s: float) -> None:
+    async def run(self, stopping: Stopping) -> None:
         """Returns when all processes have ended. Raises the error for which they cannot start."""
+        self._stopping = stopping
         loop = asyncio.get_running_loop()
         stopped = asyncio.Event()
 
@@ -186,21 +201,24 @@ class Supervisor:
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await self._end(engine, doors, grace_s if self._served else 0.0)
+            await self._end(engine, doors, stopping if self._served and stopping.is_set() else None)
             for each in ends:
                 each.cancel()
         if self._failed is not None:
             raise self._failed
 
     async def _end(
-        self, engine: asyncio.Future[None], doors: Sequence[asyncio.Future[None]], grace_s: float
+        self, engine: asyncio.Future[None], doors: Sequence[asyncio.Future[None]], stopping: Stopping | None
     ) -> None:
-        """Doors first, which may finish what runs; then the engine, which tells the rest why it ends."""
-        logger.info("shutting down, waiting up to %g s for running requests", grace_s)
+        """Doors first, which may finish what runs; then the engine, which tells the rest why it ends. stopping: None
+        where nothing can run."""
+        grace_s = 0.0 if stopping is None else stopping.left_s
+        logger.info("shutting down, waiting up to %.3g s for running requests", grace_s)
         for each in self.doors:
             each.stop(grace_s)
-        if doors and self._served:
-            await asyncio.wait(doors, timeout=grace_s)
+        running = set(doors)
+        while running and stopping is not None and stopping.left_s:
+            _, running = await asyncio.wait(running, timeout=min(stopping.left_s, _LOOK_S))
         self.engine.stop(0.0)
         _, late = await asyncio.wait([engine, *doors], timeout=_LAST_S)
         if late:
@@ -224,10 +242,11 @@ class Supervisor:
                     self._served = True
                     self._on_serving(self.engine.fingerprint)
             case Silent(pid):
-                for door in self.doors:
-                    if door.pid == pid:
-                        logger.warning("nothing is heard of %s: it is started again", door.name)
-                        door.kill()
+                for door in (each for each in self.doors if each.pid == pid):
+                    logger.warning("nothing is heard of %s: it is started again", door.name)
+                    door.kill()
+            case Drains(grace_s):
+                self._stopping.begin(grace_s)
             case Failed(reason, message):
                 if self._served:
                     logger.error("%s cannot start: %s", child.name, message, extra={"reason": reason})

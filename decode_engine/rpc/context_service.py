@@ -261,7 +261,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
     ) -> operations_pb2.Operation:
         # Who leaves has the order made or not made, and finds out by its request_id.
         work = partial(self._create, request, call)
-        operation = await self._ordering.run(partial(call.run_alone, work))
+        operation = await self._ordering.run(partial(call.run_alone, work), call.caller.tenant)
         call.note(operation=operation.name)
         return operation
 
@@ -275,7 +275,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         self, requests: AsyncIterator[context_pb2.UploadDocumentRequest], call: Asker
     ) -> context_pb2.Upload:
         uploads = self._library.workshop.uploads
-        async with self._uploading.place():
+        async with self._uploading.place(call.caller.tenant):
             writing = await call.run(partial(uploads.begin, call.caller.tenant))
             try:
                 upload = await self._receive(requests, writing, call)
@@ -364,7 +364,7 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         id_ = parse_name(request.name)
         call.note(context=id_)
         deadline_ns = None if call.deadline_s is None else int(call.deadline_s * 1e9)
-        async with self._warming.place():
+        async with self._warming.place(call.caller.tenant):
             await call.run(partial(library.store.manifest, id_))
             warmed = await library.core.warm(id_, deadline_ns)
             return context_pb2.WarmContextResponse(
@@ -404,7 +404,7 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore
         asked = request.timeout.ToTimedelta().total_seconds() if request.HasField("timeout") else None
         wait_s = _DEFAULT_WAIT_S if asked is None else min(max(asked, 0.0), _LONGEST_WAIT_S)
         end = time.monotonic() + wait_s
-        async with self._waiting.place():
+        async with self._waiting.place(call.caller.tenant):
             while True:
                 operation = await self._look(id_, call)
                 left = end - time.monotonic()

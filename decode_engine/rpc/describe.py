@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
@@ -69,6 +70,7 @@ def describe_context(
         state_message=problem or ("" if child is None else _advice(child, manifest)),
         create_time=own.created_at,
         expire_time=own.expires_at,
+        renew=None if own.renew is None else timedelta(seconds=own.renew),
         resident=resident,
         methods=supported_methods(manifest),
         default_method="" if problem else default.expression,
@@ -137,6 +139,7 @@ def describe_status(
         open_calls=traffic.open,
         unfinished_calls=traffic.unfinished,
         unread_answers=traffic.unread,
+        audit_lines_lost=traffic.unlogged,
     )
 
 

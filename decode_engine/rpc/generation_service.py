@@ -7,7 +7,7 @@ memory through `Asker.run_alone`. Errors are left to the gate.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
 from typing import Any, cast
@@ -33,7 +33,7 @@ from decode_engine.rpc.transport.asker import Asker
 from decode_engine.rpc.transport.calls import Call
 from decode_engine.rpc.transport.status import Paths, to_status
 from decode_engine.rpc.transport.work import Bound, merged
-from decode_engine.settings.request_bounds import MAX_BATCH
+from decode_engine.settings.request_bounds import LONGEST_WAIT_S, MAX_BATCH
 from index_store.errors import InvalidArgumentError, QuotaExceededError
 from index_store.models.conversation.messages import MAX_MESSAGES, Message, Role, refused
 from index_store.models.tokenizer import Tokenizer
@@ -167,8 +167,11 @@ _AGAIN_S = 1.0
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     """Decodes against stored contexts."""
 
-    def __init__(self, answering: Answering, paths: Paths, sharing: Sharing) -> None:
-        """paths: what no client is told."""
+    def __init__(
+        self, answering: Answering, paths: Paths, sharing: Sharing, drain: Callable[[float | None], None]
+    ) -> None:
+        """paths: what no client is told. drain: has the server drain, for so many seconds at most."""
+        self._drain = drain
         self._answering = answering
         self._paths = paths
         self._batching = Bound(_MAX_BATCHES, "batches are being answered", sharing)
@@ -190,6 +193,15 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.ListTenantsRequest, call: Asker
     ) -> generation_pb2.ListTenantsResponse:
         return describe_tenancy(await self._answering.core.tenancy(), call.caller)
+
+    async def Drain(self, request: generation_pb2.DrainRequest, call: Asker) -> generation_pb2.DrainResponse:
+        limit_s = request.limit.ToTimedelta().total_seconds() if request.HasField("limit") else None
+        if limit_s is not None and not 0 <= limit_s <= LONGEST_WAIT_S:
+            raise InvalidArgumentError(
+                f"limit is {limit_s:g} s, expected 0 to {LONGEST_WAIT_S}", field="limit"
+            )
+        self._drain(limit_s)
+        return generation_pb2.DrainResponse()
 
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, call: Asker
@@ -243,7 +255,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         call.note(context=parse_batch(request), requests=len(request.requests))
         sources = [partial(self._answer_in_turn, request.context, each, call) for each in request.requests]
         failed = generated = 0
-        async with self._batching.place():
+        async with self._batching.place(call.caller.tenant):
             try:
                 async with aclosing(merged(sources, self._answering.facts.max_sessions)) as items:
                     async for number, item in items:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from decode_engine.rpc.door.access import Door, FailedAttempts, Sharing
 from decode_engine.rpc.door.audit import AuditLog
 from decode_engine.rpc.transport.calls import Limits
 from decode_engine.rpc.transport.listener import Listener
-from decode_engine.rpc.transport.starting import Phase, Services
+from decode_engine.rpc.transport.starting import Phase, Services, Stopping
 from decode_engine.rpc.transport.status import Paths
 from decode_engine.settings.config import ServeConfig
 from index_store.cli.traces import open_traces
@@ -50,6 +50,7 @@ LAST_WORDS_S = 1.0
 """After the grace, for the reason why the rest was ended to reach its clients."""
 _STEP_S = 1.0
 """Then, for the step that the engine takes: what compiles or waits for a device cannot be interrupted."""
+_LOOK_S = 0.1  # whether somebody has shortened the time of running calls
 _OTHER_HANDLES = 1024  # files that are open beside the connections, mostly of contexts that are being loaded
 
 
@@ -69,10 +70,20 @@ class GrpcDoor:
     is taken, InvalidArgumentError when spans cannot be sent where the environment wants them.
     """
 
-    def __init__(self, config: ServeConfig, phase: Phase, *, sharing: Sharing | None = None) -> None:
-        """sharing: where other processes listen at the port, too."""
+    def __init__(
+        self,
+        config: ServeConfig,
+        phase: Phase,
+        *,
+        sharing: Sharing | None = None,
+        on_drain: Callable[[float], None] = lambda grace_s: None,
+    ) -> None:
+        """sharing: where other processes listen at the port, too. on_drain: told that a client has the server drain,
+        and how long calls may go on; the door drains already."""
+        self._on_drain = on_drain
         self._sharing = sharing or Sharing(places=config.places)
         self._phase = phase
+        self._grace = config.grace
         self._served: Served | None = None
         self.store = config.open_store()
         if config.prefill:
@@ -136,7 +147,7 @@ class GrpcDoor:
         library = Library(self.store, workshop, core, self.listener.loop, self.paths, Pager(sharing.key))
         answering = Answering(core, facts, self.store, tokenizer, vocabulary, sharing)
         contexts = ContextService(library, facts.identity.fingerprint, sharing)
-        generations = GenerationService(answering, self.paths, sharing)
+        generations = GenerationService(answering, self.paths, sharing, self._drain)
         operations = OperationsService(library, sharing)
         services = self._services
         context_pb2_grpc.add_ContextServiceServicer_to_server(contexts, services)  # type: ignore[no-untyped-call]
@@ -146,6 +157,11 @@ class GrpcDoor:
         self._served = Served(answering, by_name)
         services.open()
         self.listener.set_serving(True)
+
+    def _drain(self, limit_s: float | None) -> None:
+        grace_s = self._grace if limit_s is None else limit_s
+        self.listener.begin_drain(grace_s)
+        self._on_drain(grace_s)
 
     def close(self) -> None:
         """Ends the port, after `listener.begin_stop`. Idempotent."""
@@ -163,8 +179,14 @@ class DecodeServer:
     Use as a context manager, or call `stop`. Raises what `GrpcDoor` raises, which answers from the start.
     """
 
-    def __init__(self, config: ServeConfig, *, log_json: bool = False) -> None:
-        """log_json: how a worker of the server's own logs."""
+    def __init__(
+        self,
+        config: ServeConfig,
+        *,
+        log_json: bool = False,
+        on_drain: Callable[[float], None] = lambda grace_s: None,
+    ) -> None:
+        """log_json: how a worker of the server's own logs. on_drain: see `GrpcDoor`."""
         self._config = config
         self._log_json = log_json
         self._worker: OwnWorker | None = None
@@ -172,7 +194,7 @@ class DecodeServer:
         self._backend: EngineService | None = None
         self._stopped = False
         self._compiling: list[Future[None]] = []
-        self.grpc = GrpcDoor(config, self.phase)
+        self.grpc = GrpcDoor(config, self.phase, on_drain=on_drain)
         self._listener = self.grpc.listener
         self.address = self._listener.address
         config.warn_of_exposure()
@@ -221,6 +243,12 @@ class DecodeServer:
         self._compiling = [each for each in self._compiling if not each.done()] + [compiling]
         if self._stopped:
             compiling.cancel()
+
+    def drain(self, stopping: Stopping) -> None:
+        """Takes no new calls, and returns when none runs any more, or they have no time left."""
+        drained = self._listener.begin_drain(stopping.left_s)
+        while not drained.done() and stopping.left_s:
+            wait([drained], min(stopping.left_s, _LOOK_S))
 
     def stop(self, grace_s: float) -> None:
         """Accepts no more calls, lets running ones finish for `grace_s` seconds, ends the rest. Idempotent.

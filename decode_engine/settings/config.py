@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -56,6 +57,7 @@ from index_store.cli.options import (
     check_bounds,
 )
 from index_store.cli.quotas import QuotasOption
+from index_store.cli.storing_checks import storing_checks
 from index_store.errors import InvalidArgumentError
 from index_store.family.parents import GROWN_SHARE
 from index_store.memory.memory_sizes import parse_size
@@ -436,6 +438,18 @@ class ServeConfig:
         certificates = Certificates(self.tls_cert, self.tls_key, self.tls_client_ca)
         certificates.check()
         return certificates
+
+    def checks(self) -> Iterator[Callable[[], object]]:
+        """What can be looked at before a model is loaded and a port opened; each raises a SparseKVError."""
+        from decode_engine.rpc.door.access import TokenFile
+        from decode_engine.rpc.door.signed_tokens import SignedTokens
+
+        yield self.certificates
+        yield lambda: None if self.tokens is None else TokenFile(self.tokens).read()
+        rules = self.jwt_rules()
+        yield lambda: None if rules is None or rules.remote else SignedTokens(rules)
+        create = self.prefill or self.objects is not None
+        yield from storing_checks(self.store, self.objects, self.quotas, create=create)
 
     @property
     def places(self) -> int:

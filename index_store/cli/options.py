@@ -33,6 +33,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from typer import Option
 from typer.models import ArgumentInfo, ParameterInfo
 
+from index_store.cli.settings_file import tell, with_sources
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.memory.memory_sizes import parse_size
 from index_store.store.store_folders import require_local
@@ -250,6 +251,11 @@ TtlOption = Annotated[
 ]
 """To be read by `parse_ttl`."""
 
+RenewOption = Annotated[
+    str | None,
+    Option("--renew", help="Time to live that every use begins anew, likewise; the first one without --ttl."),
+]
+
 _TTL = re.compile(r"0+|([0-9]+(?:\.[0-9]+)?)([smhd])")
 _TTL_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _LONGEST_TTL = timedelta(days=36_500)
@@ -326,12 +332,14 @@ def check_bounds(config: Any) -> None:
 
 
 def configured(
-    config: type[Any], groups: Mapping[str, str] | None = None
+    config: type[Any], groups: Mapping[str, str] | None = None, *, by_file: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a command of a function that takes a configuration, and after it perhaps options of its own.
 
     config: a frozen dataclass whose fields are `Annotated` with a typer Option or Argument each. groups: headings of
     its help, each with the fields below it, with blanks between them; others stand before. For `GroupedCommand`.
+    by_file: options also come from a file and from variables (`settings_file`). The configuration then has `checks`,
+    which yields what else can be looked at before the command runs.
     """
     heading = {name: title for title, names in (groups or {}).items() for name in names.split()}
 
@@ -343,11 +351,18 @@ def configured(
             *(parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in own),
         ]
 
+        if by_file:
+            parameters = with_sources(parameters)
+
         @wraps(command)
         def run(**given: Any) -> None:
-            told = {field.name: _read(given.pop(field.name), field, marks) for field, _, marks in options}
-            values = {name: value for name, value in told.items() if value is not None}
+            if by_file:
+                context, _ = given.pop("context"), given.pop("config")
+                if given.pop("check_config"):
+                    tell(context, given, _problems(config, options, given))
+            values = {name: value for name, value in _told(options, given).items() if value is not None}
             for field, _, marks in options:
+                given.pop(field.name)
                 _check(values.get(field.name), flag_of(field, marks), marks, files=True)
             command(_make(config, values), **given)
 
@@ -357,6 +372,37 @@ def configured(
         return run
 
     return decorate
+
+
+Options = tuple[tuple[Field[Any], Any, tuple[Any, ...]], ...]
+
+
+def _told(options: Options, given: Mapping[str, Any]) -> dict[str, object]:
+    return {field.name: _read(given[field.name], field, marks) for field, _, marks in options}
+
+
+def _problems(config: type[Any], options: Options, given: Mapping[str, Any]) -> list[str]:
+    """All that is wrong with what a command is told, as far as it can be looked at."""
+    found: list[str] = []
+    values: dict[str, Any] = {}
+
+    def look(work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except SparseKVError as error:
+            found.append(error.message)
+            return None
+
+    for option in options:
+        field, _, marks = option
+        values |= look(partial(_told, (option,), given)) or {}
+        look(partial(_check, values.get(field.name), flag_of(field, marks), marks, files=True))
+    made: Any = None
+    if not found:
+        made = look(partial(_make, config, {name: each for name, each in values.items() if each is not None}))
+    for check in () if made is None else made.checks():
+        look(check)
+    return found
 
 
 def _make(config: type[Any], values: dict[str, Any]) -> Any:
@@ -433,3 +479,9 @@ def parse_ttl(text: str | None) -> timedelta | None:
             "leave it out to keep the context for ever"
         )
     return timedelta(seconds=seconds)
+
+
+def seconds_of(ttl: str | None) -> float | None:
+    """The same in seconds."""
+    found = parse_ttl(ttl)
+    return None if found is None else found.total_seconds()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Annotated, Any
 
 import typer
@@ -112,6 +112,7 @@ def stored_info(store: Store, entry: Entry) -> ContextInfo:
         rows=entry.rows,
         tenant=entry.tenant,
         readers=tuple(entry.readers),
+        renew_s=entry.renew,
     )
 
 
@@ -186,6 +187,8 @@ def detail_rows(context: ContextInfo) -> list[tuple[str, str]]:
     """All that is said of a context, as (label, value)."""
     default = f"{context.default_method} {context.default_budget}".strip()
     expires = format_time(context.expire_time)
+    if context.renew_s is not None and context.expire_time is not None:
+        expires += f"; {timedelta(seconds=context.renew_s)} after a use at least"
     parent = context.parent.removeprefix("contexts/")
     said = {
         "id": id_of(context),

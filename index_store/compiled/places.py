@@ -15,9 +15,12 @@ _FRESH_S = 24 * 3600
 _KEPT_S = 60 * 24 * 3600
 
 
+CACHE_VARIABLE = "SPARSEKV_CACHE"
+
+
 def cache_folder() -> Path:
     """What can be made again is kept here: SPARSEKV_CACHE, or sparsekv in the user's cache folder (XDG_CACHE_HOME)."""
-    named = os.environ.get("SPARSEKV_CACHE")
+    named = os.environ.get(CACHE_VARIABLE)
     if named:
         return Path(named).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsekv"

@@ -72,6 +72,7 @@ class Continuation:
     owner: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     conversation: bytes | None = None
+    renew: float | None = None
 
     @property
     def token_ids(self) -> Tensor:
@@ -107,7 +108,8 @@ def publish_child(store: Store, made: Continuation) -> Manifest:
             ends = (present.expires_at, made.expires_at)
             latest = None if None in ends else max(end for end in ends if end is not None)
             labels = present.labels_with(made.labels)
-            wanted = replace(present, name=made.name, expires_at=latest, labels=labels)
+            renew = present.renew if made.renew is None else made.renew
+            wanted = replace(present, name=made.name, expires_at=latest, labels=labels, renew=renew)
             if wanted == present:
                 return present
             with store.writer(id_) as writer:
@@ -150,6 +152,7 @@ def _write(store: Store, id_: str, made: Continuation) -> Manifest:
             name=made.name,
             created_at=utc_now(),
             expires_at=made.expires_at,
+            renew=made.renew,
             model=model,
             dtype=made.parent.dtype,
             token_count=made.parent.token_count + count,

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Self
@@ -44,6 +44,7 @@ from index_store.store.description.json_fields import (
     field_error,
     is_text,
 )
+from index_store.store.description.manifest import LONGEST_TTL, SHORTEST_TTL
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     new_file,
@@ -97,7 +98,6 @@ MOST_METHODS = 16
 MOST_PRIORITY = 100
 MOST_NOTES = 20
 MOST_REQUEST_CHARACTERS = 128
-SHORTEST_TTL, LONGEST_TTL = timedelta(seconds=1), timedelta(days=36_500)
 
 _MOST_CHARACTERS = 2000
 _JOB_ID = re.compile(r"[0-9a-f]{32}")
@@ -134,7 +134,7 @@ class JobOrder:
     document follows; "" for one that stands alone. owner: who asked, "" where nobody was asked for a name. labels:
     to be set. whole: the context is a child that is there, and is to stand alone; no tokens come with such an order.
     rows: how exact rows are stored, one of `ROW_CODINGS`. moves: `name` is taken from the context that has it.
-    tenant: whose the context is to be, and the job is.
+    tenant: whose the context is to be, and the job is. renew: see `Manifest`.
     """
 
     context: str
@@ -154,6 +154,7 @@ class JobOrder:
     rows: str = AS_DTYPE
     moves: bool = False
     tenant: str = ""
+    renew: Number | None = None
 
     def __post_init__(self) -> None:
         check_tenant("order.tenant", self.tenant)
@@ -178,15 +179,17 @@ class JobOrder:
         if len(self.methods) > MOST_METHODS:
             raise field_error("order.methods", self.methods, f"at most {MOST_METHODS} names")
         least, most = SHORTEST_TTL.total_seconds(), LONGEST_TTL.total_seconds()
-        if self.ttl is not None and not least <= self.ttl <= most:
-            raise field_error("order.ttl", self.ttl, f"null or seconds from {least:g} to {most:.0f}")
+        for name in ("ttl", "renew"):
+            seconds = getattr(self, name)
+            if seconds is not None and not least <= seconds <= most:
+                raise field_error(f"order.{name}", seconds, f"null or seconds from {least:g} to {most:.0f}")
         check_positive("order.tokens", self.tokens)
 
     @property
     def unsaid(self) -> Collection[str]:
         """Fields that the file says nothing of."""
         rows = ("rows",) if self.rows == AS_DTYPE else ()
-        names = ("parent", "owner", "labels", "whole", "moves", "tenant")
+        names = ("parent", "owner", "labels", "whole", "moves", "tenant", "renew")
         return (*rows, *(name for name in names if not getattr(self, name)))
 
 

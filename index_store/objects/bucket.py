@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from index_store.errors import ContextFileError, InvalidArgumentError, ObjectsUnavailableError, SparseKVError
 
@@ -33,6 +34,11 @@ def check_url(url: str) -> None:
             "environment, as the cloud's tools have them",
             field="objects",
         )
+
+
+def folder_of(url: str) -> Path | None:
+    """The folder that a URL means, None where it is none of this machine."""
+    return Path(unquote(urlsplit(url).path)) if url.startswith("file://") else None
 
 
 class ObjectMissingError(ObjectsUnavailableError):

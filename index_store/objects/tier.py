@@ -24,11 +24,12 @@ from index_store.errors import (
     ContextFetchingError,
     ContextFileError,
     InvalidArgumentError,
+    ObjectsUnavailableError,
     SparseKVError,
     StoreError,
     format_bytes,
 )
-from index_store.objects.bucket import Bucket, BucketFile, ObjectMissingError, check_url
+from index_store.objects.bucket import Bucket, BucketFile, ObjectMissingError, check_url, folder_of
 from index_store.objects.context_file import Contents, Part, parts_of, read_contents, receive
 from index_store.objects.records import Marks, content_key
 from index_store.store.catalog import Store, neutral
@@ -62,6 +63,7 @@ class Fetch:
     begun_s: float = field(default_factory=time.monotonic)
     ended: threading.Event = field(default_factory=threading.Event)
     error: SparseKVError | None = None
+    wanted: int = 0
 
     def told(self) -> str:
         """How far it is."""
@@ -118,8 +120,15 @@ class Tier:
 
     @property
     def bucket(self) -> Bucket:
-        """Raises InvalidArgumentError for a URL that names none."""
+        """Raises InvalidArgumentError for a URL that names none, ObjectsUnavailableError where a folder has gone that
+        was in use: an empty one in its place would be that of a disk that is not mounted."""
         with self._lock:
+            folder = folder_of(self.url)
+            if folder is not None and not folder.is_dir() and (self._bucket or self.marks.all()):
+                raise ObjectsUnavailableError(
+                    f"{self.url} was in use, and there is no such folder now; mount it, or make it where all of it may "
+                    "be uploaded anew"
+                )
             if self._bucket is None:
                 self._bucket = self._open(self.url)
             return self._bucket
@@ -144,9 +153,13 @@ class Tier:
         fetch = self._begin(id_)
         began = time.monotonic()
         while not fetch.ended.wait(_LOOK_S):
-            check()
+            try:
+                check()
+            except BaseException:
+                self._leave(fetch)
+                raise
             if limit_s is not None and time.monotonic() - began >= limit_s:
-                raise fetch.refusal(limit_s)
+                raise fetch.refusal(limit_s)  # and it goes on, for who asks again
         if fetch.error is not None:
             raise copy.copy(fetch.error) from fetch.error
 
@@ -161,7 +174,17 @@ class Tier:
                 if self._workers < MOST_FETCHES:
                     self._workers += 1
                     threading.Thread(target=self._work, name="fetch", daemon=True).start()
+            fetch.wanted += 1
             return fetch
+
+    def _leave(self, fetch: Fetch) -> None:
+        """Somebody does not want it any more: where nobody does, and it has not begun, it never does."""
+        with self._lock:
+            fetch.wanted -= 1
+            if not fetch.wanted and fetch in self._waiting:
+                self._waiting.remove(fetch)
+                del self._fetches[fetch.id]
+                fetch.ended.set()
 
     def _work(self) -> None:
         """Fetches what waits, one after the other, until nothing does."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, fields, replace
@@ -54,7 +53,6 @@ from index_store.store.elsewhere import (
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     discard,
-    is_locked,
     locked_file,
     locked_within,
     make_folder,
@@ -66,7 +64,7 @@ from index_store.store.files.durable import (
 from index_store.store.files.leftovers import dead_folders, log_failure, removed
 from index_store.store.files.reading import READ_LIMIT_S, WrongFileError, read_bounded, read_file, unavailable
 from index_store.store.listing import BrokenContext, Entry, Listing
-from index_store.store.store_folders import NAMES_LOCK, StoreFolders, require_local
+from index_store.store.store_folders import StoreFolders, require_local
 
 if TYPE_CHECKING:
     from index_store.store.stored_context import Context
@@ -187,7 +185,7 @@ class DefaultsFolder:
                 yield id_, path
 
 
-CHANGEABLE = ("name", "expires_at", "labels", "pinned", "readers")
+CHANGEABLE = ("name", "expires_at", "labels", "pinned", "readers", "renew")
 """What may change of a context at any time."""
 
 
@@ -206,8 +204,6 @@ def neutral(manifest: Manifest) -> Manifest:
 
 _MIN_PREFIX = 6
 _RESOURCE = "contexts/"
-_MOVING_S = 1.0  # a name moves in milliseconds, and a lock may belong to who writes no more
-_LOOK_S = 0.01
 
 Result = TypeVar("Result")
 
@@ -335,20 +331,11 @@ class Store:
 
         Digits may be upper-case. The id of a context means that context, whatever others are called. Of several that
         fit, those that have expired do not count unless all have, and those of other models, or tenants, unless all
-        are. While a name moves this waits. model: a fingerprint, "" where all are alike.
+        are. A name that moves, or whose move a killed process left half done, is that of the newest that has it: it
+        belongs to one or the other at any time. model: a fingerprint, "" where all are alike.
 
         Raises ContextNotFoundError, or ContextAmbiguousError when several contexts fit.
         """
-        end = time.monotonic() + _MOVING_S
-        while True:
-            try:
-                return self._resolve(ref, model)
-            except ContextAmbiguousError:
-                if time.monotonic() > end or not is_locked(self.folders.locks / NAMES_LOCK):
-                    raise
-            time.sleep(_LOOK_S)
-
-    def _resolve(self, ref: str, model: str) -> str:
         digits = ref.removeprefix(_RESOURCE).lower()
         if is_context_id(digits) and self.bounded(partial(self._is_there, digits)):
             return digits
@@ -373,6 +360,9 @@ class Store:
             if isinstance(entry, Manifest) and entry.model.fingerprint == model
         ]
         candidates = own or mine or found
+        alike = {(each.name, each.model.fingerprint, each.tenant) for each in own}
+        if len(own) > 1 and len(alike) == 1 and own[0].name == ref:
+            return max(own, key=lambda each: (each.created_at, each.id)).id
         if len(candidates) > 1:
             shown = ", ".join([*sorted(entry.id[:16] for entry in candidates)[:8], "..."][: len(candidates)])
             raise ContextAmbiguousError(
@@ -576,6 +566,7 @@ class Store:
 
     def update(self, id_: str, change: Callable[[Manifest], Manifest], wait_s: float = 10.0) -> Manifest:
         """Has a context become what `change` makes of it as it is: its name, expiry, labels, pin, readers. Returns it.
+        Nothing is written where that is what it is.
 
         Raises ContextBusyError where others write the context for longer than `wait_s`, what `manifest` and `change`
         raise, InvalidArgumentError for any other change, StoreFullError or StoreError.
@@ -590,8 +581,9 @@ class Store:
             wanted = change(present)
             if wanted != replace(present, **{name: getattr(wanted, name) for name in CHANGEABLE}):
                 raise InvalidArgumentError(f"context {id_[:12]}: only {', '.join(CHANGEABLE)} can be changed")
-            path = self.folders.context(id_) / MANIFEST_NAME
-            replace_in_context(path, MANIFESTS.render(wanted), self.folders.contexts, self.folders.locks)
+            if wanted != present:
+                path = self.folders.context(id_) / MANIFEST_NAME
+                replace_in_context(path, MANIFESTS.render(wanted), self.folders.contexts, self.folders.locks)
             return wanted
 
     def verify(self, id_: str, on_bytes: Callable[[int], None] = lambda _: None) -> Sequence[Problem]:
@@ -716,7 +708,8 @@ def free_name(store: Store, name: str, model: str, id_: str, tenant: str = "") -
 def take_name(store: Store, id_: str, name: str) -> Manifest:
     """Gives the name to a context, and one with digits of their ids to those of its model and tenant that have it.
 
-    Returns it. Whoever looks for the name meanwhile waits. Raises what `Store.update` raises.
+    Returns it. Whoever looks for the name meanwhile finds one of them (`Store.resolve`). Raises what `Store.update`
+    raises.
     """
     with locked_file(store.folders.names_lock_path()):
         present = store.manifest(id_)

@@ -193,6 +193,17 @@ def note_use(store: Store, id_: str) -> None:
         os.utime(store.folders.context(id_))
 
 
+def renew(store: Store, manifest: Manifest) -> None:
+    """Has a context live on that is used now, where its uses count (`Manifest.renew`). What fails is logged: the use
+    goes on, and the next one tries again."""
+    if manifest.renewed(store.now()) == manifest:
+        return
+    try:
+        store.update(manifest.id, lambda present: present.renewed(store.now()), wait_s=0.0)
+    except SparseKVError as error:
+        logger.info("context %s is not renewed: %s", manifest.id[:12], error.message)
+
+
 class StoreRoom:
     """The contexts of a store within a bound. Safe to use from several threads and processes at once."""
 

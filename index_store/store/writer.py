@@ -412,6 +412,7 @@ class ContextWriter:
             name=manifest.name,
             expires_at=manifest.expires_at,
             labels=manifest.labels,
+            renew=manifest.renew,
             methods=manifest.methods,
             indexes=(*present.indexes, *manifest.indexes[len(present.indexes) :]),
         )

@@ -39,7 +39,7 @@ def _interruptible() -> Iterator[None]:
 
 
 GROUPS = {
-    "The document": "input messages calibration name move_name ttl salt",
+    "The document": "input messages calibration name move_name ttl renew salt",
     "Indexes": "method index dense_layers query_sample seed",
     "Reading": "chunk attention muse_block muse_clusters muse_cap muse_iterations muse_dipole",
     "Storing and computing": "dtype rows device device_memory objects",
@@ -120,7 +120,7 @@ def detach(
 
 
 @app.command()
-@configured(WorkerConfig)
+@configured(WorkerConfig, by_file=True)
 def serve(
     config: WorkerConfig, log_level: LogLevelOption = LogLevel.INFO, output: FormatOption = OutputFormat.TEXT
 ) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from index_store.cli.console import Reporter
-from index_store.cli.options import parse_ttl
+from index_store.cli.options import parse_ttl, seconds_of
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.retired import why_retired
 from index_store.indexes.registry import INDEX_KINDS
@@ -67,6 +67,7 @@ def plan_changes(
     name: str | None = None,
     ttl: str | None = None,
     labels: Mapping[str, str] = MappingProxyType({}),
+    renew: str | None = None,
 ) -> Changes:
     """What is to be done so that the context has these indexes, name, labels and time to live, counted from now.
 
@@ -101,6 +102,7 @@ def plan_changes(
         expires_at=present.expires_at if lifetime is None else utc_now() + lifetime,
         methods=tuple(dict.fromkeys((*present.methods, *chosen.method_names))),
         labels=present.labels_with(labels),
+        renew=present.renew if renew is None else seconds_of(renew),
     )
     missing = tuple(spec for spec, entry in pairs if entry is None)
     return Changes(present, wanted, missing, tuple(notes))

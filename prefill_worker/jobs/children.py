@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from index_store.cli.console import Reporter, Update
-from index_store.cli.options import parse_ttl
+from index_store.cli.options import parse_ttl, seconds_of
 from index_store.errors import (
     ContextCorruptError,
     ContextExpiredError,
@@ -94,6 +94,7 @@ def carry_out_child(child: ChildJob, reporter: Reporter, clock: Clock, means: Me
         attention=EXACT,
         name=free_name(store, job.config.name or job.title, parent.model.fingerprint, id_, parent.tenant),
         expires_at=None if ttl is None else utc_now() + ttl,
+        renew=seconds_of(job.config.renew),
         owner=job.owner,
         labels=job.labels,
         conversation=None if job.conversation is None else job.conversation.to_bytes(),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import BinaryIO
 
 from index_store.cli.console import Reporter
-from index_store.cli.options import parse_ttl
+from index_store.cli.options import parse_ttl, seconds_of
 from index_store.cli.report import layers_text
 from index_store.cli.traces import TRACEPARENT
 from index_store.errors import ContextCorruptError, ContextExpiredError, ContextNotFoundError, format_bytes
@@ -105,7 +105,7 @@ def _planned(job: PreparedJob, present: Manifest | None) -> Changes | None:
     """What is to be changed of the context in the store; None when there is none."""
     if present is None:
         return None
-    return plan_changes(present, job.chosen, job.config.name, job.config.ttl, job.labels)
+    return plan_changes(present, job.chosen, job.config.name, job.config.ttl, job.labels, job.config.renew)
 
 
 def _find(store: Store, id_: str, note: Callable[[str], None]) -> Manifest | None:
@@ -185,6 +185,7 @@ def _manifest(
         name=name,
         created_at=now,
         expires_at=None if ttl is None else now + ttl,
+        renew=seconds_of(config.renew),
         model=job.identity,
         dtype=job.dtype,
         token_count=len(job.token_ids),

@@ -412,6 +412,7 @@ class QueueWorker:
             rows=order.rows,
             chunk=worker.chunk,
             ttl=None if order.ttl is None else f"{order.ttl:.6f}s",
+            renew=None if order.renew is None else f"{order.renew:.6f}s",
             device=worker.device,
             device_memory=worker.device_memory,
             tenant=order.tenant,

@@ -120,6 +120,7 @@ def test_commands_in_the_documents_exist(document: Path) -> None:
             "chat",
             "status",
             "tenants",
+            "drain",
             "methods",
             "evaluate",
             "fetch-model",

@@ -1,4 +1,4 @@
-"""The page that starts with two terminals works as it stands."""
+"""The pages that start with two terminals, and that operators read, work as they stand."""
 
 from __future__ import annotations
 
@@ -17,3 +17,11 @@ def test_the_start_runs(tmp_path: Path) -> None:
     assert [block.how for block in blocks] == ["serve", *["run"] * 3, "langchain", *["run"] * 5]
     installed = find_spec("langchain_openai") is not None
     run_blocks([block for block in blocks if block.how != "langchain" or installed], tmp_path)
+
+
+@pytest.mark.slow
+def test_the_operations_run(tmp_path: Path) -> None:
+    """A configuration, tokens, a drain, and a backup that is brought back."""
+    blocks = examples("docs/operations.md")
+    assert [block.how for block in blocks] == ["run", "serve", "run", "run", "run"]
+    run_blocks(blocks, tmp_path)

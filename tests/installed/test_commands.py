@@ -47,6 +47,7 @@ NEEDED = {
     "decode-engine chat": "c",
     "decode-engine status": "",
     "decode-engine tenants": "",
+    "decode-engine drain": "",
     "decode-engine methods": "",
     "decode-engine evaluate": "--out {folder}/out",
     "decode-engine make-document": "--out {folder}/d --questions {folder}/q",

@@ -51,7 +51,7 @@ PROMPT = Kind(
     _is_prompt,
 )
 JSON_TEXT = Kind("an object, or JSON as text", dict | str | list)
-TTL = Range(1, 36_500 * 86_400).kind
+TTL, RENEW = Range(1, 36_500 * 86_400).kind, Range(0, 36_500 * 86_400).kind
 
 
 class Fate(Enum):

@@ -222,7 +222,7 @@ class Answering:
         async def alone() -> ResultT:
             return await call.run_alone(work)
 
-        return await self._working.run(alone)
+        return await self._working.run(alone, call.caller.tenant)
 
     async def _prompt(self, order: Order, call: Asker) -> tuple[Order, CallPlan | None]:
         """The order as the engine gets it, and how tools are called."""

@@ -233,6 +233,7 @@ class Client:
     delete_operation = _now(AsyncClient.delete_operation)
     list_methods = _now(AsyncClient.list_methods)
     server_status = _now(AsyncClient.server_status)
+    drain = _now(AsyncClient.drain)
     tenants = _now(AsyncClient.tenants)
     tokenize = _now(AsyncClient.tokenize)
     detokenize = _now(AsyncClient.detokenize)

@@ -29,7 +29,7 @@ HEALTH_TIMEOUT_S = 5.0
 REPEATED = frozenset(
     (
         *("CreateContext", "GetContext", "ListContexts", "WarmContext", "UpdateContext"),
-        *("ListMethods", "GetServerStatus", "ListTenants", "Tokenize", "Detokenize", "CountTokens"),
+        *("ListMethods", "GetServerStatus", "ListTenants", "Drain", "Tokenize", "Detokenize", "CountTokens"),
         *("ListOperations", "GetOperation", "WaitOperation", "CancelOperation"),
     )
 )

@@ -110,8 +110,8 @@ class GenerateOptions(GenerateFields, total=False):
 class CreateOptions(CreateFields, total=False):
     """What `create_context` takes beside the document; sparsekv/v1/context.proto has the ranges.
 
-    ttl_s: seconds. parent: name of a context that the new one continues. rows: "int8" for exact rows in 8 bits.
-    request_id: by default a random one, so that the client may repeat the call.
+    ttl_s, renew_s: seconds. parent: name of a context that the new one continues. rows: "int8" for exact rows in 8
+    bits. request_id: by default a random one, so that the client may repeat the call.
     """
 
 
@@ -133,13 +133,14 @@ NEVER = Never.NEVER
 class ContextChanges(TypedDict, total=False):
     """What `update_context` changes; what is missing or None stays as it is.
 
-    expire_time: NEVER takes it away. labels: by key, None removes the label. move_name: take `display_name` from the
-    context that has it. readers: tenants, instead of those that there are.
+    expire_time: NEVER takes it away. renew_s: seconds, 0 for no renewal. labels: by key, None removes the label.
+    move_name: take `display_name` from the context that has it. readers: tenants, instead of those that there are.
     """
 
     display_name: str | None
     move_name: bool | None
     expire_time: datetime | Never | None
+    renew_s: float | None
     labels: Mapping[str, str | None] | None
     pinned: bool | None
     readers: Sequence[str] | None
@@ -162,10 +163,10 @@ def create_context(
     if sum(source is not None for source in (text, token_ids, messages, upload)) != 1:
         raise InvalidArgumentError("give exactly one of text, token_ids, messages, upload", field="source")
     others: dict[str, Any] = {**options, "request_id": options.get("request_id") or str(uuid4())}
-    ttl = _duration("ttl_s", others.pop("ttl_s", None))
+    times = {name: _duration(f"{name}_s", others.pop(f"{name}_s", None)) for name in ("ttl", "renew")}
     said = None if messages is None else _conversation(messages)
     document = {"text": text, "token_ids": token_ids, "messages": said, "upload": upload}
-    return call("CreateContext", read_operation, **document, **others, ttl=ttl)
+    return call("CreateContext", read_operation, **document, **others, **times)
 
 
 def upload_parts(document: bytes) -> Iterator[context_pb2.UploadDocumentRequest]:
@@ -408,10 +409,13 @@ class Verbs(ABC):
             display_name=changes.get("display_name"),
             pinned=changes.get("pinned"),
             expire_time=None if expires is NEVER else expires,
+            renew=_duration("renew_s", changes.get("renew_s") or None),
             readers=changes.get("readers"),
         )
-        names = ("display_name", "expire_time", "pinned", "readers")
-        others = (field for field in names if changes.get(field) is not None)
+        names = {name: name for name in ("display_name", "expire_time", "pinned", "readers")} | {
+            "renew_s": "renew"
+        }
+        others = (field for name, field in names.items() if changes.get(name) is not None)
         mask = message(FieldMask, paths=[*(f"labels.{key}" for key in labels), *others])
         asked = {"context": changed, "update_mask": mask, "move_name": changes.get("move_name")}
         return await self._ask("UpdateContext", reads(ContextInfo), **asked)
@@ -513,6 +517,10 @@ class Verbs(ABC):
     async def tenants(self) -> TenantList:
         """What tenants use of their quotas: the caller's own, or with the right admin all."""
         return await self._ask("ListTenants", reads(TenantList))
+
+    async def drain(self, limit_s: float | None = None) -> None:
+        """Has the server take nothing new, and end when nothing runs any more, or after so many seconds."""
+        await self._ask("Drain", read_nothing, limit=_duration("limit_s", limit_s))
 
     async def tokenize(self, content: Content) -> TokenizedText:
         """A text, or a conversation from its beginning, as the model's tokens."""

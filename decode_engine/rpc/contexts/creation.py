@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -14,8 +14,16 @@ import numpy as np
 
 from decode_engine.errors import PromptTooLongError
 from decode_engine.rpc.answers.prompting import StoredMessages, parse_messages
-from decode_engine.rpc.contexts.listing import parse_name, require_own_labels
-from index_store.errors import InvalidArgumentError, ManifestError, NameTakenError, SparseKVError
+from decode_engine.rpc.contexts.listing import parse_name, require_own_labels, seconds_of
+from index_store.errors import (
+    ContextNotFoundError,
+    InvalidArgumentError,
+    JobNotFoundError,
+    JobUnfinishedError,
+    ManifestError,
+    NameTakenError,
+    SparseKVError,
+)
 from index_store.family.parents import EXACT, child_id, parent_of
 from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.job_record import (
@@ -28,7 +36,6 @@ from index_store.jobs.job_record import (
     JobRecord,
     JobState,
     ReadingOptions,
-    check_ttl,
 )
 from index_store.jobs.uploads import Uploads
 from index_store.methods.default import DEFAULT_METHOD
@@ -119,12 +126,14 @@ class Workshop:
         _check_texts(request)
         labels = _labels(request)
         require_own_labels(self.caller, labels)
-        ttl = _ttl(request)
+        renew = _seconds(request, "renew")
+        ttl = renew if (given := _seconds(request, "ttl")) is None else given
         digest = hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()
         tenant = self.caller.tenant
         job_id = _job_id(request.request_id, tenant)
         there = self.queue.repeated(job_id, request.request_id, digest)
-        if there is not None:
+        if there is not None and not self._ended(there):
+            self.allow(tenant, 0)
             return there
         rows = self._rows(request)
         document = replace(self._document(request, check), rows=rows)
@@ -138,6 +147,7 @@ class Workshop:
             methods=methods if parent is None else parent.methods or (DEFAULT_METHOD,),
             dtype=self.dtype,
             ttl=ttl,
+            renew=renew,
             tokens=len(document.ids),
             conversation="" if kept is None else hashlib.sha256(kept).hexdigest(),
             parent="" if parent is None else parent.id,
@@ -159,11 +169,15 @@ class Workshop:
             traceparent=traceparent,
         )
         if self._there(order):
+            self.allow(order.tenant, 0)
             record = self._done(record)
         else:
             kind = (self.identity, order.dtype, order.tokens, () if order.parent else order.methods)
             self.room.require(self.room.needed(order.context, *kind), order.tenant, self._coming(order))
             self.allow(order.tenant, order.tokens)
+        if there is not None:
+            with suppress(JobNotFoundError, JobUnfinishedError):  # another repeat was first
+                self.queue.remove(there.id)
         added = self.queue.add(record, np.asarray(document.ids, dtype=np.uint32), kept)
         if added.open and (waiting := unattended(self.queue, added)):
             logger.warning("operation %s waits: %s", added.id, waiting)
@@ -324,6 +338,15 @@ class Workshop:
         if end is None or self.queue.now() + timedelta(seconds=order.ttl) < end:
             self.caller.require("delete")
 
+    def _ended(self, record: JobRecord) -> bool:
+        """Whether a job made what had a time to live, and that is over."""
+        if record.state is not JobState.DONE or record.order.ttl is None:
+            return False
+        try:
+            return self.store.expired(self.store.manifest(record.order.context))
+        except ContextNotFoundError:
+            return True
+
     def _there(self, order: JobOrder) -> bool:
         """Whether the store has the context as it is wanted, and nothing is left to do."""
         if order.ttl is not None:
@@ -401,12 +424,10 @@ def _labels(request: context_pb2.CreateContextRequest) -> dict[str, str]:
     return labels
 
 
-def _ttl(request: context_pb2.CreateContextRequest) -> float | None:
-    if not request.HasField("ttl"):
+def _seconds(request: context_pb2.CreateContextRequest, name: str) -> float | None:
+    if not request.HasField(name):
         return None
-    seconds = request.ttl.seconds + request.ttl.nanos / 1e9
-    check_ttl(seconds if math.isfinite(seconds) else -1.0, "ttl")
-    return seconds
+    return seconds_of(getattr(request, name), name)
 
 
 def _title(text: str) -> str:

@@ -13,8 +13,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from google.longrunning import operations_pb2
+from google.protobuf.duration_pb2 import Duration
 
 from index_store.errors import ContextNotFoundError, InvalidArgumentError, ManifestError
+from index_store.jobs.job_record import check_ttl
 from index_store.store.catalog import Store, require_free, take_name
 from index_store.store.clean_up import KEPT_BEGINNING
 from index_store.store.description.callers import Caller
@@ -153,7 +155,7 @@ class Pager:
         return hmac.digest(self._key, payload, hashlib.sha256)[:_SIGNATURE_BYTES]
 
 
-_CHANGEABLE = ("display_name", "expire_time", "labels", "pinned", "readers")
+_CHANGEABLE = ("display_name", "expire_time", "renew", "labels", "pinned", "readers")
 _LABEL = "labels."
 
 
@@ -170,6 +172,8 @@ def update_context(
 
     def allowed(present: Manifest) -> Manifest:
         changed = change(present)
+        if changed.renew is not None and changed.expires_at is None:
+            changed = replace(changed, expires_at=store.now()).renewed(store.now())
         if changed.pinned != present.pinned:
             caller.require("admin")
         require_own_labels(caller, changed.labels.keys() - present.labels.keys())
@@ -218,6 +222,8 @@ def parse_update(request: context_pb2.UpdateContextRequest) -> Callable[[Manifes
     wanted = context_pb2.Context()
     wanted.CopyFrom(request.context)
     expiry = _expiry(wanted) if "expire_time" in paths else None
+    renew = seconds_of(wanted.renew, "renew") if "renew" in paths and wanted.HasField("renew") else None
+    for_good = "expire_time" in paths and expiry is None
 
     def change(present: Manifest) -> Manifest:
         try:
@@ -225,6 +231,7 @@ def parse_update(request: context_pb2.UpdateContextRequest) -> Callable[[Manifes
                 present,
                 name=wanted.display_name if "display_name" in paths else present.name,
                 expires_at=expiry if "expire_time" in paths else present.expires_at,
+                renew=renew if "renew" in paths or for_good else present.renew,
                 labels=_labels(dict(present.labels), wanted, paths),
                 pinned=wanted.pinned if "pinned" in paths else present.pinned,
                 readers=tuple(wanted.readers) if "readers" in paths else present.readers,
@@ -240,6 +247,7 @@ def _fields_set(context: context_pb2.Context) -> tuple[str, ...]:
     set_ = {
         "display_name": bool(context.display_name),
         "expire_time": context.HasField("expire_time"),
+        "renew": context.HasField("renew"),
         "labels": bool(context.labels),
         "pinned": context.pinned,
         "readers": bool(context.readers),
@@ -257,6 +265,13 @@ def _labels(labels: dict[str, str], wanted: context_pb2.Context, paths: tuple[st
             if key in wanted.labels:
                 labels[key] = wanted.labels[key]
     return labels
+
+
+def seconds_of(duration: Duration, name: str) -> float:
+    """A time to live. Raises InvalidArgumentError for one out of range."""
+    seconds: float = duration.seconds + duration.nanos / 1e9
+    check_ttl(seconds, name)
+    return seconds
 
 
 def _expiry(context: context_pb2.Context) -> datetime | None:

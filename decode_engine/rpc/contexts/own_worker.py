@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from index_store.cli.settings_file import PREFIX
+from index_store.compiled.places import CACHE_VARIABLE
 from index_store.errors import StoreError
 
 logger = logging.getLogger(__name__)
@@ -41,8 +43,11 @@ class OwnWorker:
         there is one, also while it starts."""
         self._attending = attending
         self._command = list(command)
+        options = {
+            name for name in os.environ if name.startswith(PREFIX) and name != CACHE_VARIABLE
+        }  # the server's
         self._environment: Mapping[str, str] = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name not in options},
             **{name: str(threads) for name in _THREAD_VARIABLES},
         }
         self._stopping = threading.Event()

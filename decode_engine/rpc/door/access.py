@@ -9,6 +9,7 @@ before are refused unseen, while those in use, and JWT, are let in as ever, so t
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -19,7 +20,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -323,6 +324,8 @@ class Door:
         self._accepted: set[bytes] = set()
         self._stamp: tuple[int, ...] | None = None
         self._closed = threading.Event()
+        self._inside, self._draining = 0, False
+        self._empty = asyncio.Event()
         if self._file is not None:
             self._stamp, self._tokens = self._file.stamp(), self._file.read()
         if self._file is not None or self._signed is not None:
@@ -344,6 +347,30 @@ class Door:
     def close(self) -> None:
         """Looks at the file no more. Idempotent."""
         self._closed.set()
+
+    @property
+    def draining(self) -> bool:
+        """Whether nobody is let in any more."""
+        return self._draining
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """A call is served in the block. On the loop's thread, as `drain`."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if self._draining and not self._inside:
+                self._empty.set()
+
+    async def drain(self, most_s: float) -> None:
+        """Nobody is let in from now on; returns when nobody is inside any more, or after so many seconds."""
+        self._draining = True
+        if self._inside:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(most_s):
+                    await self._empty.wait()
 
     def check(self, authorization: str | None, host: str, certificate: str = "") -> Caller:
         """Who the caller is; where nobody is asked, one of no tenant and with all rights.

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import queue
+import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from io import TextIOWrapper
@@ -23,7 +27,34 @@ _TOLD = ("context", "operation", "upload", "kept", "readers", "requests", "faile
 _PRIVATE_FILE = 0o600
 
 
+logger = logging.getLogger(__name__)
+
+_TELL_EVERY_S = 60.0
+
+
 class _PrivateFile(WatchedFileHandler):
+    """lost: lines that could not be written, as on a full disk."""
+
+    lost = 0
+    _told_s = -math.inf
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A line could not be written: the log says so, once a minute."""
+        self.lost += 1
+        with suppress(OSError):  # it still has the line
+            self.close()
+        if time.monotonic() - self._told_s >= _TELL_EVERY_S:
+            self._told_s = time.monotonic()
+            error = sys.exception()
+            logger.error("the audit log %s lacks %d lines now: %s", self.baseFilename, self.lost, error)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """As its class, of which looking for a file that was moved away raises on a full disk, too."""
+        try:
+            super().emit(record)
+        except OSError:
+            self.handleError(record)
+
     def _open(self) -> TextIOWrapper:
         """The file, which is its owner's alone also where it has to be begun anew."""
         opener = partial(os.open, mode=_PRIVATE_FILE)
@@ -38,11 +69,16 @@ class AuditLog:
         with storing("opening the audit log", path):
             os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, _PRIVATE_FILE))
         lines: queue.SimpleQueue[object] = queue.SimpleQueue()
-        handler = _PrivateFile(path, delay=True)
-        self._listener = QueueListener(lines, handler)
+        self._file = _PrivateFile(path, delay=True)
+        self._listener = QueueListener(lines, self._file)
         self._logger = logging.Logger("audit", logging.INFO)  # of its own: no other log has these lines
         self._logger.addHandler(QueueHandler(lines))
         self._listener.start()
+
+    @property
+    def lost(self) -> int:
+        """Lines that could not be written so far."""
+        return self._file.lost
 
     def tell(
         self,

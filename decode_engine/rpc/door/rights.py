@@ -10,7 +10,7 @@ from index_store.store.description.callers import Caller, Right
 _BY_RIGHT: Mapping[Right | None, str] = {
     None: """
         /grpc.health.v1.Health/Check /grpc.health.v1.Health/Watch /grpc.health.v1.Health/List
-        GET:/health GET:/ GET:/page.css GET:/page.js
+        GET:/health GET:/live GET:/ GET:/page.css GET:/page.js
     """,
     "read": """
         /sparsekv.v1.ContextService/GetContext /sparsekv.v1.ContextService/ListContexts
@@ -38,7 +38,9 @@ _BY_RIGHT: Mapping[Right | None, str] = {
         /sparsekv.v1.ContextService/DeleteContext /google.longrunning.Operations/DeleteOperation
         DELETE:/v1/contexts/{context:path}
     """,
-    "admin": "/sparsekv.v1.GenerationService/GetServerStatus GET:/v1/status",
+    "admin": """
+        /sparsekv.v1.GenerationService/GetServerStatus GET:/v1/status /sparsekv.v1.GenerationService/Drain
+    """,
 }
 """By right, None where nobody is asked who they are. Besides: a session that is kept takes `create`, an earlier expiry
 `delete`, and a pin `admin`."""

@@ -8,10 +8,11 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import ExitStack
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from decode_engine.errors import CancelledError, DeadlineExceededError
+from decode_engine.errors import CancelledError, DeadlineExceededError, ShuttingDownError
 from decode_engine.rpc.door.access import Door
 from decode_engine.rpc.door.audit import AuditLog
 from decode_engine.rpc.door.rights import RIGHT_OF
@@ -56,6 +57,7 @@ class Asker:
         self.audit: AuditLog | None = None
         self._work = work
         self._ended = False
+        self._inside = ExitStack()
 
     def begin_span(self, traces: Traces, name: str, attributes: Mapping[str, Value]) -> None:
         """Makes a span of it, which the log line ends. attributes: what is known of it already."""
@@ -73,14 +75,20 @@ class Asker:
     def end(self) -> None:
         """It is over, and nobody needs an answer any more."""
         self._ended = True
+        self._inside.close()
 
     def enter(self, door: Door) -> None:
-        """Raises UnauthenticatedError, TooManyAttemptsError for who is not let in."""
+        """Raises UnauthenticatedError, TooManyAttemptsError for who is not let in, and ShuttingDownError while the
+        door drains, but for what takes the right admin: it shows how far that is, and holds up nobody's end."""
         self.caller = door.check(self.authorization, self.host, self.certificate())
         if self.caller.name:
             self.note(caller=self.caller.name)
         if self.caller.tenant:
             self.note(tenant=self.caller.tenant)
+        if RIGHT_OF.get(self.call_name) != "admin":
+            if door.draining:
+                raise ShuttingDownError("the server is draining and takes nothing new; ask another one")
+            self._inside.enter_context(door.inside())
 
     def certificate(self) -> str:
         """The name in the certificate that it showed, "" without one."""

@@ -191,11 +191,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Calls now: open ones, those whose message has not come, those whose answer waits to be read or never was."""
+    """Calls now: open ones, those whose message has not come, those whose answer waits to be read or never was; and
+    lines that the audit log lacks."""
 
     open: int
     unfinished: int
     unread: int
+    unlogged: int
 
 
 class AbortError(Exception):
@@ -266,7 +268,8 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def traffic(self) -> Traffic:
         """What is open now."""
-        return Traffic(self._open, len(self._unfinished), len(self._unread) + len(self._abandoned))
+        lost = 0 if self._audit is None else self._audit.lost
+        return Traffic(self._open, len(self._unfinished), len(self._unread) + len(self._abandoned), lost)
 
     async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], details: Any) -> Any:
         """Takes a call's handler over; called by grpc for every call."""

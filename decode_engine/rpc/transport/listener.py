@@ -37,6 +37,7 @@ REFLECTION_SERVICES = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v
 _KEEPALIVE_MS = 20_000
 _PING_MS = 1_000  # clients that wait may ping as often as this, with and without calls
 _HANDSHAKE_MS = 10_000
+_CLOSE_S = 1.0  # for answers that have been given to be sent
 _WINDOW_BYTES = 2**16  # of a stream whose message nobody has asked for yet
 
 logger = logging.getLogger(__name__)
@@ -89,8 +90,12 @@ class Listener:
         """Has another port on the same loop stop with this one. stop: as `begin_stop`."""
         self._stops.append(stop)
 
+    def begin_drain(self, grace_s: float) -> Future[None]:
+        """Takes no new calls, which is told to who asks; done when none runs any more, or after the grace."""
+        return asyncio.run_coroutine_threadsafe(self._drain(grace_s), self.loop)
+
     def begin_stop(self, grace_s: float) -> Future[None]:
-        """Takes no new calls, and ends those that are open after the grace; done when all are."""
+        """The same, then closes the port, and ends what is open; done when all is."""
         return asyncio.run_coroutine_threadsafe(self._stop(grace_s), self.loop)
 
     def close(self) -> None:
@@ -122,9 +127,16 @@ class Listener:
         await self._server.start()
         return f"{address.rpartition(':')[0]}:{port}"
 
+    async def _drain(self, grace_s: float) -> None:
+        self.health.drain()
+        await self._door.drain(grace_s)
+
     async def _stop(self, grace_s: float) -> None:
+        end = self.loop.time() + grace_s
+        await self._drain(grace_s)
         self.health.stop()
-        await asyncio.gather(self._server.stop(grace_s), *(stop(grace_s) for stop in self._stops))
+        left_s = min(max(end - self.loop.time(), 0.0), _CLOSE_S)
+        await asyncio.gather(self._server.stop(left_s), *(stop(left_s) for stop in self._stops))
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)

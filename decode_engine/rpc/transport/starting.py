@@ -6,6 +6,7 @@ Nothing here imports what takes seconds, so that ports answer in the first secon
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -96,11 +97,37 @@ class Services(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         raise self._refusal()
 
 
+class Stopping(threading.Event):
+    """Set once a server is to drain and to end. Of several who say so, whose limit is over first counts."""
+
+    def __init__(self, on_begin: Callable[[float], None] = lambda left_s: None) -> None:
+        """on_begin: told the seconds that are left, whenever somebody says so."""
+        super().__init__()
+        self._on_begin = on_begin
+        self._end = math.inf
+        self._deciding = threading.Lock()
+
+    def begin(self, grace_s: float) -> None:
+        """Has the server drain. grace_s: how long running calls may go on, at most. From any thread."""
+        with self._deciding:
+            self._end = min(self._end, time.monotonic() + grace_s)
+            self._on_begin(self.left_s)
+        self.set()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that running calls have yet."""
+        return max(self._end - time.monotonic(), 0.0)
+
+
+LIVENESS = "liveness"
+"""What is asked for in a health check by who wants to know no more than whether the process answers."""
+
 _MAX_WATCHERS = 64
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """All services are well, or none is. To be used on the loop's thread."""
+    """All services are well, or none is; LIVENESS always is. To be used on the loop's thread."""
 
     def __init__(self, services: Iterable[str], phase: Callable[[], str] = lambda: "") -> None:
         """phase: what goes on before they are well; stands behind replies to checks (`PHASE_KEY`)."""
@@ -108,7 +135,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._services = frozenset(("", *services))
         self._begun = False
         self._serving = False
-        self._stopping = False
+        self._stopping = self.draining = False
         self._changed = asyncio.Event()
         self._watchers = 0
 
@@ -120,25 +147,30 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     @property
     def phase(self) -> str:
         """What goes on before they are taken for the first time; "" after that."""
-        return "" if self._begun or self._stopping else self._phase()
+        return "" if self._begun or self.draining else self._phase()
 
     def set(self, serving: bool) -> None:
-        """Whether calls are taken. Has no effect after `stop`."""
-        self._serving = serving and not self._stopping
+        """Whether calls are taken. Has no effect after `drain`."""
+        self._serving = serving and not self.draining
         self._begun = self._begun or serving
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def stop(self) -> None:
+    def drain(self) -> None:
         """Not serving, for good."""
-        self._stopping = True
+        self.draining = True
         self.set(serving=False)
+
+    def stop(self) -> None:
+        """Nobody is told any more, either."""
+        self._stopping = True
+        self.drain()
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, call: Call
     ) -> health_pb2.HealthCheckResponse:
         """The state now. NOT_FOUND for a service that is not here."""
-        if request.service not in self._services:
+        if request.service not in (*self._services, LIVENESS):
             await call.abort(grpc.StatusCode.NOT_FOUND, "no such service")
         if phase := self.phase:
             call.context.set_trailing_metadata(((PHASE_KEY, phase),))
@@ -170,6 +202,8 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     def _state(self, service: str) -> int:
         states = health_pb2.HealthCheckResponse
+        if service == LIVENESS:
+            return int(states.SERVING)
         if service not in self._services:
             return int(states.SERVICE_UNKNOWN)
         return int(states.SERVING if self._serving else states.NOT_SERVING)

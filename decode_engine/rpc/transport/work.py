@@ -8,14 +8,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from decode_engine.errors import TooManyRequestsError
 from decode_engine.rpc.door.access import Sharing
+from index_store.store.description.callers import crowds
 
 ResultT = TypeVar("ResultT")
 
@@ -124,50 +127,78 @@ class Appointments:
 
 
 class Bound:
-    """How many calls may do something at once. As many wait for their turn as there are places for requests."""
+    """How many calls may do something at once. As many wait for their turn as there are places for requests.
+
+    Of both a tenant has at most three times what is left (`crowds`), so that others find some, and need not wait behind
+    it.
+    """
 
     def __init__(self, most: int, what: str, sharing: Sharing) -> None:
         """most: at all doors. what: is being done, as a sentence goes on after a number."""
         self._most = sharing.part(most)
-        self._free = asyncio.Semaphore(self._most)
-        self._line = 0
         self._longest = sharing.places
         self._what = what
+        self._held: Counter[str] = Counter()
+        self._line: list[tuple[str, asyncio.Future[None]]] = []  # of none of whom there is a place now
 
     @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
+    async def place(self, tenant: str = "") -> AsyncIterator[None]:
         """For one call, in turn. Raises TooManyRequestsError where too many wait."""
-        await self._take()
+        await self._take(tenant)
         try:
             yield
         finally:
-            self._free.release()
+            self._give_back(tenant)
 
-    async def run(self, begin: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
+    async def run(self, begin: Callable[[], Coroutine[Any, Any, ResultT]], tenant: str = "") -> ResultT:
         """The result of work that no caller's leaving ends once it has begun: it has its place until its own end.
 
         Raises TooManyRequestsError where too many wait.
         """
-        await self._take()
+        await self._take(tenant)
         work = asyncio.ensure_future(begin())
-        work.add_done_callback(self._end)
+        work.add_done_callback(partial(self._end, tenant))
         return await asyncio.shield(work)
 
-    async def _take(self) -> None:
-        if self._free.locked() and self._line >= self._longest:
-            also = f" and {self._line} wait to" if self._line else ""
+    async def _take(self, tenant: str) -> None:
+        if self._has_place(tenant):
+            self._held[tenant] += 1
+            return
+        waiting = len(self._line)
+        own = sum(each == tenant for each, _ in self._line)
+        if waiting >= self._longest or crowds(tenant, own, self._longest - waiting):
+            also = f" and {waiting} wait to" if waiting else ""
             raise TooManyRequestsError(
-                f"{self._most} {self._what}{also}, which is the limit; try again later",
+                f"{self._held.total()} {self._what}{also}, which is the limit; try again later",
                 limit=self._most + self._longest,
             )
-        self._line += 1
+        turn = tenant, asyncio.get_running_loop().create_future()
+        self._line.append(turn)
         try:
-            await self._free.acquire()
-        finally:
-            self._line -= 1
+            await turn[1]
+        except asyncio.CancelledError:
+            if turn in self._line:
+                self._line.remove(turn)
+            else:  # its turn came just then
+                self._give_back(tenant)
+            raise
 
-    def _end(self, work: asyncio.Future[Any]) -> None:
-        self._free.release()
+    def _has_place(self, tenant: str) -> bool:
+        free = self._most - self._held.total()
+        return free > 0 and not crowds(tenant, self._held[tenant], free)
+
+    def _give_back(self, tenant: str) -> None:
+        self._held[tenant] -= 1
+        if not self._held[tenant]:
+            del self._held[tenant]
+        for turn in list(self._line):
+            if not turn[1].cancelled() and self._has_place(turn[0]):
+                self._line.remove(turn)
+                self._held[turn[0]] += 1
+                turn[1].set_result(None)
+
+    def _end(self, tenant: str, work: asyncio.Future[Any]) -> None:
+        self._give_back(tenant)
         forget_error(work)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from index_store.errors import (
@@ -74,6 +74,10 @@ READABLE_VERSIONS = (2, 3, 4, 5, 6, 7)
 
 STATE_MARKS = "state_marks"
 """Note of a prefill: states are kept behind every so many tokens, those of the last one apart."""
+
+SHORTEST_TTL, LONGEST_TTL = timedelta(seconds=1), timedelta(days=36_500)
+
+_LONGER = 1 / 16  # of its time to live; so one use in that time writes, whatever their number
 
 MANIFEST_NAME = "manifest.json"
 
@@ -144,7 +148,8 @@ class Manifest:
         (index_store/models/conversation/turns.py); None for a context of plain text or of tokens.
     labels: what its owner notes of it. pinned: whether it is kept: it does not expire then. owner: who asked for it
         first, by the name of a token; "" where nobody was asked for one.
-    tenant: whose it is, for good. readers: other tenants that may read it (`callers`).
+    tenant: whose it is, for good. readers: other tenants that may read it (`callers`). renew: seconds that it lives on
+        after every use, where it expires at all; None where uses change nothing.
     format_version: the one that it was read in.
 
     One that is in memory alone (`UNSTORED`) may have no tokens. Its arrays are then described as those of one token:
@@ -178,6 +183,7 @@ class Manifest:
     owner: str = ""
     tenant: str = ""
     readers: tuple[str, ...] = ()
+    renew: Number | None = None
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -203,6 +209,9 @@ class Manifest:
             check_name("owner", self.owner)
         check_tenant("tenant", self.tenant)
         check_readers(self.readers)
+        least, most = SHORTEST_TTL.total_seconds(), LONGEST_TTL.total_seconds()
+        if self.renew is not None and not least <= self.renew <= most:
+            raise field_error("renew", self.renew, f"null or seconds from {least:g} to {most:.0f}")
         self._check_layers("dense_layers", self.dense_layers)
         self._check_arrays()
         digits = (self.token_count // PREFIX_BLOCK + 1) * DIGEST_DIGITS
@@ -230,6 +239,7 @@ class Manifest:
             "state",
             "tenant",
             "readers",
+            "renew",
         )
         windows = ("window",) if self.model.window is None else ()
         return (*windows, *(name for name in names if not getattr(self, name)))
@@ -302,6 +312,15 @@ class Manifest:
     def expired(self, now: datetime) -> bool:
         """Whether the context's time to live has passed at `now` (timezone-aware). A pinned one's does not."""
         return self.expires_at is not None and self.expires_at <= now and not self.pinned
+
+    def renewed(self, now: datetime) -> Manifest:
+        """As a use leaves it: it lives as long as `renew` says from then on, or a little longer, so that the next uses
+        change nothing."""
+        if self.renew is None or self.expires_at is None:
+            return self
+        if self.expires_at >= now + timedelta(seconds=self.renew):
+            return self
+        return replace(self, expires_at=now + timedelta(seconds=self.renew * (1 + _LONGER)))
 
     @property
     def stored_indexes(self) -> frozenset[str]:

@@ -20,7 +20,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Context(_message.Message):
-    __slots__ = ("name", "display_name", "model", "architecture", "token_count", "dtype", "kv_bytes", "index_bytes", "state", "state_message", "create_time", "expire_time", "resident", "methods", "default_method", "indexes", "dense_layers", "default_budget", "tuned", "placement", "labels", "pinned", "is_conversation", "parent", "parent_token_count", "children", "owner", "rows", "tenant", "readers")
+    __slots__ = ("name", "display_name", "model", "architecture", "token_count", "dtype", "kv_bytes", "index_bytes", "state", "state_message", "create_time", "expire_time", "resident", "methods", "default_method", "indexes", "dense_layers", "default_budget", "tuned", "placement", "labels", "pinned", "is_conversation", "parent", "parent_token_count", "children", "owner", "rows", "tenant", "readers", "renew")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Context.State]
@@ -92,6 +92,7 @@ class Context(_message.Message):
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     READERS_FIELD_NUMBER: _ClassVar[int]
+    RENEW_FIELD_NUMBER: _ClassVar[int]
     name: str
     display_name: str
     model: str
@@ -122,7 +123,8 @@ class Context(_message.Message):
     rows: str
     tenant: str
     readers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., display_name: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., token_count: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., state: _Optional[_Union[Context.State, str]] = ..., state_message: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., resident: bool = ..., methods: _Optional[_Iterable[str]] = ..., default_method: _Optional[str] = ..., indexes: _Optional[_Iterable[_Union[Context.Index, _Mapping]]] = ..., dense_layers: _Optional[_Iterable[int]] = ..., default_budget: _Optional[str] = ..., tuned: bool = ..., placement: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., pinned: bool = ..., is_conversation: bool = ..., parent: _Optional[str] = ..., parent_token_count: _Optional[int] = ..., children: _Optional[int] = ..., owner: _Optional[str] = ..., rows: _Optional[str] = ..., tenant: _Optional[str] = ..., readers: _Optional[_Iterable[str]] = ...) -> None: ...
+    renew: _duration_pb2.Duration
+    def __init__(self, name: _Optional[str] = ..., display_name: _Optional[str] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., token_count: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., state: _Optional[_Union[Context.State, str]] = ..., state_message: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., resident: bool = ..., methods: _Optional[_Iterable[str]] = ..., default_method: _Optional[str] = ..., indexes: _Optional[_Iterable[_Union[Context.Index, _Mapping]]] = ..., dense_layers: _Optional[_Iterable[int]] = ..., default_budget: _Optional[str] = ..., tuned: bool = ..., placement: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., pinned: bool = ..., is_conversation: bool = ..., parent: _Optional[str] = ..., parent_token_count: _Optional[int] = ..., children: _Optional[int] = ..., owner: _Optional[str] = ..., rows: _Optional[str] = ..., tenant: _Optional[str] = ..., readers: _Optional[_Iterable[str]] = ..., renew: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class GetContextRequest(_message.Message):
     __slots__ = ("name", "reference")
@@ -206,7 +208,7 @@ class WarmContextResponse(_message.Message):
     def __init__(self, context: _Optional[_Union[Context, _Mapping]] = ..., already_resident: bool = ..., load_ns: _Optional[int] = ..., first_layer_ns: _Optional[int] = ..., all_layers_ns: _Optional[int] = ...) -> None: ...
 
 class CreateContextRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "messages", "upload", "display_name", "ttl", "methods", "request_id", "priority", "parent", "labels", "rows", "move_name")
+    __slots__ = ("text", "token_ids", "messages", "upload", "display_name", "ttl", "methods", "request_id", "priority", "parent", "labels", "rows", "move_name", "renew")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +229,7 @@ class CreateContextRequest(_message.Message):
     LABELS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     MOVE_NAME_FIELD_NUMBER: _ClassVar[int]
+    RENEW_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _generation_pb2.TokenIds
     messages: _conversation_pb2.Conversation
@@ -240,7 +243,8 @@ class CreateContextRequest(_message.Message):
     labels: _containers.ScalarMap[str, str]
     rows: str
     move_name: bool
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., messages: _Optional[_Union[_conversation_pb2.Conversation, _Mapping]] = ..., upload: _Optional[str] = ..., display_name: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., methods: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., parent: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., rows: _Optional[str] = ..., move_name: bool = ...) -> None: ...
+    renew: _duration_pb2.Duration
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., messages: _Optional[_Union[_conversation_pb2.Conversation, _Mapping]] = ..., upload: _Optional[str] = ..., display_name: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., methods: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., parent: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., rows: _Optional[str] = ..., move_name: bool = ..., renew: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class CreateContextMetadata(_message.Message):
     __slots__ = ("phase", "tokens_done", "tokens_total", "bytes_written", "remaining", "create_time", "jobs_ahead", "context", "layers_done", "layers_total", "notes", "owner", "waiting_reason")

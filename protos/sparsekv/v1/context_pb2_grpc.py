@@ -85,7 +85,7 @@ class ContextServiceServicer(object):
         operation that follows it, whose metadata is a CreateContextMetadata and whose response is the Context. Workers
         (`prefill-worker serve`, or a server's own, `decode-engine serve --prefill`) take jobs by priority, then by age. What
         has been acknowledged survives the end of server and workers. A repeat with the same `request_id` returns the same
-        operation; a request without one returns an operation that makes the same, if there is one. Where the store has the
+        operation, which makes the context again where that has expired since; a request without one returns an operation that makes the same, if there is one. Where the store has the
         context as it is wanted, the operation is done at once. `google.longrunning.Operations` lists, waits for, cancels and deletes
         operations. Errors: INVALID_ARGUMENT, PROMPT_TOO_LONG for a document that the model has no positions for,
         METHOD_UNSUPPORTED, NAME_TAKEN, UPLOAD_NOT_FOUND, STORE_BOUND_REACHED, QUEUE_FULL (with RetryInfo), TOO_MANY_REQUESTS, STORE_FULL, STORE_UNUSABLE,

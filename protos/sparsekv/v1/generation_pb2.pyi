@@ -464,6 +464,16 @@ class GetServerStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class DrainRequest(_message.Message):
+    __slots__ = ("limit",)
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    limit: _duration_pb2.Duration
+    def __init__(self, limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ListTenantsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -504,7 +514,7 @@ class Tenant(_message.Message):
     def __init__(self, name: _Optional[str] = ..., weight: _Optional[float] = ..., limits: _Optional[_Iterable[_Union[Tenant.Limit, _Mapping]]] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
 
 class ServerStatus(_message.Message):
-    __slots__ = ("model", "waiting", "prompting", "decoding", "requests", "session_bytes", "session_limit_bytes", "context_bytes", "context_used_bytes", "context_limit_bytes", "contexts", "context_loads", "context_hits", "context_evictions", "steps", "prompt_tokens", "decode_steps", "decode_tokens", "decode_batch", "context_device_bytes", "context_device_used_bytes", "context_device_limit_bytes", "host_bytes_read", "rows_reused", "device_wait_for_host_ns", "open_calls", "unfinished_calls", "unread_answers", "plain_requests", "found_beginnings", "found_tokens", "kept_beginnings", "removed_beginnings", "method_choices", "max_positions", "template_reads", "objects_pending", "objects_pending_bytes", "objects_fetching", "objects_problem")
+    __slots__ = ("model", "waiting", "prompting", "decoding", "requests", "session_bytes", "session_limit_bytes", "context_bytes", "context_used_bytes", "context_limit_bytes", "contexts", "context_loads", "context_hits", "context_evictions", "steps", "prompt_tokens", "decode_steps", "decode_tokens", "decode_batch", "context_device_bytes", "context_device_used_bytes", "context_device_limit_bytes", "host_bytes_read", "rows_reused", "device_wait_for_host_ns", "open_calls", "unfinished_calls", "unread_answers", "plain_requests", "found_beginnings", "found_tokens", "kept_beginnings", "removed_beginnings", "method_choices", "max_positions", "template_reads", "objects_pending", "objects_pending_bytes", "objects_fetching", "objects_problem", "audit_lines_lost")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PROMPTING_FIELD_NUMBER: _ClassVar[int]
@@ -545,6 +555,7 @@ class ServerStatus(_message.Message):
     OBJECTS_PENDING_BYTES_FIELD_NUMBER: _ClassVar[int]
     OBJECTS_FETCHING_FIELD_NUMBER: _ClassVar[int]
     OBJECTS_PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_LINES_LOST_FIELD_NUMBER: _ClassVar[int]
     model: str
     waiting: int
     prompting: int
@@ -585,4 +596,5 @@ class ServerStatus(_message.Message):
     objects_pending_bytes: int
     objects_fetching: int
     objects_problem: str
-    def __init__(self, model: _Optional[str] = ..., waiting: _Optional[int] = ..., prompting: _Optional[int] = ..., decoding: _Optional[int] = ..., requests: _Optional[int] = ..., session_bytes: _Optional[int] = ..., session_limit_bytes: _Optional[int] = ..., context_bytes: _Optional[int] = ..., context_used_bytes: _Optional[int] = ..., context_limit_bytes: _Optional[int] = ..., contexts: _Optional[int] = ..., context_loads: _Optional[int] = ..., context_hits: _Optional[int] = ..., context_evictions: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., decode_batch: _Optional[int] = ..., context_device_bytes: _Optional[int] = ..., context_device_used_bytes: _Optional[int] = ..., context_device_limit_bytes: _Optional[int] = ..., host_bytes_read: _Optional[int] = ..., rows_reused: _Optional[int] = ..., device_wait_for_host_ns: _Optional[int] = ..., open_calls: _Optional[int] = ..., unfinished_calls: _Optional[int] = ..., unread_answers: _Optional[int] = ..., plain_requests: _Optional[int] = ..., found_beginnings: _Optional[int] = ..., found_tokens: _Optional[int] = ..., kept_beginnings: _Optional[int] = ..., removed_beginnings: _Optional[int] = ..., method_choices: _Optional[_Iterable[str]] = ..., max_positions: _Optional[int] = ..., template_reads: _Optional[_Iterable[str]] = ..., objects_pending: _Optional[int] = ..., objects_pending_bytes: _Optional[int] = ..., objects_fetching: _Optional[int] = ..., objects_problem: _Optional[str] = ...) -> None: ...
+    audit_lines_lost: int
+    def __init__(self, model: _Optional[str] = ..., waiting: _Optional[int] = ..., prompting: _Optional[int] = ..., decoding: _Optional[int] = ..., requests: _Optional[int] = ..., session_bytes: _Optional[int] = ..., session_limit_bytes: _Optional[int] = ..., context_bytes: _Optional[int] = ..., context_used_bytes: _Optional[int] = ..., context_limit_bytes: _Optional[int] = ..., contexts: _Optional[int] = ..., context_loads: _Optional[int] = ..., context_hits: _Optional[int] = ..., context_evictions: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decode_steps: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., decode_batch: _Optional[int] = ..., context_device_bytes: _Optional[int] = ..., context_device_used_bytes: _Optional[int] = ..., context_device_limit_bytes: _Optional[int] = ..., host_bytes_read: _Optional[int] = ..., rows_reused: _Optional[int] = ..., device_wait_for_host_ns: _Optional[int] = ..., open_calls: _Optional[int] = ..., unfinished_calls: _Optional[int] = ..., unread_answers: _Optional[int] = ..., plain_requests: _Optional[int] = ..., found_beginnings: _Optional[int] = ..., found_tokens: _Optional[int] = ..., kept_beginnings: _Optional[int] = ..., removed_beginnings: _Optional[int] = ..., method_choices: _Optional[_Iterable[str]] = ..., max_positions: _Optional[int] = ..., template_reads: _Optional[_Iterable[str]] = ..., objects_pending: _Optional[int] = ..., objects_pending_bytes: _Optional[int] = ..., objects_fetching: _Optional[int] = ..., objects_problem: _Optional[str] = ..., audit_lines_lost: _Optional[int] = ...) -> None: ...

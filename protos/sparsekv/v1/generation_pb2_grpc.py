@@ -75,6 +75,11 @@ class GenerationServiceStub(object):
                 request_serializer=sparsekv_dot_v1_dot_generation__pb2.ListTenantsRequest.SerializeToString,
                 response_deserializer=sparsekv_dot_v1_dot_generation__pb2.ListTenantsResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/sparsekv.v1.GenerationService/Drain',
+                request_serializer=sparsekv_dot_v1_dot_generation__pb2.DrainRequest.SerializeToString,
+                response_deserializer=sparsekv_dot_v1_dot_generation__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer(object):
@@ -149,6 +154,14 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Drains the server, as SIGTERM does: from now on its health is NOT_SERVING, and new calls get SHUTTING_DOWN, while
+        running ones go on. It ends when none runs any more, or the limit is over. Errors: INVALID_ARGUMENT, NOT_READY.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -191,6 +204,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.ListTenants,
                     request_deserializer=sparsekv_dot_v1_dot_generation__pb2.ListTenantsRequest.FromString,
                     response_serializer=sparsekv_dot_v1_dot_generation__pb2.ListTenantsResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=sparsekv_dot_v1_dot_generation__pb2.DrainRequest.FromString,
+                    response_serializer=sparsekv_dot_v1_dot_generation__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -410,6 +428,33 @@ class GenerationService(object):
             '/sparsekv.v1.GenerationService/ListTenants',
             sparsekv_dot_v1_dot_generation__pb2.ListTenantsRequest.SerializeToString,
             sparsekv_dot_v1_dot_generation__pb2.ListTenantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sparsekv.v1.GenerationService/Drain',
+            sparsekv_dot_v1_dot_generation__pb2.DrainRequest.SerializeToString,
+            sparsekv_dot_v1_dot_generation__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

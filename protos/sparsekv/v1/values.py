@@ -107,6 +107,10 @@ class ContextInfo:
     readers: tuple[str, ...] = ()
     """Tenants that may read it, too, at most 64: they find it and ask about it, and no more; `*` stands for all.
     Others than its tenant are not told of them."""
+    renew_s: float | None = None
+    """Time to live that every use begins anew: a request that names it or begins with it, or that loads it, moves
+    `expire_time` to at least so long after itself, and at most a sixteenth of that later, so that few uses write.
+    Unset: its expiry stays where it is. Set on a context that never expires, it begins now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -619,6 +623,8 @@ class ServerStatus:
     """Contexts that are being fetched from the object store."""
     objects_problem: str = ""
     """What keeps some contexts from being uploaded, for people to read; empty where nothing does."""
+    audit_lines_lost: int = 0
+    """Calls that the audit log lacks, since their lines could not be written, as on a full disk; the log says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -774,6 +780,9 @@ class CreateFields(TypedDict, total=False):
     move_name: bool | None
     """Once the context is there, takes `display_name` from the one that has it, which keeps its id, and is called by
     digits of it, too: a name that moves to a new edition."""
+    renew_s: float | None
+    """Context.renew, 1 second to 36,500 days; the first time to live where `ttl` is unset. Of a context that is there
+    already it is set anew; unset, it stays as it is."""
 
 
 CLASSES: Mapping[str, type[Any]] = {

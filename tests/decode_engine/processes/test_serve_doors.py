@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from decode_engine.__main__ import main
 from decode_engine.errors import AddressError, EngineCrashedError, InternalError, ShuttingDownError
 from decode_engine.processes.attached import Setup, read_setup, setup_line
 from decode_engine.processes.supervisor import Supervisor, kept_port
@@ -29,7 +30,7 @@ from decode_engine.settings.config import ServeConfig
 from index_store.cli.logs import LogLevel
 from index_store.errors import SparseKVError
 from tests.decode_engine.conftest import Library
-from tests.decode_engine.rpc.turns.test_stopping import Server, Streams, serving
+from tests.decode_engine.rpc.turns.test_stopping import IN_TIME_S, Server, Streams, serving
 
 ENGINE, DOOR = b"engine_process", b"door_process"
 
@@ -183,6 +184,32 @@ def test_streams_are_told_why_they_end(
         thread.join(30)
     assert isinstance(streams.ends["grpc"], ShuttingDownError), streams.ends
     streams.check_told()
+
+
+@pytest.mark.slow
+def test_a_command_drains_all_doors(library: Library, lamp: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Streams end by themselves, the server then, and the command behind it; a signal meanwhile shortens that."""
+    with serving(library, "--no-warm-up", "--doors", "2") as server:
+        ready = server.wait_until_served()
+        with Client(ready["address"]) as client:
+            generation = client.generate(lamp, text="Who?", max_tokens=300, method="oracle")
+            pieces = iter(generation)
+            next(pieces)
+            with pytest.raises(SystemExit) as ended:
+                main(["drain", "--server", ready["address"], "--limit", "300", "--no-wait"])
+            assert (ended.value.code, capsys.readouterr().out) == (0, f"{ready['address']} is draining\n")
+            list(pieces)
+            assert generation.summary.completion_tokens == 300
+        assert server.process.wait(IN_TIME_S) == 0
+    with serving(library, "--no-warm-up", "--doors", "2") as server:
+        streams = Streams(server.wait_until_served(), library.model, lamp)
+        streams.wait_until_begun()
+        address = server.wait_for_log("starting at ").split()[2]
+        with Client(address) as client:
+            client.drain(600.0)
+        server.process.send_signal(signal.SIGTERM)
+        server.check_end()
+        streams.check_told()
 
 
 @pytest.mark.nightly

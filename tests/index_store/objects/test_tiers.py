@@ -746,6 +746,39 @@ def test_fetches_that_wait_have_no_threads(here: Site, there: Site, context: Syn
     wait_until(lambda: there.tier._workers == 0)
 
 
+def test_a_fetch_that_nobody_waits_for_never_begins(
+    here: Site, there: Site, context: SyntheticContext
+) -> None:
+    """One that has begun goes on, and so does one that somebody else waits for, or was told to ask for again."""
+    others = [synthetic_context(seed=seed, name=f"book {seed}") for seed in range(2, 9)]
+    for each in others:
+        each.write(here.store)
+    here.settle()
+    there.settle()
+    stuck = threading.Event()
+    there.tier._bucket = FaultyBucket(there.tier.bucket, Faults(before=lambda verb, key: stuck.wait(60)))
+
+    def leave() -> None:
+        raise TimeoutError
+
+    asked, unwanted, wanted = [context, *others[: MOST_FETCHES - 1]], others[-2], others[-1]
+    for each in (*asked, wanted):
+        with pytest.raises(ContextFetchingError):
+            there.store.bring(each.id, limit_s=0.0)
+    for each in (*asked, unwanted, wanted):
+        with pytest.raises(TimeoutError):
+            there.store.bring(each.id, check=leave)
+    assert {each.id for each in there.tier.fetches()} == {each.id for each in (*asked, wanted)}
+    stuck.set()
+    wait_until(lambda: there.tier._workers == 0)
+    assert [there.store.elsewhere(each.id) for each in (*asked, wanted, unwanted)] == [
+        *(False for _ in (*asked, wanted)),
+        True,
+    ]
+    there.store.bring(unwanted.id)
+    assert there.store.verify(unwanted.id) == []
+
+
 @pytest.mark.parametrize("url", ["s3://KEY:SECRET@bucket/p", "az://container/p?sig=SECRET", "gs://b#SECRET"])
 def test_secrets_in_a_url_are_refused_and_not_repeated(url: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="credentials in the environment") as raised:

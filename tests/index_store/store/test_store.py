@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,9 +30,9 @@ from index_store.errors import (
 )
 from index_store.store import listing
 from index_store.store.catalog import Store, free_name, require_free, take_name, told_apart
+from index_store.store.clean_up import renew
 from index_store.store.description.dtypes import STORED_DTYPES, dtype_name
 from index_store.store.description.manifest import MANIFESTS, Manifest
-from index_store.store.files.durable import locked_file
 from index_store.store.listing import BrokenContext
 from tests.support.store import CREATED, SyntheticContext, open_files, synthetic_context, write_manifests
 
@@ -325,17 +325,58 @@ def test_a_name_means_the_context_of_the_model_that_asks(store: Store) -> None:
         store.resolve("handbook")
 
 
-def test_who_looks_while_a_name_moves_waits(store: Store) -> None:
-    old, new = synthetic_context(name="handbook"), synthetic_context(seed=1, name="handbook")
-    for context in (old, new):
-        context.write(store)  # as in the middle of a move
-    found: list[str] = []
-    with locked_file(store.folders.names_lock_path()):
-        looking = threading.Thread(target=lambda: found.append(store.resolve("handbook")))
-        looking.start()
-        store.update(old.id, lambda manifest: replace(manifest, name="older"))
-    looking.join()
-    assert found == [new.id]
+def test_a_name_that_moves_is_one_edition_s_at_any_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the process that moved it was killed between its two writes, forth or back."""
+    first = synthetic_context(name="handbook")
+    second = synthetic_context(seed=1, name="edition 2", created=CREATED + timedelta(days=1))
+    for context in (first, second):
+        context.write(store)
+    update, left = Store.update, [1]
+
+    def killed(self: Store, *given: Any) -> Manifest:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return update(self, *given)
+
+    monkeypatch.setattr(Store, "update", killed)
+    for to, means in ((second, second), (first, second)):
+        left[0] = 1
+        with pytest.raises(KeyboardInterrupt):
+            take_name(store, to.id, "handbook")
+        assert store.resolve("handbook", model_of(first)) == means.id
+        with pytest.raises(ContextAmbiguousError, match="index-store name ID NAME --move-name"):
+            store.resolve("handbook")  # at a machine itself, where it may be to remove one
+        left[0] = 2
+        take_name(store, to.id, "handbook")
+        assert store.resolve("handbook") == to.id
+
+
+def test_uses_renew_a_time_to_live_and_seldom_write(store: Store) -> None:
+    now = CREATED
+    ticking = Store(store.path, clock=lambda: now)
+    context = synthetic_context(name="cache", ttl=timedelta(hours=1))
+    context.write(ticking)
+    ticking.update(context.id, lambda manifest: replace(manifest, renew=3600))
+    path = ticking.folders.context(context.id) / "manifest.json"
+    written = set()
+    for _ in range(3 * 60):
+        now += timedelta(minutes=1)
+        renew(ticking, ticking.manifest(context.id))
+        ends = Store(store.path).manifest(context.id).expires_at
+        assert ends is not None
+        assert timedelta(hours=1) <= ends - now <= timedelta(hours=1, minutes=4)
+        written.add(path.stat().st_ino)
+    assert len(written) <= 3 * 16
+    now += timedelta(hours=1, minutes=5)
+    assert ticking.expired(ticking.manifest(context.id))
+    ticking.update(context.id, lambda manifest: replace(manifest, expires_at=None))
+    renew(ticking, ticking.manifest(context.id))
+    assert ticking.manifest(context.id).expires_at is None
+    with pytest.raises(ManifestError, match="'renew' is 0, expected null or seconds from 1"):
+        ticking.update(context.id, lambda manifest: replace(manifest, renew=0))
 
 
 COUNT = 40

@@ -16,8 +16,11 @@ import pytest
 from decode_engine.core import housekeeping
 from decode_engine.core.housekeeping import KeepingRules, KeptBeginnings, stored_bytes
 from decode_engine.rpc.client import Client, Keep, Summary
+from decode_engine.rpc.contexts.creation import Workshop
 from decode_engine.rpc.server import DecodeServer
+from index_store.errors import QuotaExceededError
 from index_store.jobs.job_queue import JobQueue
+from index_store.jobs.job_record import JobRecord
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.models.conversation.messages import Message, Role
 from index_store.store.catalog import Store
@@ -297,3 +300,25 @@ def test_a_server_that_is_killed_leaves_nothing_half(shop: Library, moment: str)
     assert again.ask(text=text + "Three")[1].cached_tokens == tokens == 2816
     assert store.verify(id_) == []
     again.close()
+
+
+def test_a_beginning_that_was_refused_is_tried_again_by_the_next_request(
+    shop: Library, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    order, refusals = Workshop.order, [1]
+
+    def refused(self: Workshop, *given: Any) -> JobRecord:
+        if refusals.pop():
+            refusals.append(0)
+            raise QuotaExceededError.of("stored_bytes", 1, 1, 1)
+        refusals.append(0)
+        return order(self, *given)
+
+    monkeypatch.setattr(Workshop, "order", refused)
+    kept = Kept(shop)
+    for jobs in (0, 0, 1, 1):
+        kept.ask(text="The tide came in. " * 60)
+        assert sum(entry.open for entry in kept.queue.entries()) == jobs  # type: ignore[union-attr]
+    assert caplog.text.count("is not kept: ") == 1
+    kept.client.close()
+    kept.server.stop(0.0)

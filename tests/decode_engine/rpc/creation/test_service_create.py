@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from decode_engine.errors import CancelledError
-from decode_engine.rpc.client import AsyncClient, Client, Keep
+from decode_engine.rpc.client import NEVER, AsyncClient, Client, CreateOptions, Keep
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import (
+    ContextExpiredError,
+    ContextNotFoundError,
     InvalidArgumentError,
     JobCorruptError,
     NameTakenError,
 )
 from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.uploads import UploadWriting
+from index_store.store.catalog import Store, utc_now
+from index_store.store.clean_up import clean_up
 from prefill_worker.build.checkpoint import Checkpoint
 from prefill_worker.worker.queue_worker import QueueWorker
 from tests.decode_engine.conftest import Library
 from tests.decode_engine.rpc.creation.conftest import document, make_worker, names
+from tests.support.serving.service import wait_until
 
 
 def test_it_is_the_context_that_a_job_on_the_machine_makes(
@@ -39,6 +47,21 @@ def test_it_is_the_context_that_a_job_on_the_machine_makes(
     report = run_job(PrefillConfig(model=str(shop.model), store=shop.store, input=(path,)), SilentReporter())
     assert operation.context_name == f"contexts/{report.manifest.id}"
     assert not report.created
+
+
+def test_an_order_costs_a_request_also_where_nothing_is_to_be_done(
+    client: Client, worker: QueueWorker, server: DecodeServer
+) -> None:
+    def charged() -> int:
+        return sum(each["requests"] for each in server.backend.tenants.totals().values())
+
+    before = charged()
+    for expected in (1, 2):
+        client.create_context(document("charged"), request_id="charged", wait=False)
+        assert charged() == before + expected
+    worker.work_once()
+    assert client.create_context(document("charged"), wait=False).done
+    assert charged() == before + 3
 
 
 def test_what_is_stored_is_done_at_once(client: Client, worker: QueueWorker) -> None:
@@ -102,6 +125,61 @@ def test_a_request_id_makes_repeats_harmless_also_after_a_restart(
             worker.work_once()
             assert later.wait_operation(first.name).result().name == first.context_name
     assert client.create_context(document("repeated"), request_id="order 1", wait=False).name == first.name
+
+
+def test_what_has_expired_is_made_again_by_the_same_request(
+    client: Client, worker: QueueWorker, shop: Library
+) -> None:
+    """Whether it is still on the disk or was removed, and once for all repeats; what was deleted in its time is not."""
+    order: CreateOptions = {"request_id": "again", "display_name": "again", "renew_s": 3600.0}
+    first = client.create_context(document("again"), wait=False, **order)
+    worker.work_once()
+    made = client.wait_operation(first.name).result()
+    assert (made.renew_s, client.find_context("again").name) == (3600.0, made.name)
+    store, id_ = Store(shop.store), made.name.removeprefix("contexts/")
+    for removed in (False, True):
+        store.update(id_, lambda manifest: replace(manifest, expires_at=utc_now()))
+        with pytest.raises(ContextExpiredError, match="make it again"):
+            client.generate(made.name, text="a", max_tokens=1).read()
+        if removed:
+            clean_up(store)
+            with pytest.raises(ContextNotFoundError):
+                client.find_context("again")
+        repeats = [client.create_context(document("again"), wait=False, **order) for _ in range(2)]
+        assert [(each.name, each.done) for each in repeats] == [(first.name, False)] * 2
+        worker.work_once()
+        assert client.wait_operation(first.name).result().state == "READY"
+        assert client.create_context(document("again"), wait=False, **order).done
+        client.generate(made.name, text="a", max_tokens=1).read()
+    client.delete_context(made.name)
+
+
+def test_uses_renew_at_every_door(client: Client, worker: QueueWorker, shop: Library) -> None:
+    """A request that names it, one that begins with it, and loading; a change of the field counts at once."""
+    operation = client.create_context(document("renewed"), wait=False, ttl_s=60.0, renew_s=7200.0)
+    worker.work_once()
+    name = client.wait_operation(operation.name).result().name
+    store, id_ = Store(shop.store), name.removeprefix("contexts/")
+    ids = client.tokenize(document("renewed")).ids
+    uses: list[Callable[[], object]] = [
+        lambda: client.generate(name, text="a", max_tokens=1).read(),
+        lambda: client.generate("", token_ids=[*ids, 5], max_tokens=1).read(),
+        lambda: client.warm_context(name),
+    ]
+    for use in uses:
+        store.update(id_, lambda manifest: replace(manifest, expires_at=utc_now() + timedelta(minutes=1)))
+        use()
+        wait_until(lambda: (store.manifest(id_).expires_at or utc_now()) > utc_now() + timedelta(minutes=119))
+    assert client.update_context(name, renew_s=0).renew_s is None
+    assert client.update_context(name, expire_time=NEVER).expire_time is None
+    ends = client.update_context(name, renew_s=60).expire_time
+    assert ends is not None
+    assert ends < utc_now() + timedelta(minutes=2)
+    again = client.update_context(name, expire_time=NEVER)
+    assert (again.expire_time, again.renew_s) == (None, None)
+    with pytest.raises(InvalidArgumentError, match=r"renew is 0\.5 s, expected 1 s to"):
+        client.update_context(name, renew_s=0.5)
+    client.delete_context(name)
 
 
 def test_a_name_moves_to_a_new_edition(client: Client, worker: QueueWorker) -> None:

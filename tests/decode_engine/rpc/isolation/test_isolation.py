@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,9 +17,13 @@ from google.protobuf.field_mask_pb2 import FieldMask
 
 from decode_engine.gateway.app import ALL_ROUTES
 from decode_engine.rpc.client import NEVER
+from decode_engine.rpc.door.access import Door
+from decode_engine.rpc.door.audit import AuditLog
 from decode_engine.rpc.door.rights import RIGHT_OF
 from decode_engine.rpc.server import SERVICES
+from decode_engine.rpc.transport.calls import Gate, Limits
 from decode_engine.rpc.transport.listener import HEALTH_SERVICE, REFLECTION_SERVICES
+from decode_engine.rpc.transport.status import Paths
 from index_store.cli.console import LineReporter
 from index_store.errors import PermissionDeniedError
 from index_store.store.clean_up import KEPT_BEGINNING
@@ -495,3 +500,19 @@ def test_the_audit_log_says_who_did_what_and_never_what_was_said(house: House) -
     acme.client.get_context(context(house.secret))
     wait_until(house.audit.exists)
     assert house.audit.stat().st_mode & 0o077 == 0  # also of the one that is begun then
+
+
+def test_lines_that_cannot_be_written_are_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Once a minute in the log, and in the server's status."""
+    audit = AuditLog(Path("/dev/full"))
+    told: dict[str, Any] = dict.fromkeys(("id_", "host", "tenant", "caller", "right", "call", "outcome"), "x")
+    for _ in range(3):
+        audit.tell(**told, facts={})
+    audit.close()
+    assert audit.lost == 3
+    lines = [record for record in caplog.records if "the audit log /dev/full lacks" in record.message]
+    assert [record.levelname for record in lines] == ["ERROR"]
+    assert "No space left on device" in lines[0].message
+    gate = Gate(Limits(), Paths(), Door(), audit=audit)
+    assert gate.traffic().unlogged == 3
+    gate.work.close()

@@ -18,6 +18,7 @@ from decode_engine.rpc.door.access import Sharing
 from decode_engine.rpc.transport.asker import host_of
 from decode_engine.rpc.transport.calls import Abandoned, Call, Stalls, hang_up
 from decode_engine.rpc.transport.work import Bound, merged
+from index_store.store.description.callers import OPERATOR
 from sparsekv.v1 import context_pb2
 
 
@@ -66,9 +67,44 @@ def test_as_many_wait_for_their_turn_as_there_are_places_for_requests() -> None:
     asyncio.run(run())
 
 
+def test_no_tenant_takes_all_places_or_keeps_others_waiting_behind_it() -> None:
+    async def run() -> None:
+        bound, go_on = Bound(8, "documents are being read", Sharing(places=8)), asyncio.Event()
+        done: list[str] = []
+
+        async def work(tenant: str) -> None:
+            done.append(tenant)
+            await go_on.wait()
+
+        def ask(tenant: str) -> asyncio.Future[None]:
+            return asyncio.ensure_future(bound.run(partial(work, tenant), tenant))
+
+        many = [ask("ant") for _ in range(20)]
+        await asyncio.sleep(0.01)
+        assert done == ["ant"] * 6
+        refused = [each for each in many if each.done()]
+        assert len(refused) == 8, "six have places, and six wait"
+        assert all(isinstance(each.exception(), TooManyRequestsError) for each in refused)
+        others = [ask("bee"), ask("cat")]
+        await asyncio.sleep(0.01)
+        assert done[6:] == ["bee", "cat"]
+        late = ask("dog")
+        await asyncio.sleep(0.01)
+        assert not late.done(), "all places are taken, and there is one in line"
+        many[6].cancel()  # which waits
+        await asyncio.wait({many[6]})
+        go_on.set()
+        await asyncio.gather(*others, late, *(each for each in many if each not in (*refused, many[6])))
+        assert sorted(done) == ["ant"] * 11 + ["bee", "cat", "dog"]
+
+    asyncio.run(run())
+
+
 def test_who_leaves_while_a_context_is_ordered_still_counts() -> None:
     class Waits:
         """A call whose work does not end."""
+
+        caller = OPERATOR
 
         async def run_alone(self, function: object) -> None:
             await asyncio.Event().wait()

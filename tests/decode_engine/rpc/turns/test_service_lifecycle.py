@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import resource
+import threading
 
 import grpc
+import httpx
 import pytest
 from google.longrunning import operations_pb2
 from google.protobuf.descriptor import Descriptor
@@ -12,9 +14,12 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from decode_engine.errors import NotReadyError
+from decode_engine.errors import NotReadyError, ShuttingDownError
+from decode_engine.gateway.serving import http_door
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import SERVICES, DecodeServer
+from decode_engine.rpc.transport.starting import LIVENESS, Stopping
+from index_store.errors import InvalidArgumentError
 from sparsekv.v1 import context_pb2, generation_pb2
 from tests.decode_engine.conftest import Library, Stubs
 
@@ -48,6 +53,52 @@ def test_health_follows_the_server(library: Library, lamp: str) -> None:
 def client_of_nobody(address: str) -> bool:
     with Client(address) as client:
         return client.is_serving()
+
+
+def test_a_server_that_drains_takes_nothing_new_and_says_so(library: Library, lamp: str) -> None:
+    """At both doors, while what runs goes on to its end, which is the drain's; admins look on."""
+    asked: list[float] = []
+    config = library.config(http_port=0, grace=7.0)
+    with DecodeServer(config, on_drain=asked.append) as server, Client(server.address) as client:
+        server.load()
+        with http_door(config, server.grpc) as gateway, Client(server.address) as late:
+            assert gateway is not None
+            http = httpx.Client(base_url=gateway.url)
+            generation = client.generate(lamp, text="Who?", max_tokens=200, temperature=1.0, seed=1)
+            pieces = iter(generation)
+            next(pieces)
+            with pytest.raises(InvalidArgumentError, match=r"limit is -1 s, expected 0 to 604800"):
+                client.drain(-1.0)
+            client.drain()
+            client.drain(60.0)
+            assert asked == [7.0, 60.0]
+            assert (health_of(server.address), health_of(server.address, LIVENESS)) == (NOT_SERVING, SERVING)
+            health = http.get("/health")
+            assert (health.status_code, health.json()) == (503, {"status": "draining"})
+            assert (http.get("/live").status_code, http.get("/live").json()) == (200, {"status": "ok"})
+            with pytest.raises(ShuttingDownError, match="draining and takes nothing new"):
+                late.generate(lamp, text="Who?", max_tokens=1).read()
+            refused = http.get("/v1/models")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+            assert client.server_status().open_calls >= 2
+            stopping = Stopping()
+            stopping.begin(60.0)
+            drained = threading.Thread(target=server.drain, args=(stopping,))
+            drained.start()
+            assert len(list(pieces)) >= 100
+            drained.join(60)
+            assert not drained.is_alive()
+            http.close()
+
+
+def test_of_several_limits_of_a_drain_the_first_that_is_over_counts() -> None:
+    left: list[float] = []
+    stopping = Stopping(left.append)
+    for grace_s in (600.0, 3600.0, 5.0):
+        stopping.begin(grace_s)
+    assert [round(each) for each in left] == [600, 600, 5]
+    assert stopping.is_set()
+    assert stopping.left_s <= 5
 
 
 def test_reflection_lists_the_services(stubs: Stubs) -> None:
