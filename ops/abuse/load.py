@@ -70,7 +70,11 @@ class Notes:
                 self.answers[place] += 1
             if seconds > DEADLINE_S + SLACK_S:
                 self.wrong.append(f"{what} took {seconds:.0f} s, its deadline is {DEADLINE_S:g} s")
-            if reason and reason.partition(":")[0] not in TRUE_REASONS and not self.explained(reason.partition(":")[0]):
+            if (
+                reason
+                and reason.partition(":")[0] not in TRUE_REASONS
+                and not self.explained(reason.partition(":")[0])
+            ):
                 self.wrong.append(f"{what} failed with {reason}")
 
     def note_wrong(self, sentence: str) -> None:
@@ -92,7 +96,9 @@ def document(number: int, words: int) -> str:
     """A text of its own, the same in every run."""
     draws = random.Random(f"document {number}")
     names = "keeper harbour lamp winter letter captain garden silver window river stone baker morning".split()
-    return " ".join(draws.choice(names) + draws.choice((" of the", ",", " and", ".", "")) for _ in range(words))
+    return " ".join(
+        draws.choice(names) + draws.choice((" of the", ",", " and", ".", "")) for _ in range(words)
+    )
 
 
 def ask_grpc(place: Place, ask: Ask) -> str:
@@ -251,9 +257,12 @@ class Load:
                 continue
             for ask in asks:
                 self.check(draws.choice(self._places[:1]), ask, draws.choice(("grpc", "http")))
-            if self._until(
-                lambda client: client.delete_context(name, allow_missing=True) or True, "deleting", place
-            ) is None:
+            if (
+                self._until(
+                    lambda client: client.delete_context(name, allow_missing=True) or True, "deleting", place
+                )
+                is None
+            ):
                 return
             begun = time.monotonic()
             try:
@@ -280,7 +289,9 @@ class Load:
 def order(client: Client, number: int, words: int = 60) -> str:
     """Has the context of a document made; the operation that was acknowledged."""
     text = document(number, words)
-    return client.create_context(text, display_name=f"document-{number}", wait=False, methods=["refined"]).name
+    return client.create_context(
+        text, display_name=f"document-{number}", wait=False, methods=["refined"]
+    ).name
 
 
 def finished(client: Client, operation: str) -> str:

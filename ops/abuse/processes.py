@@ -169,7 +169,13 @@ class Struck:
 
     def tell(self, pid: int, number: int, kind: str, times: int, seed: int) -> bool:
         """Whether the process heard of it."""
-        told = {"number": number, "kind": kind, "times": times, "seed": seed, "below": [f"{each}/" for each in self.below]}
+        told = {
+            "number": number,
+            "kind": kind,
+            "times": times,
+            "seed": seed,
+            "below": [f"{each}/" for each in self.below],
+        }
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sending, suppress(OSError):
             sending.sendto(json.dumps(told).encode(), str(self.folder / str(pid)))
             return True

@@ -91,7 +91,9 @@ class Adapter:
             return ""
         return path if any(path.startswith(below) for below in self._told.get("below", ())) else ""
 
-    def _replace(self, owner: Any, name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def _replace(
+        self, owner: Any, name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
         original = getattr(owner, name)
         self._originals.append((owner, name, original))
         setattr(owner, name, made(original))
@@ -186,7 +188,9 @@ class Adapter:
         def made(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(store: Any, key: Any, *how: Any, **named: Any) -> Any:
                 reads = original.__name__ == "get_range"
-                if (kind in ("flipped", "cut") and not reads) or not self._strikes(f"{original.__name__} {key}"):
+                if (kind in ("flipped", "cut") and not reads) or not self._strikes(
+                    f"{original.__name__} {key}"
+                ):
                     return original(store, key, *how, **named)
                 if kind == "slow":
                     time.sleep(4 * _SLOW_S)
@@ -208,7 +212,9 @@ class Adapter:
 
     def _end_thread(self) -> None:
         """One that the program has started: not the first one, and not the one of the faults."""
-        threads = [each for each in threading.enumerate() if each is not threading.main_thread() and each.ident]
+        threads = [
+            each for each in threading.enumerate() if each is not threading.main_thread() and each.ident
+        ]
         threads = sorted((each for each in threads if each.name != "faults"), key=lambda each: each.name)
         names = sorted({each.name.partition("-")[0] for each in threads})
         if names:
