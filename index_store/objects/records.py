@@ -118,7 +118,7 @@ class Marks:
         self._read: dict[str, Mark] = {}
 
     def all(self) -> Mapping[str, Mark]:
-        """By id. One that is damaged is as good as none. Raises StoreUnavailableError for one that cannot be read now."""
+        """By id. One that is damaged is as good as none. Raises StoreUnavailableError where one cannot be read now."""
         names: list[str] = []
         with suppress(FileNotFoundError):
             names = sorted(os.listdir(self._folder))

@@ -1,4 +1,4 @@
-"""A cable between clients and a port, which can be pulled: connections are reset, or nothing comes through for a while."""
+"""A cable between clients and a port, which can be pulled: connections are reset, or nothing gets through."""
 
 from __future__ import annotations
 

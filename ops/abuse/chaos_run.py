@@ -35,8 +35,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
 from cable import Cable
 from load import (
     DEADLINE_S,
@@ -46,7 +44,6 @@ from load import (
     Notes,
     Place,
     ask_grpc,
-    document,
     finished,
     order,
     reason_of,
@@ -284,7 +281,7 @@ class Run:
 
     def _tell(self, pid: int, kind: str, number: int, seed: int, strength: float) -> str | None:
         times = 1 if kind in ("torn", "thread") else 1 + int(5 * strength)
-        if kind == "flipped" or kind == "objects-flipped":
+        if kind in ("flipped", "objects-flipped"):
             self._expect_damage()
         if not self.struck.tell(pid, number, kind, times, seed):
             return None
@@ -415,14 +412,13 @@ def check_end(
     run: Run, load: Load, expected: dict[Ask, str], comings: dict[int, str], before: dict[str, Figures]
 ) -> None:
     """Nothing breaks any more: everything is as it was, or as it was changed last."""
-    wrong = run.notes.note_wrong
     steady = [ask for ask in expected if ask.context not in comings.values()]
     for place in run.places.values():
         for ask in steady:
             end = time.monotonic() + RECOVERED_S
             while not load.check(place, ask, "grpc"):
                 if time.monotonic() > end:
-                    wrong(f"{place.name} does not answer about {ask.context} any more")
+                    run.notes.note_wrong(f"{place.name} does not answer about {ask.context} any more")
                     break
                 time.sleep(0.5)
             load.check(place, ask, "http")
@@ -430,32 +426,47 @@ def check_end(
         with Client(run.places["store"].grpc, timeout_s=DEADLINE_S) as client:
             found = int(_persist(lambda: client.get_context(context).labels.get("n", "0")))  # noqa: B023
         if not acked <= found <= sent:
-            wrong(f"label {acked} was acknowledged and {sent} sent last, {found} is there")
+            run.notes.note_wrong(f"label {acked} was acknowledged and {sent} sent last, {found} is there")
     for lane, now in run.figures().items():
-        was = before[lane]
-        if now.memory > _GROWTH * was.memory + _GROWN_BYTES:
-            wrong(f"memory of the {lane} grew from {was.memory >> 20} to {now.memory >> 20} MiB")
-        for what in ("handles", "threads"):
-            if getattr(now, what) > getattr(was, what) + _GROWN_HANDLES:
-                wrong(f"{what} of the {lane} grew from {getattr(was, what)} to {getattr(now, what)}")
-    for name, each in run.kept.items():
-        own = children(each.pid, b"python")
-        if not each.stop(30):
-            wrong(f"the {name} did not end when it was told to")
-        if left := [pid for pid in own if os.path.exists(f"/proc/{pid}")]:
-            wrong(f"processes of the {name} are left: {left}")
+        for sentence in grown(before[lane], now):
+            run.notes.note_wrong(f"of the {lane}: {sentence}")
+    for each in run.kept.values():
+        for sentence in stopped(each):
+            run.notes.note_wrong(sentence)
     for name, store in run.stores.items():
-        objects = ("--objects", run.bucket.as_uri())
-        for command in (("gc",), ("sync", *objects), ("verify", *objects)):
-            if said := _failed(*command, "--store", str(store)):
-                wrong(f"{name}: index-store {command[0]}: {said[-1500:]}")
-        left = [path for path in store.rglob("*") if path.name.startswith((".tmp-", ".trash-"))]
-        left = [
-            path for path in left if path.parents[1].name != "objects"
-        ]  # replaced by the next of the same name
-        left += list((store / "locks").iterdir())
-        if left:
-            wrong(f"{name} has leftovers: {[str(path.relative_to(store)) for path in left[:10]]}")
+        for sentence in check_store(store, run.bucket.as_uri()):
+            run.notes.note_wrong(f"{name}: {sentence}")
+
+
+def stopped(kept: Kept) -> Iterator[str]:
+    """Ends a process; what is wrong with how it ends."""
+    own = children(kept.pid, b"python")
+    if not kept.stop(30):
+        yield f"the {kept.name} did not end when it was told to"
+    if left := [pid for pid in own if os.path.exists(f"/proc/{pid}")]:
+        yield f"processes of the {kept.name} are left: {left}"
+
+
+def grown(was: Figures, now: Figures) -> Iterator[str]:
+    """What a process has more of than before."""
+    if now.memory > _GROWTH * was.memory + _GROWN_BYTES:
+        yield f"memory grew from {was.memory >> 20} to {now.memory >> 20} MiB"
+    for what in ("handles", "threads"):
+        if getattr(now, what) > getattr(was, what) + _GROWN_HANDLES:
+            yield f"{what} grew from {getattr(was, what)} to {getattr(now, what)}"
+
+
+def check_store(store: Path, objects: str) -> Iterator[str]:
+    """What is wrong with a store that nobody uses, once the commands for that have cleaned it up."""
+    for command in (("gc",), ("sync", "--objects", objects), ("verify", "--objects", objects)):
+        if said := _failed(*command, "--store", str(store)):
+            yield f"index-store {command[0]}: {said[-1500:]}"
+    left = [path for path in store.rglob("*") if path.name.startswith((".tmp-", ".trash-"))]
+    left = [
+        path for path in left if path.parents[1].name != "objects"
+    ]  # the next of that context takes its place
+    if left := [*left, *(store / "locks").iterdir()]:
+        yield f"leftovers: {[str(path.relative_to(store)) for path in left[:10]]}"
 
 
 if __name__ == "__main__":

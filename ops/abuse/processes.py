@@ -17,10 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from faults.sitecustomize import MARK
-
 _AGAIN_S = 0.3
-_EXPLAINED = (MARK, "Too many open files", "File too large")
+_EXPLAINED = ("injected fault", "Too many open files", "File too large")
 """What is in every error that a fault makes: of ours, and of the system's limits."""
 _UNEXPLAINED = re.compile(r"Traceback|Exception in|Fatal Python|Segmentation|core dumped|panicked")
 
@@ -130,8 +128,8 @@ class Kept:
                         self._on_serving(json.loads(line))
                         self.ready.set()
                 process.wait()
-            self.ready.clear()
-            reader.join()
+                self.ready.clear()
+                reader.join()
             self._stopping.wait(_AGAIN_S)
 
     def _read(self, process: subprocess.Popen[str]) -> None:

@@ -19,7 +19,6 @@ from decode_engine.errors import EngineCrashedError
 from decode_engine.gateway.exchange import parse_json
 from decode_engine.gateway.wire.bodies import chat_order, completion_order, response_order
 from decode_engine.orders.events import event_of_error
-from decode_engine.orders.order import Order
 from decode_engine.processes.link import frames
 from decode_engine.rpc.client.verbs import Keep, batch_request, generate_request
 from decode_engine.rpc.generation_service import parse_batch, parse_order

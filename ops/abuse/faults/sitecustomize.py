@@ -1,14 +1,14 @@
 """Faults inside of a process, told to it from outside; the program in it knows nothing of them.
 
 Python imports a file of this name by itself wherever its folder is in PYTHONPATH. With SPARSEKV_FAULTS, a folder, the
-process listens there at a socket that is named by its id. A fault that it is told of stands for so many calls: functions
-at the border to the system then fail, take long, or give other bytes, and a line in the file `struck` says so. Until
-then nothing is replaced.
+process listens there at a socket that is named by its id. A fault that it is told of stands for so many calls:
+functions at the border to the system then fail, take long, or give other bytes, and a line in the file `struck` says
+so. Until then nothing is replaced.
 
-Kinds: `full` (no space is left), `failing` and `slow` (reads of files), `flipped` (a bit of what was read), `torn` (half
-of a file is written when the process dies), `memory` (a device refuses it), `thread` (one of the process's threads gets
-an error that nobody expects), and `objects-...` of an object store: `failing`, `slow`, `throttled`, `unanswered` (done,
-but nobody hears of it), `flipped`, `cut`.
+Kinds: `full` (no space is left), `failing` and `slow` (reads of files), `flipped` (a bit of what was read), `torn`
+(half of a file is written when the process dies), `memory` (a device refuses it), `thread` (one of the process's
+threads gets an error that nobody expects), and `objects-...` of an object store: `failing`, `slow`, `throttled`,
+`unanswered` (done, but nobody hears of it), `flipped`, `cut`.
 """
 
 from __future__ import annotations
