@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import random
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -319,34 +321,43 @@ def _fields(kind: type[msgspec.Struct]) -> list[Any]:
 
 
 @cache
-def _models() -> tuple[Path, Path]:
+def _models() -> tuple[Path, Path, str, bytes]:
+    """A model's folder and the same as a GGUF file, which may be overwritten, and what tokenizer and file were."""
     folder = Path(tempfile.mkdtemp(prefix="fuzzed-models-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     model = write_model_folder(folder / "model")
-    return model, write_gguf(model, folder / "model.gguf")
+    gguf = write_gguf(model, folder / "model.gguf")
+    return model, gguf.with_name("changed.gguf"), (model / "tokenizer.json").read_text(), gguf.read_bytes()
 
 
-def _models_cases() -> Mapping[str, Case]:
-    model, gguf = _models()
-    tokenizer, data = (model / "tokenizer.json").read_text(), gguf.read_bytes()
+def _odd_tokenizer(draws: random.Random) -> bytes:
+    _, _, tokenizer, _ = _models()
+    if draws.random() < 0.3:
+        return changed(tokenizer.encode(), [tokenizer.encode()], draws)
+    return as_json(with_odd_values(tokenizer, draws))
 
-    def read_tokenizer(given: bytes) -> None:
-        (model / "tokenizer.json").write_bytes(given)
-        load_tokenizer(ModelFolder(model, WHERE)).encode("a text")
 
-    def read_gguf(given: bytes) -> None:
-        place = gguf.with_name("changed.gguf")
-        place.write_bytes(given)
-        resolve_model(str(place))
+def _read_tokenizer(given: bytes) -> None:
+    model, *_ = _models()
+    (model / "tokenizer.json").write_bytes(given)
+    load_tokenizer(ModelFolder(model, WHERE)).encode("a text")
 
-    def odd_tokenizer(draws: random.Random) -> bytes:
-        if draws.random() < 0.3:
-            return changed(tokenizer.encode(), [tokenizer.encode()], draws)
-        return as_json(with_odd_values(tokenizer, draws))
 
-    return {
-        "tokenizer": Case(odd_tokenizer, read_tokenizer, 2_000, says_where=True),
-        "gguf": Case(lambda draws: changed(data, [data], draws, 12_000), read_gguf, 300),
-    }
+def _odd_gguf(draws: random.Random) -> bytes:
+    *_, data = _models()
+    return changed(data, [data], draws, 12_000)
+
+
+def _read_gguf(given: bytes) -> None:
+    _, place, *_ = _models()
+    place.write_bytes(given)
+    resolve_model(str(place))
+
+
+_MODELS = {
+    "tokenizer": Case(_odd_tokenizer, _read_tokenizer, 2_000, says_where=True),
+    "gguf": Case(_odd_gguf, _read_gguf, 300),
+}
 
 
 def cases() -> dict[str, Case]:
@@ -356,4 +367,4 @@ def cases() -> dict[str, Case]:
         for name in KINDS
         if name.startswith(("manifest", "job", "default", "tokens", "checkpoint", "layer"))
     }
-    return {**sealed, **_bodies(), **_protos(), **_files(), **_frames(), **_models_cases()}
+    return {**sealed, **_bodies(), **_protos(), **_files(), **_frames(), **_MODELS}

@@ -14,7 +14,7 @@ from tests.fuzz.inputs import input_of
 from tests.fuzz.parsers import Case, cases, tried
 
 CASES = cases()
-BY_DAY = 150
+BY_DAY = 60
 MILLION = 1_000_000
 GROWN_BYTES, GROWN_HANDLES = 48 << 20, 4
 

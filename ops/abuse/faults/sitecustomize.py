@@ -226,4 +226,4 @@ class Adapter:
 
 
 if "SPARSEKV_FAULTS" in os.environ:
-    Adapter(os.environ["SPARSEKV_FAULTS"])
+    adapter = Adapter(os.environ["SPARSEKV_FAULTS"])
