@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from decode_engine.errors import AddressError, EngineCrashedError, InternalError, ShuttingDownError
+from decode_engine.processes import attached
 from decode_engine.processes.attached import Setup, read_setup, setup_line
 from decode_engine.processes.supervisor import Supervisor, kept_port
 from decode_engine.rpc.client import Client
@@ -30,6 +31,7 @@ from index_store.cli.logs import LogLevel
 from index_store.errors import SparseKVError
 from tests.decode_engine.conftest import Library
 from tests.decode_engine.rpc.turns.test_stopping import Server, Streams, serving
+from tests.support.waiting import wait_until
 
 ENGINE, DOOR = b"engine_process", b"door_process"
 
@@ -124,6 +126,16 @@ def test_a_process_that_cannot_start_ends_the_start(
 
     with pytest.raises(kind, match=message):
         asyncio.run(run())
+
+
+def test_a_signal_ends_a_server_whose_thread_for_signals_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    died = threading.Event()
+    monkeypatch.setattr(attached, "_watch", lambda *_: died.set())
+    with attached.stop_signals(1.0) as stopping:
+        assert died.wait(60)
+        wait_until(lambda: not any(each.name == "signals" for each in threading.enumerate()))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopping.wait(60)
 
 
 def test_a_process_without_torch_takes_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
