@@ -11,10 +11,8 @@ from typer import Option
 
 from index_store.cli.options import (
     AUTO,
-    LOCAL_STORE,
     MODELS,
     SIZE,
-    Address,
     AtLeast,
     Filled,
     InputFile,
@@ -25,8 +23,6 @@ from index_store.cli.options import (
     StoreOption,
     TtlOption,
     check_bounds,
-    flag_of,
-    options_of,
     parse_ttl,
 )
 from index_store.cli.quotas import QuotasOption
@@ -53,8 +49,7 @@ class PrefillConfig:
     """One job. `input` are text files in order, or `messages` is a file with a conversation; `-` is standard input.
 
     method: methods whose indexes the context shall hold, see `methods`. index: further indexes by name, each perhaps
-        with build parameters ("key_clusters:window=4096,keys_per_cluster=32"). tables, subspaces, centroids, split:
-        build parameters of query tables, None for the index's own.
+        with build parameters ("key_clusters:window=4096,keys_per_cluster=32").
     dtype: how K and V are stored, "auto" for the checkpoint's dtype. rows: whether in it, or in 8 bits (one of
         `ROW_CODINGS`). chunk: tokens per forward pass.
     attention: "exact", or "muse" for what attends to the past through clusters: clusters, exact blocks and the rest of
@@ -95,26 +90,6 @@ class PrefillConfig:
             metavar="NAME",
         ),
     ] = ()
-    tables: Annotated[
-        str | None,
-        Option(help="Layout of query tables; default: the index's own."),
-        OneOf("dense", "lists"),
-    ] = None
-    subspaces: Annotated[
-        int | None,
-        Option(help="Slices of query tables; default: the index's own."),
-        AtLeast(1, 4096),
-    ] = None
-    centroids: Annotated[
-        int | None,
-        Option(help="Centroids of query tables; default: the index's own."),
-        AtLeast(1, 65_536),
-    ] = None
-    split: Annotated[
-        str | None,
-        Option(help="How slices are formed; default: the index's own."),
-        OneOf("strided", "contiguous"),
-    ] = None
     calibration: Annotated[
         Path | None, Option(help="Example prompts: one question per line, or .jsonl."), InputFile()
     ] = None
@@ -262,60 +237,6 @@ class PrefillConfig:
         from index_store.memory.devices import pick_device
 
         return pick_device(self.device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig(PrefillConfig):
-    """The same, or a job for a server, whose workers have their own model and store and say how documents are read."""
-
-    model: Annotated[
-        str,
-        Option(help=f"{MODELS}; not with --server."),
-    ] = ""
-    store: Annotated[
-        Path,
-        Option(
-            "--store",
-            envvar="SPARSEKV_STORE",
-            metavar="DIR",
-            help="The store's folder; not with --server.",
-            parser=LOCAL_STORE,
-        ),
-    ] = Path()
-    server: Annotated[
-        str | None,
-        Option(
-            metavar="HOST:PORT",
-            help="Have this server make the context (decode-engine contexts create). Tokens and certificates come from "
-            "the environment, as for other commands that ask it.",
-        ),
-        Address(),
-    ] = None
-
-    def __post_init__(self) -> None:
-        if self.server is None:
-            for flag, given in (("--model", self.model.strip()), ("--store", self.store != Path())):
-                if not given:
-                    raise InvalidArgumentError(f"{flag} is missing; give it, or --server to ask a server")
-        else:
-            for field, _, marks in options_of(type(self)):
-                told = getattr(self, field.name) != field.default
-                if told and field.name not in (
-                    "input",
-                    "messages",
-                    "name",
-                    "move_name",
-                    "method",
-                    "rows",
-                    "ttl",
-                    "server",
-                    "store",
-                ):
-                    raise InvalidArgumentError(
-                        f"{flag_of(field, marks)} does not go together with --server, whose workers decide about that; "
-                        "leave it out"
-                    )
-        PrefillConfig.__post_init__(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,6 @@ COMPARED_WITH: Mapping[Place, Place | str] = {
         "decode_engine.host_search.mailbox_triton",
         "post_queries",
     ): "queries are those that the test asked with",
-    ("decode_engine.steps.attention.turns_triton", "Lane"): "nothing is computed",
     ("decode_engine.kernels.attention.shared_attention", "attend_shared"): (
         "decode_engine.kernels.attention.shared_attention",
         "attend_dense_reference",

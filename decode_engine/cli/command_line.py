@@ -19,7 +19,6 @@ _COMMANDS = {
     "tenants": "status_command:tenants",
     "methods": "methods_command:methods",
     "evaluate": "evaluate_command:evaluate_command",
-    "evaluate-merge": "evaluate_command:evaluate_merge_command",
     "make-document": "evaluate_command:make_document_command",
     "tune": "evaluate_command:tune_command",
     "fetch-model": "fetch_model_command:fetch_model",

@@ -13,13 +13,6 @@ import typer
 from typer import Option
 
 from decode_engine.cli.shown import (
-    RecursiveOption,
-    ReferenceArgument,
-    ReferenceArguments,
-    context_object,
-    detail_rows,
-    id_of,
-    listed,
     operation_object,
     operation_progress,
     operation_rows,
@@ -46,10 +39,25 @@ from index_store.cli.options import (
     configured,
     parse_ttl,
 )
-from index_store.cli.report import LabelArguments, labels_text, parse_labels, print_contexts, print_rows
+from index_store.cli.report import (
+    LabelArguments,
+    RecursiveOption,
+    ReferenceArgument,
+    ReferenceArguments,
+    context_object,
+    detail_rows,
+    given_labels,
+    id_of,
+    labels_text,
+    parse_labels,
+    print_contexts,
+    print_done,
+    print_rows,
+)
 from index_store.errors import InvalidArgumentError, format_bytes
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.store.description.dtypes import AS_DTYPE, ROW_CODINGS
+from index_store.store.listing import STATES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +109,7 @@ class CreateConfig(ServerConfig):
         parse_ttl(self.ttl)
         if self.parent is not None and self.method:
             raise InvalidArgumentError("--method does not go with --parent, whose indexes the context has")
-        if None in parse_labels(self.label).values():
-            raise InvalidArgumentError("--label: expected KEY=VALUE; a new context has no labels to remove")
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """Values by key."""
-        return {key: value for key, value in parse_labels(self.label).items() if value is not None}
+        given_labels(self.label)
 
     @property
     def ttl_s(self) -> float | None:
@@ -154,7 +156,7 @@ def create_context(
             priority=config.priority,
             request_id=config.request_id,
             parent=None if config.parent is None else client.find_context(config.parent).name,
-            labels=config.labels,
+            labels=given_labels(config.label),
         )
         if wait:
             with operation_progress(reporter_for(sys.stderr, quiet=quiet)) as show:
@@ -228,27 +230,30 @@ contexts.command("extend")(extend_context)
 @configured(ServerConfig)
 def list_contexts(
     config: ServerConfig,
-    wanted: Annotated[
-        str,
-        Option(
-            "--filter", help="Only those that fit, for example 'labels.team = law AND token_count > 32000'."
-        ),
-    ] = "",
-    order_by: Annotated[
-        str, Option("--order-by", help="Fields to order by, for example 'token_count desc, display_name'.")
-    ] = "",
+    name_prefix: Annotated[str, Option("--name-prefix", help="Only those whose names begin so.")] = "",
+    label: Annotated[
+        list[str] | None,
+        Option("--label", metavar="KEY=VALUE", help="Only those with this label; may be repeated."),
+    ] = None,
+    state: Annotated[
+        str | None,
+        Option("--state", help=f"Only those of this state: {', '.join(STATES)}."),
+    ] = None,
     output: FormatOption = OutputFormat.TEXT,
 ) -> None:
-    """List the server's contexts, newest first unless told otherwise."""
+    """List the server's contexts, newest first."""
+    wanted = given_labels(label or ())
     with Client(config.server, credentials=config.credentials()) as client:
-        found = list(client.list_contexts(filter=wanted, order_by=order_by))
+        found = list(client.list_contexts(name_prefix=name_prefix, labels=wanted, state=state or ""))
     if output is OutputFormat.JSON:
         print_json({"server": config.server, "contexts": [context_object(context) for context in found]})
         return
     if not found:
-        typer.echo(f"The server at {config.server} has no contexts{' that fit' if wanted else ''}.")
+        typer.echo(
+            f"The server at {config.server} has no contexts{' that fit' if name_prefix or wanted or state else ''}."
+        )
         return
-    print_contexts([listed(context) for context in found])
+    print_contexts(found, memory=True)
 
 
 @contexts.command("show")
@@ -300,9 +305,9 @@ def remove_contexts(
             client.delete_context(context.name, allow_missing=recursive, force=recursive)
             removed.append(id_of(context))
             if output is OutputFormat.TEXT:
-                typer.echo(f"removed {removed[-1]}")
+                print_done("removed", removed[-1:], output)
     if output is OutputFormat.JSON:
-        print_json({"removed": removed})
+        print_done("removed", removed, output)
 
 
 @contexts.command("pin")
@@ -331,11 +336,7 @@ def _set_pinned(
             id_of(client.update_context(context.name, pinned=pinned))
             for context in _find_all(client, references)
         ]
-    if output is OutputFormat.JSON:
-        print_json({"pinned" if pinned else "unpinned": changed})
-        return
-    for id_ in changed:
-        typer.echo(f"{'pinned' if pinned else 'unpinned'} {id_}")
+    print_done("pinned" if pinned else "unpinned", changed, output)
 
 
 @contexts.command("label")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
-from typer import Argument, Option
+from typer import Option
 
 from decode_engine.evaluation.settings import CONTINUATION_TOKENS, TUNED_QUERIES, EvaluationConfig
 from decode_engine.evaluation.tasks import FAMILIES, make_document, source_text, write_questions
@@ -38,7 +38,6 @@ from index_store.cli.options import (
     MoreThan,
     OneOf,
     OutputFile,
-    OutputFolder,
     OutputFormat,
     QuietOption,
     StoreOption,
@@ -119,33 +118,6 @@ def show_results(results: Results, out: Path, *, picture: bool, output: OutputFo
         if table is not None:
             terminal.print(table)
     terminal.print(f"Written to {out}: {', '.join(files)}")
-
-
-@dataclass(frozen=True, slots=True)
-class MergeConfig:
-    """`decode-engine evaluate-merge`."""
-
-    runs: Annotated[tuple[Path, ...], Argument(metavar="RUN", help="Folders of runs (their --out).")]
-    out: Annotated[Path, Option(help="Folder for the combined tables and pictures."), OutputFolder()]
-
-
-@configured(MergeConfig)
-def evaluate_merge_command(
-    config: MergeConfig, picture: PictureOption = True, output: FormatOption = OutputFormat.TEXT
-) -> None:
-    """Combine runs that differ in methods and budgets only.
-
-    They are of one model, with the same lengths, questions and seed.
-    """
-    from decode_engine.evaluation.pictures import check_pictures
-    from decode_engine.evaluation.results import merge_results, write_results
-
-    if picture:
-        check_pictures()
-    results = merge_results(config.runs)
-    config.out.mkdir(parents=True, exist_ok=True)
-    write_results(config.out, results)
-    show_results(results, config.out, picture=picture, output=output)
 
 
 @dataclass(frozen=True, slots=True)

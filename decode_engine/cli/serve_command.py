@@ -38,7 +38,7 @@ GROUPS = {
     "Network": "listen http_port doors tls_cert tls_key tls_client_ca tokens quotas allow_remote max_connections "
     "max_streams idle_timeout unread_timeout",
     "Requests": "max_sessions max_waiting max_client_requests prompt_chunk prompts method audit_share grace",
-    "Memory": "memory device_memory session_memory placement lanes slot_share waves",
+    "Memory": "memory device_memory session_memory placement slot_share",
     "Computing": "device threads search_threads weights dtype warm_up",
     "Making contexts": "prefill grown_share keep_beginnings keep_beginnings_after keep_beginnings_bytes",
     "Storing contexts": "store_bytes objects fetch_timeout",

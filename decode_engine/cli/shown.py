@@ -1,49 +1,19 @@
-"""Contexts and operations: how arguments name them, as JSON, as people read them, and how far they have come."""
+"""Operations as JSON, as people read them, and how far they have come."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
-from datetime import datetime
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from decode_engine.rpc.client import ContextInfo, IndexInfo, OperationInfo
+from decode_engine.rpc.client import OperationInfo
 from index_store.cli.console import Reporter, Update, format_time, print_table
 from index_store.cli.report import (
-    ShownContext,
+    context_object,
     error_object,
-    family_rows,
-    layers_text,
-    list_cells,
-    note_rows,
-    rows_text,
 )
 from index_store.errors import format_bytes
-
-ReferenceArgument = Annotated[
-    str,
-    typer.Argument(metavar="CONTEXT", help="Id, its first 6 or more digits, contexts/<id>, or display name."),
-]
-RecursiveOption = Annotated[
-    bool, typer.Option("--recursive", help="Remove contexts that continue these, too.")
-]
-ReferenceArguments = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="CONTEXT", help="Ids, their first 6 or more digits, contexts/<id>, or display names."
-    ),
-]
-
-
-def context_object(context: ContextInfo) -> dict[str, Any]:
-    """A context as JSON: the fields of the API's message."""
-    times = {
-        name: value.isoformat() for name, value in asdict(context).items() if isinstance(value, datetime)
-    }
-    return {**asdict(context), **times}
 
 
 def operation_object(operation: OperationInfo) -> dict[str, Any]:
@@ -53,54 +23,6 @@ def operation_object(operation: OperationInfo) -> dict[str, Any]:
     context = None if operation.context is None else context_object(operation.context)
     error = None if operation.error is None else error_object(operation.error)
     return {**asdict(plain), **times, "context": context, "error": error}
-
-
-def listed(context: ContextInfo) -> ShownContext:
-    """As a table of contexts shows it."""
-    sizes = (context.token_count, context.kv_bytes, context.index_bytes)
-    times = (context.create_time, context.expire_time)
-    cells = list_cells(context.default_method or "-", sizes, context.model or "-", times)
-    name = context.display_name or "-"
-    broken = context.state not in ("READY", "EXPIRED")
-    problem = context.state_message if broken else ""
-    return ShownContext(
-        id_of(context), name, context.state, () if broken else cells, _memory(context), problem
-    )
-
-
-def id_of(context: ContextInfo) -> str:
-    """Without `contexts/`."""
-    return context.name.removeprefix("contexts/")
-
-
-def _memory(context: ContextInfo) -> str:
-    return (context.placement or "loaded") if context.resident else "-"
-
-
-def detail_rows(context: ContextInfo) -> list[tuple[str, str]]:
-    """All that the server says of a context."""
-    default = f"{context.default_method or '-'} {context.default_budget}".strip()
-    return [
-        ("id", id_of(context)),
-        ("name", context.display_name),
-        ("state", f"{context.state}: {context.state_message}" if context.state_message else context.state),
-        ("in memory", _memory(context)),
-        ("model", f"{context.model} ({context.architecture})"),
-        ("tokens", str(context.token_count)),
-        ("kv", f"{format_bytes(context.kv_bytes)}, {rows_text(context.rows, context.dtype)}"),
-        *family_rows(context.parent.removeprefix("contexts/"), context.parent_token_count, context.children),
-        *((f"index {index.name}", _index_text(index)) for index in context.indexes),
-        ("indexes", format_bytes(context.index_bytes)),
-        ("methods", ", ".join(context.methods)),
-        ("default", f"{default}, tuned" if context.tuned else default),
-        ("dense layers", layers_text(context.dense_layers)),
-        *note_rows(context, (context.create_time, context.expire_time), context.is_conversation),
-    ]
-
-
-def _index_text(index: IndexInfo) -> str:
-    parameters = ", ".join(f"{name}={value}" for name, value in index.parameters.items()) or "-"
-    return f"{index.kind}, {index.bytes_per_token:.1f} bytes per token, {layers_text(index.layers)}, {parameters}"
 
 
 def print_operations(operations: Sequence[OperationInfo]) -> None:

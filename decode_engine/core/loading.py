@@ -37,7 +37,7 @@ from index_store.jobs.uploads import Uploads
 from index_store.memory.arena import Arena
 from index_store.memory.devices import context_device, describe_device, memory_budget, pick_device
 from index_store.memory.memory_sizes import free_memory
-from index_store.memory.placement import SlotRoom, parse_placement
+from index_store.memory.placement import parse_placement
 from index_store.methods.method import FittedMethod, Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import checkpoint_dtype
@@ -77,7 +77,7 @@ def load_service(
     compile_named = partial(_compile, config, checkpoint_dtype(folder), phase, device, on_compiling)
     names = sorted({method.name for methods in named.values() for method in methods})
     compiling = compile_named(names) if config.warm_up else _done()
-    searching = SearchThreads(config.search_threads, config.lanes, config.waves)
+    searching = SearchThreads(config.search_threads)
     try:
         runner = ModelRunner(
             folder,
@@ -99,7 +99,7 @@ def load_service(
         budget,
         device=context_device(device),
         placement=parse_placement(config.placement),
-        slots=SlotRoom(config.slot_share, config.lanes),
+        slot_share=config.slot_share,
         quota=partial(quotas.limit, name="resident_bytes"),
     )
     session_memory = config.session_memory or free_memory(device) // SHARE

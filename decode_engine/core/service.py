@@ -75,9 +75,9 @@ def choose_method(order: Order, manifest: Manifest, tuned: TunedDefault | None =
             sizes = (default.keep, default.mass, default.tokens)
     keep, mass, tokens = sizes
     method = get_method(name, keep, order.search_period, mass=mass, tokens=tokens)
-    if method.schedule.period > MAX_SEARCH_PERIOD:
+    if method.period > MAX_SEARCH_PERIOD:
         raise InvalidArgumentError(
-            f"method {name!r}: @period is {method.schedule.period}, expected 1 to {MAX_SEARCH_PERIOD}",
+            f"method {name!r}: @period is {method.period}, expected 1 to {MAX_SEARCH_PERIOD}",
             field="method",
         )
     if method.append_block < MIN_APPEND_BLOCK:

@@ -59,16 +59,13 @@ class Segment:
 class Touched:
     """Keys attended and keys there were, summed over steps and KV heads.
 
-    Once over the layers in which the method selects, once over all layers (dense ones attend to every key). corrected:
-    earlier or predicted selections that were made again, of `correctable` that were judged.
+    Once over the layers in which the method selects, once over all layers (dense ones attend to every key).
     """
 
     sparse_kept: int
     sparse_total: int
     kept: int
     total: int
-    corrected: int = 0
-    correctable: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +151,6 @@ def _predict(
         figures.sparse_available,
         figures.attended,
         figures.available,
-        figures.corrected,
-        figures.correctable,
     )
     return torch.log_softmax(logits_TV, dim=-1), touched, tuple(probe.samples)
 

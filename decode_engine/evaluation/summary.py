@@ -34,13 +34,12 @@ class Score:
     `LayerSample`; None when nothing searched. vectors_read: per KV head, layer and step. bytes_per_step: of keys,
     values and index, per layer and step; bytes_per_token: the same per token of context and tail; bytes_share: the same
     relative to all keys and values. bytes_all: that over all layers, of which those that do not search read every key
-    that their queries see; layers count by their keys. None of a run from before there was this figure.
+    that their queries see; layers count by their keys.
     search_share, exact_share, remainder_share: what of it the search reads, the keys
     and values that are attended exactly, and the remainder.
     device_bytes_per_token, host_bytes_per_token: what a context takes of both memories, as it is placed, with this
     method's indexes alone; all layers. On a CPU all of it is the host's. index_bytes_per_token: of those indexes, as
-    they are stored. None of a run from before there were these figures.
-    corrected: share of stale or predicted selections that were replaced; None for a method that replaces none.
+    they are stored.
     touched_sparse, touched_all: keys attended as a fraction of all keys, in the layers where the method selects
     and in all layers.
     """
@@ -74,7 +73,6 @@ class Score:
     vectors_read: float | None
     bytes_per_step: float | None
     bytes_share: float | None
-    corrected: float | None
     touched_sparse: float | None
     touched_all: float
     milliseconds_per_token: float
@@ -189,7 +187,6 @@ class Tally:
             remainder_share=_observed(
                 observed, lambda sample: sample.remainder_bytes_T / sample.full_bytes_T
             )[0],
-            corrected=_ratio((s.touched.corrected, s.touched.correctable) for s in scores),
             touched_sparse=_ratio((s.touched.sparse_kept, s.touched.sparse_total) for s in scores),
             touched_all=_ratio((s.touched.kept, s.touched.total) for s in scores) or 0.0,
             milliseconds_per_token=1e3 * statistics.median(self.seconds),

@@ -170,11 +170,11 @@ class MassMeter:
         self._queries = [(sample.queries_HPGD[:, rows_P] * scale).to(device) for sample in samples]
 
     def measure(self, method: Method) -> Measurement:
-        """Raises MethodUnsupportedError for a method with a schedule, which single queries cannot judge."""
-        if method.schedule.by_step:
+        """Raises MethodUnsupportedError for a method with a period, which single queries cannot judge."""
+        if method.period > 1:
             raise MethodUnsupportedError(
-                f"method {method.name!r} has a schedule, which captured mass does not judge; tune for a KL divergence, "
-                "or leave the schedule out",
+                f"method {method.name!r} has a period, which captured mass does not judge; tune for a KL divergence, "
+                "or leave the period out",
                 method=method.name,
             )
         session = Session(self._context, method.on(self._context.manifest))

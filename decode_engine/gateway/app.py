@@ -33,6 +33,7 @@ from decode_engine.gateway.wire.reply_structs import (
 from decode_engine.rpc.door.rights import admit
 from decode_engine.rpc.server import GrpcDoor
 from index_store.errors import InvalidArgumentError
+from index_store.store.listing import STATES
 
 _REF = "#/components/schemas/{name}"
 _OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -65,7 +66,9 @@ _OPERATIONS: Mapping[str, _Operation] = {
     "list_contexts": _Operation(
         query={
             "page_size": {"type": "integer", "minimum": 0, "maximum": 1000},
-            **dict.fromkeys(("page_token", "filter", "order_by"), _TEXT),
+            **dict.fromkeys(("page_token", "name_prefix"), _TEXT),
+            "label": {"type": "array", "items": {"type": "string", "pattern": "^[^=]+=.*$"}},
+            "state": {"enum": STATES},
         }
     ),
     "context_tokens": _Operation(

@@ -113,12 +113,14 @@ def _model(request: Request) -> dict[str, Any]:
 
 
 async def list_contexts(request: Request) -> Response:
-    """GET /v1/contexts: a page, newest first unless `order_by` says otherwise."""
-    known_query(request, "page_size", "page_token", "filter", "order_by")
+    """GET /v1/contexts: a page, newest first."""
+    known_query(request, "page_size", "page_token", "name_prefix", "label", "state")
     size = _integer(request, "page_size", "0", _MOST_ON_A_PAGE)
-    names = ("page_token", "filter", "order_by")
-    token, chosen, order = (request.query_params.get(name, "") for name in names)
-    page = await LocalVerbs(request).list_page(size, token, filter=chosen, order_by=order)
+    token, prefix, state = (
+        request.query_params.get(name, "") for name in ("page_token", "name_prefix", "state")
+    )
+    labels = dict(word.partition("=")[::2] for word in request.query_params.getlist("label"))
+    page = await LocalVerbs(request).list_page(size, token, name_prefix=prefix, labels=labels, state=state)
     return JsonReply(
         {
             "object": "list",

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,11 @@ from decode_engine.host_search.shared_search_numba import (
     INSIDE,
     JOB,
     JOB_FIELDS,
-    LANE_WORDS,
     LINE,
     PLACES_FIELDS,
     ROW_FIELDS,
     SEMAPHORE_WORDS,
+    STEP_WORDS,
     compile_search,
     post,
     read_word,
@@ -55,21 +56,11 @@ def list_width(max_keys: int) -> int:
     return max(_LEAST_WIDTH, max_keys // LIST_SHARE)
 
 
-def usual_waves(rows: int) -> int:
-    """In how many parts lists of a batch are waited for where nothing else is said.
-
-    A wave costs three launches a layer, about 7 us, and hides fetches behind searches, which take longer for more rows:
-    two were fastest for one, four for more (docs/gpu.md).
-    """
-    return 2 if rows == 1 else 4
-
-
 @dataclass(frozen=True, slots=True)
 class MailboxSizes:
     """What a mailbox is sized for.
 
-    rows: B. layers: of the model, all of which may be searched. max_keys: N. waves: in how many parts the device waits
-    for the lists of a layer, by KV heads; at most one for every head.
+    rows: B. layers: of the model, all of which may be searched. max_keys: N.
     """
 
     rows: int
@@ -82,13 +73,21 @@ class MailboxSizes:
     strided: bool
     layers: int
     max_keys: int
-    waves: int = 1
+
+    @property
+    def waves(self) -> int:
+        """In how many parts, by KV heads, the device waits for the lists of a layer.
+
+        A wave costs three launches a layer, about 7 us, and hides fetches behind searches, which take longer for more
+        rows: two were fastest for one, four for more.
+        """
+        return min(2 if self.rows == 1 else 4, self.heads)
 
     @property
     def wave_heads(self) -> list[range]:
         """KV heads of every wave."""
-        waves = min(self.waves, self.heads)
-        return [range(self.heads * wave // waves, self.heads * (wave + 1) // waves) for wave in range(waves)]
+        ends = [self.heads * wave // self.waves for wave in range(self.waves + 1)]
+        return [range(*pair) for pair in pairwise(ends)]
 
     @property
     def queries(self) -> int:
@@ -314,26 +313,18 @@ logger = logging.getLogger(__name__)
 class SearchThreads:
     """Threads that are started when they are first asked for."""
 
-    def __init__(self, threads: int, lanes: int = 1, waves: int = 0) -> None:
-        """waves: in how many parts a layer's lists are waited for, by KV heads: rows of one part are brought to the
-        device while threads search for the next. 0 for as many as usually pay (`mailbox.usual_waves`).
-
-        Raises InvalidArgumentError without a thread or a lane, and for a number below 0.
-        """
-        _check_numbers(threads, lanes)
-        if waves < 0:
-            raise InvalidArgumentError(
-                f"lists are waited for in {waves} waves, expected some, or 0 for as many as pay"
-            )
-        self.threads, self.lanes, self.waves = threads, lanes, waves
+    def __init__(self, threads: int) -> None:
+        """Raises InvalidArgumentError without a thread."""
+        _check_threads(threads)
+        self.threads = threads
         self._workers: SearchWorkers | None = None
 
     @property
     def workers(self) -> SearchWorkers:
-        """The threads, for all lanes."""
+        """The threads."""
         if self._workers is None:
-            self._workers = SearchWorkers(self.threads, self.lanes)
-            logger.info("%d threads search on the host for %d lanes", self.threads, self.lanes)
+            self._workers = SearchWorkers(self.threads)
+            logger.info("%d threads search on the host", self.threads)
         return self._workers
 
     def close(self) -> None:
@@ -344,14 +335,14 @@ class SearchThreads:
 
 
 class SearchWorkers:
-    """Threads shared by the lanes: up to `lanes` steps are in flight at once, each with a mailbox of its own."""
+    """Threads that search for one step at a time, in whichever mailbox."""
 
-    def __init__(self, threads: int, lanes: int) -> None:
-        """Raises InvalidArgumentError unless there is a thread and a lane."""
-        _check_numbers(threads, lanes)
+    def __init__(self, threads: int) -> None:
+        """Raises InvalidArgumentError without a thread."""
+        _check_threads(threads)
         compile_search()
-        self._lanes = np.zeros((lanes, LANE_WORDS), np.int64)
-        self._mailboxes: list[Mailbox | None] = [None] * lanes
+        self._step = np.zeros(STEP_WORDS, np.int64)
+        self._mailbox: Mailbox | None = None
         self._epochs = 0
         self._end = np.zeros(LINE, np.int64)
         self._semaphores = np.zeros((threads, SEMAPHORE_WORDS), np.int64)
@@ -376,36 +367,36 @@ class SearchWorkers:
                 "--placement hybrid"
             ) from self._error
 
-    def begin(self, lane: int, mailbox: Mailbox) -> None:
-        """Lets the threads search for a step that the mailbox has begun. The lane's step before must have ended.
+    def begin(self, mailbox: Mailbox) -> None:
+        """Lets the threads search for a step that the mailbox has begun. The step before must have ended.
 
         Raises SparseKVError when a thread has died.
         """
         self.check()
-        if self._mailboxes[lane] is not None:
-            raise RuntimeError(f"lane {lane} has a step in flight")
-        self._mailboxes[lane] = mailbox
+        if self._mailbox is not None:
+            raise RuntimeError("a step is in flight")
+        self._mailbox = mailbox
         self._epochs += 1
-        self._lanes[lane, JOB] = mailbox.job.ctypes.data
-        write_word(self._address(lane, EPOCH), self._epochs)
+        self._step[JOB] = mailbox.job.ctypes.data
+        write_word(self._address(EPOCH), self._epochs)
         if self._error is not None:  # a thread that died meanwhile saw no mailbox here
             mailbox.cancel()
         for semaphore in self._semaphores:
             post(semaphore.ctypes.data)
 
-    def end(self, lane: int) -> None:
-        """Returns when no thread is at work on the lane's step any more; one that is unfinished is cancelled.
+    def end(self) -> None:
+        """Returns when no thread is at work on the step any more; one that is unfinished is cancelled.
 
         Raises SparseKVError when a thread has died.
         """
-        mailbox = self._mailboxes[lane]
+        mailbox = self._mailbox
         if mailbox is None:
             return
-        write_word(self._address(lane, EPOCH), 0)
+        write_word(self._address(EPOCH), 0)
         if not mailbox.finished:
             mailbox.cancel()
         limit = time.monotonic() + _END_SECONDS
-        while read_word(self._address(lane, INSIDE)):
+        while read_word(self._address(INSIDE)):
             now = time.monotonic()
             if self._error is not None:  # also a thread that dies only now: it leaves no step any more
                 limit = min(limit, now + _DEAD_SECONDS)
@@ -414,35 +405,33 @@ class SearchWorkers:
                 break
             time.sleep(0)
         self.check()  # what threads may still write to stays where it is
-        self._mailboxes[lane] = None
+        self._mailbox = None
 
     def close(self) -> None:
         """Cancels what is in flight and ends all threads."""
-        for mailbox in self._mailboxes:
-            if mailbox is not None:
-                mailbox.cancel()
+        if self._mailbox is not None:
+            self._mailbox.cancel()
         write_word(self._end.ctypes.data, 1)
         for semaphore in self._semaphores:
             post(semaphore.ctypes.data)
         for thread in self._threads:
             thread.join()
-        self._mailboxes = [None] * len(self._mailboxes)
+        self._mailbox = None
 
-    def _address(self, lane: int, word: int) -> int:
-        return int(self._lanes.ctypes.data) + (lane * LANE_WORDS + word) * _WORD_BYTES
+    def _address(self, word: int) -> int:
+        return int(self._step.ctypes.data) + word * _WORD_BYTES
 
     def _run(self, number: int) -> None:
         semaphore = int(self._semaphores[number].ctypes.data)
         try:
-            take_part(self._lanes.ctypes.data, len(self._lanes), semaphore, self._end.ctypes.data)
+            take_part(self._step.ctypes.data, semaphore, self._end.ctypes.data)
         except BaseException as error:
             logger.exception("a search thread has died")
             self._error = error
-            for mailbox in self._mailboxes:
-                if mailbox is not None:
-                    mailbox.cancel()
+            if self._mailbox is not None:
+                self._mailbox.cancel()
 
 
-def _check_numbers(threads: int, lanes: int) -> None:
-    if threads < 1 or lanes < 1:
-        raise InvalidArgumentError(f"{threads} search threads for {lanes} lanes, expected at least one each")
+def _check_threads(threads: int) -> None:
+    if threads < 1:
+        raise InvalidArgumentError(f"{threads} search threads, expected at least one")

@@ -16,10 +16,10 @@ are tickets left, lists end one after another while others are still read, and s
 Tickets are drawn in the order of the lists and a thread can hold all tiles of one list, so that of all threads
 that wait some can go on.
 
-Steps of several *lanes* may be in flight at once, each with a job of its own. A thread goes round them for as long as
-it lives, without the interpreter's lock: where the next search of a step has been asked for it takes part, and while
-nothing is in flight it sleeps. numba's cache notices changes of this file, and not of those that it calls: who changes
-`table_lists_numba` removes what is in `__pycache__` here.
+A thread serves one step after another for as long as it lives, without the interpreter's lock: where the next search
+of the step in flight has been asked for it takes part, and while nothing is in flight it sleeps. numba's cache notices
+changes of this file, and not of those that it calls: who changes `table_lists_numba` removes what is in `__pycache__`
+here.
 
 Shape legend: B rows of a batch, H KV heads, R = B * H lists, G query heads per KV head, L searched queries of a list (1
 when pooled, else G), D head dim, m subspaces, P tiles of the longest list, N keys of the longest context, W room of a
@@ -569,64 +569,53 @@ def _list(
 
 
 EPOCH, JOB, INSIDE = 0, LINE, 2 * LINE
-LANE_WORDS = 3 * LINE
-"""Of a lane: the number of the step in flight or 0, the address of its job, and how many threads are inside."""
+STEP_WORDS = 3 * LINE
+"""The number of the step in flight or 0, the address of its job, and how many threads are inside."""
 
 _PATIENCE, _NAP_US = 50_000, 50
 """Turns of waiting, a few milliseconds, after which a thread naps between looks."""
 
 
 @njit(cache=True)
-def take_part(
-    lanes_address: int, lanes: int, semaphore: int, end: int
-) -> None:  # pragma: no cover - compiled
-    """Takes part in the searches of all lanes' steps until told to end.
+def take_part(step: int, semaphore: int, end: int) -> None:  # pragma: no cover - compiled
+    """Takes part in the searches of all steps until told to end.
 
-    Given the address of the lanes, their number, and addresses of this thread's semaphore and of the word that ends it.
+    Given the addresses of the step's words, of this thread's semaphore, and of the word that ends it.
     """
-    words = int64_rows(lanes_address, lanes, LANE_WORDS)
-    served = np.zeros(lanes, np.int64)
-    searched = np.zeros(lanes, np.int64)
-    inside = np.zeros(lanes, np.bool_)
+    served = searched = spins = 0
+    inside = False
     held = np.zeros((1, 3), np.int64)
     buffers = np.empty(1, np.float32)
     tile_words = np.empty(TILE // 32 + 2, np.uint64)
     bins = np.empty(2 * TILE, np.int32)
-    spins = 0
     while load_word(end) == 0:
-        busy = worked = False
-        for lane in range(lanes):
-            base = words[lane].ctypes.data
-            if not inside[lane]:
-                inside[lane] = _enter(base, served[lane])
-                if not inside[lane]:
-                    continue
-                served[lane], searched[lane] = load_word(base + 8 * EPOCH), 0
-            busy = True
-            job = int64_rows(load_word(base + 8 * JOB), 1, JOB_FIELDS)[0]
-            leaving = searched[lane] == job[SEARCHES] or load_word(job[STOP]) != 0
-            if not leaving and is_posted(job, searched[lane]):
-                width = (job[QUERIES] + 1) * TILE
-                if held.shape[0] < job[TILES] or buffers.shape[0] < job[TILES] * width:
-                    held, buffers = (
-                        np.zeros((job[TILES], 3), np.int64),
-                        np.empty(job[TILES] * width, np.float32),
-                    )
-                own = buffers[: job[TILES] * width].reshape(job[TILES], width)
-                leaving = not serve_search(job, searched[lane], held[: job[TILES]], own, tile_words, bins)
-                searched[lane] += 1
-                worked = True
-            if leaving:
-                inside[lane] = False
-                add_to_word(base + 8 * INSIDE, -1)
-        if not busy:
-            wait_for_post(semaphore)
-        elif worked:
+        if not inside:
+            inside = _enter(step, served)
+            if not inside:
+                wait_for_post(semaphore)
+                continue
+            served, searched = load_word(step + 8 * EPOCH), 0
+        job = int64_rows(load_word(step + 8 * JOB), 1, JOB_FIELDS)[0]
+        leaving = searched == job[SEARCHES] or load_word(job[STOP]) != 0
+        if not leaving and is_posted(job, searched):
+            width = (job[QUERIES] + 1) * TILE
+            if held.shape[0] < job[TILES] or buffers.shape[0] < job[TILES] * width:
+                held, buffers = (
+                    np.zeros((job[TILES], 3), np.int64),
+                    np.empty(job[TILES] * width, np.float32),
+                )
+            own = buffers[: job[TILES] * width].reshape(job[TILES], width)
+            leaving = not serve_search(job, searched, held[: job[TILES]], own, tile_words, bins)
+            searched += 1
             spins = 0
         else:
             spins += 1
             _spin(spins)
-    _leave(words, inside)
+        if leaving:
+            inside = False
+            add_to_word(step + 8 * INSIDE, -1)
+    if inside:
+        add_to_word(step + 8 * INSIDE, -1)
 
 
 def compile_search() -> None:
@@ -635,8 +624,8 @@ def compile_search() -> None:
     A device that has asked for lists waits no longer than a few seconds.
     """
     ended, semaphore = np.ones(1, np.int64), np.zeros(SEMAPHORE_WORDS, np.int64)
-    no_lanes = np.zeros((1, LANE_WORDS), np.int64)
-    take_part(no_lanes.ctypes.data, 1, semaphore.ctypes.data, ended.ctypes.data)
+    no_step = np.zeros(STEP_WORDS, np.int64)
+    take_part(no_step.ctypes.data, semaphore.ctypes.data, ended.ctypes.data)
 
 
 @njit(cache=True)
@@ -647,14 +636,6 @@ def _spin(spins: int) -> None:  # pragma: no cover - compiled
         sleep_us(_NAP_US)
     elif spins % _SPINS == 0:
         let_others_run()
-
-
-@njit(cache=True)
-def _leave(words: NDArray[np.int64], inside: NDArray[np.bool_]) -> None:  # pragma: no cover - compiled
-    """Leaves every lane's step."""
-    for lane in range(inside.shape[0]):
-        if inside[lane]:
-            add_to_word(words[lane].ctypes.data + 8 * INSIDE, -1)
 
 
 @njit(cache=True)

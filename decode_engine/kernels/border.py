@@ -5,10 +5,10 @@ scores are, so that scores which are flat or tied keep as many keys as others. E
 its place: multiples of the golden ratio, whose fractions cover every share evenly on any stretch of keys. KV heads draw
 others. Over query tables the four keys of a word draw together.
 
-Samples are runs of keys at even distances, which move against one another from stretch to stretch of a context: of text
-that repeats itself they hold all parts. Where keys are ranked by their weights, softmaxes summed over a group's heads,
-the cut is found by bisection over the sample's (`store_cut`): halving the range of weights is faster than a histogram,
-whose time grows with its bins. Positive numbers are ordered as their bits are.
+Samples are runs of keys at even distances, which move against one another from stretch to stretch of a context: of
+text that repeats itself they hold all parts. Where keys are ranked by their weights, softmaxes summed over a group's
+heads, the cut is found by bisection over the sample's (`cut_reference`): halving the range of weights is faster than a
+histogram, whose time grows with its bins. Positive numbers are ordered as their bits are.
 """
 
 from __future__ import annotations
@@ -28,11 +28,6 @@ more than weights of a sample are rounded by, of 2^23 an octave."""
 DRAW_STEP = tl.constexpr(_KEY_STEP)
 _HEAD_STEP_C = tl.constexpr(HEAD_STEP)
 _MOST_C = tl.constexpr(MOST_DRAWS)
-_LEAST_CUT_C = tl.constexpr(LEAST_CUT)
-_CUT_STEPS_C = tl.constexpr(CUT_STEPS)
-_CUT_WIDTH_C = tl.constexpr(1 << (28 - CUT_STEPS))
-_CUT_MARGIN_C = tl.constexpr(CUT_MARGIN)
-_INFINITE_C = tl.constexpr(INFINITE)
 
 
 @triton.jit
@@ -59,54 +54,6 @@ def draws_below(share: tl.tensor) -> tl.tensor:
     return (tl.minimum(tl.maximum(share, 0.0), _MOST_C) * 4294967296.0 - 2147483648.0).to(tl.int32)
 
 
-@triton.jit
-def store_cut(
-    cut_ptr: tl.tensor,
-    bits: tl.tensor,
-    counted: tl.tensor,
-    wanted: tl.tensor,
-    keep: tl.tensor,
-    searched: tl.tensor,
-) -> None:
-    """Writes which weights are kept, [3] int32, by the bits of those of `counted` sampled keys.
-
-    Keys are kept whose weights, as bits of a float32 number, reach the second; and those that reach the first and draw
-    less than the third.
-    """
-    cut = searched * 0 + _LEAST_CUT_C
-    for step in tl.static_range(_CUT_STEPS_C):
-        higher = cut + (1 << (27 - step))
-        reached = tl.sum((bits >= higher).to(tl.int32), 0).to(tl.float32)
-        cut = tl.where(reached >= wanted, higher, cut)
-    # Around the cut, since many keys may have just its weight, and weights of the sample are rounded. Below the least
-    # cut are also the sample's places without a key.
-    lowest = cut == _LEAST_CUT_C
-    least = tl.where(lowest, -1, cut - _CUT_MARGIN_C)
-    above = cut + (_CUT_WIDTH_C + _CUT_MARGIN_C)
-    over = tl.sum((bits >= above).to(tl.int32), 0)
-    inside = tl.where(lowest, counted, tl.sum((bits >= least).to(tl.int32), 0)) - over
-    share = (wanted - over.to(tl.float32)) / tl.maximum(inside, 1).to(tl.float32)
-    tl.store(cut_ptr, tl.where(keep >= searched, -1, tl.where(keep > 0, least, _INFINITE_C)))
-    tl.store(cut_ptr + 1, tl.where(keep >= searched, -1, tl.where(keep > 0, above, _INFINITE_C)))
-    tl.store(cut_ptr + 2, draws_below(share))
-
-
-@triton.jit
-def load_cut(cut_ptr: tl.tensor) -> tl.tensor:
-    """What `store_cut` wrote; past the first-level cache, which may hold an earlier layer's."""
-    least = tl.load(cut_ptr, cache_modifier=".cg")
-    above = tl.load(cut_ptr + 1, cache_modifier=".cg")
-    return least, above, tl.load(cut_ptr + 2, cache_modifier=".cg")
-
-
-@triton.jit
-def passes(
-    weight: tl.tensor, key: tl.tensor, head: tl.tensor, least: tl.tensor, above: tl.tensor, draws: tl.tensor
-) -> tl.tensor:
-    """Whether keys of these weights, float32, are kept by a cut."""
-    return weight.to(tl.int32, bitcast=True) >= tl.where(draw(key, head) < draws, least, above)
-
-
 def stretch_of_reference(turn: Tensor, turns: int) -> Tensor:
     """`stretch_of` of int64 turns."""
     return (turn * 64 // turns) * 27 % 64
@@ -129,7 +76,11 @@ def draws_below_reference(share: Tensor) -> Tensor:
 
 
 def cut_reference(weights: Tensor, keep: int, searched: int) -> tuple[int, int, Tensor]:
-    """`store_cut` by float32 weights of sampled keys: least, above and draws."""
+    """Which weights are kept, by float32 weights of sampled keys: least, above and draws.
+
+    Keys are kept whose weights, as bits of a float32 number, reach `above`; and those that reach `least` and draw less
+    than `draws`. Around the cut, since many keys may have just its weight, and weights of the sample are rounded.
+    """
     if keep >= searched:
         return -1, -1, torch.zeros((), dtype=torch.int32, device=weights.device)
     if keep <= 0:
@@ -149,7 +100,7 @@ def cut_reference(weights: Tensor, keep: int, searched: int) -> tuple[int, int, 
 
 
 def passes_reference(weights_N: Tensor, head: int, cut: tuple[int, int, Tensor]) -> Tensor:
-    """`passes` of all keys of a context, [N] float32, in bool."""
+    """Whether a cut keeps the keys of a context, of weights [N] float32: [N] bool."""
     least, above, draws = cut
     drawn = draw_reference(torch.arange(len(weights_N), device=weights_N.device), head) < draws
     return weights_N.view(torch.int32) >= torch.where(drawn, least, above)

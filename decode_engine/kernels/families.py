@@ -70,13 +70,6 @@ class Family:
 
 ATTENTION = Family("kernels that attend take", (64, 128, 256), LARGEST_GROUP)
 KEY_CLUSTERS = Family("the kernels over key clusters take", (64, 128), 8)
-PRODUCT_CODES = Family(
-    "the kernels over product codes take",
-    (64, 128),
-    8,
-    (1, MAX_KEYS),
-    MappingProxyType({"subspaces": (4, 32), "codewords": (2, 256)}),
-)
 QUERY_TABLES = Family(
     "the kernels over query tables take",
     (64, 128),

@@ -32,8 +32,6 @@ STEP_FIELDS = (KEYS, STEP + 1)
 
 TABLES, TABLE_ROW, CENTROIDS, SCALES = 10, 11, 12, 13
 """Query tables [H, S, A] int8, bytes from one row to the next, centroids [H, m, C, d/m] and scales [H, m] float32."""
-CODES, CODEBOOKS = 14, 15
-"""Product codes [H, N, m] uint8, codebooks [H, m, W, d/m] float32."""
 MEANS, VALUE_MEANS, SIZES, OFFSETS, MEMBERS, ASSIGNMENT, VARIANCES, CLUSTERS = range(16, 24)
 UNCLUSTERED = 30
 """Clusters of keys: see `device_clusters.DeviceClusters`; CLUSTERS is their number. Keys before UNCLUSTERED are in

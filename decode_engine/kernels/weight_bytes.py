@@ -1,7 +1,6 @@
 """Weights of a softmax in a byte each, four in a 32-bit word: 5 exponent and 3 mantissa bits, from 2^-31 to 1.
 
-Or two in a word, with 11 mantissa bits. To make them and to read them back takes two integer operations on the bits of
-a float32.
+To make them and to read them back takes two integer operations on the bits of a float32.
 """
 
 from __future__ import annotations
@@ -17,11 +16,6 @@ _ROUND = tl.constexpr(1 << (_SHIFT_BITS - 1))
 _MASK = tl.constexpr(255 << _SHIFT_BITS)
 _BASE = tl.constexpr(_LEAST_EXPONENT)
 _LEAST = tl.constexpr(_LEAST_EXPONENT << _SHIFT_BITS)
-_HALF_SHIFT_BITS = 12
-_HALF_SHIFT = tl.constexpr(_HALF_SHIFT_BITS)
-_HALF_ROUND = tl.constexpr(1 << (_HALF_SHIFT_BITS - 1))
-_HALF_BASE = tl.constexpr((_LEAST_EXPONENT << _SHIFT_BITS) >> _HALF_SHIFT_BITS)
-_HALF_MASK = tl.constexpr(0xFFFF << _HALF_SHIFT_BITS)
 
 
 @triton.jit
@@ -39,32 +33,7 @@ def of_byte(words: tl.tensor, index: tl.constexpr) -> tl.tensor:
     return bits.to(tl.float32, bitcast=True)
 
 
-@triton.jit
-def to_half(weight: tl.tensor) -> tl.tensor:
-    """A float32 weight from 0 to 1 in 16 bits, rounded; int32."""
-    rounded = (weight.to(tl.int32, bitcast=True) + _HALF_ROUND) >> _HALF_SHIFT
-    return tl.maximum(rounded - _HALF_BASE, 0)
-
-
-@triton.jit
-def of_half(words: tl.tensor, index: tl.constexpr) -> tl.tensor:
-    """The weight in half `index` of every word, float32; 0 stands for 2^-31."""
-    moved = words >> 4 if index == 1 else words << _HALF_SHIFT
-    bits = (moved & _HALF_MASK) | _LEAST
-    return bits.to(tl.float32, bitcast=True)
-
-
 def rounded_reference(weights: Tensor) -> Tensor:
     """float32 weights from 0 to 1 as they are read back from their bytes."""
-    return _rounded(weights, _SHIFT_BITS)
-
-
-def rounded_half_reference(weights: Tensor) -> Tensor:
-    """The same from their 16 bits."""
-    return _rounded(weights, _HALF_SHIFT_BITS)
-
-
-def _rounded(weights: Tensor, shift: int) -> Tensor:
-    upper = (weights.view(torch.int32) + (1 << (shift - 1))) >> shift
-    least = (_LEAST_EXPONENT << _SHIFT_BITS) >> shift
-    return (upper.clamp(min=least) << shift).view(torch.float32)
+    upper = (weights.view(torch.int32) + (1 << (_SHIFT_BITS - 1))) >> _SHIFT_BITS
+    return (upper.clamp(min=_LEAST_EXPONENT) << _SHIFT_BITS).view(torch.float32)

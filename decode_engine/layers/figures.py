@@ -12,8 +12,7 @@ class Figures:
     Times in nanoseconds of wall clock; on a GPU those of the host, which hands out work and goes on. Key counts are
     summed over query positions, layers and KV heads: `kept` keys were chosen by a search, `attended` adds sinks, recent
     window and tail, `available` is what full attention would have read. `searches` counts pairs of layer and query
-    position that were searched, `corrected` those of layer, KV head and position whose earlier selection was replaced,
-    of `correctable` compared. The `sparse_` figures leave out layers that attend to everything.
+    position that were searched. The `sparse_` figures leave out layers that attend to everything.
 
     Of captured steps over keys and values in host memory: `host_bytes_read` of them by the device, `rows_reused` found
     in slots on the device, one for each token and KV head, and `device_wait_for_host_ns` in which the device stood
@@ -28,8 +27,6 @@ class Figures:
     attend_ns: int = 0
     append_ns: int = 0
     searches: int = 0
-    corrected: int = 0
-    correctable: int = 0
     kept: int = 0
     sparse_attended: int = 0
     sparse_available: int = 0

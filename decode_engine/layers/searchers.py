@@ -22,7 +22,6 @@ from torch import Tensor
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.selected_attention import KeyRows
 from index_store.attention.attention_state import PLAIN, LogitForm
-from index_store.methods.method import Schedule
 from index_store.selection.ranking import Items, Piece, Ranking, Selection
 
 _LOGIT_BYTES = 32 * 2**20  # logits held at a time when a budget measures keys
@@ -30,13 +29,12 @@ _LOGIT_BYTES = 32 * 2**20  # logits held at a time when a budget measures keys
 
 @dataclass(frozen=True, slots=True)
 class MadeSelection:
-    """A selection, and how it was made: by which queries, at which position, from a range that ends where.
+    """A selection, and how it was made: at which position, from a range that ends where.
 
     pieces: as the search scored them; None where the selection serves other queries than made it.
     """
 
     selection: Selection
-    q_HTGD: Tensor
     made_at: int
     search_end: int
     pieces: Sequence[Piece] | None
@@ -73,7 +71,7 @@ class Search:
 
         selection = self.cut(ranking, search_end, logits, self.exact_lse_HTG)
         self._count(q_HTGD.shape[1], ranking.vectors_read, ranking.bytes_read, begin)
-        return MadeSelection(selection, q_HTGD, self.position, search_end, ranking.pieces)
+        return MadeSelection(selection, self.position, search_end, ranking.pieces)
 
     def together(self, q_HTGD: Tensor, search_end: int) -> MadeSelection:
         """One selection [H, 1, K] for all queries."""
@@ -90,7 +88,7 @@ class Search:
 
         selection = self.cut(weights.ranking(), search_end, logits, weights.average(self.exact_lse_HTG))
         self._count(1, *weights.read, begin)
-        return MadeSelection(selection, q_HTGD, self.position, search_end, None)
+        return MadeSelection(selection, self.position, search_end, None)
 
     def _count(self, searches: int, vectors_read: float, bytes_read: float, begin: int) -> None:
         self.vectors_read += vectors_read
@@ -205,46 +203,17 @@ class WholePrompt:
         return search.together(q_HTGD, usual)
 
 
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """Searches again in KV heads whose queries are too far from those that the selection was made with.
-
-    below: cosine from which on it does not; None never searches again.
-    """
-
-    below: float | None
-    figures: Figures
-
-    def apply(self, q_HTGD: Tensor, made: MadeSelection, search: Search) -> MadeSelection:
-        """The selection for these queries, where it is that of others."""
-        if self.below is None:
-            return made
-        cosine_HT = torch.nn.functional.cosine_similarity(q_HTGD, made.q_HTGD, dim=-1).amin(2)
-        wrong_HT = cosine_HT < self.below
-        self.figures.corrected += int(wrong_HT.sum())
-        self.figures.correctable += wrong_HT.numel()
-        if not bool(wrong_HT.any()):
-            return made
-        fresh = search.each(q_HTGD, made.search_end)
-        return replace(
-            made,
-            selection=_merge_selections(wrong_HT, fresh.selection, made.selection),
-            q_HTGD=torch.where(wrong_HT[:, :, None, None], q_HTGD, made.q_HTGD),
-        )
-
-
 class AcrossSteps:
-    """Decode steps that use selections of earlier ones: for a period, or of the step before with a lag.
+    """Decode steps that use the selection of an earlier one, for so many steps (CSAttention appendix C.2).
 
     A step that is repeated after a failure chooses the same again.
     """
 
     shared = False
 
-    def __init__(self, schedule: Schedule, correction: Correction) -> None:
-        self._schedule = schedule
-        self._correction = correction
-        self._left: list[MadeSelection] = []  # the newest two
+    def __init__(self, period: int) -> None:
+        self._period = period
+        self._left: MadeSelection | None = None
 
     def search_end(self, position: int, usual: int) -> int:
         earlier = self._earlier(position)
@@ -252,35 +221,28 @@ class AcrossSteps:
 
     def choose(self, q_HTGD: Tensor, position: int, usual: int, search: Search) -> MadeSelection:
         earlier = self._earlier(position)
-        if earlier is None:
-            used = left = search.each(q_HTGD, usual)
-        else:
-            used = self._correction.apply(q_HTGD, earlier, search)
-            left = search.each(q_HTGD, usual) if self._schedule.lag else used
-        others = [choice for choice in self._left if choice.made_at < left.made_at]
-        self._left = [*others[-1:], replace(left, pieces=None)]
-        return used
+        if earlier is not None:
+            return earlier
+        made = search.each(q_HTGD, usual)
+        self._left = replace(made, pieces=None)
+        return made
 
     def adopt(self, other: AcrossSteps) -> None:
-        """Has the selections of the other's earlier steps."""
-        self._left = list(other._left)
+        """Has the selection of the other's earlier steps."""
+        self._left = other._left
 
     def _earlier(self, position: int) -> MadeSelection | None:
-        """The selection of an earlier step that this one may use."""
-        # A step that is repeated has left a selection already, which is not an earlier one.
-        older = [choice for choice in self._left if choice.made_at < position]
-        if not older:
-            return None
-        age = position - older[-1].made_at
-        return older[-1] if age < self._schedule.period or (self._schedule.lag and age == 1) else None
+        """The selection of an earlier step that this one may use; a step that is repeated may have left one itself."""
+        left = self._left
+        return left if left is not None and 0 < position - left.made_at < self._period else None
 
 
 class Searchers:
     """The searchers of one layer of one session."""
 
-    def __init__(self, schedule: Schedule, figures: Figures) -> None:
-        self._across = AcrossSteps(schedule, Correction(schedule.correct_below, figures))
-        self._steps: Searcher = self._across if schedule.by_step else EachPosition()
+    def __init__(self, period: int) -> None:
+        self._across = AcrossSteps(period)
+        self._steps: Searcher = self._across if period > 1 else EachPosition()
 
     def adopt(self, other: Searchers) -> None:
         """Goes on, by itself, where another session's layer is."""
@@ -291,19 +253,6 @@ class Searchers:
         if positions == 1:
             return self._steps
         return WholePrompt() if shared else EachPosition()
-
-
-def _merge_selections(wrong_HT: Tensor, fresh: Selection, earlier: Selection) -> Selection:
-    """The fresh selection where `wrong_HT`, the earlier one elsewhere."""
-    width = max(fresh.ids_HTK.shape[2], earlier.ids_HTK.shape[2])
-    ids = [
-        torch.nn.functional.pad(selection.ids_HTK, (0, width - selection.ids_HTK.shape[2]))
-        for selection in (fresh, earlier)
-    ]
-    return Selection(
-        torch.where(wrong_HT.unsqueeze(-1), ids[0], ids[1]),
-        torch.where(wrong_HT, fresh.counts_HT, earlier.counts_HT),
-    )
 
 
 def passes(q_HTGD: Tensor, scored: int, score_bytes: int) -> list[slice]:

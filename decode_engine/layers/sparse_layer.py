@@ -104,7 +104,7 @@ class SparseLayer:
         self._figures = figures
         self._form = form
         self._appended: dict[LayerIndex, AppendedKeys] = {}
-        self._searchers = Searchers(method.schedule, figures)
+        self._searchers = Searchers(method.period)
         place = kv_HN2D.device if device is None else device
         on_cpu = place.type == "cpu"
         self._score_bytes = _SCORE_BYTES if on_cpu or self._budget.per_prompt else _DEVICE_SCORE_BYTES
@@ -122,7 +122,7 @@ class SparseLayer:
             and self._partition is None
             and self._method.remainder is COARSE
             and self._budget.best(1) is not None
-            and not self._method.schedule.by_step
+            and self._method.period == 1
             and self._form.cap is None
         )
 

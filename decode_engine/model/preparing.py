@@ -147,7 +147,7 @@ class Preparation:
             specs,
             method.remainder.name,
             type(method.budget),
-            method.schedule.by_step,
+            method.period > 1,
             method.drafts is None,
         )
         return (code, fitted.manifest.rows, placement, self._runner.steps_kind(fitted, placement))

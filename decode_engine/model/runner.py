@@ -107,7 +107,7 @@ class ModelRunner:
         say: Callable[[str, str], None] = lambda what, how_far: None,
         weights: str = AUTO,
     ) -> None:
-        """searching: threads and lanes for contexts that are searched on the host; by default most cores, one lane.
+        """searching: threads for contexts that are searched on the host; by default most cores.
 
         say: is told what is done, and how far it has come, by several threads. weights: how matrices are kept on a
         CPU, one of `WEIGHTS`.

@@ -232,8 +232,8 @@ FIELDS = (
     Field(
         name="method",
         kind=TEXT,
-        says="How keys are found, as PRESET[+REMAINDER][@OPTION], for example `pq` or `oracle+centred`; `auto`: full "
-        "attention or the context's own, whichever takes less time; by default what the server is set to.",
+        says="How keys are found, as PRESET[+REMAINDER][@OPTION], for example `refined` or `oracle+centred`; `auto`: "
+        "full attention or the context's own, whichever takes less time; by default what the server is set to.",
         flag="--method",
         metavar="METHOD",
     ),

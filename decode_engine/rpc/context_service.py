@@ -24,11 +24,10 @@ from decode_engine.orders.events import Core, Residency
 from decode_engine.rpc.contexts.creation import Workshop, unattended
 from decode_engine.rpc.contexts.listing import (
     COLLECTION,
-    DEFAULT_PAGE_SIZE,
-    MAX_PAGE_SIZE,
     Pager,
     changed_fields,
     find_context,
+    page_size,
     parse_name,
     update_context,
 )
@@ -164,11 +163,7 @@ class Library:
                 f"filter is {request.filter[:100]!r}, expected none: operations cannot be filtered",
                 field="filter",
             )
-        if request.page_size < 0:
-            raise InvalidArgumentError(
-                f"page_size is {request.page_size}, expected 0 or more", field="page_size"
-            )
-        size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
+        size = page_size(request)
         all_entries = self.workshop.queue.entries()
         entries = sorted(self.queue.entries(), key=_place)
         if request.page_token:

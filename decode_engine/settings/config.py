@@ -66,7 +66,6 @@ from index_store.store.files.reading import available_cores
 logger = logging.getLogger(__name__)
 
 MAX_DOORS, MOST_DOORS_UNASKED = 64, 4
-MAX_LANES = 4
 MAX_SLOT_SHARE = 64
 
 
@@ -269,15 +268,6 @@ class ServeConfig:
         Spelled(0, lambda threads: threads or search_cores()),
         AtLeast(1),
     ] = field(default_factory=search_cores)
-    lanes: Annotated[
-        int,
-        Option(
-            help="Parts that a batch over contexts in host memory is split into. They run at once, so that one's rows "
-            "are fetched, or searched for, while the GPU computes another. Each reads the model's weights for itself, "
-            "and has slots of its own for rows."
-        ),
-        AtLeast(1, MAX_LANES),
-    ] = 1
     slot_share: Annotated[
         int,
         Option(
@@ -286,14 +276,6 @@ class ServeConfig:
         ),
         AtLeast(1, MAX_SLOT_SHARE),
     ] = 16
-    waves: Annotated[
-        int,
-        Option(
-            help="Parts, by KV heads, in which the lists of a layer come back in placement host: rows of one are "
-            "fetched while threads search for the next. 0: two where a lane has one session, four where it has more."
-        ),
-        AtLeast(0, 1024),
-    ] = 0
     device: DeviceOption = AUTO
     weights: WeightsOption = AUTO
     dtype: Annotated[

@@ -122,8 +122,8 @@ class BatchKinds:
             reason = "the model attends in chunks"
         elif stored_dtype(manifest.dtype).torch_dtype != self._dtype:
             reason = f"keys and values are {manifest.dtype}, the model computes in {self._dtype}"
-        elif fitted.searching and method.schedule.by_step:
-            reason = "its schedule uses selections of other steps"
+        elif fitted.searching and method.period > 1:
+            reason = "its period uses selections of other steps"
         else:
             reason = DenseSteps.refusal(method, manifest) or WindowSteps.refusal(method, manifest)
         if reason is None and fitted.searching:

@@ -141,9 +141,9 @@ class Replay:
 
 
 class Captures:
-    """What the graphs of a lane share, of which only one runs at a time: memory, and streams to warm up and capture on.
+    """What graphs share of which only one runs at a time: memory, and streams to warm up and capture on.
 
-    Matrix products keep scratch memory for the stream that they were captured on, so that lanes must not share one.
+    Matrix products keep scratch memory for the stream that they were captured on.
     """
 
     def __init__(self, device: torch.device, alone: Lock) -> None:
@@ -152,28 +152,22 @@ class Captures:
         self.pool = torch.cuda.graph_pool_handle()
         # torch hands out 32 streams of each priority in turn: one of the usual priority would sooner or later be that
         # of a thread that loads a context, whose waits spoil a capture.
-        self.stream, self._lane, self.capturing = (
+        self.stream, self._beside, self.capturing = (
             torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
             for _ in range(3)
         )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory that the lane's captures have taken, used or not."""
+        """Bytes of device memory that captures have taken, used or not."""
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == self.pool)
 
     @contextmanager
-    def beside(self, begun: torch.cuda.Event | None = None) -> Iterator[None]:
-        """A stream for steps that run beside those on the current stream.
-
-        They follow what the current stream was given before `begun` was recorded there, or before now.
-        """
-        if begun is None:
-            self._lane.wait_stream(torch.cuda.current_stream())
-        else:
-            self._lane.wait_event(begun)
-        with torch.cuda.stream(self._lane):
+    def beside(self) -> Iterator[None]:
+        """A stream for what runs beside the current stream, behind all that this was given before now."""
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
             yield
 
 
@@ -385,10 +379,6 @@ class StepGraph:
     @torch.inference_mode()
     def compute(self) -> None:
         """What the layers do, launched from here."""
-        with self.batch.plan.lane.in_turn():
-            self._compute()
-
-    def _compute(self) -> None:
         self.batch.refresh(self._inputs_BX[:, _COUNTS:_STATES])
         tokens, positions = self._inputs_BX[:, _FED, None], self._inputs_BX[:, _POSITION, None]
         with self.batch.states(self._inputs_BX[:, _STATES:]):

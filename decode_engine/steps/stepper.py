@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress, takewhile
@@ -25,7 +25,6 @@ from decode_engine.layers.session import Session
 from decode_engine.steps.attention.host_steps import HostPlan
 from decode_engine.steps.attention.step_attention import StepPlan
 from decode_engine.steps.attention.step_batch import StepBatch
-from decode_engine.steps.attention.turns_triton import Lane
 from decode_engine.steps.batch_kinds import BatchKind, BatchKinds, unreadable
 from decode_engine.steps.graph_cache import AllocationMeter, GraphCache
 from decode_engine.steps.step_graph import Captures, Choice, Replay, StepGraph, StepModel, Stepped
@@ -50,7 +49,7 @@ of rows, but alike in all rows of one number."""
 class Part:
     """Sessions that step in one graph of so many rows.
 
-    numbers: of theirs among the caller's. part, lane: see `Stepper.graph`.
+    numbers: of theirs among the caller's. part: see `Stepper.graph`.
     """
 
     kind: BatchKind
@@ -59,49 +58,35 @@ class Part:
     rows: int
     max_keys: int
     part: int
-    lane: int
 
 
-def divide(
-    sessions: Sequence[Session],
-    repeatable: Sequence[bool],
-    kinds: Sequence[BatchKind],
-    lanes_of: Callable[[BatchKind], int],
-) -> list[list[Part]]:
-    """Batches of up to MAX_ROWS sessions of a kind, each by lane: parts as equal as can be.
+def divide(sessions: Sequence[Session], repeatable: Sequence[bool], kinds: Sequence[BatchKind]) -> list[Part]:
+    """Batches of up to MAX_ROWS sessions of a kind.
 
     A graph for repeatable sessions is always of FIXED_ROWS rows and as long as these need for themselves; its other
-    rows are for those that need as much. lanes_of: how many lanes a batch of that kind is split into.
+    rows are for those that need as much.
     """
     fixed = {(kind.key, kind.max_keys) for kind in compress(kinds, repeatable)}
     groups: dict[Hashable, list[int]] = {}
     for number, kind in enumerate(kinds):
         alike = (kind.key, kind.max_keys)
         groups.setdefault(alike if alike in fixed else kind.key, []).append(number)
-    batches = []
+    parts = []
     for shared, numbers in groups.items():
-        kind = kinds[numbers[0]]
-        lanes = lanes_of(kind)
-        most = min(MAX_ROWS, FIXED_ROWS * lanes) if shared in fixed else MAX_ROWS
+        most = FIXED_ROWS if shared in fixed else MAX_ROWS
         for first in range(0, len(numbers), most):
-            batch = numbers[first : first + most]
-            share = -(-len(batch) // lanes)
-            own = [batch[begin : begin + share] for begin in range(0, len(batch), share)]
-            batches.append(
-                [
-                    Part(
-                        kind,
-                        some,
-                        [sessions[i] for i in some],
-                        FIXED_ROWS if shared in fixed else batch_size(len(some)),
-                        max(kinds[i].max_keys for i in some),
-                        first // most,
-                        lane,
-                    )
-                    for lane, some in enumerate(own)
-                ]
+            some = numbers[first : first + most]
+            parts.append(
+                Part(
+                    kinds[numbers[0]],
+                    some,
+                    [sessions[i] for i in some],
+                    FIXED_ROWS if shared in fixed else batch_size(len(some)),
+                    max(kinds[i].max_keys for i in some),
+                    first // most,
+                )
             )
-    return batches
+    return parts
 
 
 def batch_size(count: int) -> int:
@@ -278,7 +263,7 @@ class Stepper:
     """Runs decode steps through captured graphs. One thread uses it.
 
     Where `flies`, a step may be launched before the tokens of the one before were read (`LaunchedStep.follow`), if no
-    threads search and no lanes take turns. Of a step whose choice needs those tokens, the layers are.
+    threads search. Of a step whose choice needs those tokens, the layers are.
 
     A batch's size is rounded up to a power of two. It steps in the graph of that size, or in the smallest larger one
     that was prepared; where there is none, one is captured when such a batch first comes. Idle rows of a graph change
@@ -304,9 +289,8 @@ class Stepper:
         """dtype: in which the model computes. forms: what every layer does to logits; nothing where there are none.
         graph_bytes: that idle graphs and those in use may hold; by default a share of the device's memory.
 
-        searching: threads for contexts that are searched on the host, and lanes that batches over contexts in host
-        memory are split into, so that one lane's rows are searched for and fetched while the device computes for the
-        other; one thread and lane by default. queue: by which the device gets its work.
+        searching: threads for contexts that are searched on the host; one by default. queue: by which the device gets
+        its work.
         """
         self._model = model
         self._identity = identity
@@ -315,15 +299,10 @@ class Stepper:
         self._forms = forms
         self._caps = any(form.cap is not None for form in forms)
         self._searching = searching or SearchThreads(1)
-        self._turn_1 = torch.zeros(1, dtype=torch.int32, device=device)
         if graph_bytes is None and device.type == "cuda":
             graph_bytes = torch.cuda.get_device_properties(device).total_memory // _GRAPH_SHARE
         self._graphs: GraphCache[StepGraph] = GraphCache(graph_bytes)
-        # Lanes run at once: each has graphs, memory and a stream of its own.
-        self._captures = [
-            Captures(device, self._graphs.alone) if device.type == "cuda" else None
-            for _ in range(self._searching.lanes)
-        ]
+        self._captures = Captures(device, self._graphs.alone) if device.type == "cuda" else None
         # What another thread captures goes into memory, and over streams, of its own.
         self._beside = Captures(device, self._graphs.alone) if device.type == "cuda" else None
         self._made: SimpleQueue[tuple[Hashable, StepGraph]] = SimpleQueue()
@@ -331,7 +310,7 @@ class Stepper:
         self._prepared: set[Hashable] = set()
         self._kinds = BatchKinds(dtype, self._caps)
         # Of the sessions that came last: most steps are of the same ones as the step before.
-        self._divided: tuple[_Stepping, list[list[Part]]] = (([], []), [])
+        self._divided: tuple[_Stepping, list[Part]] = (([], []), [])
         self._sorted: WeakKeyDictionary[Session, BatchKind | str] = WeakKeyDictionary()
         self._queue = queue or DeviceQueue()
 
@@ -342,13 +321,10 @@ class Stepper:
         """
         kind = self._kinds.sort(fitted, placement)
         if isinstance(kind, BatchKind):
-            lanes = self._lanes(kind)
-            for lane in range(lanes):
-                for size in _sizes(-(-min(sessions, MAX_ROWS) // lanes)):
-                    self._graphs.begin_turn()
-                    with self._on_stream(lane):
-                        self._graph(kind, fitted.method, size, kind.max_keys, 0, lane)
-                    self._prepared.add((kind.key, size, kind.max_keys, 0, lane))
+            for size in _sizes(sessions):
+                self._graphs.begin_turn()
+                self._graph(kind, fitted.method, size, kind.max_keys, 0)
+                self._prepared.add((kind.key, size, kind.max_keys, 0))
 
     def prepare_beside(
         self, fitted: FittedMethod, sessions: int, placement: Placement, least: int = 1
@@ -358,14 +334,14 @@ class Stepper:
         The largest batches come first: smaller ones can step in their graphs. least: sessions of the smallest.
 
         Only compiling and capturing happen here: rows are idle, and buffers nobody else's. What is searched for by
-        threads of the host, or steps in lanes, shares mailboxes or turns with steps, and is left to the first of them.
-        Raises torch.OutOfMemoryError where there is no room: no graph is dropped for it.
+        threads of the host shares mailboxes with steps, and is left to the first of them. Raises torch.OutOfMemoryError
+        where there is no room: no graph is dropped for it.
         """
         kind = self._kinds.sort(fitted, placement)
-        if not isinstance(kind, BatchKind) or not kind.flies or self._lanes(kind) > 1:
+        if not isinstance(kind, BatchKind) or not kind.flies:
             return
         for size in reversed([*_sizes(sessions)]):
-            key = (kind.key, size, kind.max_keys, 0, 0)
+            key = (kind.key, size, kind.max_keys, 0)
             if size < min(least, MAX_ROWS) or key in self._graphs or key in self._handed:
                 continue
             plan = self._plan(kind, fitted.method, size, kind.max_keys)
@@ -373,7 +349,7 @@ class Stepper:
                 make = partial(self._make_graph, plan, kind, self._beside)
                 graph = self._graphs.with_room(make, drop=False)
                 self._queue.mark(self._device)()
-            graph.captures = self._captures[0]
+            graph.captures = self._captures
             self._handed.add(key)
             self._made.put((key, graph))
 
@@ -445,51 +421,19 @@ class Stepper:
         self._graphs.begin_turn()
         if self._divided[0] != stepping:
             kinds = [self._required(session) for session in sessions]
-            self._divided = (stepping, divide(*stepping, kinds, self._lanes))
-        batches = [
-            [PartStep(part, [samplers[i] for i in part.numbers], tokens if drafted else ()) for part in parts]
-            for parts in self._divided[1]
+            self._divided = (stepping, divide(*stepping, kinds))
+        steps = [
+            PartStep(part, [samplers[i] for i in part.numbers], tokens if drafted else ())
+            for part in self._divided[1]
         ]
-        flies = not drafted and self._can_fly(batches)
-        for steps in batches:
-            self._launch(steps, tokens, results, collect=not flies)
-        return LaunchedStep([step for steps in batches for step in steps] if flies else [], results, flies)
-
-    def _can_fly(self, batches: Sequence[Sequence[PartStep]]) -> bool:
-        kinds = [step.of.kind for steps in batches for step in steps]
-        return self.flies and all(self._lanes(kind) == 1 and kind.flies for kind in kinds)
-
-    def _launch(
-        self,
-        steps: Sequence[PartStep],
-        tokens: Sequence[int],
-        results: list[int | Exception],
-        collect: bool,
-    ) -> None:
-        """Steps of a batch, each in a lane of its own."""
+        flies = not drafted and self.flies and all(step.of.kind.flies for step in steps)
         for step in steps:
             with step.guarded(results):
                 self._take_seats(step, results)
-        begun = self._mark() if len(steps) > 1 else None
-        for step in steps:
-            with step.guarded(results), self._on_stream(step.of.lane, begun):
                 step.launch(tokens)
-        for step in steps if collect else ():
-            with step.guarded(results), self._on_stream(step.of.lane, begun):
-                step.collect(results, ())
-
-    def _lanes(self, kind: BatchKind) -> int:
-        """That a batch of such sessions is split into."""
-        return self._searching.lanes if any(each.laned for each in kind.layers) else 1
-
-    def _mark(self) -> torch.cuda.Event | None:
-        """What the current stream has been given until now."""
-        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
-
-    def _on_stream(self, lane: int, begun: torch.cuda.Event | None = None) -> AbstractContextManager[None]:
-        """The stream on which a lane's steps run; see `Captures.beside`."""
-        captures = self._captures[lane]
-        return nullcontext() if captures is None or lane == 0 else captures.beside(begun)
+                if not flies:
+                    step.collect(results, ())
+        return LaunchedStep(steps if flies else [], results, flies)
 
     def feed(self, session: Session, token: int) -> Tensor:
         """One step of one session such as `takes` says yes to, whatever comes next: float32 logits [1, V]."""
@@ -499,25 +443,23 @@ class Stepper:
             raise result
         return self.graph([session]).logits_BV[:1].float().clone()
 
-    def graph(
-        self, sessions: Sequence[Session], part: int = 0, lane: int = 0, *, repeatable: bool = False
-    ) -> StepGraph:
+    def graph(self, sessions: Sequence[Session], part: int = 0, *, repeatable: bool = False) -> StepGraph:
         """What steps of these sessions, which agree in kind, run in.
 
         part: of the sessions of a kind, where they are too many for one batch. Every part has its own, so that its
-        sessions keep their rows. lane: that runs the step. repeatable: some of them draw by seeds.
+        sessions keep their rows. repeatable: some of them draw by seeds.
         """
         kind = self._required(sessions[0])
         max_keys = max(self._required(session).max_keys for session in sessions)
         rows = FIXED_ROWS if repeatable else batch_size(len(sessions))
         if not repeatable:
-            rows = self._ready_rows(kind, rows, max_keys, part, lane)
-        return self._graph(kind, sessions[0].method, rows, max_keys, part, lane)
+            rows = self._ready_rows(kind, rows, max_keys, part)
+        return self._graph(kind, sessions[0].method, rows, max_keys, part)
 
-    def _ready_rows(self, kind: BatchKind, rows: int, max_keys: int, part: int, lane: int) -> int:
+    def _ready_rows(self, kind: BatchKind, rows: int, max_keys: int, part: int) -> int:
         """Rows of the graph for a batch of so many: of a larger one that was prepared, if there is none of its own."""
         for size in (size for size in _sizes(MAX_ROWS) if size >= rows):
-            key = (kind.key, size, max_keys, part, lane)
+            key = (kind.key, size, max_keys, part)
             if key in self._graphs and (size == rows or key in self._prepared):
                 return size
         return rows
@@ -544,18 +486,14 @@ class Stepper:
         return kind
 
     def _take_seats(self, step: PartStep, results: list[int | Exception]) -> None:
-        """Finds the graph and seats the sessions.
-
-        Tails grow here, on the current stream, before any lane runs: no lane then writes where another one still reads.
-        """
+        """Finds the graph and seats the sessions."""
         of = step.of
-        with self._on_stream(of.lane):
-            rows = of.rows
-            if not any(sampler.repeatable for sampler in step.samplers):
-                rows = self._ready_rows(of.kind, rows, of.max_keys, of.part, of.lane)
-            graph = self._graph(of.kind, of.sessions[0].method, rows, of.max_keys, of.part, of.lane)
-            self._graphs.with_room(lambda: graph.prepare(Choice.of(step.samplers)))
-            self._graphs.trim()
+        rows = of.rows
+        if not any(sampler.repeatable for sampler in step.samplers):
+            rows = self._ready_rows(of.kind, rows, of.max_keys, of.part)
+        graph = self._graph(of.kind, of.sessions[0].method, rows, of.max_keys, of.part)
+        self._graphs.with_room(lambda: graph.prepare(Choice.of(step.samplers)))
+        self._graphs.trim()
         seats = graph.batch.seat(of.sessions)
         while any(isinstance(seat, torch.OutOfMemoryError) for seat in seats) and self._graphs.drop_idle():
             seats = graph.batch.seat(of.sessions)
@@ -566,16 +504,14 @@ class Stepper:
                 step.rows[place] = seat
         step.graph = graph
 
-    def _graph(
-        self, kind: BatchKind, method: Method, size: int, max_keys: int, part: int, lane: int = 0
-    ) -> StepGraph:
-        key = (kind.key, size, max_keys, part, lane)
+    def _graph(self, kind: BatchKind, method: Method, size: int, max_keys: int, part: int) -> StepGraph:
+        key = (kind.key, size, max_keys, part)
         graph = self._graphs.find(key)
         if graph is not None:
             return graph
-        plan = self._plan(kind, method, size, max_keys, lane)
+        plan = self._plan(kind, method, size, max_keys)
         begin = time.perf_counter()
-        graph = self._graphs.with_room(lambda: self._make_graph(plan, kind, self._captures[lane]))
+        graph = self._graphs.with_room(lambda: self._make_graph(plan, kind, self._captures))
         logger.info(
             "steps of %d sessions of method %s on up to %d tokens are ready, in %.1f s; they hold %s",
             size,
@@ -587,7 +523,7 @@ class Stepper:
         self._graphs.add(key, graph)
         return graph
 
-    def _plan(self, kind: BatchKind, method: Method, size: int, max_keys: int, lane: int = 0) -> StepPlan:
+    def _plan(self, kind: BatchKind, method: Method, size: int, max_keys: int) -> StepPlan:
         return HostPlan(
             self._identity,
             method,
@@ -595,7 +531,6 @@ class Stepper:
             max_keys,
             self._dtype,
             self._device,
-            Lane(lane, self._turn_1 if self._lanes(kind) > 1 else None),
             self._forms,
             self._queue,
             kind.planes,

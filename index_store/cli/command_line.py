@@ -25,7 +25,16 @@ from index_store.cli.options import (
     OutputFormat,
     StoreOption,
 )
-from index_store.cli.report import LabelArguments, labels_text, parse_labels, with_labels
+from index_store.cli.report import (
+    LabelArguments,
+    RecursiveOption,
+    ReferenceArgument,
+    ReferenceArguments,
+    labels_text,
+    parse_labels,
+    print_done,
+    with_labels,
+)
 from index_store.errors import (
     InvalidArgumentError,
     ManifestError,
@@ -39,26 +48,12 @@ from index_store.store.catalog import Store, require_free, take_name
 from index_store.store.clean_up import clean_up, find_leftovers
 from index_store.store.description.manifest import Manifest
 from index_store.store.files.leftovers import Leftover
-from index_store.store.listing import BrokenContext
 
 app = new_app("Look at a store of contexts, check it, clean it up.")
 
-RefArgument = Annotated[
-    str,
-    typer.Argument(metavar="CONTEXT", help="A context: id, contexts/<id>, first digits of an id, or name."),
-]
-RefArguments = Annotated[
-    list[str],
-    typer.Argument(metavar="CONTEXT", help="Contexts: id, contexts/<id>, first digits of an id, or name."),
-]
 OptionalRefArguments = Annotated[
     list[str] | None,
     typer.Argument(metavar="CONTEXT", help="Contexts to check; all of the store when none is given."),
-]
-
-
-RecursiveOption = Annotated[
-    bool, typer.Option("--recursive", help="Remove contexts that continue these, too.")
 ]
 
 
@@ -69,36 +64,31 @@ def list_contexts(store: StoreOption, output: FormatOption = OutputFormat.TEXT) 
     A context is READY or EXPIRED; where its manifest cannot be used, CORRUPT, UNSUPPORTED or UNAVAILABLE.
     """
     opened = Store(store)
-    entries = [(entry, _is_expired(opened, entry)) for entry in opened.entries()]
+    contexts = [report.stored_info(opened, entry) for entry in opened.entries()]
     leftovers = find_leftovers(opened)
     if output is OutputFormat.JSON:
-        contexts = [
-            report.summary(*entry) | {"tier": "objects" if opened.elsewhere(entry[0].id) else "disk"}
-            for entry in entries
-        ]
-        print_json({"store": str(store), "contexts": contexts, "leftovers": report.leftover_list(leftovers)})
+        shown = [report.context_object(context) for context in contexts]
+        print_json({"store": str(store), "contexts": shown, "leftovers": report.leftover_list(leftovers)})
         return
-    if entries:
-        shown = [report.ShownContext.of(entry, expired=expired) for entry, expired in entries]
-        report.print_contexts(
-            [replace(each, memory="objects") if opened.elsewhere(each.id) else each for each in shown]
-        )
+    if contexts:
+        report.print_contexts(contexts, memory=any(context.placement for context in contexts))
     else:
         typer.echo(f"{store} holds no contexts.")
     _tell_leftovers(leftovers)
 
 
 @app.command("show")
-def show_context(ref: RefArgument, store: StoreOption, output: FormatOption = OutputFormat.TEXT) -> None:
+def show_context(
+    ref: ReferenceArgument, store: StoreOption, output: FormatOption = OutputFormat.TEXT
+) -> None:
     """Show all about one context: sizes, parameters, times."""
     opened = Store(store)
     manifest = opened.manifest(opened.resolve(ref))
-    expired = opened.expired(manifest)
-    children = len(opened.children(manifest.id))
+    context = report.stored_info(opened, manifest)
     if output is OutputFormat.JSON:
-        print_json(report.details(manifest, expired, children))
-        return
-    report.print_rows(report.detail_rows(manifest, expired, children))
+        print_json(report.stored_object(context, manifest))
+    else:
+        report.print_rows([*report.detail_rows(context), *report.stored_rows(manifest)])
 
 
 @app.command("verify")
@@ -182,7 +172,7 @@ def sync_store(
 
 @app.command("fetch")
 def fetch_contexts(
-    refs: RefArguments,
+    refs: ReferenceArguments,
     store: StoreOption,
     objects: RequiredObjectsOption,
     output: FormatOption = OutputFormat.TEXT,
@@ -194,16 +184,12 @@ def fetch_contexts(
     ids = _resolve_all(opened, refs)
     for id_ in ids:
         opened.bring(id_)
-    if output is OutputFormat.JSON:
-        print_json({"fetched": ids})
-        return
-    for id_ in ids:
-        typer.echo(f"{id_} is here")
+    print_done("fetched", ids, output)
 
 
 @app.command("rm")
 def remove_contexts(
-    refs: RefArguments,
+    refs: ReferenceArguments,
     store: StoreOption,
     recursive: RecursiveOption = False,
     output: FormatOption = OutputFormat.TEXT,
@@ -219,11 +205,7 @@ def remove_contexts(
     for id_ in _children_first(opened, ids):
         if id_ not in removed:
             removed += opened.delete(id_, recursive=recursive)
-    if output is OutputFormat.JSON:
-        print_json({"removed": removed})
-        return
-    for id_ in removed:
-        typer.echo(f"removed {id_}")
+    print_done("removed", removed, output)
 
 
 def _children_first(store: Store, ids: Sequence[str]) -> list[str]:
@@ -233,7 +215,9 @@ def _children_first(store: Store, ids: Sequence[str]) -> list[str]:
 
 
 @app.command("pin")
-def pin_contexts(refs: RefArguments, store: StoreOption, output: FormatOption = OutputFormat.TEXT) -> None:
+def pin_contexts(
+    refs: ReferenceArguments, store: StoreOption, output: FormatOption = OutputFormat.TEXT
+) -> None:
     """Keep contexts from expiring.
 
     Servers keep them in memory before others, too.
@@ -242,7 +226,9 @@ def pin_contexts(refs: RefArguments, store: StoreOption, output: FormatOption = 
 
 
 @app.command("unpin")
-def unpin_contexts(refs: RefArguments, store: StoreOption, output: FormatOption = OutputFormat.TEXT) -> None:
+def unpin_contexts(
+    refs: ReferenceArguments, store: StoreOption, output: FormatOption = OutputFormat.TEXT
+) -> None:
     """Let contexts expire and leave memory like others."""
     _set_pinned(store, refs, output, pinned=False)
 
@@ -252,16 +238,12 @@ def _set_pinned(store: Path, refs: Sequence[str], output: OutputFormat, *, pinne
     ids = _resolve_all(opened, refs)
     for id_ in ids:
         opened.update(id_, partial(replace, pinned=pinned))
-    if output is OutputFormat.JSON:
-        print_json({"pinned" if pinned else "unpinned": ids})
-        return
-    for id_ in ids:
-        typer.echo(f"{'pinned' if pinned else 'unpinned'} {id_}")
+    print_done("pinned" if pinned else "unpinned", ids, output)
 
 
 @app.command("name")
 def name_context(
-    ref: RefArgument,
+    ref: ReferenceArgument,
     name: Annotated[str, typer.Argument(metavar="NAME", help="What people are to call it.")],
     store: StoreOption,
     move_name: MoveNameOption = False,
@@ -285,7 +267,10 @@ def name_context(
 
 @app.command("label")
 def label_context(
-    ref: RefArgument, labels: LabelArguments, store: StoreOption, output: FormatOption = OutputFormat.TEXT
+    ref: ReferenceArgument,
+    labels: LabelArguments,
+    store: StoreOption,
+    output: FormatOption = OutputFormat.TEXT,
 ) -> None:
     """Set and remove labels of a context."""
     changes = parse_labels(labels)
@@ -308,7 +293,7 @@ def _relabelled(changes: Mapping[str, str | None], present: Manifest) -> Manifes
 
 @app.command("export")
 def export(
-    ref: RefArgument,
+    ref: ReferenceArgument,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it.")],
     store: StoreOption,
     with_parents: Annotated[
@@ -404,10 +389,6 @@ def _tell_leftovers(leftovers: Sequence[Leftover]) -> None:
     """A sentence on standard error about what takes space and is no context."""
     if leftovers:
         typer.echo(report.leftovers_text(leftovers), err=True)
-
-
-def _is_expired(store: Store, entry: Manifest | BrokenContext) -> bool:
-    return isinstance(entry, Manifest) and store.expired(entry)
 
 
 def _resolve_all(store: Store, refs: Sequence[str]) -> list[str]:

@@ -1,24 +1,37 @@
-"""Contexts as commands show them, whether a folder or a server tells of them, and as JSON what a folder tells."""
+"""Contexts as commands show them, whether a folder or a server tells of them: as people read them, and as JSON."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
-from typing import Annotated, Protocol
+from typing import Annotated, Any
 
 import typer
 
-from index_store.cli.console import format_time, on_terminal, print_table
+from index_store.cli.console import format_time, on_terminal, print_json, print_table
+from index_store.cli.options import OutputFormat
 from index_store.errors import InvalidArgumentError, SparseKVError, format_bytes
-from index_store.selection.budgets import KEEP_GRID
+from index_store.store.catalog import Store
 from index_store.store.description.context_id import WindowLayers
 from index_store.store.description.dtypes import INT8
-from index_store.store.description.json_fields import Scalar
-from index_store.store.description.manifest import HIGH_PLANE, IndexEntry, Manifest
+from index_store.store.description.manifest import HIGH_PLANE, MANIFESTS, Manifest
 from index_store.store.files.leftovers import Leftover
-from index_store.store.listing import BrokenContext, state_of
+from index_store.store.listing import Entry, state_of
+from sparsekv.v1.values import ContextInfo, IndexInfo
 
+ReferenceArgument = Annotated[
+    str,
+    typer.Argument(metavar="CONTEXT", help="A context: id, contexts/<id>, first digits of an id, or name."),
+]
+ReferenceArguments = Annotated[
+    list[str],
+    typer.Argument(metavar="CONTEXT", help="Contexts: id, contexts/<id>, first digits of an id, or name."),
+]
+RecursiveOption = Annotated[
+    bool, typer.Option("--recursive", help="Remove contexts that continue these, too.")
+]
 LabelArguments = Annotated[
     list[str], typer.Argument(metavar="KEY=VALUE", help="Labels to set; KEY- removes one.")
 ]
@@ -39,6 +52,14 @@ def parse_labels(words: Sequence[str]) -> dict[str, str | None]:
     return labels
 
 
+def given_labels(words: Sequence[str]) -> dict[str, str]:
+    """Values by key, where there is nothing to remove. Raises InvalidArgumentError."""
+    labels = parse_labels(words)
+    if None in labels.values():
+        raise InvalidArgumentError("--label: expected KEY=VALUE; there are no labels to remove")
+    return {key: value for key, value in labels.items() if value is not None}
+
+
 def with_labels(present: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
     """The labels after some were set or removed."""
     kept = {key: value for key, value in present.items() if key not in changes}
@@ -50,6 +71,63 @@ def labels_text(labels: Mapping[str, str]) -> str:
     return ", ".join(f"{key}={value}" for key, value in sorted(labels.items())) or "-"
 
 
+def stored_info(store: Store, entry: Entry) -> ContextInfo:
+    """A context of a folder, as a server would tell of it but for what only servers know."""
+    if not isinstance(entry, Manifest):
+        state, why = state_of(entry, expired=False), entry.error.message
+        return ContextInfo(name=f"contexts/{entry.id}", state=state, state_message=why)
+    parent = entry.parent
+    return ContextInfo(
+        name=f"contexts/{entry.id}",
+        display_name=entry.name,
+        model=entry.model.name,
+        architecture=entry.model.architecture,
+        token_count=entry.token_count,
+        dtype=entry.dtype,
+        kv_bytes=entry.kv_bytes,
+        index_bytes=entry.index_bytes,
+        state=state_of(entry, expired=store.expired(entry)),
+        create_time=entry.created_at,
+        expire_time=entry.expires_at,
+        methods=entry.methods,
+        indexes=tuple(
+            IndexInfo(
+                index.name,
+                index.kind,
+                {name: str(value) for name, value in index.parameters.items()},
+                index.nbytes / entry.token_count,
+                tuple(index.layers),
+            )
+            for index in entry.indexes
+        ),
+        dense_layers=tuple(entry.dense_layers),
+        placement="objects" if store.elsewhere(entry.id) else "",
+        labels=dict(entry.labels),
+        pinned=entry.pinned,
+        is_conversation=entry.conversation is not None,
+        parent="" if parent is None else f"contexts/{parent.id}",
+        parent_token_count=0 if parent is None else parent.token_count,
+        children=len(store.children(entry.id)),
+        owner=entry.owner,
+        rows=entry.rows,
+        tenant=entry.tenant,
+        readers=tuple(entry.readers),
+    )
+
+
+def id_of(context: ContextInfo) -> str:
+    """Without `contexts/`."""
+    return context.name.removeprefix("contexts/")
+
+
+def context_object(context: ContextInfo) -> dict[str, Any]:
+    """A context as JSON: the fields of the API's message."""
+    fields = asdict(context)
+    return {
+        name: value.isoformat() if isinstance(value, datetime) else value for name, value in fields.items()
+    }
+
+
 _MEMORY = "MEMORY"
 COLUMNS = ("ID", "NAME", "STATE", _MEMORY, "METHODS", "TOKENS", "KV", "INDEX", "MODEL", "CREATED", "EXPIRES")
 _RIGHT = ("TOKENS", "KV", "INDEX")
@@ -57,52 +135,30 @@ _OPTIONAL = ("CREATED", "MODEL", "EXPIRES", "METHODS", "INDEX", "KV", _MEMORY, "
 """What a narrow terminal does not show, the first of them first."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShownContext:
-    """A context of a list. cells: those of COLUMNS behind MEMORY, empty where it cannot be used, for the reason
-    `problem`. memory: where a server has it; None of a folder, which has no such column."""
-
-    id: str
-    name: str
-    state: str
-    cells: tuple[str, ...] = ()
-    memory: str | None = None
-    problem: str = ""
-
-    @classmethod
-    def of(cls, entry: Manifest | BrokenContext, *, expired: bool) -> ShownContext:
-        """As a folder tells."""
-        state = state_of(entry, expired=expired)
-        if isinstance(entry, BrokenContext):
-            return cls(entry.id, "-", state, problem=entry.error.message)
-        sizes = (entry.token_count, entry.kv_bytes, entry.index_bytes)
-        times = (entry.created_at, entry.expires_at)
-        return cls(
-            entry.id, entry.name, state, list_cells(",".join(entry.methods), sizes, entry.model.name, times)
-        )
-
-
-def list_cells(
-    methods: str, sizes: tuple[int, int, int], model: str, times: tuple[datetime, datetime | None]
-) -> tuple[str, ...]:
-    """Cells of a `ShownContext`. sizes: tokens, bytes of keys and values, of indexes. times: made, expires."""
-    tokens, *nbytes = sizes
-    return (methods, str(tokens), *map(format_bytes, nbytes), model, *map(format_time, times))
-
-
-def print_contexts(contexts: Sequence[ShownContext]) -> None:
-    """A table of them, and on standard error what is wrong with some."""
-    shown = [column for column in COLUMNS if column != _MEMORY or any(each.memory for each in contexts)]
+def print_contexts(contexts: Sequence[ContextInfo], memory: bool) -> None:
+    """A table of them, and on standard error what is wrong with some. memory: with where they are."""
+    shown = [column for column in COLUMNS if column != _MEMORY or memory]
     id_length = 12 if on_terminal() else 64
-    rows = []
+    rows, problems = [], []
     for each in contexts:
-        memory = [each.memory or "-"] if _MEMORY in shown else []
-        first = [each.id[:id_length], each.name, each.state, *memory]
-        rows.append([*first, *(each.cells or ["-"] * (len(shown) - len(first)))])
+        id_ = id_of(each)[:id_length]
+        row = [id_, each.display_name or "-", each.state, *([_memory(each)] if memory else [])]
+        if each.state in ("READY", "EXPIRED"):
+            row += [each.default_method or ",".join(each.methods) or "-", str(each.token_count)]
+            row += [format_bytes(each.kv_bytes), format_bytes(each.index_bytes), each.model or "-"]
+            row += map(format_time, (each.create_time, each.expire_time))
+        else:
+            problems.append(f"{id_}: {each.state_message}")
+        rows.append(row + ["-"] * (len(shown) - len(row)))
     print_table(shown, rows, right=_RIGHT, optional=[column for column in _OPTIONAL if column in shown])
-    for each in contexts:
-        if each.problem:
-            typer.echo(f"{each.id[:id_length]}: {each.problem}", err=True)
+    for problem in problems:
+        typer.echo(problem, err=True)
+
+
+def _memory(context: ContextInfo) -> str:
+    if context.placement == "objects":
+        return context.placement
+    return (context.placement or "loaded") if context.resident else "-"
 
 
 def print_rows(rows: Sequence[tuple[str, str]]) -> None:
@@ -112,59 +168,13 @@ def print_rows(rows: Sequence[tuple[str, str]]) -> None:
         typer.echo(f"{label:<{width}}  {value}")
 
 
-def summary(entry: Manifest | BrokenContext, expired: bool) -> dict[str, object]:
-    """One context of a listing, as JSON."""
-    if isinstance(entry, BrokenContext):
-        return {"id": entry.id, "state": state_of(entry, expired=False), "error": error_object(entry.error)}
-    return {
-        "id": entry.id,
-        "name": entry.name,
-        "state": state_of(entry, expired=expired),
-        "model": entry.model.name,
-        "dtype": entry.dtype,
-        "rows": entry.rows,
-        "methods": list(entry.methods),
-        "tokens": entry.token_count,
-        "parent": None if entry.parent is None else entry.parent.id,
-        "parent_tokens": 0 if entry.parent is None else entry.parent.token_count,
-        "kv_bytes": entry.kv_bytes,
-        "index_bytes": entry.index_bytes,
-        "bytes_per_token": entry.bytes_per_token(),
-        "created_at": entry.created_at.isoformat(),
-        "expires_at": entry.expires_at.isoformat() if entry.expires_at else None,
-        "pinned": entry.pinned,
-        "labels": dict(entry.labels),
-        "tenant": entry.tenant,
-        "readers": list(entry.readers),
-        "messages": entry.conversation is not None,
-    }
-
-
-def details(manifest: Manifest, expired: bool, children: int) -> dict[str, object]:
-    """Everything about one context, as JSON. children: how many contexts continue it."""
-    model = manifest.model
-    return {
-        **summary(manifest, expired),
-        "children": children,
-        "model": {
-            "name": model.name,
-            "architecture": model.architecture,
-            "fingerprint": model.fingerprint,
-            "tokenizer_fingerprint": model.tokenizer_fingerprint,
-            "layers": model.layers,
-            "query_heads": model.query_heads,
-            "kv_heads": model.kv_heads,
-            "head_dim": model.head_dim,
-            "max_positions": model.max_positions,
-            "window": None if model.window is None else asdict(model.window),
-        },
-        "dense_layers": list(manifest.dense_layers),
-        "selection_errors": list(manifest.selection_errors),
-        "indexes": [_index_object(index, manifest.token_count) for index in manifest.indexes],
-        "query_positions": list(manifest.query_positions),
-        "prefill": dict(manifest.prefill),
-        "seconds": dict(manifest.seconds),
-    }
+def print_done(done: str, ids: Sequence[str], output: OutputFormat) -> None:
+    """Which contexts something was done to: `removed`, `pinned`."""
+    if output is OutputFormat.JSON:
+        print_json({done: list(ids)})
+        return
+    for id_ in ids:
+        typer.echo(f"{done} {id_}")
 
 
 def rows_text(rows: str, dtype: str) -> str:
@@ -172,93 +182,63 @@ def rows_text(rows: str, dtype: str) -> str:
     return f"4 of 8 bits, the others are index {HIGH_PLANE}" if rows == INT8 else dtype
 
 
-def detail_rows(manifest: Manifest, expired: bool, children: int) -> list[tuple[str, str]]:
-    """Everything about one context, as (label, value). children: as in `details`."""
+def detail_rows(context: ContextInfo) -> list[tuple[str, str]]:
+    """All that is said of a context, as (label, value)."""
+    default = f"{context.default_method} {context.default_budget}".strip()
+    expires = format_time(context.expire_time)
+    parent = context.parent.removeprefix("contexts/")
+    said = {
+        "id": id_of(context),
+        "name": context.display_name,
+        "state": f"{context.state}: {context.state_message}" if context.state_message else context.state,
+        "in memory": _memory(context),
+        "model": f"{context.model} ({context.architecture})",
+        "tokens": str(context.token_count),
+        "kv": f"{format_bytes(context.kv_bytes)}, {rows_text(context.rows, context.dtype)}",
+        "continues": f"{parent}, {context.parent_token_count} tokens" if parent else "",
+        "children": str(context.children or ""),
+        **{f"index {index.name}": _index_text(index) for index in context.indexes},
+        "indexes": format_bytes(context.index_bytes),
+        "methods": ", ".join(context.methods),
+        "default": f"{default}, tuned" if context.tuned else default,
+        "dense layers": layers_text(context.dense_layers),
+        "created": format_time(context.create_time),
+        "expires": f"pinned; otherwise {expires}" if context.pinned else expires,
+        "labels": labels_text(context.labels),
+        "tenant": context.tenant,
+        "readers": ", ".join(context.readers),
+        "owner": context.owner,
+        "made of": "messages" if context.is_conversation else "text or tokens",
+    }
+    return [(label, value) for label, value in said.items() if value]
+
+
+def _index_text(index: IndexInfo) -> str:
+    parameters = ", ".join(f"{name}={value}" for name, value in index.parameters.items()) or "-"
+    return f"{index.kind}, {index.bytes_per_token:.1f} bytes per token, {layers_text(index.layers)}, {parameters}"
+
+
+def stored_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    """What only the folder tells of a context; all of it is in the manifest."""
     model = manifest.model
-    rows = [
-        ("id", manifest.id),
-        ("name", manifest.name),
-        ("state", state_of(manifest, expired=expired)),
-        ("model", f"{model.name} ({model.architecture}, {model.fingerprint[:12]})"),
-        (
-            "layers",
-            f"{model.layers}, {model.query_heads} query heads, {model.kv_heads} KV heads, d {model.head_dim}",
-        ),
-        *([] if model.window is None else [("windows", _window(model.window))]),
-        ("tokens", str(manifest.token_count)),
-        *(
-            family_rows("", 0, children)
-            if manifest.parent is None
-            else family_rows(manifest.parent.id, manifest.parent.token_count, children)
-        ),
-        (
-            "kv",
-            f"{_size(manifest.kv_bytes, manifest.own_tokens)}, {rows_text(manifest.rows, manifest.dtype)}",
-        ),
-    ]
-    for index in manifest.indexes:
-        rows.append((f"index {index.name}", f"{_size(index.nbytes, manifest.token_count)}, {index.kind}"))
-        rows.append(("  layers", layers_text(index.layers, model.layers)))
-        rows.append(("  parameters", _pairs(index.parameters)))
-        if index.thresholds:
-            most, least = index.thresholds[0], index.thresholds[-1]
-            rows.append(
-                ("  thresholds", f"{least:.3g} to {most:.3g}, keep {KEEP_GRID[-1]:g} to {KEEP_GRID[0]:g}")
-            )
-        rows += [
-            (f"  {array.path.rpartition('/')[2]}", f"{list(array.shape)} {array.dtype}")
-            for array in index.arrays
-        ]
-    if manifest.queries is not None:
-        count = len(manifest.query_positions)
-        rows.append(("queries", f"{format_bytes(manifest.queries.nbytes)}, {count} positions of every layer"))
-    rows += [
-        ("total", _size(manifest.kv_bytes + manifest.index_bytes, manifest.own_tokens)),
-        ("methods", ", ".join(manifest.methods)),
-        ("dense layers", layers_text(manifest.dense_layers, model.layers)),
-        ("selection errors", ", ".join(f"{error:.4f}" for error in manifest.selection_errors) or "-"),
-        ("prefill", _pairs(manifest.prefill)),
-        (
-            "seconds",
-            ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in manifest.seconds.items()) or "-",
-        ),
-        *note_rows(manifest, (manifest.created_at, manifest.expires_at), manifest.conversation is not None),
-    ]
-    return rows
+    heads = f"{model.query_heads} query heads, {model.kv_heads} KV heads, d {model.head_dim}"
+    positions = len(manifest.query_positions)
+    said = {
+        "fingerprint": model.fingerprint,
+        "layers": f"{model.layers}, {heads}",
+        "windows": "" if model.window is None else _window(model.window),
+        "bytes per token": f"{manifest.bytes_per_token():.1f}",
+        "queries": f"of {positions} positions of every layer" if positions else "",
+        "selection errors": ", ".join(f"{error:.4f}" for error in manifest.selection_errors),
+        "prefill": ", ".join(f"{name}={value}" for name, value in manifest.prefill.items()),
+        "seconds": ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in manifest.seconds.items()),
+    }
+    return [(label, value) for label, value in said.items() if value]
 
 
-def family_rows(parent: str, parent_tokens: int, children: int) -> list[tuple[str, str]]:
-    """What a context continues, by id, "" for nothing, and what continues it."""
-    continues = [("continues", f"{parent}, {parent_tokens} tokens")] if parent else []
-    return [*continues, *([("children", str(children))] if children else [])]
-
-
-class Noted(Protocol):
-    """A context, whoever tells of it."""
-
-    @property
-    def pinned(self) -> bool: ...
-    @property
-    def labels(self) -> Mapping[str, str]: ...
-    @property
-    def owner(self) -> str: ...
-    @property
-    def tenant(self) -> str: ...
-    @property
-    def readers(self) -> Sequence[str]: ...
-
-
-def note_rows(context: Noted, times: tuple[datetime, datetime | None], talk: bool) -> list[tuple[str, str]]:
-    """What is noted of a context. times: made, expires. talk: whether it was made of messages."""
-    made, expires = map(format_time, times)
-    belongs = (("tenant", context.tenant), ("readers", ", ".join(context.readers)), ("owner", context.owner))
-    return [
-        ("created", made),
-        ("expires", f"pinned; otherwise {expires}" if context.pinned else expires),
-        ("labels", labels_text(context.labels)),
-        *((label, said) for label, said in belongs if said),
-        ("made of", "messages" if talk else "text or tokens"),
-    ]
+def stored_object(context: ContextInfo, manifest: Manifest) -> dict[str, Any]:
+    """A context of a folder as JSON, with its whole manifest."""
+    return {**context_object(context), "manifest": json.loads(MANIFESTS.render(manifest))}
 
 
 def leftover_list(leftovers: Sequence[Leftover]) -> list[dict[str, object]]:
@@ -285,30 +265,6 @@ def leftovers_text(leftovers: Sequence[Leftover]) -> str:
 def error_object(error: SparseKVError) -> dict[str, object]:
     """An error, as JSON."""
     return {"reason": error.reason, "message": error.message, **error.metadata}
-
-
-def _index_object(index: IndexEntry, tokens: int) -> dict[str, object]:
-    return {
-        "name": index.name,
-        "kind": index.kind,
-        "parameters": dict(index.parameters),
-        "layers": list(index.layers),
-        "bytes": index.nbytes,
-        "bytes_per_token": index.nbytes / tokens,
-        "thresholds": list(index.thresholds),
-        "arrays": [
-            {"path": array.path, "shape": list(array.shape), "dtype": array.dtype, "bytes": array.nbytes}
-            for array in index.arrays
-        ],
-    }
-
-
-def _size(nbytes: int, tokens: int) -> str:
-    return f"{format_bytes(nbytes)} ({nbytes} bytes, {nbytes / tokens:.1f} per token)"
-
-
-def _pairs(values: Mapping[str, Scalar]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in values.items()) or "-"
 
 
 def layers_text(layers: Sequence[int], of: int | None = None) -> str:

@@ -34,7 +34,6 @@ _CLUSTER_SUMS = f"{_SELECTION}.remainders_numba:_cluster_sums"
 _TABLE_SUMS = f"{_TABLES}.search_numba:_softmax_sum_rows"
 _SCORE_LISTS, _INSERT_KEYS = f"{_TABLES}.search_numba:_score_lists", f"{_TABLES}.search_numba:_insert_keys"
 _SEARCH_TREE = "index_store.indexes.key_clusters.tree_numba:_search_tree"
-_SCORE_CODES = "index_store.indexes.product_codes.search_numba:_score_codes"
 
 CODE_ROWS = (f"{_COARSE_ROWS}.coding_numba:_write_codes", f"{_COARSE_ROWS}.coding_numba:_find_ranges")
 """What makes a coarse copy: of a context that is read, and of keys that a session appends."""
@@ -64,7 +63,6 @@ _OF_METHODS: Mapping[str, Sequence[str]] = MappingProxyType(
         "multipole-tree": (_COLLECT, _CLUSTER_SUMS, _SEARCH_TREE),
         "tactic": (_COLLECT, _KEEP_INSIDE),
         "quest": (_COLLECT,),
-        "pq": (_POOL, _SCORE_CODES, _TOP_K, _CLUSTER_SUMS),
         "refined": _COARSE,
         "refined-3": _COARSE,
     }
@@ -74,7 +72,7 @@ _OF_METHODS: Mapping[str, Sequence[str]] = MappingProxyType(
 def loops_of(methods: Sequence[str]) -> list[str]:
     """`module:function` of what decode steps of these methods and of full attention run on a host, each once.
 
-    Of a method with options (`oracle+centred`, `pq@sinks=16`): that of its preset.
+    Of a method with options (`oracle+centred`, `refined@sinks=16`): that of its preset.
     """
     presets = [name.partition("+")[0].partition("@")[0] for name in methods]
     found = [_ATTEND, *(loop for name in presets for loop in _OF_METHODS.get(name, ()))]

@@ -10,12 +10,8 @@ from index_store.indexes.exact_index import ExactIndex
 from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.indexes.key_clusters.index import ClusterTree, KeyClusters
 from index_store.indexes.key_pages import Pages
-from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.query_tables.index import QueryTables
 
 INDEX_CLASSES: Mapping[str, type[LayerIndex]] = MappingProxyType(
-    {
-        each.kind: each
-        for each in (QueryTables, ExactIndex, KeyClusters, ClusterTree, Pages, ProductCodes, CoarseRows)
-    }
+    {each.kind: each for each in (QueryTables, ExactIndex, KeyClusters, ClusterTree, Pages, CoarseRows)}
 )

@@ -11,7 +11,6 @@ from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.parameters import CoarseKind
 from index_store.indexes.interface.index_kind import Growth, IndexKind, Parameters, grown
 from index_store.indexes.key_clusters.parameters import ClusterKind, TreeKind
-from index_store.indexes.product_codes.parameters import CodeKind
 from index_store.indexes.query_tables.parameters import TableKind
 from index_store.store.description.json_fields import Scalar
 
@@ -76,8 +75,5 @@ class PageKind(IndexKind):
 
 
 INDEX_KINDS: Mapping[str, type[IndexKind]] = MappingProxyType(
-    {
-        each.kind: each
-        for each in (TableKind, ExactKind, ClusterKind, TreeKind, PageKind, CodeKind, CoarseKind)
-    }
+    {each.kind: each for each in (TableKind, ExactKind, ClusterKind, TreeKind, PageKind, CoarseKind)}
 )

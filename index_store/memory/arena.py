@@ -35,7 +35,7 @@ from index_store.errors import (
 from index_store.memory.context_loading import LoadedContext, choose_placement, placed_bytes, start_loading
 from index_store.memory.host_memory import PageLocker, default_page_locker
 from index_store.memory.patience import Patience, note_passed
-from index_store.memory.placement import USUAL_ROOM, MemoryBytes, Placement, SlotRoom
+from index_store.memory.placement import SLOT_SHARE, MemoryBytes, Placement
 from index_store.memory.resident import IndexKinds, ResidentContext
 from index_store.store.catalog import Store
 from index_store.store.description.array_entry import ArrayEntry
@@ -298,7 +298,7 @@ class Arena:
         kinds: IndexKinds | None = None,
         device: torch.device | None = None,
         placement: Placement | None = None,
-        slots: SlotRoom = USUAL_ROOM,
+        slot_share: int = SLOT_SHARE,
         quota: Callable[[str], int | None] = lambda tenant: None,
     ) -> None:
         """`locker` page-locks host memory (CUDA's where there is a GPU); `kinds` are the index classes.
@@ -307,7 +307,7 @@ class Arena:
         device: what computes, where that is not the CPU; None for the CPU, in whose memory everything is then.
         placement: of every context; None for in device memory what fits into its budget, else hybrid, and host what has
             indexes that fit only without those which the host can search.
-        slots: of contexts in host memory, which count into the device's budget.
+        slot_share: see `slots_per_head`; slots count into the device's budget.
         quota: most bytes of both memories that a tenant's contexts may take.
         """
         if isinstance(budget, int):
@@ -325,7 +325,7 @@ class Arena:
         self._kinds = kinds
         self._device = device
         self._placement = placement
-        self._slots = slots
+        self._slot_share = slot_share
         self._quota = quota
         self._waiting: deque[_Waiter] = deque()  # first come first
         self._changed = threading.Condition()
@@ -488,8 +488,10 @@ class Arena:
         if self._device is None:
             placement, why = Placement.DEVICE, "the CPU computes"
         elif placement is None:
-            placement, why = choose_placement(manifest, self._device, self._books.budget.device, self._slots)
-        return placement, placed_bytes(manifest, self._device, placement, self._slots), why
+            placement, why = choose_placement(
+                manifest, self._device, self._books.budget.device, self._slot_share
+            )
+        return placement, placed_bytes(manifest, self._device, placement, self._slot_share), why
 
     def _enter(
         self, manifest: Manifest, check: Callable[[], None], wait_for_memory: bool
@@ -544,7 +546,7 @@ class Arena:
                 self._device,
                 slot.placement,
                 partial(self._end_loading, slot),
-                self._slots,
+                self._slot_share,
             )
         except BaseException as error:
             interrupted = StoreError(f"loading context {slot.id} was interrupted; ask again")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError, MemoryBudgetError, StoreError
 from index_store.memory.host_memory import HostBlock, PageLocker, aligned, paged
-from index_store.memory.placement import USUAL_ROOM, MemoryBytes, Placement, SlotRoom, slot_bytes
+from index_store.memory.placement import SLOT_SHARE, MemoryBytes, Placement, slot_bytes
 from index_store.memory.resident import IndexKinds, LayerGate, ResidentContext
 from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.dtypes import STORED_DTYPES
@@ -228,7 +228,7 @@ def placed_bytes(
     manifest: Manifest,
     device: torch.device | None = None,
     placement: Placement = Placement.DEVICE,
-    slots: SlotRoom = USUAL_ROOM,
+    slot_share: int = SLOT_SHARE,
 ) -> MemoryBytes:
     """Bytes that a context takes in each memory: every array, aligned, and its token ids as int64.
 
@@ -236,7 +236,7 @@ def placed_bytes(
     (`placement.slot_bytes`) where keys and values are in the host's.
     """
     arrays = _array_bytes(manifest, device, placement)
-    return arrays + MemoryBytes(device=slot_bytes(manifest, slots)) if placement.kv_on_host else arrays
+    return arrays + MemoryBytes(device=slot_bytes(manifest, slot_share)) if placement.kv_on_host else arrays
 
 
 def _array_bytes(manifest: Manifest, device: torch.device | None, placement: Placement) -> MemoryBytes:
@@ -253,19 +253,20 @@ def _array_bytes(manifest: Manifest, device: torch.device | None, placement: Pla
 
 
 def choose_placement(
-    manifest: Manifest, device: torch.device, room: int, slots: SlotRoom = USUAL_ROOM
+    manifest: Manifest, device: torch.device, room: int, slot_share: int = SLOT_SHARE
 ) -> tuple[Placement, str]:
     """Where a context goes beside a device with so many bytes for contexts, and why.
 
-    All of it there if it fits, else its indexes, else those that the host does not search. slots: see `placed_bytes`.
+    All of it there if it fits, else its indexes, else those that the host does not search. slot_share: see
+    `placed_bytes`.
     """
     budget = f"the device budget of {room}"
     whole = placed_bytes(manifest, device).device
     if whole <= room:
         return Placement.DEVICE, f"its {whole} bytes fit into {budget}"
     why = f"its {whole} bytes do not fit into {budget}"
-    indexes = placed_bytes(manifest, device, Placement.HYBRID, slots).device
-    rest = placed_bytes(manifest, device, Placement.HOST, slots).device
+    indexes = placed_bytes(manifest, device, Placement.HYBRID, slot_share).device
+    rest = placed_bytes(manifest, device, Placement.HOST, slot_share).device
     if indexes <= room or rest == indexes:
         return Placement.HYBRID, why
     return (
@@ -281,7 +282,7 @@ def start_loading(
     device: torch.device | None = None,
     placement: Placement = Placement.DEVICE,
     on_end: Callable[[Exception | None], None] = lambda error: None,
-    slots: SlotRoom = USUAL_ROOM,
+    slot_share: int = SLOT_SHARE,
 ) -> LoadedContext:
     """Reserves memory and begins to read every array into it, layer by layer, head by head, in many threads.
 
@@ -316,7 +317,7 @@ def start_loading(
             placement=placement,
             device=device,
             gate=gate,
-            slots=slots,
+            slot_share=slot_share,
             state=memory.state,
         )
         loaded = LoadedContext(resident, memory)

@@ -2,7 +2,7 @@
 
 Rows that a decode step fetches from host memory stay in slots on the device for the steps after it
 (`decode_engine/kernels/slots/`). The slots of a context are part of what it takes of the device's memory from the
-beginning, though they are made when its first step comes. Every lane that batches are split into has its own.
+beginning, though they are made when its first step comes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class MemoryBytes:
         return self.host <= budget.host and self.device <= budget.device
 
 
-SHARE = 16
+SLOT_SHARE = 16
 """One row in so many has a slot usually: 6.25 %, more than most methods attend to at a step of one session."""
 
 SET = 16
@@ -90,27 +90,13 @@ MARKED = 32
 """Keys of which a word of four bytes says which ones a step misses."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlotRoom:
-    """Room on a device for rows of a context in host memory.
-
-    share: one row in so many has a slot. lanes: of batches; each has slots of its own.
-    """
-
-    share: int = SHARE
-    lanes: int = 1
-
-
-USUAL_ROOM = SlotRoom()
-
-
-def slots_per_head(keys: int, share: int = SHARE) -> int:
+def slots_per_head(keys: int, share: int = SLOT_SHARE) -> int:
     """Slots of every layer and KV head of a context of so many tokens; at least one set."""
     return -(-keys // (share * SET)) * SET
 
 
-def slot_bytes(manifest: Manifest, room: SlotRoom = USUAL_ROOM) -> int:
-    """Bytes that the slots of all layers and lanes take."""
+def slot_bytes(manifest: Manifest, share: int = SLOT_SHARE) -> int:
+    """Bytes that the slots of all layers take."""
     model, keys, slot = manifest.model, manifest.token_count, manifest.row_bytes + TAG_BYTES
-    per_head = slots_per_head(keys, room.share) * slot + COUNT_BYTES + -(-keys // MARKED) * 4
-    return room.lanes * len(model.full_layers) * model.kv_heads * per_head
+    per_head = slots_per_head(keys, share) * slot + COUNT_BYTES + -(-keys // MARKED) * 4
+    return len(model.full_layers) * model.kv_heads * per_head

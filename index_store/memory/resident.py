@@ -19,7 +19,8 @@ from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.coarse_rows.two_planes import ContextRows, TwoPlanes
 from index_store.indexes.interface.layer_index import LayerIndex
-from index_store.memory.placement import USUAL_ROOM, Placement, SlotRoom
+from index_store.indexes.interface.retired import why_retired
+from index_store.memory.placement import SLOT_SHARE, Placement
 from index_store.store.description.dtypes import INT8, stored_dtype
 from index_store.store.description.manifest import HIGH_PLANE, IndexEntry, Manifest
 
@@ -124,7 +125,7 @@ class ResidentContext:
         placement: Placement = Placement.DEVICE,
         device: torch.device | None = None,
         gate: LayerGate | None = None,
-        slots: SlotRoom = USUAL_ROOM,
+        slot_share: int = SLOT_SHARE,
         state: Tensor | None = None,
     ) -> None:
         """Over loaded tensors.
@@ -132,11 +133,11 @@ class ResidentContext:
         tokens: [N] int64. kv: layer -> [H, N, 2, d]. arrays: (index name, layer) -> array name -> [H, ...].
         kinds: index classes by kind; all that this package knows by default. placement: which memory they are in.
         device: what computes, and holds the indexes; that of keys and values by default. gate: which layers are there;
-        all without one. slots: for rows of keys and values in host memory. state: packed, of a model with states.
+        all without one. slot_share: see `slots_per_head`. state: packed, of a model with states.
         """
         self.manifest = manifest
         self.placement = placement
-        self.slots = slots
+        self.slot_share = slot_share
         self.device = device or next((layer.device for layer in kv.values()), tokens.device)
         self._gate = gate or LayerGate(manifest.model.layers, opened=True)
         self._tokens: Tensor | None = tokens
@@ -277,6 +278,9 @@ class ResidentContext:
             )
         self._check_layer(layer)
         kinds = self._kinds if self._kinds is not None else INDEX_CLASSES
+        retired = why_retired(entry.kind, entry.parameters)
+        if retired is not None:
+            raise InvalidArgumentError(f"index {name!r} of context {self.manifest.id[:12]}: {retired}")
         if entry.kind not in kinds:
             raise MethodUnsupportedError(
                 f"index {name!r} is of kind {entry.kind!r}, this program reads {', '.join(sorted(kinds))}; "

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from index_store.indexes.interface.retired import why_retired
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.selection.budgets import (
     COARSE_ROWS,
@@ -47,7 +48,8 @@ class IndexSpec:
     def __post_init__(self) -> None:
         if self.kind not in INDEX_KINDS:
             raise InvalidArgumentError(
-                f"index kind is {self.kind!r}, expected one of {', '.join(sorted(INDEX_KINDS))}",
+                why_retired(self.kind, self.parameters)
+                or f"index kind is {self.kind!r}, expected one of {', '.join(sorted(INDEX_KINDS))}",
                 kind=self.kind,
             )
 
@@ -124,51 +126,12 @@ INDEX_SPECS: Mapping[str, IndexSpec] = MappingProxyType(
                 {**_CLUSTERS, "metric": "euclidean", "moments": "full", "keys_per_cluster": 32},
             ),
             IndexSpec("pages", "pages", {"size": 16}),
-            IndexSpec(
-                "product_codes",
-                "product_codes",
-                {"subspaces": 8, "bits": 8, "split": "strided", "iterations": 10},
-            ),
             IndexSpec("coarse_rows", "coarse_rows", _COARSE),
             IndexSpec("coarse_rows_3", "coarse_rows", {**_COARSE, "key_bits": 3, "value_bits": 3}),
         )
     }
 )
 """Every index that a method may name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """When a decode step searches, and with which query.
-
-    period: a selection serves this many decode steps (CSAttention appendix C.2). lag: 1 attends to the selection that
-    the step before has made, while its own is made for the next. correct_below: KV heads in which the query of any head
-    of the group has a smaller cosine with the query that was searched with are searched again; None never.
-    """
-
-    period: int = 1
-    lag: int = 0
-    correct_below: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.period < 1:
-            raise InvalidArgumentError(f"period is {self.period}, expected at least 1")
-        if self.lag not in (0, 1):
-            raise InvalidArgumentError(f"lag is {self.lag}, expected 0 or 1")
-        if self.period > 1 and self.lag:
-            raise InvalidArgumentError("period and lag exclude one another; choose one")
-        if self.correct_below is not None:
-            if not self.by_step:
-                raise InvalidArgumentError("a correction needs something to correct: period or lag")
-            if not -1.0 <= self.correct_below <= 1.0:
-                raise InvalidArgumentError(
-                    f"correct_below is {self.correct_below}, expected a cosine from -1 to 1"
-                )
-
-    @property
-    def by_step(self) -> bool:
-        """Whether a step's selection depends on earlier steps, so that tokens must be fed one by one."""
-        return self.period > 1 or self.lag > 0
 
 
 @dataclass(frozen=True)
@@ -182,7 +145,7 @@ class Method:
     sinks: first tokens of the context that are always attended. recent: newest tokens that are always attended.
     append_block: the window of recent tokens moves on in steps of this many positions, and the tail tokens that it
         leaves become searchable; it holds `recent` to `recent + append_block - 1` tokens besides the query's own.
-    schedule: when it searches. search: options of `LayerIndex.rank`.
+    period: a selection serves so many decode steps (CSAttention appendix C.2). search: options of `LayerIndex.rank`.
     drafts: of full attention, the method that proposes tokens, where the context has what it searches; full attention
         verifies them, several in one step. None elsewhere.
     """
@@ -199,7 +162,7 @@ class Method:
     sinks: int = 8
     recent: int = 64
     append_block: int = 64
-    schedule: Schedule = field(default_factory=Schedule)
+    period: int = 1
     drafts: Method | None = None
 
     def __post_init__(self) -> None:
@@ -214,6 +177,7 @@ class Method:
             ("@sinks", self.sinks, 0),
             ("@recent", self.recent, 1),
             ("@append_block", self.append_block, 1),
+            ("@period", self.period, 1),
         ):
             if value < least:
                 raise InvalidArgumentError(f"{label} is {value}, expected at least {least}", field="method")
@@ -234,7 +198,7 @@ class Method:
     @property
     def one_pass(self) -> bool:
         """Whether feeding many tokens at once equals feeding them one by one."""
-        return not (self.schedule.by_step or (self.budget is not None and self.budget.per_prompt))
+        return self.period == 1 and not (self.budget is not None and self.budget.per_prompt)
 
     def searched_range(self, position: int, keys: int) -> tuple[int, int]:
         """First key and end of what a query at `position` searches, over a context of `keys` tokens and its tail.
@@ -443,5 +407,6 @@ class FittedMethod:
 def misfits(manifest: Manifest) -> list[str]:
     """A sentence for every index of a context that finds too little on its model's heads, as it was built."""
     dim = manifest.model.head_dim
-    told = ((entry.name, INDEX_KINDS[entry.kind].misfit(entry.parameters, dim)) for entry in manifest.indexes)
+    known = [entry for entry in manifest.indexes if entry.kind in INDEX_KINDS]
+    told = ((entry.name, INDEX_KINDS[entry.kind].misfit(entry.parameters, dim)) for entry in known)
     return [f"index {name}: {reason}" for name, reason in told if reason]

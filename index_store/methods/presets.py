@@ -4,93 +4,68 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
-from index_store.indexes.coarse_rows.parameters import RETIRED
+from index_store.indexes.interface.retired import RETIRED_METHODS
 from index_store.indexes.registry import INDEX_KINDS
-from index_store.methods.method import INDEX_SPECS, Method, Schedule
+from index_store.methods.method import INDEX_SPECS, Method
 from index_store.selection.budgets import DROPPED, REMAINDERS, Budget, Mass, Ratio, Threshold, TokenCount
 from index_store.store.description.json_fields import Scalar
 
-EXPRESSION_HELP = "PRESET[+REMAINDER][@period=P|@lag][@correct=COSINE][@OPTION=VALUE]"
+EXPRESSION_HELP = "PRESET[+REMAINDER][@period=P][@OPTION=VALUE]"
 
 _EXPRESSION = re.compile(
     r"(?P<preset>[a-z][a-z0-9-]*)(?:\+(?P<remainder>[a-z]+))?(?P<options>(?:@[a-z_]+(?:=[-a-z_0-9.]+)?)*)"
 )
-_SWITCHES = frozenset({"lag"})
-_WINDOWS = frozenset({"sinks", "recent", "append_block"})
+_NUMBERS = frozenset({"sinks", "recent", "append_block", "period"})
+_RETIRED = frozenset({"lag", "correct"})
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
     """What an expression says, before it is known whether the parts go together.
 
-    remainder: None for the preset's own. schedule: None where none is given. windows: `sinks`, `recent` and
-    `append_block`, as far as given. search: options of the index's search by name, of whatever kind.
+    remainder: None for the preset's own. numbers: `sinks`, `recent`, `append_block` and `period`, as far as given.
+    search: options of the index's search by name, of whatever kind.
     """
 
     preset: str
     remainder: str | None
-    schedule: Schedule | None
-    windows: Mapping[str, int]
+    numbers: Mapping[str, int]
     search: Mapping[str, Scalar]
 
 
 def read_expression(text: str) -> Expression:
-    """The parts of `text`; raises MethodUnsupportedError for what cannot be read.
-
-    Raises InvalidArgumentError for a schedule that contradicts itself.
-    """
+    """The parts of `text`; raises MethodUnsupportedError for what cannot be read."""
     found = _EXPRESSION.fullmatch(text)
     if found is None:
         raise MethodUnsupportedError(f"method is {text!r}, expected {EXPRESSION_HELP}", method=text)
-    schedule: dict[str, float] = {}
-    windows: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     search: dict[str, Scalar] = {}
-    for key, value in _options(text, found["options"]):
-        if key in _SWITCHES:
-            schedule[key] = 1
-        elif key == "correct":
-            schedule[key] = _number(text, key, value)
-        elif key == "period":
-            schedule[key] = _whole(text, key, value)
-        elif key in _WINDOWS:
-            windows[key] = _whole(text, key, value)
+    for option in found["options"].split("@")[1:]:
+        key, _, value = option.partition("=")
+        if key in _RETIRED:
+            raise MethodUnsupportedError(
+                f"method is {text!r}: @lag and @correct were retired on 2026-11-28; leave them out, or have a "
+                "selection serve several steps by @period=P",
+                method=text,
+            )
+        if not value:
+            raise _unreadable(text, key, value)
+        if key in _NUMBERS:
+            numbers[key] = _whole(text, key, value)
         else:
             search[key] = _scalar(value)
-    return Expression(
-        found["preset"], found["remainder"], _schedule(schedule) if schedule else None, windows, search
-    )
-
-
-def _options(text: str, options: str) -> Iterator[tuple[str, str]]:
-    """Keys and values; the value is empty for a switch, and for nothing else."""
-    for option in options.split("@")[1:]:
-        key, _, value = option.partition("=")
-        if bool(value) == (key in _SWITCHES):
-            raise _unreadable(text, key, value)
-        yield key, value
-
-
-def _schedule(values: Mapping[str, float]) -> Schedule:
-    return Schedule(
-        period=int(values.get("period", 1)), lag=int("lag" in values), correct_below=values.get("correct")
-    )
-
-
-def _number(text: str, key: str, value: str) -> int | float:
-    number = _scalar(value)
-    if isinstance(number, str) or (isinstance(number, float) and not math.isfinite(number)):
-        raise _unreadable(text, key, value)
-    return number
+    return Expression(found["preset"], found["remainder"], numbers, search)
 
 
 def _whole(text: str, key: str, value: str) -> int:
-    number = _number(text, key, value)
-    if number != int(number):
+    number = _scalar(value)
+    if isinstance(number, str) or not math.isfinite(number) or number != int(number):
         raise _unreadable(text, key, value)
     return int(number)
 
@@ -224,16 +199,6 @@ _LISTED = (
         INDEX_SPECS["pages"],
         Ratio(0.05),
     ),
-    Method(
-        "pq",
-        "Product-quantised keys, and clusters for what was not selected.",
-        "PQCache, improved, baseline",
-        INDEX_SPECS["product_codes"],
-        Ratio(0.05),
-        REMAINDERS["centred"],
-        INDEX_SPECS["remainder_clusters"],
-        partition_optional=True,
-    ),
     _REFINED,
     replace(
         _REFINED,
@@ -266,11 +231,11 @@ def get_method(
 ) -> Method:
     """The method that an expression names, with another budget or search period where one is given.
 
-    An expression is a preset, possibly with another remainder (`oracle+centred`, `csattention+dropped`), a schedule
-    (`csattention@period=4`, `pq@lag@correct=0.9`), other windows (`pq@sinks=16`) and options of
-    the search (`csattention@group=pooled`). Raises MethodUnsupportedError for an unknown name, for parts that do not
-    go together, or for a budget or period on a method that keeps everything, and InvalidArgumentError for an option
-    that the index does not have or a value out of range.
+    An expression is a preset, possibly with another remainder (`oracle+centred`, `csattention+dropped`), a period
+    of searches (`csattention@period=4`), other windows (`refined@sinks=16`) and options of the search
+    (`csattention@group=pooled`). Raises MethodUnsupportedError for an unknown name, for parts that do not go together,
+    or for a budget or period on a method that keeps everything, and InvalidArgumentError for an option that the index
+    does not have or a value out of range.
     """
     method = _parse(name)
     given = {"keep ratio": keep, "search period": period, "target mass": mass, "token budget": tokens}
@@ -290,7 +255,7 @@ def get_method(
         method = replace(method, budget=Mass(mass))
     if tokens is not None:
         method = replace(method, budget=TokenCount(tokens))
-    return method if period is None else replace(method, schedule=Schedule(period=period))
+    return method if period is None else replace(method, period=period)
 
 
 def _with_keep(method: Method, keep: float) -> Budget:
@@ -304,29 +269,21 @@ def _with_keep(method: Method, keep: float) -> Budget:
 def _parse(text: str) -> Method:
     expression = read_expression(text)
     method = preset = METHODS.get(expression.preset)
-    if expression.preset == "refined-codes":
-        raise MethodUnsupportedError(f"method is {text!r}: {RETIRED}", method=text)
+    if expression.preset in RETIRED_METHODS:
+        raise MethodUnsupportedError(f"method is {text!r}: {RETIRED_METHODS[expression.preset]}", method=text)
     if method is None:
         raise MethodUnsupportedError(
             f"method is {text!r}, expected one of {', '.join(METHODS)}, or {EXPRESSION_HELP}", method=text
         )
     if expression.remainder is not None:
         method = _with_remainder(method, expression.remainder)
-    if expression.schedule is not None:
-        method = replace(method, schedule=expression.schedule)
-    if expression.windows or expression.search:
+    if expression.numbers or expression.search:
         if not method.sparse:
             raise MethodUnsupportedError(
                 f"method {text!r} attends to every key, so there is no search with options", method=text
             )
-        windows = expression.windows
-        method = replace(
-            method,
-            search={**method.search, **expression.search},
-            sinks=windows.get("sinks", method.sinks),
-            recent=windows.get("recent", method.recent),
-            append_block=windows.get("append_block", method.append_block),
-        )
+        changes: dict[str, Any] = {"search": {**method.search, **expression.search}, **expression.numbers}
+        method = replace(method, **changes)
     return method if method is preset else replace(method, name=text)
 
 

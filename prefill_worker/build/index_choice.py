@@ -1,4 +1,4 @@
-"""Which indexes a job builds, and in which layers: those of its methods and those named, as flags reshape them."""
+"""Which indexes a job builds, and in which layers: those of its methods, and those named."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from torch import Tensor
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.classes import INDEX_CLASSES
-from index_store.indexes.coarse_rows.parameters import RETIRED
 from index_store.indexes.interface.layer_index import LayerSource
+from index_store.indexes.interface.retired import RETIRED_INDEXES
 from index_store.methods.method import INDEX_SPECS, IndexSpec, Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.json_fields import Scalar
 from index_store.store.description.manifest import HIGH_PLANE
 from index_store.store.stored_context import QuerySample
-from prefill_worker.config import PrefillConfig
 
 FIXED_INDEXES = frozenset({"paper_tables"})
-"""Indexes whose name promises what was published: no flag reshapes them."""
+"""Indexes whose name promises what was published: nobody reshapes them."""
 
-_TABLES_KIND = "query_tables"
 _TRIAL_KEYS = 32
 
 
@@ -45,14 +43,11 @@ class ChosenIndexes:
         return tuple(method.name for method in self.methods) or ("full",)
 
 
-def choose_indexes(
-    methods: Sequence[str], index: Sequence[str], flags: Mapping[str, Scalar] | None = None
-) -> ChosenIndexes:
+def choose_indexes(methods: Sequence[str], index: Sequence[str]) -> ChosenIndexes:
     """The different indexes that the methods need stored, and those that are named themselves.
 
-    index: NAME or NAME:parameter=value,..., which reshapes the index of that name. flags: parameters that reshape
-    query tables (`table_flags`), except those of csattention-paper. Raises MethodUnsupportedError for an unknown method
-    or for parameters that it cannot work with, InvalidArgumentError for an unknown index or parameter.
+    index: NAME or NAME:parameter=value,..., which reshapes the index of that name. Raises MethodUnsupportedError for an
+    unknown method or for parameters that it cannot work with, InvalidArgumentError for an unknown index or parameter.
     """
     named = [_named_spec(text) for text in index]
     wanted = [get_method(name) for name in methods]
@@ -62,12 +57,6 @@ def choose_indexes(
     shaped = {text.partition(":")[0] for text in index if ":" in text}
     if len({spec.name for spec in named}) != len(named):
         raise InvalidArgumentError(f"--index is {', '.join(index)}, expected different indexes")
-    if flags:
-        reshaped = {name: spec for name, spec in specs.items() if _reshapable(spec)}
-        if not reshaped:
-            _refuse(", ".join((*methods, *index)), specs)
-        specs |= {name: spec.with_parameters(**flags) for name, spec in reshaped.items()}
-        shaped |= set(reshaped)
     fitting = [fitted(method, specs) for method in wanted] if wanted else _supported_methods(specs)
     return ChosenIndexes(tuple(specs.values()), tuple(fitting), frozenset(shaped))
 
@@ -92,22 +81,20 @@ def with_high_plane(chosen: ChosenIndexes, identity: ModelIdentity) -> ChosenInd
     return replace(chosen, specs=specs)
 
 
-def check_centroids(config: PrefillConfig, chosen: ChosenIndexes, queries: int) -> None:
-    """Raises InvalidArgumentError when --centroids asks for more than there are sampled queries per KV head.
+def check_centroids(chosen: ChosenIndexes, queries: int) -> None:
+    """Raises InvalidArgumentError for query tables of more centroids than there are sampled queries per KV head.
 
     Every further centroid would repeat another one, at the price of a table row of the context's length. An index's
-    own number is always taken, so that short documents need no flags.
+    own number is always taken, so that short documents need no parameters.
     """
-    wanted = config.centroids
-    if wanted is None or wanted <= queries:
-        return
-    if any(
-        _reshapable(spec) and INDEX_SPECS[spec.name].parameters["centroids"] != wanted
-        for spec in chosen.specs
-    ):
+    for spec in chosen.specs:
+        wanted = spec.parameters.get("centroids")
+        usual = INDEX_SPECS[spec.name].parameters.get("centroids")
+        if wanted is None or wanted == usual or int(wanted) <= queries:
+            continue
         raise InvalidArgumentError(
-            f"--centroids is {wanted}, expected at most {queries}: that many queries are sampled per KV head of "
-            "this document; give fewer centroids, a longer document or a larger --query-sample",
+            f"--index {spec.name} has {wanted} centroids, expected at most {queries}: that many queries are sampled "
+            "per KV head of this document; give fewer, a longer document or a larger --query-sample",
             centroids=wanted,
             queries=queries,
         )
@@ -133,23 +120,12 @@ def check_build(
     INDEX_CLASSES[spec.kind].build(spec.parameters, source, seed=0)
 
 
-def table_flags(config: PrefillConfig) -> dict[str, Scalar]:
-    """The flags given that reshape query tables, by parameter."""
-    flags = {
-        "layout": config.tables,
-        "subspaces": config.subspaces,
-        "centroids": config.centroids,
-        "split": config.split,
-    }
-    return {name: value for name, value in flags.items() if value is not None}
-
-
 def _named_spec(text: str) -> IndexSpec:
     """The index that one --index flag asks for."""
     name, separator, listed = text.partition(":")
     spec = INDEX_SPECS.get(name)
-    if name == "coarse_codes":
-        raise InvalidArgumentError(f"--index is {text!r}: {RETIRED}", index=name)
+    if name in RETIRED_INDEXES:
+        raise InvalidArgumentError(f"--index is {text!r}: {RETIRED_INDEXES[name]}", index=name)
     if spec is None or not spec.stored:
         known = ", ".join(known.name for known in INDEX_SPECS.values() if known.stored)
         raise InvalidArgumentError(f"--index is {text!r}, expected one of {known}", index=name)
@@ -197,20 +173,3 @@ def _supported_methods(specs: Mapping[str, IndexSpec]) -> list[Method]:
         elif method.partition_optional:
             found.append(fitted(method.without_remainder(), specs))
     return found
-
-
-def _reshapable(spec: IndexSpec) -> bool:
-    return spec.kind == _TABLES_KIND and spec.name not in FIXED_INDEXES
-
-
-def _refuse(asked: str, specs: Mapping[str, IndexSpec]) -> None:
-    flags = "--tables, --subspaces, --centroids and --split"
-    if FIXED_INDEXES & set(specs):
-        others = [method.name for method in METHODS.values() if any(map(_reshapable, method.index_specs()))]
-        raise InvalidArgumentError(
-            f"{flags} shape an index, but the index of csattention-paper is fixed by the paper (asked for: {asked}); "
-            f"leave the flags out, or use --method {', '.join(others)} for variants"
-        )
-    raise InvalidArgumentError(
-        f"{flags} shape query tables, but {asked} stores none; add --method csattention, or leave the flags out"
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +17,7 @@ from index_store.cli.entry import INTERRUPTED
 from index_store.cli.logs import LogLevel, LogLevelOption, logging_to_stderr
 from index_store.cli.options import FormatOption, InputFile, OutputFormat, QuietOption, configured
 from index_store.cli.report import layers_text, print_rows, rows_text
-from index_store.store.description.dtypes import AS_DTYPE
-from prefill_worker.config import AddIndexConfig, DetachConfig, RunConfig, WorkerConfig
+from prefill_worker.config import AddIndexConfig, DetachConfig, PrefillConfig, WorkerConfig
 
 if TYPE_CHECKING:
     from index_store.store.description.manifest import IndexEntry, Manifest
@@ -41,8 +39,8 @@ def _interruptible() -> Iterator[None]:
 
 
 GROUPS = {
-    "The document": "input messages calibration name move_name ttl salt server",
-    "Indexes": "method index tables subspaces centroids split dense_layers query_sample seed",
+    "The document": "input messages calibration name move_name ttl salt",
+    "Indexes": "method index dense_layers query_sample seed",
     "Reading": "chunk attention muse_block muse_clusters muse_cap muse_iterations muse_dipole",
     "Storing and computing": "dtype rows device device_memory objects",
 }
@@ -50,9 +48,9 @@ GROUPS = {
 
 @app.command(cls=GroupedCommand)
 @_interruptible()
-@configured(RunConfig, GROUPS)
+@configured(PrefillConfig, GROUPS)
 def run(
-    config: RunConfig,
+    config: PrefillConfig,
     more_inputs: Annotated[
         list[Path] | None, typer.Argument(metavar="FILE", help="More files, after --input.")
     ] = None,
@@ -61,14 +59,11 @@ def run(
 ) -> None:
     """Prefill a document, store it, print what was stored. The store is made when it is not there.
 
-    Where the store has the document already, what is missing is added: indexes, a name, a time to live. With --server,
-    a server makes the context, with its own model, and the report is that of `decode-engine contexts create`.
+    Where the store has the document already, what is missing is added: indexes, a name, a time to live.
     """
     for path in more_inputs or ():
         InputFile(dash=True).check("FILE", path)
     config = replace(config, input=(*config.input, *(more_inputs or ())))
-    if config.server is not None:
-        raise typer.Exit(_ask_server(config.server, config, quiet, output))
     # Imported here, not above: torch and transformers take seconds, which --help and usage errors need not wait for.
     from index_store.cli.console import reporter_for
     from prefill_worker.jobs.job import run_job
@@ -85,23 +80,6 @@ def run(
     _print(report, output)
     if courier is not None:
         courier.upload(report.manifest.id)
-
-
-def _ask_server(server: str, config: RunConfig, quiet: bool, output: OutputFormat) -> int:
-    """Runs the command that speaks to servers, which belongs to the other program; its exit code."""
-    flags = [
-        f"--server={server}",
-        f"--format={output.value}",
-        *(f"--method={name}" for name in config.method),
-    ]
-    flags += [] if config.name is None else [f"--name={config.name}"]
-    flags += ["--move-name"] if config.move_name else []
-    flags += [] if config.ttl is None else [f"--ttl={config.ttl}"]
-    flags += [] if config.rows == AS_DTYPE else [f"--rows={config.rows}"]
-    flags += [] if config.messages is None else [f"--messages={config.messages}"]
-    flags += ["--quiet"] if quiet else []
-    command = [sys.executable, "-m", "decode_engine", "contexts", "create", *flags, "--"]
-    return subprocess.call([*command, *map(str, config.input)])
 
 
 @app.command("add-index")

@@ -15,6 +15,7 @@ from torch import Tensor
 from index_store.cli.console import Reporter
 from index_store.cli.options import parse_ttl
 from index_store.errors import InvalidArgumentError
+from index_store.indexes.interface.retired import why_retired
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.method import IndexSpec
 from index_store.store.catalog import Store, utc_now
@@ -86,7 +87,11 @@ def plan_changes(
         if entry is not None
         for note in _check_suits(present, entry, spec, spec.name in chosen.shaped)
     ]
-    built = {entry.name: IndexSpec(entry.name, entry.kind, entry.parameters) for entry in present.indexes}
+    built = {
+        entry.name: IndexSpec(entry.name, entry.kind, entry.parameters)
+        for entry in present.indexes
+        if why_retired(entry.kind, entry.parameters) is None
+    }
     for method in chosen.methods:
         fitted(method, built)
     lifetime = parse_ttl(ttl)

@@ -32,9 +32,9 @@ from index_store.errors import (
 from index_store.family.children import Continuation, OwnRows, attention_of, publish_child, read_own_rows
 from index_store.family.parents import ATTENTION, EXACT, child_id, parent_of
 from index_store.indexes.coarse_rows.index import CoarseRows
-from index_store.indexes.coarse_rows.parameters import RETIRED
 from index_store.indexes.coarse_rows.two_planes import find_low_plane
 from index_store.indexes.interface.layer_index import LayerSource
+from index_store.indexes.interface.retired import why_retired
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.method import IndexSpec
 from index_store.store.catalog import CHANGEABLE, Store, free_name, utc_now
@@ -260,9 +260,9 @@ def _specs(parent: Manifest, reporter: Reporter) -> list[IndexSpec]:
     queries = len(parent.query_positions) * group
     specs = []
     for entry in parent.indexes:
-        lacks = None
-        if entry.parameters.get("coding") == "product":
-            lacks = RETIRED
+        lacks = why_retired(entry.kind, entry.parameters)
+        if lacks is not None:
+            pass
         elif entry.parameters.get("window", 0):
             lacks = "it undoes the model's rotary embedding, which the store does not have"
         elif INDEX_KINDS[entry.kind].needs_queries:

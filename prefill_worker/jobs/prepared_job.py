@@ -41,7 +41,6 @@ from prefill_worker.build.index_choice import (
     check_build,
     check_centroids,
     choose_indexes,
-    table_flags,
     with_high_plane,
 )
 from prefill_worker.build.kv_placement import LIBRARY_BYTES, JobSizes, UsedMemory
@@ -256,7 +255,7 @@ def job_over_tokens(
 
 def _choices(config: PrefillConfig, identity: ModelIdentity) -> ChosenIndexes:
     """What can be known without the document."""
-    chosen = choose_indexes(config.methods, config.index, table_flags(config))
+    chosen = choose_indexes(config.methods, config.index)
     if config.rows == INT8:
         chosen = with_high_plane(chosen, identity)
     dense = parse_dense_layers(config.dense_layers)
@@ -289,7 +288,7 @@ def _checked(
     check_positions(identity, len(token_ids) + max((len(prompt) for prompt in prompts), default=0))
     dtype = checkpoint_dtype(folder) if config.dtype == "auto" else config.dtype
     job = PreparedJob(config, folder, identity, dtype, token_ids, prompts, chosen, title, conversation)
-    check_centroids(config, chosen, job.sampled_queries())
+    check_centroids(chosen, job.sampled_queries())
     # Whether the model's rotary embedding suits is known when the model is loaded.
     frequencies = torch.ones(identity.head_dim // 2)
     for spec in chosen.specs:

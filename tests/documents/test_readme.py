@@ -122,7 +122,6 @@ def test_commands_in_the_documents_exist(document: Path) -> None:
             "tenants",
             "methods",
             "evaluate",
-            "evaluate-merge",
             "fetch-model",
             "make-document",
             "token",
@@ -168,9 +167,11 @@ def test_the_table_of_methods_lists_all_of_them() -> None:
             )
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document", [path for path in DOCUMENTS if path.name != "log.md"], ids=lambda path: path.name
+)
 def test_expressions_in_the_documents_mean_something(document: Path) -> None:
-    """Methods with another remainder or options, in text and in commands."""
+    """Methods with another remainder or options, in text and in commands; the log tells of some that are gone."""
     presets = "|".join(sorted(METHODS, key=len, reverse=True))
     shown = re.findall(rf"(?<![\w-])(?:{presets})(?:[+@][a-z_]+(?:=[\w.]+)?)+", document.read_text())
     for expression in shown:
@@ -204,7 +205,6 @@ def serving(code: str, folder: Path, environment: dict[str, str]) -> Iterator[No
         text=True,
     )
     try:
-        assert server.stdout is not None
         assert server.stdout.readline().startswith("Serving")
         yield
     finally:

@@ -49,7 +49,6 @@ NEEDED = {
     "decode-engine tenants": "",
     "decode-engine methods": "",
     "decode-engine evaluate": "--out {folder}/out",
-    "decode-engine evaluate-merge": "--out {folder}/out",
     "decode-engine make-document": "--out {folder}/d --questions {folder}/q",
     "decode-engine fetch-model": "smollm2",
     "decode-engine tune": "--store {folder} --context c",
@@ -73,7 +72,6 @@ ARGUMENTS = {
     "decode-engine ask": ["Who?"],
     "decode-engine contexts label": ["c", "team=law"],
     "decode-engine contexts extend": ["c", "text.txt"],
-    "decode-engine evaluate-merge": ["run"],
 }
 
 NO_NUMBERS = ("nan", "inf", "-inf", "1e400", "-1", "1e30", str(10**30), "", "x", "0x1")
@@ -101,7 +99,6 @@ def _app(package: str) -> Typer:
 
 def _callbacks(app: Typer, name: str) -> Iterator[tuple[str, Callable[..., None]]]:
     for command in app.registered_commands:
-        assert command.callback is not None
         yield f"{name} {command.name or command.callback.__name__}", command.callback
     for group in app.registered_groups:
         assert group.typer_instance is not None

@@ -19,7 +19,7 @@ COMMANDS = {
     "decode-engine": "decode_engine.__main__:main",
 }
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,6 @@ def test_imports_come_from_the_wheel(unpacked: Path) -> None:
     assert done.stdout.count(str(unpacked)) == len(names.split(","))
 
 
-@pytest.mark.nightly
 def test_the_packaged_reader_prefills_and_the_store_lists_it(unpacked: Path, tmp_path: Path) -> None:
     document, questions, store = tmp_path / "document.txt", tmp_path / "questions.jsonl", tmp_path / "store"
     made = run(

@@ -13,8 +13,6 @@ import pytest
 def load_script(path: Path) -> ModuleType:
     """The script, imported as it is when it runs: what lies beside it can be imported from it."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     with pytest.MonkeyPatch.context() as patch:

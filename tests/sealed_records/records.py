@@ -31,7 +31,7 @@ from prefill_worker.build.dense_layers import Selectivity
 from tests.support.store import (
     CREATED,
     MODEL,
-    RETIRED_INDEX,
+    RETIRED_INDEXES,
     THRESHOLDS,
     in_planes,
     other_model,
@@ -41,17 +41,20 @@ from tests.support.store import (
 RECORDED = Path(__file__).parent / "recorded"
 CONTEXT = "5" * 64
 
+_INDEXES = {
+    spec.name: (spec.kind, spec.parameters) for spec in INDEX_SPECS.values() if spec.stored
+} | RETIRED_INDEXES
 _EVERY_KIND = tuple(
     IndexEntry(
-        spec.name,
-        spec.kind,
-        spec.parameters,
+        name,
+        kind,
+        parameters,
         (1, 2),
-        (index_array_entry(spec.name, "rows", 2, (MODEL.kv_heads, 3), "uint8"),),
-        THRESHOLDS if spec.name == "pages" else (),
+        (index_array_entry(name, "rows", 2, (MODEL.kv_heads, 3), "uint8"),),
+        THRESHOLDS if name == "pages" else (),
     )
-    for spec in (*INDEX_SPECS.values(), RETIRED_INDEX)
-    if spec.stored
+    # In the order in which there were kinds when the manifest was recorded.
+    for name, (kind, parameters) in sorted(_INDEXES.items(), key=lambda each: each[0].startswith("coarse"))
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -30,3 +32,23 @@ def make_kv(count: int, dtype: torch.dtype, head_dim: int = 64, centres: int = 3
     keys = keys + 0.3 * torch.randn(2, count, head_dim, generator=generator)
     values = torch.randn(2, count, head_dim, generator=generator)
     return torch.stack([keys, values], dim=2).to(DEVICE, dtype)
+
+
+def crossed(axes: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:
+    """Parametrises with every combination of the axes' values, two diagonals of which run by day: each value does.
+
+    A name of several parameters (`"count, first"`) has tuples for values.
+    """
+    values = [list(axis) for axis in axes.values()]
+    longest = max(map(len, values))
+    daily = {
+        tuple((step + turn * place) % len(axis) for place, axis in enumerate(values))
+        for step, turn in itertools.product(range(longest), (0, 1))
+    }
+    cases = []
+    for places in itertools.product(*(range(len(axis)) for axis in values)):
+        chosen = [axis[place] for axis, place in zip(values, places, strict=True)]
+        parts = [part if "," in names else (part,) for names, part in zip(axes, chosen, strict=True)]
+        marks = () if places in daily else pytest.mark.nightly
+        cases.append(pytest.param(*itertools.chain(*parts), marks=marks))
+    return pytest.mark.parametrize(", ".join(axes), cases)

@@ -40,7 +40,6 @@ _SMALL: Mapping[str, Mapping[str, Scalar]] = {
     "key_clusters": _CLUSTERS,
     "cluster_tree": {**_CLUSTERS, "keys_per_coarse": 16},
     "pages": {"size": 4},
-    "product_codes": {"subspaces": 4, "iterations": 3},
     "coarse_rows": {"iterations": 3},
 }
 

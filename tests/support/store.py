@@ -17,7 +17,7 @@ from torch import Tensor
 
 from index_store.family.children import Continuation, OwnRows
 from index_store.indexes.interface.layer_index import LayerIndex
-from index_store.methods.method import INDEX_SPECS, IndexSpec
+from index_store.methods.method import INDEX_SPECS
 from index_store.selection.budgets import KEEP_GRID
 from index_store.store.catalog import Store
 from index_store.store.description.array_entry import (
@@ -246,12 +246,14 @@ class RecordingLocker:
         self.locked.remove(tensor.data_ptr())
 
 
-RETIRED_INDEX = IndexSpec(
-    "coarse_codes",
-    "coarse_rows",
-    {"coding": "product", "key_bits": 2, "value_bits": 2, "value_group": 128, "iterations": 10},
-)
-"""An index that stored contexts may have, and that nobody can search any more."""
+RETIRED_INDEXES: Mapping[str, tuple[str, Mapping[str, Scalar]]] = {
+    "product_codes": ("product_codes", {"subspaces": 8, "bits": 8, "split": "strided", "iterations": 10}),
+    "coarse_codes": (
+        "coarse_rows",
+        {"coding": "product", "key_bits": 2, "value_bits": 2, "value_group": 128, "iterations": 10},
+    ),
+}
+"""Kinds and parameters of indexes that stored contexts may have, and that nobody can search any more, by name."""
 
 
 def add_index(

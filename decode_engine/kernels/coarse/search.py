@@ -254,7 +254,7 @@ def cut_kernel(
 def store_cut(
     cut_ptr: gl.tensor, bits: gl.tensor, counted: gl.tensor, keep: gl.tensor, searched: gl.tensor
 ) -> None:
-    """As `border.store_cut`, by bits [K, C, 32]; two halvings at once, with three numbers of keys in one sum."""
+    """As `border.cut_reference`, by bits [K, C, 32]; two halvings at once, with three numbers of keys in one sum."""
     wanted = keep.to(gl.float32) * counted.to(gl.float32) / searched.to(gl.float32)
     cut = searched * 0 + _LEAST_CUT
     for step in gl.static_range(0, _CUT_STEPS, 2):

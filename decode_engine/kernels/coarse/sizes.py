@@ -190,7 +190,7 @@ class CoarseWork:
 
     sampled_RGM: [R, G, M] float32, sampled keys' logits in units of log2, -inf where the sample has no key.
     normalisers_RG: [R, G] float32, log2 of the sum of all searched keys' weights, estimated. cuts_RX: [R, 3] int32, see
-    `border.store_cut`.
+    `border.cut_reference`.
 
     What the pass over keys leaves for the one over values, else empty: weights_RSX: [R, S, W * V * 2 C / 4] int32,
     bytes of the weights of keys of tiles whose values are read, W keys that a program goes over, V value groups, C

@@ -460,7 +460,7 @@ _NEGLIGIBLE = gl.constexpr(NEGLIGIBLE)
 
 @gluon.jit
 def load_cut(cuts_ptr: gl.tensor, row: gl.tensor) -> gl.tensor:
-    """A row's cut, as `border.load_cut`."""
+    """A row's cut; past the first-level cache, which may hold an earlier layer's."""
     least = gl.load(cuts_ptr + row * 3, cache_modifier=".cg")
     above = gl.load(cuts_ptr + row * 3 + 1, cache_modifier=".cg")
     return least, above, gl.load(cuts_ptr + row * 3 + 2, cache_modifier=".cg")
@@ -490,7 +490,7 @@ def kept_keys(
     above: gl.tensor,
     draws: gl.tensor,
 ) -> gl.tensor:
-    """Which keys a cut keeps, as `border.passes` decides, int32, [T, P] as all that is of keys.
+    """Which keys a cut keeps, as `border.passes_reference` decides, int32, [T, P] as all that is of keys.
 
     together: bits of their weights, summed over heads.
     """

@@ -126,7 +126,7 @@ def texts_of(pieces: Sequence[Piece]) -> list[str]:
 
 _CLASSES: Mapping[str, type[Any]] = {**values.CLASSES, "sparsekv.v1.ServerStatus": ServerStatus}
 _SPELLED = frozenset({"sparsekv.v1.Context.State"})
-"""Enumerators that are said as they are, as filters and all lists say them; others in small letters."""
+"""Enumerators that are said as they are, as all lists say them; others in small letters."""
 
 
 @cache

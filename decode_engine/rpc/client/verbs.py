@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack
 from uuid import uuid4
 
@@ -344,21 +345,32 @@ class Verbs(ABC):
         return await self.run(call(method, read, **fields))
 
     async def list_contexts(
-        self, page_size: int = 0, *, filter: str = "", order_by: str = ""
+        self,
+        page_size: int = 0,
+        *,
+        name_prefix: str = "",
+        labels: Mapping[str, str] = MappingProxyType({}),
+        state: str = "",
     ) -> AsyncIterator[ContextInfo]:
-        """The contexts that fit the filter, newest first unless `order_by` says otherwise.
+        """Contexts, newest first: those whose names begin so, that have these labels, and are in this state.
 
-        They are fetched page by page (0: the server's page size). sparsekv/v1/context.proto has the language of both.
+        They are fetched page by page (0: the server's page size).
         """
         token: str | None = ""
         while token is not None:
-            page = await self.list_page(page_size, token, filter=filter, order_by=order_by)
+            page = await self.list_page(page_size, token, name_prefix=name_prefix, labels=labels, state=state)
             for context in page.contexts:
                 yield context
             token = page.next_page_token or None
 
     async def list_page(
-        self, page_size: int = 0, page_token: str = "", *, filter: str = "", order_by: str = ""
+        self,
+        page_size: int = 0,
+        page_token: str = "",
+        *,
+        name_prefix: str = "",
+        labels: Mapping[str, str] = MappingProxyType({}),
+        state: str = "",
     ) -> ContextPage:
         """One page of contexts as of `list_contexts`. page_token: of the page before, "" for the first one."""
         return await self._ask(
@@ -366,8 +378,9 @@ class Verbs(ABC):
             reads(ContextPage),
             page_size=page_size,
             page_token=page_token,
-            filter=filter,
-            order_by=order_by,
+            name_prefix=name_prefix,
+            labels=labels,
+            state=state or None,
         )
 
     async def get_context(self, name: str) -> ContextInfo:

@@ -27,7 +27,6 @@ from decode_engine.host_search.mailbox import (
     SearchedRow,
     SearchThreads,
     list_width,
-    usual_waves,
 )
 from decode_engine.host_search.mailbox_triton import await_lists, post_queries
 from decode_engine.kernels import records
@@ -58,7 +57,7 @@ class HostPlan(StepPlan):
 
 
 class HostTableSelection(KeySelection):
-    """Search of dense query tables in host memory, by threads that have a place for the plan's lane.
+    """Search of dense query tables in host memory, by threads.
 
     Lists are those of the general path for the same queries, key by key.
     """
@@ -85,7 +84,6 @@ class HostTableSelection(KeySelection):
                 parameters.split == "strided",
                 plan.model.layers,
                 plan.max_keys,
-                plan.searching.waves or usual_waves(plan.size),
             ),
             page_locked=plan.device.type == "cuda",
         )
@@ -138,7 +136,7 @@ class HostTableSelection(KeySelection):
         step = self.mailbox.begin(rows, order)
         self._held = held
         self._in_flight = True
-        self._workers.begin(self.plan.lane.number, self.mailbox)
+        self._workers.begin(self.mailbox)
         return step
 
     def end(self) -> int:
@@ -146,7 +144,7 @@ class HostTableSelection(KeySelection):
         if not self._in_flight:
             return 0
         self._in_flight = False
-        self._workers.end(self.plan.lane.number)
+        self._workers.end()
         self._held = []  # not where threads may still be at work, and the line above has raised
         if self.mailbox.gave_up:
             self._gave_up_1.zero_()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ from decode_engine.steps.attention.selections import (
     ClusterSelection,
     CoarseOthers,
     CoarseSelection,
-    CodeSelection,
     TableSelection,
 )
 from decode_engine.steps.attention.step_attention import (
@@ -51,7 +50,6 @@ from decode_engine.steps.attention.step_attention import (
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.key_clusters.index import KeyClusters
-from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.memory.host_memory import is_readable
 from index_store.memory.placement import slots_per_head
@@ -59,9 +57,6 @@ from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.selection.budgets import CENTRED, COARSE, MONOPOLE, Remainder
 from index_store.store.description.manifest import Manifest
-
-if TYPE_CHECKING:
-    pass
 
 _KEYS_PER_SPLIT = 64
 """Of a window."""
@@ -95,18 +90,16 @@ class DenseSteps(StepAttention):
         return ATTENTION.refusal(shape.group, shape.head_dim)
 
     @classmethod
-    def fields(cls, context: ResidentContext, method: Method, layer: int, lane: int = 0) -> Mapping[int, int]:
+    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
         return {}
 
     def arrange(self, seats: Sequence[Seat], steady: bool) -> None:
         self._groups.arrange(seats, steady=steady)
 
     def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
-        # Lanes that take turns have contexts in host memory: this reads all of one, and another lane may compute.
-        with self.plan.lane.out_of_turn():
-            attend_shared(
-                q_BHGD, records_BF, self._groups, self._partials, self._scale, self._shape, self.plan.planes
-            )
+        attend_shared(
+            q_BHGD, records_BF, self._groups, self._partials, self._scale, self._shape, self.plan.planes
+        )
         sinks_HG, slots_B = self.plan.sink_HG(layer), self._groups.slots_B
         out, _ = merge_partials(self._partials, q_BHGD.dtype, sinks_HG, slots_B)
         return out.view_as(q_BHGD)
@@ -139,7 +132,7 @@ class WindowSteps(StepAttention):
         return None if window is None else ATTENTION.refusal(window.shape.group, window.shape.head_dim)
 
     @classmethod
-    def fields(cls, context: ResidentContext, method: Method, layer: int, lane: int = 0) -> Mapping[int, int]:
+    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
         kv_HW2D, window = context.kv(layer), context.manifest.model.shape(layer).window or 0
         absent = context.manifest.token_count - kv_HW2D.shape[1]
         row = kv_HW2D.stride(1) * kv_HW2D.element_size()
@@ -172,7 +165,6 @@ class ListedSteps(StepAttention):
         {
             KeyClusters.kind: ClusterSelection,
             QueryTables.kind: TableSelection,
-            ProductCodes.kind: CodeSelection,
             CoarseRows.kind: CoarseSelection,
         }
     )
@@ -221,11 +213,11 @@ class ListedSteps(StepAttention):
         return cls._selection_type(method).refusal(method, manifest)
 
     @classmethod
-    def fields(cls, context: ResidentContext, method: Method, layer: int, lane: int = 0) -> Mapping[int, int]:
+    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
         remainder = None if method.drops_remainder else cls.remainder_types[method.remainder]
         # Rows first: they refuse contexts that nothing here can read.
         return {
-            **cls.rows_type.fields(context, layer, lane),
+            **cls.rows_type.fields(context, layer),
             **cls._selection_type(method).fields(context, method, layer),
             **({} if remainder is None else remainder.fields(context, method, layer)),
         }
@@ -278,7 +270,7 @@ class ListedSteps(StepAttention):
 class RowsInSlots(RowsInPlace):
     """Rows of the layers in host memory, which are brought into slots on the device, one layer at a time.
 
-    The sessions of a context share a slot cache per layer and lane, which lives as long as the context: what one has
+    The sessions of a context share a slot cache per layer, which lives as long as the context: what one has
     fetched the others find, also sessions of other methods, whose steps run in other graphs. Its size is the context's
     (`index_store.memory.placement`): steps that attend to more read the rest from host memory.
     """
@@ -294,34 +286,33 @@ class RowsInSlots(RowsInPlace):
         self._found_LRX2 = torch.zeros(found, dtype=torch.int32, device=plan.device)
 
     @classmethod
-    def fields(cls, context: ResidentContext, layer: int, lane: int) -> Mapping[int, int]:
-        """Slots of the lane's own. Raises InvalidArgumentError for rows that the device cannot read in place."""
+    def fields(cls, context: ResidentContext, layer: int) -> Mapping[int, int]:
+        """The slots. Raises InvalidArgumentError for rows that the device cannot read in place."""
         rows = context.stored_rows(layer)
         if context.device.type == "cuda" and rows.device.type == "cpu" and not is_readable(rows):
             raise InvalidArgumentError(
                 f"keys and values of layer {layer} of context {context.manifest.id[:12]} are in host memory that is "
                 "not page-locked, which the device cannot read"
             )
-        return slot_cache(context, layer, lane).fields(layer)
+        return slot_cache(context, layer).fields(layer)
 
     def locate(
         self, layer: int, records_BF: Tensor, selection: KeySelection, lists: KeyLists, joined_RN: Tensor
     ) -> Tensor | None:
         """Wave by wave: rows of one come from host memory while lists of the next are searched for."""
         locations_RN = None
-        with self._plan.lane.out_of_turn():
-            for heads in selection.waves:
-                selection.await_heads(layer, records_BF, heads)
-                locations_RN = fetch_rows(
-                    records_BF,
-                    lists,
-                    joined_RN,
-                    self._buffers,
-                    self._plan.row_bytes,
-                    self.copy_shape,
-                    found_RX2=self._found_LRX2[layer],
-                    heads=heads,
-                )
+        for heads in selection.waves:
+            selection.await_heads(layer, records_BF, heads)
+            locations_RN = fetch_rows(
+                records_BF,
+                lists,
+                joined_RN,
+                self._buffers,
+                self._plan.row_bytes,
+                self.copy_shape,
+                found_RX2=self._found_LRX2[layer],
+                heads=heads,
+            )
         return locations_RN
 
     def found_B2(self) -> Tensor:
@@ -333,19 +324,18 @@ class RowsInSlots(RowsInPlace):
 class HybridSteps(ListedSteps):
     """`ListedSteps` over contexts in host memory: the same results, bit for bit."""
 
-    laned: ClassVar[bool] = True
     rows_type: ClassVar[type[RowsInPlace]] = RowsInSlots
     rows: RowsInSlots
 
 
-def slot_cache(context: ResidentContext, layer: int, lane: int = 0) -> SlotCache:
-    """A layer's slot cache of the context, made at first use. lane: steps of one lane run one after another."""
+def slot_cache(context: ResidentContext, layer: int) -> SlotCache:
+    """A layer's slot cache of the context, made at first use."""
     model, keys = context.manifest.model, context.manifest.token_count
 
     def make() -> SlotCache:
-        slots, rows = slots_per_head(keys, context.slots.share), context.stored_rows(layer)
+        slots, rows = slots_per_head(keys, context.slot_share), context.stored_rows(layer)
         return SlotCache.make(
             (layer,), model.kv_heads, keys, slots, rows.shape[3], rows.dtype, context.device
         )
 
-    return context.derived(("slot_cache", layer, lane), make)
+    return context.derived(("slot_cache", layer), make)

@@ -1,4 +1,4 @@
-"""Searches and remainders on a GPU: query tables, product codes, key clusters and coarse rows.
+"""Searches and remainders on a GPU: query tables, key clusters and coarse rows.
 
 Tables and coarse rows may attend to what they find, in a few launches. Clusters and coarse rows make remainders: over
 the means of all clusters, or by the codes of all keys that are not listed.
@@ -37,8 +37,7 @@ from decode_engine.kernels.coarse.search import find_cuts
 from decode_engine.kernels.coarse.sizes import CoarseSizes, CoarseWork, coarse_shape
 from decode_engine.kernels.coarse.warp_pass import weigh_keys
 from decode_engine.kernels.coarse.warp_values import attend_all, attend_others
-from decode_engine.kernels.codes.search import CodeSizes, CodeWork, code_shape, search_codes
-from decode_engine.kernels.families import KEY_CLUSTERS, PRODUCT_CODES, QUERY_TABLES, coarse_refusal
+from decode_engine.kernels.families import KEY_CLUSTERS, QUERY_TABLES, coarse_refusal
 from decode_engine.kernels.tables.selection import select, table_attention
 from decode_engine.kernels.tables.sizes import (
     TableContext,
@@ -54,8 +53,6 @@ from index_store.indexes.coarse_rows.parameters import CoarseParameters, value_g
 from index_store.indexes.coarse_rows.two_planes import TwoPlanes
 from index_store.indexes.key_clusters.index import KeyClusters
 from index_store.indexes.key_clusters.parameters import ClusterParameters
-from index_store.indexes.product_codes.index import ProductCodes
-from index_store.indexes.product_codes.parameters import CodeParameters
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.indexes.query_tables.parameters import TableParameters, TableSearch
 from index_store.memory.resident import ResidentContext
@@ -153,50 +150,6 @@ class TableSelection(KeySelection):
 
     def _by_tile(self, counts_RP: Tensor) -> Tensor:
         return counts_RP.view(self.work.ids.shape[:3])
-
-
-class CodeSelection(KeySelection):
-    """Search by product codes: one list for each KV head, ascending but for the order inside a tile of 2,048 keys."""
-
-    kind, what = ProductCodes.kind, "product codes"
-
-    def __init__(self, plan: StepPlan) -> None:
-        super().__init__(plan)
-        parameters = CodeParameters.parse(self.searched(plan.method).parameters)
-        self.code_plan = CodeSizes(
-            plan.model.kv_heads,
-            plan.group,
-            plan.model.head_dim,
-            parameters.subspaces,
-            2**parameters.bits,
-            plan.max_keys,
-            strided=parameters.split == "strided",
-            shape=code_shape(plan.max_keys, parameters.subspaces, plan.group),
-        )
-        self.work = CodeWork.make(self.code_plan, plan.size, plan.device)
-        self.lists = KeyLists.allocate(plan.rows, 1, plan.max_keys, plan.device)
-
-    @classmethod
-    def index_refusal(cls, spec: IndexSpec, method: Method, manifest: Manifest) -> str | None:
-        parameters, model = CodeParameters.parse(spec.parameters), manifest.model
-        return PRODUCT_CODES.refusal(
-            model.query_heads // model.kv_heads,
-            model.head_dim,
-            manifest.token_count,
-            (parameters.subspaces, 2**parameters.bits),
-        )
-
-    @classmethod
-    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
-        arrays = context.index(cls.searched(method).name, layer).arrays()
-        return {
-            records.CODES: arrays["codes"].data_ptr(),
-            records.CODEBOOKS: arrays["codebooks"].data_ptr(),
-        }
-
-    def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
-        search_codes(q_BHGD, records_BF, self.code_plan, self.work, self.lists)
-        return self.lists
 
 
 class ClusterSelection(KeySelection):

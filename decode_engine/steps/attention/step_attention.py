@@ -23,7 +23,6 @@ from decode_engine.kernels.attention.online_softmax import Partials
 from decode_engine.kernels.attention.shared_attention import Seat
 from decode_engine.kernels.attention.sparse_attention import KeyLists, TakeOut
 from decode_engine.kernels.device_queue import DeviceQueue
-from decode_engine.steps.attention.turns_triton import Lane
 from index_store.attention.attention_state import LogitForm
 from index_store.errors import MethodUnsupportedError
 from index_store.memory.resident import ResidentContext
@@ -41,10 +40,9 @@ class StepPlan:
 
     model: layers, heads and head dimension. method: as it runs over the contexts (`Method.on`), without what
     differs between requests: how much the budget keeps comes with the records. size: rows B of the batch. max_keys:
-    no context is longer; a power of two. dtype: of keys, values and queries, float16 or bfloat16. lane: steps of
-    different lanes run at once. forms: what every layer does to logits, without caps, which no kernel has; nothing
-    where there are none. queue: what the host writes goes to the device by it. planes: the contexts' exact rows are in
-    two planes (`row_planes`).
+    no context is longer; a power of two. dtype: of keys, values and queries, float16 or bfloat16. forms: what
+    every layer does to logits, without caps, which no kernel has; nothing where there are none. queue: what the host
+    writes goes to the device by it. planes: the contexts' exact rows are in two planes (`row_planes`).
     """
 
     model: ModelIdentity
@@ -53,7 +51,6 @@ class StepPlan:
     max_keys: int
     dtype: torch.dtype
     device: torch.device
-    lane: Lane = field(default_factory=Lane)
     forms: Sequence[LogitForm] = ()
     queue: DeviceQueue = field(default_factory=DeviceQueue)
     planes: bool = False
@@ -89,9 +86,6 @@ class StepAttention(ABC):
     flies: ClassVar[bool] = True
     """Whether a step may be launched while the one before is in flight: the host only launches it."""
 
-    laned: ClassVar[bool] = False
-    """Whether batches are split into lanes: while rows of one are on their way, the device computes for another."""
-
     def __init__(self, plan: StepPlan) -> None:
         """Allocates the buffers."""
         self.plan = plan
@@ -103,8 +97,8 @@ class StepAttention(ABC):
 
     @classmethod
     @abstractmethod
-    def fields(cls, context: ResidentContext, method: Method, layer: int, lane: int = 0) -> Mapping[int, int]:
-        """What a layer's record says about the context's indexes (field -> value), in steps of a lane.
+    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
+        """What a layer's record says about the context's indexes (field -> value).
 
         Arrays that kernels need in another form than the stored one are made with `context.derived` and live as long
         as the context. The keys' and the tail's fields are written by the caller.
@@ -241,7 +235,7 @@ class RowsInPlace:
         """Allocates buffers, where some are needed."""
 
     @classmethod
-    def fields(cls, context: ResidentContext, layer: int, lane: int) -> Mapping[int, int]:
+    def fields(cls, context: ResidentContext, layer: int) -> Mapping[int, int]:
         """What a layer's record says of where rows are, besides the context's own address."""
         return {}
 

@@ -153,7 +153,7 @@ class StepBatch:
         try:
             for layer, attention in enumerate(self._layers):
                 values = self._host_LBF[layer, row]
-                own = attention.fields(context, method, layer, self.plan.lane.number)
+                own = attention.fields(context, method, layer)
                 for field, value in {**row_fields(context, layer), **own}.items():
                     values[field] = value
         except Exception:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.interface.index_kind import Growth, IndexKind, Parameters, grown
+from index_store.indexes.interface.retired import why_retired
 from index_store.selection.budgets import COARSE_ROWS
 from index_store.store.description.json_fields import Scalar
 
@@ -35,14 +36,6 @@ def value_groups(head_dim: int, widest: int) -> int:
     return next(count for count in range(-(-head_dim // widest), head_dim + 1) if head_dim % count == 0)
 
 
-RETIRED = (
-    "product codes of coarse rows, the index coarse_codes and the method refined-codes were retired on 2026-11-27; "
-    "take refined over a copy of as few bits: make the context anew with --method refined --index "
-    "coarse_rows:key_bits=2,value_bits=2"
-)
-"""Why they are refused, wherever somebody asks for them. Contexts that have such an index serve all other methods."""
-
-
 @dataclass(frozen=True)
 class CoarseParameters(Parameters):
     """Build parameters of coarse rows.
@@ -60,8 +53,9 @@ class CoarseParameters(Parameters):
     label: ClassVar[str] = "coarse rows"
 
     def __post_init__(self) -> None:
-        if self.coding == "product":
-            raise InvalidArgumentError(RETIRED)
+        retired = why_retired("coarse_rows", {"coding": self.coding})
+        if retired is not None:
+            raise InvalidArgumentError(retired)
         self._require_one_of("coding", ("scalar",))
         for name in ("key_bits", "value_bits"):
             bits = getattr(self, name)

@@ -261,9 +261,7 @@ def float8_steps(contexts: Sequence[ResidentContext]) -> type[StepAttention]:
             return None
 
         @classmethod
-        def fields(
-            cls, context: ResidentContext, method: Method, layer: int, lane: int = 0
-        ) -> Mapping[int, int]:
+        def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
             return {}
 
         def __init__(self, plan: StepPlan) -> None:

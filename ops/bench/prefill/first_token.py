@@ -390,7 +390,9 @@ def load(requests: Requests, store: Store, manifest: Manifest) -> None:
 
 def main(
     tokens: Annotated[str, typer.Option(help="Lengths of contexts, comma-separated.")] = "32768,131072",
-    methods: Annotated[str, typer.Option(help="NAME[:KEEP], comma-separated.")] = "pq:0.01,squeezed:0.05",
+    methods: Annotated[
+        str, typer.Option(help="NAME[:KEEP], comma-separated.")
+    ] = "refined:0.01,squeezed:0.05",
     prompt_tokens: Annotated[str, typer.Option(help="Lengths of prompts, comma-separated.")] = "64,512",
     layers: Annotated[int, typer.Option(help="Of the model.")] = 32,
     folder: Annotated[Path | None, typer.Option(help="Where contexts are written.")] = None,

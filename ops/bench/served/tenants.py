@@ -135,13 +135,13 @@ def main(
         report.add(base | {"case": "shares", "streams": streams, "minutes": minutes, **shares})
         if bars and (shares["starved"] or shares["share_least"] < 0.9 or shares["share_most"] > 1.1):
             raise CheckFailedError("tenants' shares are off by more than a tenth")
-        rates: dict[str, list[float]] = {"plain": [], "kept": []}
+        rates: dict[str, list[list[float]]] = {"plain": [], "kept": []}
         for turn in range(-1, turns):
             for case in ("plain", "kept") if turn % 2 else ("kept", "plain"):
                 asked = Asked.at_once(pool, processes, asks(case, sessions, (LONG,)))
                 rate = tokens_per_s(asked.begin, asked.heard())
                 if turn >= 0:
-                    rates[case].append(rate)
+                    rates[case].append([rate])
         mean, error = ratio(rates["kept"], rates["plain"])
         report.add(base | {"case": "cost", "streams": sessions, "turns": turns, "ratio": mean, "se": error})
         if bars and mean < 0.97:

@@ -1,6 +1,6 @@
 """Decode steps of a whole model on a GPU, through the engine's own captured graphs: how long they take, and where.
 
-usage: python ops/bench/whole_model/decode_gpu.py [--bars] [--methods full,pq:0.01] [--shapes 131072x1]
+usage: python ops/bench/whole_model/decode_gpu.py [--bars] [--methods full,refined:0.01] [--shapes 131072x1]
        [--placement hybrid] [--rows int8] [--trained]
 
 The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16. Contexts are random and
@@ -65,7 +65,13 @@ from harness.made_up.contexts import HOST_GB, PlacedContexts, make_model, make_r
 from harness.made_up.trained_rows import asked, record_rows
 from harness.parsing import parse_method, parse_shared_shapes
 from harness.report import failure, reporting
-from harness.steps.captured_steps import Lanes, tidy_up, time_captured, time_flight, whole_difference
+from harness.steps.captured_steps import (
+    SteppedSessions,
+    tidy_up,
+    time_captured,
+    time_flight,
+    whole_difference,
+)
 from harness.steps.general_steps import full_logits, measure_general
 from harness.timing import copy_bandwidth, event_ms
 from torch import Tensor
@@ -111,7 +117,7 @@ class NothingSteps(StepAttention):
         return None
 
     @classmethod
-    def fields(cls, context: ResidentContext, method: Method, layer: int, lane: int = 0) -> Mapping[int, int]:
+    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
         return {}
 
     def attend(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> Tensor:
@@ -140,15 +146,15 @@ class Bench:
             return self._measure(label, method)
 
     def _measure(self, label: str, method: Method) -> dict[str, Any]:
-        lanes = Lanes(self._run, self._model, self._contexts, self._threads)
-        if label == "streamed" or not lanes.takes(method):
+        stepped = SteppedSessions(self._run, self._model, self._contexts, self._threads)
+        if label == "streamed" or not stepped.takes(method):
             return measure_general(self._model, self._contexts, method, self._turns)
-        difference = 0.0 if label in STAND_INS else whole_difference(lanes, method, self._expected())
-        timed = time_captured(lanes, method, self._turns)
+        difference = 0.0 if label in STAND_INS else whole_difference(stepped, method, self._expected())
+        timed = time_captured(stepped, method, self._turns)
         moved = timed.moved() if self._contexts[0].placement.kv_on_host else {}
-        attended = lanes.sessions[0].figures.sparse_fraction if method.sparse else 1.0
-        flown = time_flight(lanes, method, self._turns, timed.said)
-        graph = lanes.graphs[0]
+        attended = stepped.sessions[0].figures.sparse_fraction if method.sparse else 1.0
+        flown = time_flight(stepped, method, self._turns, timed.said)
+        graph = stepped.graphs[0]
         return {
             **timed.steps(),
             **flown,
@@ -231,7 +237,7 @@ def split_us(graph: StepGraph) -> dict[str, float]:
 def main(
     methods: Annotated[str, typer.Option(help="Comma-separated; NAME:KEEP.")] = (
         "none,full,csattention+dropped:0.01/m8/pooled,csattention+dropped:0.01,csattention:0.01,csattention:0.05,"
-        "multipole:0.05,pq+dropped:0.01,pq:0.01"
+        "multipole:0.05,refined:0.01"
     ),
     shapes: Annotated[
         str, typer.Option(help="LENGTHxBATCH or LENGTHxBATCH@CONTEXTS, comma-separated.")

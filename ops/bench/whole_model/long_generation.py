@@ -1,6 +1,6 @@
 """A long generation after a long context: whether methods keep to full attention, find new tokens, and what it costs.
 
-usage: python ops/bench/whole_model/long_generation.py --out DIR [--methods refined,pq:0.02] [--context-length 16k]
+usage: python ops/bench/whole_model/long_generation.py --out DIR [--methods refined,tactic] [--context-length 16k]
 
 Regime: the packaged novels' first tokens are the context, prefilled by prefill-worker's command; then full attention
 samples one text with temperature 1 from a fixed seed (greedy text of a small model falls into loops, where every method
@@ -266,7 +266,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the store and the picture.")],
     methods: Annotated[
         str, typer.Option(help="NAME or NAME:KEEP, comma-separated.")
-    ] = "refined,refined:0.01,csattention:0.02,multipole:0.02,pq:0.02",
+    ] = "refined,refined:0.01,csattention:0.02,multipole:0.02",
     context_length: Annotated[str, typer.Option(help="Tokens of the context.")] = "16k",
     tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 2000,
     stretch: Annotated[int, typer.Option(help="Tokens per figure.")] = 250,

@@ -1,6 +1,6 @@
 """Decode steps of a whole model with its contexts in GPU memory, or partly or wholly in the host's.
 
-usage: python ops/bench/whole_model/placements_gpu.py [--seconds 3] [--cases full@device,pq+dropped:0.01@hybrid2]
+usage: python ops/bench/whole_model/placements_gpu.py [--seconds 3] [--cases full@device,refined+dropped:0.01@hybrid]
        python ops/bench/whole_model/placements_gpu.py --rows int8
 
 The model is transformers' Llama in the shape of Llama-3.1-8B with random weights, bfloat16; steps run through the
@@ -14,7 +14,6 @@ Cases are `METHOD@WHERE`, methods as in `decode_gpu.py`:
 
 - `device`: everything in GPU memory. `hybrid`: keys and values in host memory, the rows that a step attends to are
   fetched. `host`: query tables are in host memory as well, searched by the host's cores.
-  `hybrid2`, `host2`: with a batch in two lanes, for batches of four or more.
 - `full@hybrid`, `full@streamed`: every step reads all keys and values from host memory, in place by a captured step's
   attention, or through two blocks of GPU memory by the general path; one context.
 
@@ -23,7 +22,7 @@ over `steps` steps after a warm-up, `--turns` or as many as `--seconds` allow; `
 `to_full` is that of `full@device` in the same run over it: above 1, the case is faster. `host_mb` were read from host
 memory per step, where `full` counts a context for each session on it, and `reused` is the share of rows that were found
 on the device, or brought there by another session in the same step, instead. `wait` is the share of a step
-in which the device did nothing but wait for the host's search, from `STILL_TURNS` further steps.
+in which the device waited for the host's search.
 
 Before a case is timed, the logits of the same graph with a budget of all keys are compared with those of full
 attention to the same contexts in GPU memory by the general path, unless that would read more than `CHECKED_GB` from
@@ -59,7 +58,7 @@ from harness.made_up.contexts import (
 )
 from harness.parsing import parse_method, parse_shared_shapes
 from harness.report import compare, failure, reporting
-from harness.steps.captured_steps import Lanes, tidy_up, time_captured, whole_difference
+from harness.steps.captured_steps import SteppedSessions, tidy_up, time_captured, whole_difference
 from harness.steps.general_steps import (
     first_tokens,
     forward,
@@ -73,7 +72,7 @@ from decode_engine.host_search.mailbox import SearchThreads
 from decode_engine.host_search.shared_search_numba import compile_search
 from decode_engine.settings.command_options import search_cores
 from decode_engine.steps.step_graph import StepModel, step_model
-from index_store.memory.placement import SHARE, Placement, SlotRoom
+from index_store.memory.placement import SLOT_SHARE, Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.store.description.dtypes import AS_DTYPE, ROW_CODINGS
@@ -83,19 +82,15 @@ CASES = ",".join(
     [
         "full@device",
         f"{TABLES}@device",
-        "pq+dropped:0.01@device",
-        "pq+dropped:0.01@hybrid",
-        "pq+dropped:0.01@hybrid2",
+        "refined+dropped:0.01@device",
+        "refined+dropped:0.01@hybrid",
         f"{TABLES}@host",
-        f"{TABLES}@host2",
         "full@hybrid",
         "full@streamed",
     ]
 )
 SHAPES = "131072x1,32768x1,131072x4,32768x4,32768x16,131072x16"
 CHECKED_GB = 20.0
-LANES_FROM = 4
-STILL_TURNS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +100,6 @@ class Case:
     label: str
     method: Method
     placement: Placement
-    lanes: int = 1
     streamed: bool = False
 
     @classmethod
@@ -116,24 +110,19 @@ class Case:
             if label != "full":
                 raise typer.BadParameter(f"{text}: only full is streamed")
             return cls(label, parse_method(label), Placement.HYBRID, streamed=True)
-        names: dict[str, dict[str, Any]] = {place.value: {"placement": place} for place in Placement}
-        for place in (Placement.HYBRID, Placement.HOST):
-            names[f"{place.value}2"] = {"placement": place, "lanes": 2}
+        names = [place.value for place in Placement]
         if where not in names:
-            raise typer.BadParameter(
-                f"{text}: where is {where!r}, expected {', '.join([*names, 'streamed'])}"
-            )
-        return cls(label, parse_method(label), **names[where])
+            raise typer.BadParameter(f"{text}: where is {where!r}, expected {', '.join(names)}, streamed")
+        return cls(label, parse_method(label), Placement(where))
 
     def names(self) -> dict[str, Any]:
         """What says in a line which case it is."""
         place = "streamed" if self.streamed else self.placement.value
-        return {"method": self.label, "placement": place, "lanes": self.lanes}
+        return {"method": self.label, "placement": place}
 
-    def fits(self, batch: int, contexts: int) -> bool:
-        """Whether there is a point in timing it with so many sessions on so many contexts."""
-        reads_all = self.placement.kv_on_host and not self.method.sparse
-        return contexts == 1 if reads_all else self.lanes == 1 or batch >= LANES_FROM
+    def fits(self, contexts: int) -> bool:
+        """Whether there is a point in timing it with so many contexts."""
+        return self.method.sparse or not self.placement.kv_on_host or contexts == 1
 
 
 class Bench:
@@ -162,7 +151,7 @@ class Bench:
         """The case's figures. Raises CheckFailedError when its first step is wrong."""
         if case.streamed:
             return self._measure_streamed(case, contexts)
-        searching = SearchThreads(self._threads, case.lanes)
+        searching = SearchThreads(self._threads)
         try:
             return self._measure_captured(case, contexts, searching)
         finally:
@@ -171,20 +160,19 @@ class Bench:
     def _measure_captured(
         self, case: Case, contexts: list[ResidentContext], searching: SearchThreads
     ) -> dict[str, Any]:
-        lanes = Lanes(self._run, self._model, contexts, searching)
+        stepped = SteppedSessions(self._run, self._model, contexts, searching)
         readers = (
             contexts if case.method.sparse else set(contexts)
         )  # which is read once for all sessions on it
         read = sum(context.manifest.kv_bytes for context in readers) if case.placement.kv_on_host else 0
         checked = read <= CHECKED_GB * 1e9
-        difference = whole_difference(lanes, case.method, self._expected) if checked else None
-        timed = time_captured(lanes, case.method, self._turns, self._seconds)
-        steps, still_ms = timed.steps(), lanes.standing_still_ms(timed.tokens, STILL_TURNS)
+        difference = whole_difference(stepped, case.method, self._expected) if checked else None
+        timed = time_captured(stepped, case.method, self._turns, self._seconds)
         return {
-            **steps,
+            **timed.steps(),
             **timed.moved(),
-            "wait": round(still_ms / steps["step_ms"], 4),
-            "captured": all(graph.captured for graph in lanes.graphs),
+            "wait": round(timed.waited_s / sum(timed.seconds), 4),
+            "captured": all(graph.captured for graph in stepped.graphs),
             "first_step_s": round(timed.first_s, 1),
             "logits_difference": difference,
         }
@@ -213,14 +201,12 @@ def main(
     host_gb: Annotated[
         float, typer.Option(help="Page-locked for keys and values, and again for tables.")
     ] = HOST_GB,
-    slot_share: Annotated[int, typer.Option(help="One row in so many has a slot.")] = SHARE,
+    slot_share: Annotated[int, typer.Option(help="One row in so many has a slot.")] = SLOT_SHARE,
     rows: Annotated[str, typer.Option(help="Of contexts: dtype or int8.")] = AS_DTYPE,
 ) -> None:
     """Times decode steps of a whole model in all placements; one JSON line per case."""
     listed, sizes = [Case.parse(text) for text in cases.split(",")], parse_shared_shapes(shapes)
-    if unfit := [
-        f"{n}x{batch}" for n, batch, count in sizes if not any(c.fits(batch, count) for c in listed)
-    ]:
+    if unfit := [f"{n}x{batch}" for n, batch, count in sizes if not any(c.fits(count) for c in listed)]:
         raise typer.BadParameter(f"no case is for batches such as {', '.join(unfit)}")
     if rows not in ROW_CODINGS:
         raise typer.BadParameter(f"--rows is {rows!r}, expected {' or '.join(ROW_CODINGS)}")
@@ -241,10 +227,10 @@ def main(
                 "distinct": distinct_layers(identity, length, count, ranges),
                 "threads": threads, "slot_share": slot_share, "rows": rows,
             }  # fmt: skip
-            fitting = [case for case in listed if case.fits(batch, count)]
+            fitting = [case for case in listed if case.fits(count)]
             make = partial(
                 PlacedContexts, identity, methods_of(fitting), length, count, model.device, ranges,
-                SlotRoom(slot_share), rows,
+                slot_share, rows,
             )  # fmt: skip
             for row in shape_figures(bench, make, fitting, batch):
                 report.add(line | row)

@@ -52,7 +52,7 @@ from index_store.store.description.manifest import IndexEntry, Manifest
 BLOCK = 8192
 """Keys that are clustered together, so that arrays grow in proportion from one multiple to the next."""
 MOST = 4096
-METHODS = "full,csattention,csattention+dropped:0.01/m8/pooled,pq+dropped:0.01"
+METHODS = "full,csattention,csattention+dropped:0.01/m8/pooled,refined+dropped:0.01"
 GPU = torch.device("cuda")
 STEP_BYTES = MemoryBytes(host=9, device=13)
 """Of a batch, per row, KV head and token of the longest context; of the host's only where it searches."""

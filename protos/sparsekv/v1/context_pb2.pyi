@@ -133,16 +133,29 @@ class GetContextRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., reference: _Optional[str] = ...) -> None: ...
 
 class ListContextsRequest(_message.Message):
-    __slots__ = ("page_size", "page_token", "filter", "order_by")
+    __slots__ = ("page_size", "page_token", "filter", "order_by", "name_prefix", "labels", "state")
+    class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FILTER_FIELD_NUMBER: _ClassVar[int]
     ORDER_BY_FIELD_NUMBER: _ClassVar[int]
+    NAME_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
     filter: str
     order_by: str
-    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., filter: _Optional[str] = ..., order_by: _Optional[str] = ...) -> None: ...
+    name_prefix: str
+    labels: _containers.ScalarMap[str, str]
+    state: Context.State
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., filter: _Optional[str] = ..., order_by: _Optional[str] = ..., name_prefix: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., state: _Optional[_Union[Context.State, str]] = ...) -> None: ...
 
 class UpdateContextRequest(_message.Message):
     __slots__ = ("context", "update_mask", "move_name")

@@ -113,9 +113,8 @@ class ContextServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListContexts(self, request, context):
-        """Lists the contexts of the store, newest first unless told otherwise (AIP-132, AIP-158, AIP-160). Errors:
-        INVALID_ARGUMENT for a negative page size, a filter or an order that cannot be read, or a page token that this server
-        did not issue for the same filter and order, STORE_UNAVAILABLE, NOT_READY.
+        """Lists the contexts of the store, newest first (AIP-132, AIP-158). Errors: INVALID_ARGUMENT for a negative page size,
+        an unknown state, or a page token that this server did not issue for the same list, STORE_UNAVAILABLE, NOT_READY.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -61,9 +61,9 @@ class ContextInfo:
     methods: tuple[str, ...] = ()
     """Names of the methods that can decode against this context."""
     default_method: str = ""
-    """Method that a request gets when it names none, possibly with a remainder and a schedule
-    (GenerateRequest.method). Empty when what the context was tuned to cannot be read: `state_message` says why, and
-    requests that name no method get CONTEXT_CORRUPT."""
+    """Method that a request gets when it names none, possibly with a remainder and a period (GenerateRequest.method).
+    Empty when what the context was tuned to cannot be read: `state_message` says why, and requests that name no
+    method get CONTEXT_CORRUPT."""
     indexes: tuple[IndexInfo, ...] = ()
     """The indexes of the context."""
     dense_layers: tuple[int, ...] = ()
@@ -443,7 +443,7 @@ class Summary:
     selection: SelectionFigures = field(default_factory=lambda: SelectionFigures())
     """How much of the context was touched."""
     method: str = ""
-    """Method that was used, with the remainder and schedule that the request gave it."""
+    """Method that was used, with the remainder and period that the request gave it."""
     seed: int = 0
     """Seed that was used, also when the request set none; 0 when nothing was sampled. A request that set none ran
     without the promise of `GenerateRequest.seed`: one that sets this seed draws by the same numbers, and samples the
@@ -687,14 +687,14 @@ class GenerateFields(TypedDict, total=False):
     stop: str | Sequence[str] | None
     """Up to 16 texts of 1 to 256 characters; generation ends where one of them would appear, and it is not sent."""
     method: str | None
-    """How keys are found and attended: a method of ListMethods, possibly with another remainder, a schedule of
-    searches and options of search and windows, as PRESET[+REMAINDER][@period=P|@lag][@correct=COSINE][@OPTION=VALUE].
-    For example "refined", "oracle+centred", "pq@period=4@correct=0.9", "csattention@group=pooled". A period is 1 to
-    64; windows (sinks, recent, append_block) reach to the model's positions, append_block from 16 on. At most 128
-    characters. "auto" means what takes less time, by steps that were timed while there was nothing else to do: full
-    attention or the context's `default_method` with its `default_budget`; always the latter for a request with
-    `keep`, with a seed that samples, or with a budget or search period of its own. Empty means what the server was
-    started with (`serve --method`): "auto", or the context's `default_method`."""
+    """How keys are found and attended: a method of ListMethods, possibly with another remainder, a period of searches
+    and options of search and windows, as PRESET[+REMAINDER][@period=P][@OPTION=VALUE]. For example "refined",
+    "oracle+centred", "refined@period=4", "csattention@group=pooled". A period is 1 to 64; windows (sinks, recent,
+    append_block) reach to the model's positions, append_block from 16 on. At most 128 characters. "auto" means what
+    takes less time, by steps that were timed while there was nothing else to do: full attention or the context's
+    `default_method` with its `default_budget`; always the latter for a request with `keep`, with a seed that samples,
+    or with a budget or search period of its own. Empty means what the server was started with (`serve --method`):
+    "auto", or the context's `default_method`."""
     keep_ratio: float | None
     """Fraction of the keys, above 0 and at most 1. A method that cuts at a threshold takes the one that was
     calibrated to keep this fraction on average."""
@@ -704,7 +704,7 @@ class GenerateFields(TypedDict, total=False):
     """Number of keys, at least 1, whatever the length of the context."""
     search_period: int | None
     """Decode steps that one search serves, 1 to 64; 0 (the default) means what `method` says, else 1. Takes the place
-    of a schedule in `method`. Longer periods cost less time and lose answers: measure before use."""
+    of a period in `method`. Longer periods cost less time and lose answers: measure before use."""
     n: int | None
     """Answers to generate, 1 to 16, and no more than the server has sessions; 0 (the default) means 1. The prompt is
     read once. Each answer samples by a seed of its own: the first by `seed`, answer i by `seed` + i *

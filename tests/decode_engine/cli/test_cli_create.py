@@ -133,14 +133,7 @@ def test_name_and_expiry_are_changed(run: Run, server: DecodeServer, library: Li
         assert run("contexts", "update", *on, "lasting", *wrong).returncode == 2
 
 
-def test_what_servers_decide_is_refused(run: Run, book: Path) -> None:
-    for wrong in (["--chunk", "64"], ["--model", "reader"], ["--salt", "a"]):
-        command = [sys.executable, "-m", "prefill_worker", "run", "--server", "127.0.0.1:1"]
-        done = subprocess.run(
-            [*command, "--input", str(book), *wrong], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 2
-        assert f"{wrong[0]} does not go together with --server" in done.stderr
+def test_what_is_missing_is_refused(run: Run, book: Path) -> None:
     for missing in (["--server", "127.0.0.1:1", str(book), "--ttl", "x"], ["no such file"]):
         assert run("contexts", "create", *missing).returncode == 2
 
@@ -156,19 +149,18 @@ def serving(library: Library) -> Iterator[tuple[subprocess.Popen[str], str]]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
     yield process, json.loads(process.stdout.readline())["address"]
     process.kill()
     process.communicate()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("lamp")
 def test_a_server_makes_contexts_itself_and_its_worker_ends_with_it(
     serving: tuple[subprocess.Popen[str], str], book: Path
 ) -> None:
     server, address = serving
-    command = [sys.executable, "-m", "prefill_worker", "run", "--server", address, "--input", str(book)]
+    command = [sys.executable, "-m", "decode_engine", "contexts", "create", "--server", address, str(book)]
     made = subprocess.run(
         [*command, "--format", "json", "--name", "south"], capture_output=True, text=True, check=True
     )
@@ -177,7 +169,6 @@ def test_a_server_makes_contexts_itself_and_its_worker_ends_with_it(
     assert told["context"]["display_name"] == "south"
     assert told["context"]["token_count"] == told["tokens_total"] == len(TEXT)
     server.kill()
-    assert server.stderr is not None
     log = server.stderr.read()  # ends when the worker has ended, too, which writes there
     assert '"logger": "prefill_worker.worker.queue_worker"' in log
 

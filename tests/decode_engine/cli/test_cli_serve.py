@@ -23,7 +23,6 @@ import pytest
 
 from decode_engine.cli.ask_command import summary_lines
 from decode_engine.cli.serve_command import GROUPS
-from decode_engine.errors import ShuttingDownError
 from decode_engine.model.preparing import Preparation
 from decode_engine.model.runner import ModelRunner
 from decode_engine.rpc import server as server_module
@@ -45,7 +44,6 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         [*COMMAND, "serve", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        assert process.stdout is not None
         yield process, process.stdout.readline()
     finally:
         process.kill()
@@ -55,80 +53,6 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 def serve_arguments(library: Library) -> list[str]:
     served = ["--store", str(library.store), "--model", str(library.model), "--listen", "127.0.0.1:0"]
     return [*served, "--doors", "0"]  # `tests/decode_engine/processes` has others
-
-
-@pytest.mark.slow
-def test_serve_ask_and_stop(run: Run, library: Library, lamp: str) -> None:
-    arguments = [*serve_arguments(library), "--memory", "64MiB", "--threads", "1", "--format", "json"]
-    with serving(*arguments) as (process, line):
-        ready = json.loads(line)
-        assert ready["event"] == "serving"
-        address = ready["address"]
-        asking = ["ask", "Who?", "--context", "lamp", "--max-tokens", "7", "--format", "json"]
-        answer = run(*asking, "--server", address)
-        assert answer.returncode == 0, answer.stderr
-        report = json.loads(answer.stdout)
-        assert report["context"] == lamp
-        assert report["method"] in ("full", "csattention")
-        assert report["method_reason"]
-        assert report["completion_tokens"] == len(report["token_ids"]) <= 7
-        process.send_signal(signal.SIGTERM)
-        output, logs = process.communicate(timeout=120)
-        assert process.returncode == 0
-        assert output == ""
-    entries = [json.loads(line) for line in logs.splitlines()]
-    calls = [(entry["rpc"], entry["reason"]) for entry in entries if "rpc" in entry]
-    assert calls == [("GetContext", "OK"), ("Generate", "OK")]
-    assert all(entry["milliseconds"] > 0 for entry in entries if "rpc" in entry)
-
-
-@pytest.mark.slow
-def test_a_request_that_the_grace_does_not_suffice_for_is_told_so(library: Library, lamp: str) -> None:
-    grace = ["--grace", "0.1", "--method", "context"]
-    arguments = [*serve_arguments(library), "--no-warm-up", "--threads", "1", *grace, "--format", "json"]
-    with serving(*arguments) as (process, line), Client(json.loads(line)["address"]) as client:
-        with client.generate(lamp, text="Who?", max_tokens=3400, method="oracle") as generation:
-            pieces = iter(generation)
-            next(pieces)
-            process.send_signal(signal.SIGTERM)
-            with pytest.raises(ShuttingDownError, match="shut down before this request finished"):
-                list(pieces)
-        _, logs = process.communicate(timeout=120)
-        assert process.returncode == 0
-    entries = [json.loads(line) for line in logs.splitlines()]
-    messages = [entry["message"] for entry in entries]
-    assert "shutting down, waiting up to 0.1 s for running requests: 1" in messages
-    assert "0.1 s are over, ending unfinished requests: 1" in messages
-    assert [entry["reason"] for entry in entries if "rpc" in entry] == ["SHUTTING_DOWN"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
-def test_a_signal_ends_the_loading(library: Library, lamp: str, number: signal.Signals) -> None:
-    code = """
-import sys, time
-from decode_engine.rpc.server import DecodeServer
-def hang(server):
-    server.phase.say("hang about")
-    print("loading", flush=True)
-    time.sleep(600)
-DecodeServer.load = hang
-from decode_engine.__main__ import main
-main(sys.argv[1:])
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", code, "serve", *serve_arguments(library)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "loading\n"
-        process.send_signal(number)
-        _, logs = process.communicate(timeout=120)
-        assert process.returncode == 0
-        assert "told to stop while it was starting (hang about)" in logs
-        assert "Traceback" not in logs
 
 
 @pytest.mark.nightly
@@ -238,19 +162,6 @@ def test_ask_streams_text(run: Run, server: DecodeServer, lamp: str) -> None:
     assert "tokens: 544 context, 11 prompt, 30 answer (length)" in result.stderr
 
 
-def test_ask_ends_questions_at_line_breaks_unless_told_otherwise(
-    run: Run, server: DecodeServer, lamp: str
-) -> None:
-    arguments = ["ask", "Who?", "--context", lamp, "--server", server.address, "--format", "json"]
-    arguments += ["--max-tokens", "600", "--temperature", "3", "--seed", "2"]
-    default = json.loads(run(*arguments).stdout)
-    assert default["finish_reason"] == "stop"
-    assert "\n" not in default["text"]
-    other = json.loads(run(*arguments, "--stop", "never ever").stdout)
-    assert other["finish_reason"] == "length"
-    assert other["text"].startswith(default["text"] + "\n")
-
-
 def test_the_parts_of_the_time_add_up() -> None:
     parts = {"load_ns": 1, "queue_ns": 2, "search_ns": 3, "gather_ns": 4, "attend_ns": 5, "append_ns": 6}
     others = {"prompt_ns": 20, "first_token_ns": 25, "decode_steps": 2, "decode_ns": 8}
@@ -264,14 +175,15 @@ def test_the_parts_of_the_time_add_up() -> None:
         3,
         timings=times,
         selection=keys,
-        method="pq",
+        method="csattention",
         budget="2.00%",
         remainder="centred",
         seed=0,
     )
     first, *_, last = summary_lines(summary)
     assert first == (
-        "method pq (2.00%, remainder centred): 25.00% of the keys in the layers that search, 50.00% over all layers"
+        "method csattention (2.00%, remainder centred): 25.00% of the keys in the layers that search, "
+        "50.00% over all layers"
     )
     assert last.startswith("of it, in sum over all layers and steps: load 1.0, queue 2.0, search 3.0,")
     assert last.endswith("the rest of the model and waiting 19.0 ms")
@@ -296,8 +208,8 @@ def test_methods_are_shown_with_parameters_and_sizes(run: Run) -> None:
     assert lines[0].split() == ["method", "index", "keeps", "remainder", "bytes"]
     rows = {line.split()[0]: line for line in lines[1 : 1 + len(listed["methods"])]}
     assert rows.keys() == {method["name"] for method in listed["methods"]}
-    assert rows["pq"].split("  ")[-1].strip() == "112.5"
-    assert "centred over remainder_clusters, if stored" in rows["pq"]
+    assert rows["refined"].split("  ")[-1].strip() == "136.0"
+    assert "centred over remainder_clusters, if stored" in rows["csattention"]
     assert "0.9 of the mass" in rows["tactic"]
     assert "for heads of 128 dimensions. Keys and values in bfloat16 take 512." in "\n".join(lines)
     assert "  search: coarse_keep 0.5" in lines
@@ -310,7 +222,7 @@ def test_options_of_serve_stand_under_headings(run: Run) -> None:
         *("Options", "Network", "Memory", "Requests", "Computing", "Making contexts", "Storing contexts"),
     ]
     assert "--store DIR" in headings["Options"]
-    assert "--lanes" in headings["Memory"]
+    assert "--slot-share" in headings["Memory"]
     assert {name for names in GROUPS.values() for name in names.split()} <= {
         field.name for field in fields(ServeConfig)
     }
@@ -327,7 +239,6 @@ def running(*arguments: str) -> Iterator[dict[str, Any]]:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ.copy()
     )
     try:
-        assert process.stdout is not None
         line = process.stdout.readline()
         assert line, process.communicate()[1]
         yield json.loads(line)
@@ -338,7 +249,7 @@ def running(*arguments: str) -> Iterator[dict[str, Any]]:
     assert "Traceback" not in logs
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_both_doors_of_a_guarded_server(library: Library, lamp: str, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     secret = TokenFile(tokens).create("alice")

@@ -321,7 +321,6 @@ def test_who_is_over_is_told_when_to_come_back_by_both_doors(
         Client(server.address, credentials=Credentials(token=secrets["admin"])) as admin,
         Gateway("127.0.0.1:0", server.grpc) as web,
     ):
-        assert server.backend is not None
         clock = server.backend.tenants._clock_s = Clock()
         ant.generate(text="Who?", max_tokens=620).read()  # to its end, though it is more than is allowed
         with pytest.raises(QuotaExceededError) as caught:

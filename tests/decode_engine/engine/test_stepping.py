@@ -167,7 +167,6 @@ def test_rows_that_are_edited_are_chosen_together_as_alone() -> None:
         assert choose_together(logits, all_) == chosen
         assert torch.equal(logits, before)
         assert [sampler.logprob for sampler in one] == [sampler.logprob for sampler in all_]
-        assert one[3].logprob is not None
         assert one[3].logprob.logprob == pytest.approx(float(logits[3].log_softmax(0)[chosen[3]]), abs=1e-5)
 
 
@@ -182,7 +181,7 @@ def costs_one_by_one(cost: PromptCost, tokens: int) -> list[float]:
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     token=st.sampled_from([1.0, 1.7, 9.0, 70.0]),
     move=st.sampled_from([0.0, 2.5, 40.0]),

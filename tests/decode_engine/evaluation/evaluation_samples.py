@@ -43,9 +43,7 @@ def segment_score(
     answer_T = torch.arange(len(kl_T)) >= len(kl_T) - answers
     hit_T = torch.full((len(kl_T),), bool(exact))
     samples = () if mass is None else (layer_sample(1, mass), layer_sample(3, mass / 2))
-    return SegmentScore(
-        exact, torch.tensor(kl_T), answer_T, Touched(10, 100, 60, 150, 1, 4), hit_T, task, samples
-    )
+    return SegmentScore(exact, torch.tensor(kl_T), answer_T, Touched(10, 100, 60, 150), hit_T, task, samples)
 
 
 def make_tally(exact: Sequence[bool], mass: float | None = None, task: str = "single") -> Tally:
@@ -75,6 +73,7 @@ SETTING: dict[str, Any] = {
         "keep": [0.02, 0.05],
         "mass": [],
         "index_for": [],
+        "prompts": "each",
     },
     "text_sha256": "0123456789abcdef",
     "machine": {"cores": 2},

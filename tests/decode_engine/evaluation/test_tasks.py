@@ -34,6 +34,7 @@ from decode_engine.evaluation.tasks import (
 )
 from decode_engine.evaluation.tasks.family import AT_ONCE, FREQUENT, LINKS, VALUES
 from index_store.errors import InvalidArgumentError
+from tests.support.devices import crossed
 
 
 class Bytes:
@@ -77,11 +78,11 @@ def novels() -> str:
 ENCODERS = {"bytes": Bytes(), "words": Words(), "marked": Marked(), "reader": ReaderTokens()}
 
 
-@pytest.mark.parametrize("encoder", ENCODERS.values(), ids=ENCODERS)
-@pytest.mark.parametrize("family", FAMILIES)
+@crossed({"family": FAMILIES, "tokens_by": ENCODERS})
 def test_every_family_fills_its_length_and_names_where_the_evidence_stands(
-    family: str, encoder: Encoder, novels: str
+    family: str, tokens_by: str, novels: str
 ) -> None:
+    encoder = ENCODERS[tokens_by]
     tokens = 12_000 if isinstance(encoder, Bytes) else 6000
     document = make_document(encoder, novels, tokens, facts=3, seed=5, family=family)
     assert len(encoder.encode(document.text)) == document.token_count == tokens

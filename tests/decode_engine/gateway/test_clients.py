@@ -163,15 +163,6 @@ def test_bodies_are_bounded(web: httpx.Client, gateway: Gateway) -> None:
     assert web.post("/v1/completions", content=pieces()).status_code == 413
 
 
-def test_unknown_paths_and_methods(web: httpx.Client) -> None:
-    assert web.get("/v1/nothing").json()["error"]["code"] == "not_found"
-    for path, methods in (("/v1/chat/completions", "POST"), ("/v1/files", "POST")):
-        assert (web.get(path).status_code, web.get(path).headers["allow"]) == (405, methods)
-    assert web.delete("/v1/contexts").headers["allow"] == "GET, HEAD, POST"
-    assert web.get("/v1/contexts", params={"colour": 1}).status_code == 400
-    assert web.get("/v1/contexts", params={"page_size": "x"}).status_code == 400
-
-
 def test_an_order_that_nobody_takes_says_so(web: httpx.Client) -> None:
     operation = web.post("/v1/contexts", json={"text": "Nobody reads this one. " * 9}).json()
     assert "prefill-worker serve" in operation["waiting_reason"]
@@ -219,7 +210,7 @@ def _check_owner(web: httpx.Client) -> None:
     body = {"model": "model", "prompt": " alice", "context": "lamp", "max_tokens": 1, "keep": {}}
     answer = web.post("/completions", json=body).json()
     kept = answer["sparsekv"]["context"]
-    (found,) = web.get("/contexts", params={"filter": "owner = alice"}).json()["data"]
+    (found,) = (each for each in web.get("/contexts").json()["data"] if each["id"] == kept)
     assert (found["id"], found["owner"]) == (kept, "alice")
     written = answer["usage"]["prompt_tokens_details"]["cache_write_tokens"]
     assert written == found["token_count"] - found["parent_token_count"]
@@ -344,16 +335,6 @@ def test_a_request_over_http_has_one_line(
     ):
         assert fact in line
     assert "ended=" not in line
-
-
-def test_a_request_over_grpc_has_one_line(
-    both: tuple[DecodeServer, Gateway], lamp: str, lines: Lines
-) -> None:
-    with Client(both[0].address) as client:
-        client.generate(lamp, text="a", max_tokens=2).read()
-        wait_until(lambda: bool(lines.of(logging.INFO)))
-        (line,) = lines.of(logging.INFO)
-        assert line.startswith("Generate OK in ")
 
 
 def test_health_has_none(both: tuple[DecodeServer, Gateway], lines: Lines) -> None:

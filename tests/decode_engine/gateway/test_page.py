@@ -165,7 +165,7 @@ def test_every_address_that_the_page_asks_is_there() -> None:
 
 
 def test_replies_have_what_the_page_reads_of_them(web: httpx.Client, lamp: str) -> None:
-    (context,) = web.get("/v1/contexts", params={"filter": "display_name=lamp"}).json()["data"]
+    (context,) = web.get("/v1/contexts", params={"name_prefix": "lamp"}).json()["data"]
     asked = {**ASK, "context": "lamp", "stream": True, "stream_options": {"include_usage": True}}
     wanted = {"logprobs": True, "map_every": 1, "explain": True, "method": "csattention"}
     text = web.post("/v1/chat/completions", json={**asked, **wanted}).text

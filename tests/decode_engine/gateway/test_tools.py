@@ -9,8 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from decode_engine.gateway.serving import Gateway
@@ -20,7 +19,6 @@ from decode_engine.orders.events import Begins, Ends, Times
 from decode_engine.rpc.answers.answering import Said, Summary, TokenUsage
 from decode_engine.rpc.server import DecodeServer
 from index_store.models.conversation.call_syntax import CallPart
-from tests.decode_engine.gateway.test_replies import valid
 
 PARAMETERS = {
     "type": "object",
@@ -38,16 +36,6 @@ BEGUN: Any = [
     {"role": "assistant", "content": "I have read it."},
 ]
 QUESTION: Any = {"role": "user", "content": "Who lit the lamp?"}
-ASK: Any = {
-    "model": "model",
-    "messages": [QUESTION],
-    "temperature": 0,
-    "max_tokens": 120,
-    "tools": TOOLS,
-    "extra_body": {"context": "spoken"},
-}
-NAMED: Any = {"type": "function", "function": {"name": "look"}}
-ALLOWED: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
 
 
 @pytest.fixture(scope="module")
@@ -72,54 +60,6 @@ def spoken(web: httpx.Client) -> dict[str, Any]:
     return made(web, messages=BEGUN, tools=TOOLS, display_name="spoken", labels={"team": "sea"})
 
 
-def test_a_context_is_made_of_messages(web: httpx.Client, spoken: dict[str, Any]) -> None:
-    assert (spoken["is_conversation"], spoken["labels"], spoken["owner"]) == (True, {"team": "sea"}, "")
-    turns = [QUESTION, {"role": "assistant", "content": "A keeper."}]
-    child = made(web, messages=turns, parent="spoken", display_name="longer")
-    assert (child["parent"], child["parent_token_count"]) == (spoken["name"], spoken["token_count"])
-    refused = web.post("/v1/contexts", json={"text": "a", "tools": TOOLS}).json()["error"]
-    assert refused["param"] == "tools"
-
-
-@pytest.mark.parametrize("choice", ["required", NAMED, ALLOWED], ids=["any", "named", "allowed"])
-def test_calls_come_whole_and_in_pieces(official: openai.OpenAI, spoken: dict[str, Any], choice: Any) -> None:
-    options = {**ASK, "tool_choice": choice, "parallel_tool_calls": False}
-    reply = valid(ChatCompletion, official.chat.completions.create(**options))
-    (choice_made,) = reply.choices
-    (call,) = choice_made.message.tool_calls
-    assert (choice_made.finish_reason, choice_made.message.content) == ("tool_calls", None)
-    assert call.function.name == "look" or choice == "required"
-    chunks = [
-        valid(ChatCompletionChunk, chunk)
-        for chunk in official.chat.completions.create(**options, stream=True)
-    ]
-    assert chunks[-1].choices[0].finish_reason == "tool_calls"
-    parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []]
-    assert {part.index for part in parts} == {0}
-    assert [part.function.name for part in parts if part.id] == [call.function.name]
-    arguments = "".join(part.function.arguments for part in parts)
-    assert arguments == call.function.arguments
-    assert "at" in json.loads(arguments) or call.function.name == "wait"
-    assert not any(chunk.choices[0].delta.content for chunk in chunks)
-
-
-def test_an_agent_goes_on_with_what_its_tools_say(official: openai.OpenAI, spoken: dict[str, Any]) -> None:
-    """Its history names no context: the stored one is found, as far as it goes."""
-    history = [*BEGUN, QUESTION]
-    options = {**ASK, "extra_body": {}}
-    reply = official.chat.completions.create(**{**options, "messages": history, "tool_choice": NAMED})
-    message = reply.choices[0].message
-    assert reply.usage.prompt_tokens_details.cached_tokens == spoken["token_count"]
-    history.append(message.model_dump(exclude_none=True))
-    history += [
-        {"role": "tool", "tool_call_id": call.id, "content": "The keeper."} for call in message.tool_calls
-    ]
-    last = {**options, "messages": history, "max_tokens": 4}
-    reply = official.chat.completions.create(**last)
-    assert (reply.choices[0].finish_reason, reply.choices[0].message.tool_calls) == ("length", None)
-    assert reply.usage.prompt_tokens_details.cached_tokens == spoken["token_count"]
-
-
 FLAT_TOOLS: Any = [
     {"type": "function", "name": "look", "description": "Looks.", "parameters": PARAMETERS, "strict": None},
     {"type": "function", "name": "wait", "parameters": None, "strict": False},
@@ -133,40 +73,6 @@ RESPOND: Any = {
     "tools": FLAT_TOOLS,
     "extra_body": {"context": "spoken"},
 }
-
-
-@pytest.mark.parametrize("choice", ["required", FLAT_NAMED], ids=["any", "named"])
-def test_calls_come_whole_and_in_events(official: openai.OpenAI, spoken: dict[str, Any], choice: Any) -> None:
-    options = {**RESPOND, "tool_choice": choice, "parallel_tool_calls": False}
-    reply = valid(Response, official.responses.create(**options))
-    (call,) = reply.output
-    assert (reply.status, call.type, call.status) == ("completed", "function_call", "completed")
-    assert call.name == "look" or choice == "required"
-    assert "at" in json.loads(call.arguments) or call.name == "wait"
-    assert [tool.name for tool in reply.tools] == ["look", "wait"]
-    assert reply.tools[0].parameters == PARAMETERS
-    assert reply.parallel_tool_calls is False
-    assert reply.tool_choice == choice if choice == "required" else reply.tool_choice.name == "look"
-    events = list(official.responses.create(**options, stream=True))
-    for event in events:
-        TypeAdapter(ResponseStreamEvent).validate_python(event.model_dump())
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    kinds = [event.type.removeprefix("response.") for event in events]
-    deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
-    assert kinds == [
-        "created",
-        "in_progress",
-        "output_item.added",
-        *["function_call_arguments.delta"] * len(deltas),
-        "function_call_arguments.done",
-        "output_item.done",
-        "completed",
-    ]
-    assert "".join(event.delta for event in deltas) == call.arguments == events[-3].arguments
-    (item,) = events[-1].response.output
-    assert (item.name, item.arguments, item.status) == (call.name, call.arguments, "completed")
-    assert {event.item_id for event in (*deltas, events[-3])} == {item.id, events[2].item.id}
-    assert (events[2].item.arguments, events[2].item.status) == ("", "in_progress")
 
 
 def test_an_agent_goes_on_with_what_its_functions_say(

@@ -48,7 +48,7 @@ def layers() -> list[Layer]:
 
 @pytest.fixture
 def workers() -> Iterator[SearchWorkers]:
-    made = SearchWorkers(2, 2)
+    made = SearchWorkers(2)
     yield made
     made.close()
 
@@ -58,7 +58,7 @@ def test_the_search_is_compiled_before_a_device_can_ask_for_one(monkeypatch: pyt
     begun: list[set[threading.Thread]] = []
     monkeypatch.setattr(workers_module, "compile_search", lambda: begun.append(set(threading.enumerate())))
     before = set(threading.enumerate())
-    made = SearchWorkers(2, 1)
+    made = SearchWorkers(2)
     assert [[thread for thread in seen - before if thread.name.startswith("search-")] for seen in begun] == [
         []
     ]
@@ -70,9 +70,9 @@ def queries(layers: int, rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(layers, rows, VALUES, generator=torch.Generator().manual_seed(seed))
 
 
-def finish(workers: SearchWorkers, device: FakeDevice, lane: int = 0) -> None:
+def finish(workers: SearchWorkers, device: FakeDevice) -> None:
     device.join()
-    workers.end(lane)
+    workers.end()
     if device.error is not None:
         raise device.error
 
@@ -94,7 +94,7 @@ def test_lists_are_those_of_the_general_path(workers: SearchWorkers, pooled: boo
     for seed in range(2):
         mailbox.begin(rows, [0, 1])
         q_LBX = queries(2, 5, seed)
-        workers.begin(0, mailbox)
+        workers.begin(mailbox)
         device = FakeDevice(mailbox, q_LBX)
         finish(workers, device)
         for layer, lists in device.lists.items():
@@ -111,36 +111,29 @@ def test_keys_of_equal_scores_are_kept_by_their_ids(workers: SearchWorkers) -> N
     mailbox = Mailbox(make_plan(1, layers=1), page_locked=False)
     row = searched(0, [layer], 8, LONG, 20)
     mailbox.begin([row], [0])
-    workers.begin(0, mailbox)
+    workers.begin(mailbox)
     device = FakeDevice(mailbox, queries(1, 1))
     finish(workers, device)
     assert [ids.tolist() for ids in device.lists[0]] == [list(range(8, 28))] * HEADS
 
 
-def test_steps_follow_each_other_and_lanes_run_at_once(workers: SearchWorkers, layers: list[Layer]) -> None:
-    """The device of one lane stops between two layers; the other one's steps pass it. Some layers are not searched."""
-    plan = make_plan(1)
-    slow, fast = (Mailbox(plan, page_locked=False) for _ in range(2))
+def test_steps_follow_each_other(workers: SearchWorkers, layers: list[Layer]) -> None:
+    """In two mailboxes, one after the other. Some layers are not searched."""
+    mailboxes = [Mailbox(make_plan(1), page_locked=False) for _ in range(2)]
     row = searched(0, [layers[0], layers[2]], 8, LONG, 100)
     q_LBX = queries(3, 1)
-    assert slow.begin([row], [0, 2]) == 1
-    workers.begin(0, slow)
-    go_on = threading.Event()
-    slow_device = FakeDevice(slow, q_LBX, go_on=go_on)
-    assert slow_device.between.wait(SECONDS)
     for step in range(1, 4):
-        assert fast.begin([row], [0, 2]) == step
-        workers.begin(1, fast)
-        device = FakeDevice(fast, q_LBX * step)
-        finish(workers, device, 1)
-        for layer in (0, 2):
-            assert torch.equal(
-                device.lists[layer][0], layers[layer].expected(q_LBX[layer, 0] * step, row, pooled=True)[0]
-            )
-    assert slow_device.is_alive()
-    go_on.set()
-    finish(workers, slow_device)
-    assert sorted(slow_device.lists) == [0, 2]
+        for mailbox in mailboxes:
+            assert mailbox.begin([row], [0, 2]) == step
+            workers.begin(mailbox)
+            with pytest.raises(RuntimeError, match="in flight"):
+                workers.begin(mailbox)
+            device = FakeDevice(mailbox, q_LBX * step)
+            finish(workers, device)
+            assert sorted(device.lists) == [0, 2]
+            for layer, lists in device.lists.items():
+                expected = layers[layer].expected(q_LBX[layer, 0] * step, row, pooled=True)
+                assert torch.equal(lists[0], expected[0])
 
 
 @pytest.mark.parametrize("posted", [0, 1, 3])
@@ -150,18 +143,18 @@ def test_a_step_is_cancelled_in_every_phase(workers: SearchWorkers, layers: list
     row = searched(0, layers, 8, LONG, 100)
     q_LBX = queries(3, 1)
     mailbox.begin([row], range(3))
-    workers.begin(0, mailbox)
+    workers.begin(mailbox)
     for layer in range(posted):
         mailbox.post(layer, q_LBX[layer])
         while layer < posted - 1 and mailbox.answer(layer, 1) is None:
             time.sleep(0.001)
     mailbox.cancel()
-    workers.end(0)
+    workers.end()
     assert mailbox.stopped
     with pytest.raises(InterruptedError):
         mailbox.answer(0, 0)
     mailbox.begin([row], range(3))
-    workers.begin(0, mailbox)
+    workers.begin(mailbox)
     device = FakeDevice(mailbox, q_LBX)
     finish(workers, device)
     assert torch.equal(device.lists[2][1], layers[2].expected(q_LBX[2, 0], row, pooled=True)[1])
@@ -171,33 +164,33 @@ def test_a_step_that_ends_early_is_cancelled(workers: SearchWorkers, layers: lis
     """The device never comes to the second layer: threads do not wait for it once the step is ended."""
     mailbox = Mailbox(make_plan(1), page_locked=False)
     mailbox.begin([searched(0, layers, 8, LONG, 100)], range(3))
-    workers.begin(0, mailbox)
+    workers.begin(mailbox)
     mailbox.post(0, queries(1, 1)[0])
-    workers.end(0)
+    workers.end()
     assert mailbox.stopped
 
 
 def test_a_thread_that_dies_ends_the_wait(layers: list[Layer], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = threading.Event()
 
-    def die(lanes: int, count: int, semaphore: int, end: int) -> None:
+    def die(step: int, semaphore: int, end: int) -> None:
         asked.wait(SECONDS)
         raise MemoryError("no more")
 
     monkeypatch.setattr(workers_module, "take_part", die)
-    workers = SearchWorkers(1, 1)
+    workers = SearchWorkers(1)
     mailbox = Mailbox(make_plan(1), page_locked=False)
     row = searched(0, layers, 8, LONG, 100)
     mailbox.begin([row], range(3))
-    workers.begin(0, mailbox)
+    workers.begin(mailbox)
     device = FakeDevice(mailbox, queries(3, 1))
     asked.set()
     device.join()
     assert isinstance(device.error, InterruptedError)
     with pytest.raises(SparseKVError, match="no more"):
-        workers.end(0)
+        workers.end()
     with pytest.raises(SparseKVError, match="no more"):
-        workers.begin(0, mailbox)
+        workers.begin(mailbox)
     workers.close()
     assert workers.alive == 0
 
@@ -208,34 +201,34 @@ def test_a_thread_that_dies_inside_of_a_step_that_is_ended_is_not_waited_for_lon
     monkeypatch.setattr(workers_module, "_END_SECONDS", 2 * SECONDS)  # for threads that live
     inside, ended = threading.Event(), threading.Event()
 
-    def die(lanes: int, count: int, semaphore: int, end: int) -> None:
-        write_word(lanes + 8 * INSIDE, 1)
+    def die(step: int, semaphore: int, end: int) -> None:
+        write_word(step + 8 * INSIDE, 1)
         inside.set()
         ended.wait(SECONDS)
         time.sleep(0.2)
         raise MemoryError("no more")
 
     monkeypatch.setattr(workers_module, "take_part", die)
-    workers = SearchWorkers(1, 1)
+    workers = SearchWorkers(1)
     mailbox = Mailbox(make_plan(1), page_locked=False)
     mailbox.begin([searched(0, layers, 8, LONG, 100)], range(3))
-    workers.begin(0, mailbox)
+    workers.begin(mailbox)
     assert inside.wait(SECONDS)
     begin = time.monotonic()
     ended.set()
     with pytest.raises(SparseKVError, match="no more"):
-        workers.end(0)
+        workers.end()
     assert time.monotonic() - begin < SECONDS
     workers.close()
 
 
 def test_closing_leaves_no_thread_even_in_the_middle_of_a_step(layers: list[Layer]) -> None:
     before = set(threading.enumerate())
-    workers = SearchWorkers(3, 1)
+    workers = SearchWorkers(3)
     assert workers.alive == 3
     mailbox = Mailbox(make_plan(1), page_locked=False)
     mailbox.begin([searched(0, layers, 8, LONG, 100)], range(3))
-    workers.begin(0, mailbox)
+    workers.begin(mailbox)
     go_on = threading.Event()
     device = FakeDevice(mailbox, queries(3, 1), go_on=go_on)
     assert device.between.wait(SECONDS)
@@ -256,7 +249,7 @@ def test_what_cannot_be_searched_is_refused(layers: list[Layer]) -> None:
     with pytest.raises(InvalidArgumentError, match="of 40000"):
         mailbox.begin([longer], range(3))
     with pytest.raises(InvalidArgumentError, match="at least one"):
-        SearchWorkers(0, 1)
+        SearchWorkers(0)
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

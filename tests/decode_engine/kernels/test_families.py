@@ -13,14 +13,7 @@ import triton.language as tl
 
 from decode_engine.kernels import families
 from decode_engine.kernels.families import Family
-from decode_engine.kernels.weight_bytes import (
-    of_byte,
-    of_half,
-    rounded_half_reference,
-    rounded_reference,
-    to_byte,
-    to_half,
-)
+from decode_engine.kernels.weight_bytes import of_byte, rounded_reference, to_byte
 
 ROOT = Path(__file__).resolve().parents[3]
 FAMILIES = {name: each for name, each in vars(families).items() if isinstance(each, Family)}
@@ -111,24 +104,3 @@ def test_weights_there_and_back() -> None:
     large = weights > 2.0**-30
     assert float(((rounded - weights).abs() / weights)[large].max()) <= 1 / 16
     assert float((rounded - weights).abs().max()) <= 1 / 16
-
-
-@triton.jit
-def half_kernel(weights_ptr: tl.tensor, found_ptr: tl.tensor, count: tl.tensor, TILE: tl.constexpr) -> None:
-    """Row i of found: the weights through half i of a word."""
-    n = tl.arange(0, TILE)
-    half = to_half(tl.load(weights_ptr + n, mask=n < count, other=0.0))
-    for index in tl.static_range(2):
-        tl.store(found_ptr + index * count + n, of_half(half | (half << 16), index), mask=n < count)
-
-
-def test_weights_in_16_bits_there_and_back() -> None:
-    torch.manual_seed(0)
-    edges = torch.tensor([0.0, 1.0, 2.0**-31, 2.0**-40, 1.0 - 2.0**-24])
-    weights = torch.cat([edges, torch.rand(95).mul(-34.0).exp2()]).to(DEVICE)
-    found = torch.full((2, len(weights)), torch.nan, device=DEVICE)
-    half_kernel[(1,)](weights, found, len(weights), TILE=128)
-    rounded = rounded_half_reference(weights)
-    assert torch.equal(found, rounded.expand(2, -1))
-    large = weights > 2.0**-30
-    assert float(((rounded - weights).abs() / weights)[large].max()) <= 2.0**-12

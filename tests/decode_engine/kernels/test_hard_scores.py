@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decode_engine.kernels.attention.sparse_attention import KeyLists
 from decode_engine.kernels.border import (
     DRAW_STEP,
     draw,
@@ -28,18 +27,14 @@ from decode_engine.kernels.border import (
     moved_reference,
     stretch_of_reference,
 )
-from decode_engine.kernels.codes import reference as codes
-from decode_engine.kernels.codes.search import CodeShape, CodeWork, search_codes
 from decode_engine.kernels.records import records_of
 from decode_engine.kernels.tables import reference as tables
 from decode_engine.kernels.tables.reference import kept_mask
 from decode_engine.kernels.tables.selection import select
 from decode_engine.kernels.tables.sizes import TableWork
-from tests.decode_engine.kernels.problems.code_problems import SMALL
 from tests.decode_engine.kernels.problems.hard_scores import (
     HEADS,
     SCORES,
-    code_problem,
     make_scores,
     table_problem,
 )
@@ -47,18 +42,12 @@ from tests.decode_engine.kernels.problems.table_problems import DEVICE, poisoned
 from tests.support.devices import nightly
 
 ON_GPU = DEVICE.type == "cuda"
-KINDS = ("pooled", "each", "codes")
+KINDS = ("pooled", "each")
 
 
-def kept_by_reference(
-    kind: str, q_BHGD: Tensor, k_HND: Tensor, share: float, shape: CodeShape | None = None
-) -> Tensor:
+def kept_by_reference(kind: str, q_BHGD: Tensor, k_HND: Tensor, share: float) -> Tensor:
     """Which keys the reference keeps, [H, N] bool."""
     rows = []
-    if kind == "codes":
-        sizes, sequence = code_problem(k_HND, share, shape)
-        rows = [codes.kept_keys(q_BHGD[0, h], sequence, h, sizes) for h in range(HEADS)]
-        return torch.stack(rows)
     plan, searched = table_problem(k_HND, share, kind == "pooled")
     work = TableWork.make(plan, 1, k_HND.device)
     for h in range(HEADS):
@@ -67,21 +56,9 @@ def kept_by_reference(
     return torch.stack(rows)
 
 
-def kept_by_kernels(
-    kind: str, q_BHGD: Tensor, k_HND: Tensor, share: float, shape: CodeShape | None = None
-) -> Tensor:
+def kept_by_kernels(kind: str, q_BHGD: Tensor, k_HND: Tensor, share: float) -> Tensor:
     """Which keys the kernels keep, [H, N] bool; lists are as long as they may be."""
     keys = k_HND.shape[1]
-    if kind == "codes":
-        sizes, sequence = code_problem(k_HND, share, shape)
-        lists = KeyLists.allocate(HEADS, 1, keys, k_HND.device)
-        search_codes(q_BHGD, records_of([sequence], DEVICE), sizes, CodeWork.make(sizes, 1, DEVICE), lists)
-        kept = torch.zeros(HEADS, keys, dtype=torch.bool, device=k_HND.device)
-        for h in range(HEADS):
-            ids = lists.of_row(h)
-            kept[h, ids] = True
-            assert int(kept[h].sum()) == len(ids)
-        return kept
     plan, searched = table_problem(k_HND, share, kind == "pooled")
     work, counts = poisoned(plan, 1)
     select(q_BHGD, records_of([searched], DEVICE), plan, work, counts)
@@ -90,7 +67,7 @@ def kept_by_kernels(
 
 def sampled_keys(kind: str, keys: int) -> int:
     """How many keys the threshold is taken from, at least."""
-    return min(keys, {"pooled": 8192, "each": 16384, "codes": 4096}[kind])
+    return min(keys, {"pooled": 8192, "each": 16384}[kind])
 
 
 def check_counts(kind: str, kept_HN: Tensor, share: float) -> None:
@@ -103,7 +80,7 @@ def check_counts(kind: str, kept_HN: Tensor, share: float) -> None:
     assert bool(((of_wanted - 1).abs() <= 0.05 + 3 * chance).all()), of_wanted
 
 
-LONG = (("flat", "each"), ("repeated", "pooled"), ("sink", "codes"))
+LONG = (("flat", "each"), ("repeated", "pooled"), ("sink", "pooled"))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +115,7 @@ def test_as_many_keys_as_wanted_are_kept_on_a_gpu(keys: int, name: str, kind: st
 def test_kernels_keep_what_the_reference_keeps(name: str, kind: str) -> None:
     """Key for key, where sums are exact or all alike; elsewhere a number that is rounded otherwise may move a key."""
     q, k = make_scores(name, 600)
-    kept, expected = (keeps(kind, q, k, 0.05, SMALL) for keeps in (kept_by_kernels, kept_by_reference))
+    kept, expected = (keeps(kind, q, k, 0.05) for keeps in (kept_by_kernels, kept_by_reference))
     differing = int((kept != expected).sum())
     exact = kind == "pooled" or name in ("nothing", "equal")
     assert differing <= (0 if exact else 2)

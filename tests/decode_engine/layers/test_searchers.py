@@ -7,9 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from decode_engine.layers.figures import Figures
 from decode_engine.layers.searchers import MadeSelection, Searchers
-from index_store.methods.method import Schedule
 from index_store.selection.ranking import Selection
 
 H, G, D, USUAL = 2, 2, 4, 100
@@ -18,9 +16,8 @@ H, G, D, USUAL = 2, 2, 4, 100
 class Searches:
     """Numbers the searches that it is asked for; the number is the key that is selected."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.figures = Figures()
-        self.searchers = Searchers(schedule, self.figures)
+    def __init__(self, period: int) -> None:
+        self.searchers = Searchers(period)
         self.made: list[tuple[Tensor, int]] = []
 
     def step(self, position: int, q_HTGD: Tensor, usual: int = USUAL) -> MadeSelection:
@@ -29,7 +26,7 @@ class Searches:
         def search(queries: Tensor, end: int) -> MadeSelection:
             self.made.append((queries, end))
             ids = torch.full((*queries.shape[:2], 1), len(self.made), dtype=torch.int32)
-            return MadeSelection(Selection(ids, torch.ones_like(ids[..., 0])), queries, position, end, ())
+            return MadeSelection(Selection(ids, torch.ones_like(ids[..., 0])), position, end, ())
 
         searcher = self.searchers.choose(q_HTGD.shape[1], shared=False)
         choice = searcher.choose(q_HTGD, position, usual, SimpleNamespace(each=search))
@@ -46,8 +43,8 @@ def keys(choice: MadeSelection) -> list[int]:
     return [int(row) for row in choice.selection.ids_HTK[:, 0, 0]]
 
 
-def test_without_a_schedule_every_call_searches_with_its_own_queries() -> None:
-    searches = Searches(Schedule())
+def test_without_a_period_every_call_searches_with_its_own_queries() -> None:
+    searches = Searches(1)
     for position in range(3):
         assert searches.step(position, query()).pieces == ()
     assert len(searches.made) == 3
@@ -55,7 +52,7 @@ def test_without_a_schedule_every_call_searches_with_its_own_queries() -> None:
 
 
 def test_a_selection_serves_a_period_over_the_range_it_was_made_from() -> None:
-    searches = Searches(Schedule(period=3))
+    searches = Searches(3)
     found = [searches.step(position, query(), usual=USUAL + position) for position in range(5)]
     assert [keys(choice)[0] for choice in found] == [1, 1, 1, 2, 2]
     assert [choice.search_end for choice in found] == [100, 100, 100, 103, 103]
@@ -63,38 +60,18 @@ def test_a_selection_serves_a_period_over_the_range_it_was_made_from() -> None:
     assert [choice.pieces for choice in found] == [(), None, None, (), None]
 
 
-def test_a_lag_uses_the_step_before_and_searches_for_the_next() -> None:
-    searches = Searches(Schedule(lag=1))
-    assert [keys(searches.step(position, query()))[0] for position in range(4)] == [1, 1, 2, 3]
-    assert len(searches.made) == 4
-    assert keys(searches.step(9, query())) == [5, 5]  # not of the step before, which left none
-
-
 def test_a_repeated_step_chooses_the_same() -> None:
-    for schedule in (Schedule(period=2), Schedule(lag=1)):
-        once, twice = Searches(schedule), Searches(schedule)
-        for position in range(6):
-            choice = once.step(position, query(seed=position))
-            for _ in range(2):
-                again = twice.step(position, query(seed=position))
-            assert again.made_at == choice.made_at
-            assert torch.equal(again.q_HTGD, choice.q_HTGD)
+    once, twice = Searches(2), Searches(2)
+    for position in range(6):
+        choice = once.step(position, query(seed=position))
+        for _ in range(2):
+            again = twice.step(position, query(seed=position))
+        assert again.made_at == choice.made_at
+        assert torch.equal(twice.made[-1][0], once.made[-1][0])
 
 
 def test_prompts_neither_use_nor_leave_selections() -> None:
-    searches = Searches(Schedule(period=4))
+    searches = Searches(4)
     searches.step(0, query())
     assert keys(searches.step(1, query(2))) == [2, 2]
     assert keys(searches.step(3, query())) == [1, 1]
-
-
-def test_a_correction_replaces_the_heads_that_turned_away() -> None:
-    searches = Searches(Schedule(period=4, correct_below=0.5))
-    searches.step(0, query())
-    turned = query()
-    turned[1, :, 1] *= -1.0
-    choice = searches.step(1, turned, usual=USUAL + 7)
-    assert (keys(choice), choice.search_end) == ([1, 2], USUAL)
-    assert (searches.figures.corrected, searches.figures.correctable) == (1, 2)
-    assert torch.equal(choice.q_HTGD, turned)
-    assert keys(searches.step(2, turned)) == [1, 2]

@@ -19,11 +19,12 @@ from decode_engine.layers.figures import Figures
 from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer, attend_sparse_together
 from index_store.attention.attention_state import PLAIN, AttentionState, LogitForm
-from index_store.methods.method import Method, Schedule
+from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.selection.budgets import Budget, Ratio
 from index_store.selection.remainder_states import ExactKeys, remainder_state
 from tests.decode_engine.layers.plain_attention import D, G, H, context, reference, tokens
+from tests.support.devices import crossed
 from tests.support.layers import ALL_METHODS, build_layer, build_search, with_budget, with_everything
 
 
@@ -36,10 +37,12 @@ def test_a_tail_tells_kernels_where_its_rows_are() -> None:
     assert tail.head_bytes == tail.capacity * 2 * 4 * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ALL_METHODS)
-@pytest.mark.parametrize(
-    ("count", "chunks"), [(5, (3, 1, 1)), (300, (7, 1, 1)), (300, (90, 1, 80, 1, 1, 140, 1))]
+@crossed(
+    {
+        "dtype": [torch.float32, torch.bfloat16],
+        "name": ALL_METHODS,
+        "count, chunks": [(5, (3, 1, 1)), (300, (7, 1, 1)), (300, (90, 1, 80, 1, 1, 140, 1))],
+    }
 )
 def test_full_budget_equals_dense_attention(
     name: str, count: int, chunks: tuple[int, ...], dtype: torch.dtype
@@ -70,7 +73,6 @@ ROOM = 96  # positions that one-hot values can tell apart
 def value_levels(method: Method) -> int:
     """Levels between the least and the largest channel of a value in a coarse copy."""
     spec = method.partition or method.index
-    assert spec is not None
     return 2 ** int(spec.parameters.get("value_bits", 4))
 
 
@@ -108,14 +110,14 @@ class Plan:
 
     def step(self, position: int, size: int) -> int:
         """The end of the range that the query's selection was chosen from; `size` tokens are fed with it."""
-        schedule, made_at = self.method.schedule, position
+        made_at = position
         if self.end(position) == self.sinks:
             return self.sinks
         if size == 1:
             age = position - self.searched_at
-            if self.searched_at >= 0 and (0 < age < schedule.period or (schedule.lag and age == 1)):
+            if self.searched_at >= 0 and 0 < age < self.method.period:
                 made_at = self.searched_at
-            self.searched_at = position if schedule.lag else made_at
+            self.searched_at = made_at
         return self.end(made_at)
 
     def kept(self, position: int, end: int) -> int | None:
@@ -137,14 +139,6 @@ def that_fit(sizes: list[int]) -> list[int]:
     return [size for size, end in zip(sizes, accumulate(sizes), strict=True) if end <= ROOM // 2]
 
 
-SCHEDULES = [
-    Schedule(),
-    Schedule(period=3),
-    Schedule(lag=1),
-    Schedule(lag=1, correct_below=0.1),
-]
-
-
 @pytest.mark.parametrize("name", ALL_METHODS)
 @settings(max_examples=15, deadline=None)
 @given(
@@ -154,7 +148,7 @@ SCHEDULES = [
     recent=st.integers(1, 30),
     block=st.integers(1, 20),
     keep=st.floats(0.01, 1.0),
-    schedule=st.sampled_from(SCHEDULES),
+    period=st.sampled_from([1, 3]),
     repeated=st.booleans(),
 )
 def test_the_parts_partition_the_keys(
@@ -165,7 +159,7 @@ def test_the_parts_partition_the_keys(
     recent: int,
     block: int,
     keep: float,
-    schedule: Schedule,
+    period: int,
     repeated: bool,
 ) -> None:
     """Queries near zero weigh all keys alike, approximated ones too, but still rank; values name their key.
@@ -178,7 +172,7 @@ def test_the_parts_partition_the_keys(
         sinks=listed.sinks + more_sinks,
         recent=recent,
         append_block=block,
-        schedule=schedule,
+        period=period,
     )
     labels, figures = Labels(), Figures()
     layer = build_layer(
@@ -222,7 +216,7 @@ def test_the_parts_partition_the_keys(
     assert figures.attended == attended if method.drops_remainder else figures.attended <= attended
 
 
-@pytest.mark.parametrize("name", ["csattention+dropped", "csattention", "multipole", "squeezed", "pq"])
+@pytest.mark.parametrize("name", ["csattention+dropped", "csattention", "multipole", "squeezed"])
 def test_a_tail_key_that_left_the_window_is_still_found(name: str) -> None:
     kv = context(200)
     method = replace(with_budget(get_method(name), 0.05), recent=8, append_block=4)
@@ -389,17 +383,18 @@ def prepared(name: str) -> tuple[Method, Tensor, LayerSearch]:
 SINK, CAPPED = LogitForm(sink_HG=torch.ones(H, G)), LogitForm(cap=20.0)
 
 
-@pytest.mark.parametrize(
-    ("way", "form"),
-    [
-        *((way, PLAIN) for way in (step, steps_together, prompt, shared_prompt, replay)),
-        (steps_together, SINK),
-        (shared_prompt, SINK),
-        (step, CAPPED),
-        (prompt, CAPPED),
-    ],
+@crossed(
+    {
+        "way, form": [
+            *((way, PLAIN) for way in (step, steps_together, prompt, shared_prompt, replay)),
+            (steps_together, SINK),
+            (shared_prompt, SINK),
+            (step, CAPPED),
+            (prompt, CAPPED),
+        ],
+        "name": ALL_METHODS,
+    }
 )
-@pytest.mark.parametrize("name", ALL_METHODS)
 def test_every_way_attends_to_what_was_selected_and_to_the_rest(
     name: str, way: Callable[[Make], None], form: LogitForm
 ) -> None:

@@ -15,7 +15,7 @@ from decode_engine.layers.figures import Figures
 from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer, attend_sparse_together
 from index_store.attention.attention_state import PLAIN, LogitForm
 from index_store.indexes.interface.layer_index import Asked
-from index_store.methods.method import Method, Schedule
+from index_store.methods.method import Method
 from index_store.methods.presets import get_method
 from index_store.selection.budgets import Mass, Ratio, Threshold, TokenCount
 from tests.support.layers import ALL_METHODS, build_index, build_search
@@ -88,7 +88,6 @@ def test_groups_whose_scores_are_many_attend_in_parts(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sparse_layer, "_GROUP_SCORE_BYTES", 4 * 4 * H * G * 256)
     ranked: list[int] = []
     rank = parts.layers[0].sharing
-    assert rank is not None
     together = rank.best_together
 
     def counting(asked: list[Asked], keeps: list[int]) -> object:
@@ -111,6 +110,6 @@ def test_which_layers_attend_together() -> None:
     refined = ALL_METHODS["refined"]
     for budget in (Mass(0.9), Threshold(threshold=0.01)):
         assert not sharing(replace(refined, budget=budget))
-    assert not sharing(replace(refined, schedule=Schedule(period=2)))
+    assert not sharing(replace(refined, period=2))
     assert not sharing(refined, LogitForm(cap=20.0))
     assert sharing(replace(refined, budget=TokenCount(3)))

@@ -85,7 +85,6 @@ def test_a_shadow_makes_up_for_a_long_prompt_step_by_step(
 ) -> None:
     monkeypatch.setattr("decode_engine.model.runner._AT_ONCE", 3)
     session, _ = fed(served, texts(served)[0], audit=True)
-    assert session.shadow is not None
     assert session.shadow.position == session.position
     # 6 tokens of the prompt and one more for each step, of which three are fed at a time.
     assert session.figures.audited == STEPS - 2
@@ -111,7 +110,6 @@ def test_a_shadow_ends_with_its_session_and_is_that_of_one_answer(served: Served
     session, _ = fed(served, texts(served)[2], audit=True)
     other, shadow = session.fork(), session.shadow
     assert (other.shadow, other.watched, session.watched) == (None, False, True)
-    assert shadow is not None
     session.close()
     assert (session.shadow, len(shadow.layers)) == (None, 0)
 

@@ -8,11 +8,12 @@ import pytest
 
 from index_store.methods.presets import get_method
 from tests.decode_engine.model.test_layer_kinds import serve
+from tests.support.devices import nightly
 
 METHODS = ("full", "csattention", "csattention-paper", "multipole-tree")
 
 
-@pytest.mark.parametrize("kind", ["windows", "windows only", "sinks"])
+@pytest.mark.parametrize("kind", ["windows", "sinks", *nightly("windows only")])
 def test_a_restored_session_goes_on_as_the_one_before(tmp_path: Path, kind: str) -> None:
     """Bit for bit, whatever pieces the rows come in, also where windows have passed the first of them."""
     with serve(tmp_path, kind, METHODS[1:]) as kept:

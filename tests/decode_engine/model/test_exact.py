@@ -39,7 +39,7 @@ from tests.support.models import LAYER_KINDS, write_model_folder
 
 TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 6
 PROMPT = "\nQuestion: who lit it?\nAnswer:"
-TOKENS = 70
+TOKENS = 40
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ def test_a_prompt_on_no_context_is_drafted_for_from_its_own_text(llama: Kept) ->
     assert not session.drafts
 
 
-@pytest.mark.parametrize("answers", [32, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("answers", [16, *nightly(1000)])
 def test_the_reader_says_what_it_says_by_full(tmp_path: Path, answers: int) -> None:
     """Greedy answers behind passages of the text that it has read, and of text that it has not."""
     text = source_text(())

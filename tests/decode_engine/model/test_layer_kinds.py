@@ -43,7 +43,7 @@ from tests.support.models import LAYER_KINDS, write_model_folder
 
 TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 4
 PROMPT = [70, 71, 72, 73, 74]
-NEW_TOKENS = 24
+NEW_TOKENS = 12
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_tokens_are_those_of_generate(kept: Kept) -> None:
     """Over a context longer than the window, with a prompt in one piece or two, and a budget of all keys."""
     wanted = expected_tokens(kept.folder, [*kept.context.tokens().tolist(), *PROMPT])
-    assert len(set(wanted)) > 4
+    assert len(set(wanted)) > 3
     assert greedy(kept, METHODS["full"], [PROMPT]) == wanted
     assert greedy(kept, METHODS["full"], [PROMPT[:2], PROMPT[2:]]) == wanted
     assert greedy(kept, with_everything(METHODS[DEFAULT_METHOD]), [PROMPT]) == wanted

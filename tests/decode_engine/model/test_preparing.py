@@ -25,6 +25,7 @@ from index_store.methods.method import FittedMethod
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import resolve_model
 from tests.decode_engine.conftest import Library
+from tests.support.devices import nightly
 from tests.support.models import write_model_folder
 
 
@@ -86,9 +87,8 @@ def test_options_of_a_method_change_no_loop() -> None:
 @pytest.mark.parametrize(
     ("weights", "checkpoint", "kinds"),
     [
-        ("auto", "bfloat16", ["bfloat16", "float32"]),
-        pytest.param("auto", "float32", ["float32"], marks=pytest.mark.nightly),
-        pytest.param("int8", "float16", ["int8"], marks=pytest.mark.nightly),
+        ("auto", "float32", ["float32"]),
+        *nightly(("auto", "bfloat16", ["bfloat16", "float32"]), ("int8", "float16", ["int8"])),
     ],
 )
 def test_loops_compiled_beside_are_found_in_the_cache(
@@ -204,7 +204,7 @@ def test_all_that_contexts_name_is_prepared_before_requests(runner: ModelRunner)
     preparation.close()
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["auto", *nightly("bfloat16")])
 def test_every_method_is_warmed_up(library: Library, dtype: str) -> None:
     runner = ModelRunner(resolve_model(str(library.model)), dtype=dtype)
     assert [name for name, method in METHODS.items() if warm_method(runner, method)] == list(METHODS)
@@ -235,5 +235,5 @@ def test_methods_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
 def test_methods_that_the_host_does_not_search_are_not_warmed_up_twice() -> None:
     every = list(Placement)
     assert placements_of(get_method("csattention"), every) == every
-    assert placements_of(get_method("pq"), every) == [Placement.DEVICE, Placement.HYBRID]
+    assert placements_of(get_method("refined"), every) == [Placement.DEVICE, Placement.HYBRID]
     assert placements_of(get_method("full"), [Placement.HOST]) == [Placement.HOST]

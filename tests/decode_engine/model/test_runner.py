@@ -24,7 +24,7 @@ from index_store.errors import (
     MethodUnsupportedError,
     ModelMismatchError,
 )
-from index_store.methods.method import Method, Schedule
+from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import resolve_model
 from index_store.selection.budgets import Ratio
@@ -72,12 +72,12 @@ def test_full_equals_transformers_generate_token_by_token(served: Served) -> Non
     model = AutoModelForCausalLM.from_pretrained(served.folder, dtype=torch.float32).eval()
     ids = tokenizer(TEXT + PROMPT, add_special_tokens=False, return_tensors="pt").input_ids
     with torch.inference_mode():
-        own = model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=1)
+        own = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=1)
     expected = own[0, ids.shape[1] :].tolist()
     session = served.start(METHODS["full"])
     assert session.position == served.context.manifest.token_count
     prompt = ids[0, session.position :].tolist()
-    assert greedy(served.runner, session, prompt, 40) == expected
+    assert greedy(served.runner, session, prompt, 20) == expected
     assert len(set(expected)) > 3  # a constant continuation would prove little
 
 
@@ -289,12 +289,12 @@ def failing_once(runner: ModelRunner, layer: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["full", "oracle", "csattention", "csattention-paper", "multipole-tree"])
-@pytest.mark.parametrize("schedule", [Schedule(), Schedule(period=3), Schedule(lag=1)])
-def test_a_step_that_failed_midway_can_be_repeated(llama: Served, name: str, schedule: Schedule) -> None:
+@pytest.mark.parametrize("period", [1, 3])
+def test_a_step_that_failed_midway_can_be_repeated(llama: Served, name: str, period: int) -> None:
     """Steps that search, that use a selection again and that move tail keys into the index, and the prompt."""
     method = METHODS["full"]
     if name != "full":
-        method = replace(get_method(name, 0.1), recent=8, append_block=4, schedule=schedule)
+        method = replace(get_method(name, 0.1), recent=8, append_block=4, period=period)
     runner = llama.runner
     prompt = runner.tokenizer.encode(PROMPT)
     undisturbed, disturbed = (

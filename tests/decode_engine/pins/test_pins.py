@@ -37,6 +37,7 @@ _UNMEASURED = {"keep", "tool_choice", "prompt_logprobs", "temperature", "logit_b
 """Fields of requests whose tokens are not the likeliest ones, or that cannot be asked again."""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}-{file.stem}")
 def test_doors_say_what_they_said(file: Path, services: Services, request: pytest.FixtureRequest) -> None:
     service, cases = services(file.parent.name, False), read_cases(file)
@@ -59,7 +60,7 @@ APART = [pytest.param(each, marks=[] if each.parent.name == "reader" else pytest
 
 @pytest.mark.parametrize("file", APART, ids=lambda file: f"{file.parent.name}-{file.stem}")
 def test_a_door_in_a_process_of_its_own_says_the_same(file: Path, services: Services) -> None:
-    """And imports nothing that computes, as `door_beside` sees to."""
+    """What is asked goes through every layer; the door imports nothing that computes, as `door_beside` sees to."""
     service = services(file.parent.name, True)
     names = Names(service.names)
     cases = [(case, differences(case, play(service, names, case))) for case in read_cases(file)]

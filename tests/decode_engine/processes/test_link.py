@@ -504,7 +504,6 @@ def process(*arguments: object) -> Iterator[subprocess.Popen[str]]:
 
 
 async def line(child: subprocess.Popen[str]) -> str:
-    assert child.stdout is not None
     return (await asyncio.to_thread(child.stdout.readline)).strip()
 
 

@@ -69,7 +69,7 @@ def samplers(grammar: OnlyEven) -> list[Sampler]:
         Sampler(GREEDY),
         Sampler(DRAWN),
         Sampler(RULED, [5, 9]),
-        Sampler(SamplingParameters(temperature=1.0, seed=6, grammar=grammar)),  # type: ignore[arg-type]
+        Sampler(SamplingParameters(grammar=grammar)),  # type: ignore[arg-type]
     ]
 
 

@@ -78,7 +78,6 @@ def test_seeded_tokens_keys_and_values_are_those_without_drafts_bit_by_bit(
 def test_greedy_tokens_are_the_best_of_the_rows_that_chose_them(runner: ModelRunner) -> None:
     session, said, rounds = start(runner, [5, 9, 2], "exact", Placement.DEVICE), [3], 0
     stepper, sampler = runner._stepper, Sampler(GREEDY)
-    assert stepper is not None
     expected = say(runner, start(runner, [5, 9, 2], "full", Placement.DEVICE), Sampler(GREEDY))
     while len(said) <= TOKENS:
         drafts = expected[len(said) - 1 :][:7] or [5]

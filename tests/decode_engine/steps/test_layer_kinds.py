@@ -77,7 +77,7 @@ def test_steps_equal_the_general_path(tmp_path: Path, kind: str, name: str) -> N
 
 
 @pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize("heads", HEAD_SHAPES)
+@pytest.mark.parametrize("heads", ["long rows", *nightly("large groups")])
 @pytest.mark.parametrize(
     ("name", "placement"),
     [("refined", Placement.HYBRID), *nightly(("full", Placement.DEVICE), ("refined", Placement.DEVICE))],
@@ -90,8 +90,16 @@ def test_other_heads_step_as_on_the_general_path(
 
 
 @pytest.mark.usefixtures("few_programs", "watched")
-@pytest.mark.parametrize("lengths", [(0, 0), (90, 0)])
-@pytest.mark.parametrize("kind", ["windows", "windows only", "sinks"])
+@pytest.mark.parametrize(
+    ("kind", "lengths"),
+    [
+        ("windows", (0, 0)),
+        ("sinks", (90, 0)),
+        *nightly(
+            ("windows only", (0, 0)), ("sinks", (0, 0)), ("windows", (90, 0)), ("windows only", (90, 0))
+        ),
+    ],
+)
 def test_sessions_without_a_context_step_as_on_the_general_path(
     tmp_path: Path, kind: str, lengths: tuple[int, int]
 ) -> None:

@@ -44,7 +44,7 @@ def start(runner: ModelRunner, name: str, lengths: tuple[int, ...]) -> list[Sess
 
 
 @pytest.mark.parametrize("kind", ["windows", "windows only", "sinks", "experts", "another scale"])
-@pytest.mark.parametrize("name", ["full", "csattention", "csattention+dropped", "multipole", "pq"])
+@pytest.mark.parametrize("name", ["full", "csattention", "csattention+dropped", "multipole"])
 def test_a_captured_batch_equals_the_general_path(tmp_path: Path, kind: str, name: str) -> None:
     check_batch(tmp_path, kind, name, {"head_dim": 64})
 

@@ -35,8 +35,6 @@ METHODS = (
     "csattention+monopole",
     "multipole",
     "multipole+dropped",
-    "pq",
-    "pq+dropped",
     "refined",
     "refined+dropped",
 )

@@ -27,6 +27,7 @@ from index_store.attention.fused import (
     division_on,
     prepare_many,
 )
+from tests.support.devices import crossed
 
 
 def attend(logits: torch.Tensor, values: torch.Tensor) -> AttentionState:
@@ -202,10 +203,14 @@ def test_divided_calls_pay_where_queries_fill_the_processors(
     assert Division.of(heads, 512, 132).pays(rows, count) is pays
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("rows", [1, 63, 64, 100, 500])
-@pytest.mark.parametrize("count", [1, 63, 100, 128, 500])
+@crossed(
+    {
+        "dtype": [torch.float32, torch.bfloat16],
+        "heads": [1, 2],
+        "rows": [1, 63, 64, 100, 500],
+        "count": [1, 63, 100, 128, 500],
+    }
+)
 def test_divided_attention_is_attention(heads: int, rows: int, count: int, dtype: torch.dtype) -> None:
     queries, kv = make(heads, rows, count, dtype)
     expected = attend_to_all(queries[:, :, None], kv)
@@ -345,9 +350,13 @@ def test_masks_and_caps_equal_the_formula(
         assert_same(found, formula(queries, kv, first, window, cap))
 
 
-@pytest.mark.parametrize("cap", [None, 2.0])
-@pytest.mark.parametrize("dropped", [0, 3, 4, 13])
-@pytest.mark.parametrize(("tokens", "before"), [(1, 4), (1, 7), (9, 4), (23, 7), (23, 0)])
+@crossed(
+    {
+        "cap": [None, 2.0],
+        "dropped": [0, 3, 4, 13],
+        "tokens, before": [(1, 4), (1, 7), (9, 4), (23, 7), (23, 0)],
+    }
+)
 def test_chunks_equal_the_formula(tokens: int, before: int, dropped: int, cap: float | None) -> None:
     """Wherever in a chunk the queries begin and end, and whatever is there of those before."""
     before = (

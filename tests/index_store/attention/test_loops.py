@@ -9,6 +9,7 @@ from torch import Tensor
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.listed_keys_numba import Listed, attend_listed, attend_listed_reference, readable
 from index_store.attention.rows_in_line_numba import pooled_weights, pooled_weights_reference
+from tests.support.devices import crossed
 
 H, G = 3, 2
 
@@ -44,9 +45,13 @@ def sessions(count: int, head_dim: int, dtype: torch.dtype) -> Listed:
     return Listed(queries, tails, ids, counts, [sinks] * SESSIONS, begins, others)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [40, 64])
-@pytest.mark.parametrize("count", [3, 63, 500])
+@crossed(
+    {
+        "dtype": [torch.float32, torch.float16, torch.bfloat16],
+        "head_dim": [40, 64],
+        "count": [3, 63, 500],
+    }
+)
 def test_attention_equals_the_reference_and_depends_on_no_other_session(
     count: int, head_dim: int, dtype: torch.dtype
 ) -> None:
@@ -72,10 +77,14 @@ def rows(count: int, head_dim: int, dtype: torch.dtype, slack: int = 5) -> torch
     return buffer[:, :count]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("head_dim", [16, 40, 96, 128])
-@pytest.mark.parametrize(("context", "tail"), [(1, 0), (63, 5), (500, 100)])
-@pytest.mark.parametrize("positions", [1, 4])
+@crossed(
+    {
+        "dtype": [torch.bfloat16, torch.float16, torch.float32],
+        "head_dim": [16, 40, 96, 128],
+        "context, tail": [(1, 0), (63, 5), (500, 100)],
+        "positions": [1, 4],
+    }
+)
 def test_attention_of_positions_equals_that_to_gathered_rows(
     dtype: torch.dtype, head_dim: int, context: int, tail: int, positions: int
 ) -> None:
@@ -122,9 +131,13 @@ def textbook(q_HSGD: Tensor, kvs: list[Tensor]) -> AttentionState:
     )
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("count", [COUNT, 0])
+@crossed(
+    {
+        "head_dim": [32, 64, 128],
+        "dtype": [torch.bfloat16, torch.float16, torch.float32],
+        "count": [COUNT, 0],
+    }
+)
 def test_tails_are_added_to_what_the_context_gave(head_dim: int, dtype: torch.dtype, count: int) -> None:
     generator = torch.Generator().manual_seed(head_dim + count)
     rows = torch.randn(HEADS, 100, 2, head_dim, generator=generator).to(dtype)

@@ -166,7 +166,6 @@ def test_cancelling_ends_the_processes(tmp_path: Path) -> None:
 def test_a_process_that_compiles_ends_with_its_input() -> None:
     command = [sys.executable, "-m", "index_store.compiled.beside"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdin is not None
         child.stdin.write(f"{_TOP_K}\n".encode())
         child.stdin.close()  # as when whoever started it dies
         assert child.wait(timeout=300) == 0

@@ -105,7 +105,6 @@ def test_a_child_of_layers_with_windows_has_all_of_its_rows_in_every_layer(tmp_p
     )
     made = shelf.made(count=7)
     child = publish_child(shelf.store, made)
-    assert child.window is not None
     assert child.window.shape == (1, 1, 7, 2, 4)
     read = read_own_rows(shelf.store, child)
     assert all(torch.equal(found, rows) for found, rows in zip(read.rows, made.own.rows, strict=True))
@@ -133,7 +132,7 @@ def test_labels_that_are_too_many_together_are_the_callers_mistake(shelf: Shelf)
 def test_how_tokens_attended_is_noted_once_for_each_way() -> None:
     assert joined("", "exact") == "exact"
     assert joined("exact", "exact") == "exact"
-    assert joined("exact", "pq 5.00%") == "exact, pq 5.00%"
+    assert joined("exact", "quest 5.00%") == "exact, quest 5.00%"
 
 
 def test_a_childs_digests_continue_its_parents(tmp_path: Path) -> None:
@@ -210,7 +209,6 @@ def test_a_child_whose_parent_vanished_is_told_and_removed(
 
 def test_a_parent_that_was_exchanged_is_found(shelf: Shelf) -> None:
     child = shelf.child()
-    assert child.parent is not None
     other = replace(child, parent=Parent(child.parent.id, 301), token_count=306)
     with pytest.raises(ParentMissingError, match="not the one that it was made from"):
         parent_of(shelf.store, other)
@@ -253,7 +251,7 @@ def test_commands_tell_and_keep_the_rules(shelf: Shelf) -> None:
     child = shelf.child()
     place = ["--store", str(shelf.store.path)]
     shown = CliRunner().invoke(app, ["show", child.id, *place])
-    assert f"continues         {shelf.root.id}, 300 tokens" in shown.output
+    assert f"continues        {shelf.root.id}, 300 tokens" in shown.output
     assert CliRunner().invoke(app, ["show", shelf.root.id, *place]).output.count("children") == 1
     refused = CliRunner().invoke(app, ["rm", shelf.root.id, *place])
     assert isinstance(refused.exception, ContextHasChildrenError)
@@ -368,7 +366,6 @@ def outlived(tmp_path: Path) -> Store:
 def family(store: Store) -> tuple[Manifest, Manifest]:
     """Parent and child."""
     (child,) = [entry for entry in store.list() if entry.parent is not None]
-    assert child.parent is not None
     return store.manifest(child.parent.id), child
 
 

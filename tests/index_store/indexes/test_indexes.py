@@ -14,7 +14,6 @@ from index_store.indexes.exact_index import ExactIndex
 from index_store.indexes.interface.layer_index import AppendedKeys, LayerIndex, LayerSource, all_finite
 from index_store.indexes.key_clusters.index import ClusterTree, KeyClusters
 from index_store.indexes.key_pages import Pages
-from index_store.indexes.product_codes.index import ProductCodes
 from index_store.indexes.query_tables.index import QueryTables
 from index_store.memory.arena import Arena
 from index_store.methods.method import INDEX_SPECS
@@ -55,7 +54,6 @@ CLUSTERS = small(
 )
 WINDOWED: dict[str, Scalar] = {**CLUSTERS, "window": 64}
 TREE: dict[str, Scalar] = {"keys_per_coarse": 50}
-CODES = small("product_codes", subspaces=8, bits=6, iterations=5)
 COARSE = small("coarse_rows", iterations=3)
 
 
@@ -86,10 +84,8 @@ CASES = [
     Case("windowed clusters", KeyClusters, WINDOWED, {}, 0.0),  # which see these keys from elsewhere
     Case("windowed tree", ClusterTree, {**WINDOWED, **TREE}, {"coarse_keep": 0.5}, 0.0),
     Case("pages", Pages, {"size": 4}, {}, 0.1),  # no locality in this data; chance is 0.05
-    Case("codes", ProductCodes, CODES, {}, 0.5),
     Case("coarse", CoarseRows, COARSE, {}, 0.85),
     Case("coarse 3 and 2 bits", CoarseRows, {**COARSE, "key_bits": 3, "value_bits": 2}, {}, 0.7),
-    Case("codes contiguous", ProductCodes, {**CODES, "split": "contiguous"}, {}, 0.5),
 ]
 
 

@@ -83,7 +83,6 @@ def test_jobs_are_taken_by_priority_then_by_age(queue: JobQueue) -> None:
     taken = []
     for _ in range(3):
         with queue.claim() as claim:
-            assert claim is not None
             assert claim.tokens().tolist() == [0, 1, 2]
             taken.append(int(claim.record.id, 16))
             claim.end(queue.cancelled(claim.record))
@@ -98,7 +97,6 @@ def test_a_job_is_one_workers_at_a_time_and_contexts_are_not_made_twice(queue: J
     queue.add(twin, ids())
     other = JobQueue(queue.folder(first.id).parents[1])
     with queue.claim() as claim, other.claim() as second:
-        assert claim is not None
         assert claim.record.id == first.id
         assert second is None
         assert other.held(first.id)
@@ -123,7 +121,6 @@ def test_a_look_at_a_job_does_not_keep_it_from_others(
     monkeypatch.setattr(durable.time, "sleep", lambda seconds: os.close(looking.pop()))
     look()
     with queue.claim() as claim:
-        assert claim is not None
         claim.end(queue.cancelled(claim.record))
     look()
     queue.remove(job.id)
@@ -177,7 +174,6 @@ def test_a_cancelled_job_ends_at_once_or_with_its_worker(queue: JobQueue) -> Non
     queue.cancel(waiting.id)
     assert queue.get(waiting.id).state is JobState.CANCELLED
     with queue.claim() as claim:
-        assert claim is not None
         queue.cancel(held.id)
         assert queue.get(held.id).open
         assert claim.unwanted()
@@ -204,7 +200,6 @@ def test_one_bad_file_hides_no_other_job(queue: JobQueue, caplog: pytest.LogCapt
     assert [type(entry) for entry in entries[1:]] == [BrokenJob] * 3
     for _ in range(2):
         with queue.claim() as claim:
-            assert claim is not None
             assert claim.record == fine
     assert [logged.levelname for logged in caplog.records] == []  # the one that is taken comes first
     queue.cancel(fine.id)
@@ -246,7 +241,6 @@ def test_messages_travel_with_their_tokens(queue: JobQueue) -> None:
     order = replace(plain.order, conversation=hashlib.sha256(kept).hexdigest())
     job = queue.add(replace(plain, order=order), ids(), kept)
     with queue.claim() as claim:
-        assert claim is not None
         assert claim.conversation() == kept
         (claim.folder / "conversation").write_bytes(b"{}")
         with pytest.raises(JobCorruptError, match="not what was written"):
@@ -255,17 +249,14 @@ def test_messages_travel_with_their_tokens(queue: JobQueue) -> None:
     assert not (queue.folder(job.id) / "conversation").exists()
     queue.add(record(2), ids())
     with queue.claim() as claim:
-        assert claim is not None
         assert claim.conversation() is None
 
 
 def test_tokens_that_were_lost_are_found_out(queue: JobQueue) -> None:
     job = queue.add(record(1), ids())
     (queue.folder(job.id) / "tokens").write_bytes(b"12345")
-    with queue.claim() as claim:
-        assert claim is not None
-        with pytest.raises(JobCorruptError, match="5 bytes, expected 12"):
-            claim.tokens()
+    with queue.claim() as claim, pytest.raises(JobCorruptError, match="5 bytes, expected 12"):
+        claim.tokens()
 
 
 def test_ended_jobs_are_remembered_for_a_week(queue: JobQueue, clock: Times) -> None:

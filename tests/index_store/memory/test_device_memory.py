@@ -134,9 +134,7 @@ def test_memory_is_freed(many: tuple[Store, list[SyntheticContext]], device: tor
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "name", ["csattention+dropped", "csattention-paper", "pq+dropped", "multipole+dropped"]
-)
+@pytest.mark.parametrize("name", ["csattention+dropped", "csattention-paper", "multipole+dropped"])
 def test_padding_changes_no_answer(store: Store, name: str, device: torch.device) -> None:
     method = replace(get_method(name), recent=16, append_block=8)
     assert method.index is not None

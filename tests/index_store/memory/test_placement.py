@@ -21,7 +21,7 @@ from index_store.memory.arena import Arena
 from index_store.memory.context_loading import choose_placement, placed_bytes
 from index_store.memory.host_memory import BlockReader
 from index_store.memory.memory_sizes import free_memory, parse_size
-from index_store.memory.placement import MemoryBytes, Placement, SlotRoom, parse_placement, slot_bytes
+from index_store.memory.placement import SLOT_SHARE, MemoryBytes, Placement, parse_placement, slot_bytes
 from index_store.store.catalog import Store
 from index_store.store.description.dtypes import STORED_DTYPES
 from tests.index_store.memory.hybrid_arenas import (
@@ -103,20 +103,19 @@ def test_sizes() -> None:
     assert NEEDED.host == manifest.model.layers * pages + 512
     slots = slot_bytes(manifest)
     assert 0 < slots < NEEDED.device < resident_bytes(manifest, CPU) - manifest.kv_bytes + slots
-    three = placed_bytes(manifest, CPU, Placement.HYBRID, SlotRoom(lanes=3))
-    assert three == NEEDED + MemoryBytes(device=2 * slots)
+    most = placed_bytes(manifest, CPU, Placement.HYBRID, 1)
+    assert most == NEEDED + MemoryBytes(device=slot_bytes(manifest, 1) - slots)
     assert placed_bytes(manifest) == MemoryBytes(host=resident_bytes(manifest))
     assert placed_bytes(manifest, CPU) == MemoryBytes(device=resident_bytes(manifest, CPU))
 
 
-def test_every_lane_has_slots_of_its_own(stored: Store, context: SyntheticContext) -> None:
-    one, two = (
-        Arena(NEEDED, RecordingLocker(), KINDS, CPU, Placement.HYBRID, SlotRoom(lanes=lanes))
-        for lanes in (1, 2)
+def test_slots_count_into_the_budget(stored: Store, context: SyntheticContext) -> None:
+    usual, more = (
+        Arena(NEEDED, RecordingLocker(), KINDS, CPU, Placement.HYBRID, share) for share in (SLOT_SHARE, 1)
     )
-    with pytest.raises(MemoryBudgetError), two.acquire(stored, context.id):
+    with pytest.raises(MemoryBudgetError), more.acquire(stored, context.id):
         pass
-    with one.acquire(stored, context.id):
+    with usual.acquire(stored, context.id):
         pass
 
 

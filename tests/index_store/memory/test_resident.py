@@ -22,6 +22,7 @@ from index_store.methods.presets import get_method
 from index_store.store.catalog import Store
 from index_store.store.description.dtypes import STORED_DTYPES
 from tests.index_store.memory.hybrid_arenas import CPU, check_contents, decode, no_collector, same
+from tests.support.devices import crossed
 from tests.support.layers import build_index, small_spec
 from tests.support.memory import resident_bytes
 from tests.support.store import (
@@ -68,7 +69,6 @@ def test_the_machine_refuses_memory() -> None:
 def searched_context(method: Method) -> SyntheticContext:
     """A context of 150 tokens, 2 KV heads and groups of 2, with what the method searches."""
     kv = torch.randn(3, 2, 150, 2, 16, generator=torch.Generator().manual_seed(0))
-    assert method.index is not None
     built = [build_index(method.index, kv[layer], group=2) for layer in (1, 2)]
     return indexed_context(method.index.name, small_spec(method.index).parameters, built, kv, group=2)
 
@@ -80,7 +80,6 @@ FREED = (
     "multipole-tree+dropped",
     "tactic",
     "quest",
-    "pq+dropped",
     "refined+dropped",
 )
 
@@ -90,8 +89,12 @@ def test_a_method_of_every_stored_kind_is_freed() -> None:
     assert {get_method(name).index.kind for name in FREED} == stored  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("used", [False, True])
-@pytest.mark.parametrize("name", FREED)
+@crossed(
+    {
+        "used": [False, True],
+        "name": FREED,
+    }
+)
 def test_memory_that_indexes_and_a_session_used_is_freed(store: Store, name: str, used: bool) -> None:
     method = get_method(name)
     assert method.index is not None

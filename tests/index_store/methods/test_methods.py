@@ -10,7 +10,7 @@ import pytest
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.indexes.registry import INDEX_KINDS
 from index_store.methods.default import DEFAULT_METHOD
-from index_store.methods.method import INDEX_SPECS, IndexSpec, Method, Schedule
+from index_store.methods.method import INDEX_SPECS, IndexSpec, Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.selection.budgets import REMAINDERS, Mass, Ratio, Threshold, TokenCount
 from index_store.store.description.array_entry import kv_entry, tokens_entry
@@ -26,7 +26,7 @@ def specs_of(method: Method) -> list[str]:
 def test_names_and_defaults() -> None:
     assert list(METHODS) == [
         *("full", "exact", "oracle", "csattention", "csattention-paper", "squeezed", "squeezed-tree"),
-        *("multipole", "multipole-windowed", "multipole-tree", "tactic", "quest", "pq"),
+        *("multipole", "multipole-windowed", "multipole-tree", "tactic", "quest"),
         *("refined", "refined-3"),
     ]
     assert specs_of(METHODS[DEFAULT_METHOD]) == ["coarse_rows"]  # one pass over keys and values, no k-means
@@ -34,7 +34,7 @@ def test_names_and_defaults() -> None:
         assert method.name == name
         assert method.summary.endswith(".")
         assert method.source
-        assert method.schedule == Schedule()
+        assert method.period == 1
     tables = INDEX_SPECS["query_tables"].parameters
     assert (tables["subspaces"], tables["centroids"]) == (16, 32)
 
@@ -52,7 +52,7 @@ def test_a_budget_takes_the_place_of_the_methods_own() -> None:
     assert get_method("csattention", 0.02).budget == Ratio(0.02)
     assert get_method("squeezed", 0.02).budget == Threshold(keep=0.02)
     assert get_method("tactic", 0.02).budget == Ratio(0.02)
-    assert get_method("pq", mass=0.99).budget == Mass(0.99)
+    assert get_method("csattention", mass=0.99).budget == Mass(0.99)
     assert get_method("squeezed-tree", tokens=512).budget == TokenCount(512)
     for wrong, match in (
         ({"keep": 1.5}, "keep ratio"),
@@ -76,7 +76,7 @@ def test_full_attention_takes_no_budget_and_no_period(given: dict[str, float]) -
         ("csattention", "centred", ["query_tables", "remainder_clusters"], True),
         ("csattention+centred", "centred", ["query_tables", "remainder_clusters"], False),
         ("csattention+dropped", "dropped", ["query_tables"], False),
-        ("pq+dipole", "dipole", ["product_codes", "dipole_clusters"], False),
+        ("refined+dipole", "dipole", ["coarse_rows", "dipole_clusters"], False),
         ("oracle+monopole", "monopole", ["remainder_clusters"], False),
         ("tactic+monopole", "monopole", ["key_clusters"], False),
         ("squeezed-tree+monopole", "monopole", ["cluster_tree"], False),
@@ -99,30 +99,29 @@ def test_remainders_of_expressions(expression: str, remainder: str, specs: list[
     assert method.partition_optional is optional
 
 
-@pytest.mark.parametrize(
-    ("expression", "schedule"),
-    [
-        ("csattention@period=4", Schedule(period=4)),
-        ("pq+centred@lag", Schedule(lag=1)),
-        ("oracle@lag@correct=0.9", Schedule(lag=1, correct_below=0.9)),
-        ("squeezed@correct=-0.5@period=2", Schedule(period=2, correct_below=-0.5)),
-    ],
-)
-def test_schedules_of_expressions(expression: str, schedule: Schedule) -> None:
-    assert get_method(expression).schedule == schedule
-    assert get_method(expression, period=8).schedule == Schedule(period=8)
+def test_periods_of_expressions() -> None:
+    assert get_method("csattention@period=4").period == 4
+    assert get_method("csattention@period=4", period=8).period == 8
+    for option in ("lag", "correct=0.9"):
+        with pytest.raises(MethodUnsupportedError, match="@lag and @correct were retired on 2026-11-28"):
+            get_method(f"csattention@period=2@{option}")
 
 
 def test_windows_and_search_options_of_expressions() -> None:
-    method = get_method("csattention+dropped@group=pooled@sinks=0@recent=32@lag", 0.01)
+    method = get_method("csattention+dropped@group=pooled@sinks=0@recent=32@period=2", 0.01)
     assert method.search == {"group": "pooled", "weights": "projection"}
     assert (method.sinks, method.recent, method.append_block) == (0, 32, 64)
-    assert (method.schedule, method.budget) == (Schedule(lag=1), Ratio(0.01))
+    assert (method.period, method.budget) == (2, Ratio(0.01))
     published = "@weights=uniform@backoff_cosine=0.5@backoff_centroids=2@append_block=16"
     same = get_method(f"csattention+dropped@group=pooled@sinks=0@recent=32{published}")
     fields = ("search", "sinks", "recent", "append_block", "drops_remainder", "budget")
     assert all(getattr(same, name) == getattr(METHODS["csattention-paper"], name) for name in fields)
-    for wrong in ("csattention@group=each", "pq@group=pooled", "pq@colour=red", "csattention@sinks=-1"):
+    for wrong in (
+        "csattention@group=each",
+        "refined@group=pooled",
+        "refined@colour=red",
+        "csattention@sinks=-1",
+    ):
         with pytest.raises(InvalidArgumentError):
             get_method(wrong)
 
@@ -132,33 +131,26 @@ def test_windows_and_search_options_of_expressions() -> None:
     [
         "",
         "quickest",
-        "pq+",
-        "pq+sixpole",
+        "refined+",
+        "refined+sixpole",
         "+centred",
-        "pq@",
-        "pq@early",
-        "pq@period",
-        "pq@correct=x",
-        "pq@lag=1",
-        "pq@period=1.5",
-        "pq@sinks=inf",
+        "refined@",
+        "refined@early",
+        "refined@period",
+        "full@period=2",
+        "refined@period=1.5",
+        "refined@sinks=inf",
         "csattention@sinks=4",
         "full@sinks=16",
         "full@group=pooled",
-        "PQ",
-        "pq ",
+        "REFINED",
+        "refined ",
         "full+centred",
         "csattention-paper+centred",
     ],
 )
 def test_expressions_that_mean_nothing_are_refused(expression: str) -> None:
     with pytest.raises(MethodUnsupportedError):
-        get_method(expression)
-
-
-@pytest.mark.parametrize("expression", ["pq@correct=0.9", "pq@period=2@lag", "pq@lag@correct=2"])
-def test_schedules_that_contradict_themselves_are_refused(expression: str) -> None:
-    with pytest.raises(InvalidArgumentError):
         get_method(expression)
 
 
@@ -181,24 +173,24 @@ def test_pairs_that_cannot_work_are_refused() -> None:
 
 def test_remainders_that_cannot_work_are_refused() -> None:
     clusters = INDEX_SPECS["remainder_clusters"]
-    pq = METHODS["pq"]
+    tables = METHODS["csattention"]
     with pytest.raises(MethodUnsupportedError, match="has no clusters"):
-        replace(pq, partition=None)
-    for wrong in (pq, METHODS["multipole"]):
+        replace(tables, partition=None)
+    for wrong in (tables, METHODS["multipole"]):
         with pytest.raises(MethodUnsupportedError, match=r"has no coarse rows; .* such as coarse_rows"):
             replace(wrong, remainder=REMAINDERS["coarse"])
     with pytest.raises(MethodUnsupportedError, match=r"has no clusters; .* such as remainder_clusters"):
         replace(METHODS["refined"], remainder=REMAINDERS["monopole"])
     with pytest.raises(MethodUnsupportedError, match="needs clusters with moments 'full'"):
-        replace(pq, remainder=REMAINDERS["dipole"])
+        replace(tables, remainder=REMAINDERS["dipole"])
     with pytest.raises(MethodUnsupportedError, match="needs clusters with moments 'diagonal'"):
         replace(METHODS["multipole"], remainder=REMAINDERS["centred"])
     moved = clusters.with_parameters(window=64)
     with pytest.raises(MethodUnsupportedError, match="windowed RoPE"):
-        replace(pq, partition=moved)
-    assert replace(pq, remainder=REMAINDERS["monopole"], partition=moved).partition == moved
+        replace(tables, partition=moved)
+    assert replace(tables, remainder=REMAINDERS["monopole"], partition=moved).partition == moved
     with pytest.raises(MethodUnsupportedError, match="attends to 4 sinks"):
-        replace(pq, sinks=4)
+        replace(tables, sinks=4)
     with pytest.raises(MethodUnsupportedError, match="leaves no key out"):
         replace(METHODS["full"], remainder=REMAINDERS["monopole"])
 
@@ -215,7 +207,7 @@ def test_index_spec_takes_overrides() -> None:
 def test_tables_of_wide_slices_are_told(head_dim: int, told: bool) -> None:
     reason = METHODS["csattention"].misfit(head_dim)
     assert ("64 subspaces" in reason and "slices of 16 channels" in reason) == told == bool(reason)
-    assert [METHODS[name].misfit(head_dim) for name in ("full", "pq", "refined")] == ["", "", ""]
+    assert [METHODS[name].misfit(head_dim) for name in ("full", "refined")] == ["", ""]
     wide = INDEX_SPECS["query_tables"].with_parameters(subspaces=64)
     assert INDEX_KINDS[wide.kind].misfit(wide.parameters, head_dim) == ""
 
@@ -226,7 +218,7 @@ PARTITIONS = ("remainder_clusters", "dipole_clusters")
 ALL, SOME = (0, 1, 2), (1, 2)
 FREE = {"full", "exact", "oracle"}
 """Presets that need nothing stored."""
-OPTIONAL = {"csattention", "pq"}
+OPTIONAL = {"csattention"}
 """Presets that do without their remainder."""
 APPROXIMATING = {"multipole", "multipole-windowed", "multipole-tree", "refined", "refined-3"}
 THRESHOLD = {"squeezed", "squeezed-tree"}
@@ -310,7 +302,6 @@ def test_presets_are_refused_with_a_reason_or_run(where: str, preset: str) -> No
         return
     for spec in fitted.method.index_specs():
         entry = manifest.index(spec.name)
-        assert entry is not None
         assert (spec.kind, spec.parameters) == (entry.kind, entry.parameters)
         assert fitted.searching <= set(entry.layers)
     clusters = method.index is not None and INDEX_KINDS[method.index.kind].divides_into is not None
@@ -341,7 +332,6 @@ def test_what_a_refusal_advises_is_not_refused() -> None:
 
 def test_a_method_runs_with_indexes_as_they_were_built() -> None:
     fitted = METHODS["csattention"].on(CONTEXTS["few sinks"])
-    assert fitted.method.index is not None
     assert fitted.method.index.parameters["centroids"] == 16
     assert get_method("csattention+monopole").on(CONTEXTS["moved clusters"]).partition is not None
 

@@ -129,7 +129,7 @@ _TEXTS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=_TEXTS, enough=st.integers(0, 200), piece=st.integers(64, 700))
 def test_a_text_that_fits_is_never_refused(
     tokenizers: list[Tokenizer], text: str, enough: int, piece: int

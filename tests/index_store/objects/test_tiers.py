@@ -90,7 +90,6 @@ def test_what_is_made_here_is_listed_and_read_there(
     assert there.store.bytes_here(manifest) == 0
     assert there.store.verify(context.id) == []  # of what is here
     found = stored_tokens(there.store, manifest)  # without a fetch
-    assert found is not None
     assert found.tolist() == context.tokens.tolist()
     assert there.store.elsewhere(context.id)
     with there.store.open(context.id) as opened:
@@ -654,7 +653,7 @@ def test_the_commands(command: Command, context: SyntheticContext, tmp_path: Pat
     other = Command(Store(tmp_path / "other", create=True), command._capture)
     assert other.json("sync", "--objects", url) == {"done": True, "pending": 0, "problem": ""}
     (listed,) = other.json("ls")["contexts"]
-    assert (listed["id"], listed["tier"]) == (context.id, "objects")
+    assert (listed["name"], listed["placement"]) == (f"contexts/{context.id}", "objects")
     assert [line.split()[3] for line in other.ok("ls").splitlines()] == ["MEMORY", "objects"]
     assert f"start this with --objects {url}" in other.fails("export", "handbook", str(tmp_path / "file"))
     assert other.ok("verify", "--objects", url) == f"{context.id}: ok\n"
@@ -665,8 +664,8 @@ def test_the_commands(command: Command, context: SyntheticContext, tmp_path: Pat
     assert (code, "CHECKSUM_MISMATCH" in out, file.name in out) == (1, True, True)
     assert file.name in other.fails("fetch", "handbook", "--objects", url)
     file.write_bytes(data)
-    assert other.ok("fetch", "handbook", "--objects", url) == f"{context.id} is here\n"
-    assert other.json("ls")["contexts"][0]["tier"] == "disk"
+    assert other.ok("fetch", "handbook", "--objects", url) == f"fetched {context.id}\n"
+    assert other.json("ls")["contexts"][0]["placement"] == ""
     other.ok("rm", "handbook")
     other.ok("sync", "--objects", url)
     command.ok("sync", "--objects", url)

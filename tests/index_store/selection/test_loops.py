@@ -23,6 +23,7 @@ from index_store.selection.remainders_numba import (
     leave_out_reference,
 )
 from index_store.selection.top_k_numba import top_k, top_k_reference
+from tests.support.devices import crossed
 
 HEADS, POSITIONS = 2, 3
 
@@ -76,9 +77,13 @@ def test_nothing_to_collect() -> None:
     assert counts.tolist() == [[0]]
 
 
-@pytest.mark.parametrize("columns", [1, 5, 63, 100, 500, 4097, 20000])
-@pytest.mark.parametrize("keep", [1, 3, 50, 100_000])
-@pytest.mark.parametrize("kind", ["normal", "ties", "sparse", "constant", "signed zeros"])
+@crossed(
+    {
+        "columns": [1, 5, 63, 100, 500, 4097, 20000],
+        "keep": [1, 3, 50, 100_000],
+        "kind": ["normal", "ties", "sparse", "constant", "signed zeros"],
+    }
+)
 def test_top_k_equals_stable_sort(columns: int, keep: int, kind: str) -> None:
     scores = torch.randn(2, 3, columns, generator=torch.Generator().manual_seed(columns + keep))
     if kind == "ties":
@@ -140,10 +145,14 @@ def test_keys_outside_of_the_range_are_not_members() -> None:
                 assert torch.equal(found.keys_HX[head, :held], expected.keys_HX[head, :held])
 
 
-@pytest.mark.parametrize("clusters", [1, 255, 256, 700])
-@pytest.mark.parametrize(("positions", "group"), [(1, 1), (1, 4), (3, 5), (20, 2)])
-@pytest.mark.parametrize("variances", [True, False])
-@pytest.mark.parametrize("slack", [0, 9])
+@crossed(
+    {
+        "clusters": [1, 255, 256, 700],
+        "positions, group": [(1, 1), (1, 4), (3, 5), (20, 2)],
+        "variances": [True, False],
+        "slack": [0, 9],
+    }
+)
 def test_it_equals_the_reference(
     clusters: int, positions: int, group: int, variances: bool, slack: int
 ) -> None:

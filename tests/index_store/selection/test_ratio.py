@@ -25,6 +25,7 @@ from index_store.selection.budgets import (
 from index_store.selection.calibration import ThresholdCalibrator
 from index_store.selection.cutting import cut
 from index_store.selection.ranking import Items, Members, Ranking, Selection, Step
+from tests.support.devices import crossed
 from tests.support.rankings import Problem, make_problem, selected
 from tests.support.search import step
 
@@ -299,9 +300,13 @@ def as_lists(selection: Selection) -> list[list[list[int]]]:
     return [[selected(selection, h, t) for t in range(positions)] for h in range(heads)]
 
 
-@pytest.mark.parametrize("keys", [13, 100, 525, 700, 2000])
-@pytest.mark.parametrize("mass", [0.3, 0.9, 0.99, 1.0])
-@pytest.mark.parametrize("items", ["single", "clusters", "two groups"])
+@crossed(
+    {
+        "keys": [13, 100, 525, 700, 2000],
+        "mass": [0.3, 0.9, 0.99, 1.0],
+        "items": ["single", "clusters", "two groups"],
+    }
+)
 def test_equals_a_slow_reference(keys: int, mass: float, items: str) -> None:
     problem = make_problem(keys, positions=2, sharpness=2.0, seed=keys)
     ranking = {

@@ -87,7 +87,6 @@ def test_members_that_are_alike_make_every_remainder_exact(
     kept = torch.rand(H, T, keys, generator=generator) < share
     pieces = [piece_of(q, clusters_of(kv, assignment, count))]
     left = remainder_state(REMAINDERS[name], pieces, [exact_keys(q, kv, kept)])
-    assert left is not None
     expected = attention(q, kv, ~kept)
     torch.testing.assert_close(left.lse, expected.lse, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(left.out, expected.out, rtol=1e-3, atol=2e-3)
@@ -104,7 +103,6 @@ def test_nothing_left_is_an_empty_state(name: str) -> None:
     assignment = torch.arange(12).expand(H, -1) % 3
     everything = exact_keys(q, kv, torch.ones(H, T, 12, dtype=torch.bool))
     left = remainder_state(REMAINDERS[name], [piece_of(q, clusters_of(kv, assignment, 4))], [everything])
-    assert left is not None
     assert torch.isneginf(left.lse).all()
     assert (left.out == 0).all()
 
@@ -117,7 +115,6 @@ def test_a_cluster_of_one_key_left_is_exact_when_centred() -> None:
     kept = torch.tensor([True, False]).expand(H, T, -1)
     clusters = clusters_of(kv, torch.zeros(H, 2, dtype=torch.long), 1)
     left = remainder_state(REMAINDERS["centred"], [piece_of(q, clusters)], [exact_keys(q, kv, kept)])
-    assert left is not None
     expected = attention(q, kv, ~kept)
     torch.testing.assert_close(left.out, expected.out, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(left.lse, expected.lse, rtol=0, atol=1e-3)
@@ -143,8 +140,6 @@ def test_pieces_and_exact_keys_in_several_parts_add_up() -> None:
     for name in ("monopole", "centred", "dipole"):
         one = remainder_state(REMAINDERS[name], halves, [exact_keys(q, kv, kept), shared])
         two = remainder_state(REMAINDERS[name], [whole], [exact_keys(q, kv, both)])
-        assert one is not None
-        assert two is not None
         torch.testing.assert_close(one.out, two.out, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(one.lse, two.lse, rtol=1e-4, atol=1e-5)
 

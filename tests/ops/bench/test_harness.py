@@ -15,7 +15,6 @@ from harness import report
 from harness.parsing import parse_counts, parse_method, parse_shapes, parse_shared_shapes
 from harness.report import CheckFailedError, check_close, failure
 from harness.steps import general_steps
-from harness.steps.captured_steps import standing_still_ns
 
 from decode_engine.model.warm_up import made_up_context
 from index_store.errors import InvalidArgumentError
@@ -127,89 +126,6 @@ def test_options_are_parsed() -> None:
         for wrong in wrongs:
             with pytest.raises(typer.BadParameter):
                 parse(wrong)
-
-
-REFINED = {
-    "method": "refined",
-    "shape": "llama-3.1-8b",
-    "context": 32768,
-    "keep": 0.01,
-    "append_p99_us": 2000.0,
-}
-TABLES = {"method": "csattention-dense", "shape": "llama-3.1-8b", "context": 32768, "keep": 0.05}
-SHARED = {"figure": "one-128k", "sessions": 16, "ratio": 1.0, "over_bytes": 1.3, "over_one": 1.1}
-MIXED = SHARED | {"figure": "mixed", "ratio": 2.0, "over_bytes": 1.05}
-LISTED = {"figure": "listed", "context": 131072, "batch": 16, "keep": 0.05, "speedup": 9.0, "fraction": 0.9}
-SEARCH = {
-    "context": 131072,
-    "threads": 16,
-    "group": "pooled",
-    "subspaces": 8,
-    "search_us": 149.0,
-    "of_read": 0.9,
-}
-STEP = {"method": "csattention+dropped:0.01/m8", "batch": 4, "speedup": 2.6}
-BARS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] = {
-    "one_layer/attention_cpu": (
-        TABLES | {"speedup": 3.0},
-        [
-            REFINED | {"speedup": 2.5},
-            {"speedup": 2.9, "context": 8192},
-            {"speedup": 2.9, "method": "csattention-lists"},
-        ],
-        [{"speedup": 2.9}, REFINED | {"speedup": 2.4}, REFINED | {"speedup": 2.5, "append_p99_us": 2500.0}],
-    ),
-    "one_layer/shared_gpu": (
-        SHARED,
-        [MIXED, {"over_one": 1.3, "sessions": 64}],
-        [{"ratio": 1.1}, {"over_one": 1.2}, MIXED | {"over_bytes": 1.2}],
-    ),
-    "one_layer/clusters_gpu": (
-        LISTED,
-        [{"fraction": 0.1, "context": 8192}],
-        [{"fraction": 0.8}, {"figure": "multipole", "speedup": 6.4}],
-    ),
-    "one_layer/search_cpu": (
-        SEARCH,
-        [{"subspaces": 16, "search_us": 279.0}, {"threads": 2, "search_us": 10_000.0}],
-        [{"search_us": 151.0}, {"of_read": 0.89}],
-    ),
-    "whole_model/decode_gpu": (
-        STEP,
-        [{"method": "none", "rest_over_weights": 1.3}, {"method": "full", "speedup": 0.0}],
-        [{"method": "none", "rest_over_weights": 1.4}, {"speedup": 2.4}, {"speedup": 0.0}],
-    ),
-}
-"""By benchmark: a row that reaches its bars, changes after which it does, and changes after which it misses one."""
-
-
-@pytest.mark.parametrize("name", BARS)
-def test_bars_bind(name: str) -> None:
-    bench, (row, reaching, missing) = load_bench(name), BARS[name]
-    assert [bench.missed(row | changes) for changes in ({}, *reaching)] == [[]] * (1 + len(reaching))
-    assert [len(bench.missed(row | changes)) for changes in missing] == [1] * len(missing)
-
-
-def test_percentiles() -> None:
-    values = [float(value) for value in range(100, 0, -1)]
-    shares = [general_steps.percentile(values, share) for share in (0.0, 0.5, 0.99, 1.0)]
-    assert shares == [1.0, 50.0, 99.0, 100.0]
-    assert general_steps.percentile(values[:25], 0.99) == 100.0
-    figures = general_steps.step_figures([0.004, 0.002, 0.003], 2)
-    assert figures == {"step_ms": 3.0, "p99_ms": 4.0, "steps": 3, "tokens_per_s": 666.7}
-
-
-def test_the_device_stands_still_when_no_lane_computes() -> None:
-    """A lane that has not begun or has ended does not compute; between its waits it does."""
-    first, second = (torch.tensor(waits).numpy() for waits in ([[10, 15], [20, 30]], [[12, 13], [25, 40]]))
-    assert standing_still_ns([first]) == 5 + 10
-    assert standing_still_ns([first, second]) == (12 - 10) + (13 - 12) + (30 - 25) + (40 - 30)
-    assert (
-        standing_still_ns([first, first])
-        == standing_still_ns([first])
-        == standing_still_ns([first, first[:0]])
-    )
-    assert standing_still_ns([]) == 0
 
 
 @pytest.fixture(scope="module")

@@ -56,17 +56,6 @@ def test_all_cases_are_reported(
     assert rows[-1]["refused_ms"] > 0
 
 
-def test_tokens_count_while_all_are_running(bench: ModuleType) -> None:
-    long = Heard(0.0, (1.0, 2.0, 3.0, 4.0), counts=(1, 1, 2, 1), token_ids=(5,) * 5)
-    short = Heard(0.5, (1.5, 2.5, 3.5), counts=(1, 1, 1), token_ids=(5,) * 3)
-    assert bench.tokens_per_s([long, short]) == (1 + 2 + 1 + 1) / (3.5 - 1.5)
-    assert bench.tokens_per_s([short, Heard(0.0, (4.0, 5.0), counts=(1, 1), token_ids=(5, 5))]) is None
-    found = bench.figures([[long], [short]], 5)
-    assert found["gap_p50_ms"] == found["gap_longest_ms"] == 1000
-    assert (found["first_p50_ms"], found["first_p99_ms"]) == (1000, 1000)
-    assert (found["tokens_per_message"], found["ended_early"]) == (8 / 7, 1)
-
-
 def test_changed_answers_are_not_reported(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([1, 1, 2])
 

@@ -14,7 +14,7 @@ from index_store.jobs.job_record import DENSE_ERROR
 from index_store.methods.method import INDEX_SPECS
 from index_store.store.stored_context import QuerySample
 from prefill_worker.build.dense_layers import choose_dense_layers, measure_selectivity
-from prefill_worker.build.index_choice import ChosenIndexes, choose_indexes, table_flags
+from prefill_worker.build.index_choice import ChosenIndexes, choose_indexes
 from prefill_worker.config import PrefillConfig
 
 
@@ -27,7 +27,7 @@ def plan(*methods: str, **changes: Any) -> ChosenIndexes:
         **changes,
     }
     config = PrefillConfig(**settings)
-    return choose_indexes(config.methods, config.index, table_flags(config))
+    return choose_indexes(config.methods, config.index)
 
 
 def names(found: ChosenIndexes) -> set[str]:
@@ -43,9 +43,9 @@ def names(found: ChosenIndexes) -> set[str]:
         (("full", "oracle"), (), set()),
         (("oracle+centred",), (), {"remainder_clusters"}),
         (("squeezed", "multipole", "tactic"), (), {"key_clusters"}),
-        (("squeezed-tree",), ("pages", "product_codes"), {"cluster_tree", "pages", "product_codes"}),
+        (("squeezed-tree",), ("pages", "dipole_clusters"), {"cluster_tree", "pages", "dipole_clusters"}),
         ((), ("key_clusters",), {"key_clusters"}),
-        (("pq",), ("remainder_clusters",), {"product_codes", "remainder_clusters"}),
+        (("quest",), ("remainder_clusters",), {"pages", "remainder_clusters"}),
     ],
 )
 def test_indexes_of_methods_join_those_named(
@@ -65,7 +65,7 @@ def test_indexes_of_methods_join_those_named(
         (("cluster_tree", "pages"), ("squeezed-tree", "multipole-tree", "quest")),
         (("query_tables",), ("csattention",)),
         (("remainder_clusters",), ("full",)),
-        (("remainder_clusters", "product_codes"), ("pq",)),
+        (("remainder_clusters", "pages"), ("quest",)),
         (tuple(name for name, spec in INDEX_SPECS.items() if spec.stored), None),
     ],
 )
@@ -93,17 +93,6 @@ def test_parameters_of_a_named_index() -> None:
     assert found.methods[0].index == spec
 
 
-def test_flags_reshape_query_tables_however_they_were_asked_for() -> None:
-    for found in (
-        plan("csattention", "csattention-paper", "pq", subspaces=4, tables="lists"),
-        plan("csattention-paper", "pq", index=("query_tables:subspaces=2",), subspaces=4, tables="lists"),
-    ):
-        specs = {spec.name: spec.parameters for spec in found.specs}
-        assert (specs["query_tables"]["subspaces"], specs["query_tables"]["layout"]) == (4, "lists")
-        assert specs["paper_tables"] == INDEX_SPECS["paper_tables"].parameters
-        assert specs["product_codes"] == INDEX_SPECS["product_codes"].parameters
-
-
 @pytest.mark.parametrize(
     ("indexes", "message"),
     [
@@ -125,9 +114,6 @@ def test_indexes_that_cannot_be_named_so_are_refused(indexes: tuple[str, ...], m
 @pytest.mark.parametrize(
     ("methods", "changes", "message"),
     [
-        ((), {"index": ("pages",), "tables": "lists"}, "shape query tables, but pages stores"),
-        (("full",), {"tables": "lists"}, "shape query tables, but full stores none"),
-        (("csattention-paper",), {"centroids": 8}, "fixed by the paper.*use --method csattention for"),
         (
             ("csattention",),
             {"index": ("remainder_clusters:moments=none",)},

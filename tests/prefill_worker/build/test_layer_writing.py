@@ -74,7 +74,6 @@ def write(
         INDEX_SPECS["query_tables"].with_parameters(centroids=4, subspaces=4),
         INDEX_SPECS["remainder_clusters"].with_parameters(block=64),
         INDEX_SPECS["pages"],
-        INDEX_SPECS["product_codes"].with_parameters(bits=3, subspaces=4),
     ]
     with (
         Store(store, create=True).writer(ID) as writer,
@@ -135,7 +134,7 @@ def test_all_that_is_written_is_complete(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(owner, "chunks", chunks)
     monkeypatch.setattr(BuildStream, "running", mark_running)
     write(tmp_path, make_capture())
-    assert made == [True] * (5 * LAYERS)
+    assert made == [True] * (4 * LAYERS)
 
 
 def test_layers_are_freed_as_they_are_written(tmp_path: Path) -> None:

@@ -78,12 +78,6 @@ def test_json_is_one_object(tiny_model: Path, document: Path, tmp_path: Path) ->
     assert json.loads(again.stdout)["id"] == report["id"]
 
 
-def test_quiet_says_nothing_but_what_was_stored(tiny_model: Path, document: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, arguments(tiny_model, document, tmp_path / "store", "--quiet"))
-    assert (done.exit_code, done.stderr) == (0, "")
-    assert "dense layers" in done.stdout
-
-
 def test_text_names_everything(tiny_model: Path, document: Path, tmp_path: Path) -> None:
     command = arguments(tiny_model, document, tmp_path / "store")
     done = CliRunner().invoke(app, command)
@@ -95,7 +89,6 @@ def test_text_names_everything(tiny_model: Path, document: Path, tmp_path: Path)
     assert printed["tokens"] == f"{len(DOCUMENT):,}"
     assert printed["keys and values"] == f"{manifest.kv_bytes:,} bytes, bfloat16"
     copy = manifest.index("coarse_rows")
-    assert copy is not None
     assert printed["index coarse_rows"] == (
         f"{copy.nbytes:,} bytes, {copy.nbytes / len(DOCUMENT):,.1f} per token, 2 of 2 layers"
     )
@@ -161,20 +154,6 @@ def test_an_error_of_the_system_is_one_sentence_too(
     assert captured.err == f"error: {model}: File name too long\n"
 
 
-def test_the_store_may_come_from_the_environment(
-    run_main: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    tiny_model: Path,
-    document: Path,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setenv("SPARSEKV_STORE", str(tmp_path / "store"))
-    assert (
-        run_main("run", "--model", str(tiny_model), "--input", str(document), "--dense-layers", "none") == 0
-    )
-    assert len(Store(tmp_path / "store").list()) == 1
-
-
 def test_a_worker_refuses_a_store_that_is_not_there_or_not_to_be_written(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,14 +165,6 @@ def test_a_worker_refuses_a_store_that_is_not_there_or_not_to_be_written(
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may do everything
     with pytest.raises(StoreError, match="nothing may be written here, but contexts are to be made"):
         QueueWorker(config)
-
-
-def test_an_unknown_method_is_wrong_usage(
-    tiny_model: Path, document: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments(tiny_model, document, tmp_path / "store", "--method", "nope"))
-    assert (ended.value.code, "method is 'nope'" in capsys.readouterr().err) == (2, True)
 
 
 def config(**changes: Any) -> PrefillConfig:
@@ -261,6 +232,6 @@ def test_bad_flags_are_named(changes: dict[str, Any], flag: str) -> None:
 
 def test_the_default_method_is_built_unless_something_is_named() -> None:
     assert config().methods == (DEFAULT_METHOD,)
-    assert config(method=("pq",)).methods == ("pq",)
+    assert config(method=("quest",)).methods == ("quest",)
     assert config(index=("pages",)).methods == ()
-    assert config(method=("pq",), index=("pages",)).methods == ("pq",)
+    assert config(method=("quest",), index=("pages",)).methods == ("quest",)

@@ -147,7 +147,6 @@ def test_a_model_with_states_goes_on_at_marks(hybrid: Desk) -> None:
     """Which tell what they take; what is made of a beginning has its own, and the same states."""
     first = hybrid.prefill(TEXT, state_marks=2 * CHUNK)
     assert list(first.state_marks) == [128, 256, 384, 512, 640, 768]
-    assert first.state is not None
     assert first.state.grid == (7,)
     assert first.format_version == MARKS_VERSION
     assert "states are kept behind 6 marks, which takes" in hybrid.said
@@ -162,7 +161,6 @@ def test_a_model_with_states_goes_on_at_marks(hybrid: Desk) -> None:
     ):
         for tokens in (256, 512, 768, 1024, None):
             found, expected = one.state(tokens), two.state(tokens)
-            assert found is not None
             assert expected is not None
             assert found.equal(expected)
     for store in ("store", "other"):
@@ -231,7 +229,6 @@ def test_contexts_are_found_by_their_tokens(desk: Desk) -> None:
         assert prefix(ids[:count]) == made[found]  # of any length from LEAST_TOKENS on
     assert prefix(ids[:39]) is None
     found = longest_beginning(store, first, longer)
-    assert found is not None
     assert (found.manifest.id, found.tokens) == (made[TEXT[:600]].id, 599)
 
     def missed(tokens: torch.Tensor, **options: Any) -> Missed | None:

@@ -91,7 +91,7 @@ def test_two_jobs_on_the_same_content(make_config: MakeConfig, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_jobs_with_different_methods_share_a_context(make_config: MakeConfig) -> None:
-    methods = ("csattention", "pq", "quest")
+    methods = ("csattention", "squeezed", "quest")
     jobs = [start(run_in_process, make_config(method=(method,))) for method in methods]
     for process in jobs:
         process.join()

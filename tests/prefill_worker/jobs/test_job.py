@@ -24,7 +24,6 @@ from index_store.errors import (
     ChecksumError,
     InvalidArgumentError,
     MethodUnsupportedError,
-    NameTakenError,
     SparseKVError,
     StoreError,
     StoreFullError,
@@ -43,6 +42,7 @@ from prefill_worker.jobs.job import run_job
 from prefill_worker.jobs.prepared_job import PrefillReport, fingerprint_prompts, read_prompts
 from tests.prefill_worker.conftest import DOCUMENT
 from tests.prefill_worker.jobs.support_jobs import MakeConfig, hidden_entries, run
+from tests.support.devices import nightly
 from tests.support.models import write_model_folder
 from tests.support.store import synthetic_context
 from tests.support.waiting import wait_until
@@ -163,15 +163,6 @@ def test_time_to_live_and_expiry(make_config: MakeConfig) -> None:
     assert again.manifest.expires_at is None
 
 
-def test_a_damaged_context_is_made_again(make_config: MakeConfig) -> None:
-    first = run(make_config()).manifest
-    chunk = next((make_config().store / "contexts" / first.id / "kv").rglob("c/*/*/*/*/*"))
-    chunk.write_bytes(chunk.read_bytes()[:-10])
-    again = run(make_config())
-    assert again.created
-    assert Store(make_config().store).verify(first.id) == []
-
-
 @pytest.mark.parametrize("length", [1, 2, 17])
 def test_short_documents(make_config: MakeConfig, length: int) -> None:
     config = make_config(input=(Path("-"),), dense_layers="auto")
@@ -197,11 +188,15 @@ TABLES = ("csattention",)
         ({"model": "nowhere"}, SparseKVError, "neither a packaged model"),
         ({"method": ("nonsense",)}, MethodUnsupportedError, "nonsense"),
         ({"dense_layers": "0,2"}, InvalidArgumentError, "names layer 2, model 'tiny' has layers 0 to 1"),
-        ({"method": TABLES, "subspaces": 3}, InvalidArgumentError, "does not split into 3 subspaces"),
         (
-            {"method": TABLES, "centroids": 10**4},
+            {"method": TABLES, "index": ("query_tables:subspaces=3",)},
             InvalidArgumentError,
-            r"--centroids is 10000, expected at most \d+: that many queries",
+            "does not split into 3 subspaces",
+        ),
+        (
+            {"method": TABLES, "index": ("query_tables:centroids=10000",)},
+            InvalidArgumentError,
+            r"query_tables has 10000 centroids, expected at most \d+: that many queries",
         ),
     ],
 )
@@ -231,7 +226,9 @@ def test_overflow_of_the_stored_dtype_is_an_error(make_config: MakeConfig, tmp_p
     assert hidden_entries(config.store) == []
 
 
-@pytest.mark.parametrize("moment", ["create_array", "write_rows", "write_tokens", "sync", "publish"])
+@pytest.mark.parametrize(
+    "moment", ["write_rows", "publish", *nightly("create_array", "write_tokens", "sync")]
+)
 def test_a_full_disk_leaves_nothing(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -270,11 +267,6 @@ def test_space_is_checked_before_the_model_runs(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(StoreFullError, match="1000 are free"):
         run(make_config())
-
-
-def test_a_store_that_is_a_file(make_config: MakeConfig, document: Path) -> None:
-    with pytest.raises(StoreError):
-        run(make_config(store=document))
 
 
 def _cut(data: bytearray) -> None:
@@ -388,20 +380,6 @@ def test_bad_lines_are_named(tmp_path: Path, reader: Tokenizer, line: str, messa
         read_prompts(path, reader)
 
 
-def test_the_flag_of_a_file_that_is_no_text_is_named(tmp_path: Path, reader: Tokenizer) -> None:
-    path = tmp_path / "prompts.txt"
-    path.write_bytes(b"\xff")
-    with pytest.raises(InvalidArgumentError, match=r"^--calibration: .*is not UTF-8 text"):
-        read_prompts(path, reader)
-
-
-def test_a_file_without_prompts_is_refused(tmp_path: Path, reader: Tokenizer) -> None:
-    path = tmp_path / "prompts.txt"
-    path.write_text("\n\n")
-    with pytest.raises(InvalidArgumentError, match="has no prompts"):
-        read_prompts(path, reader)
-
-
 def test_prompt_fingerprints_tell_boundaries_apart() -> None:
     assert fingerprint_prompts([]) == ""
     assert fingerprint_prompts([[1, 2], [3]]) != fingerprint_prompts([[1], [2, 3]])
@@ -439,24 +417,6 @@ def test_a_repeated_job_renames_and_sets_the_time_to_live(make_config: MakeConfi
     assert [manifest.id for manifest in store.list()] == [first.id]
 
 
-def test_a_name_is_refused_where_it_is_taken_and_moves_where_that_is_asked_for(
-    make_config: MakeConfig,
-) -> None:
-    first = run(make_config(name="night")).manifest
-    other = {"salt": "another"}
-    with pytest.raises(NameTakenError, match=f"belongs to context {first.id[:12]}.*--move-name"):
-        run(make_config(name="night", **other))
-    store = Store(make_config().store)
-    assert len(store.list()) == 1
-    moved = run(make_config(name="night", move_name=True, **other))
-    assert (moved.created, store.resolve("night")) == (True, moved.manifest.id)
-    assert store.manifest(first.id).name == f"night {first.id[:6]}"
-    back = run(make_config(name="night", move_name=True))
-    assert (back.created, list(back.changed), store.resolve("night")) == (False, ["name"], first.id)
-    with pytest.raises(InvalidArgumentError, match="--move-name goes with --name"):
-        make_config(move_name=True)
-
-
 def test_what_is_called_by_its_file_takes_no_name(make_config: MakeConfig) -> None:
     first = run(make_config()).manifest
     second, notes = run_noting(make_config(salt="another"))
@@ -472,12 +432,6 @@ def test_labels_that_are_too_many_together_are_the_callers_mistake() -> None:
     assert wanted.labels == {**labels, "key0": "b", "more": "c"}
     with pytest.raises(InvalidArgumentError, match="has 63 labels and would have 65, expected at most 64"):
         plan_changes(present, chosen, labels={"more": "c", "most": "d"})
-
-
-def test_a_time_to_live_is_given_to_a_context_without_one(make_config: MakeConfig) -> None:
-    run(make_config())
-    changed = run(make_config(ttl="1h")).changed
-    assert changed["ttl"].endswith("instead of never")
 
 
 def fail_to_lock(*_: object) -> int:
@@ -517,20 +471,3 @@ def test_a_read_only_store_says_what_it_cannot_change(
         run_job(make_config(**changes), LineReporter(notes), io.BytesIO())
     assert f"the store has context {first.id[:12]} already, to be changed: {said}" in notes.getvalue()
     assert Store(make_config().store).manifest(first.id) == first
-
-
-def test_a_job_of_another_owner_learns_nothing(make_config: MakeConfig) -> None:
-    """Of equal documents, salts keep apart what jobs say, find, wait for and change."""
-    own = run(make_config(salt="one", name="their secret", ttl="1h")).manifest
-    store = Store(make_config().store)
-    with store.lock(own.id):  # a job of the first owner is at work
-        report, notes = run_noting(make_config(salt="two"))
-    assert report.created
-    assert report.manifest.id != own.id
-    assert (report.manifest.name, report.manifest.expires_at) == ("document", None)
-    said = notes + str(report)
-    assert "their secret" not in said
-    assert own.id[:12] not in said
-    report, notes = run_noting(make_config(salt="two", name="mine", method=("quest",)))
-    assert "their secret" not in notes + str(report)
-    assert store.manifest(own.id) == own

@@ -64,11 +64,13 @@ def test_several_methods_share_a_context(make_config: MakeConfig) -> None:
 
 def test_as_many_centroids_as_sampled_queries_and_no_more(make_config: MakeConfig) -> None:
     """17 positions, each with the queries of two heads to a KV head."""
-    most = make_config(method=("csattention",), input=(Path("-"),), centroids=34)
+    most = make_config(method=("csattention",), input=(Path("-"),), index=("query_tables:centroids=34",))
     assert run(most, b"x" * 17).manifest.indexes[0].parameters["centroids"] == 34
-    with pytest.raises(InvalidArgumentError, match="--centroids is 35, expected at most 34"):
-        run(replace(most, centroids=35), b"x" * 17)
-    assert run(replace(most, centroids=32), b"x").created  # the method's own number
+    with pytest.raises(
+        InvalidArgumentError, match="--index query_tables has 35 centroids, expected at most 34"
+    ):
+        run(replace(most, index=("query_tables:centroids=35",)), b"x" * 17)
+    assert run(replace(most, index=()), b"x").created  # the method's own number
 
 
 def test_indexes_with_clusters_are_calibrated(make_config: MakeConfig) -> None:
@@ -169,7 +171,6 @@ def rows(store: Path, id_: str) -> dict[str, tuple[int, int]]:
 
 def checksums(manifest: Manifest, name: str) -> dict[str, str | None]:
     index = manifest.index(name)
-    assert index is not None
     return {array.path: array.checksums for array in index.arrays}
 
 
@@ -183,18 +184,18 @@ def test_an_index_of_keys_is_added_without_reading_again(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(make_config().store, create=True)
-    methods = ("csattention", "pq", "squeezed", "multipole-tree", "refined")
+    methods = ("csattention", "quest", "squeezed", "multipole-tree", "refined")
     whole = run(make_config(method=methods, salt="at once")).manifest
     first = run(make_config(method=("csattention",))).manifest
     before = rows(store.path, first.id)
     with store.open(first.id) as reader:  # has the context open all the time
         monkeypatch.setattr(document_layers, "load_model", refuse_model)
-        report = run(make_config(method=("pq",)))
+        report = run(make_config(method=("quest",)))
         assert report.manifest.id == first.id
         assert not report.created
         assert dict(report.changed) == {
-            "indexes": "added product_codes",
-            "methods": "now csattention, pq",
+            "indexes": "added pages",
+            "methods": "now csattention, quest",
         }
         run(make_config(method=("squeezed", "multipole-tree", "refined")))
         assert reader.manifest == first
@@ -205,7 +206,7 @@ def test_an_index_of_keys_is_added_without_reading_again(
     assert store.verify(first.id) == []
     assert rows(store.path, first.id) == before
     assert stored.methods == methods
-    for name in ("product_codes", "key_clusters", "cluster_tree", "query_tables", "coarse_rows"):
+    for name in ("pages", "key_clusters", "cluster_tree", "query_tables", "coarse_rows"):
         assert checksums(stored, name) == checksums(whole, name)
     for name in methods:
         assert get_method(name).on(stored).manifest == stored
@@ -248,33 +249,33 @@ def test_query_tables_are_added_by_reading_again(
 
 
 def test_an_index_in_another_form_is_refused(make_config: MakeConfig) -> None:
-    first = run(make_config(method=("csattention",), centroids=8)).manifest
+    first = run(make_config(method=("csattention",), index=("query_tables:centroids=8",))).manifest
     with pytest.raises(
         InvalidArgumentError,
         match=r"has index query_tables with centroids=8, asked for is centroids=4; .*--salt, or delete",
     ):
-        run(make_config(method=("csattention",), centroids=4))
+        run(make_config(method=("csattention",), index=("query_tables:centroids=4",)))
     assert Store(make_config().store).manifest(first.id) == first
     with pytest.raises(
         InvalidArgumentError, match="has index query_tables with centroids=8, split=strided, asked"
     ):
         run(make_config(index=("query_tables:split=contiguous",)))
-    assert run(make_config(method=("csattention",), centroids=4, salt="another")).created
+    assert run(make_config(method=("csattention",), salt="another")).created
 
 
 def test_a_method_takes_an_index_as_it_was_built(make_config: MakeConfig) -> None:
     index = ("remainder_clusters:keys_per_cluster=8", "key_clusters:moments=diagonal")
     first = run(make_config(method=("csattention",), index=index)).manifest
     notes = io.StringIO()
-    config = make_config(method=("csattention", "pq"))
+    config = make_config(method=("quest", "oracle+centred"))
     added = run_job(config, LineReporter(notes), io.BytesIO())
     assert (
         "has index remainder_clusters with keys_per_cluster=8 instead of keys_per_cluster=16"
         in notes.getvalue()
     )
-    assert added.changed["indexes"] == "added product_codes"
+    assert added.changed["indexes"] == "added pages"
     assert added.manifest.index("remainder_clusters") == first.index("remainder_clusters")
-    assert get_method("pq").on(added.manifest).method.partition is not None
+    assert get_method("oracle+centred").on(added.manifest).method.partition is not None
     store = Store(make_config().store)
     assert store.manifest(first.id) == added.manifest
 
@@ -282,7 +283,7 @@ def test_a_method_takes_an_index_as_it_was_built(make_config: MakeConfig) -> Non
 def test_a_method_that_cannot_work_with_an_index_as_built_is_refused(make_config: MakeConfig) -> None:
     first = run(make_config(method=(), index=("remainder_clusters:moments=none",))).manifest
     with pytest.raises(MethodUnsupportedError, match="needs clusters with moments 'diagonal'"):
-        run(make_config(method=("pq",)))
+        run(make_config(method=("oracle+centred",)))
     assert Store(make_config().store).manifest(first.id) == first
 
 
@@ -308,12 +309,12 @@ def test_what_fails_while_adding_leaves_the_context(
     with monkeypatch.context() as patched:
         patched.setattr(ContextWriter, "write_rows", full)
         with pytest.raises(StoreFullError):
-            run(make_config(method=("pq",)))
+            run(make_config(method=("quest",)))
     store = Store(make_config().store)
     assert store.manifest(first.id) == first
     assert store.verify(first.id) == []
     assert hidden_entries(store.path) == []
-    assert run(make_config(method=("pq",))).manifest.index("product_codes") is not None
+    assert run(make_config(method=("quest",))).manifest.index("pages") is not None
 
 
 def add(store: Path, context: str, **changes: Any) -> PrefillReport:
@@ -323,15 +324,17 @@ def add(store: Path, context: str, **changes: Any) -> PrefillReport:
 def test_indexes_are_added_by_the_context_alone(make_config: MakeConfig) -> None:
     first = run(make_config(name="night", method=("csattention",))).manifest
     store = make_config().store
-    report = add(store, "night", method=("pq", "refined-3"), index=("pages:size=8", "coarse_rows:key_bits=2"))
+    report = add(
+        store, "night", method=("squeezed", "refined-3"), index=("pages:size=8", "coarse_rows:key_bits=2")
+    )
     assert report.manifest.id == first.id
     assert report.changed == {
-        "indexes": "added product_codes, coarse_rows_3, pages, coarse_rows",
-        "methods": "now csattention, pq, refined-3",
+        "indexes": "added key_clusters, coarse_rows_3, pages, coarse_rows",
+        "methods": "now csattention, squeezed, refined-3",
     }
     assert Store(store).manifest(first.id) == report.manifest
     assert Store(store).verify(first.id) == []
-    assert add(store, first.id, method=("pq",)).changed == {}
+    assert add(store, first.id, method=("squeezed",)).changed == {}
     assert (
         add(store, first.id[:8], method=("csattention+dropped",), index=()).manifest.methods[0]
         == "csattention"
@@ -368,7 +371,7 @@ def test_nothing_to_add_and_nowhere_to_add_it(make_config: MakeConfig) -> None:
         AddIndexConfig("night", make_config().store)
     run(make_config(name="night"))
     with pytest.raises(ContextNotFoundError):
-        add(make_config().store, "day", method=("pq",))
+        add(make_config().store, "day", method=("quest",))
 
 
 def reporter() -> LineReporter:
@@ -392,8 +395,8 @@ def steps_of(store: Store, manifest: Manifest, layer: int) -> torch.Tensor:
 @pytest.fixture
 def pair(make_config: MakeConfig) -> tuple[Store, Manifest, Manifest]:
     """A context with rows as they are, and the same with rows in 8 bits."""
-    plain = run(make_config(method=("refined",), centroids=None)).manifest
-    coded = run(make_config(method=("refined",), centroids=None, rows="int8")).manifest
+    plain = run(make_config(method=("refined",))).manifest
+    coded = run(make_config(method=("refined",), rows="int8")).manifest
     return Store(make_config().store), plain, coded
 
 
@@ -445,28 +448,27 @@ def test_a_damaged_plane_is_found(pair: tuple[Store, Manifest, Manifest]) -> Non
 
 
 def test_any_method_brings_the_high_plane_and_indexes_may_be_added(make_config: MakeConfig) -> None:
-    made = run(make_config(method=("pq",), centroids=None, rows="int8")).manifest
-    assert made.methods == ("pq",)
-    assert {"product_codes", HIGH_PLANE} <= made.stored_indexes
+    made = run(make_config(method=("squeezed",), rows="int8")).manifest
+    assert made.methods == ("squeezed",)
+    assert {"key_clusters", HIGH_PLANE} <= made.stored_indexes
     store = make_config().store
     report = run_add_index(
         AddIndexConfig(context=made.id, store=store, method=("quest", "refined")), reporter()
     )
     assert dict(report.changed)["indexes"] == "added pages"
-    again = run(make_config(method=("pq",), centroids=None, rows="int8"))
+    again = run(make_config(method=("squeezed",), rows="int8"))
     assert (again.created, dict(again.changed)) == (False, {})
 
 
 def test_what_cannot_be_is_refused(make_config: MakeConfig, pair: tuple[Store, Manifest, Manifest]) -> None:
     with pytest.raises(InvalidArgumentError, match="needs in its usual form"):
-        run(make_config(index=(f"{HIGH_PLANE}:key_bits=3",), centroids=None, rows="int8"))
+        run(make_config(index=(f"{HIGH_PLANE}:key_bits=3",), rows="int8"))
     with pytest.raises(InvalidArgumentError, match="--rows is 'int4'"):
         make_config(rows="int4")
     _, plain, coded = pair
     with pytest.raises(ManifestError, match="beside rows in 8 bits"):
         replace(coded, indexes=())
     high = coded.index(HIGH_PLANE)
-    assert high is not None
     for name, value in (("key_bits", 3), ("value_group", 64)):
         other = replace(high, parameters={**high.parameters, name: value})
         with pytest.raises(ManifestError, match="in its usual form"):
@@ -481,7 +483,7 @@ def test_what_was_coded_is_not_taken_for_exact_rows(
     """A document that begins as a context in 8 bits does is computed; one in 8 bits takes exact rows."""
     longer = tmp_path / "longer.txt"
     longer.write_text(document.read_text() * 3)
-    shared = {"method": ("full",), "centroids": None, "query_sample": 64}
+    shared = {"method": ("full",), "query_sample": 64}
     run(make_config(input=(longer,), rows="int8", **shared))
     longest = tmp_path / "longest.txt"
     longest.write_text(document.read_text() * 3 + "And then it rained. " * 30)

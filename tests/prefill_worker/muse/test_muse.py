@@ -321,14 +321,12 @@ def test_kernels_read_in_blocks(dtype: torch.dtype) -> None:
     coarse, _, _ = read_in_blocks(IN_BLOCKS, "cuda", dtype)
     assert error(coarse, exact) < 0.15
     starts = attention.starts(0, 2, TOKENS)
-    assert starts is not None
     assert starts.clusters_HN.is_cuda
 
 
 def test_clusters_are_handed_over() -> None:
     _, _, attention = read_in_blocks(IN_BLOCKS)
     starts = attention.starts(0, 2, TOKENS)
-    assert starts is not None
     # Two heads of a group, eight blocks with 12 means and less in the last one, which has 13 queries.
     assert starts.queries_HXD.shape == (2, 2 * 8 * 12, 16)
     labels = starts.clusters_HN

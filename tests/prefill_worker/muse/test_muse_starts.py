@@ -97,7 +97,6 @@ def test_tables_start_from_means_of_queries(source: LayerSource) -> None:
         ClusterStarts(torch.ones(2, 20, DIM), torch.zeros(2, COUNT, dtype=torch.int32)),
     )
     assert torch.equal(build_tables(parameters, few, 0)["centroids"], expected)
-    assert source.starts is not None
     dims = subspace_dims(parameters, DIM)
     rows = source.queries.queries_HPGD.flatten(1, 2).to(DEVICE)
     on_device = cluster_queries(rows, dims, 20, 1, 0, source.starts.queries_HXD.to(DEVICE)).cpu()

@@ -27,6 +27,7 @@ from prefill_worker.reading.query_sample import (
     plan_sample,
     stored_rows,
 )
+from tests.support.devices import crossed
 from tests.support.models import FAMILIES, LAYER_KINDS, write_model_folder
 
 TOKENS = 157
@@ -67,8 +68,12 @@ def load(folder: Path) -> LoadedModel:
     return load_model(resolve_model(str(folder)), register_attention())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("chunk", [1, 50, TOKENS, 10_000])
+@crossed(
+    {
+        "family": FAMILIES,
+        "chunk": [1, 50, TOKENS, 10_000],
+    }
+)
 def test_chunks_give_what_one_pass_gives(tmp_path: Path, family: str, chunk: int) -> None:
     folder = write_model_folder(tmp_path / family, family)
     ids = ids_of(TOKENS)
@@ -210,8 +215,12 @@ def textbook(queries_HGTD: Tensor, past_HS2D: Tensor, chunk_HT2D: Tensor) -> Ten
     return torch.einsum("hgts,hsd->hgtd", logits.masked_fill(future, -torch.inf).softmax(-1), values)
 
 
-@pytest.mark.parametrize("heads_and_group", [(1, 1), (2, 3), (4, 1)])
-@pytest.mark.parametrize(("past", "count"), [(0, 1), (0, 63), (1, 1), (100, 1), (100, 63), (500, 17)])
+@crossed(
+    {
+        "heads_and_group": [(1, 1), (2, 3), (4, 1)],
+        "past, count": [(0, 1), (0, 63), (1, 1), (100, 1), (100, 63), (500, 17)],
+    }
+)
 def test_equals_the_formula(heads_and_group: tuple[int, int], past: int, count: int) -> None:
     torch.manual_seed(past + count)
     heads, group = heads_and_group
@@ -347,7 +356,6 @@ def test_a_capture_that_sees_something_else_is_refused(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     loaded = load_kind(tmp_path / "model", "windows")
     window = loaded.identity.window
-    assert window is not None
 
     class Forgetful(Capture):
         def __init__(self, identity, *rest):  # type: ignore[no-untyped-def]

@@ -289,7 +289,6 @@ def test_tokens_that_are_not_the_ordered_ones_end_the_job(shop: Shop) -> None:
     job = shop.order(context="0" * 64)
     assert shop.worker().work_once()
     failure = shop.queue.get(job.id).failure
-    assert failure is not None
     assert failure.reason == "OPERATION_CORRUPT"
     assert shop.contexts.list() == []
 
@@ -305,7 +304,6 @@ def test_a_job_that_only_ends_workers_ends(shop: Shop, monkeypatch: pytest.Monke
     assert shop.queue.get(job.id).open
     assert worker.work_once()
     failure = shop.queue.get(job.id).failure
-    assert failure is not None
     assert failure.reason == "WORKERS_LOST"
 
 
@@ -316,7 +314,6 @@ def test_a_fault_ends_the_job_and_not_the_worker(shop: Shop, monkeypatch: pytest
         patch.setattr(worker, "_prepare", lambda claim: 1 / 0)
         assert worker.work_once()
     failure = shop.queue.get(job.id).failure
-    assert failure is not None
     assert failure.reason == "INTERNAL"
     assert "ZeroDivisionError" not in failure.message
 
@@ -384,7 +381,6 @@ def queue(tmp_path: Path) -> JobQueue:
 def killed_at(queue: JobQueue, tokens: int, layers: int = 0) -> JobRecord:
     """What a worker leaves that takes the job, comes so far, and is killed."""
     with queue.claim() as claim:
-        assert claim is not None
         claim.write(replace(claim.record, attempts=claim.record.attempts + 1, progress=JobProgress()))
         reporter = JobProgressWriter(claim, claim.folder / "context", clock_s=lambda: 1e9)
         with reporter.phase("prefill", "tokens") as update:
@@ -470,7 +466,6 @@ def test_a_store_that_stays_full_ends_the_job(shop: Shop, monkeypatch: pytest.Mo
             worker.work_once()
     assert worker.work_once()
     failure = shop.queue.get(job.id).failure
-    assert failure is not None
     assert failure.reason == "STORE_FULL"
 
 
@@ -619,7 +614,6 @@ def test_a_child_that_is_deleted_meanwhile_stays_so(
     monkeypatch.setattr(IndexWriting, "build", delete_first)
     assert worker.work_once()
     (job,) = ordered(family_shop)
-    assert job.failure is not None
     assert job.failure.reason == "CONTEXT_NOT_FOUND"
     assert [entry.id for entry in family_shop.contexts.entries()] != [child.id]
     assert find_leftovers(family_shop.contexts) == []

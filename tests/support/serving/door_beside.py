@@ -58,8 +58,6 @@ def door_beside(service: EngineService, config: ServeConfig) -> Iterator[DoorBes
         door = subprocess.Popen(
             [sys.executable, "-c", _DOOR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
         )
-        assert door.stdin is not None
-        assert door.stdout is not None
         try:
             door.stdin.write(setup_line(setup))
             door.stdin.flush()

@@ -20,7 +20,7 @@ from decode_engine.model.warm_up import made_up_context
 from harness.made_up.trained_rows import TrainedRows
 from index_store.memory.devices import finish
 from index_store.memory.host_memory import HostBlock, aligned, copy_source, default_page_locker
-from index_store.memory.placement import HOST_SEARCHED, USUAL_ROOM, Placement, SlotRoom
+from index_store.memory.placement import HOST_SEARCHED, SLOT_SHARE, Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.models.fused.layers import fuse_layers
@@ -159,16 +159,16 @@ class PlacedContexts:
         batch: int,
         device: torch.device,
         ranges: Sequence[HostRange] = (),
-        slots: SlotRoom = USUAL_ROOM,
+        slot_share: int = SLOT_SHARE,
         rows: str = AS_DTYPE,
         trained: TrainedRows | None = None,
     ) -> None:
         """With the indexes of all methods, and rows as in `made_up_context`. trained: has keys and values for them.
 
         ranges: one for keys and values, and one for query tables where contexts are placed on the host; what was there
-        is lost. Without any, contexts are placed on the device alone. slots: of contexts in host memory.
+        is lost. Without any, contexts are placed on the device alone. slot_share: of contexts in host memory.
         """
-        self._slots = slots
+        self._slot_share = slot_share
         self.distinct = distinct_layers(identity, length, batch, ranges)
         for each in ranges:
             each.clear()
@@ -235,7 +235,7 @@ class PlacedContexts:
             arrays,
             placement=placement,
             device=source.device,
-            slots=self._slots,
+            slot_share=self._slot_share,
         )
 
     def _keys_values(self, row: int, source: ResidentContext, layer: int, placement: Placement) -> Tensor:

@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
@@ -35,11 +34,8 @@ from index_store.selection.budgets import Ratio
 from index_store.selection.cutting import best_keys
 
 
-class Lanes:
-    """A session on each context; their steps run in as many lanes as the threads have where rows come from the host.
-
-    There are no sessions before `start`.
-    """
+class SteppedSessions:
+    """A session on each context, and the steps of all of them. There are no sessions before `start`."""
 
     def __init__(
         self,
@@ -51,8 +47,6 @@ class Lanes:
         self.contexts = contexts
         identity, weights = contexts[0].manifest.model, next(model.parameters())
         self.stepper = Stepper(run, identity, weights.dtype, weights.device, searching=threads)
-        self._lanes = threads.lanes
-        self._laned = False
         self.samplers = [Sampler(SamplingParameters())] * len(contexts)
         self.sessions: list[Session] = []
         self.parts: list[list[Session]] = []
@@ -68,10 +62,8 @@ class Lanes:
         self.sessions = start_sessions(self.contexts, method)
         if not all(self.stepper.takes(session) for session in self.sessions):
             raise CheckFailedError("the method does not run in a graph")
-        self._laned = method.sparse and self.contexts[0].placement.kv_on_host
-        lanes = self._lanes if self._laned else 1
-        share = min(-(-len(self.sessions) // lanes), MAX_ROWS)
-        self.parts = [self.sessions[first : first + share] for first in range(0, len(self.sessions), share)]
+        firsts = range(0, len(self.sessions), MAX_ROWS)
+        self.parts = [self.sessions[first : first + MAX_ROWS] for first in firsts]
 
     def step(self, tokens: Sequence[int]) -> list[int]:
         """The tokens that follow. Raises CheckFailedError where a session's step has failed."""
@@ -83,9 +75,8 @@ class Lanes:
 
     @property
     def graphs(self) -> list[StepGraph]:
-        """One for each lane, and for each part of as many rows as a batch has."""
-        lanes = len(self.parts) if self._laned else 1
-        return [self.stepper.graph(part, i // lanes, i % lanes) for i, part in enumerate(self.parts)]
+        """One for each part of as many rows as a batch has."""
+        return [self.stepper.graph(part, i) for i, part in enumerate(self.parts)]
 
     def logits(self) -> Tensor:
         """Of the last step, [B, V] float32."""
@@ -94,7 +85,7 @@ class Lanes:
 
     @property
     def mailboxes(self) -> list[Mailbox]:
-        """One for each lane that is searched for on the host."""
+        """One for each part that is searched for on the host."""
         steps = [each for graph in self.graphs for each in graph.batch.attentions]
         searches = [each.selection for each in steps if isinstance(each, ListedSteps)]
         return [search.mailbox for search in searches if isinstance(search, HostTableSelection)]
@@ -105,38 +96,8 @@ class Lanes:
         return sum(each.host_bytes_read for each in figures), sum(each.rows_reused for each in figures)
 
     def waited_s(self) -> float:
-        """In which lanes stood still for the host until now, on average over the lanes."""
-        return statistics.mean(part[0].figures.device_wait_for_host_ns for part in self.parts) * 1e-9
-
-    def standing_still_ms(self, tokens: Sequence[int], turns: int) -> float:
-        """Median time of a step, of so many more, in which the device did nothing but wait for the host's searches."""
-        if not self.mailboxes:
-            return 0.0
-        found = []
-        for _ in range(turns):
-            tokens = self.step(tokens)
-            found.append(standing_still_ns([mailbox.waits() for mailbox in self.mailboxes]) * 1e-6)
-        return statistics.median(found)
-
-
-def standing_still_ns(lanes: Sequence[NDArray[np.int64]]) -> int:
-    """Nanoseconds of a step in which no lane did anything but wait, and one or more did, by `Mailbox.waits` of each.
-
-    A lane counts as waiting before its first wait and after its last one, too, where it has not begun, computes, or has
-    ended. So the device has stood still for no longer.
-    """
-    lanes = [waits for waits in lanes if len(waits)]
-    if not lanes:
-        return 0
-    begins, ends = (np.concatenate([waits[:, side] for waits in lanes]) for side in (0, 1))
-    outside = [waits[0, 0] for waits in lanes], [waits[-1, 1] for waits in lanes]
-    times = np.concatenate([begins, ends, *outside])
-    counts = [len(begins), len(ends), len(lanes), len(lanes)]
-    order = np.argsort(times, kind="stable")
-    waiting = np.repeat([1, -1, 0, 0], counts)[order].cumsum()
-    idle = np.repeat([0, 0, -1, 1], counts)[order].cumsum() + len(lanes)
-    still = (waiting > 0) & (waiting + idle == len(lanes))
-    return int(np.diff(times[order])[still[:-1]].sum())
+        """In which the device stood still for the host until now."""
+        return sum(part[0].figures.device_wait_for_host_ns for part in self.parts) * 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +105,7 @@ class Timed:
     """Steps of a batch that were timed, by seconds, and what they moved.
 
     first_s: of the step before all of them, which captures the graph where that was not done yet. read: bytes from host
-    memory; reused: rows found on the device instead, of `row_bytes` each. waited_s: for the host, as an average lane.
+    memory; reused: rows found on the device instead, of `row_bytes` each. waited_s: for the host.
     said: tokens of the first step and of the last one of the warm-up. tokens: that follow the last step.
     """
 
@@ -171,45 +132,47 @@ class Timed:
         }
 
 
-def time_captured(lanes: Lanes, method: Method, turns: int, limit_s: float = math.inf) -> Timed:
+def time_captured(stepped: SteppedSessions, method: Method, turns: int, limit_s: float = math.inf) -> Timed:
     """Times steps of new sessions, no more than fit into the time limit, after a first one and a warm-up.
 
     Raises CheckFailedError when lists that were searched on the host in the first step are wrong.
     """
-    lanes.start(method)
+    stepped.start(method)
     begin = time.perf_counter()
-    said = [lanes.step(first_tokens(lanes.contexts))]
+    said = [stepped.step(first_tokens(stepped.contexts))]
     first_s = time.perf_counter() - begin
-    check_lists(lanes, method)
-    said.append(time_steps(lanes.step, said[0], general_steps.WARM_UP, limit_s)[1])
-    (read, reused), waited_s = lanes.moved(), lanes.waited_s()
-    seconds, tokens = time_steps(lanes.step, said[1], turns, limit_s)
-    read_then, reused_then = lanes.moved()
-    context = lanes.contexts[0]
+    check_lists(stepped, method)
+    said.append(time_steps(stepped.step, said[0], general_steps.WARM_UP, limit_s)[1])
+    (read, reused), waited_s = stepped.moved(), stepped.waited_s()
+    seconds, tokens = time_steps(stepped.step, said[1], turns, limit_s)
+    read_then, reused_then = stepped.moved()
+    context = stepped.contexts[0]
     return Timed(
         seconds,
-        len(lanes.sessions),
+        len(stepped.sessions),
         first_s,
         read_then - read,
         reused_then - reused,
         context.manifest.row_bytes,
-        lanes.waited_s() - waited_s,
+        stepped.waited_s() - waited_s,
         said,
         tokens,
     )
 
 
-def time_flight(lanes: Lanes, method: Method, turns: int, said: Sequence[Sequence[int]]) -> dict[str, float]:
+def time_flight(
+    stepped: SteppedSessions, method: Method, turns: int, said: Sequence[Sequence[int]]
+) -> dict[str, float]:
     """What steps take that are launched before the tokens of those before are read; nothing where the host has a part.
 
     said: see `Timed`, of steps that wait for each other. Raises CheckFailedError unless most sessions say the same: not
     all of them, since logits that are almost equal may change places where kernels add up in no fixed order.
     """
-    lanes.start(method)
-    flight: Flight[Session] = Flight(lanes.stepper)
+    stepped.start(method)
+    flight: Flight[Session] = Flight(stepped.stepper)
 
     def step(tokens: Sequence[int]) -> list[int]:
-        results = flight.step(lanes.sessions, tokens, lanes.samplers, follow=True)
+        results = flight.step(stepped.sessions, tokens, stepped.samplers, follow=True)
         found = [result for result in results if isinstance(result, int)]
         if len(found) < len(results):
             raise CheckFailedError(f"steps in flight failed: {results}")
@@ -217,7 +180,7 @@ def time_flight(lanes: Lanes, method: Method, turns: int, said: Sequence[Sequenc
 
     with patch.object(Stepper, "flies", True):
         try:
-            first = step(first_tokens(lanes.contexts))
+            first = step(first_tokens(stepped.contexts))
             if not flight.flies:
                 return {}
             found = [first, time_steps(step, first, general_steps.WARM_UP, math.inf)[1]]
@@ -226,7 +189,7 @@ def time_flight(lanes: Lanes, method: Method, turns: int, said: Sequence[Sequenc
                 raise CheckFailedError(f"sessions say {found} in flight, and otherwise {said}")
             seconds, _ = time_steps(step, found[1], turns, math.inf)
         finally:
-            for session in lanes.sessions:
+            for session in stepped.sessions:
                 flight.leave(session)
     return {
         "flight_ms": round(statistics.median(seconds) * 1e3, 3),
@@ -235,24 +198,24 @@ def time_flight(lanes: Lanes, method: Method, turns: int, said: Sequence[Sequenc
     }
 
 
-def whole_difference(lanes: Lanes, method: Method, expected_BV: Tensor) -> float | None:
+def whole_difference(stepped: SteppedSessions, method: Method, expected_BV: Tensor) -> float | None:
     """`compare` of a step with a budget of all keys and what is expected of full attention; the sessions are left.
 
     None for searches on the host, whose lists have no room for all keys. Raises CheckFailedError as `compare` does.
     """
-    if searched_on_host(lanes.contexts, method):
+    if searched_on_host(stepped.contexts, method):
         return None
-    lanes.start(replace(method, budget=Ratio(1.0)) if method.sparse else method)
-    lanes.step(first_tokens(lanes.contexts))
-    return round(compare(lanes.logits(), expected_BV), 4)
+    stepped.start(replace(method, budget=Ratio(1.0)) if method.sparse else method)
+    stepped.step(first_tokens(stepped.contexts))
+    return round(compare(stepped.logits(), expected_BV), 4)
 
 
-def check_lists(lanes: Lanes, method: Method) -> None:
+def check_lists(stepped: SteppedSessions, method: Method) -> None:
     """Raises CheckFailedError unless lists of the last layer are the general path's for the queries that were posted.
 
-    Nothing is compared where no lane is searched for on the host.
+    Nothing is compared where nothing is searched for on the host.
     """
-    for mailbox, part in zip(lanes.mailboxes, lanes.parts, strict=bool(lanes.mailboxes)):
+    for mailbox, part in zip(stepped.mailboxes, stepped.parts, strict=bool(stepped.mailboxes)):
         layer = mailbox.order[-1]
         for row, session in zip(mailbox.used, part, strict=True):
             manifest = session.context.manifest

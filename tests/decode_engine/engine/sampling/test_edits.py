@@ -131,7 +131,6 @@ def test_kernels_do_what_the_references_do(vocabulary: int, dtype: torch.dtype) 
 
 
 def assert_alike(found: TokenLogprob, expected: TokenLogprob | None) -> None:
-    assert expected is not None
     assert found.token_id == expected.token_id
     assert found.logprob == pytest.approx(expected.logprob, abs=1e-5)
     assert [each for each, _ in found.alternatives] == [each for each, _ in expected.alternatives]
@@ -152,7 +151,6 @@ def test_equal_tokens_are_told_by_id_also_at_the_border_and_across_segments() ->
     logits_BV = torch.zeros(1, 5000, device=DEVICE)
     logits_BV[0, 4999] = 1.0
     (told,) = tell_tokens_reference(logits_BV, [Edits(told=4)], [7])
-    assert told is not None
     assert [each for each, _ in told.alternatives] == [4999, 0, 1, 2]
     buffers, result_BX = (
         filled([Edits(told=4)], 5000),

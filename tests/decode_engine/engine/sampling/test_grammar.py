@@ -160,7 +160,6 @@ def test_what_dies_in_its_trial_is_refused_and_the_next_one_is_tried(
 def test_a_trial_reads_answers_also_where_many_files_are_open(trials: Trial) -> None:
     trials.check(Constraint("regex", "a"))
     process = trials._process
-    assert process is not None
     assert process.stdout is not None
     before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(before, 2048), most))
@@ -462,7 +461,6 @@ def test_calls_may_follow_text(model: Model) -> None:
     assert (said, name, ended) == ("Well then,", "look", True)
     jsonschema.validate(json.loads(arguments), SCHEMA)
     matcher = model.matcher((Tool("look", "Looks.", json.dumps(SCHEMA)),), forced=False)
-    assert model.tokenizer.call_syntax is not None
     rest = model.tokenizer.call_syntax.open.removeprefix("<repo_name>").removeprefix("<tool_call>")
     middle = model.tokenizer.call_syntax.middle
     for id_ in [*begun(model), *model.tokenizer.encode(rest + "look" + middle + '{"other": [1]}')]:
@@ -483,7 +481,6 @@ def test_an_answer_is_calls_or_what_its_schema_says(model: Model) -> None:
         model.tokenizer.call_syntax,
         model.tokenizer.encode,
     )
-    assert syntax is not None
     rest = syntax.open.removeprefix("<repo_name>")
     mark = [model.tokenizer.hidden["<repo_name>"]] if rest != syntax.open else []
     called = [*mark, *encode(rest + "look" + syntax.middle + '{"other": 1}')]
@@ -502,7 +499,6 @@ def test_arguments_have_the_properties_that_are_listed_alone(model: Model) -> No
     """Unless the schema says of others, or composes."""
     listed: dict[str, Any] = {"properties": {"in": {"type": "object", "properties": {"a": {"type": "null"}}}}}
     syntax = model.tokenizer.call_syntax
-    assert syntax is not None
 
     def may(schema: dict[str, Any], arguments: str) -> bool:
         matcher = model.matcher((Tool("look", "", json.dumps(schema)),), forced=True)

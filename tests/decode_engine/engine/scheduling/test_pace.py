@@ -144,7 +144,6 @@ def watch(engine: FakeEngine, runner: FlyingRunner, name: str) -> Watched:
     client = make_client(name, max_tokens=900)
     found = Watched(client, runner.device)
     submit(engine, client)
-    assert client.stream is not None
     tell = client.stream.tell
 
     def note(event: Event) -> None:

@@ -64,7 +64,6 @@ class Served:
         ]
         command += ["--listen", "127.0.0.1:0", "--http-port", str(self.port), "--format", "json"]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ.copy())
-        assert self._process.stdout is not None
         self.url = json.loads(self._process.stdout.readline())["url"]
         self.port = httpx.URL(self.url).port or 0
 

@@ -155,8 +155,6 @@ def test_sums_over_clusters_do_not_depend_on_the_order_of_keys() -> None:
     assert one.taken_logits_RCG is not None
     assert other.taken_logits_RCG is not None
     sequence = problem.sequences[0]
-    assert sequence is not None
-    assert sequence.clusters is not None
     clusters = sequence.clusters.sizes_HC.shape[1]
     assert int(one.taken_RC[0, :clusters].max()) > 2  # sums of two are the same in any order
     assert torch.equal(one.taken_logits_RCG[0, :clusters], other.taken_logits_RCG[0, :clusters])
@@ -325,7 +323,6 @@ def _on_cpu(problem: Problem, row: int, lists: KeyLists, kind: str) -> Attention
     own = torch.einsum("htgd,hcd->htgc", queries, clusters.means_HCD)
     own.masked_fill_((clusters.counts_HC == 0)[:, None, None], -torch.inf)
     state = remainder_state(REMAINDERS[kind], [ScoredClusters(clusters, own, queries)], [exact])
-    assert state is not None
     return AttentionState(state.out[0, 0], state.lse[0, 0])
 
 
@@ -411,8 +408,6 @@ def test_clusters_of_equal_weight_use_up_the_budget(kind: str) -> None:
     problem = make_problem([460, 300], budget=100, device=DEVICE)
     sequences = []
     for sequence in problem.sequences:
-        assert sequence is not None
-        assert sequence.clusters is not None
         means = sequence.clusters.means_HCD
         if kind == "sink":
             means[:, 3] = 40.0 * problem.q_RGD[:2].mean(1)
@@ -424,7 +419,6 @@ def test_clusters_of_equal_weight_use_up_the_budget(kind: str) -> None:
         sequence, head = sequences[row // problem.heads], row % problem.heads
         found = lists.of_row(row)
         assert 80 <= len(found) <= 100
-        assert sequence.clusters is not None
         chosen = select_clusters_reference(problem.q_RGD[row], sequence, head, problem.scale)
         assignment = sequence.clusters.assignment_HN[head]
         members = torch.isin(assignment, chosen.int()).nonzero()[:, 0].cpu()

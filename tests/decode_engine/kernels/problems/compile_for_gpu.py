@@ -34,10 +34,10 @@ CARD = SimpleNamespace(multi_processor_count=132, total_memory=80 * 2**30)
 HEADS, SIZE, KEYS = 8, 4, 65536
 METHODS = (
     "full", "csattention", "csattention+dropped", "csattention+dropped@group=pooled", "csattention+centred",
-    "multipole", "pq", "refined", "refined+dropped",
+    "multipole", "refined", "refined+dropped",
 )  # fmt: skip
-LARGE_GROUPS = ("full", "csattention", "csattention+dropped@group=pooled", "multipole", "pq", "refined-3")
-SMALL_DIMENSIONS = ("full", "csattention+dropped", "multipole", "pq", "refined")
+LARGE_GROUPS = ("full", "csattention", "csattention+dropped@group=pooled", "multipole", "refined-3")
+SMALL_DIMENSIONS = ("full", "csattention+dropped", "multipole", "refined")
 WIDE_SHAPES = ((16, 128), (9, 64), (2, 256))
 WIDE_METHODS = ("full", "refined")
 """What takes groups of more than 8 and heads of 256 channels, and some of these."""
@@ -143,18 +143,16 @@ def take_steps(
     methods: Sequence[str],
     where: str = "device",
     planes: bool = False,
-    lanes: bool = True,
 ) -> None:
     """A layer's step of every method, over contexts in such a place (`Placement`).
 
-    planes: with rows in 8 bits. lanes: there are others, which take turns.
+    planes: with rows in 8 bits.
     """
     from decode_engine.host_search.mailbox import SearchThreads
     from decode_engine.kernels import records
     from decode_engine.kernels.attention.shared_attention import write_tails
     from decode_engine.model.unstored import unstored_manifest
     from decode_engine.steps.attention.host_steps import HostPlan
-    from decode_engine.steps.attention.turns_triton import Lane
     from decode_engine.steps.batch_kinds import step_attention_for
     from index_store.attention.attention_state import LogitForm
     from index_store.memory.placement import Placement
@@ -176,13 +174,11 @@ def take_steps(
         kind = step_attention_for(method, manifest, Placement(where))
         if isinstance(kind, str):
             raise ValueError(f"method {name} has no kernels: {kind}")
-        lane = Lane(0, torch.zeros(1, dtype=torch.int32) if lanes else None)
         plan = HostPlan(
-            model, method, SIZE, KEYS, torch.bfloat16, GPU, lane, forms, planes=planes, searching=threads
+            model, method, SIZE, KEYS, torch.bfloat16, GPU, forms, planes=planes, searching=threads
         )
-        with plan.lane.in_turn():
-            write_tails(new, new, records_BF)
-            kind(plan).attend(1, queries, records_BF)
+        write_tails(new, new, records_BF)
+        kind(plan).attend(1, queries, records_BF)
     threads.close()
 
 
@@ -262,7 +258,6 @@ def main() -> None:
         take_steps(8, 128, LARGE_GROUPS)
         take_steps(3, 64, SMALL_DIMENSIONS)
         take_steps(4, 128, IN_HOST_MEMORY, "hybrid")
-        take_steps(4, 128, IN_HOST_MEMORY[1:], "hybrid", lanes=False)
         take_steps(4, 128, IN_HOST_MEMORY[:1], "host")
         take_steps(4, 128, IN_PLANES, planes=True)
         take_steps(8, 128, IN_PLANES[:1], planes=True)

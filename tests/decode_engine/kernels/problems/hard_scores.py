@@ -1,6 +1,6 @@
-"""Keys and queries whose scores are hard to cut: flat, tied, or dwarfed by one key; with tables and codes of the keys.
+"""Keys and queries whose scores are hard to cut: flat, tied, or dwarfed by one key; with tables of the keys.
 
-Shape legend: H KV heads, G query heads per KV head, N keys, m subspaces, C centroids or codewords, W slice width, d
+Shape legend: H KV heads, G query heads per KV head, N keys, m subspaces, C centroids, W slice width, d
 head dim.
 """
 
@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode_engine.kernels.codes.reference import CodeSequence
-from decode_engine.kernels.codes.search import CodeShape, CodeSizes, code_shape
 from decode_engine.kernels.tables.reference import TableSequence
 from decode_engine.kernels.tables.sizes import TableContext, TableSizes, padded_rows, table_shape
 from tests.decode_engine.kernels.problems.table_problems import DEVICE
@@ -74,25 +72,3 @@ def table_problem(k_HND: Tensor, share: float, pooled: bool) -> tuple[TableSizes
     )
     shape = table_shape(keys, heads)
     return TableSizes(heads, GROUP, head_dim, subspaces, 16, keys, pooled, shape=shape), sequence
-
-
-def code_problem(
-    k_HND: Tensor, share: float, shape: CodeShape | None = None
-) -> tuple[CodeSizes, CodeSequence]:
-    """Codewords are slices of some of the keys, and a key's are the nearest ones."""
-    heads, keys, head_dim = k_HND.shape
-    subspaces, codewords = 8, 32
-    taken = torch.randint(0, keys, (codewords,), generator=torch.Generator().manual_seed(2))
-    taken[5], taken[20] = 13, 2
-    books_HMWE = slices(k_HND[:, taken.to(k_HND.device)], subspaces).transpose(1, 2).contiguous()
-    parts_HMNE = slices(k_HND, subspaces).transpose(1, 2)
-    codes_HMN = torch.stack(
-        [
-            torch.cdist(p, b).argmin(-1)
-            for p, b in zip(parts_HMNE.flatten(0, 1), books_HMWE.flatten(0, 1), strict=True)
-        ]
-    )
-    codes = codes_HMN.view(heads, subspaces, keys).transpose(1, 2).to(torch.uint8).contiguous()
-    sequence = CodeSequence(codes, books_HMWE, 0, keys - 64, round(share * keys))
-    cut = code_shape(keys, subspaces, GROUP) if shape is None else shape
-    return CodeSizes(heads, GROUP, head_dim, subspaces, codewords, keys, True, cut), sequence

@@ -34,7 +34,6 @@ class CachedSequence:
 
     def state(self) -> tuple[Tensor, Tensor]:
         """Tags and stamps [H, slots] of the layer."""
-        assert self.cache is not None
         return self.cache.tags_LHS[1].cpu().clone(), self.cache.stamps_LHS[1].cpu().clone()
 
 
@@ -174,7 +173,6 @@ def check_head(
     session: CachedSequence, head: int, places: dict[int, int], tags: Tensor, stamps: Tensor
 ) -> RowCounts:
     """Every key is where it was, or in the place of one used longest ago, or nowhere when its set is in use."""
-    assert session.cache is not None
     new_tags, new_stamps = (tensor[head].tolist() for tensor in session.state())
     rows = session.cache.rows_LHS2D[1, head].cpu()
     kv = session.sequence.kv_HN2D[head]
@@ -216,7 +214,6 @@ def check_shared(
     """
     (context,) = {id(each): each for each in seated if each is not None}.values()
     cache = context.cache
-    assert cache is not None
     before, counts = context.state()[0], cache.counts()
     located = steps.fetch(seated, wanted)
     after, changed = context.state()[0], cache.counts()

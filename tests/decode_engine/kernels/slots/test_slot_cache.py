@@ -31,6 +31,7 @@ from tests.decode_engine.kernels.problems.slot_problems import (
     next_wanted,
     sets_of,
 )
+from tests.support.devices import crossed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -100,7 +101,6 @@ def test_a_batch_of_sessions_that_join_and_leave() -> None:
         last |= {at: keys for at, keys in zip(batch, wanted, strict=True) if at is not None}
         steps.check(placed, wanted)
     left = sessions[0]
-    assert left.cache is not None
     assert left.cache.counts().reused > 0
     left.cache.clear()
     assert left.cache.counts() == RowCounts(0, 0, 0)
@@ -231,8 +231,12 @@ def test_size_and_fields() -> None:
         SlotCache.make((), 8, 1000, 16, 128, torch.bfloat16, DEVICE)
 
 
-@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 100])
-@pytest.mark.parametrize("shape", [CopyShape(), CopyShape(2, 4, 1), CopyShape(1, 32, 2)])
+@crossed(
+    {
+        "count": [0, 1, 15, 16, 17, 100],
+        "shape": [CopyShape(), CopyShape(2, 4, 1), CopyShape(1, 32, 2)],
+    }
+)
 def test_copies_between_addresses(count: int, shape: CopyShape) -> None:
     host = torch.randn(120, 64, generator=generator(count)).to(torch.float16)
     host = host.pin_memory() if DEVICE == "cuda" else host
@@ -314,7 +318,6 @@ def test_groups_on_contexts_of_their_own_do_not_mix() -> None:
     one, other = contexts
     located = steps.fetch([one, other, one, other], [keys] * 4)
     for each, places in zip((one, other, one, other), located, strict=True):
-        assert each.cache is not None
         for key, place in places[0].items():
             assert torch.equal(each.cache.rows_LHS2D[1, 0, place].cpu(), each.sequence.kv_HN2D[0, key])
     assert [each.cache.counts().fetched for each in contexts if each.cache] == [52, 52]

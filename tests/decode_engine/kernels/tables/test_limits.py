@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +24,7 @@ from decode_engine.kernels.tables.search import (
 )
 from decode_engine.kernels.tables.sizes import SAMPLE_KEYS
 from tests.decode_engine.kernels.problems.table_problems import DEVICE
+from tests.support.devices import crossed
 
 PROGRAMS = 4
 
@@ -95,8 +95,12 @@ def counted(bins_SK: Tensor, span: int, keep: int) -> Tensor:
     return histograms
 
 
-@pytest.mark.parametrize("name", ["normal", "low", "high", "edge", "uniform", "equal", "apart", "few"])
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.05, 0.3, 0.9, 0.999])
+@crossed(
+    {
+        "name": ["normal", "low", "high", "edge", "uniform", "equal", "apart", "few"],
+        "share": [0.0, 0.001, 0.01, 0.05, 0.3, 0.9, 0.999],
+    }
+)
 def test_limits_are_those_of_all_bins(share: float, name: str) -> None:
     bins, span = sampled_bins(name), 50_000
     keep = round(share * span)

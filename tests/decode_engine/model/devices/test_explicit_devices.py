@@ -20,6 +20,7 @@ from decode_engine.layers.sparse_layer import LayerAttention, SparseLayer
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.selection.budgets import Budget, Mass, Threshold, TokenCount
+from tests.support.devices import crossed
 from tests.support.layers import build_layer
 
 HEADS, GROUP, DIM, COUNT, PROMPT, STEPS = 2, 3, 16, 400, 45, 4
@@ -28,7 +29,6 @@ KERNELS = (
     "selection.collect_numba",
     "selection.top_k_numba",
     "indexes.key_clusters.tree_numba",
-    "indexes.product_codes.search_numba",
     "indexes.query_tables.search_numba",
 )
 
@@ -42,10 +42,8 @@ EXPRESSIONS = [
         for name in ("oracle", "csattention", "quest")
         for remainder in ("monopole", "dipole")
     ),
-    "pq+dropped",
     "multipole+centred",
-    "csattention@period=3@correct=0.9",
-    "multipole@lag@correct=0.9",
+    "csattention@period=3",
 ]
 BUDGETS: dict[str, Budget] = {
     "tokens": TokenCount(20),
@@ -117,15 +115,23 @@ def check(method: Method, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert close.float().mean() > 0.97
 
 
-@pytest.mark.parametrize("kernels", ["compiled", "eager"])
-@pytest.mark.parametrize("expression", EXPRESSIONS)
+@crossed(
+    {
+        "kernels": ["compiled", "eager"],
+        "expression": EXPRESSIONS,
+    }
+)
 def test_no_layer_forgets_the_device(expression: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(small(get_method(expression)), kernels, monkeypatch)
 
 
-@pytest.mark.parametrize("kernels", ["compiled", "eager"])
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("preset", ["oracle", "csattention", "multipole-tree", "multipole-windowed"])
+@crossed(
+    {
+        "kernels": ["compiled", "eager"],
+        "budget": BUDGETS,
+        "preset": ["oracle", "csattention", "multipole-tree", "multipole-windowed"],
+    }
+)
 def test_no_budget_forgets_the_device(
     preset: str, budget: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

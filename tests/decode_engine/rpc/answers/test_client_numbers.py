@@ -43,10 +43,10 @@ _NUMBERS = "0 1 -1 2 8 16 33 160 0.5 1.0 1.5 -0.1 1e-320 1e24 1e400 nan inf -inf
 _WORDS = "x pooled per_head uniform projection"
 _LARGE = [POSITIONS, POSITIONS + 1, 2**31, 2**63, HUGE, f"-{HUGE}"]
 _VALUES = st.sampled_from([*_NUMBERS.split(), *map(str, _LARGE), *_WORDS.split()])
-_WINDOWS = "sinks recent append_block period correct"
+_WINDOWS = "sinks recent append_block period"
 _SEARCH = "coarse_keep backoff_cosine backoff_centroids group weights colour"
 _NAMES = st.sampled_from([*_WINDOWS.split(), *_SEARCH.split()])
-_OPTIONS = st.one_of(st.just("@lag"), st.builds("@{}={}".format, _NAMES, _VALUES))
+_OPTIONS = st.builds("@{}={}".format, _NAMES, _VALUES)
 _EXPRESSIONS = st.builds(
     lambda preset, remainder, options: preset + remainder + "".join(options),
     st.sampled_from([*METHODS, "quickest"]),
@@ -64,11 +64,11 @@ _BUDGETS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(method=_EXPRESSIONS, budget=_BUDGETS, period=st.sampled_from([0, 0, 1, 64, 65, -1]))
 @example(method=f"csattention+dropped@recent={HUGE}", budget={}, period=0)
 @example(method=f"multipole@append_block={HUGE}", budget={"token_budget": 2**31 - 1}, period=64)
-@example(method=f"pq@sinks={POSITIONS}@recent={POSITIONS}@append_block={POSITIONS}", budget={}, period=0)
+@example(method=f"quest@sinks={POSITIONS}@recent={POSITIONS}@append_block={POSITIONS}", budget={}, period=0)
 @example(method="csattention-paper@backoff_centroids=64@backoff_cosine=1", budget={}, period=0)
 def test_every_expression_is_refused_or_decodes(
     served: tuple[ModelRunner, ResidentContext], method: str, budget: dict[str, float], period: int

@@ -15,13 +15,11 @@ from decode_engine.rpc.client import Client, Summary
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import ContextCorruptError, InvalidArgumentError
 from index_store.memory.placement import Placement
-from index_store.methods.presets import METHODS
 from index_store.store.catalog import TunedDefault
 from tests.decode_engine.conftest import Library
 
 REMAINDERS = {
     "csattention": "centred",
-    "pq": "centred",
     "multipole": "monopole",
     "multipole-windowed": "monopole",
     "multipole-tree": "monopole",
@@ -39,22 +37,6 @@ def summary_of(client: Client, context: str, **arguments: Any) -> Summary:
     generation = client.generate(context, text="Who?", max_tokens=4, **arguments)
     generation.read()
     return generation.summary
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_answers_and_says_what_it_did(client: Client, shelf: str, name: str) -> None:
-    summary = summary_of(client, shelf, method=name)
-    budget = METHODS[name].budget
-    assert summary.completion_tokens == 4
-    assert (summary.method, summary.budget) == (name, "" if budget is None else budget.label)
-    assert summary.remainder == ("" if budget is None else REMAINDERS.get(name, "dropped"))
-    if name == "exact":  # what it drafts by depends on times
-        assert summary.drafted_tokens >= summary.accepted_tokens
-        return
-    # searched: 4 prompt tokens and 3 steps, in the flat layer as well where the remainder is approximated
-    layers = 0 if name == "full" else 2 if name in REMAINDERS else 1
-    assert summary.selection.searches == 7 * layers
-    assert summary.selection.fraction_all == 1.0 if name == "full" else summary.selection.fraction_all < 1.0
 
 
 def test_exact_says_what_full_says_and_how_much_was_drafted(client: Client, shelf: str) -> None:
@@ -116,35 +98,6 @@ def test_requests_that_leave_the_method_open_get_what_takes_less_time(
     )
 
 
-def test_a_context_names_the_methods_that_it_supports(library: Library, client: Client, shelf: str) -> None:
-    assert client.get_context(shelf).methods == tuple(METHODS)
-    bare = client.get_context("contexts/" + library.prefill("bare", method=("csattention+dropped",)))
-    assert bare.methods == ("full", "exact", "oracle", "csattention")
-    assert (bare.default_method, bare.default_budget) == ("csattention+dropped", "5.00%")
-    assert summary_of(client, bare.name).method == "csattention+dropped"
-
-
-def test_a_budget_replaces_the_methods_own(client: Client, shelf: str) -> None:
-    labels = {
-        "csattention": {"keep_ratio": 0.2},
-        "squeezed": {"keep_ratio": 0.2},
-        "quest": {"target_mass": 0.5},
-        "multipole": {"token_budget": 3},
-    }
-    found = {name: summary_of(client, shelf, method=name, **budget) for name, budget in labels.items()}
-    assert {name: summary.budget for name, summary in found.items()} == {
-        "csattention": "20.00%",
-        "squeezed": "20.00% by threshold",
-        "quest": "0.5 of the mass",
-        "multipole": "3 keys",
-    }
-    counted = found["multipole"].selection
-    assert counted.keys_kept == 3 * 2 * counted.searches  # in each of two KV heads
-    half = found["quest"].selection.keys_kept
-    assert half < summary_of(client, shelf, method="quest", target_mass=0.9).selection.keys_kept
-    assert found["squeezed"].selection.fraction_sparse != found["csattention"].selection.fraction_sparse
-
-
 def test_a_keep_ratio_without_a_calibrated_threshold_is_refused_before_anything_is_loaded(
     server: DecodeServer, library: Library, client: Client
 ) -> None:
@@ -176,18 +129,18 @@ def tune(server: DecodeServer, shelf: str) -> Iterator[Tune]:
 
 def test_a_tuned_default_serves_requests_that_name_no_method(client: Client, shelf: str, tune: Tune) -> None:
     assert client.get_context(shelf).default_method == "full"
-    tune("pq+dropped@period=2", tokens=7)
+    tune("quest@period=2", tokens=7)
     context = client.get_context(shelf)
     assert (context.default_method, context.default_budget, context.tuned) == (
-        "pq+dropped@period=2",
+        "quest@period=2",
         "7 keys",
         True,
     )
     summary = summary_of(client, shelf)
-    assert (summary.method, summary.budget, summary.remainder) == ("pq+dropped@period=2", "7 keys", "dropped")
+    assert (summary.method, summary.budget, summary.remainder) == ("quest@period=2", "7 keys", "dropped")
     assert summary_of(client, shelf, keep_ratio=0.1).budget == "10.00%"
-    named = summary_of(client, shelf, method="pq")
-    assert (named.method, named.budget) == ("pq", "5.00%")
+    named = summary_of(client, shelf, method="quest")
+    assert (named.method, named.budget) == ("quest", "5.00%")
 
 
 def test_a_tuned_default_that_cannot_be_used_is_passed_over(client: Client, shelf: str, tune: Tune) -> None:
@@ -200,7 +153,7 @@ def test_a_tuned_default_that_cannot_be_used_is_passed_over(client: Client, shel
 def test_a_damaged_tuned_default_is_not_replaced_silently(
     server: DecodeServer, client: Client, shelf: str, tune: Tune
 ) -> None:
-    tune("pq", keep=0.1)
+    tune("quest", keep=0.1)
     record_path(server, shelf).write_text("{")
     context = client.get_context(shelf)
     assert context in list(client.list_contexts())

@@ -81,7 +81,7 @@ class Scripted(
             usage=generation_pb2.Usage(context_tokens=7, prompt_tokens=2, completion_tokens=3),
             timings=generation_pb2.Timings(search_ns=5, total_ns=9),
             selection=generation_pb2.SelectionFigures(keys_kept=4, fraction_all=0.5),
-            method="pq",
+            method="refined",
             seed=2**64 - 1,
             budget="2.00%",
             remainder="centred",

@@ -109,7 +109,6 @@ def test_an_interrupt_from_the_keyboard_ends_the_answer(scripted: Server) -> Non
     with subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED, client._address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as reading:
-        assert reading.stdout is not None
         reading.stdout.readline()
         reading.send_signal(signal.SIGINT)
         assert servicer.ended.wait(60)

@@ -12,20 +12,25 @@ import pytest
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import DecodeServer
 from index_store.cli.console import LineReporter
-from index_store.errors import InvalidArgumentError, MethodUnsupportedError
+from index_store.errors import ContextCorruptError, InvalidArgumentError, MethodUnsupportedError
 from index_store.memory.arena import Arena
-from index_store.methods.method import INDEX_SPECS, Method
+from index_store.methods.method import INDEX_SPECS
 from index_store.methods.presets import METHODS, get_method
 from index_store.store.catalog import Store, TunedDefault
 from index_store.store.description.manifest import Manifest
+from index_store.store.zarr_io import chunk_path
 from prefill_worker.build.index_choice import choose_indexes
+from prefill_worker.config import AddIndexConfig
+from prefill_worker.jobs.added_indexes import run_add_index
 from prefill_worker.jobs.children import _specs
 from tests.decode_engine.conftest import Library, make_library
-from tests.support.store import RETIRED_INDEX, add_index
+from tests.support.store import RETIRED_INDEXES, add_index
 
-WORDS = (
-    "the index coarse_codes and the method refined-codes were retired on 2026-11-27; take refined over a copy"
-)
+METHOD_OF = {"product_codes": "pq", "coarse_codes": "refined-codes"}
+WORDS = {
+    name: f"the index {name} and the method {method} were retired on 2026-11-2[78]; take refined"
+    for name, method in METHOD_OF.items()
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,26 +38,25 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     return make_library(tmp_path_factory.mktemp("retired"))
 
 
+@pytest.fixture(scope="module", params=RETIRED_INDEXES)
+def retired(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def manifest(library: Library) -> Manifest:
+def manifest(library: Library, retired: str) -> Manifest:
     """Made for the retired method first, and tuned to it."""
-    id_ = library.prefill("old", method=("quest",), index=("coarse_rows",))
+    id_ = library.prefill(retired, text=f"{retired} once.", method=("quest",), index=("coarse_rows",))
     store = Store(library.store)
-    present = store.manifest(id_)
-    found, _ = add_index(
-        store,
-        present,
-        RETIRED_INDEX.name,
-        kind=RETIRED_INDEX.kind,
-        parameters=RETIRED_INDEX.parameters,
-        methods=("refined-codes", "quest"),
-    )
-    tuned = TunedDefault(found.id, "refined-codes", 0.01, None, None, "mass", 0.9, {}, datetime.now(UTC))
+    present, (kind, parameters) = store.manifest(id_), RETIRED_INDEXES[retired]
+    methods = (METHOD_OF[retired], "quest")
+    found, _ = add_index(store, present, retired, kind=kind, parameters=parameters, methods=methods)
+    tuned = TunedDefault(found.id, methods[0], 0.01, None, None, "mass", 0.9, {}, datetime.now(UTC))
     store.set_default_method(found.id, tuned)
     return found
 
 
-def test_all_other_methods_are_served(library: Library, manifest: Manifest) -> None:
+def test_all_other_methods_are_served(library: Library, manifest: Manifest, retired: str) -> None:
     name = f"contexts/{manifest.id}"
     server = DecodeServer(library.config())
     server.load()
@@ -63,32 +67,52 @@ def test_all_other_methods_are_served(library: Library, manifest: Manifest) -> N
             generation = client.generate(name, text="Who?", max_tokens=3, method=method)
             generation.read()
             assert generation.summary.completion_tokens == 3
-        for expression in ("refined-codes", "refined-codes+dropped"):
-            with pytest.raises(MethodUnsupportedError, match=WORDS):
-                client.generate(name, text="Who?", max_tokens=3, method=expression).read()
+        for remainder in ("", "+dropped", "@recent=9"):
+            with pytest.raises(MethodUnsupportedError, match=WORDS[retired]):
+                client.generate(
+                    name, text="Who?", max_tokens=3, method=f"{METHOD_OF[retired]}{remainder}"
+                ).read()
 
 
-def over(index: str) -> Method:
-    return replace(METHODS["refined"], index=replace(INDEX_SPECS["coarse_rows"], name=index))
-
-
-def test_the_index_is_refused_by_name(library: Library, manifest: Manifest) -> None:
+def test_the_index_is_refused_by_name(library: Library, manifest: Manifest, retired: str) -> None:
+    words = WORDS[retired]
     with (
         Arena(1 << 28).acquire(Store(library.store), manifest.id) as context,
-        pytest.raises(InvalidArgumentError, match=WORDS),
+        pytest.raises(InvalidArgumentError, match=words),
     ):
-        context.index(RETIRED_INDEX.name, 1)
-    with pytest.raises(InvalidArgumentError, match=WORDS):
-        over(RETIRED_INDEX.name).on(manifest)
-    with pytest.raises(MethodUnsupportedError, match=f"method is 'refined-codes@recent=9': .*{WORDS}"):
-        get_method("refined-codes@recent=9")
-    for index in ("coarse_codes", "coarse_codes:key_bits=4"):
-        with pytest.raises(InvalidArgumentError, match=f"--index is '{index}': .*{WORDS}"):
+        context.index(retired, 1)
+    over = replace(METHODS["refined"], index=replace(INDEX_SPECS["coarse_rows"], name=retired))
+    with pytest.raises(InvalidArgumentError, match=words):
+        over.on(manifest)
+    method = METHOD_OF[retired]
+    with pytest.raises(MethodUnsupportedError, match=f"method is '{method}@recent=9': .*{words}"):
+        get_method(f"{method}@recent=9")
+    for index in (retired, f"{retired}:key_bits=4"):
+        with pytest.raises(InvalidArgumentError, match=f"--index is '{index}': .*{words}"):
             choose_indexes([], [index])
 
 
-def test_a_context_that_is_made_whole_goes_without_it(manifest: Manifest, tmp_path: Path) -> None:
+def test_a_context_that_is_made_whole_goes_without_it(manifest: Manifest, retired: str) -> None:
     told = io.StringIO()
     kept = [spec.name for spec in _specs(manifest, LineReporter(told))]
     assert kept == ["pages", "coarse_rows"]
-    assert "index coarse_codes is left out: product codes of coarse rows" in told.getvalue()
+    assert f"index {retired} is left out: product codes" in told.getvalue()
+
+
+def test_another_index_may_be_added(library: Library, manifest: Manifest, retired: str) -> None:
+    config = AddIndexConfig(manifest.id, Path(library.store), method=("refined-3",))
+    added = run_add_index(config, LineReporter(io.StringIO())).manifest
+    assert [index.name for index in added.indexes] == ["pages", "coarse_rows", retired, "coarse_rows_3"]
+    assert Store(library.store).verify(manifest.id) == []
+
+
+def test_its_arrays_are_verified_as_all_others(library: Library, manifest: Manifest, retired: str) -> None:
+    store = Store(library.store)
+    entry = next(index for index in manifest.indexes if index.name == retired)
+    chunk = chunk_path(store.path / "contexts" / manifest.id, entry.arrays[0], (0, 1))
+    data = bytearray(chunk.read_bytes())
+    data[1] ^= 64
+    chunk.write_bytes(data)
+    assert [retired in str(each) for each in store.verify(manifest.id)] == [True]
+    with pytest.raises(ContextCorruptError), Arena(1 << 28).acquire(store, manifest.id):
+        pass

@@ -16,8 +16,6 @@ from decode_engine.rpc.client import Client, Keep, Summary
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import (
     ContextCorruptError,
-    ContextHasChildrenError,
-    ContextNotFoundError,
     StoreFullError,
 )
 from tests.decode_engine.conftest import TEXT, Library, make_library
@@ -107,35 +105,6 @@ def test_methods_search_what_a_child_added(shelf: Shelf, client: Client, method:
     expected, _ = ask(client, child, "The lamp", method="full")
     assert answer == expected
     assert summary.selection.keys_available > 0
-
-
-def test_a_session_that_is_kept_goes_on_where_it_ended(shelf: Shelf, client: Client) -> None:
-    prompt = "The lamp of the grey harbour "
-    answer, summary = ask(client, shelf.root, prompt, method="full", max_tokens=12, keep=Keep(name="talk"))
-    child = client.get_context(summary.kept_context)
-    assert (child.display_name, child.state, child.expire_time) == ("talk", "READY", None)
-    assert child.token_count == summary.context_tokens + summary.prompt_tokens + 12
-    going_on, _ = ask(client, child.name, " lit", method="full", max_tokens=6)
-    with client.generate(shelf.root, text=prompt, method="full", max_tokens=12) as again:
-        assert [token for piece in again for token in piece.token_ids] == answer
-    ids = shelf.library.store / "contexts" / child.name.removeprefix("contexts/") / "kv"
-    assert ids.is_dir()
-    assert len(going_on) == 6
-    again_kept = ask(client, shelf.root, prompt, method="full", max_tokens=12, keep=Keep(name="talk"))[1]
-    assert again_kept.kept_context == child.name
-
-
-def test_a_parent_is_deleted_with_its_children_or_not_at_all(shelf: Shelf, client: Client) -> None:
-    root = "contexts/" + shelf.library.prefill("short-lived", method=METHODS)
-    children = [extend(client, root, text) for text in (MORE, MORE * 2)]
-    assert client.get_context(root).children == 2
-    with pytest.raises(ContextHasChildrenError, match="2 contexts continue it"):
-        client.delete_context(root)
-    assert {info.name for info in client.list_contexts() if info.parent == root} == set(children)
-    client.delete_context(root, force=True)
-    for name in (root, *children):
-        with pytest.raises(ContextNotFoundError):
-            client.get_context(name)
 
 
 def test_the_parent_stays_while_a_childs_session_runs(

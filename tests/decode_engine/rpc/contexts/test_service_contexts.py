@@ -17,7 +17,6 @@ from decode_engine.rpc.transport.status import error_info
 from index_store.errors import (
     ContextAmbiguousError,
     ContextNotFoundError,
-    InvalidArgumentError,
     MethodUnsupportedError,
     StoreUnavailableError,
 )
@@ -45,7 +44,6 @@ def test_a_context_is_found_by_what_people_call_it(library: Library, client: Cli
         with pytest.raises(grpc.RpcError) as caught:
             stubs.contexts.GetContext(context_pb2.GetContextRequest(**bad))
         info = error_info(caught.value)
-        assert info is not None
         assert info.reason == "INVALID_ARGUMENT"
 
 
@@ -89,43 +87,12 @@ def test_pages_cover_the_list_once(library: Library, client: Client, stubs: Stub
     assert second.next_page_token == ""
 
 
-def test_page_tokens_are_opaque_and_checked(library: Library, client: Client, stubs: Stubs) -> None:
-    for number in range(2):
-        library.prefill(f"token-{number}", method=("full",))
-    first = stubs.contexts.ListContexts(context_pb2.ListContextsRequest(page_size=1))
-    token = first.next_page_token
-    assert first.contexts[0].name.removeprefix("contexts/") not in token
-    flipped = token[:-2] + ("A" if token[-2] != "A" else "B") + token[-1]
-    for bad in (flipped, token[4:], "x", "ü", "AAAA" * 20):
-        with pytest.raises(grpc.RpcError) as caught:
-            stubs.contexts.ListContexts(context_pb2.ListContextsRequest(page_token=bad))
-        info = error_info(caught.value)
-        assert info is not None
-        assert (info.reason, info.metadata["field"]) == ("INVALID_ARGUMENT", "page_token")
-    with pytest.raises(InvalidArgumentError, match="page_size"):
-        list(client.list_contexts(page_size=-1))
-
-
-def test_warm_loads_once(library: Library, client: Client) -> None:
-    name = "contexts/" + library.prefill("warm")
-    assert not client.get_context(name).resident
-    first = client.warm_context(name)
-    assert first.context.resident
-    assert first.context.placement == client.get_context(name).placement == "device"
-    assert not first.already_resident
-    assert 0 < first.first_layer_ns <= first.all_layers_ns <= first.load_ns
-    assert client.get_context(name).resident
-    again = client.warm_context(name)
-    assert again.already_resident
-    assert again.all_layers_ns == first.all_layers_ns
-
-
 def test_deleting_a_context_in_use_lets_its_generation_finish(
     library: Library, server: DecodeServer, client: Client
 ) -> None:
     name = "contexts/" + library.prefill("doomed")
-    expected = client.generate(name, text="Who?", max_tokens=200, temperature=1.0, seed=1).read()
-    generation = client.generate(name, text="Who?", max_tokens=200, temperature=1.0, seed=1)
+    expected = client.generate(name, text="Who?", max_tokens=60, temperature=1.0, seed=1).read()
+    generation = client.generate(name, text="Who?", max_tokens=60, temperature=1.0, seed=1)
     pieces = iter(generation)
     begun = next(pieces).text
     client.delete_context(name)
@@ -139,21 +106,21 @@ def test_an_index_that_is_added_is_served_by_the_next_request(library: Library, 
     """Also while a request that began before holds the context as it was."""
     id_ = library.prefill("growing", method=("csattention",))
     name = "contexts/" + id_
-    with pytest.raises(MethodUnsupportedError, match="needs index 'product_codes'"):
-        client.generate(name, text="Who?", method="pq", max_tokens=2).read()
+    with pytest.raises(MethodUnsupportedError, match="needs index 'pages'"):
+        client.generate(name, text="Who?", method="quest", max_tokens=2).read()
     earlier = client.generate(name, text="Who?", max_tokens=1500)
     pieces = iter(earlier)
     next(pieces)
-    assert library.prefill("growing", method=("pq",)) == id_
-    with client.generate(name, text="Who?", method="pq", max_tokens=2) as generation:
+    assert library.prefill("growing", method=("quest",)) == id_
+    with client.generate(name, text="Who?", method="quest", max_tokens=2) as generation:
         generation.read()
         assert generation.summary.completion_tokens == 2
     assert {index.name for index in client.get_context(name).indexes} == {
         "query_tables",
         "remainder_clusters",
-        "product_codes",
+        "pages",
     }
-    assert client.get_context(name).methods == ("full", "exact", "oracle", "csattention", "pq")
+    assert client.get_context(name).methods == ("full", "exact", "oracle", "csattention", "quest")
     next(pieces)
     earlier.cancel()
     with pytest.raises(CancelledError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 
 import pytest
 
@@ -82,22 +83,26 @@ def test_an_update_waits_for_no_job(
     assert caught.value.retry_after_s == 10
 
 
-def test_lists_are_filtered_and_ordered_page_by_page(library: Library, client: Client, stubs: Stubs) -> None:
+def test_lists_of_some_contexts_come_page_by_page(library: Library, client: Client, stubs: Stubs) -> None:
     names = [f"contexts/{library.prefill(f'sorted{number}')}" for number in (2, 0, 1)]
     for name in names:
         client.update_context(name, labels={"kind": "sorted"})
-    wanted = {"filter": "labels.kind = sorted AND state = READY", "order_by": "display_name desc"}
-    found = list(client.list_contexts(page_size=1, **wanted))  # type: ignore[arg-type]
-    assert [context.display_name for context in found] == ["sorted2", "sorted1", "sorted0"]
-    first = stubs.contexts.ListContexts(context_pb2.ListContextsRequest(page_size=1, **wanted))
+    found = list(client.list_contexts(1, labels={"kind": "sorted"}, state="READY", name_prefix="sort"))
+    assert [context.display_name for context in found] == ["sorted1", "sorted0", "sorted2"]
+    for wanted in ({"labels": {"kind": "other"}}, {"labels": {"sort": "kind"}}, {"name_prefix": "sorted3"}):
+        assert not list(client.list_contexts(**wanted)), wanted  # type: ignore[arg-type]
+    first = stubs.contexts.ListContexts(
+        context_pb2.ListContextsRequest(page_size=1, labels={"kind": "sorted"})
+    )
     other = context_pb2.ListContextsRequest(page_size=1, page_token=first.next_page_token)
     _, info, details = fails(lambda: [stubs.contexts.ListContexts(other)])
-    assert (info.metadata["field"], "of a list with another filter or order_by" in details) == (
+    assert (info.metadata["field"], "of a list of other contexts" in details) == (
         "page_token",
         True,
     )
-    wrong = context_pb2.ListContextsRequest(filter="state = GOOD")
-    _, info, details = fails(lambda: [stubs.contexts.ListContexts(wrong)])
-    assert (info.metadata["field"], info.metadata["position"]) == ("filter", "9")
+    for field, value in (("filter", "state = READY"), ("order_by", "display_name"), ("state", 9)):
+        wrong = context_pb2.ListContextsRequest(**{field: value})
+        _, info, details = fails(partial(stubs.contexts.ListContexts, wrong))
+        assert (info.metadata["field"], "expected " in details) == (field, True)
     for name in names:
         client.delete_context(name)

@@ -6,53 +6,22 @@ import asyncio
 import threading
 from pathlib import Path
 
-import grpc
 import pytest
-from google.longrunning import operations_pb2, operations_pb2_grpc
 
-from decode_engine.errors import CancelledError, PromptTooLongError
-from decode_engine.rpc.client import AsyncClient, Client, Keep, OperationInfo
+from decode_engine.errors import CancelledError
+from decode_engine.rpc.client import AsyncClient, Client, Keep
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import (
     InvalidArgumentError,
     JobCorruptError,
-    JobNotFoundError,
-    JobUnfinishedError,
-    MethodUnsupportedError,
     NameTakenError,
-    UploadNotFoundError,
 )
 from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.uploads import UploadWriting
-from index_store.models.conversation.messages import Conversation, Message, Role, Tool
 from prefill_worker.build.checkpoint import Checkpoint
 from prefill_worker.worker.queue_worker import QueueWorker
-from sparsekv.v1 import context_pb2
-from tests.decode_engine.conftest import Library, Stubs
+from tests.decode_engine.conftest import Library
 from tests.decode_engine.rpc.creation.conftest import document, make_worker, names
-from tests.support.serving.service import fails
-
-
-@pytest.mark.usefixtures("working")
-def test_a_context_is_made_of_a_text_and_answers(client: Client) -> None:
-    told: list[OperationInfo] = []
-    operation = client.create_context(
-        document("northern", 12), display_name="north", on_progress=told.append, methods=["csattention"]
-    )
-    made = operation.result()
-    assert (operation.done, operation.phase, operation.error) == (True, "ended", None)
-    assert (
-        operation.tokens_done == operation.tokens_total == made.token_count == len(document("northern", 12))
-    )
-    assert operation.layers_done == operation.layers_total > 0
-    assert operation.bytes_written == made.kv_bytes + made.index_bytes
-    assert operation.context_name == made.name
-    assert (made.display_name, made.default_method, made.expire_time) == ("north", "csattention", None)
-    assert told[-1] == operation
-    assert [later.tokens_done for later in told] == sorted(later.tokens_done for later in told)
-    with client.generate(made.name, question="Who counted?", max_tokens=4) as generation:
-        generation.read()
-    assert generation.summary.context_tokens == made.token_count
 
 
 def test_it_is_the_context_that_a_job_on_the_machine_makes(
@@ -212,67 +181,6 @@ def test_higher_priorities_come_first_then_the_oldest(client: Client, worker: Qu
     assert finished == ["urgent", "old", "new", "idle"]
 
 
-def test_tokens_and_uploads_are_documents_too(
-    client: Client, worker: QueueWorker, server: DecodeServer
-) -> None:
-    text = document("uploaded")
-    ids = server.backend.runner.tokenizer.encode(text)
-    by_ids = client.create_context(token_ids=ids, wait=False)
-    upload = client.upload_document(text.encode())
-    assert upload.size_bytes == len(text.encode())
-    by_upload = client.create_context(upload=upload.name, wait=False)
-    assert by_upload.context_name == by_ids.context_name
-    named = client.upload_document(text.encode())
-    first = client.create_context(upload=named.name, request_id="with an upload", wait=False)
-    assert client.create_context(upload=named.name, request_id="with an upload", wait=False) == first
-    with pytest.raises(UploadNotFoundError, match="it was used, has expired, or never was"):
-        client.create_context(upload=upload.name, wait=False)
-    while worker.work_once():
-        pass
-    assert client.get_operation(by_ids.name).result().token_count == len(ids)
-    assert client.get_operation(by_upload.name).result() == client.get_operation(by_ids.name).result()
-
-
-def test_messages_are_a_document_that_further_turns_follow(client: Client, worker: QueueWorker) -> None:
-    said = [
-        Message(Role.SYSTEM, "You keep the lamp."),
-        Message(Role.USER, document("spoken")),
-        Message(Role.ASSISTANT, "I see."),
-    ]
-    operation = client.create_context(messages=said, request_id="talk", wait=False)
-    assert client.create_context(messages=said, request_id="talk", wait=False) == operation
-    while worker.work_once():
-        pass
-    made = client.get_operation(operation.name).result()
-    assert made.is_conversation
-    assert made.display_name.startswith("You keep the lamp.")
-    turn = [Message(Role.USER, "Who counted?")]
-    with client.generate(made.name, messages=turn, max_tokens=3) as generation:
-        generation.read()
-    assert generation.summary.context_tokens == made.token_count
-    tools = Conversation(tuple(said), (Tool("count", "Counts ships."),))
-    with pytest.raises(
-        InvalidArgumentError, match=r"leaves tools\[0\].name out"
-    ):  # they reach the toy's template
-        client.create_context(messages=tools, wait=False)
-    with pytest.raises(InvalidArgumentError, match="found 0 messages"):
-        client.create_context(messages=[], wait=False)
-
-
-def test_uploads_are_checked(client: Client, stubs: Stubs) -> None:
-    part = context_pb2.UploadDocumentRequest
-    with pytest.raises(InvalidArgumentError, match="the document is empty"):
-        client.upload_document(b"")
-    code, info, details = fails(
-        lambda: [stubs.contexts.UploadDocument(iter([part(data=b"a", sha256="0" * 64)]))]
-    )
-    assert (code, info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
-    assert "send it again" in details
-    broken = client.upload_document(b"\xff\xfe no text")
-    with pytest.raises(InvalidArgumentError, match="not UTF-8 text"):
-        client.create_context(upload=broken.name, wait=False)
-
-
 def test_what_discarding_an_upload_meets_hides_nothing(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,15 +217,6 @@ def test_the_queue_is_bounded(client: Client, server: DecodeServer, monkeypatch:
     assert caught.value.retry_after_s == 5.0  # type: ignore[attr-defined]
 
 
-def test_the_client_says_what_it_cannot_send(client: Client) -> None:
-    with pytest.raises(InvalidArgumentError, match="exactly one of"):
-        client.create_context(wait=False)
-    with pytest.raises(MethodUnsupportedError):
-        client.create_context("a", methods=["unknown"])
-    with pytest.raises(PromptTooLongError):
-        client.create_context("a" * (5 << 20))  # uploaded, and then found to be too long
-
-
 def test_nothing_is_left_beside_the_records(shop: Library, worker: QueueWorker) -> None:
     while worker.work_once():
         pass
@@ -352,28 +251,6 @@ def test_a_waiting_job_is_cancelled_at_once_and_a_running_one_soon(
     assert isinstance(client.get_operation(running.name).error, CancelledError)
 
 
-def test_operations_are_listed_and_forgotten(client: Client, worker: QueueWorker, stubs: Stubs) -> None:
-    made = [client.create_context(document(f"listed {number}"), wait=False) for number in range(3)]
-    listed = [operation.name for operation in client.list_operations(page_size=2)]
-    assert [name for name in listed if name in {one.name for one in made}] == [one.name for one in made[::-1]]
-    with pytest.raises(JobUnfinishedError, match="cancel it first"):
-        client.delete_operation(made[0].name)
-    operations = operations_pb2_grpc.OperationsStub(stubs.channel)
-    page = operations.ListOperations(operations_pb2.ListOperationsRequest(page_size=1))
-    with pytest.raises(InvalidArgumentError, match="page_token is of a list with another"):
-        client.list_page(1, page.next_page_token)
-    for one in made:
-        client.cancel_operation(one.name)
-        client.delete_operation(one.name)
-        with pytest.raises(JobNotFoundError):
-            client.get_operation(one.name)
-    for wrong in ({"name": "contexts"}, {"filter": "done"}, {"page_size": -1}, {"page_token": "x"}):
-        request = operations_pb2.ListOperationsRequest(**wrong)
-        code, info, _ = fails(lambda request=request: [operations.ListOperations(request)])
-        assert (code, info.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, next(iter(wrong)))
-    assert not worker.work_once()
-
-
 @pytest.mark.usefixtures("working")
 def test_the_asynchronous_client_has_the_same_verbs(server: DecodeServer) -> None:
     async def use() -> None:
@@ -395,12 +272,6 @@ def test_the_asynchronous_client_has_the_same_verbs(server: DecodeServer) -> Non
                 ]
 
     asyncio.run(use())
-
-
-def test_a_wait_ends_after_its_time(client: Client) -> None:
-    operation = client.create_context(document("patient"), wait=False)
-    assert client.wait_operation(operation.name, 0.1) == client.get_operation(operation.name)
-    client.cancel_operation(operation.name)
 
 
 def test_damaged_jobs_are_named_and_hold_nobody_up(

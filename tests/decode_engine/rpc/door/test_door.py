@@ -18,7 +18,6 @@ import pytest
 from decode_engine.__main__ import main
 from decode_engine.errors import ServerUnreachableError
 from decode_engine.rpc.client import Client, Credentials
-from decode_engine.rpc.contexts.listing import Pager
 from decode_engine.rpc.door.access import (
     CertificateError,
     Door,
@@ -35,10 +34,8 @@ from decode_engine.rpc.transport.calls import Limits
 from decode_engine.rpc.transport.listener import Listener
 from decode_engine.settings.config import ServeConfig
 from index_store.errors import InvalidArgumentError
-from index_store.store.catalog import Store
 from index_store.store.description.callers import RIGHTS, Caller
 from sparsekv.v1 import context_pb2, context_pb2_grpc
-from tests.decode_engine.conftest import Library
 
 FILES = Path(__file__).parents[3] / "support" / "certificates"
 AUTHORITY, SERVER, SERVER_KEY = FILES / "authority.pem", FILES / "server.pem", FILES / "server.key"
@@ -84,11 +81,6 @@ def tokens(tmp_path: Path) -> Path:
 
 def bearer(secret: str) -> str:
     return f"Bearer {secret}"
-
-
-def test_without_a_file_everybody_is_let_in() -> None:
-    assert Door().is_open
-    assert Door().check(None, "host") == Caller()
 
 
 def test_only_the_tokens_of_the_file_are_let_in_by_name(tokens: Path) -> None:
@@ -172,11 +164,6 @@ def test_a_changed_file_counts_and_a_damaged_one_lets_nobody_in(
             door.check(bearer(bob), "a")
 
 
-def test_a_server_does_not_start_without_its_tokens(tokens: Path) -> None:
-    with pytest.raises(TokenFileError):
-        Door(tokens)
-
-
 def test_guessing_is_slowed_down_for_its_address_and_not_for_tokens_in_use(tokens: Path) -> None:
     file, clock = TokenFile(tokens), Clock()
     used, fresh = file.create("used"), file.create("fresh")
@@ -232,14 +219,6 @@ def test_encrypted_calls() -> None:
             plain.get_context("contexts/x")
         with Client(address, credentials=Credentials(ca_file=Path("system"))) as stranger:
             assert not stranger.is_serving()
-
-
-def test_mutual_encryption() -> None:
-    with listening(certificates=Certificates(SERVER, SERVER_KEY, AUTHORITY)) as address:
-        with Client(address, credentials=Credentials(ca_file=AUTHORITY, **MINE)) as client:
-            assert client.get_context("contexts/x").name == "contexts/x"
-        with Client(address, credentials=Credentials(ca_file=AUTHORITY)) as nobody:
-            assert not nobody.is_serving()
 
 
 def test_certificates_are_checked_before_anything_runs(tmp_path: Path) -> None:
@@ -324,17 +303,6 @@ def test_attempts_at_all_doors_are_as_many_as_at_one() -> None:
     assert failed() == 4
 
 
-def test_tokens_of_pages_are_valid_at_every_door(library: Library, lamp: str, shelf: str) -> None:
-    store, key = Store(library.store), Sharing().key
-    request = context_pb2.ListContextsRequest(page_size=1)
-    (first,), token = Pager(key).page(store, request)
-    request.page_token = token
-    (second,), _ = Pager(key).page(store, request)
-    assert first.id != second.id
-    with pytest.raises(InvalidArgumentError, match="page_token"):
-        Pager(Sharing().key).page(store, request)
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "tokens.json"
@@ -347,18 +315,6 @@ def test_a_token_is_kept_as_a_hash_in_a_private_file(path: Path) -> None:
     (token,) = TokenFile(path).read()
     assert (token.name, token.digest) == ("alice", digest_of(secret))
     assert list(path.parent.iterdir()) == [path]
-
-
-def test_tokens_differ_and_are_revoked_by_name(path: Path) -> None:
-    file = TokenFile(path)
-    secrets = {file.create(name) for name in ("a", "b", "c")}
-    assert len(secrets) == 3
-    file.revoke("b")
-    assert [token.name for token in file.read()] == ["a", "c"]
-    with pytest.raises(InvalidArgumentError, match="no token named 'b'"):
-        file.revoke("b")
-    with pytest.raises(InvalidArgumentError, match="named 'a' already"):
-        file.create("a")
 
 
 def test_writers_at_once_lose_no_token(path: Path) -> None:

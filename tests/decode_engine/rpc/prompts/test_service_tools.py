@@ -6,14 +6,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import jsonschema
 import pytest
 
-from decode_engine.rpc.client import Client, calls_of
+from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import DecodeServer
-from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.messages import Conversation, Message, Role, Tool
-from tests.decode_engine.conftest import TEXT, Library
+from tests.decode_engine.conftest import TEXT
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -50,57 +48,6 @@ def answered(client: Client, context: str, **options: Any) -> tuple[str, Any, st
     return text, generation.tool_calls, generation.summary.finish_reason
 
 
-def test_a_named_tool_is_called(client: Client, talk: str) -> None:
-    text, (call,), reason = answered(client, talk, tool_name="look")
-    assert (text, call.name, len(call.id), reason) == ("", "look", 9, "tool_calls")
-    jsonschema.validate(json.loads(call.arguments), SCHEMA)
-
-
-def test_some_tool_is_called(client: Client, talk: str) -> None:
-    options = {"tool_choice": "required", "temperature": 1.5, "seed": 3, "n": 2, "single_call": True}
-    with client.generate(talk, messages=ASKED, tools=TOOLS, max_tokens=120, **options) as generation:
-        pieces = list(generation)
-    assert {summary.finish_reason for summary in generation.summaries} == {"tool_calls"}
-    for answer in range(2):
-        (call,) = calls_of(piece for piece in pieces if piece.index == answer)
-        assert call.name in {"look", "wait"}
-        assert call.name == "look" or json.loads(call.arguments) == {}
-
-
-def test_the_model_is_free_to_call(client: Client, talk: str) -> None:
-    """Alone it says text; a bias has it say what calls begin with."""
-    text, calls, reason = answered(client, talk, tool_choice="auto", max_tokens=8)
-    assert (bool(text), calls, reason) == (True, (), "length")
-    (mark,) = client.tokenize("~").ids
-    text, (call,), reason = answered(client, talk, tools=TOOLS, logit_bias={mark: 100.0}, single_call=True)
-    assert (text, call.name, reason) == ("", "look", "tool_calls") or call.name == "wait"
-    if call.name == "look":
-        jsonschema.validate(json.loads(call.arguments), SCHEMA)
-    plain, none, _ = answered(
-        client, talk, tools=TOOLS, logit_bias={mark: 100.0}, tool_choice="none", max_tokens=4
-    )
-    assert (plain, none) == ("~~~~", ())
-
-
-def test_a_context_of_text_has_no_tools(client: Client, tool_library: Library) -> None:
-    plain = "contexts/" + tool_library.prefill("plain")
-    with pytest.raises(InvalidArgumentError, match="the model is told of them at the beginning"):
-        answered(client, plain, tools=TOOLS)
-    with pytest.raises(InvalidArgumentError, match="expected tools in the request"):
-        answered(client, plain, tool_choice="required")
-
-
-def test_a_model_without_words_for_tools_calls_them_when_it_has_to(
-    client: Client, server: DecodeServer, lamp: str
-) -> None:
-    with Client(server.address) as plain:
-        _, (call,), reason = answered(plain, lamp, tools=TOOLS, tool_name="look")
-        assert (call.name, reason) == ("look", "tool_calls")
-        with pytest.raises(InvalidArgumentError, match="knows no tools"):
-            answered(plain, lamp, tools=TOOLS)
-        assert answered(plain, lamp, tools=TOOLS, tool_choice="none", max_tokens=2)[2] == "length"
-
-
 def test_messages_without_a_context_continue_the_longest_that_they_begin_with(
     client: Client, talk: str
 ) -> None:
@@ -131,16 +78,3 @@ def test_a_child_of_messages_is_a_conversation(client: Client, talk: str) -> Non
     assert last.kv_bytes < whole.kv_bytes
     answers = {answered(client, name, method="full", max_tokens=8)[0] for name in (last.name, whole.name)}
     assert len(answers) == 1
-
-
-def test_what_cannot_continue_is_refused(client: Client, talk: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="whose indexes the context has"):
-        client.create_context(" more", parent=talk, methods=["full"])
-    with pytest.raises(InvalidArgumentError, match="have its tools"):
-        client.create_context(messages=Conversation(ASKED, TOOLS), parent=talk)
-    with pytest.raises(InvalidArgumentError, match="labels key"):
-        client.create_context("text", labels={"Team": "x"})
-    text = client.create_context(" And so it went on.", parent=talk).result()
-    assert (text.parent, text.is_conversation) == (talk, False)
-    with pytest.raises(InvalidArgumentError, match="was made of messages"):
-        client.create_context(messages=ASKED, parent=text.name)

@@ -15,7 +15,6 @@ import grpc
 import pytest
 from google.protobuf.empty_pb2 import Empty
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2
 
 from decode_engine.errors import DeadlineExceededError
 from decode_engine.rpc.client import Client
@@ -111,7 +110,6 @@ def test_many_half_open_calls_hold_up_nobody_and_take_no_threads() -> None:
             with Client(listener.address) as client:
                 assert client.generate("contexts/x", text="a").read()
                 client.get_context("contexts/x")
-            assert scripted.traffic is not None
             assert scripted.traffic.unfinished <= 20
             assert scripted.traffic.open <= 40
             # Threads of others may come and go: these calls would have one each for as long as they are open.
@@ -138,15 +136,6 @@ def test_an_answer_that_is_not_read_ends_the_work_and_then_the_connection(
         assert "ending the connection of ipv4:127.0.0.1:" in caplog.text
 
 
-def test_who_reads_slowly_gets_everything() -> None:
-    with listening(unread_s=60) as (listener, _), Client(listener.address) as client:
-        pieces = []
-        for piece in client.generate("contexts/x", text="a"):
-            pieces.append(piece.text)
-            time.sleep(0.01)
-        assert len(pieces) == 10
-
-
 def test_a_watcher_that_reads_nothing_does_not_hold_up_health() -> None:
     with listening(unread_s=60) as (listener, _), RawConnection(listener.address, window=0) as raw:
         request = health_pb2.HealthCheckRequest().SerializeToString()
@@ -158,17 +147,6 @@ def test_a_watcher_that_reads_nothing_does_not_hold_up_health() -> None:
             assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
             watch.cancel()
         assert not serving(listener.address)
-
-
-def test_health_of_a_service_that_is_not_here() -> None:
-    with listening() as (listener, _), grpc.insecure_channel(listener.address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        with pytest.raises(grpc.RpcError) as caught:
-            stub.Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=60)
-        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
-        watch = stub.Watch(health_pb2.HealthCheckRequest(service="nobody"), timeout=60)
-        assert next(watch).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-        watch.cancel()
 
 
 def test_bytes_that_are_no_message_are_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -185,7 +163,6 @@ def test_bytes_that_are_no_message_are_refused_and_logged(caplog: pytest.LogCapt
                 list(call(b"\xff\xff\xff", timeout=60))
             assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
             info = error_info(caught.value)
-            assert info is not None
             assert info.reason == "INVALID_ARGUMENT"
         wait_until(lambda: len(messages(caplog, "INVALID_ARGUMENT")) == 2)
         assert "3 bytes that are no request of GetContext" in caplog.text
@@ -241,7 +218,6 @@ def test_streams_of_one_connection_are_bounded() -> None:
             raw.call(GENERATE)
         with Client(listener.address) as client:
             client.get_context("contexts/x")
-        assert scripted.traffic is not None
         assert scripted.traffic.open <= 3
 
 
@@ -268,17 +244,3 @@ def test_store_work_that_hangs_has_an_end(monkeypatch: pytest.MonkeyPatch) -> No
             client.delete_context("contexts/x")
         assert serving(listener.address)
         responding.set()
-
-
-def test_reflection_answers_under_both_names() -> None:
-    request = reflection_pb2.ServerReflectionRequest(list_services="")
-    with listening() as (listener, _), grpc.insecure_channel(listener.address) as channel:
-        for version in ("v1", "v1alpha"):
-            call = channel.stream_stream(
-                f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
-                reflection_pb2.ServerReflectionRequest.SerializeToString,
-                reflection_pb2.ServerReflectionResponse.FromString,
-            )
-            (answer,) = call(iter([request]), timeout=60)
-            names = {service.name for service in answer.list_services_response.service}
-            assert {"grpc.reflection.v1.ServerReflection", "sparsekv.v1.ContextService"} <= names

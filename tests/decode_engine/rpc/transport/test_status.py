@@ -112,7 +112,6 @@ def test_known_error_over_the_wire(channel: grpc.Channel, caplog: pytest.LogCapt
     assert caught.value.code() == grpc.StatusCode.DATA_LOSS
     assert caught.value.details() == "kv/c/0/0: 10 bytes, expected 20"
     info = error_info(caught.value)
-    assert info is not None
     assert dict(info.metadata) == {"path": "kv/c/0/0", "cause": "CHUNK_TRUNCATED"}
 
 
@@ -159,7 +158,6 @@ def test_unknown_errors_over_the_wire_are_logged_under_their_id(
         assert "swordfish" not in caught.value.details()
         assert "Traceback" not in caught.value.details()
         info = error_info(caught.value)
-        assert info is not None
         request_id = info.metadata["request_id"]
         failed = [record for record in caplog.records if record.exc_info]
         assert [record.request_id for record in failed] == [request_id]

@@ -16,6 +16,7 @@ from decode_engine.rpc.client import AsyncClient
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.rpc.transport.work import BlockingWork
 from tests.decode_engine.conftest import Library
+from tests.support.devices import nightly
 from tests.support.serving.service import wait_until
 
 SESSIONS, WAITING = 64, 256  # of which all but a quarter may be of one client, and on one context
@@ -27,7 +28,6 @@ Wide = tuple[DecodeServer, str]
 def wide(library: Library, lamp: str) -> Iterator[Wide]:
     config = library.config(max_sessions=SESSIONS, max_waiting=WAITING, http_port=0)
     with DecodeServer(config) as server, http_door(config, server.grpc) as gateway:
-        assert gateway is not None
         server.load()
         yield server, gateway.url
 
@@ -61,7 +61,7 @@ Burst = Callable[[Wide, int, dict[str, Any]], Any]
 DOORS = {"grpc": by_grpc, "http": by_http}
 
 
-@pytest.mark.parametrize("count", [64, 256])
+@pytest.mark.parametrize("count", [64, *nightly(256)])
 @pytest.mark.parametrize("burst", DOORS.values(), ids=DOORS)
 def test_a_burst_is_answered(wide: Wide, burst: Burst, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody gets a thread before all have come: first of the door, then of the engine."""

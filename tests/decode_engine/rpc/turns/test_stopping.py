@@ -23,6 +23,7 @@ from decode_engine.errors import ShuttingDownError
 from decode_engine.rpc.client import Client
 from index_store.errors import SparseKVError
 from tests.decode_engine.conftest import Library
+from tests.support.devices import nightly
 
 GRACE_S = 0.5
 IN_TIME_S = GRACE_S + 5.0
@@ -77,7 +78,6 @@ class Server:
 
     def wait_until_served(self) -> dict[str, str]:
         """What it prints then."""
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, (self.logs, self.other)
         return json.loads(line)
@@ -169,9 +169,7 @@ class Streams:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "phase", ["import libraries", pytest.param("load weights", marks=pytest.mark.nightly), "prepare "]
-)
+@pytest.mark.parametrize("phase", ["prepare ", *nightly("import libraries", "load weights")])
 def test_a_server_that_starts_ends_at_once(library: Library, lamp: str, phase: str) -> None:
     with serving(library) as server:
         server.wait_for_log(f"starting: {phase}")
@@ -179,7 +177,7 @@ def test_a_server_that_starts_ends_at_once(library: Library, lamp: str, phase: s
         server.check_end()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_streams_over_both_doors_are_told_why_they_end(library: Library, lamp: str) -> None:
     """By a signal that another thread takes, while the main thread sleeps and nothing else wakes it."""
     with serving(library, "--no-warm-up") as server:

@@ -29,6 +29,7 @@ from index_store.methods.method import Method
 from index_store.methods.presets import get_method
 from index_store.selection.budgets import Mass, Ratio, TokenCount
 from index_store.store.description.context_id import ModelIdentity
+from tests.support.devices import nightly
 
 H, SIZE = 2, 3
 SHAPES = ((3, 64), (16, 64), (7, 256))
@@ -152,8 +153,9 @@ def state(q_GD: Tensor, keys_ND: Tensor, values_ND: Tensor) -> AttentionState:
 @pytest.mark.parametrize(
     ("expression", "shape"),
     [
-        *(("refined", shape) for shape in SHAPES),
+        ("refined", SHAPES[0]),
         ("refined+dropped", SHAPES[0]),
+        *nightly(*(("refined", shape) for shape in SHAPES[1:])),
     ],
 )
 def test_listed_keys_are_exact_and_all_others_coarse(expression: str, shape: tuple[int, int]) -> None:
@@ -180,7 +182,7 @@ def test_the_same_keys_are_listed_as_on_the_general_path() -> None:
             assert len(listed) < 1.2 * count
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [SHAPES[0], *nightly(*((shape,) for shape in SHAPES[1:]))])
 def test_hybrid_equals_device(shape: tuple[int, int]) -> None:
     """Though listing and attending are one launch on a device, and two where rows are fetched between them.
 
@@ -195,7 +197,6 @@ def test_hybrid_equals_device(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(device.out_BHGD, hybrid.out_BHGD, rtol=rounding, atol=rounding)
     assert torch.equal(device.batch.kept_B(), hybrid.batch.kept_B())
     fetched = hybrid.batch.fetched_B2()
-    assert fetched is not None
     assert fetched.sum() > 0
 
 

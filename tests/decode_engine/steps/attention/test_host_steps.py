@@ -1,4 +1,4 @@
-"""Captured steps over contexts that are searched on the host choose the tokens of the general path, whatever the lanes.
+"""Captured steps over contexts that are searched on the host choose the tokens of the general path.
 
 Without a CUDA device the kernels run in Triton's interpreter, and no graph is captured; the threads are the same.
 """
@@ -8,11 +8,9 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -23,11 +21,9 @@ from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.host_steps import HostPlan, HostSteps, HostTableSelection
-from decode_engine.steps.attention.listed_steps import HybridSteps, slot_cache
-from decode_engine.steps.attention.step_batch import StepBatch
-from decode_engine.steps.attention.turns_triton import Lane
+from decode_engine.steps.attention.listed_steps import HybridSteps
 from decode_engine.steps.batch_kinds import step_attention_for
-from decode_engine.steps.step_graph import StepGraph, Stepped, step_model
+from decode_engine.steps.step_graph import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.memory.placement import Placement
@@ -53,7 +49,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 @pytest.fixture
 def threads() -> Iterator[SearchThreads]:
-    made = SearchThreads(2, 2)
+    made = SearchThreads(2)
     yield made
     made.close()
 
@@ -113,100 +109,25 @@ def by_forward(runner: ModelRunner, sessions: list[Session]) -> list[list[int]]:
     return history
 
 
-def listen_to_turns(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[str]]:
-    """What two lanes are going to launch of turns."""
-    turns: dict[int, list[str]] = {0: [], 1: []}
-
-    def heard(word: str, launch: Callable[[Lane], None]) -> Callable[[Lane], None]:
-        def called(lane: Lane) -> None:
-            if lane.turn_1 is not None:
-                turns[lane.number].append(word)
-            launch(lane)
-
-        return called
-
-    monkeypatch.setattr(Lane, "take_turn", heard("take", Lane.take_turn))
-    monkeypatch.setattr(Lane, "give_turn", heard("give", Lane.give_turn))
-    return turns
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("placement", "steps"), [(Placement.HOST, HostSteps), (Placement.HYBRID, HybridSteps)]
-)
-def test_tokens_in_two_lanes(
-    runner: ModelRunner,
-    threads: SearchThreads,
-    placement: Placement,
-    steps: type[HybridSteps],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Are those of the general path, which a search on the device follows up to its sampled threshold: of one lane.
-
-    Two sessions are of one context: each lane has slots of its own for it. Lanes give their turns back where they ask
-    for rows, and take them again when these are there.
-    """
-    turns = listen_to_turns(monkeypatch)
+def test_tokens_are_those_of_the_general_path(runner: ModelRunner, threads: SearchThreads) -> None:
+    """Two sessions are of one context, a third one of another."""
     method = small("csattention+dropped@group=pooled")
-    taken = STEPS if placement is Placement.HOST else 1  # searches on the device are slow in the interpreter
 
     def started() -> list[Session]:
-        session, other = start(runner, method, placement)[1:]
+        session, other = start(runner, method, Placement.HOST)[1:]
         same = Session(session.context, method.on(session.context.manifest))
         runner.forward([same], [PROMPTS[0]])
         return [session, same, other]
 
     sessions = started()
-    assert step_attention_for(method, sessions[0].context.manifest, placement) is steps
-    if placement is Placement.HOST:
-        expected = by_forward(runner, sessions)
-    else:
-        expected = decode(make_stepper(runner, SearchThreads(1)), sessions, taken)
+    assert step_attention_for(method, sessions[0].context.manifest, Placement.HOST) is HostSteps
+    expected = by_forward(runner, sessions)
     sessions = started()
-    stepper = make_stepper(runner, threads)
-    assert decode(stepper, [sessions[0], sessions[2], sessions[1]], taken) == [
-        [first, third, second] for first, second, third in expected
-    ]
-    lanes = [stepper.graph([sessions[0], sessions[2]]), stepper.graph(sessions[1:2], 0, 1)]
-    assert [graph.batch.sessions for graph in lanes] == [[sessions[0], sessions[2]], [sessions[1]]]
-    for layer in range(runner.identity.layers):
-        for lane in (0, 1):
-            assert slot_cache(sessions[0].context, layer, lane).tags_LHS.any()
-    in_a_step = ["take", *["give", "take"] * runner.identity.layers, "give"]
-    for said in turns.values():
-        assert len(said) % len(in_a_step) == 0
-        assert said == in_a_step * (len(said) // len(in_a_step))
-        assert said
+    assert decode(make_stepper(runner, threads), sessions) == expected
     for session in sessions:
-        assert session.figures.searches >= taken * runner.identity.layers
-        waited = session.figures.device_wait_for_host_ns
-        assert waited == 0 if placement is Placement.HYBRID else DEVICE == "cpu" or waited > 0
-
-
-def test_lanes_follow_what_was_there_before_any_of_them(
-    runner: ModelRunner, threads: SearchThreads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And not each other: one that waited for what is on the current stream would wait for the first lane."""
-    said: list[str] = []
-
-    def say(word: str, result: Any = None) -> Callable[..., Any]:
-        def called(*given: Any) -> Any:
-            said.append(word)
-            return result
-
-        return called
-
-    monkeypatch.setattr(StepBatch, "seat", say("seat", [0]))
-    monkeypatch.setattr(Stepper, "_mark", say("mark"))
-    monkeypatch.setattr(StepGraph, "launch", say("launch", SimpleNamespace(result_BX=())))
-    monkeypatch.setattr(StepGraph, "choose", say("choose"))
-    monkeypatch.setattr(StepGraph, "collect", say("collect", [Stepped(4, 0, 0, 0, 0, 0, None, None)]))
-    sessions = start(runner, small("csattention+dropped"), Placement.HOST)[:2]
-    results = make_stepper(runner, threads).step(
-        sessions, [3, 3], [Sampler(SamplingParameters()) for _ in sessions]
-    )
-    assert results == [4, 4]
-    assert said == ["seat", "seat", "mark", *["launch", "choose"] * 2, "collect", "collect"]
+        assert session.figures.searches >= STEPS * runner.identity.layers
+        assert DEVICE == "cpu" or session.figures.device_wait_for_host_ns > 0
 
 
 def test_a_context_that_is_released_stays_until_its_step_has_ended(
@@ -253,16 +174,6 @@ def test_tables_of_a_session_that_has_ended_do_not_stay_in_memory(
     assert tables() is None
     with pytest.raises(InvalidArgumentError, match="has been released"):
         selection.begin({0: session})
-
-
-def test_lists_come_in_as_many_waves_as_pay(runner: ModelRunner) -> None:
-    method, plans = small("csattention+dropped@group=pooled"), []
-    for waves, size in ((0, 1), (0, 2), (3, 2)):
-        threads = SearchThreads(1, 1, waves)
-        plan = host_plan(runner, method, size, threads)
-        plans.append(HostTableSelection(plan).mailbox.sizes.waves)
-        threads.close()
-    assert plans == [2, 4, 3]
 
 
 def test_a_step_that_the_device_gave_up_is_an_error(runner: ModelRunner, threads: SearchThreads) -> None:
@@ -330,7 +241,7 @@ def test_methods_that_threads_cannot_search_are_named(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = made_up_context(
-        runner.identity, "float32", get_method("pq"), 64, also=[get_method("csattention")]
+        runner.identity, "float32", get_method("refined"), 64, also=[get_method("csattention")]
     )
     for expression, reason in (
         ("csattention-paper", "its query tables are lists"),
@@ -339,8 +250,8 @@ def test_methods_that_threads_cannot_search_are_named(
         found = step_attention_for(get_method(expression), context.manifest, Placement.HOST)
         assert isinstance(found, str)
         assert reason in found
-    # Codes are on the device, where they are searched.
-    assert step_attention_for(get_method("pq"), context.manifest, Placement.HOST) is HybridSteps
+    # Coarse rows are on the device, where they are searched.
+    assert step_attention_for(get_method("refined"), context.manifest, Placement.HOST) is HybridSteps
     monkeypatch.setattr("decode_engine.host_search.mailbox._LEAST_WIDTH", 4)
     for kept, fits in (
         (get_method("csattention", keep=0.2), False),

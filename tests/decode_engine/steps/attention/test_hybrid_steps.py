@@ -20,7 +20,7 @@ from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.listed_steps import HybridSteps, ListedSteps, slot_cache
 from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
 from decode_engine.steps.batch_kinds import step_attention_for
-from index_store.memory.placement import Placement, SlotRoom, slot_bytes
+from index_store.memory.placement import Placement, slot_bytes
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
@@ -28,6 +28,7 @@ from index_store.selection.budgets import TokenCount
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.manifest import Manifest
 from tests.decode_engine.kernels.problems.cluster_problems import Problem, make_problem, random_lists
+from tests.support.devices import nightly
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -135,7 +136,6 @@ def test_a_cache_changes_no_bit(expression: str, slots: int) -> None:
         assert (found[1] == 0).all()
         assert torch.equal(hybrid.kept_B(), plain.kept_B())
     counts = caches[0].counts() if caches[0] else None
-    assert counts is not None
     assert counts.reused > 0
     assert counts.fetched > 0
     assert (counts.bypassed == 0) == (slots == 128)
@@ -164,8 +164,13 @@ def test_who_shares_a_context_changes_no_bit() -> None:
     assert min(counts.reused, counts.fetched, counts.bypassed) > 0
 
 
-@pytest.mark.parametrize("group", [1, 3, 8, 16])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("group", "head_dim"),
+    [
+        *((1, 64), (3, 128), (16, 256)),
+        *nightly((3, 64), (8, 64), (16, 64), (1, 128), (8, 128), (16, 128), (1, 256), (3, 256), (8, 256)),
+    ],
+)
 def test_shapes(group: int, head_dim: int) -> None:
     problem = make_problem(
         [90, 41], heads=3, group=group, head_dim=head_dim, tails=(2,), dtype=DTYPE, device=DEVICE
@@ -188,7 +193,7 @@ def test_shapes(group: int, head_dim: int) -> None:
         (get_method("csattention"), "HybridSteps"),
         (get_method("csattention+dropped"), "HybridSteps"),
         (get_method("multipole"), "HybridSteps"),
-        (get_method("pq"), "HybridSteps"),
+        (get_method("refined"), "HybridSteps"),
         (get_method("full"), "DenseSteps"),
         (get_method("csattention+dipole"), "dipole"),
         (get_method("quest"), "no kernels"),
@@ -197,7 +202,7 @@ def test_shapes(group: int, head_dim: int) -> None:
 )
 def test_methods_over_host_memory(method: Method, expected: str) -> None:
     identity = ModelIdentity("test", "test", "0" * 16, "0" * 16, 2, 4, 2, 64, 2, 4096)
-    manifest = made_up_context(identity, "float32", method, 20).manifest
+    manifest = made_up_context(identity, "float32", method, 40).manifest
     found = step_attention_for(method, manifest, Placement.HYBRID)
     assert expected in (found if isinstance(found, str) else found.__name__)
 
@@ -212,10 +217,10 @@ def test_slots_are_a_share_of_the_context(tokens: int) -> None:
     assert {cache.tags_LHS.shape[2] for cache in caches} == {max(16, -(-tokens // 256) * 16)}
     assert sum(cache.nbytes for cache in caches) == slot_bytes(context.manifest)
     many = made_up_context(identity, "bfloat16", get_method("full"), tokens)
-    many.slots = SlotRoom(share=4)
+    many.slot_share = 4
     caches = [slot_cache(many, layer) for layer in range(2)]
     assert {cache.tags_LHS.shape[2] for cache in caches} == {max(16, -(-tokens // 64) * 16)}
-    assert sum(cache.nbytes for cache in caches) == slot_bytes(many.manifest, many.slots)
+    assert sum(cache.nbytes for cache in caches) == slot_bytes(many.manifest, 4)
 
 
 def test_sessions_of_a_context_share_its_cache() -> None:

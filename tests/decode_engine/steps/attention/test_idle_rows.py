@@ -22,7 +22,7 @@ MODELS = {
     head_dim: replace(IDENTITY, layers=1, query_heads=query_heads, kv_heads=1, head_dim=head_dim)
     for head_dim, query_heads in ((64, 2), (256, 8))
 }
-METHODS = ("full", "csattention+dropped", "csattention", "multipole", "pq", "refined")
+METHODS = ("full", "csattention+dropped", "csattention", "multipole", "refined")
 CPU = torch.device("cpu")
 
 

@@ -142,9 +142,8 @@ def test_a_budget_of_everything_is_dense_attention(remainder: str) -> None:
     assert batch.kept_B().tolist()[3] == 0
 
 
-@pytest.mark.parametrize("expression", ["csattention", "pq"])
-def test_everything_that_kernels_find_is_dense_attention(expression: str) -> None:
-    method = replace(get_method(expression), budget=TokenCount(10_000), recent=32, append_block=16)
+def test_everything_that_kernels_find_is_dense_attention() -> None:
+    method = replace(get_method("csattention"), budget=TokenCount(10_000), recent=32, append_block=16)
     assert method.partition is not None
     method = replace(method, partition=method.partition.with_parameters(**SMALL))
     found, expected, observations, batch = run(method, ListedSteps, (N, 77, 20))
@@ -190,9 +189,6 @@ def test_clusters_are_selected_as_on_a_cpu() -> None:
         ("csattention+dropped", Placement.HOST, "threads on the host search for groups of 1 to 8"),
         ("multipole", Placement.DEVICE, "the kernels over key clusters take groups of 1 to 8"),
         ("multipole+dropped", Placement.HYBRID, "the kernels over key clusters take groups of 1 to 8"),
-        ("pq", Placement.DEVICE, "the kernels over key clusters take groups of 1 to 8"),
-        ("pq+dropped", Placement.DEVICE, "the kernels over product codes take groups of 1 to 8"),
-        ("pq+dropped", Placement.HOST, "the kernels over product codes take groups of 1 to 8"),
     ],
 )
 def test_large_groups_and_long_rows_have_few_kernels(
@@ -243,14 +239,12 @@ def refusal(method: Method) -> str:
         (get_method("csattention+monopole"), "ListedSteps"),
         (get_method("csattention+dipole"), "dipole"),
         (get_method("csattention-paper"), "lists"),
-        (get_method("pq"), "ListedSteps"),
-        (get_method("pq+dropped"), "ListedSteps"),
         (get_method("multipole-tree"), "no kernels"),
         (get_method("tactic"), "budget"),
         (get_method("quest"), "no kernels"),
         (get_method("oracle"), "no kernels"),
         (replace(get_method("csattention+dropped"), budget=Mass(0.9)), "a ratio or a number of keys"),
-        (replace(get_method("pq+dropped"), budget=Mass(0.5)), "a ratio or a number of keys"),
+        (replace(get_method("refined+dropped"), budget=Mass(0.5)), "a ratio or a number of keys"),
         (replace(get_method("multipole"), budget=Threshold(keep=0.05)), "budget"),
         (get_method("multipole+centred"), "other clusters"),
         (

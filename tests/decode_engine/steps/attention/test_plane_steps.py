@@ -105,7 +105,7 @@ def logits_of(runner: ModelRunner, sessions: list[Session], steps: int = 1) -> T
         ("csattention", Placement.DEVICE, ()),
         ("csattention+dropped@group=pooled", Placement.DEVICE, (1,)),
         ("multipole", Placement.HYBRID, ()),
-        ("pq+dropped", Placement.HYBRID, (0,)),
+        ("refined+dropped", Placement.HYBRID, (0,)),
         ("csattention+dropped@group=pooled", Placement.HOST, ()),
     ],
 )
@@ -116,7 +116,7 @@ def test_steps_equal_the_general_path(
     check_steps(runner, expression, placement, dense)
 
 
-@pytest.mark.parametrize("heads", HEAD_SHAPES)
+@pytest.mark.parametrize("heads", ["large groups", *nightly("long rows")])
 @pytest.mark.parametrize(
     ("expression", "placement"),
     [("refined", Placement.HYBRID), *nightly(("full", Placement.DEVICE), ("refined", Placement.DEVICE))],
@@ -144,7 +144,7 @@ def check_steps(
     assert (read > 0) == placement.kv_on_host
 
 
-@pytest.mark.parametrize("expression", ["refined", *nightly("pq")])
+@pytest.mark.parametrize("expression", ["refined", *nightly("multipole")])
 def test_hybrid_equals_device_bit_for_bit(
     runner: ModelRunner, expression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,7 +200,7 @@ def test_who_reads_planes(runner: ModelRunner, expression: str, expected: str) -
 
 
 def test_records_point_to_both_planes_whatever_is_searched(runner: ModelRunner) -> None:
-    method = small("pq+dropped", 0.1)
+    method = small("csattention+dropped", 0.1)
     context = make_contexts(runner, method)[0]
     sessions = begin(runner, [context, context], method)
     stepper = make_stepper(runner)

@@ -93,7 +93,7 @@ def sampler_of(number: int, place: int) -> Sampler:
     return Sampler(kinds[place % 3])
 
 
-@pytest.mark.parametrize("name", ["full", "csattention", "multipole", "pq", "oracle"])
+@pytest.mark.parametrize("name", ["full", "csattention", "multipole", "oracle"])
 def test_tokens_are_the_same_alone_and_beside_others(runner: ModelRunner, name: str) -> None:
     """By captured steps, and for a method without kernels by the general path."""
     method = get_method(name, None if name == "full" else 0.1)

@@ -46,7 +46,6 @@ class Batch:
     """One layer of two contexts with tails, and an idle row."""
 
     def __init__(self, method: Method, layer: int) -> None:
-        assert method.index is not None
         self.contexts = [
             made_up_context(IDENTITY, "float16", method, length, distinct=2, device=DEVICE, seed=seed)
             for seed, length in enumerate(LENGTHS)
@@ -70,7 +69,6 @@ class Batch:
     def scores(self, row: int, method: Method) -> Tensor:
         """By the search of the general path: [H, searched keys], higher is better."""
         sequence = self.sequences[row]
-        assert sequence is not None
         queries_HTGD = self.q[row].float()[:, None] / 8.0
         ranking = self.indexes[row].rank(queries_HTGD, SINKS, sequence.end, None, method.search)
         return ranking.scores()[:, 0]
@@ -124,7 +122,6 @@ def test_kept_keys_are_counted_over_layers() -> None:
 def test_rows_that_are_not_padded_are_copied_once() -> None:
     method = method_of("pooled")
     context = made_up_context(IDENTITY, "float16", method, 300, device=DEVICE)
-    assert method.index is not None
     stored = context.index(method.index.name, 0).arrays()["scores"]
     first, again = (TableSelection.fields(context, method, 0) for _ in range(2))
     assert first == again
@@ -144,7 +141,6 @@ def test_what_kernels_cannot_search_is_refused() -> None:
     context = made_up_context(IDENTITY, "float16", method, 300)
     assert clause(method, context) is None
     assert ListedSteps.refusal(method, context.manifest) is None
-    assert method.index is not None
     for other, message in (
         (METHODS["multipole"], "no query tables"),
         (METHODS["full"], "no query tables"),

@@ -29,6 +29,7 @@ from index_store.selection.budgets import REMAINDERS
 from index_store.selection.remainder_states import ExactKeys, remainder_state
 from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
+from tests.support.devices import crossed
 
 HEADS, DIM, GROUP = 2, 32, 3
 PARAMETERS = {name: INDEX_SPECS[name].parameters for name in ("coarse_rows", "coarse_rows_3")}
@@ -149,7 +150,6 @@ def test_what_is_not_exact_counts_by_its_coarse_copy(name: str, shared: bool) ->
     some = [piece.part(slice(1, 2), slice(2, 4)) for piece in index.pieces(q, 8, 190, appended)]
     rows = slice(None) if shared else slice(2, 4)
     part = remainder_state(remainder, some, [ExactKeys(ids[1:, rows], valid[1:, rows], unused, unused)])
-    assert part is not None
     torch.testing.assert_close(part.out, state.out[1:, 2:])
 
 
@@ -247,9 +247,13 @@ def test_numbers_that_float16_cannot_hold_are_refused(code: Callable[..., Scalar
                 code(kv, 0, 4, 4, 1)
 
 
-@pytest.mark.parametrize("bits", [(4, 4), (3, 2), (2, 3)])
-@pytest.mark.parametrize(("head_dim", "groups"), [(8, 1), (40, 5), (96, 3), (128, 1)])
-@pytest.mark.parametrize(("count", "first_id"), [(1, 127), (63, 100), (500, 0), (300, 77)])
+@crossed(
+    {
+        "bits": [(4, 4), (3, 2), (2, 3)],
+        "head_dim, groups": [(8, 1), (40, 5), (96, 3), (128, 1)],
+        "count, first_id": [(1, 127), (63, 100), (500, 0), (300, 77)],
+    }
+)
 def test_compiled_codes_equal_the_reference(
     bits: tuple[int, int], head_dim: int, groups: int, count: int, first_id: int
 ) -> None:
@@ -365,8 +369,12 @@ def test_the_high_plane_is_the_coarse_copy() -> None:
     assert parts.floor().unique().tolist() == list(range(16))
 
 
-@pytest.mark.parametrize(("head_dim", "groups"), [(8, 1), (40, 5), (96, 3), (128, 1)])
-@pytest.mark.parametrize("count", [1, 63, 100, 500])
+@crossed(
+    {
+        "head_dim, groups": [(8, 1), (40, 5), (96, 3), (128, 1)],
+        "count": [1, 63, 100, 500],
+    }
+)
 def test_compiled_loops_equal_the_references(head_dim: int, groups: int, count: int) -> None:
     kv = random_rows(count, head_dim, dtype=torch.bfloat16)
     kv[0, :, :, 1] = 7.0

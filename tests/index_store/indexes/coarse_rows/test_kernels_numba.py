@@ -49,6 +49,7 @@ from index_store.methods.method import INDEX_SPECS
 from index_store.selection.budgets import COARSE, TokenCount
 from index_store.selection.cutting import cut
 from index_store.selection.remainder_states import ExactKeys, remainder_state
+from tests.support.devices import crossed
 
 HEADS = 2
 
@@ -82,12 +83,14 @@ def score_bound(rows: ScalarRows, q_HRD: Tensor) -> Tensor:
     return units[..., None] * (2**rows.key_bits - 1) / 4 * q_HRD.shape[2] + 1e-4
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("head_dim", [32, 40, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize(
-    ("count", "first", "end", "lead"), [(1, 0, 1, 0), (500, 4, 500, 0), (300, 127, 263, 77), (63, 0, 63, 100)]
+@crossed(
+    {
+        "bits": [2, 3, 4],
+        "head_dim": [32, 40, 64, 80, 96, 128, 256],
+        "count, first, end, lead": [(1, 0, 1, 0), (500, 4, 500, 0), (300, 127, 263, 77), (63, 0, 63, 100)],
+        "row_count": [1, 6, 33],
+    }
 )
-@pytest.mark.parametrize("row_count", [1, 6, 33])
 def test_scores_equal_the_reference(
     bits: int, head_dim: int, count: int, first: int, end: int, lead: int, row_count: int
 ) -> None:
@@ -103,10 +106,14 @@ def test_scores_equal_the_reference(
         assert error.mean() < 0.4 * head_dim**-0.5 * score_bound(rows, q).mean()
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize(("head_dim", "groups"), [(32, 1), (40, 1), (80, 5), (96, 3), (128, 1), (256, 2)])
-@pytest.mark.parametrize(("count", "first"), [(1, 0), (2300, 4), (63, 100)])
-@pytest.mark.parametrize("row_count", [1, 6, 33])
+@crossed(
+    {
+        "bits": [2, 3, 4],
+        "head_dim, groups": [(32, 1), (40, 1), (80, 5), (96, 3), (128, 1), (256, 2)],
+        "count, first": [(1, 0), (2300, 4), (63, 100)],
+        "row_count": [1, 6, 33],
+    }
+)
 def test_attention_equals_the_reference(
     bits: int, head_dim: int, groups: int, count: int, first: int, row_count: int
 ) -> None:

@@ -10,8 +10,6 @@ from index_store.errors import InvalidArgumentError
 from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.interface import layer_index as many_queries
 from index_store.indexes.interface.layer_index import GrowingRows, LayerSource, are_many
-from index_store.indexes.product_codes.index import score_codes_by_products
-from index_store.indexes.product_codes.search_numba import CodeReads, score_codes_reference
 from index_store.indexes.query_tables.index import sum_rows_by_products
 from index_store.indexes.query_tables.search_numba import TableReads, sum_rows_reference
 from index_store.methods.presets import get_method
@@ -41,23 +39,6 @@ def test_rows_of_tables(first: int, end: int, device: str, monkeypatch: pytest.M
     torch.testing.assert_close(found, sum_rows_reference(reads), rtol=1e-4, atol=1e-2)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("first", "end"), RANGES)
-def test_product_codes(first: int, end: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(many_queries, "_TILE_BYTES", 4 * HEADS * 16 * 13)
-    generator = torch.Generator().manual_seed(end)
-    codes = [
-        torch.randint(0, 9, (HEADS, count, 4), dtype=torch.uint8, generator=generator).to(device)
-        for count in (KEYS, APPENDED)
-    ]
-    slices = torch.randn(HEADS, POSITIONS, GROUP, 4, 4, generator=generator).to(device)
-    codebooks = torch.randn(HEADS, 4, 9, 4, generator=generator).to(device)
-    tables = torch.einsum("htgsb,hswb->htgsw", slices, codebooks)
-    expected = score_codes_reference(CodeReads(codes[0], codes[1], tables, first, end))
-    found = score_codes_by_products((codes[0], codes[1]), slices, codebooks, first, end)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_only_devices_are_asked_so() -> None:
     assert not are_many(torch.empty(1, 500, 4))
     assert are_many(torch.empty(1, 16, 4, device="meta"))
@@ -65,10 +46,7 @@ def test_only_devices_are_asked_so() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["csattention", "pq"])
-def test_an_index_ranks_many_queries_like_few(
-    name: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_ranks_many_queries_like_few(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """300 positions of 2 heads are multiplied, 20 of them looked up; on the CPU, too, which is taken for a device."""
     monkeypatch.setattr(many_queries, "on_host", lambda tensor: False)
     generator = torch.Generator(device).manual_seed(0)
@@ -76,9 +54,8 @@ def test_an_index_ranks_many_queries_like_few(
     queries = torch.randn(2, 300, 2, 64, generator=generator, device=device)
     assert are_many(queries)
     assert not are_many(queries[:, :20])
-    method = get_method(name)
+    method = get_method("csattention")
     spec = method.index
-    assert spec is not None
     source = LayerSource(kv, QuerySample(queries, torch.arange(300)))
     index = INDEX_CLASSES[spec.kind].build(spec.parameters, source, 0)
     asked = queries / 8

@@ -142,7 +142,7 @@ def test_cosine_clusters_directions_but_averages_raw_keys() -> None:
     torch.testing.assert_close(found["cosine"]["means"][0, largest], kv[0, members, 0].mean(0))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(count=st.integers(1, 900), sinks=st.integers(0, 20), block=st.integers(0, 200), per=st.integers(1, 40))
 def test_blocks_divide_the_keys(count: int, sinks: int, block: int, per: int) -> None:
     if 0 < block < per:
@@ -576,7 +576,6 @@ def test_moments_are_direct_sums_over_the_members(metric: str, block: int) -> No
     clusters = append_in_batches(online(metric=metric, block=block), kv, 13)
     found = clusters.clusters
     assert found.variances_HCD is not None
-    assert found.covariances_HCDD is not None
     for head in range(HEADS):
         for cluster, members in enumerate(member_lists(clusters, head)):
             assert found.counts_HC[head, cluster] == len(members)

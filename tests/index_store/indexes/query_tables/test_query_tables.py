@@ -29,7 +29,7 @@ from index_store.indexes.query_tables.search_numba import (
 )
 from index_store.store.description.json_fields import Scalar
 from index_store.store.stored_context import QuerySample
-from tests.support.devices import DEVICE, DTYPES, make_kv
+from tests.support.devices import DEVICE, DTYPES, crossed, make_kv
 from tests.support.search import source
 
 HEADS, SUBSPACES, CENTROIDS, KEYS = 2, 2, 3, 6
@@ -344,16 +344,24 @@ def some_reads(picks: int, first: int, end: int, group: int = 3, scale: float = 
 RANGES = [(0, 1), (3, 4999), (0, 40_003), (2047, 2050), (39_000, 45_003), (40_003, 40_100), (41_000, 44_000)]
 
 
-@pytest.mark.parametrize("picks", [1, 4, 7, 16])
-@pytest.mark.parametrize(("first", "end"), RANGES)
+@crossed(
+    {
+        "picks": [1, 4, 7, 16],
+        "first, end": RANGES,
+    }
+)
 def test_sum_rows_equals_reference(picks: int, first: int, end: int) -> None:
     reads = some_reads(picks, first, end)
     torch.testing.assert_close(sum_rows(reads), sum_rows_reference(reads), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("group", [1, 2, 5])
-@pytest.mark.parametrize("scale", [0.0, 0.01, 0.3])
-@pytest.mark.parametrize(("first", "end"), RANGES)
+@crossed(
+    {
+        "group": [1, 2, 5],
+        "scale": [0.0, 0.01, 0.3],
+        "first, end": RANGES,
+    }
+)
 def test_softmax_sum_rows_equals_reference(group: int, scale: float, first: int, end: int) -> None:
     reads = some_reads(8, first, end, group, scale)
     expected = softmax_sum_rows_reference(reads)

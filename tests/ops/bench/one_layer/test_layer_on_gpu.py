@@ -6,14 +6,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-import typer
 from harness import layer
 from harness.made_up import coarse_layers
-from harness.made_up.trained_rows import TrainedRows
 from harness.report import CheckFailedError
 
-from decode_engine.kernels.tables.sizes import TableShape, TableSizes
 from tests.ops.bench.conftest import load_bench
 
 pytestmark = pytest.mark.usefixtures("few_programs")
@@ -32,19 +28,6 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load("attention_gpu", monkeypatch)
-
-
-@pytest.fixture
-def codes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return load("codes_gpu", monkeypatch)
-
-
-def test_every_figure_can_be_planned(tables: ModuleType) -> None:
-    for figure in tables.FIGURES:
-        parameters = figure.method().index.parameters
-        assert parameters["subspaces"] * parameters["centroids"] == tables.TABLE_ROWS
-        TableSizes(8, 4, 128, figure.subspaces, parameters["centroids"], figure.length, figure.pooled)
-        assert set(figure.bars) == {0.05, 0.01}
 
 
 def check_that_wrong_results_are_refused(steps: Any, unwritten: str) -> None:
@@ -68,12 +51,6 @@ def test_wrong_attention_over_tables_is_not_timed(tables: ModuleType, pooled: bo
     check_that_wrong_results_are_refused(steps, "was not written")
 
 
-def test_wrong_attention_over_codes_is_not_timed(codes: ModuleType) -> None:
-    steps = codes.Bench(codes.CodeMemory(LENGTH, 1), 0.05)
-    assert steps.shape not in steps.neighbours()
-    check_that_wrong_results_are_refused(steps, "was not written")
-
-
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 4), (128, 4), (64, 7), (256, 8)])
 def test_wrong_attention_of_refined_is_not_timed(
     head_dim: int, group: int, monkeypatch: pytest.MonkeyPatch
@@ -87,34 +64,6 @@ def test_wrong_attention_of_refined_is_not_timed(
     scaled = max(1, head_dim // 128)  # parts of a value
     assert steps.bytes_floor(20) == 256 * (head_dim + 4 * scaled) + 8 * head_dim + (20 + 8 + 64 + 16) * row
     check_that_wrong_results_are_refused(steps, "was not written")
-
-
-def test_heads_that_refined_has_no_kernels_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = load("refined_gpu", monkeypatch)
-    for head_dim, group, words in ((96, 4, "dimensions 64, 128 and 256"), (256, 17, "groups of 1 to 16")):
-        with pytest.raises(typer.BadParameter, match=words):
-            bench.main(head_dim=head_dim, group=group)
-
-
-def test_rows_of_a_trained_model_are_tiled() -> None:
-    layers, sessions, heads, group, own = 3, 2, 2, 2, 4
-    kv = torch.arange(layers * heads * 5 * 2 * own).view(layers, heads, 5, 2, own).float()
-    rows = TrainedRows(
-        kv,
-        torch.arange(layers * sessions * heads * group * own)
-        .view(layers, sessions, heads, group, own)
-        .float(),
-    )
-    for head_dim in (own, 2 * own):
-        made = rows.kv(1, 8, 7, head_dim)
-        assert made.shape == (8, 7, 2, head_dim)
-        assert torch.equal(made[:, 5:], made[:, :2])
-        assert torch.equal(made[0, :5, :, :own], kv.flatten(0, 1)[1])
-        assert not torch.equal(made, rows.kv(2, 8, 7, head_dim))
-        assert rows.q(1, 8, 4, head_dim).shape == (8, 4, head_dim)
-        assert torch.equal(rows.q(0, 8, 4, head_dim)[0, :, :own], rows.q_LSHGD[0, :, 0].flatten(0, 1))
-    with pytest.raises(ValueError, match="too few"):
-        rows.q(0, 8, 5, own)
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (256, 16)])
@@ -131,37 +80,3 @@ def test_wrong_attention_of_many_sessions_is_not_timed(
     monkeypatch.setattr(steps.attention, "attend", lambda layer, q, records: 2 * right(layer, q, records))
     with pytest.raises(CheckFailedError, match=r"session \d: relative error"):
         steps.check()
-
-
-def test_a_figure_says_how_it_misses_its_bar(tables: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer, "graph_us", lambda steps, turns: 10.0)
-    monkeypatch.setattr(layer, "eager_us", lambda steps: 20.0)
-    monkeypatch.setattr(layer, "kernel_us", lambda steps: {"some": 5.0})
-
-    class Timed(tables.Bench):  # type: ignore[misc,name-defined]
-        def check(self, layer: int = 0) -> None:
-            self.attend(layer)
-
-    figure = tables.Figure("small", LENGTH, 1, 8, True, {0.05: 5.0})
-    memory = tables.TableMemory(LENGTH, 1)
-
-    def make(share: float, shape: TableShape | None) -> Any:
-        return Timed(memory, figure, share, shape)
-
-    full = {"flash": 40.0, "cudnn": 50.0}
-    ((row, missed),) = layer.figure_rows("small", figure.bars, make, full, 1e9, False)
-    assert (row["ratio"], row["full_backend"], missed) == (4.0, "flash", ["small at 0.05: 4.00x, bar 5.0x"])
-    assert row["fraction"] == pytest.approx(row["bytes"] / 10e-6 / 1e9)
-    assert 0.5 < row["kept_of_wanted"] < 2
-
-
-def test_wrong_attention_over_clusters_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = load("clusters_gpu", monkeypatch)
-    made = bench.Bench(256, 1, 0.05, clusters=True)
-    monkeypatch.setattr(bench.Bench, "times", lambda self, steps: {})
-    for name, figure in (("centred", bench.random_figure), ("multipole", bench.multipole_figure)):
-        assert figure(made, name)["error"] < 1e-2
-    monkeypatch.setattr(bench, "SCALE", -bench.SCALE)
-    with pytest.raises(CheckFailedError, match="centred: relative error"):
-        bench.random_figure(made, "centred")
-    assert len(bench.missed({"figure": "build", "context": 131072, "both_ms": 12.5})) == 1

@@ -6,10 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
-from decode_engine.layers.selected_attention import KeyRows, Observation
-from index_store.selection.ranking import Selection
 from tests.ops.bench.conftest import Run, load_bench
 
 
@@ -21,7 +18,7 @@ def bench() -> ModuleType:
 @pytest.mark.usefixtures("prefilled_here")
 def test_a_line_per_stretch_and_one_per_method(bench: ModuleType, run: Run, tmp_path: Path) -> None:
     options = {"tokens": 160, "stretch": 80, "observe": 20, "picture": False}
-    methods = "pq:0.3,refined:1"
+    methods = "multipole:0.3,refined:1"
     rows, _, _ = run(bench, out=tmp_path, methods=methods, context_length="1k", **options)
     assert [(row["method"], row["from"], row["to"]) for row in rows] == [
         (name, *span) for name in methods.split(",") for span in ((0, 80), (80, 160), (0, 160))
@@ -43,22 +40,3 @@ def test_a_line_per_stretch_and_one_per_method(bench: ModuleType, run: Run, tmp_
         assert first["session_bytes"] < second["session_bytes"] == whole["session_bytes"]
     # The recent window of `refined` still holds all new ones.
     assert [row["recall_new"] is None for row in rows] == [True, False, False, True, True, True]
-
-
-def test_recall_counts_generated_keys_apart(bench: ModuleType) -> None:
-    """Keys 0, 2 and 5 (generated) are the best of the keys 0..5; 0, 1 and 5 were selected."""
-    keys = torch.tensor([5.0, 1.0, 4.0, 0.0, 0.5, 3.0, 9.0])
-    kv = torch.stack([keys, keys], dim=1)[None, :, :, None].expand(1, 7, 2, 1)
-    selection = Selection(torch.tensor([[[0, 1, 5]]]), torch.tensor([[3]]))
-    seen = Observation(
-        torch.ones(1, 1, 1, 1), 6, 0, 6, selection, KeyRows(kv[:, :4], kv[:, 4:]), kv[:, :1, :1], 0.0, 0.0
-    )
-    recall = bench.Recall()
-    recall.add(seen)
-    assert recall == bench.Recall(best=3, best_new=1, found=2, found_new=1)
-    assert recall.figures() == {
-        "recall_new": 1.0,
-        "recall_all": pytest.approx(2 / 3),
-        "new_share": pytest.approx(1 / 3),
-    }
-    assert bench.Recall().figures() == {"recall_new": None, "recall_all": None, "new_share": None}

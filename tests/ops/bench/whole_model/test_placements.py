@@ -7,16 +7,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-import typer
 from harness.made_up import contexts
 from harness.steps import captured_steps
 
 from decode_engine.steps.step_graph import step_model
-from index_store.memory.placement import USUAL_ROOM
+from index_store.memory.placement import SLOT_SHARE
 from index_store.methods.presets import get_method
-from index_store.store.description.dtypes import AS_DTYPE, INT8
-from tests.ops.bench.conftest import Run, load_bench
+from index_store.store.description.dtypes import AS_DTYPE
+from tests.ops.bench.conftest import load_bench
 from tests.support.tiny_model import IDENTITY, make_model
 
 WIDE = replace(IDENTITY, layers=1, query_heads=2, kv_heads=1, head_dim=64)
@@ -25,35 +23,8 @@ TABLES = "csattention+dropped@group=pooled:0.05"
 
 
 @pytest.fixture
-def bench(without_gpu: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    found = load_bench("whole_model/placements_gpu")
-    monkeypatch.setattr(found, "STILL_TURNS", 1)
-    return found
-
-
-def test_cases(bench: ModuleType) -> None:
-    listed = [bench.Case.parse(text) for text in bench.CASES.split(",")]
-    places = [(case.placement.value, case.lanes, case.streamed) for case in listed]
-    assert places == [("device", 1, False)] * 3 + [
-        ("hybrid", 1, False),
-        ("hybrid", 2, False),
-        ("host", 1, False),
-        ("host", 2, False),
-        ("hybrid", 1, False),
-        ("hybrid", 1, True),
-    ]
-    fits = [[case.fits(batch, batch) for batch in (1, 4)] for case in listed]
-    assert fits == [[True, True]] * 4 + [[False, True], [True, True], [False, True]] + [[True, False]] * 2
-    with_period = bench.Case.parse("csattention@period=4:0.05@device")
-    assert with_period.method.schedule.period == 4
-    for wrong in ("full", "full@disk", "pq+dropped:0.01@streamed"):
-        with pytest.raises(typer.BadParameter):
-            bench.Case.parse(wrong)
-
-
-def test_a_shape_without_a_case_is_refused(bench: ModuleType) -> None:
-    with pytest.raises(typer.BadParameter, match="such as 1024x4"):
-        bench.main(cases="full@streamed", shapes="1024x1,1024x4")
+def bench(without_gpu: None) -> ModuleType:
+    return load_bench("whole_model/placements_gpu")
 
 
 def figures(
@@ -74,7 +45,7 @@ def figures(
 
     def make() -> Any:
         return contexts.PlacedContexts(
-            WIDE, methods, LENGTH, count or batch, model.device, ranges, USUAL_ROOM, rows
+            WIDE, methods, LENGTH, count or batch, model.device, ranges, SLOT_SHARE, rows
         )
 
     return list(bench.shape_figures(runs, make, listed, batch))
@@ -83,15 +54,15 @@ def figures(
 @pytest.mark.parametrize(
     ("cases", "batch"),
     [
-        ("full@device,full@hybrid,full@streamed,pq+dropped:0.05@hybrid", 1),
-        (f"full@device,pq+dropped:0.05@hybrid2,{TABLES}@host,{TABLES}@host2", 2),
+        ("full@device,full@hybrid,full@streamed,refined+dropped:0.05@hybrid", 1),
+        (f"full@device,refined+dropped:0.05@hybrid,{TABLES}@host", 2),
     ],
 )
 def test_every_case_has_its_figures(bench: ModuleType, cases: str, batch: int) -> None:
-    small = get_method("pq+dropped", 0.05)
+    small = get_method("refined+dropped", 0.05)
     rows = figures(bench, cases, batch)
     assert [row["error"] for row in rows if "error" in row] == []
-    wheres = [row["placement"] + "2" * (row["lanes"] == 2) for row in rows]
+    wheres = [row["placement"] for row in rows]
     assert wheres == [text.rpartition("@")[2] for text in cases.split(",")]
     kv_mb = batch * WIDE.layers * WIDE.kv_heads * LENGTH * 2 * 64 * 4 * 1e-6
     at_most = kv_mb * (0.05 * LENGTH + small.sinks + small.recent + small.append_block) / LENGTH
@@ -113,16 +84,6 @@ def test_every_case_has_its_figures(bench: ModuleType, cases: str, batch: int) -
             assert row["wait"] >= 0
 
 
-def test_of_rows_in_8_bits_the_low_plane_is_read_from_host_memory(bench: ModuleType) -> None:
-    cases = "full@device,pq+dropped:0.05@hybrid,full@hybrid"
-    device, some, whole = figures(bench, cases, 1, rows=INT8)
-    kv_mb = WIDE.layers * WIDE.kv_heads * LENGTH * WIDE.head_dim * 1e-6
-    assert (device["host_mb"], whole["host_mb"]) == (0, pytest.approx(kv_mb, rel=0.05))
-    assert 0 < some["host_mb"] < kv_mb
-    for row in (device, some, whole):
-        assert row["logits_difference"] < 1e-3
-
-
 @pytest.mark.parametrize("case", ["full@streamed", "full@device"])
 def test_a_wrong_step_is_not_timed(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     right = bench.compare
@@ -138,44 +99,3 @@ def test_wrong_lists_are_not_timed(bench: ModuleType, monkeypatch: pytest.Monkey
     monkeypatch.setattr(captured_steps, "best_keys", lambda ranking, keep: right(ranking, keep - 1))
     (row,) = figures(bench, f"{TABLES}@host", 1)
     assert row["error"] == "the list of KV head 0 is not the general path's"
-
-
-def test_a_case_that_fails_does_not_end_the_others(
-    bench: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kv = 2 * LENGTH * 64 * 4
-    failed, timed = figures(bench, "pq+dropped:0.05@hybrid,full@device", 1, (kv - 1) * 1e-9)
-    assert "RuntimeError: " in failed["error"]
-    assert "(--host-gb)" in failed["error"]
-    assert timed["step_ms"] > 0
-    assert "Traceback" in capsys.readouterr().err
-
-
-def test_cases_that_there_are_no_contexts_for_say_so(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> Any:
-        raise torch.cuda.OutOfMemoryError("too much")
-
-    monkeypatch.setattr(bench, "full_logits", refuse)
-    rows = figures(bench, "full@device,full@streamed", 1)
-    assert [row["placement"] for row in rows] == ["device", "streamed"]
-    assert {row["error"] for row in rows} == {"OutOfMemoryError: too much"}
-
-
-def test_every_line_is_printed(bench: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole command, where a shape that cannot be placed precedes one that can."""
-    monkeypatch.setattr(bench, "make_model", lambda layers: (make_model(WIDE), WIDE))
-    lines, code, _ = run(
-        bench, cases="full@hybrid,full@device", shapes=f"{2 * LENGTH}x1,{LENGTH}x1", layers=1, threads=1, turns=2,
-        seconds=60.0, host_gb=2 * LENGTH * 64 * 4 * 1e-9,
-    )  # fmt: skip
-    assert (code, [("error" in line, line["tokens"], line["placement"]) for line in lines]) == (
-        1,
-        [
-            (True, 2 * LENGTH, "hybrid"),
-            (False, 2 * LENGTH, "device"),
-            (False, LENGTH, "hybrid"),
-            (False, LENGTH, "device"),
-        ],
-    )

@@ -39,8 +39,6 @@ METHODS = (
     "csattention",
     "multipole",
     "multipole+dropped",
-    "pq",
-    "pq+dropped",
     "refined",
 )
 LENGTHS = (4000, 1500)
@@ -115,9 +113,7 @@ def no_fields(self: SlotCache, layer: int) -> dict[int, int]:
     return {}
 
 
-@pytest.mark.parametrize(
-    "name", ["csattention+dropped", "multipole", "multipole+dropped", "pq+dropped", "refined"]
-)
+@pytest.mark.parametrize("name", ["csattention+dropped", "multipole", "multipole+dropped", "refined"])
 def test_slots_change_no_bit_of_a_whole_step(
     runner: ModelRunner, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +161,7 @@ def test_pageable_memory_goes_the_general_path(runner: ModelRunner, caplog: pyte
 
 def test_steps_are_warmed_up_and_prepared(runner: ModelRunner, caplog: pytest.LogCaptureFixture) -> None:
     assert all(warm_method(runner, each, Placement.HYBRID) for each in ALL_METHODS.values())
-    method = get_method("pq+dropped", 0.1)
+    method = get_method("refined+dropped", 0.1)
     contexts = make_contexts(runner, method, Placement.HYBRID)
     beside = threading.Thread(  # as where a server prepares a method beside requests
         target=runner.prepare,

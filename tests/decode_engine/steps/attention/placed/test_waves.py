@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
-from decode_engine.host_search.mailbox import Mailbox, SearchThreads
+from decode_engine.host_search.mailbox import Mailbox, MailboxSizes, SearchThreads
 from decode_engine.host_search.mailbox_triton import await_lists
 from decode_engine.host_search.shared_search_numba import COUNT_BITS
 from decode_engine.kernels import records
@@ -24,7 +24,6 @@ from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.host_steps import HostSteps
 from decode_engine.steps.step_graph import step_model
 from decode_engine.steps.stepper import Stepper
-from index_store.errors import InvalidArgumentError
 from index_store.memory.placement import Placement
 from index_store.methods.presets import get_method
 from index_store.models.resolve import resolve_model
@@ -42,17 +41,16 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     return ModelRunner(resolve_model(str(folder)), DEVICE)
 
 
-def test_heads_are_split_evenly() -> None:
-    plan = replace(make_plan(1), heads=8, waves=3)
-    assert plan.wave_heads == [range(2), range(2, 5), range(5, 8)]
-    assert replace(plan, heads=2, waves=5).wave_heads == [range(1), range(1, 2)]
-    with pytest.raises(InvalidArgumentError, match="in -1 waves"):
-        SearchThreads(1, 1, -1)
+def test_heads_are_split_evenly_into_as_many_waves_as_pay() -> None:
+    plan = replace(make_plan(2), heads=6)
+    assert plan.wave_heads == [range(1), range(1, 3), range(3, 4), range(4, 6)]
+    assert replace(plan, rows=1).wave_heads == [range(3), range(3, 6)]
+    assert replace(plan, heads=2).wave_heads == [range(1), range(1, 2)]
 
 
 def test_only_lists_of_the_wave_are_waited_for_and_copied() -> None:
     """The other head's lists are not there, and what the device has of them is left alone."""
-    mailbox = Mailbox(replace(make_plan(2), waves=2), page_locked=DEVICE == "cuda")
+    mailbox = Mailbox(make_plan(2), page_locked=DEVICE == "cuda")
     layers, layer = [Layer(100, seed) for seed in range(3)], 1
     step = mailbox.begin([searched(row, layers, 8, 90, 20) for row in range(2)], range(3))
     records_BF = torch.zeros(2, records.RECORD_FIELDS, dtype=torch.int64)
@@ -82,9 +80,9 @@ def test_only_lists_of_the_wave_are_waited_for_and_copied() -> None:
     assert mailbox.waited_ns() == 5 + 21
 
 
-def step_logits(runner: ModelRunner, waves: int) -> tuple[Tensor, list[tuple[int, int]]]:
+def step_logits(runner: ModelRunner) -> tuple[Tensor, list[tuple[int, int]]]:
     """Logits of two steps of two sessions, and how many rows were read from host memory and found in slots."""
-    threads = SearchThreads(2, 1, waves)
+    threads = SearchThreads(2)
     method = replace(get_method("csattention+dropped@group=pooled", keep=0.05), recent=16, append_block=16)
     dtype = "float32" if DEVICE == "cpu" else runner.kv_dtype
     # Two sessions of one context share its slots, a third one has its own.
@@ -113,7 +111,6 @@ def step_logits(runner: ModelRunner, waves: int) -> tuple[Tensor, list[tuple[int
         assert all(isinstance(result, int) for result in results), results
         graph = stepper.graph(sessions)
         steps = [each for each in graph.batch.attentions if isinstance(each, HostSteps)]
-        assert [len(each.selection.waves) for each in steps] == [waves]
         fetched = [tuple(pair) for each in steps for pair in each.rows.found_B2()[: len(sessions)].tolist()]
         return graph.logits_BV[: len(sessions)].float().cpu().clone(), fetched
     finally:
@@ -121,9 +118,10 @@ def step_logits(runner: ModelRunner, waves: int) -> tuple[Tensor, list[tuple[int
 
 
 @pytest.mark.slow
-def test_waves_change_no_bit_of_a_step(runner: ModelRunner) -> None:
-    together, fetched_together = step_logits(runner, 1)
-    apart, fetched_apart = step_logits(runner, 2)
+def test_waves_change_no_bit_of_a_step(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    apart, fetched_apart = step_logits(runner)
+    monkeypatch.setattr(MailboxSizes, "waves", 1)
+    together, fetched_together = step_logits(runner)
     assert torch.equal(together, apart)
     # Of two sessions that want one row, either one may be the first to read it.
     assert [sum(pair) for pair in fetched_together] == [sum(pair) for pair in fetched_apart]

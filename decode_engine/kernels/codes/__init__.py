@@ -1,1 +1,0 @@
-"""Kernels that search product codes."""

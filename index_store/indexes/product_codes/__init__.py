@@ -1,1 +1,0 @@
-"""Product codes: every key as a few bytes that name codewords of its slices."""
