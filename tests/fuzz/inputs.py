@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from typing import Any
 
 _NUMBERS = (
@@ -96,13 +97,15 @@ def with_odd_values(document: str, draws: random.Random) -> Any:
     for _ in range(draws.choice((1, 1, 2))):
         everywhere = list(_places(found))
         if not everywhere:
-            return draws.choice(ODD)
+            return deepcopy(draws.choice(ODD))
         holder, key = draws.choice(everywhere)
         match draws.randrange(6):
             case 0:
                 del holder[key]
             case 1 if isinstance(holder, dict):
-                holder[draws.choice(("", "surprise", "\ud800", "id", "name", "x" * 500))] = holder[key]
+                holder[draws.choice(("", "surprise", "\ud800", "id", "name", "x" * 500))] = deepcopy(
+                    holder[key]
+                )
             case 2:
                 holder[key] = [holder[key]] * draws.choice((1, 2, 50))
             case 3 if isinstance(holder[key], int | float) and not isinstance(holder[key], bool):
@@ -112,7 +115,7 @@ def with_odd_values(document: str, draws: random.Random) -> Any:
                     "latin-1"
                 )
             case _:
-                holder[key] = draws.choice(ODD)
+                holder[key] = deepcopy(draws.choice(ODD))  # later changes are to leave them as they are
     return found
 
 

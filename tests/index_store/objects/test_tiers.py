@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
@@ -25,11 +24,9 @@ from index_store.errors import (
     ObjectsUnavailableError,
     StoreBoundError,
     StoreFullError,
-    StoreUnavailableError,
 )
 from index_store.family.children import publish_child, read_own_rows
 from index_store.family.prefixes import stored_tokens
-from index_store.objects import records
 from index_store.objects.bucket import Bucket
 from index_store.objects.context_file import export_context
 from index_store.objects.courier import Courier
@@ -37,7 +34,6 @@ from index_store.objects.records import content_key, look
 from index_store.objects.tier import MOST_FETCHES, Tier, open_store
 from index_store.store.catalog import Store
 from index_store.store.clean_up import StoreRoom, clean_up, find_leftovers
-from index_store.store.files import reading
 from index_store.store.zarr_io import chunk_path
 from tests.index_store.cli.conftest import Command, command
 from tests.index_store.objects.sites import Faults, FaultyBucket, Site, memory_bucket
@@ -99,67 +95,6 @@ def test_what_is_made_here_is_listed_and_read_there(
     assert find_leftovers(there.store) == clean_up(there.store) == []
     assert there.courier.look()
     assert len(look(there.tier.bucket)) == 1
-
-
-def test_a_store_that_forgot_what_it_saw_undoes_nobodys_change(
-    here: Site, there: Site, context: SyntheticContext
-) -> None:
-    """Killed before it noted what it has, say. Of what both have, that counts which was changed later."""
-
-    def forget(site: Site) -> None:
-        site.tier.marks.remove(context.id)
-
-    there.settle()
-    for number, (changer, other) in enumerate([(here, there), (there, here)]):
-        labels = {"n": str(number)}
-        changer.store.update(context.id, lambda present: replace(present, labels=labels))  # noqa: B023
-        changer.settle()
-        forget(other)
-        other.settle()
-        changer.settle()
-        assert [site.store.manifest(context.id).labels for site in (here, there)] == [labels] * 2
-    here.store.update(context.id, lambda present: replace(present, labels={"n": "2"}))
-    forget(here)
-    here.settle()
-    there.settle()
-    assert there.store.manifest(context.id).labels == {"n": "2"}
-
-
-def test_what_a_store_saw_and_cannot_read_now_is_not_forgotten(
-    here: Site, there: Site, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there.settle()
-
-    def no_handles(path: object, *how: object, **named: object) -> int:
-        raise OSError(errno.EMFILE, "Too many open files", str(path))
-
-    again = Site.at(there.store.path, there.tier.bucket)
-    with monkeypatch.context() as patch:
-        patch.setattr(reading.os, "open", no_handles)
-        with pytest.raises(StoreUnavailableError, match="Too many open files"):
-            again.tier.held()
-    again.settle()
-    with monkeypatch.context() as patch:
-        patch.setattr(records, "read_file", no_handles)
-        assert not Site.at(there.store.path, there.tier.bucket).courier.look()
-
-
-def test_a_fault_of_a_courier_does_not_end_it(here: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = threading.Semaphore(0)
-    courier = Courier(here.store, here.tier, 0.01)
-    wait, faults = courier._stopping.wait, [MemoryError()]
-
-    def wait_once(seconds: float) -> bool:
-        if faults:
-            raise faults.pop()
-        return wait(seconds)
-
-    monkeypatch.setattr(courier._stopping, "wait", wait_once)
-    monkeypatch.setattr(courier, "look", lambda check: looked.release())
-    courier.start()
-    assert looked.acquire(timeout=60)
-    assert looked.acquire(timeout=60)
-    courier.stop()
 
 
 def test_a_restart_finds_what_is_not_uploaded_and_what_is(
