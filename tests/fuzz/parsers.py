@@ -355,7 +355,7 @@ def _read_gguf(given: bytes) -> None:
 
 
 _MODELS = {
-    "tokenizer": Case(_odd_tokenizer, _read_tokenizer, 2_000, says_where=True),
+    "tokenizer": Case(_odd_tokenizer, _read_tokenizer, 2_000),
     "gguf": Case(_odd_gguf, _read_gguf, 300),
 }
 
