@@ -50,8 +50,14 @@ def stop_signals(grace_s: float) -> Iterator[Stopping]:
     thread = threading.Thread(
         target=_watch, args=(reading, frozenset(numbers), stopping, grace_s), name="signals", daemon=True
     )
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        """A handler has to be there for the signal to be written into the pipe."""
+        if not thread.is_alive():  # an error has ended it, such as no memory
+            stopping.begin(grace_s)
+
     wakeup = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-    before = {number: signal.signal(number, _pass) for number in numbers}
+    before = {number: signal.signal(number, handle) for number in numbers}
     thread.start()
     try:
         yield stopping
@@ -70,10 +76,6 @@ def end_process(code: int) -> None:
         with suppress(OSError, ValueError):  # nobody may read there any more
             stream.flush()
     os._exit(code)
-
-
-def _pass(number: int, frame: FrameType | None) -> None:
-    """A handler has to be there for the signal to be written into the pipe."""
 
 
 def _watch_end(left_s: float) -> None:

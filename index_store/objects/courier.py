@@ -173,6 +173,7 @@ class Courier:
                 return False
             try:
                 bucket, there = self._tier.bucket, look(self._tier.bucket)
+                marks = self._tier.marks.all()
             except SparseKVError as error:
                 self._note_failure("", error)
                 return False
@@ -180,7 +181,6 @@ class Courier:
             for id_ in self._store.notes.forlorn():
                 self._store.notes.note_here(id_)
             local = {each.id: _current(each) for each in self._store.list()}
-            marks = self._tier.marks.all()
             ids = sorted(
                 {*local, *there, *marks},
                 key=lambda id_: (id_ in local and local[id_].parent is not None, id_),
@@ -197,15 +197,17 @@ class Courier:
             if self._stopping.is_set():
                 raise StoreError("uploading was ended; it goes on with the next start")
 
+        pause_s = 0.0
         while not self._stopping.is_set():
             try:
+                self._stopping.wait(pause_s)
+                pause_s = self._every_s
                 self.look(check)
             except SparseKVError as error:
                 if not self._stopping.is_set():
                     logger.warning("the object store is not looked into now: %s", error.message)
             except Exception:
                 logger.exception("keeping the object store alike failed")
-            self._stopping.wait(self._every_s)
 
     def _settle_safely(
         self, bucket: Bucket, id_: str, held: Held | None, mark: Mark | None, check: Callable[[], None]
@@ -296,6 +298,11 @@ class Courier:
     def _join(self, sides: _Sides, local: Manifest, remote: Manifest) -> bool:
         """One that is here and there."""
         bucket, held, base = sides.bucket, sides.held, sides.base
+        seen = base
+        if (
+            base is None
+        ):  # forgotten, or a process was killed before it noted it: what was changed later counts
+            base = remote if self._changed_later(local, held) else local
         wanted = merged(base, local, remote)
         same, richer = neutral(local) == neutral(remote), _richer(local, remote)
         if (same or richer) and local != wanted:
@@ -307,10 +314,14 @@ class Courier:
             return False
         if wanted != remote:
             self._record(bucket, wanted, held)
-        elif base != remote:
+        elif seen != remote:
             self._tier.marks.write(local.id, Mark(held.number, remote))
         bucket.delete([*held.old, *self._orphans(held, content_key(remote))])
         return True
+
+    def _changed_later(self, local: Manifest, held: Held) -> bool:
+        changed_s = os.stat(self._store.folders.context(local.id) / MANIFEST_NAME).st_mtime
+        return held.changed_at is None or changed_s > held.changed_at.timestamp()
 
     def _orphans(self, held: Held, kept: str = "") -> Sequence[str]:
         """Files of a context that nobody has recorded, and nobody will: they are older than any upload takes."""
@@ -471,11 +482,8 @@ def _current(manifest: Manifest) -> Manifest:
     return replace(manifest, format_version=manifest.written_version)
 
 
-def merged(base: Manifest | None, local: Manifest, remote: Manifest) -> Manifest:
-    """The local manifest with what others changed since `base`, which both had last. Without one the younger counts."""
-    if base is None:
-        chosen = local if local.created_at >= remote.created_at else remote
-        return replace(local, **{name: getattr(chosen, name) for name in CHANGEABLE})
+def merged(base: Manifest, local: Manifest, remote: Manifest) -> Manifest:
+    """The local manifest with what others changed since `base`, which both had last."""
     theirs = {
         name: getattr(remote, name) for name in CHANGEABLE if getattr(local, name) == getattr(base, name)
     }

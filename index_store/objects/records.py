@@ -25,9 +25,17 @@ from index_store.errors import ContextCorruptError, ManifestError
 from index_store.objects.bucket import Bucket, Found
 from index_store.store.catalog import neutral
 from index_store.store.description.manifest import MANIFESTS, Manifest
-from index_store.store.files.durable import make_folder, permissions_in, replace_file, storing
+from index_store.store.files.durable import (
+    TEMPORARY_PREFIX,
+    make_folder,
+    permissions_in,
+    replace_file,
+    storing,
+)
+from index_store.store.files.reading import WrongFileError, read_file, unavailable
 
 PREFIX = "contexts/"
+_LARGEST = 64 << 20
 _KEY = re.compile(r"contexts/([0-9a-f]{64})/(?:(\d{10})\.(json|deleted)|([0-9a-f]{32})\.context)")
 _MARK = re.compile(r"([0-9a-f]{64})\.(\d{10})\.(json|deleted)")
 
@@ -110,7 +118,7 @@ class Marks:
         self._read: dict[str, Mark] = {}
 
     def all(self) -> Mapping[str, Mark]:
-        """By id. One that is damaged is as good as none."""
+        """By id. One that is damaged is as good as none. Raises StoreUnavailableError where one cannot be read now."""
         names: list[str] = []
         with suppress(FileNotFoundError):
             names = sorted(os.listdir(self._folder))
@@ -126,10 +134,12 @@ class Marks:
                     manifest = None
                     if match[3] == "json":
                         path = self._folder / name
-                        manifest = _parse(path.read_bytes(), match[1], str(path))
+                        manifest = _parse(read_file(path, _LARGEST)[0], match[1], str(path))
                     mark = Mark(int(match[2]), manifest)
-                except (OSError, ContextCorruptError):
+                except (FileNotFoundError, WrongFileError, ContextCorruptError):
                     continue
+                except OSError as error:
+                    raise unavailable(path, error) from error
             fresh[name] = mark
             if match[1] not in found or found[match[1]].number <= mark.number:
                 found[match[1]] = mark
@@ -153,6 +163,7 @@ class Marks:
             self._remove_others(id_, "")
 
     def _remove_others(self, id_: str, kept: str) -> None:
-        for path in self._folder.glob(f"{id_}.*"):
-            if path.name != kept:
-                path.unlink(missing_ok=True)
+        for pattern in (f"{id_}.*", f"{TEMPORARY_PREFIX}{id_}.*"):  # those, too, that a killed process began
+            for path in self._folder.glob(pattern):
+                if path.name != kept:
+                    path.unlink(missing_ok=True)

@@ -84,6 +84,8 @@ _PIECE_BYTES = (2 if file_threads() <= 4 else 8) << 20
 is the interpreter's lock, which each of them takes twice a piece."""
 _FORGOTTEN_BYTES = 4 << 20
 _LARGEST_METADATA = 1 << 20
+_LEFT_OUT = frozenset({"attributes", "storage_transformers", "dimension_names", "consolidated_metadata"})
+"""Fields of a `zarr.json` that have nothing to say here."""
 
 Problem = ContextCorruptError | StoreUnavailableError
 """What is wrong with a file: it is damaged, or cannot be read now."""
@@ -378,7 +380,8 @@ def compare_metadata(path: Path, array: str, expected: dict[str, object]) -> Ite
     document = found if isinstance(found, dict) else {}
     for field in sorted(expected.keys() | document.keys()):
         # What is empty may as well be left out: zarr's versions differ in that.
-        if (document.get(field) or None) != (expected.get(field) or None):
+        unknown = field not in expected and field not in _LEFT_OUT
+        if unknown or (document.get(field) or None) != (expected.get(field) or None):
             name, said, wanted = (shown(field)[1:-1], shown(document.get(field)), shown(expected.get(field)))
             yield ArrayMetadataError(
                 f"{path}: metadata of {array!r} says {name} = {said}, the manifest says {wanted}; {REPAIR}",

@@ -23,6 +23,7 @@ import pytest
 
 from decode_engine.__main__ import main
 from decode_engine.errors import AddressError, EngineCrashedError, InternalError, ShuttingDownError
+from decode_engine.processes import attached
 from decode_engine.processes.attached import Setup, read_setup, setup_line
 from decode_engine.processes.supervisor import Supervisor, kept_port
 from decode_engine.rpc.client import Client
@@ -31,6 +32,7 @@ from index_store.cli.logs import LogLevel
 from index_store.errors import SparseKVError
 from tests.decode_engine.conftest import Library
 from tests.decode_engine.rpc.turns.test_stopping import IN_TIME_S, Server, Streams, serving
+from tests.support.waiting import wait_until
 
 ENGINE, DOOR = b"engine_process", b"door_process"
 
@@ -125,6 +127,16 @@ def test_a_process_that_cannot_start_ends_the_start(
 
     with pytest.raises(kind, match=message):
         asyncio.run(run())
+
+
+def test_a_signal_ends_a_server_whose_thread_for_signals_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    died = threading.Event()
+    monkeypatch.setattr(attached, "_watch", lambda *_: died.set())
+    with attached.stop_signals(1.0) as stopping:
+        assert died.wait(60)
+        wait_until(lambda: not any(each.name == "signals" for each in threading.enumerate()))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopping.wait(60)
 
 
 def test_a_process_without_torch_takes_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,6 +318,7 @@ class Crowd:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)  # an engine takes seconds to start, and a minute where others use the cores
 def test_a_hundred_kills_under_sixty_four_streams(library: Library, lamp: str) -> None:
     """Of doors and the engine: what was acknowledged stays, every stream ends with a true reason, and others go on."""
     chosen, times = random.Random(7), {ENGINE: list[float](), DOOR: list[float]()}
@@ -325,6 +338,7 @@ def test_a_hundred_kills_under_sixty_four_streams(library: Library, lamp: str) -
             begun = time.monotonic()
             assert until_answered(lambda: answer(ready["address"], lamp)) == first
             times[what].append(time.monotonic() - begun)
+            logger.info("kill %d, of the %s, served again after %.1f s", kill, what.decode(), times[what][-1])
             with Client(ready["address"]) as client:
                 assert until_answered(lambda: client.get_context(lamp).labels["kill"]) == str(kill)
             while crowd.count() < whole + CROWD:
