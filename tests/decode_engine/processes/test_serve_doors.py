@@ -27,6 +27,7 @@ from decode_engine.processes import attached
 from decode_engine.processes.attached import Setup, read_setup, setup_line
 from decode_engine.processes.supervisor import Supervisor, kept_port
 from decode_engine.rpc.client import Client
+from decode_engine.rpc.transport.starting import Stopping
 from decode_engine.settings.config import ServeConfig
 from index_store.cli.logs import LogLevel
 from index_store.errors import SparseKVError
@@ -123,7 +124,7 @@ def test_a_process_that_cannot_start_ends_the_start(
     supervisor_of = partial(Supervisor, setup, print, print, (sys.executable, "-c", program), waits)
 
     async def run() -> None:
-        await supervisor_of().run(threading.Event(), 0.0)
+        await supervisor_of().run(Stopping())
 
     with pytest.raises(kind, match=message):
         asyncio.run(run())

@@ -84,7 +84,7 @@ def test_nothing_else_can_be_changed(store: Store) -> None:
     id_ = synthetic_context().write(store)
     before = store.manifest(id_)
     with pytest.raises(
-        InvalidArgumentError, match="only name, expires_at, labels, pinned, readers can be changed"
+        InvalidArgumentError, match="only name, expires_at, labels, pinned, readers, renew can be changed"
     ):
         store.update(id_, lambda present: replace(present, methods=("full",)))
     with pytest.raises(ManifestError, match="'labels key' is 'A'"):
