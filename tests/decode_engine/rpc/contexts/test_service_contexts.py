@@ -38,7 +38,7 @@ def test_a_context_is_found_by_what_people_call_it(library: Library, client: Cli
     same = library.prefill("second", method=("full",), text="Another text under the same name. " * 8)
     Store(library.store).update(
         same, lambda manifest: replace(manifest, name="found")
-    )  # a killed move of a name leaves it so
+    )  # as after a killed move
     assert client.find_context("found").name == f"contexts/{same}"
     for bad in ({}, {"name": f"contexts/{other}", "reference": "found"}, {"reference": "x" * 601}):
         with pytest.raises(grpc.RpcError) as caught:
