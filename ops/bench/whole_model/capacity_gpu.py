@@ -329,12 +329,14 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
                     color=colour,
                 )
                 place.set_xscale("log", base=2)
-                place.set_yscale("log")
+                place.xaxis.set_major_formatter("{x:.0f}")
                 place.grid(alpha=0.3)
         axes[0][column].set_title(f"{tokens:,} tokens a session")
         axes[0][column].set_ylabel("tokens a second, all sessions")
         axes[1][column].set_ylabel("milliseconds a token")
         axes[1][column].set_xlabel("sessions, each on a context of its own (X: memory is full)")
+    for place in axes.flat:
+        place.set_ylim(bottom=0)
     axes[0][0].legend(fontsize="small")
     figure.savefig(path, dpi=110)
     plt.close(figure)
