@@ -68,6 +68,8 @@ def stop_signals(grace_s: float) -> Iterator[Stopping]:
         writing.close()  # which ends the thread
         thread.join()
         reading.close()
+        if stopping.is_set():
+            faulthandler.cancel_dump_traceback_later()
 
 
 def end_process(code: int) -> None:
@@ -94,8 +96,6 @@ def _watch(
             end_process(128 + number)
         signalled = True
         stopping.begin(grace_s)
-    if stopping.is_set():
-        faulthandler.cancel_dump_traceback_later()
 
 
 logger = logging.getLogger(__name__)
