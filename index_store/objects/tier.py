@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +31,7 @@ from index_store.errors import (
 from index_store.objects.bucket import Bucket, BucketFile, ObjectMissingError, check_url, folder_of
 from index_store.objects.context_file import Contents, Part, parts_of, read_contents, receive
 from index_store.objects.records import Marks, content_key
+from index_store.store.array_files import ArrayFiles
 from index_store.store.catalog import Store, neutral
 from index_store.store.clean_up import StoreRoom
 from index_store.store.description.array_entry import ArrayEntry
@@ -39,9 +39,6 @@ from index_store.store.description.manifest import Manifest
 from index_store.store.elsewhere import other_entries
 from index_store.store.files.durable import locked_file, permissions_in, storing, sync_tree
 from index_store.store.zarr_io import METADATA_NAME, chunk_path, compare_metadata, metadata
-
-if TYPE_CHECKING:
-    from index_store.store.writer import ArrayFiles
 
 MOST_FETCHES = 4
 """At once; more wait for their turn."""
@@ -317,8 +314,6 @@ def fetch_arrays(
 def write_metadata(folder: Path, entries: Sequence[ArrayEntry], permissions: int) -> ArrayFiles:
     """Has a folder say what arrays there are to be in it; what writes their chunks. What says something else, or was
     cut off when an earlier fetch ended, is replaced. Raises StoreError."""
-    from index_store.store.writer import ArrayFiles  # which imports torch: doors have none
-
     files = ArrayFiles(folder, permissions)
     with storing("writing", folder):
         for path, said in metadata(entries).items():

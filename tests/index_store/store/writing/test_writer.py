@@ -29,8 +29,7 @@ from index_store.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from index_store.store import writer as writing
-from index_store.store import zarr_io
+from index_store.store import array_files, writer, zarr_io
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up
 from index_store.store.description.json_fields import render_document
@@ -49,7 +48,7 @@ def full_disk_at(
     monkeypatch: pytest.MonkeyPatch, write: int, code: int = errno.ENOSPC
 ) -> Iterator[list[int]]:
     """The n-th file of an array, and every later one, fails half-way, as on a full disk."""
-    original, written = writing.new_file, [0]
+    original, written = writer.new_file, [0]
 
     def new_file(path: Path, permissions: int) -> BinaryIO:
         if path.name != "manifest.json":
@@ -60,7 +59,8 @@ def full_disk_at(
         return original(path, permissions)
 
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "new_file", new_file)
+        for module in (writer, array_files):
+            patch.setattr(module, "new_file", new_file)
         yield written
 
 
@@ -92,7 +92,7 @@ def test_full_disk_at_any_write(store: Store, monkeypatch: pytest.MonkeyPatch) -
             StoreFullError,
             "index-store gc",
         ),  # the manifest's
-        ("index_store.store.writer.sync_path", errno.EIO, StoreError, "Input/output error"),
+        ("index_store.store.array_files.sync_path", errno.EIO, StoreError, "Input/output error"),
         ("index_store.store.writer.new_file", errno.EIO, StoreError, "Input/output error"),
     ],
 )
@@ -110,7 +110,7 @@ def test_nothing_is_published_where_the_disk_refuses(
     def refuse(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(writing, "_SYNC_BYTES", 1)
+    monkeypatch.setattr(array_files, "_SYNC_BYTES", 1)
     with monkeypatch.context() as patch:
         patch.setattr(name, refuse)
         with pytest.raises(StoreError, match=said) as caught:
@@ -342,8 +342,8 @@ def test_rows_that_come_bit_by_bit_are_what_zarr_reads(
     store: Store, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same bytes as whole chunks, checksums included, also where the disk is asked for them in between."""
-    monkeypatch.setattr(writing, "_SYNC_BYTES", 300)
-    monkeypatch.setattr(writing, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(array_files, "_SYNC_BYTES", 300)
+    monkeypatch.setattr(array_files, "_PIECE_BYTES", 100)
     context = synthetic_context(tokens=37)
     synced: list[int] = []
     with store.writer(context.id) as writer:
