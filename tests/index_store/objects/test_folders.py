@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,9 @@ import pytest
 from index_store.errors import ObjectsUnavailableError
 from index_store.objects.courier import Courier
 from index_store.objects.tier import Tier, open_store
+from index_store.store.catalog import Store
+from tests.index_store.objects.site_process import book, look
+from tests.index_store.objects.site_process import site as site_of
 from tests.support.store import SyntheticContext
 
 
@@ -31,3 +36,23 @@ def test_a_folder_that_vanished_is_not_made_anew(tmp_path: Path, context: Synthe
     (tmp_path / "away").rename(folder)
     back = open_store(tmp_path / "here", objects=url)
     assert Courier(back, Tier.of(back)).look()
+
+
+def test_a_door_which_has_no_torch_can_fetch(tmp_path: Path) -> None:
+    url = f"file://{tmp_path / 'bucket'}"
+    (tmp_path / "bucket").mkdir()
+    here, courier = site_of(tmp_path / "here", url)
+    context = book(1)
+    context.write(here)
+    look(courier)
+    _, there = site_of(tmp_path / "there", url)
+    look(there)
+    program = (
+        "import sys; sys.modules['torch'] = None; from index_store.objects.tier import open_store; "
+        f"open_store({str(tmp_path / 'there')!r}, objects={url!r}).bring({context.id!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], timeout=120, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert not Store(tmp_path / "there").verify(context.id)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -38,9 +36,6 @@ from index_store.store.catalog import Store
 from index_store.store.clean_up import StoreRoom, clean_up, find_leftovers
 from index_store.store.zarr_io import chunk_path
 from tests.index_store.cli.conftest import Command, command
-from tests.index_store.objects.site_process import book
-from tests.index_store.objects.site_process import look as look_again
-from tests.index_store.objects.site_process import site as site_of
 from tests.index_store.objects.sites import Faults, FaultyBucket, Site, memory_bucket
 from tests.support.store import (
     CREATED,
@@ -789,23 +784,3 @@ def test_secrets_in_a_url_are_refused_and_not_repeated(url: str, tmp_path: Path)
     with pytest.raises(InvalidArgumentError, match="credentials in the environment") as raised:
         open_store(tmp_path / "store", True, url)
     assert "SECRET" not in str(raised.value)
-
-
-def test_a_door_which_has_no_torch_can_fetch(tmp_path: Path) -> None:
-    url = f"file://{tmp_path / 'bucket'}"
-    (tmp_path / "bucket").mkdir()
-    here, courier = site_of(tmp_path / "here", url)
-    context = book(1)
-    context.write(here)
-    look_again(courier)
-    _, there = site_of(tmp_path / "there", url)
-    look_again(there)
-    program = (
-        "import sys; sys.modules['torch'] = None; from index_store.objects.tier import open_store; "
-        f"open_store({str(tmp_path / 'there')!r}, objects={url!r}).bring({context.id!r})"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], timeout=120, check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert not Store(tmp_path / "there").verify(context.id)
