@@ -265,7 +265,11 @@ class Courier:
             local = _current(self._store.manifest(id_))
         except ContextNotFoundError:
             return None
-        self._store.notes.forget_deleted(id_)  # it was made again
+        if self._store.notes.deleted(id_):  # it was made again, or whoever deletes it is not done yet
+            with self._store.family_lock(id_):
+                if not self._store.folders.context(id_).is_dir():
+                    return None
+                self._store.notes.forget_deleted(id_)
         return local
 
     def _settle_unrecorded(self, sides: _Sides) -> bool:

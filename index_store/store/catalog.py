@@ -507,10 +507,14 @@ class Store:
             living = sum(not self.expired(child) for child in children)
             if living and not recursive:
                 raise ContextHasChildrenError.of(id_, living)
-            removed = [child.id for child in children if self._delete(child.id)]
+            removed = [child.id for child in children if self._delete_child(child.id)]
             if not self._delete(id_):
                 raise self._missing(id_)
         return [*removed, id_]
+
+    def _delete_child(self, id_: str) -> bool:
+        with self.family_lock(id_):
+            return self._delete(id_)
 
     def _require_readable(self, entries: Sequence[Entry], id_: str) -> None:
         """Raises StoreUnavailableError where another context cannot be read now, which may continue this one."""
@@ -537,11 +541,18 @@ class Store:
         return removed
 
     def discard(self, id_: str) -> bool:
-        """Removes the context's folder, and notes that; False when it was not there."""
-        with storing("deleting", self.folders.context(id_)):
-            removed = discard(self.folders.context(id_))
-        if removed:
-            self.notes.note_deleted(id_)
+        """Removes the context's folder; False when it was not there. Called with its family lock held.
+
+        That is noted before: whoever is killed in between leaves no context that is gone here and comes back from an
+        object store, which a second call could not tell from one that never was.
+        """
+        folder = self.folders.context(id_)
+        if not os.path.lexists(folder):
+            return False
+        self.notes.note_deleted(id_)
+        with storing("deleting", folder):
+            removed = discard(folder)
+        self.notes.note_here(id_)
         return removed
 
     def default_method(self, id_: str) -> TunedDefault | None:

@@ -83,7 +83,6 @@ class Notes:
 
     def note_deleted(self, id_: str) -> None:
         """Nothing is noted where there was never an object store."""
-        self.note_here(id_)
         if self._objects.is_dir():
             self._write(self._deleted / id_, "")
 

@@ -242,13 +242,16 @@ class Load:
                 with Client(place.grpc, timeout_s=DEADLINE_S) as client:
                     client.update_context(context, labels={"n": str(number)})
                     self.labels[context] = number, number
-                    found = client.get_context(context).labels.get("n")
+                    told = client.get_context(context)
             except SparseKVError as error:
                 self._notes.note_end("a label", place.name, begun, reason_of(error))
                 self._stopped.wait(0.2)
                 continue
-            if found != str(number):
-                self._notes.note_wrong(f"label {number} was acknowledged, and {found} is there")
+            # Of one whose manifest cannot be read now the state says so, and nothing else is told.
+            if told.state in ("READY", "EXPIRED") and told.labels.get("n") != str(number):
+                self._notes.note_wrong(
+                    f"label {number} was acknowledged, and {told.labels.get('n')} is there"
+                )
             self._stopped.wait(0.05)
 
     def _come_and_go(self, number: int, name: str) -> None:

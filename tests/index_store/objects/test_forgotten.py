@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from index_store.errors import StoreUnavailableError
+from index_store.errors import ContextNotFoundError, StoreUnavailableError
 from index_store.objects import records
 from index_store.objects.courier import Courier
-from index_store.store.files import reading
+from index_store.store import catalog
+from index_store.store.files import durable, reading
 from tests.index_store.objects.sites import Site, memory_bucket
 from tests.support.store import SyntheticContext
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -91,3 +93,47 @@ def test_a_fault_of_a_courier_does_not_end_it(here: Site, monkeypatch: pytest.Mo
     assert looked.acquire(timeout=60)
     assert looked.acquire(timeout=60)
     courier.stop()
+
+
+def test_a_deletion_that_was_killed_half_way_is_not_undone(
+    here: Site, there: Site, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The context is gone here, so a second call finds none, which is as good as a deletion."""
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    there.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "remove_tree", die)
+        with pytest.raises(KeyboardInterrupt):
+            here.store.delete(context.id)
+    with pytest.raises(ContextNotFoundError):
+        here.store.delete(context.id)
+    for site in (here, there, here):
+        site.settle()
+        with pytest.raises(ContextNotFoundError):
+            site.store.manifest(context.id)
+
+
+def test_a_look_while_a_context_is_deleted_does_not_bring_it_back(
+    here: Site, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, looks = catalog.discard, []
+
+    def discard(folder: Path) -> bool:
+        looks.append(threading.Thread(target=here.courier.look))
+        looks[0].start()
+        wait_until(asked.is_set)
+        return right(folder)
+
+    noted, asked = here.store.notes.deleted, threading.Event()
+    monkeypatch.setattr(here.store.notes, "deleted", lambda id_: (noted(id_), asked.set())[0])
+    monkeypatch.setattr(catalog, "discard", discard)
+    here.store.update(context.id, lambda present: replace(present, labels={"n": "1"}))
+    here.store.delete(context.id)
+    looks[0].join(60)
+    here.courier._pauses.clear()
+    here.settle()
+    with pytest.raises(ContextNotFoundError):
+        here.store.manifest(context.id)
