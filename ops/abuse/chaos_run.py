@@ -462,7 +462,7 @@ def check_store(store: Path, objects: str) -> Iterator[str]:
         if said := _failed(*command, "--store", str(store)):
             yield f"index-store {command[0]}: {said[-1500:]}"
     left = [path for path in store.rglob("*") if path.name.startswith((".tmp-", ".trash-"))]
-    # The next of a context takes the place of what is known of it; what a queue's writers left goes after a day.
+    # The next of a context takes the place of what is known of it; what a queue's writers left goes after an hour.
     left = [path for path in left if path.parents[1].name != "objects" and path.parent.name != "jobs"]
     if left := [*left, *(store / "locks").iterdir()]:
         yield f"leftovers: {[str(path.relative_to(store)) for path in left[:10]]}"
