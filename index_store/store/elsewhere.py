@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +23,7 @@ from index_store.store.files.durable import (
     storing,
     sync_path,
 )
+from index_store.store.files.reading import unavailable
 
 
 class Beyond(Protocol):
@@ -63,11 +63,14 @@ class Notes:
         self._contexts = store / "contexts"
 
     def url(self, id_: str) -> str | None:
-        """Where a context's arrays are; None where they are here."""
+        """Where a context's arrays are; None where they are here. Raises StoreUnavailableError."""
+        path = self._elsewhere / id_
         try:
-            return (self._elsewhere / id_).read_text("utf-8", "replace")[:2000]
+            return path.read_text("utf-8", "replace")[:2000]
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise unavailable(path, error) from error
 
     def note_elsewhere(self, id_: str, url: str) -> None:
         """Durably, as all of these. Raises StoreFullError or StoreError."""
@@ -91,10 +94,13 @@ class Notes:
         self._remove(self._deleted / id_)
 
     def forlorn(self) -> list[str]:
-        """Ids of contexts that are said to be elsewhere, and are not here at all."""
-        with suppress(FileNotFoundError):
+        """Ids of contexts that are said to be elsewhere, and are not here at all. Raises StoreUnavailableError."""
+        try:
             return [id_ for id_ in os.listdir(self._elsewhere) if not (self._contexts / id_).is_dir()]
-        return []
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise unavailable(self._elsewhere, error) from error
 
     def _write(self, path: Path, text: str) -> None:
         with storing("noting what is elsewhere", path):

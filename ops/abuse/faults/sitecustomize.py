@@ -165,7 +165,7 @@ class Adapter:
 
     def _replace_memory(self) -> None:
         torch = sys.modules.get("torch")
-        if torch is None:
+        if torch is None or not hasattr(torch, "empty"):  # it is only being imported
             return
 
         def made(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import pytest
 from index_store.errors import ContextNotFoundError, StoreUnavailableError
 from index_store.objects import records
 from index_store.objects.courier import Courier
-from index_store.store import catalog
+from index_store.store import catalog, elsewhere
 from index_store.store.files import durable, reading
 from tests.index_store.objects.sites import Site, memory_bucket
 from tests.support.store import SyntheticContext
@@ -137,3 +137,17 @@ def test_a_look_while_a_context_is_deleted_does_not_bring_it_back(
     here.settle()
     with pytest.raises(ContextNotFoundError):
         here.store.manifest(context.id)
+
+
+def test_notes_that_cannot_be_read_now_are_no_fault_of_the_program(
+    here: Site, context: SyntheticContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(StoreUnavailableError, match="Too many open files"):
+        here.store.elsewhere(context.id)
+    monkeypatch.setattr(elsewhere.os, "listdir", refuse)
+    with pytest.raises(StoreUnavailableError, match="Too many open files"):
+        here.store.notes.forlorn()
