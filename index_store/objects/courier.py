@@ -302,12 +302,9 @@ class Courier:
     def _join(self, sides: _Sides, local: Manifest, remote: Manifest) -> bool:
         """One that is here and there."""
         bucket, held, base = sides.bucket, sides.held, sides.base
-        seen = base
-        if (
-            base is None
-        ):  # forgotten, or a process was killed before it noted it: what was changed later counts
-            base = remote if self._changed_later(local, held) else local
-        wanted = merged(base, local, remote)
+        # Without a base it was forgotten, or who noted it was killed before: what was changed later counts.
+        last = base or (remote if self._changed_later(local, held) else local)
+        wanted = merged(last, local, remote)
         same, richer = neutral(local) == neutral(remote), _richer(local, remote)
         if (same or richer) and local != wanted:
             self._store.update(local.id, lambda present: _changed(present, local, wanted), _UPDATE_S)
@@ -318,7 +315,7 @@ class Courier:
             return False
         if wanted != remote:
             self._record(bucket, wanted, held)
-        elif seen != remote:
+        elif base != remote:
             self._tier.marks.write(local.id, Mark(held.number, remote))
         bucket.delete([*held.old, *self._orphans(held, content_key(remote))])
         return True
@@ -346,9 +343,8 @@ class Courier:
             )
         known = self._tier.held().get(local.id)
         if known is not None and content_key(known) not in held.contents:
-            self._tier.marks.remove(
-                local.id
-            )  # the bucket lost it: until it has it again, it stays on the disk
+            # The bucket lost it: until it has it again, it stays on the disk.
+            self._tier.marks.remove(local.id)
         parent = None if local.parent is None else local.parent.id
         if parent is not None and parent not in self._tier.held():
             return False  # which comes first
