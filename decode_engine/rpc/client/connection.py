@@ -66,8 +66,10 @@ def translate(error: grpc.RpcError, address: str) -> SparseKVError:
         )
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceededError("the deadline passed before the server had finished")
-    if code == grpc.StatusCode.CANCELLED:
+    if code == grpc.StatusCode.CANCELLED and details == _CHANNEL_CLOSED:
         return CancelledError("the call was cancelled")
+    if code == grpc.StatusCode.CANCELLED:  # by the server, which ends
+        return ServerUnreachableError(f"the server at {address} ended the call ({details})", address=address)
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:  # by gRPC itself, which knows no reasons
         return InvalidArgumentError(f"the server refused the request for its size: {details}")
     return InternalError(f"the call failed with {code.name}: {details}", code=code.name)
@@ -83,6 +85,8 @@ class ServerHealth:
 
 MOST_ATTEMPTS = 4
 _FIRST_S, _LONGEST_S = 0.1, 1.0
+_CHANNEL_CLOSED = "Channel closed!"
+"""gRPC's words where another thread closed the channel."""
 _NO_CONNECTION = "failed to connect"
 """How gRPC's words begin where nobody listens. It tries no other connection for a second, so all calls fail by then."""
 
@@ -211,6 +215,8 @@ class Stream(Generic[ResponseT]):
                 return cast(ResponseT | None, response)
             except grpc.RpcError as error:
                 failed = self._repeats.translate(error)
+                if self._cancelled.is_set() and isinstance(failed, ServerUnreachableError):
+                    raise CancelledError("the call was cancelled") from None
             except asyncio.CancelledError:  # of what reads, or by gRPC's account of the call, by `cancel`
                 task = asyncio.current_task()
                 if not self._cancelled.is_set() or (task is not None and task.cancelling()):
@@ -225,7 +231,7 @@ class Stream(Generic[ResponseT]):
                 raise failed
             await self._wire.sleep(self._repeats.wait_s(failed), self._cancelled)
             if self._cancelled.is_set():
-                raise failed
+                raise CancelledError("the call was cancelled")
             self._call = self._start(self._repeats.left_s)
             if self._cancelled.is_set():  # meanwhile, which ended the call before only
                 self._call.cancel()
