@@ -70,9 +70,9 @@ OBJECTS = tuple(
 LANES: dict[str, tuple[str, ...]] = {
     "server": ("kill", "frozen", "thread"),
     "engine": ("kill", "kill", "kill", "frozen", "handles", "file size", *INSIDE, *OBJECTS),
-    "door": (*("kill",) * 6, "frozen", "handles", *(each for each in INSIDE if each != "memory")),
-    "worker": (*("kill",) * 6, "frozen", "handles", "file size", *INSIDE, *OBJECTS),
-    "reader": (*("kill",) * 5, "frozen", "handles", "file size", *INSIDE, *OBJECTS),
+    "door": (*("kill",) * 9, "frozen", "handles", *(each for each in INSIDE if each != "memory")),
+    "worker": (*("kill",) * 9, "frozen", "handles", "file size", *INSIDE, *OBJECTS),
+    "reader": (*("kill",) * 7, "frozen", "handles", "file size", *INSIDE, *OBJECTS),
     "wires": ("connections", "connections", "silence"),
     "disks": ("store", "copy", "object"),
 }
