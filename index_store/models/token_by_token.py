@@ -61,11 +61,11 @@ def read_singly(model: torch.nn.Module, names: Sequence[str]) -> Callable[[], No
 
 
 def _forward(forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A mixer's own pass over the next tokens of some texts [B, T, D], one after the other where the texts have begun."""
+    """A mixer's own pass over the next tokens of texts [B, T, D], one after the other where these have begun."""
     cache = next((each for each in (*args, *kwargs.values()) if isinstance(each, StateCache)), None)
     if cache is None or not cache.begun or hidden_states.shape[1] == 1:
         return forward(hidden_states, *args, **kwargs)
-    found = [forward(each, *args, **kwargs) for each in hidden_states.split(1, dim=1)]
+    found = [forward(each, *args, **kwargs) for each in torch.split(hidden_states, 1, dim=1)]
     if isinstance(found[0], tuple):
         return (torch.cat([each[0] for each in found], dim=1), *found[-1][1:])
     return torch.cat(found, dim=1)
