@@ -40,7 +40,7 @@ MOST_LINES = {
     "decode_engine/rpc": 7_300,  # who calls, what they may, and what was refused
     "decode_engine/settings": 640,  # the file of quotas
     "decode_engine/steps": 3_000,  # with those of models with states
-    "index_store": 30_600,  # tenants, quotas, options from files; contexts as single files, and in object stores
+    "index_store": 30_710,  # tenants, quotas, options from files; contexts as single files, and in object stores
     "prefill_worker": 7_750,  # a job knows its tenant, and keeps states at marks
 }
 
