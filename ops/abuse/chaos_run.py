@@ -70,8 +70,8 @@ OBJECTS = tuple(
 LANES: dict[str, tuple[str, ...]] = {
     "server": ("kill", "frozen", "thread"),
     "engine": ("kill", "kill", "kill", "frozen", "handles", "file size", *INSIDE, *OBJECTS),
-    "door": (*("kill",) * 9, "frozen", "handles", *(each for each in INSIDE if each != "memory")),
-    "worker": (*("kill",) * 9, "frozen", "handles", "file size", *INSIDE, *OBJECTS),
+    "door": (*("kill",) * 14, "frozen", "handles", *(each for each in INSIDE if each != "memory")),
+    "worker": (*("kill",) * 12, "frozen", "handles", "file size", *INSIDE, *OBJECTS),
     "reader": (*("kill",) * 7, "frozen", "handles", "file size", *INSIDE, *OBJECTS),
     "wires": ("connections", "connections", "silence"),
     "disks": ("store", "copy", "object"),
@@ -211,7 +211,7 @@ class Run:
 
     def _explained(self, reason: str) -> bool:
         """Whether faults of this moment may end a call for such a reason."""
-        if reason == "CONTEXT_CORRUPT":
+        if reason in ("CONTEXT_CORRUPT", "OPERATION_CORRUPT"):
             return time.monotonic() < self._damaged_until
         return reason == "INTERNAL" and any(
             each["kind"] in ("thread", "memory", "handles") and time.monotonic() - each["at"] < DEADLINE_S

@@ -15,7 +15,8 @@ LEAST = 16  # of a matrix instruction
 
 def rows_in(x_BHRNX: Tensor) -> tuple[Tensor, int, int, int, int]:
     """As kernels are given rows: with the distances of neighbours in batch, head, range and point, in elements."""
-    return (x_BHRNX, *x_BHRNX.stride()[:4])
+    batch, head, range_, point, *_ = x_BHRNX.stride()
+    return x_BHRNX, batch, head, range_, point
 
 
 def padded(count: int) -> int:
