@@ -41,7 +41,7 @@ MOST_LINES = {
     "decode_engine/settings": 640,  # the file of quotas
     "decode_engine/steps": 3_000,  # with those of models with states
     "index_store": 30_710,  # tenants, quotas, options from files; contexts as single files, and in object stores
-    "prefill_worker": 7_750,  # a job knows its tenant, and keeps states at marks
+    "prefill_worker": 7_650,  # a job knows its tenant, and keeps states at marks
 }
 
 
