@@ -48,8 +48,8 @@ _CHUNKS_TOLD = " (default: 2,048 on a CPU, 8,192 on a GPU)"
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillConfig:
-    """One job. `input` are text files in order, or `messages` is a file with a conversation; `-` is standard input.
+class JobConfig:
+    """What is made of a document, whatever it is.
 
     method: methods whose indexes the context shall hold, see `methods`. index: further indexes by name, each perhaps
         with build parameters ("key_clusters:window=4096,keys_per_cluster=32").
@@ -65,21 +65,6 @@ class PrefillConfig:
 
     model: Annotated[str, Option(help=f"{MODELS}."), Filled()]
     store: StoreOption
-    input: Annotated[
-        tuple[Path, ...],
-        Option(help="Text file; may be repeated; - is standard input."),
-        InputFile(dash=True),
-    ] = ()
-    messages: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE.json",
-            help="In place of text: messages of a conversation, for the model's chat template; - is standard input.",
-        ),
-        InputFile(dash=True),
-    ] = None
-    name: Annotated[str | None, Option(help="Display name; by default the first file's name.")] = None
-    move_name: MoveNameOption = False
     method: Annotated[
         tuple[str, ...],
         Option(
@@ -93,9 +78,6 @@ class PrefillConfig:
             metavar="NAME",
         ),
     ] = ()
-    calibration: Annotated[
-        Path | None, Option(help="Example prompts: one question per line, or .jsonl."), InputFile()
-    ] = None
     dense_layers: Annotated[str, Option(help="auto, none, or layers such as 0,1.")] = AUTO
     dtype: Annotated[
         str, Option(help="Of stored keys and values; auto: the model's."), OneOf(AUTO, *KV_DTYPES)
@@ -174,12 +156,6 @@ class PrefillConfig:
 
         check_bounds(self)
         require_tenant(self.tenant)
-        if self.input and self.messages is not None:
-            raise InvalidArgumentError("--input and --messages are given, expected one of them")
-        if not self.input and self.messages is None:
-            raise InvalidArgumentError(
-                "no input: pass --input FILE, or --input - for standard input, or --messages with a conversation"
-            )
         if len(set(self.method)) != len(self.method):
             raise InvalidArgumentError(
                 f"--method is {', '.join(self.method)}, expected one or more different methods"
@@ -191,12 +167,6 @@ class PrefillConfig:
             from index_store.memory.devices import pick_device
 
             pick_device(self.device)
-        if self.move_name and self.name is None:
-            raise InvalidArgumentError("--move-name goes with --name, which says what moves")
-        if self.name is not None and not (self.name.isprintable() and 0 < len(self.name) <= 500):
-            raise InvalidArgumentError(
-                f"--name is {self.name[:80]!r}, expected 1 to 500 printable characters"
-            )
         parse_ttl(self.renew)
         if self.ttl is None and self.renew is not None:
             object.__setattr__(self, "ttl", self.renew)
@@ -244,6 +214,45 @@ class PrefillConfig:
         from index_store.memory.devices import pick_device
 
         return pick_device(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig(JobConfig):
+    """One job. `input` are text files in order, or `messages` is a file with a conversation; `-` is standard input."""
+
+    input: Annotated[
+        tuple[Path, ...],
+        Option(help="Text file; may be repeated; - is standard input."),
+        InputFile(dash=True),
+    ] = ()
+    messages: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE.json",
+            help="In place of text: messages of a conversation, for the model's chat template; - is standard input.",
+        ),
+        InputFile(dash=True),
+    ] = None
+    name: Annotated[str | None, Option(help="Display name; by default the first file's name.")] = None
+    move_name: MoveNameOption = False
+    calibration: Annotated[
+        Path | None, Option(help="Example prompts: one question per line, or .jsonl."), InputFile()
+    ] = None
+
+    def __post_init__(self) -> None:
+        JobConfig.__post_init__(self)
+        if self.input and self.messages is not None:
+            raise InvalidArgumentError("--input and --messages are given, expected one of them")
+        if not self.input and self.messages is None:
+            raise InvalidArgumentError(
+                "no input: pass --input FILE, or --input - for standard input, or --messages with a conversation"
+            )
+        if self.move_name and self.name is None:
+            raise InvalidArgumentError("--move-name goes with --name, which says what moves")
+        if self.name is not None and not (self.name.isprintable() and 0 < len(self.name) <= 500):
+            raise InvalidArgumentError(
+                f"--name is {self.name[:80]!r}, expected 1 to 500 printable characters"
+            )
 
 
 @dataclass(frozen=True, slots=True)
