@@ -71,8 +71,7 @@ def decode_text(label: str, data: bytes) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InvalidArgumentError(
-            f"input {label} is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}); "
-            "convert it first"
+            f"input {label} is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}); convert it first"
         ) from None
 
 

@@ -18,8 +18,7 @@ from index_store.cli.entry import INTERRUPTED
 from index_store.cli.logs import LogLevel, LogLevelOption, logging_to_stderr
 from index_store.cli.options import FormatOption, InputFile, OutputFormat, QuietOption, configured
 from index_store.cli.report import layers_text, print_rows, rows_text
-from prefill_worker.config import AddIndexConfig, DetachConfig, PrefillConfig, WorkerConfig
-from prefill_worker.corpus.config import CorpusConfig
+from prefill_worker.config import AddIndexConfig, CorpusConfig, DetachConfig, PrefillConfig, WorkerConfig
 
 if TYPE_CHECKING:
     from index_store.store.description.manifest import IndexEntry, Manifest
@@ -93,17 +92,17 @@ def run(
 def corpus(
     config: CorpusConfig, quiet: QuietOption = False, output: FormatOption = OutputFormat.TEXT
 ) -> None:
-    """Prefill many documents, by workers on Ray; needs `sparsekv[ray]`.
+    """Prefill many documents by workers on Ray.
 
     Files of text are a document each; lines of .jsonl files are objects, rows of .parquet files have columns. What the
     store has is left alone, so the same command goes on after it was ended or killed. Ends with 1 where a document
-    failed.
+    failed. Needs `sparsekv[ray]`.
     """
-    from prefill_worker.corpus.on_ray import failure_of, run_corpus
+    from prefill_worker.corpus.on_ray import run_corpus
 
     as_json = output is OutputFormat.JSON
     report = run_corpus(config, sys.stderr, quiet=quiet, lines=as_json)
-    failures = [failure_of(each) for each in report.failed]
+    failures = report.failures()
     if config.failures is not None:
         config.failures.write_text("".join(f"{json.dumps(each)}\n" for each in failures))
     if as_json:

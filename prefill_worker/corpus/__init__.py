@@ -1,1 +1,1 @@
-"""Many documents: found in folders and object stores, and made contexts of by workers on Ray."""
+"""Many documents, made contexts of by workers on Ray"""

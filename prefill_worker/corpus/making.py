@@ -14,7 +14,7 @@ from index_store.models.resolve import resolve_model
 from index_store.objects.courier import Courier
 from index_store.objects.tier import Tier
 from prefill_worker.build.stages import Clock
-from prefill_worker.corpus.config import CorpusConfig
+from prefill_worker.config import CorpusConfig
 from prefill_worker.corpus.documents import Document
 from prefill_worker.jobs.document_layers import KeptModel, Means
 from prefill_worker.jobs.job import carry_out

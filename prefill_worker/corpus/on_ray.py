@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from index_store.cli.console import LINE_EVERY_SECONDS, reporter_for
 from index_store.errors import InvalidArgumentError, JobLostError, format_bytes
-from prefill_worker.corpus.config import CorpusConfig
+from prefill_worker.config import CorpusConfig
 from prefill_worker.corpus.documents import CorpusFile, Document, documents_of, find_files
 from prefill_worker.corpus.making import CorpusWorker, Outcome
 
@@ -59,6 +60,12 @@ class CorpusReport:
         else:
             self.present += 1
 
+    def failures(self) -> list[dict[str, str]]:
+        """Documents that failed, as JSON."""
+        return [
+            {"source": each.source, "reason": each.reason, "problem": each.problem} for each in self.failed
+        ]
+
     def describe(self) -> dict[str, object]:
         """As JSON."""
         counts = {name: getattr(self, name) for name in ("documents", "made", "present", "tokens")}
@@ -78,11 +85,6 @@ class CorpusReport:
         )
 
 
-def failure_of(outcome: Outcome) -> dict[str, str]:
-    """A line of the file of failures."""
-    return {"source": outcome.source, "reason": outcome.reason, "problem": outcome.problem}
-
-
 def run_corpus(
     config: CorpusConfig, stream: TextIO, *, quiet: bool = False, lines: bool = False
 ) -> CorpusReport:
@@ -92,6 +94,11 @@ def run_corpus(
     told, as JSON lines where `lines`. Raises InvalidArgumentError without Ray or without documents, and what
     `CorpusWorker` raises.
     """
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if config.ray_address is None:
+        # Ray reads it when it is imported. Else its processes listen at all of the machine's addresses: it replaces
+        # 127.0.0.1 by another one, wherever it is told so.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     try:
         import ray.data
     except ModuleNotFoundError as error:
@@ -136,8 +143,10 @@ def _cluster(address: str | None) -> Iterator[None]:
     import ray
     from ray.data import DataContext
 
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    os.environ.setdefault(
+        "RAY_BACKEND_LOG_LEVEL", "fatal"
+    )  # else it warns of arguments that this process holds
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address is None:
@@ -174,16 +183,19 @@ def _outcomes(documents: Dataset, count: int, config: CorpusConfig) -> Iterator[
                 f"--workers is {config.workers}, and Ray has {total.get(name, 0):g} {name}s; expected as many at most"
             )
     made = documents.repartition(target_num_rows_per_block=together).materialize()
-    made = made.map_batches(
-        _Made,
-        fn_constructor_args=(config,),
-        batch_size=None,
-        batch_format="pyarrow",
-        compute=ActorPoolStrategy(size=config.workers),
-        max_restarts=-1,
-        max_task_retries=config.retries,
-        **share,
-    )
+    with warnings.catch_warnings():
+        # Restarts have no parameters of a name yet; without them a document that kills its worker does so for ever.
+        warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
+        made = made.map_batches(
+            _Made,
+            fn_constructor_args=(config,),
+            batch_size=None,
+            batch_format="pyarrow",
+            compute=ActorPoolStrategy(size=config.workers),
+            max_restarts=-1,
+            max_task_retries=config.retries,
+            **share,
+        )
     for row in made.iter_rows():
         yield Outcome(**row)
 
