@@ -115,4 +115,6 @@ def alone(address: str, names: list[str], tokens: int) -> dict[str, float]:
     first, later = (statistics.median(each["first_s"] for each in timed) for timed in (hits, misses))
     token_s = max(0.0, four - one) / ((_SESSIONS - 1) * tokens)
     step_s = one - token_s * tokens
+    if min(later - first, first - one, step_s) <= 0:
+        raise CheckFailedError("what was timed alone does not add up: the machine is too busy; try again")
     return {"load_s": later - first, "prompt_s": first - one, "step_s": step_s, "token_s": token_s}

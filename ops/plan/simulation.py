@@ -63,7 +63,7 @@ class Request:
 
 @dataclass
 class Server(Replica):
-    """A replica at work. free, busy: when the link from each tier is free, and how long it was not. epoch: of failures."""
+    """A replica at work. free, busy: when the link from each tier is free, and how long it was not."""
 
     shelves: tuple[Shelf, ...] = ()
     free: list[float] = field(default_factory=lambda: [0.0] * 4)
