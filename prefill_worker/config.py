@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
+from typer import Argument, Option
 
+from index_store.cli.documents import STANDARD_INPUT
 from index_store.cli.options import (
     AUTO,
     MODELS,
@@ -20,6 +21,7 @@ from index_store.cli.options import (
     MoveNameOption,
     ObjectsOption,
     OneOf,
+    OutputFile,
     RenewOption,
     StoreBytesOption,
     StoreOption,
@@ -48,8 +50,8 @@ _CHUNKS_TOLD = " (default: 2,048 on a CPU, 8,192 on a GPU)"
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillConfig:
-    """One job. `input` are text files in order, or `messages` is a file with a conversation; `-` is standard input.
+class JobConfig:
+    """What is made of a document, whatever it is.
 
     method: methods whose indexes the context shall hold, see `methods`. index: further indexes by name, each perhaps
         with build parameters ("key_clusters:window=4096,keys_per_cluster=32").
@@ -65,21 +67,6 @@ class PrefillConfig:
 
     model: Annotated[str, Option(help=f"{MODELS}."), Filled()]
     store: StoreOption
-    input: Annotated[
-        tuple[Path, ...],
-        Option(help="Text file; may be repeated; - is standard input."),
-        InputFile(dash=True),
-    ] = ()
-    messages: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE.json",
-            help="In place of text: messages of a conversation, for the model's chat template; - is standard input.",
-        ),
-        InputFile(dash=True),
-    ] = None
-    name: Annotated[str | None, Option(help="Display name; by default the first file's name.")] = None
-    move_name: MoveNameOption = False
     method: Annotated[
         tuple[str, ...],
         Option(
@@ -93,9 +80,6 @@ class PrefillConfig:
             metavar="NAME",
         ),
     ] = ()
-    calibration: Annotated[
-        Path | None, Option(help="Example prompts: one question per line, or .jsonl."), InputFile()
-    ] = None
     dense_layers: Annotated[str, Option(help="auto, none, or layers such as 0,1.")] = AUTO
     dtype: Annotated[
         str, Option(help="Of stored keys and values; auto: the model's."), OneOf(AUTO, *KV_DTYPES)
@@ -174,12 +158,6 @@ class PrefillConfig:
 
         check_bounds(self)
         require_tenant(self.tenant)
-        if self.input and self.messages is not None:
-            raise InvalidArgumentError("--input and --messages are given, expected one of them")
-        if not self.input and self.messages is None:
-            raise InvalidArgumentError(
-                "no input: pass --input FILE, or --input - for standard input, or --messages with a conversation"
-            )
         if len(set(self.method)) != len(self.method):
             raise InvalidArgumentError(
                 f"--method is {', '.join(self.method)}, expected one or more different methods"
@@ -191,12 +169,6 @@ class PrefillConfig:
             from index_store.memory.devices import pick_device
 
             pick_device(self.device)
-        if self.move_name and self.name is None:
-            raise InvalidArgumentError("--move-name goes with --name, which says what moves")
-        if self.name is not None and not (self.name.isprintable() and 0 < len(self.name) <= 500):
-            raise InvalidArgumentError(
-                f"--name is {self.name[:80]!r}, expected 1 to 500 printable characters"
-            )
         parse_ttl(self.renew)
         if self.ttl is None and self.renew is not None:
             object.__setattr__(self, "ttl", self.renew)
@@ -244,6 +216,90 @@ class PrefillConfig:
         from index_store.memory.devices import pick_device
 
         return pick_device(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig(JobConfig):
+    """One job. `input` are text files in order, or `messages` is a file with a conversation; `-` is standard input."""
+
+    input: Annotated[
+        tuple[Path, ...],
+        Option(help="Text file; may be repeated; - is standard input."),
+        InputFile(dash=True),
+    ] = ()
+    messages: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE.json",
+            help="In place of text: messages of a conversation, for the model's chat template; - is standard input.",
+        ),
+        InputFile(dash=True),
+    ] = None
+    name: Annotated[str | None, Option(help="Display name; by default the first file's name.")] = None
+    move_name: MoveNameOption = False
+    calibration: Annotated[
+        Path | None, Option(help="Example prompts: one question per line, or .jsonl."), InputFile()
+    ] = None
+
+    def __post_init__(self) -> None:
+        JobConfig.__post_init__(self)
+        if self.input and self.messages is not None:
+            raise InvalidArgumentError("--input and --messages are given, expected one of them")
+        if not self.input and self.messages is None:
+            raise InvalidArgumentError(
+                "no input: pass --input FILE, or --input - for standard input, or --messages with a conversation"
+            )
+        if self.move_name and self.name is None:
+            raise InvalidArgumentError("--move-name goes with --name, which says what moves")
+        if self.name is not None and not (self.name.isprintable() and 0 < len(self.name) <= 500):
+            raise InvalidArgumentError(
+                f"--name is {self.name[:80]!r}, expected 1 to 500 printable characters"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusConfig(JobConfig):
+    """Many documents, and how each is to be made.
+
+    sources: files, folders, URLs of object stores. workers: processes that read, each with the model in memory.
+    retries: of a document that failed, by an error that may pass or with its worker.
+    """
+
+    sources: Annotated[
+        tuple[str, ...],
+        Argument(
+            metavar="SOURCE",
+            help="Files and folders of text, JSON lines and Parquet, or s3://, gs://, az://.",
+        ),
+        Filled(),
+    ] = ()
+    text_field: Annotated[str, Option(help="Member or column with the text."), Filled()] = "text"
+    name_field: Annotated[str, Option(help="Member or column with the context's name."), Filled()] = "name"
+    workers: Annotated[
+        int,
+        Option(help="Processes that read, each with the model, and with a GPU or its share of the cores."),
+        AtLeast(1, 10_000),
+    ] = 1
+    retries: Annotated[int, Option(help="Of a document that failed."), AtLeast(0, 100)] = 2
+    failures: Annotated[
+        Path | None, Option(metavar="FILE.jsonl", help="Where to list documents that failed."), OutputFile()
+    ] = None
+    ray_address: Annotated[
+        str | None,
+        Option(
+            metavar="ADDRESS", help="A running Ray cluster; by default one of this machine alone is started."
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        JobConfig.__post_init__(self)
+        if not self.sources:
+            raise InvalidArgumentError("SOURCE is missing: name files, folders or URLs of documents")
+
+    def job(self) -> PrefillConfig:
+        """What is told of each of the jobs; its input comes otherwise."""
+        shared = {field.name: getattr(self, field.name) for field in fields(JobConfig)}
+        return PrefillConfig(**shared, input=(STANDARD_INPUT,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ def read_document(paths: Sequence[Path], standard_input: BinaryIO) -> str:
         raise InvalidArgumentError("standard input (-) is given more than once; it can be read only once")
     text = ""
     for path in paths:
-        part = _decode(path, _read_bytes(path, standard_input))
+        part = decode_text(_label(path), _read_bytes(path, standard_input))
         if not part.strip():
             raise InvalidArgumentError(f"input {_label(path)} is empty; expected text")
         text += part if not text or text.endswith("\n") else "\n" + part
@@ -34,7 +34,7 @@ def read_messages(path: Path, standard_input: BinaryIO) -> Conversation:
 
     Raises InvalidArgumentError for a file that cannot be used, and names the file and the part.
     """
-    text = _decode(path, _read_bytes(path, standard_input))
+    text = decode_text(_label(path), _read_bytes(path, standard_input))
     try:
         return read_conversation(json.loads(text))
     except (ValueError, RecursionError) as error:
@@ -51,7 +51,7 @@ def document_name(paths: Sequence[Path]) -> str:
 
 def read_text(path: Path, standard_input: BinaryIO | None = None) -> str:
     """The text of one input. Raises as `read_document` does, but for an empty one."""
-    return _decode(path, _read_bytes(path, standard_input))
+    return decode_text(_label(path), _read_bytes(path, standard_input))
 
 
 def _read_bytes(path: Path, standard_input: BinaryIO | None) -> bytes:
@@ -65,13 +65,13 @@ def _read_bytes(path: Path, standard_input: BinaryIO | None) -> bytes:
         raise InvalidArgumentError(f"input {path} cannot be read: {error.strerror}") from error
 
 
-def _decode(path: Path, data: bytes) -> str:
+def decode_text(label: str, data: bytes) -> str:
+    """The text of an input's bytes, without a byte order mark. Raises InvalidArgumentError, which names the label."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InvalidArgumentError(
-            f"input {_label(path)} is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}); "
-            "convert it first"
+            f"input {label} is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}); convert it first"
         ) from None
 
 

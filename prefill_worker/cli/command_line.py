@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from index_store.cli.entry import INTERRUPTED
 from index_store.cli.logs import LogLevel, LogLevelOption, logging_to_stderr
 from index_store.cli.options import FormatOption, InputFile, OutputFormat, QuietOption, configured
 from index_store.cli.report import layers_text, print_rows, rows_text
-from prefill_worker.config import AddIndexConfig, DetachConfig, PrefillConfig, WorkerConfig
+from prefill_worker.config import AddIndexConfig, CorpusConfig, DetachConfig, PrefillConfig, WorkerConfig
 
 if TYPE_CHECKING:
     from index_store.store.description.manifest import IndexEntry, Manifest
@@ -43,7 +44,10 @@ GROUPS = {
     "Indexes": "method index dense_layers query_sample seed",
     "Reading": "chunk attention muse_block muse_clusters muse_cap muse_iterations muse_dipole",
     "Storing and computing": "dtype rows device device_memory objects",
+    "Many documents": "text_field name_field workers retries failures ray_address",
 }
+_MOST_TOLD = 20
+"""Failures that are printed."""
 
 
 @app.command(cls=GroupedCommand)
@@ -80,6 +84,37 @@ def run(
     _print(report, output)
     if courier is not None:
         courier.upload(report.manifest.id)
+
+
+@app.command(cls=GroupedCommand)
+@_interruptible()
+@configured(CorpusConfig, GROUPS)
+def corpus(
+    config: CorpusConfig, quiet: QuietOption = False, output: FormatOption = OutputFormat.TEXT
+) -> None:
+    """Prefill many documents by workers on Ray.
+
+    Files of text are a document each; lines of .jsonl files are objects, rows of .parquet files have columns. What the
+    store has is left alone, so the same command goes on after it was ended or killed. Ends with 1 where a document
+    failed. Needs `sparsekv[ray]`.
+    """
+    from prefill_worker.corpus.on_ray import run_corpus
+
+    as_json = output is OutputFormat.JSON
+    report = run_corpus(config, sys.stderr, quiet=quiet, lines=as_json)
+    failures = report.failures()
+    if config.failures is not None:
+        config.failures.write_text("".join(f"{json.dumps(each)}\n" for each in failures))
+    if as_json:
+        print_json({**report.describe(), "failures": failures})
+    else:
+        typer.echo(f"{report.told()}, in {report.seconds:,.1f} s")
+        for each in failures[:_MOST_TOLD]:
+            typer.echo(f"failed: {each['source']}: {each['problem']}", err=True)
+        if len(failures) > _MOST_TOLD:
+            typer.echo(f"failed: {len(failures) - _MOST_TOLD:,} more; --failures FILE lists all", err=True)
+    if failures:
+        raise typer.Exit(1)
 
 
 @app.command("add-index")

@@ -231,10 +231,15 @@ def prepare_job(
         messages = read_messages(config.messages, standard_input)
         token_ids, conversation = tokenizer.begin_conversation(messages)
     else:
-        token_ids = [*tokenizer.prefix_ids, *tokenizer.encode(read_document(config.input, standard_input))]
+        token_ids = document_tokens(tokenizer, read_document(config.input, standard_input))
     prompts = [] if config.calibration is None else read_prompts(config.calibration, tokenizer)
     title = document_name(config.input or (config.messages or STANDARD_INPUT,))
     return _checked(config, folder, identity, chosen, token_ids, prompts, title, conversation)
+
+
+def document_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a document's tokens, behind those that the model begins every text with."""
+    return [*tokenizer.prefix_ids, *tokenizer.encode(text)]
 
 
 def job_over_tokens(

@@ -111,7 +111,7 @@ def test_commands_in_the_documents_exist(document: Path) -> None:
     paths = set(re.findall(r"\bops/[\w/.-]*\w", text)) | set(re.findall(r"`(\w+/[\w/]+\.\w+)`", text))
     assert sorted(path for path in paths if not (ROOT / path).exists()) == []
     known = {
-        "prefill-worker": {"run", "add-index", "detach", "serve"},
+        "prefill-worker": {"run", "corpus", "add-index", "detach", "serve"},
         "decode-engine": {
             "contexts",
             "operations",

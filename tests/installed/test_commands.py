@@ -36,6 +36,7 @@ PACKAGES = {
 # What a command needs besides the option that is looked at. {text}, {folder}: a file and a folder that are there.
 NEEDED = {
     "prefill-worker run": "--model reader --store {folder}/store --input {text}",
+    "prefill-worker corpus": "--model reader --store {folder}/store",
     "prefill-worker serve": "--model reader --store {folder}/store",
     "prefill-worker add-index": "--store {folder} --context c",
     "prefill-worker detach": "--store {folder} --context c",
@@ -70,6 +71,7 @@ NEEDED = {
     "decode-engine operations rm": "c",
 }
 ARGUMENTS = {
+    "prefill-worker corpus": ["text.txt"],
     "decode-engine ask": ["Who?"],
     "decode-engine contexts label": ["c", "team=law"],
     "decode-engine contexts extend": ["c", "text.txt"],

@@ -1,0 +1,1 @@
+"""Many documents, made contexts of by workers on Ray"""
