@@ -260,9 +260,9 @@ def test_prompts_on_one_context_read_it_once(llama: Served, monkeypatch: pytest.
     read: list[int] = []
     reads = DenseLayer.read_context
 
-    def noting(layer: DenseLayer, q_HTGD: torch.Tensor) -> AttentionState:
+    def noting(layer: DenseLayer, q_HTGD: torch.Tensor, rows: bool) -> AttentionState:
         read.append(q_HTGD.shape[1])
-        return reads(layer, q_HTGD)
+        return reads(layer, q_HTGD, rows)
 
     monkeypatch.setattr(DenseLayer, "read_context", noting)
     monkeypatch.setattr(llama.runner, "prompts", Prompts.EXACT)
