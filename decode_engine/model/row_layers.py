@@ -25,7 +25,7 @@ from decode_engine.model.packed_weights import Arrays, RowLinear
 from decode_engine.model.row_layers_numba import LOOPS
 from decode_engine.model.row_products_numba import work_of
 from index_store.attention.attention_state import LogitForm
-from index_store.compiled.launch import F4, launch
+from index_store.compiled.launch import F4, launch, thread_count
 from index_store.memory.resident import ResidentContext
 from index_store.methods.presets import METHODS
 
@@ -115,12 +115,13 @@ class RowLayers:
         rows, _, size = hidden.shape
         x = hidden.view(rows, size).numpy()
         turns = (cos.view(rows, -1).numpy(), sin.view(rows, -1).numpy())
-        scratch = [np.empty((rows, width), np.float32) for width in (size, 2 * self._gate, self._gate)]
+        scratch = [np.empty((rows, width), np.float32) for width in (size, size, 2 * self._gate, self._gate)]
         attended = np.empty((0, size), np.float32)
         for layer, part in enumerate(self._parts):
             out = np.empty((rows, part.outputs), np.float32)
             launch(
                 self._loop,
+                thread_count(),
                 attended,
                 x,
                 *scratch,
@@ -177,7 +178,7 @@ def _between(
     output, middle_norm, gate, down = matrices
     eps = np.array([first_eps, norm.variance_epsilon], np.float32)
     arrays = (eps, *output, middle_norm, *gate, *down, _weight(norm), *following, bias)
-    work = sum(work_of(each[0], 1) for each in (output, gate, down, following)) / (4 if len(output[0]) else 1)
+    work = sum(work_of(each[0], 1) for each in (output, gate, down, following))
     return _Between(heads, arrays, len(following[0]), work)
 
 

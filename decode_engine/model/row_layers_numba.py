@@ -11,9 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import types
 
 from decode_engine.model.row_products_numba import OUTPUTS_PER_TASK, Numbers, multiply_some
-from index_store.compiled.launch import F4, njit, spread
+from index_store.attention.vectors.code import SIZE, WORD, Rows, call, emits
+from index_store.compiled.launch import F4, I8, njit, spread
 
 
 @njit(_nrt=False)
@@ -63,38 +65,124 @@ def _rotate(out: F4, bias: F4, cos: F4, sin: F4, heads: int) -> None:  # pragma:
                 out[b, first + half + i] = high * cos[b, half + i] + low * sin[b, half + i]
 
 
+_LINE = 8  # numbers of a cache line, of which each counter has one
+_PATIENCE = 4000  # looks, before the processor is offered to others
+
+
+@emits(types.intp, "rows i")
+def _claim(builder: Any, counters: Rows, phase: Any) -> Any:
+    """The number of the phase's next task."""
+    return builder.atomic_rmw("add", counters.address(phase, SIZE(0), SIZE), SIZE(1), "seq_cst")
+
+
+@emits(types.intp, "rows i")
+def _seen(builder: Any, counters: Rows, phase: Any) -> Any:
+    """How often the phase was claimed, or done, up to now."""
+    return builder.load_atomic(counters.address(phase, SIZE(0), SIZE), "acquire", 8)
+
+
+@emits(types.void, "")
+def _let_others_run(builder: Any) -> None:
+    call(builder, "sched_yield", WORD)
+
+
+@njit(_nrt=False)
+def _await(counters: I8, phase: int, count: int) -> None:  # pragma: no cover - compiled
+    """Until so many tasks are done."""
+    looks = 0
+    while _seen(counters, phase) < count:
+        looks += 1
+        if looks > _PATIENCE:
+            _let_others_run()
+
+
+@njit(_nrt=False)
+def _multiply_all(
+    counters: I8, phase: int, rows: F4, weights: Numbers, scales: F4, out: F4
+) -> None:  # pragma: no cover - compiled
+    tasks = (out.shape[1] + OUTPUTS_PER_TASK - 1) // OUTPUTS_PER_TASK
+    task = _claim(counters, phase)
+    while task < tasks:
+        multiply_some(task, rows, weights, scales, out)
+        _claim(counters, phase + 1)
+        task = _claim(counters, phase)
+    _await(counters, phase + 1, tasks)
+
+
+@njit(_nrt=False)
+def _gate_all(
+    counters: I8, phase: int, rows: F4, weights: Numbers, scales: F4, both: F4, gated: F4
+) -> None:  # pragma: no cover - compiled
+    tasks = (gated.shape[1] + OUTPUTS_PER_TASK - 1) // OUTPUTS_PER_TASK
+    task = _claim(counters, phase)
+    while task < tasks:
+        _gate_some(task, rows, weights, scales, both, gated)
+        _claim(counters, phase + 1)
+        task = _claim(counters, phase)
+    _await(counters, phase + 1, tasks)
+
+
+@njit(_nrt=False)
+def _normalise_all(
+    counters: I8, phase: int, more: F4, x: F4, norm: F4, eps: np.float32, out: F4
+) -> None:  # pragma: no cover - compiled
+    """Adds `more` to x, unless it is empty, and normalises it."""
+    task = _claim(counters, phase)
+    while task < x.shape[0]:
+        own = x[task : task + 1]
+        if more.shape[0] > 0:
+            _add(own, more[task : task + 1])
+        _normalise(own, norm, eps, out[task : task + 1])
+        _claim(counters, phase + 1)
+        task = _claim(counters, phase)
+    _await(counters, phase + 1, x.shape[0])
+
+
+@njit(_nrt=False)
+def _take_part(
+    thread: int, counters: I8, attended: F4, x: F4, normed: F4, added: F4, both: F4, gated: F4, out: F4,
+    cos: F4, sin: F4, heads: int, eps: F4, output: Numbers, output_scales: F4, middle_norm: F4,
+    gate: Numbers, gate_scales: F4, down: Numbers, down_scales: F4, norm: F4, following: Numbers,
+    following_scales: F4, bias: F4,
+) -> None:  # fmt: skip # pragma: no cover - compiled
+    """One thread's part in all phases. Whoever comes takes tasks, so it does not matter how many come, or when."""
+    more = added[: min(attended.shape[0], added.shape[0])]
+    if attended.shape[0] > 0:
+        _multiply_all(counters, 0, attended, output, output_scales, added)
+        _normalise_all(counters, 2, more, x, middle_norm, eps[0], normed)
+        _gate_all(counters, 4, normed, gate, gate_scales, both, gated)
+        _multiply_all(counters, 6, gated, down, down_scales, added)
+    _normalise_all(counters, 8, more, x, norm, eps[1], normed)
+    _multiply_all(counters, 10, normed, following, following_scales, out)
+
+
 def _loop_for(kind: str, numbers: str) -> Any:
     """The loop for weights of one kind, which Python and the cache know as `go_on_KIND` of this module."""
 
     def go_on(
-        attended: F4, x: F4, normed: F4, both: F4, gated: F4, out: F4, cos: F4, sin: F4, heads: int,
-        eps: F4, output: Numbers, output_scales: F4, middle_norm: F4, gate: Numbers, gate_scales: F4,
-        down: Numbers, down_scales: F4, norm: F4, following: Numbers, following_scales: F4, bias: F4,
+        threads: int, attended: F4, x: F4, normed: F4, added: F4, both: F4, gated: F4, out: F4, cos: F4,
+        sin: F4, heads: int, eps: F4, output: Numbers, output_scales: F4, middle_norm: F4, gate: Numbers,
+        gate_scales: F4, down: Numbers, down_scales: F4, norm: F4, following: Numbers, following_scales: F4,
+        bias: F4,
     ) -> None:  # fmt: skip # pragma: no cover - compiled
         """From what layers attended to, [B, A], to `out` [B, O], products of the matrix that follows the next norm.
 
-        x: [B, E], the rows' residuals, which are changed. normed [B, E], both [B, 2 M], gated [B, M]: scratch. cos,
-        sin: [B, d]. heads: at the beginning of out, that are rotated. eps: of both norms. Without attended rows only
-        the last norm and matrix count.
+        x: [B, E], the rows' residuals, which are changed. normed, added [B, E], both [B, 2 M], gated [B, M]: scratch.
+        cos, sin: [B, d]. heads: at the beginning of out, that are rotated. eps: of both norms. Without attended rows
+        only the last norm and matrix count. Threads are woken once, and meet behind every phase.
         """
-        if attended.shape[0] > 0:
-            tasks = (output.shape[0] + OUTPUTS_PER_TASK - 1) // OUTPUTS_PER_TASK
-            spread(multiply_some, tasks, (attended, output, output_scales, normed))
-            _add(x, normed)
-            _normalise(x, middle_norm, eps[0], normed)
-            some = (gated.shape[1] + OUTPUTS_PER_TASK - 1) // OUTPUTS_PER_TASK
-            spread(_gate_some, some, (normed, gate, gate_scales, both, gated))
-            spread(multiply_some, tasks, (gated, down, down_scales, normed))
-            _add(x, normed)
-        _normalise(x, norm, eps[1], normed)
-        tasks = (following.shape[0] + OUTPUTS_PER_TASK - 1) // OUTPUTS_PER_TASK
-        spread(multiply_some, tasks, (normed, following, following_scales, out))
+        counters = np.zeros((12, _LINE), np.int64)
+        spread(
+            _take_part, threads,
+            (counters, attended, x, normed, added, both, gated, out, cos, sin, heads, eps, output, output_scales,
+             middle_norm, gate, gate_scales, down, down_scales, norm, following, following_scales, bias),
+        )  # fmt: skip
         _rotate(out, bias, cos, sin, heads)
 
     go_on.__name__ = go_on.__qualname__ = f"go_on_{kind}"
     matrix = f"{numbers}x2 f4x2"
-    rows = " ".join(["f4x2"] * 8)
-    return njit(f"{rows} i8 f4x1 {matrix} f4x1 {matrix} {matrix} f4x1 {matrix} f4x1")(go_on)
+    rows = " ".join(["f4x2"] * 9)
+    return njit(f"i8 {rows} i8 f4x1 {matrix} f4x1 {matrix} {matrix} f4x1 {matrix} f4x1")(go_on)
 
 
 go_on_float32 = _loop_for("float32", "f4")
