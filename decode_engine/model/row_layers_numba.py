@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import types
 
 from decode_engine.model.row_products_numba import OUTPUTS_PER_TASK, Numbers, multiply_some
-from index_store.attention.vectors.code import SIZE, WORD, Rows, call, emits
+from index_store.attention.vectors.counters_numba import LINE, claim, wait_until
 from index_store.compiled.launch import F4, I8, njit, spread
 
 
@@ -65,48 +64,17 @@ def _rotate(out: F4, bias: F4, cos: F4, sin: F4, heads: int) -> None:  # pragma:
                 out[b, first + half + i] = high * cos[b, half + i] + low * sin[b, half + i]
 
 
-_LINE = 8  # numbers of a cache line, of which each counter has one
-_PATIENCE = 4000  # looks, before the processor is offered to others
-
-
-@emits(types.intp, "rows i")
-def _claim(builder: Any, counters: Rows, phase: Any) -> Any:
-    """The number of the phase's next task."""
-    return builder.atomic_rmw("add", counters.address(phase, SIZE(0), SIZE), SIZE(1), "seq_cst")
-
-
-@emits(types.intp, "rows i")
-def _seen(builder: Any, counters: Rows, phase: Any) -> Any:
-    """How often the phase was claimed, or done, up to now."""
-    return builder.load_atomic(counters.address(phase, SIZE(0), SIZE), "acquire", 8)
-
-
-@emits(types.void, "")
-def _let_others_run(builder: Any) -> None:
-    call(builder, "sched_yield", WORD)
-
-
-@njit(_nrt=False)
-def _await(counters: I8, phase: int, count: int) -> None:  # pragma: no cover - compiled
-    """Until so many tasks are done."""
-    looks = 0
-    while _seen(counters, phase) < count:
-        looks += 1
-        if looks > _PATIENCE:
-            _let_others_run()
-
-
 @njit(_nrt=False)
 def _multiply_all(
     counters: I8, phase: int, rows: F4, weights: Numbers, scales: F4, out: F4
 ) -> None:  # pragma: no cover - compiled
     tasks = (out.shape[1] + OUTPUTS_PER_TASK - 1) // OUTPUTS_PER_TASK
-    task = _claim(counters, phase)
+    task = claim(counters, phase)
     while task < tasks:
         multiply_some(task, rows, weights, scales, out)
-        _claim(counters, phase + 1)
-        task = _claim(counters, phase)
-    _await(counters, phase + 1, tasks)
+        claim(counters, phase + 1)
+        task = claim(counters, phase)
+    wait_until(counters, phase + 1, tasks)
 
 
 @njit(_nrt=False)
@@ -114,12 +82,12 @@ def _gate_all(
     counters: I8, phase: int, rows: F4, weights: Numbers, scales: F4, both: F4, gated: F4
 ) -> None:  # pragma: no cover - compiled
     tasks = (gated.shape[1] + OUTPUTS_PER_TASK - 1) // OUTPUTS_PER_TASK
-    task = _claim(counters, phase)
+    task = claim(counters, phase)
     while task < tasks:
         _gate_some(task, rows, weights, scales, both, gated)
-        _claim(counters, phase + 1)
-        task = _claim(counters, phase)
-    _await(counters, phase + 1, tasks)
+        claim(counters, phase + 1)
+        task = claim(counters, phase)
+    wait_until(counters, phase + 1, tasks)
 
 
 @njit(_nrt=False)
@@ -127,15 +95,15 @@ def _normalise_all(
     counters: I8, phase: int, more: F4, x: F4, norm: F4, eps: np.float32, out: F4
 ) -> None:  # pragma: no cover - compiled
     """Adds `more` to x, unless it is empty, and normalises it."""
-    task = _claim(counters, phase)
+    task = claim(counters, phase)
     while task < x.shape[0]:
         own = x[task : task + 1]
         if more.shape[0] > 0:
             _add(own, more[task : task + 1])
         _normalise(own, norm, eps, out[task : task + 1])
-        _claim(counters, phase + 1)
-        task = _claim(counters, phase)
-    _await(counters, phase + 1, x.shape[0])
+        claim(counters, phase + 1)
+        task = claim(counters, phase)
+    wait_until(counters, phase + 1, x.shape[0])
 
 
 @njit(_nrt=False)
@@ -171,7 +139,7 @@ def _loop_for(kind: str, numbers: str) -> Any:
         cos, sin: [B, d]. heads: at the beginning of out, that are rotated. eps: of both norms. Without attended rows
         only the last norm and matrix count. Threads are woken once, and meet behind every phase.
         """
-        counters = np.zeros((12, _LINE), np.int64)
+        counters = np.zeros((12, LINE), np.int64)
         spread(
             _take_part, threads,
             (counters, attended, x, normed, added, both, gated, out, cos, sin, heads, eps, output, output_scales,
