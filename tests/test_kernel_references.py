@@ -47,6 +47,10 @@ COMPARED_WITH: Mapping[Place, Place | str] = {
         "index_store.indexes.coarse_rows.reference",
         "attend_values_reference",
     ),
+    (
+        "decode_engine.model.row_layers",
+        "RowLayers",
+    ): "the model's own forward, by a trial at every start, too",
     ("decode_engine.kernels.slots.slot_cache", "copy_rows"): "rows are those that the test copied from",
     ("decode_engine.kernels.slots.slot_fetch", "fetch_rows"): "a cache of dictionaries in slot_problems.py",
     ("decode_engine.kernels.tables.search", "pick"): _TABLES,

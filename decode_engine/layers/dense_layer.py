@@ -19,7 +19,7 @@ from decode_engine.layers.figures import Figures
 from decode_engine.layers.partial_attention import attend_shared, attend_streamed
 from index_store.attention.attention_state import PLAIN, AttentionState, LogitForm
 from index_store.attention.fused import attend_recent
-from index_store.attention.listed_keys_numba import Listed, attend_listed, readable
+from index_store.attention.listed_keys_numba import Listed, attend_context, attend_listed, readable
 from index_store.indexes.coarse_rows.two_planes import ContextRows, TwoPlanes
 from index_store.indexes.interface.layer_index import GrowingRows
 
@@ -103,10 +103,12 @@ class DenseLayer:
         """As `SparseLayer.attend`."""
         return attend_dense_together([(self, q_HTGD, keys_HTD, values_HTD, position)])[0]
 
-    def read_context(self, q_HTGD: Tensor) -> AttentionState:
-        """Attention to the context alone, for queries of any sessions on it."""
+    def read_context(self, q_HTGD: Tensor, rows: bool) -> AttentionState:
+        """Attention to the context alone, for queries of any sessions on it. rows: see `attend_dense_together`."""
         if self._on_host or isinstance(self._kv_HN2D, TwoPlanes):
             return attend_streamed(q_HTGD, self._kv_HN2D, self._form.cap)
+        if rows and self._form.cap is None and readable(q_HTGD, self._kv_HN2D, ()):
+            return attend_context(self._kv_HN2D, q_HTGD)
         return attend_shared(q_HTGD, self._kv_HN2D, causal=False, cap=self._form.cap)
 
     def add(self, keys_HTD: Tensor, values_HTD: Tensor, position: int) -> None:
@@ -160,7 +162,8 @@ def attend_dense_together(
     first = layers[0]
     for layer, _, keys_HTD, values_HTD, position in calls:
         layer.add(keys_HTD, values_HTD, position)
-    context = first.read_context(_joined(queries))
+    rows = rows or all(q_HTGD.shape[1] == 1 for q_HTGD in queries)
+    context = first.read_context(_joined(queries), rows)
     out_HTGD = first.add_sink(_with_tails(layers, queries, context, rows)).out
     spent = perf_counter_ns() - begin
     for layer in layers:
@@ -173,7 +176,7 @@ def _with_tails(
 ) -> AttentionState:
     """Attention of each session's last tokens to the context, which is known, and to its own tail."""
     first, q_HTGD = layers[0], _joined(queries)
-    if rows or q_HTGD.shape[1] == len(layers):
+    if rows:
         tails = [tail for layer, own in zip(layers, queries, strict=True) for tail in _tails_seen(layer, own)]
         state = first.add_tails(q_HTGD, tails, context)
         if state is not None:

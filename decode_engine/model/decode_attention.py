@@ -131,15 +131,13 @@ def decode_attention(
             "attention mask"
         )
     if query.shape[0] == 1:
-        return narrow(
-            _attend_sessions(decode_step, layer, query, key, value, scale), width
-        ).contiguous(), None
+        return narrow(attend_sessions(decode_step, layer, query, key, value, scale), width).contiguous(), None
     query, key, value = (each.transpose(0, 2) for each in (query, key, value))  # a token of each session
-    out = _attend_sessions(decode_step, layer, query, key, value, scale)
+    out = attend_sessions(decode_step, layer, query, key, value, scale)
     return narrow(out.transpose(0, 1), width).contiguous(), None
 
 
-def _attend_sessions(
+def attend_sessions(
     step: DecodeStep, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Tensor:
     """Attention of every session's tokens by its layer: query [1, Hq, T, d], key and value [1, H, T, d], of one width.

@@ -45,6 +45,10 @@ _DTYPES = {name: getattr(torch, name) for name in WEIGHTS if name != AUTO}
 _AS_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.uint16}
 
 
+Arrays = tuple[Numbers, NDArray[np.float32]]
+"""Numbers and scales of a matrix, as loops read them."""
+
+
 @dataclass(frozen=True, slots=True)
 class KeptWeights:
     """How matrices are kept. name: of their dtype. told: with the reason, for the log. rounded: were any changed."""
@@ -58,7 +62,7 @@ class PackedMatrix(nn.Module):
     """A matrix [O, I] in fewer bits.
 
     numbers: [O, I rounded up] float32, bfloat16, float16, or int8, which count in scales [O, groups] float32, one for
-    GROUP inputs.
+    GROUP inputs. whole: the arrays of the joined matrix that it begins or goes on.
     """
 
     numbers: Tensor
@@ -77,12 +81,13 @@ class PackedMatrix(nn.Module):
             whole = (groups / scales.clamp(min=1e-30)[..., None]).round_().view(outputs, -1)
         self.register_buffer("numbers", None, persistent=False)
         self.register_buffer("scales", None, persistent=False)
+        self.whole: Arrays | None = None
         self._keep(whole.detach().to(dtype).contiguous(), scales)
 
     def _keep(self, numbers: Tensor, scales: Tensor) -> None:
         self.numbers, self.scales = numbers, scales
         bits = _AS_BITS.get(numbers.dtype, numbers.dtype)
-        self.arrays: tuple[Numbers, NDArray[np.float32]] = (numbers.view(bits).numpy(), scales.numpy())
+        self.arrays: Arrays = (numbers.view(bits).numpy(), scales.numpy())
 
     @staticmethod
     def joined(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
@@ -97,6 +102,7 @@ class PackedMatrix(nn.Module):
         parts = zip(torch.split(whole.numbers, sizes), torch.split(whole.scales, of_scales), strict=True)
         for each, (numbers, scales) in zip(matrices, parts, strict=True):
             each._keep(numbers, scales)
+            each.whole = whole.arrays
         return whole
 
     def widened(self, outputs: Tensor | None = None) -> Tensor:

@@ -30,6 +30,7 @@ from index_store.methods.presets import METHODS
 from index_store.store.description.manifest import Manifest
 
 _MULTIPLY_ROWS = "decode_engine.model.row_products_numba:multiply_{kind}"
+_GO_ON = "decode_engine.model.row_layers_numba:go_on_{kind}"
 
 
 def compile_beside(
@@ -49,7 +50,8 @@ def compile_beside(
     # What `auto` compares when it measures, and what it takes for matrices that the checkpoint's dtype does not hold.
     kinds = dict.fromkeys((checkpoint, "float32")) if weights == AUTO else (weights,)
     products = [_MULTIPLY_ROWS.format(kind=kind) for kind in kinds]
-    return beside.compile_beside([*loops_of(methods), *products], processes=processes, told=told)
+    go_on = _GO_ON.format(kind=next(iter(kinds)))
+    return beside.compile_beside([go_on, *loops_of(methods), *products], processes=processes, told=told)
 
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from index_store.attention.vectors.weight_rows_numba import make_weight_product
 from index_store.compiled.launch import launch, njit, spread
 
 LEAST_OUTPUTS = 4
-_OUTPUTS_PER_TASK = 64
+OUTPUTS_PER_TASK = 16
 _NANOSECONDS = {1: 0.1, 2: 0.17, 4: 0.3}
 """For a weight of so many bytes, in products with one row."""
 
@@ -34,10 +34,14 @@ Numbers = NDArray[np.float32] | NDArray[np.int16] | NDArray[np.uint16] | NDArray
 def multiply_rows(rows_BI: Tensor, weights: Numbers, scales: NDArray[np.float32]) -> Tensor:
     """The product with weights of `packed_weights`, [B, O] float32; rows are float32 on the host, O is at least 4."""
     out = rows_BI.new_empty(len(rows_BI), len(weights))
-    work = weights.size * (_NANOSECONDS[weights.itemsize] + _NANOSECONDS_MORE * (len(rows_BI) - 1))
     arrays = (rows_BI.detach().contiguous().numpy(), weights, scales, out.numpy())
-    launch(_LOOPS[weights.dtype.char], *arrays, work=work)
+    launch(_LOOPS[weights.dtype.char], *arrays, work=work_of(weights, len(rows_BI)))
     return out
+
+
+def work_of(weights: Numbers, rows: int) -> float:
+    """Nanoseconds that one thread takes for it."""
+    return weights.size * (_NANOSECONDS[weights.itemsize] + _NANOSECONDS_MORE * (rows - 1))
 
 
 def multiply_rows_reference(rows_BI: Tensor, weights_OI: Tensor) -> Tensor:
@@ -46,7 +50,7 @@ def multiply_rows_reference(rows_BI: Tensor, weights_OI: Tensor) -> Tensor:
 
 
 @njit(_nrt=False)
-def _multiply_some(
+def multiply_some(
     task: int,
     rows: NDArray[np.float32],
     weights: Numbers,
@@ -56,7 +60,7 @@ def _multiply_some(
     """Rows with the weights of a task's outputs, by fours: the last four may be some that were done before."""
     inputs, outputs = rows.shape[1], weights.shape[0]
     fours = rows.shape[0] // 4 * 4
-    for first in range(task * _OUTPUTS_PER_TASK, min((task + 1) * _OUTPUTS_PER_TASK, outputs), 4):
+    for first in range(task * OUTPUTS_PER_TASK, min((task + 1) * OUTPUTS_PER_TASK, outputs), 4):
         output = min(first, outputs - 4)
         for row in range(0, fours, 4):
             _four_rows(rows, row, weights, scales, output, inputs, out)
@@ -71,8 +75,8 @@ def _loop_for(kind: str, numbers: str) -> Any:
     def multiply(
         rows: NDArray[np.float32], weights: Numbers, scales: NDArray[np.float32], out: NDArray[np.float32]
     ) -> None:  # pragma: no cover - compiled
-        tasks = (weights.shape[0] + _OUTPUTS_PER_TASK - 1) // _OUTPUTS_PER_TASK
-        spread(_multiply_some, tasks, (rows, weights, scales, out))
+        tasks = (weights.shape[0] + OUTPUTS_PER_TASK - 1) // OUTPUTS_PER_TASK
+        spread(multiply_some, tasks, (rows, weights, scales, out))
 
     multiply.__name__ = multiply.__qualname__ = f"multiply_{kind}"
     return njit(f"f4x2 {numbers}x2 f4x2 f4x2")(multiply)

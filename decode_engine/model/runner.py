@@ -29,8 +29,9 @@ from decode_engine.errors import InternalError
 from decode_engine.host_search.mailbox import SearchThreads
 from decode_engine.layers.session import Session, Watch
 from decode_engine.layers.sparse_layer import SparseLayer
-from decode_engine.model.decode_attention import ATTENTION_NAME, packed, register_attention
+from decode_engine.model.decode_attention import ATTENTION_NAME, DecodeStep, packed, register_attention
 from decode_engine.model.packed_weights import KeptWeights, pack_weights
+from decode_engine.model.row_layers import row_layers
 from decode_engine.model.unstored import check_decoding, no_context
 from decode_engine.settings.command_options import Prompts, search_cores
 from decode_engine.steps.step_graph import step_model
@@ -142,6 +143,8 @@ class ModelRunner:
         self.grammars = Grammars(self.vocabulary)
         say("compare decoding with the model's own attention", "")
         check_decoding(loaded)
+        on_cpu = self.device.type == "cpu"
+        self._row_layers = row_layers(self.model, self.no_context, self.forms) if on_cpu else None
         self._suffixes: WeakKeyDictionary[ResidentContext, ContextSuffixes] = WeakKeyDictionary()
         self._stepper: Stepper | None = None
         self._searching = searching or SearchThreads(search_cores())
@@ -314,7 +317,8 @@ class ModelRunner:
         # A state goes on through all tokens of a sequence, so these are of one session alone.
         alone = self.identity.states is not None and not _steps(sessions, token_ids)
         at_once = [[row] for row in range(len(sessions))] if alone else [list(range(len(sessions)))]
-        steps, logits = [], []
+        steps: list[DecodeStep] = []
+        logits: list[Tensor] = []
         for some in at_once:
             own = [token_ids[row] for row in some]
             inputs = packed(
@@ -333,9 +337,12 @@ class ModelRunner:
                 0 if all_logits or max(counts) == 1 else 1 if len(counts) == 1 else (ends - 1).to(self.device)
             )
             with torch.inference_mode():
-                logits_TV = self.model(**inputs, logits_to_keep=keep).logits.flatten(0, 1).float()
+                if self._row_layers is not None and inputs["input_ids"].shape[1] == 1:
+                    logits_TV = self._row_layers.logits(inputs)
+                else:
+                    logits_TV = self.model(**inputs, logits_to_keep=keep).logits.flatten(0, 1).float()
             steps.append(inputs["decode_step"])
-            logits += logits_TV.split(counts if all_logits else 1)
+            logits += logits_TV.split_with_sizes(counts if all_logits else [1] * len(logits_TV))
         for step in steps:
             step.advance()
         return logits

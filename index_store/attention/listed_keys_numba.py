@@ -9,8 +9,11 @@ context, t keys of the tail, d head dim.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -40,7 +43,18 @@ from index_store.attention.vectors.code import (
     variable,
 )
 from index_store.attention.vectors.floats_numba import add_product, widened
-from index_store.compiled.launch import F4, I2, I4, I8, int16_table, launch, njit, on_host, task_loop
+from index_store.compiled.launch import (
+    F4,
+    I2,
+    I4,
+    I8,
+    int16_table,
+    launch,
+    njit,
+    on_host,
+    task_loop,
+    thread_count,
+)
 
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 """What a table's rows hold, which is given as int16."""
@@ -148,9 +162,13 @@ _AHEAD = (
     16  # rows asked for before they are read: listed rows lie apart, where processors do not foresee them
 )
 _LINE = 32  # int16 numbers
+_AT_ONCE = 1008
+"""Keys whose logits are held: more take new memory in every step. Rows of a power of two would share cache lines."""
+_PART = 2048  # keys at least of a part of a context
 
-_Numbers = tuple[int, int, int, int, int]
-"""Of a session: where its tail is, rows there from one head to the next, rows of a head, sinks, begin of the window."""
+_Numbers = tuple[int, int, int, int, int, int]
+"""Of a session: where its tail is, rows there from one head to the next, rows of a head, first key, how many from there
+on, begin of the window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +178,7 @@ class Listed:
     q_HSGD: float32, scaled. tails: of each, [H, t, 2, d] in the context's dtype; heads may be apart. ids_HSK: int32.
     counts_HS: int32, how many of a row count. sinks: of each, keys from the first one on. begins: of the last ones, all
     from there to the tail's end. They do not overlap. others: a state over other keys, [H, S, G, d], that is merged.
+    firsts: of each, where its sinks begin; at 0 without.
     """
 
     q_HSGD: Tensor
@@ -169,6 +188,7 @@ class Listed:
     sinks: Sequence[int]
     begins: Sequence[int]
     others: AttentionState
+    firsts: Sequence[int] = ()
 
     @classmethod
     def of_positions(
@@ -200,7 +220,41 @@ class Listed:
             self.sinks[row],
             self.begins[row],
             self.others.columns(row),
+            self.firsts[row],
         )
+
+
+def attend_context(context_HN2D: Tensor, q_HSGD: Tensor) -> AttentionState:
+    """Attention of sessions to all keys of the context, as `attend_listed`: keys are read once for all sessions.
+
+    Where threads cannot share heads evenly, keys are divided as well; how depends on nothing but the number of keys,
+    heads and threads.
+    """
+    (heads, sessions, group, head_dim), count = q_HSGD.shape, context_HN2D.shape[1]
+    threads = thread_count()
+    parts = max(1, min(threads // math.gcd(heads, threads), count // _PART))
+    edges = [count * part // parts for part in range(parts + 1)]
+    rows_H1RD = q_HSGD.reshape(heads, 1, sessions * group, head_dim)  # as if of one session
+    listed = Listed(
+        rows_H1RD.expand(-1, parts, -1, -1),
+        [context_HN2D[:, :0]] * parts,
+        torch.zeros(heads, parts, 0, dtype=torch.int32, device="cpu"),
+        torch.zeros(heads, parts, dtype=torch.int32, device="cpu"),
+        [end - first for first, end in itertools.pairwise(edges)],
+        [count] * parts,
+        AttentionState.empty((heads, parts, sessions * group), head_dim),
+        edges[:-1],
+    )
+    found = attend_listed(context_HN2D, listed)
+    state = reduce(AttentionState.merge, [found.columns(slice(part, part + 1)) for part in range(parts)])
+    return AttentionState(state.out.view(q_HSGD.shape), state.lse.view(q_HSGD.shape[:-1]))
+
+
+def attend_context_reference(context_HN2D: Tensor, q_HSGD: Tensor) -> AttentionState:
+    """The same over a copy in float32."""
+    kv = context_HN2D.float()
+    logits = torch.einsum("hsgd,hnd->hsgn", q_HSGD, kv[:, :, 0])
+    return AttentionState(logits.softmax(-1) @ kv[:, None, :, 1], logits.logsumexp(-1))
 
 
 def attend_listed(context_HN2D: Tensor, listed: Listed) -> AttentionState:
@@ -209,13 +263,15 @@ def attend_listed(context_HN2D: Tensor, listed: Listed) -> AttentionState:
     0 and -inf where nothing is listed and nothing was merged. Each gets the bits that it gets alone. Only for rows that
     are `readable`.
     """
-    numbers = [_numbers(*each) for each in zip(listed.tails, listed.sinks, listed.begins, strict=True)]
+    firsts = listed.firsts or [0] * len(listed.tails)
+    each_one = zip(listed.tails, firsts, listed.sinks, listed.begins, strict=True)
+    numbers = [(*_table(tail), tail.shape[1], *others) for tail, *others in each_one]
     form = torch.contiguous_format
     state = AttentionState(
         listed.others.out.clone(memory_format=form), listed.others.lse.clone(memory_format=form)
     )
     heads, count, _, head_dim = context_HN2D.shape
-    always = sum(sinks + max(0, count + tail - begin) for *_, tail, sinks, begin in numbers)
+    always = sum(sinks + max(0, count + tail - begin) for *_, tail, _first, sinks, begin in numbers)
     launch(
         _attend,
         listed.counts_HS.numel(),
@@ -244,11 +300,6 @@ def readable(queries_HSGD: Tensor, context_HN2D: Tensor, tails: Sequence[Tensor]
     )
 
 
-def _numbers(tail_Ht2D: Tensor, sinks: int, begin: int) -> _Numbers:
-    """What the loop is told of a session besides its list."""
-    return (*_table(tail_Ht2D), tail_Ht2D.shape[1], sinks, begin)
-
-
 def _table(kv_Hn2D: Tensor) -> tuple[int, int]:
     """Where the first row is, and rows from one head to the next."""
     return kv_Hn2D.data_ptr(), kv_Hn2D.stride(0) // (2 * kv_Hn2D.shape[3])
@@ -265,7 +316,8 @@ def attend_listed_reference(context_HN2D: Tensor, listed: Listed) -> AttentionSt
     for number, tail_Ht2D in enumerate(listed.tails):
         kv = torch.cat([context_HN2D, tail_Ht2D], dim=1).float()
         seen_HN = torch.zeros(kv.shape[:2], dtype=torch.bool)
-        seen_HN[:, : listed.sinks[number]] = seen_HN[:, listed.begins[number] :] = True
+        first = listed.firsts[number] if listed.firsts else 0
+        seen_HN[:, first : first + listed.sinks[number]] = seen_HN[:, listed.begins[number] :] = True
         for head, count in enumerate(listed.counts_HS[:, number]):
             seen_HN[head, listed.ids_HSK[head, number, :count].long()] = True
         logits = torch.einsum("hsgd,hnd->hsgn", listed.q_HSGD[:, number : number + 1], kv[:, :, 0])
@@ -294,27 +346,40 @@ def _attend(
     heads, sessions = queries.shape[:2]
     context = int16_table(address, (heads - 1) * head_rows + context_count, width)
     head, s = task // sessions, task % sessions
-    tail_address, tail_rows, tail_count, sinks, begin = numbers[s]
+    tail_address, tail_rows, tail_count, first, sinks, begin = numbers[s]
     tail = int16_table(tail_address, (heads - 1) * tail_rows + tail_count, width)
-    rows = np.empty(sinks + counts[head, s] + context_count + tail_count - begin, np.int64)
-    late = _list_rows(
-        ids[head, s, : counts[head, s]], sinks, begin, context_count, head * head_rows, head * tail_rows, rows
-    )
-    _attend_rows(queries[head, s], context, tail, kind, late, rows, out[head, s], lse[head, s])
+    own = ids[head, s, : counts[head, s]]
+    count = sinks + own.shape[0] + context_count + tail_count - begin
+    rows = np.empty(min(count, _AT_ONCE), np.int64)
+    for start in range(0, count, _AT_ONCE):
+        some = rows[: min(_AT_ONCE, count - start)]
+        late = _list_rows(
+            own, start, first, sinks, begin, context_count, head * head_rows, head * tail_rows, some
+        )
+        _attend_rows(queries[head, s], context, tail, kind, late, some, out[head, s], lse[head, s])
 
 
 @njit(_nrt=False)
 def _list_rows(
-    ids: I4, sinks: int, begin: int, context_count: int, head_begins: int, tail_begins: int, rows: I8
+    ids: I4,
+    start: int,
+    first: int,
+    sinks: int,
+    begin: int,
+    context_count: int,
+    head_begins: int,
+    tail_begins: int,
+    rows: I8,
 ) -> int:  # pragma: no cover - compiled
-    """Fills in the rows of sinks, listed keys and those from `begin` on: first those of the context, which it counts.
+    """Fills in the rows of sinks, listed keys and those from `begin` on, from number `start` of all of these: first
+    those of the context, which it counts.
 
     head_begins, tail_begins: where the head's rows are in the context's and in the tail's table.
     """
     early, late = 0, rows.shape[0]
-    for i in range(rows.shape[0]):
+    for i in range(start, start + rows.shape[0]):
         if i < sinks:
-            key = np.int64(i)
+            key = np.int64(first + i)
         elif i < sinks + ids.shape[0]:
             key = np.int64(ids[i - sinks])
         else:

@@ -68,7 +68,7 @@ def test_dense_attention_on_a_cpu_reads_the_rows_as_they_are_stored(monkeypatch:
         return attend_fused(query, key, value, causal=causal, scale=scale)
 
     monkeypatch.setattr("decode_engine.layers.partial_attention.attend_fused", attend)
-    DenseLayer(kv, Figures()).attend(*tokens(1, 5), position=5000)
+    DenseLayer(kv, Figures()).attend(*tokens(3, 5), position=5000)
     assert [rows.data_ptr() for rows in read] == [kv.data_ptr(), kv[:, :, 1].data_ptr()]
     assert {rows.dtype for rows in read} == {torch.bfloat16}
 

@@ -91,12 +91,12 @@ def test_loops_compiled_beside_are_found_in_the_cache(
     monkeypatch.setenv("SPARSEKV_CACHE", str(tmp_path))
     told: list[str] = []
     compile_beside(weights, checkpoint, ["full"], processes=2, told=told.append).result(timeout=300)
-    count = 1 + len(kinds)
+    count = 2 + len(kinds)
     expected = [f"compiled {number} of {count} loops" for number in range(1, count + 1)]
     assert [line.partition(" in ")[0] for line in told] == expected
     kept = {path.name.partition("-")[0] for path in tmp_path.glob("loops/*/*.nbi")}
     products = {f"row_products_numba.multiply_{kind}" for kind in kinds}
-    assert kept == {"listed_keys_numba._attend", *products}
+    assert kept == {"listed_keys_numba._attend", f"row_layers_numba.go_on_{kinds[0]}", *products}
     compile_beside(weights, checkpoint, ["full"], processes=2, told=told.append).result(timeout=0)
     assert len(told) == count
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.layers.dense_layer import DenseLayer
 from decode_engine.layers.session import Session
+from decode_engine.model.row_layers import RowLayers
 from decode_engine.model.runner import ModelRunner
 from decode_engine.settings.command_options import Prompts
 from index_store.attention.attention_state import AttentionState
@@ -258,9 +260,9 @@ def test_prompts_on_one_context_read_it_once(llama: Served, monkeypatch: pytest.
     read: list[int] = []
     reads = DenseLayer.read_context
 
-    def noting(layer: DenseLayer, q_HTGD: torch.Tensor) -> AttentionState:
+    def noting(layer: DenseLayer, q_HTGD: torch.Tensor, rows: bool) -> AttentionState:
         read.append(q_HTGD.shape[1])
-        return reads(layer, q_HTGD)
+        return reads(layer, q_HTGD, rows)
 
     monkeypatch.setattr(DenseLayer, "read_context", noting)
     monkeypatch.setattr(llama.runner, "prompts", Prompts.EXACT)
@@ -280,9 +282,17 @@ def failing_once(runner: ModelRunner, layer: int) -> Iterator[None]:
         if calls == 1:
             raise RuntimeError("the layer failed")
 
+    def attend(self: RowLayers, step: Any, number: int, out: torch.Tensor) -> Any:
+        found = own(self, step, number, out)
+        if number == layer:
+            fail(runner.model, None, None)
+        return found
+
+    own = RowLayers._attend
     handle = runner.model.get_submodule(f"model.layers.{layer}").register_forward_hook(fail)
     try:
-        yield
+        with patch.object(RowLayers, "_attend", attend):
+            yield
     finally:
         handle.remove()
     assert calls > 1, "nothing failed, or nothing was repeated"

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from index_store.attention.attention_state import AttentionState
-from index_store.attention.listed_keys_numba import Listed, attend_listed, attend_listed_reference, readable
+from index_store.attention.listed_keys_numba import (
+    Listed,
+    attend_context,
+    attend_context_reference,
+    attend_listed,
+    attend_listed_reference,
+    readable,
+)
 from index_store.attention.rows_in_line_numba import pooled_weights, pooled_weights_reference
 from tests.support.devices import crossed
 
@@ -101,6 +108,23 @@ def test_attention_of_positions_equals_that_to_gathered_rows(
     last = Listed.of_positions(queries[:, -1:, :1], own, end, order[:, -1:], counts[:, -1:])
     alone = attend_listed(kv, last)
     assert torch.equal(alone.out, found.out[:, -1:, :1])
+
+
+@pytest.mark.parametrize(("threads", "count"), [(1, 2100), (2, 5000), (8, 5000), (2, 3)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_context_is_read_for_all_sessions_at_once(
+    threads: int, count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("index_store.attention.listed_keys_numba.thread_count", lambda: threads)
+    kv = rows(count, 40, dtype)
+    queries = 3 * 40**-0.5 * torch.randn(H, 7, G, 40, generator=torch.Generator().manual_seed(1))
+    found, expected = attend_context(kv, queries), attend_context_reference(kv, queries)
+    torch.testing.assert_close(found.out, expected.out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.lse, expected.lse, rtol=1e-5, atol=1e-5)
+    for number in (0, 3, 6):
+        alone = attend_context(kv, queries[:, number : number + 1])
+        assert torch.equal(alone.out[:, 0], found.out[:, number])
+        assert torch.equal(alone.lse[:, 0], found.lse[:, number])
 
 
 def test_far_apart_logits_are_attended_to_without_overflow() -> None:
