@@ -16,7 +16,7 @@ MOST_WORDS = {
     "docs/evaluation.md": 2_500,
     "docs/gpu.md": 2_500,
     "docs/methods.md": 2_500,
-    "docs/metrics.md": 1_300,  # traces and audits are told there, too
+    "docs/metrics.md": 1_320,  # traces and audits are told there, too, and what was mended
     "docs/models.md": 1_650,  # its tables name every architecture; states, few bits and latents are told there
     "docs/operations.md": 2_700,  # tenants, tiers, configuration, draining, backup, upgrades, and what breaks
     "docs/prefill.md": 2_000,
@@ -40,7 +40,7 @@ MOST_LINES = {
     "decode_engine/rpc": 7_420,  # who calls, what they may, and what was refused; what is made again
     "decode_engine/settings": 640,  # the file of quotas
     "decode_engine/steps": 3_000,  # with those of models with states
-    "index_store": 30_800,  # tenants, quotas, options from files; contexts as single files, in object stores, and ended
+    "index_store": 30_880,  # tenants, quotas, options from files; contexts as single files, in object stores, and ended
     "prefill_worker": 7_750,  # a job knows its tenant, and keeps states at marks
 }
 
