@@ -36,11 +36,11 @@ MOST_LINES = {
     "decode_engine/layers": 2_120,
     "decode_engine/model": 2_180,  # drafts are chosen by time, too
     "decode_engine/orders": 1_010,
-    "decode_engine/processes": 1_570,  # draining by a client
+    "decode_engine/processes": 1_600,  # draining by a client, ends told by the kernel
     "decode_engine/rpc": 7_420,  # who calls, what they may, and what was refused; what is made again
     "decode_engine/settings": 640,  # the file of quotas
     "decode_engine/steps": 3_000,  # with those of models with states
-    "index_store": 30_880,  # tenants, quotas, options from files; contexts as single files, in object stores, and ended
+    "index_store": 30_990,  # tenants, quotas, options from files; contexts as single files, in object stores, and ended
     "prefill_worker": 7_750,  # a job knows its tenant, and keeps states at marks
 }
 
