@@ -188,10 +188,11 @@ def status_lines(found: ServerStatus) -> list[str]:
             "for the host in sum, each of a batch as long as the batch"
         ]
     objects = []
-    if found.objects_pending or found.objects_fetching or found.objects_problem:
+    if found.objects_pending or found.objects_fetching or found.objects_mended or found.objects_problem:
         objects = [
             f"object store: {found.objects_pending} contexts of {_mebibytes(found.objects_pending_bytes)} MiB to be "
-            f"uploaded, {found.objects_fetching} being fetched{'; ' if found.objects_problem else ''}"
+            f"uploaded, {found.objects_fetching} being fetched, {found.objects_mended} mended"
+            f"{'; ' if found.objects_problem else ''}"
             f"{found.objects_problem}"
         ]
     loading = found.requests - found.waiting - found.prompting - found.decoding

@@ -267,6 +267,7 @@ class Present:
     arena: ArenaStats
     beginnings: BeginningStats
     tenants: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    mended: int = 0
 
 
 class ServiceCollector(Collector):
@@ -337,6 +338,7 @@ class ServiceCollector(Collector):
                 engine.rows_reused,
                 "Rows of host memory that were found on the device.",
             ),
+            (_COUNTER, "contexts_mended", present.mended, "Damaged contexts made whole from another tier."),
             (_COUNTER, "engine_steps", engine.steps, "Turns of the engine."),
             (_COUNTER, "decode_steps", engine.decode_steps, "Turns in which somebody decoded."),
         )

@@ -244,6 +244,7 @@ class EngineService:
             self.arena.stats(),
             self.beginnings.stats(),
             self.tenants.totals(),
+            0 if self.courier is None else int(self.courier.figures()["objects_mended"]),
         )
 
     def release(self) -> None:

@@ -545,11 +545,12 @@ class Arena:
                 self._kinds,
                 self._device,
                 slot.placement,
-                partial(self._end_loading, slot),
+                partial(self._end_loading, store, slot),
                 self._slot_share,
             )
         except BaseException as error:
             interrupted = StoreError(f"loading context {slot.id} was interrupted; ask again")
+            store.mend(slot.id, error)
             with self._changed:
                 slot.error = error if isinstance(error, Exception) else interrupted
                 slot.holds = False
@@ -575,8 +576,9 @@ class Arena:
                 self._changed.wait(_CHECK_INTERVAL_S)
             slot.holds = True
 
-    def _end_loading(self, slot: Slot, error: Exception | None) -> None:
+    def _end_loading(self, store: Store, slot: Slot, error: Exception | None) -> None:
         """Called by the thread that loaded the slot's context."""
+        store.mend(slot.id, error)
         with self._changed:
             slot.error = error
             if error is None:

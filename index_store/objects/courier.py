@@ -32,6 +32,7 @@ from index_store.objects.records import (
     Held,
     Mark,
     content_key,
+    damage_key,
     look,
     read_record,
     record_key,
@@ -60,6 +61,8 @@ FORGOTTEN = timedelta(days=30)
 """A deletion is told for so long: a store that was away for longer brings the context back."""
 _ORPHANED = timedelta(days=1)
 _TRIES = 5
+_CERTAIN = 3
+"""Readings, with pauses between them, after which a manifest is damaged for good."""
 _LONGEST_PAUSE_S = 300.0
 _UPDATE_S = 0.5
 
@@ -106,6 +109,8 @@ class Courier:
 
     def __init__(self, store: Store, tier: Tier, every_s: float = EVERY_S) -> None:
         self._store, self._tier, self._every_s = store, tier, every_s
+        self.mended = 0
+        """Contexts that others found damaged in the bucket, and that were uploaded again."""
         self._pauses: dict[str, tuple[int, float]] = {}
         self._problems: dict[str, str] = {}
         self._stopping = threading.Event()
@@ -139,6 +144,7 @@ class Courier:
             "objects_pending_bytes": state.pending_bytes,
             "objects_fetching": len(self._tier.fetches()),
             "objects_problem": problem,
+            "objects_mended": self.mended + self._tier.mended,
         }
 
     def pending(self) -> Sequence[Manifest]:
@@ -241,14 +247,18 @@ class Courier:
         self, bucket: Bucket, id_: str, held: Held, mark: Mark | None, check: Callable[[], None]
     ) -> bool:
         """Has one context be alike; False where that has to wait."""
-        sides = _Sides(bucket, id_, held, mark, self._local(id_), check)
+        sides = _Sides(bucket, id_, held, mark, self._local(id_, mark), check)
         if not held.number:
             return self._settle_unrecorded(sides)
         if held.deleted:
             return self._settle_deleted(sides)
         base = sides.base
         remote = base if mark is not None and mark.number == held.number else None
-        remote = remote or read_record(bucket, id_, held)
+        try:
+            remote = remote or read_record(bucket, id_, held)
+        except ContextCorruptError as error:
+            self._tier.report(id_, error)
+            raise
         if sides.local is None:
             # What others renewed meanwhile was removed here because it had expired.
             renewed = base is not None and self._store.expired(base) and not self._store.expired(remote)
@@ -259,12 +269,34 @@ class Courier:
             return self._appear(bucket, remote, held)
         return self._join(sides, sides.local, remote)
 
-    def _local(self, id_: str) -> Manifest | None:
+    def _restored(self, id_: str, mark: Mark | None, error: ContextCorruptError) -> Manifest:
+        """The manifest that both sides had last, in place of one that is damaged here for good.
+
+        Raises the error where none is known, or where it may be that the next reading is a better one.
+        """
+        if mark is None or mark.manifest is None or self._pauses.get(id_, (0, 0.0))[0] < _CERTAIN:
+            raise error
+        folders = self._store.folders
+        with self._store.lock(id_):
+            path = folders.context(id_) / MANIFEST_NAME
+            replace_in_context(path, MANIFESTS.render(mark.manifest), folders.contexts, folders.locks)
+        logger.warning(
+            "context %s has the manifest again that %s had; what was changed here since, and is not there, is lost: %s",
+            id_[:12],
+            self._tier.url,
+            error.message,
+        )
+        self.mended += 1
+        return _current(mark.manifest)
+
+    def _local(self, id_: str, mark: Mark | None) -> Manifest | None:
         """Raises what `Store.manifest` raises of one that cannot be used: it is left alone."""
         try:
             local = _current(self._store.manifest(id_))
         except ContextNotFoundError:
             return None
+        except ContextCorruptError as error:
+            return self._restored(id_, mark, error)
         if self._store.notes.deleted(id_):  # it was made again, or whoever deletes it is not done yet
             with self._store.family_lock(id_):
                 if not self._store.folders.context(id_).is_dir():
@@ -309,7 +341,10 @@ class Courier:
         same, richer = neutral(local) == neutral(remote), _richer(local, remote)
         if (same or richer) and local != wanted:
             self._store.update(local.id, lambda present: _changed(present, local, wanted), _UPDATE_S)
-        if richer or (same and content_key(remote) not in held.contents):
+        spoilt = content_key(remote) not in held.contents or (
+            held.damaged and not self._store.elsewhere(local.id)
+        )
+        if richer or (same and spoilt):
             return self._upload(sides, wanted)
         wanted = replace(remote, **{name: getattr(wanted, name) for name in CHANGEABLE})
         if not same and not self._adopt(bucket, local, wanted):
@@ -363,7 +398,8 @@ class Courier:
             source, contents = open_object(bucket, local)
             receive(source, contents.parts, nowhere, check=sides.check)
         except ContextCorruptError:
-            bucket.delete([key])  # and once more
+            if not self._store.verify(local.id):
+                bucket.delete([key])  # and once more
             raise
         self._record(bucket, local, held)
         return True
@@ -379,6 +415,10 @@ class Courier:
             raise _ConflictError
         self._tier.marks.write(manifest.id, Mark(number, manifest))
         bucket.delete([*fresh.old, *(key for key in fresh.contents if key != content_key(manifest))])
+        if held.damaged:
+            bucket.delete([damage_key(manifest.id)])
+            self.mended += 1
+            logger.info("context %s is whole again in %s", manifest.id[:12], bucket.url)
 
     def _bury(self, bucket: Bucket, id_: str, held: Held) -> None:
         """Says that a context was deleted, and removes it."""
@@ -389,7 +429,7 @@ class Courier:
         if fresh is None or fresh.number != number or not fresh.deleted:
             raise _ConflictError
         self._tier.marks.write(id_, Mark(number, None))
-        bucket.delete([*fresh.old, *fresh.contents])
+        bucket.delete([*fresh.old, *fresh.contents, *([damage_key(id_)] if fresh.damaged else [])])
         logger.info("context %s is deleted in %s", id_[:12], bucket.url)
 
     def _appear(self, bucket: Bucket, remote: Manifest, held: Held) -> bool:
@@ -454,7 +494,9 @@ class Courier:
 
 def _alike(local: Manifest | None, held: Held | None, mark: Mark | None) -> bool:
     """Whether nothing is to be done of a context, as most of the time."""
-    if held is None or mark is None or held.old or held.number != mark.number or local != mark.manifest:
+    if held is None or mark is None or held.number != mark.number or local != mark.manifest:
+        return False
+    if held.old or held.damaged:
         return False
     return local is not None and not held.deleted and len(held.contents) == 1
 

@@ -3,7 +3,8 @@
 A bucket has, below `contexts/<id>/`, `<digest>.context`, the file of a context that is named by all of its manifest
 that never changes, and `<number>.json`, its `manifest.json` as it is now: name, expiry, labels, pin and all. The
 highest number counts. Whoever changes a context makes the next number where there is none, which is compare-and-swap in
-every object store; whoever deletes one makes `<number>.deleted`. No object is ever changed, so what was read once need
+every object store; whoever deletes one makes `<number>.deleted`; whoever finds one damaged makes `damaged`, and who has
+it whole uploads it again. No object is ever changed, so what was read once need
 not be read again.
 
 A store keeps of the last one that it saw a copy under `objects/<bucket>/<id>.<number>.json`: what was changed here or
@@ -36,7 +37,7 @@ from index_store.store.files.reading import WrongFileError, read_file, unavailab
 
 PREFIX = "contexts/"
 _LARGEST = 64 << 20
-_KEY = re.compile(r"contexts/([0-9a-f]{64})/(?:(\d{10})\.(json|deleted)|([0-9a-f]{32})\.context)")
+_KEY = re.compile(r"contexts/([0-9a-f]{64})/(?:(\d{10})\.(json|deleted)|([0-9a-f]{32})\.context|(damaged))")
 _MARK = re.compile(r"([0-9a-f]{64})\.(\d{10})\.(json|deleted)")
 
 
@@ -55,11 +56,17 @@ def record_key(id_: str, number: int, *, deleted: bool = False) -> str:
     return f"{PREFIX}{id_}/{number:010d}.{'deleted' if deleted else 'json'}"
 
 
+def damage_key(id_: str) -> str:
+    """The object that says that others of a context were found damaged."""
+    return f"{PREFIX}{id_}/damaged"
+
+
 @dataclass(slots=True)
 class Held:
     """What a list of a bucket says of one context.
 
     number: the highest, 0 of none. deleted: that is a deletion. old: keys of lower ones. contents: its files by key.
+    damaged: somebody found one of them so.
     """
 
     number: int = 0
@@ -68,6 +75,7 @@ class Held:
     changed_at: datetime | None = None
     old: list[str] = field(default_factory=list)
     contents: dict[str, Found] = field(default_factory=dict)
+    damaged: bool = False
 
 
 def look(bucket: Bucket, id_: str = "") -> dict[str, Held]:
@@ -78,7 +86,9 @@ def look(bucket: Bucket, id_: str = "") -> dict[str, Held]:
         if match is None:
             continue
         held = found.setdefault(match[1], Held())
-        if match[4]:
+        if match[5]:
+            held.damaged = True
+        elif match[4]:
             held.contents[each.key] = each
         elif int(match[2]) > held.number:
             held.old += [held.key] if held.key else []

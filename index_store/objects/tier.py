@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from index_store.errors import (
+    ContextCorruptError,
     ContextFetchingError,
     ContextFileError,
     InvalidArgumentError,
@@ -30,7 +31,7 @@ from index_store.errors import (
 )
 from index_store.objects.bucket import Bucket, BucketFile, ObjectMissingError, check_url, folder_of
 from index_store.objects.context_file import Contents, Part, parts_of, read_contents, receive
-from index_store.objects.records import Marks, content_key
+from index_store.objects.records import Marks, content_key, damage_key
 from index_store.store.array_files import ArrayFiles
 from index_store.store.catalog import Store, neutral
 from index_store.store.clean_up import StoreRoom
@@ -107,6 +108,9 @@ class Tier:
         self._workers = 0
         self._lock = threading.Lock()
         self._closed = False
+        self._mending: set[str] = set()
+        self.mended = 0
+        """Contexts that were found damaged here, and were made whole from the bucket."""
 
     @classmethod
     def of(cls, store: Store) -> Tier:
@@ -160,6 +164,27 @@ class Tier:
         if fetch.error is not None:
             raise copy.copy(fetch.error) from fetch.error
 
+    def mend(self, id_: str, error: ContextCorruptError) -> None:
+        """See `Beyond.mend`."""
+        held = self.held().get(id_)
+        if self._closed or held is None or neutral(held) != neutral(self._store.manifest(id_)):
+            return
+        with locked_file(self._store.folders.fetch_lock_path(id_), wait=False) as alone:
+            if not alone:  # it is being brought, or leaves
+                return
+            self._store.notes.note_elsewhere(id_, self.url)
+        logger.warning("context %s is damaged here, and fetched again: %s", id_[:12], error.message)
+        self._mending.add(id_)
+        self._begin(id_)
+
+    def report(self, id_: str, error: ContextCorruptError) -> None:
+        """Tells others that what the bucket has of a context is damaged: who has it whole uploads it again."""
+        try:
+            if self.bucket.put_new(damage_key(id_), error.message.encode()):
+                logger.warning("context %s is damaged in %s: %s", id_[:12], self.url, error.message)
+        except SparseKVError as failed:
+            logger.warning("%s is not told of damage: %s", self.url, failed.message)
+
     def _begin(self, id_: str) -> Fetch:
         with self._lock:
             fetch = self._fetches.get(id_)
@@ -198,9 +223,15 @@ class Tier:
             with locked_file(self._store.folders.fetch_lock_path(fetch.id)):
                 if self._store.elsewhere(fetch.id):  # no other process was faster
                     self._fetch(fetch)
+            if fetch.id in self._mending:
+                self._mending.discard(fetch.id)
+                self.mended += 1
+                logger.info("context %s is whole again", fetch.id[:12])
         except SparseKVError as error:
             fetch.error = error
             logger.warning("context %s was not fetched: %s", fetch.id[:12], error.message)
+            if isinstance(error, ContextCorruptError):
+                self.report(fetch.id, error)
         except Exception:
             fetch.error = StoreError(f"fetching context {fetch.id} failed; the log has the details")
             logger.exception("fetching context %s failed", fetch.id[:12])
@@ -272,25 +303,24 @@ def fetch_arrays(
     on_bytes: Callable[[int], None],
     check: Callable[[], None],
 ) -> None:
-    """Brings what is not here of a context into its folder, makes it durable, and takes its note away.
+    """Brings what is not here of a context, or not whole, into its folder, makes it durable, and takes its note away.
 
     Called with its fetch lock held. Raises ObjectsUnavailableError, a ContextCorruptError, StoreFullError, StoreError.
     """
-    folder, entries = store.folders.context(manifest.id), other_entries(manifest)
+    folder, entries = store.folders.context(manifest.id), manifest.arrays
     files = write_metadata(folder, entries, permissions_in(store.folders.contexts))
-    wanted = {entry.path for entry in entries}
+    awaited = {entry.path for entry in other_entries(manifest)}
     try:
         missing = []
         for part in parts_of(manifest, 0):
-            if part.entry.path in wanted:
-                check()
-                if _is_here(files, folder, part):
-                    on_bytes(part.nbytes)
-                else:
-                    # Not written over: another edition's may be mapped.
-                    with storing("removing a file", folder):
-                        chunk_path(folder, part.entry, part.indices).unlink(missing_ok=True)
-                    missing.append((part.entry.path, part.indices))
+            check()
+            if _is_here(files, folder, part):
+                on_bytes(part.nbytes if part.entry.path in awaited else 0)
+            else:
+                # Not written over: another edition's may be mapped.
+                with storing("removing a file", folder):
+                    chunk_path(folder, part.entry, part.indices).unlink(missing_ok=True)
+                missing.append((part.entry.path, part.indices))
         if missing:
             try:
                 source, contents = open_object(bucket, manifest)

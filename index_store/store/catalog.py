@@ -6,6 +6,7 @@ What reads and writes arrays takes seconds to import: it is imported where it is
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ from index_store.errors import (
     InvalidArgumentError,
     NameTakenError,
     PermissionDeniedError,
+    SparseKVError,
     StoreError,
     StoreUnavailableError,
 )
@@ -200,6 +202,8 @@ def neutral(manifest: Manifest) -> Manifest:
             blank[name] = each.default
     return replace(manifest, **blank, format_version=manifest.written_version)  # type: ignore[arg-type]
 
+
+logger = logging.getLogger(__name__)
 
 _MIN_PREFIX = 6
 _RESOURCE = "contexts/"
@@ -428,6 +432,18 @@ class Store:
                 objects=url,
             )
         self.beyond.bring(id_, check, limit_s)
+
+    def mend(self, id_: str, error: BaseException | None) -> None:
+        """Has a context whose reading ended so made whole, where it is damaged, and is whole elsewhere. What fails is
+        logged: the next reading tries again."""
+        if self.beyond is None or not isinstance(error, ContextCorruptError):
+            return
+        try:
+            self.beyond.mend(id_, error)
+        except SparseKVError as failed:
+            logger.warning("context %s is damaged, and not mended now: %s", id_[:12], failed.message)
+        except Exception:  # who reads is told of the damage all the same
+            logger.exception("mending context %s failed", id_[:12])
 
     def evict(self, id_: str, unwanted: Callable[[Manifest], bool]) -> bool:
         """Removes the arrays of a context that is held elsewhere, and is unwanted here; whether it did.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from index_store.errors import ContextCorruptError
 from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.manifest import Manifest
 from index_store.store.files.durable import (
@@ -36,6 +37,10 @@ class Beyond(Protocol):
 
         Raises ContextFetchingError after so many seconds, or those that are configured; it is brought all the same.
         """
+        ...
+
+    def mend(self, id_: str, error: ContextCorruptError) -> None:
+        """Has a context that was found damaged here brought again, where it is held there."""
         ...
 
     def held(self) -> Mapping[str, Manifest]:

@@ -625,6 +625,8 @@ class ServerStatus:
     """What keeps some contexts from being uploaded, for people to read; empty where nothing does."""
     audit_lines_lost: int = 0
     """Calls that the audit log lacks, since their lines could not be written, as on a full disk; the log says why."""
+    objects_mended: int = 0
+    """Contexts that were found damaged on the disk or in the object store, and were made whole from the other one."""
 
 
 @dataclass(frozen=True, slots=True)
