@@ -96,6 +96,14 @@ class CreateConfig(ServerConfig):
         typer.Option(metavar="CONTEXT", help="A context that the new one continues, by name or id."),
         Filled(),
     ] = None
+    again: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONTEXT",
+            help="In place of text: what an expired context of that name or id was made of.",
+        ),
+        Filled(),
+    ] = None
     label: Annotated[
         tuple[str, ...],
         typer.Option(metavar="KEY=VALUE", help="Label of the context; may be repeated."),
@@ -141,22 +149,23 @@ def create_context(
     """
     for path in inputs or ():
         InputFile(dash=True).check("FILE", path)
-    if bool(inputs) == (config.messages is not None):
-        raise InvalidArgumentError("expected text files, or --messages with a conversation, and not both")
+    if sum(map(bool, (inputs, config.messages, config.again))) != 1:
+        raise InvalidArgumentError("expected one of text files, --messages with a conversation, and --again")
     given = inputs or [config.messages or STANDARD_INPUT]
     text = read_document(given, sys.stdin.buffer) if inputs else None
-    said = None if text is not None else read_messages(given[0], sys.stdin.buffer)
+    said = read_messages(given[0], sys.stdin.buffer) if config.messages else None
     with Client(config.server, credentials=config.credentials()) as client:
         operation = client.create_context(
             text,
             messages=said,
+            again=config.again,
             wait=False,
-            display_name=config.name or document_name(given),
+            display_name=config.name or ("" if config.again else document_name(given)),
             move_name=config.move_name,
             ttl_s=seconds_of(config.ttl),
             renew_s=seconds_of(config.renew),
             methods=config.method,
-            rows=config.rows,
+            rows="" if config.again and config.rows == AS_DTYPE else config.rows,
             priority=config.priority,
             request_id=config.request_id,
             parent=None if config.parent is None else client.find_context(config.parent).name,
