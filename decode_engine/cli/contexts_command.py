@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Option
 
-from decode_engine.cli.shown import (
-    operation_object,
-    operation_progress,
-    operation_rows,
-    print_operations,
-)
 from decode_engine.rpc.client import (
     NEVER,
     Client,
@@ -29,7 +24,7 @@ from decode_engine.rpc.client import (
 from decode_engine.rpc.door.options import ServerConfig
 from decode_engine.settings.request_bounds import MAX_NAME_CHARACTERS
 from index_store.cli.app import new_group
-from index_store.cli.console import print_json, reporter_for
+from index_store.cli.console import Reporter, Update, format_time, print_json, print_table, reporter_for
 from index_store.cli.documents import STANDARD_INPUT, document_name, read_document, read_messages
 from index_store.cli.options import (
     AtLeast,
@@ -55,6 +50,7 @@ from index_store.cli.report import (
     ReferenceArguments,
     context_object,
     detail_rows,
+    error_object,
     given_labels,
     id_of,
     labels_text,
@@ -176,11 +172,11 @@ def create_context(
             labels=given_labels(config.label),
         )
         if wait:
-            with operation_progress(reporter_for(sys.stderr, quiet=quiet)) as show:
+            with _operation_progress(reporter_for(sys.stderr, quiet=quiet)) as show:
                 operation = client.wait_operation(operation.name, on_progress=show)
             operation.result()
     if output is OutputFormat.JSON:
-        print_json(operation_object(operation))
+        print_json(_operation_object(operation))
     elif operation.context is None:
         typer.echo(f"{operation.name} makes {operation.context_name}")
         if operation.waiting_reason:
@@ -446,9 +442,9 @@ def _name(operation: str) -> str:
 
 def _print(operation: OperationInfo, output: OutputFormat) -> None:
     if output is OutputFormat.JSON:
-        print_json(operation_object(operation))
+        print_json(_operation_object(operation))
     else:
-        print_rows(operation_rows(operation))
+        print_rows(_operation_rows(operation))
 
 
 @operations.command("ls")
@@ -458,9 +454,9 @@ def list_operations(config: ServerConfig, output: FormatOption = OutputFormat.TE
     with Client(config.server, credentials=config.credentials()) as client:
         found = list(client.list_operations())
     if output is OutputFormat.JSON:
-        print_json({"operations": [operation_object(operation) for operation in found]})
+        print_json({"operations": [_operation_object(operation) for operation in found]})
     elif found:
-        print_operations(found)
+        _print_operations(found)
     else:
         typer.echo(f"The server at {config.server} has no operations.")
 
@@ -486,7 +482,7 @@ def wait_for_operation(
     """Wait for the end of an operation, and fail as it did."""
     with (
         Client(config.server, credentials=config.credentials()) as client,
-        operation_progress(reporter_for(sys.stderr, quiet=quiet)) as show,
+        _operation_progress(reporter_for(sys.stderr, quiet=quiet)) as show,
     ):
         ended = client.wait_operation(_name(operation), on_progress=show)
     ended.result()
@@ -513,3 +509,97 @@ def remove_operation(
     with Client(config.server, credentials=config.credentials()) as client:
         client.delete_operation(_name(operation))
     print_done("removed", [_name(operation)], output)
+
+
+def _operation_object(operation: OperationInfo) -> dict[str, Any]:
+    """An operation as JSON."""
+    plain = replace(operation, context=None, error=None)
+    times = {"create_time": operation.create_time and operation.create_time.isoformat()}
+    context = None if operation.context is None else context_object(operation.context)
+    error = None if operation.error is None else error_object(operation.error)
+    return {**asdict(plain), **times, "context": context, "error": error}
+
+
+def _print_operations(operations: Sequence[OperationInfo]) -> None:
+    """A table of them."""
+    rows = [
+        [
+            operation.name,
+            _ending(operation),
+            f"{operation.tokens_done}/{operation.tokens_total}",
+            operation.context_name.removeprefix("contexts/")[:12] or "-",
+            format_time(operation.create_time),
+        ]
+        for operation in operations
+    ]
+    print_table(
+        ("OPERATION", "STATE", "TOKENS", "CONTEXT", "CREATED"), rows, right=("TOKENS",), optional=("CREATED",)
+    )
+
+
+def _operation_rows(operation: OperationInfo) -> list[tuple[str, str]]:
+    """All that the server says of an operation."""
+    left = operation.remaining_s
+    return [
+        ("name", operation.name),
+        ("state", _ending(operation)),
+        ("context", operation.context_name.removeprefix("contexts/") or "-"),
+        ("tokens", f"{operation.tokens_done} of {operation.tokens_total}"),
+        ("layers", f"{operation.layers_done} of {operation.layers_total or '-'}"),
+        ("written", format_bytes(operation.bytes_written)),
+        *([] if left is None else [("seconds left", f"{left:.0f}")]),
+        ("created", format_time(operation.create_time)),
+        *([("owner", operation.owner)] if operation.owner else []),
+        *([("waits", operation.waiting_reason)] if operation.waiting_reason else []),
+        *(("note", note) for note in operation.notes),
+        *([] if operation.error is None else [("error", operation.error.message)]),
+    ]
+
+
+def _ending(operation: OperationInfo) -> str:
+    if not operation.done:
+        ahead = f", {operation.jobs_ahead} before it" if operation.phase == "queued" else ""
+        return f"{operation.phase}{ahead}"
+    if operation.error is None:
+        return "done"
+    return "cancelled" if operation.error.reason == "CANCELLED" else "failed"
+
+
+_BARS = {"reading": ("prefill", "tokens"), "indexing": ("index", "layers")}
+"""Phases with something to count, as `prefill-worker run` calls them."""
+
+
+@contextmanager
+def _operation_progress(reporter: Reporter) -> Iterator[Callable[[OperationInfo], None]]:
+    """Yields what to call with the states of an operation, one after the other."""
+    phase, ahead, told, reason = "", -1, 0, ""
+    update: Update = _ignore
+    with ExitStack() as bar:
+
+        def show(operation: OperationInfo) -> None:
+            nonlocal phase, ahead, told, reason, update
+            for note in operation.notes[told:]:
+                reporter.note(note)
+            told = len(operation.notes)
+            if operation.phase != phase:
+                bar.close()
+                phase, update = operation.phase, _ignore
+                if phase in _BARS:
+                    update = bar.enter_context(reporter.phase(*_BARS[phase]))
+            if phase == "queued" and operation.jobs_ahead != ahead:
+                ahead = operation.jobs_ahead
+                reporter.note(f"{operation.name} waits for a worker, {ahead} before it")
+            if operation.waiting_reason != reason:
+                reason = operation.waiting_reason
+                if reason:
+                    reporter.note(reason)
+            if phase == "reading":
+                update(operation.tokens_done, operation.tokens_total)
+            elif phase == "indexing":
+                update(operation.layers_done, operation.layers_total)
+
+        yield show
+
+
+def _ignore(done: int, total: int) -> None:
+    """Nothing is counted."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from decode_engine.rpc.client import Client
+from decode_engine.rpc.contexts.defaults import default_method, supported_methods
 from decode_engine.rpc.server import DecodeServer
 from index_store.cli.console import LineReporter
 from index_store.errors import ContextCorruptError, InvalidArgumentError, MethodUnsupportedError
@@ -116,3 +117,26 @@ def test_its_arrays_are_verified_as_all_others(library: Library, manifest: Manif
     assert [retired in str(each) for each in store.verify(manifest.id)] == [True]
     with pytest.raises(ContextCorruptError), Arena(1 << 28).acquire(store, manifest.id):
         pass
+
+
+DIPOLE = "the remainder dipole and the index dipole_clusters were retired on 2026-11-28"
+
+
+def test_without_the_dipole_all_else_goes_on(tmp_path: Path) -> None:
+    library = make_library(tmp_path)
+    store = Store(library.store)
+    present = store.manifest(library.prefill("old", method=("quest",)))
+    parameters = {**INDEX_SPECS["remainder_clusters"].parameters, "moments": "full"}
+    methods = ("quest+dipole", "quest")
+    found, _ = add_index(
+        store, present, "dipole_clusters", kind="key_clusters", parameters=parameters, methods=methods
+    )
+    assert default_method(found, None).expression == "quest"
+    assert "quest" in supported_methods(found)
+    with Arena(1 << 28).acquire(store, found.id) as context:
+        assert context.index("pages", 1) is not None
+        with pytest.raises(InvalidArgumentError, match=DIPOLE):
+            context.index("dipole_clusters", 1)
+    told = io.StringIO()
+    assert [spec.name for spec in _specs(found, LineReporter(told))] == ["pages"]
+    assert f"index dipole_clusters is left out: {DIPOLE}" in told.getvalue()
