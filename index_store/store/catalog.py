@@ -80,10 +80,8 @@ _LARGEST = 1 << 20
 _REPAIR = "tune the context again (`decode-engine tune`), remove the file, or name a method in every request"
 
 
-class TunedDefaultError(ContextCorruptError):
+class TunedDefaultError(ContextCorruptError, reason="TUNED_DEFAULT_INVALID"):
     """A tuned default is not what was written, or of another format; its context is not affected."""
-
-    reason = "TUNED_DEFAULT_INVALID"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from prefill_worker.worker.queue_worker import QueueWorker
 from sparsekv.v1 import context_pb2
 from tests.decode_engine.conftest import Library
 from tests.decode_engine.rpc.creation.conftest import document, make_worker, names
-from tests.support.serving.service import wait_until
+from tests.support.serving.service import loaded, wait_until
 
 
 def test_it_is_the_context_that_a_job_on_the_machine_makes(
@@ -122,12 +122,10 @@ def test_a_request_id_makes_repeats_harmless_also_after_a_restart(
     assert client.create_context(document("repeated"), request_id="order 1", wait=False).name == first.name
     with pytest.raises(InvalidArgumentError, match="request_id 'order 1' was used for another request"):
         client.create_context(document("another"), request_id="order 1", wait=False)
-    with DecodeServer(shop.config()) as restarted:
-        restarted.load()
-        with Client(restarted.address) as later:
-            assert later.create_context(document("repeated"), request_id="order 1", wait=False) == first
-            worker.work_once()
-            assert later.wait_operation(first.name).result().name == first.context_name
+    with loaded(shop.config()) as restarted, Client(restarted.address) as later:
+        assert later.create_context(document("repeated"), request_id="order 1", wait=False) == first
+        worker.work_once()
+        assert later.wait_operation(first.name).result().name == first.context_name
     assert client.create_context(document("repeated"), request_id="order 1", wait=False).name == first.name
 
 
