@@ -33,7 +33,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from typer import Option
 from typer.models import ArgumentInfo, ParameterInfo
 
-from index_store.cli.settings_file import tell, with_sources
+from index_store.cli.settings_file import by_source, tell, with_sources
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.memory.memory_sizes import parse_size
 from index_store.store.store_folders import require_local
@@ -359,12 +359,19 @@ def configured(
             if by_file:
                 context, _ = given.pop("context"), given.pop("config")
                 if given.pop("check_config"):
-                    tell(context, given, _problems(config, options, given))
-            values = {name: value for name, value in _told(options, given).items() if value is not None}
-            for field, _, marks in options:
-                given.pop(field.name)
-                _check(values.get(field.name), flag_of(field, marks), marks, files=True)
-            command(_make(config, values), **given)
+                    problems = [by_source(context, each) for each in _problems(config, options, given)]
+                    tell(context, given, problems)
+            try:
+                values = {name: value for name, value in _told(options, given).items() if value is not None}
+                for field, _, marks in options:
+                    given.pop(field.name)
+                    _check(values.get(field.name), flag_of(field, marks), marks, files=True)
+                made = _make(config, values)
+            except InvalidArgumentError as error:
+                if not by_file:
+                    raise
+                raise InvalidArgumentError(by_source(context, error.message), **error.metadata) from error
+            command(made, **given)
 
         run.config = config  # type: ignore[attr-defined]  # for whoever looks through all options
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]

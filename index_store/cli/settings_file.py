@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -125,6 +126,18 @@ _CheckOption = Annotated[
         "comes from, and end: with 2 where something is wrong.",
     ),
 ]
+
+
+def by_source(context: typer.Context, message: str) -> str:
+    """What is said of options, each by the file and key, or the variable, that it comes from."""
+    for name, option in _options(context).items():
+        source = getattr(context.get_parameter_source(option.name), "name", "")
+        said = {"ENVIRONMENT": option.envvar, "DEFAULT_MAP": f"{context.params['config']}: {name}"}.get(
+            source
+        )
+        if said is not None:
+            message = re.sub(rf"(?<![\w-])--{re.escape(name)}(?![\w-])", lambda _, by=said: by, message)  # type: ignore[misc]
+    return message
 
 
 def tell(context: typer.Context, values: Mapping[str, Any], problems: Sequence[str]) -> NoReturn:

@@ -97,8 +97,10 @@ def test_flags_count_before_variables_before_the_file_before_defaults(file: Path
         ("origin = 'a'", "origin is a, expected a list of texts"),
         ("[store]\npath = 'x'", "store is .*, expected a text or a number"),
         ("most-calls = ", r"serve.toml', which cannot be used .*; expected a file in TOML"),
-        ("audit-share = 2", "--audit-share is 2.0, expected 0 to 1"),
-        ("kind = 'other'", "--kind is 'other', expected exact or muse"),
+        ("audit-share = 2", r"serve.toml: audit-share is 2.0, expected 0 to 1"),
+        ("kind = 'other'", r"serve.toml: kind is 'other', expected exact or muse"),
+        ("memory = 'much'", r"serve.toml: memory: size is 'much'"),
+        ("most-calls = 13", r"serve.toml: most-calls is 13, expected a luckier number"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -106,6 +108,27 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: st
     path.write_text(f"{text}\n" if "store" in text else f"store = 'x'\n{text}\n")
     with pytest.raises(InvalidArgumentError, match=message):
         made("--config", str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("AUDIT_SHARE", "2", "SPARSEKV_AUDIT_SHARE is 2.0, expected 0 to 1"),
+        ("KIND", "other", "SPARSEKV_KIND is 'other', expected exact or muse"),
+        ("MEMORY", "much", "SPARSEKV_MEMORY: size is 'much'"),
+        ("MOST_CALLS", "13", "SPARSEKV_MOST_CALLS is 13, expected a luckier number"),
+    ],
+)
+def test_what_is_wrong_in_a_variable_is_named(name: str, value: str, message: str) -> None:
+    """Also beside a file; and a flag is named as a flag."""
+    variables = {f"SPARSEKV_{name}": value}
+    with pytest.raises(InvalidArgumentError, match=f"^{message}"):
+        made("--store", "x", variables=variables)
+    _, found = checked("--store", "x", variables=variables)
+    assert any(each.startswith(message) for each in found["problems"])
+    flag = f"--{name.lower().replace('_', '-')}"
+    with pytest.raises(InvalidArgumentError, match=f"^{message.replace(f'SPARSEKV_{name}', flag)}"):
+        made("--store", "x", flag, value, variables=variables)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
