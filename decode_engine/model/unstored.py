@@ -84,24 +84,14 @@ def check_decoding(loaded: LoadedModel) -> None:
 
     def check(seen: Examination) -> Verdict:
         with using_attention(loaded.model, ATTENTION_NAME):
-            found = _compare(loaded, seen)
-            if (
-                found is not None
-                and seen.identity.states is not None
-                and _compare(loaded, seen, True) is None
-            ):
-                found += ": behind a state its layers read single tokens alone, so no text can come in pieces"
-            return {"decoding": found}
+            return {"decoding": _compare(loaded, seen)}
 
     loaded.verify("decoding", check)
 
 
 @torch.inference_mode()
-def _compare(loaded: LoadedModel, seen: Examination, singly: bool = False) -> str | None:
-    """Why logits after a context, read as a prompt and token by token, differ from the model's own.
-
-    singly: the prompt as well.
-    """
+def _compare(loaded: LoadedModel, seen: Examination) -> str | None:
+    """Why logits after a context, read as a prompt and token by token, differ from the model's own."""
     weights = next(loaded.model.parameters())
     ids = torch.tensor(seen.ids, device=weights.device)
     states = seen.identity.states
@@ -111,7 +101,7 @@ def _compare(loaded: LoadedModel, seen: Examination, singly: bool = False) -> st
     session = Session(context, METHODS["full"].on(context.manifest), loaded.forms, states=own)
     last = len(ids) - _STEPS
     # With states the context is read as well: as a prompt, behind which another one follows.
-    cuts = [*([] if states is None else [0]), kept, *range(kept + 1 if singly else last, len(ids) + 1)]
+    cuts = [*([] if states is None else [0]), kept, *range(last, len(ids) + 1)]
     found = [_feed(loaded.model, session, ids[start:end]) for start, end in itertools.pairwise(cuts)]
     session.close()
     return differ(seen.logits_TV[cuts[0] :], torch.cat(found), weights.dtype)

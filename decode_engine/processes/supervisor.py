@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
-import threading
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -44,7 +44,8 @@ _LEAST_S, _MOST_S = 1.0, 60.0
 _LAST_S = 3.5
 """After the grace, for requests to be told why they end, and for processes to end."""
 
-_LOOK_S = 0.1  # whether somebody has shortened the time of running requests
+_UNSTARTED = 126  # as shells have it
+_LOOK_S = 0.1  # whether it is to stop, or somebody has shortened the time of running requests
 
 _decode = msgspec.json.Decoder(Word).decode
 
@@ -107,7 +108,11 @@ class Child:
     async def keep(self) -> None:
         """Runs processes, one after the other, until told to stop and the last one has ended."""
         while not self._stopping.is_set():
-            served, code = await self._run()
+            try:
+                served, code = await self._run()
+            except OSError as error:  # no handle or no memory is left for a process
+                logger.warning("%s could not be started: %s", self.name, error)
+                served, code = False, _UNSTARTED
             if not self._stopping.is_set():
                 self._on_end(self, code)
             if self._stopping.is_set():
@@ -158,6 +163,21 @@ class Child:
         return served, code
 
 
+async def _begun(stopping: Stopping) -> None:
+    """Until told to stop. No thread waits for that, which could die."""
+    while not stopping.is_set():
+        await asyncio.sleep(_LOOK_S)
+
+
+def _watch_by_descriptors() -> None:
+    """Has the loop learn of processes' ends from the kernel, as from Python 3.12 on, not from a thread for each:
+    where such a thread had died, nothing was started again."""
+    if sys.version_info < (3, 12) and hasattr(os, "pidfd_open"):
+        watcher = asyncio.PidfdChildWatcher()
+        watcher.attach_loop(asyncio.get_running_loop())
+        asyncio.get_event_loop_policy().set_child_watcher(watcher)
+
+
 class Supervisor:
     """Runs an engine and doors until it is told to stop."""
 
@@ -186,18 +206,10 @@ class Supervisor:
     async def run(self, stopping: Stopping) -> None:
         """Returns when all processes have ended. Raises the error for which they cannot start."""
         self._stopping = stopping
-        loop = asyncio.get_running_loop()
-        stopped = asyncio.Event()
-
-        def wait_for_signal() -> None:
-            stopping.wait()
-            with suppress(RuntimeError):  # the loop has ended by itself
-                loop.call_soon_threadsafe(stopped.set)
-
-        threading.Thread(target=wait_for_signal, name="stopping", daemon=True).start()
+        _watch_by_descriptors()
         engine = asyncio.ensure_future(self.engine.keep())
         doors = [asyncio.ensure_future(each.keep()) for each in self.doors]
-        ends = [asyncio.ensure_future(each) for each in (stopped.wait(), self._changed.wait())]
+        ends = [asyncio.ensure_future(each) for each in (_begun(stopping), self._changed.wait())]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:

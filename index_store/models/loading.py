@@ -38,10 +38,12 @@ from index_store.models.digests import Progress, Stamp, hash_files
 from index_store.models.model_folder import ModelFolder, first_line, weight_files, weights_entry
 from index_store.models.resolve import resolve_model
 from index_store.models.self_check import Examination, Verdict, examine, remembered
+from index_store.models.token_by_token import noting_readers, read_singly
 from index_store.models.tokenizer import Tokenizer, load_tokenizer, tokenizer_fingerprint
 from index_store.store.description.context_id import LayerShape, ModelIdentity, ModelStates, WindowLayers
 from index_store.store.description.dtypes import KV_DTYPES, stored_dtype
 
+_SINGLY = "singly"  # in a verdict: the modules that read single tokens
 _UNKNOWN = "unknown"  # in place of a fingerprint that is still being computed
 
 # Entries of config.json that name the software or the place, not the function that the model computes.
@@ -265,7 +267,15 @@ class LoadedModel:
                 seen = examine(self.model, self.identity, self.readings, self.forms)
                 if seen.difference is not None:
                     return {"attention": seen.difference}
-                return {"attention": None, **check(seen)}
+                with noting_readers(self.model) as readers:
+                    found = check(seen)
+                if found.get(what) is not None and readers:
+                    undo = read_singly(self.model, readers)
+                    if (again := check(seen)).get(what) is None:
+                        found = {**again, _SINGLY: " ".join(readers)}
+                    else:
+                        undo()
+                return {"attention": None, **found}
             except Exception as error:  # whatever an unusual layer may raise
                 raise ModelUnsupportedError(
                     f"model {self.identity.name!r} cannot be served: it cannot be compared with its own attention "
@@ -274,6 +284,7 @@ class LoadedModel:
                 ) from error
 
         verdict = remembered(self.identity, self.model, what, find_out, self.weights)
+        read_singly(self.model, (verdict.get(_SINGLY) or "").split())
         for part in ("attention", what):
             if verdict.get(part) is not None:
                 with_what = "attention as its layers describe it" if part == "attention" else f"{what} here"

@@ -7,8 +7,9 @@ on copies, which go over to the texts once a pass has succeeded (`commit`): one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -118,13 +119,17 @@ def _dtype(part: StatePart, dtype: torch.dtype) -> torch.dtype:
 
 
 class StateCache(Cache):  # type: ignore[misc]  # transformers has no types here
-    """See the file. attending: the model's layer whose keys were given last, which attends next."""
+    """See the file. attending: the model's layer whose keys were given last, which attends next. begun: whether the
+    texts had a token before."""
+
+    _tell: ClassVar[Callable[[], object] | None] = None
 
     def __init__(self, numbers: Sequence[int]) -> None:
         """numbers: how many states of a kind each layer has, 0 without."""
         super().__init__(layers=[LinearAttentionLayer(count) if count else DummyLayer() for count in numbers])
         self.numbers = numbers
         self.attending = -1
+        self.begun = False
         self._attends: Sequence[int] = ()
         self._held: list[tuple[int, StatePart, Tensor]] = []
         self._texts: Sequence[TextStates] = ()
@@ -146,7 +151,7 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers has no types here
             for layer in part.layers:
                 numbers[layer] = max(numbers[layer], part.number + 1)
         made = cls(numbers)
-        made._attends = model.attending
+        made._attends, made.begun = model.attending, begun
         for part, own in zip(model.parts, parts, strict=True):
             for layer, rows in zip(part.layers, own, strict=True):
                 _put(made.layers[layer], part.kind, part.number, rows, begun)
@@ -165,6 +170,23 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers has no types here
             for layer in layers
         ]
         return cls(numbers) if any(numbers) else None
+
+    @classmethod
+    @contextmanager
+    def telling(cls, tell: Callable[[], object]) -> Iterator[None]:
+        """Calls that whenever a layer asks for a recurrent state."""
+        cls._tell = tell
+        try:
+            yield
+        finally:
+            cls._tell = None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state of a layer, None where it has none."""
+        if StateCache._tell is not None:
+            StateCache._tell()
+        state: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
+        return state
 
     @property
     def place(self) -> int:

@@ -70,8 +70,8 @@ OBJECTS = tuple(
 LANES: dict[str, tuple[str, ...]] = {
     "server": ("kill", "frozen", "thread"),
     "engine": ("kill", "kill", "kill", "frozen", "handles", "file size", *INSIDE, *OBJECTS),
-    "door": (*("kill",) * 9, "frozen", "handles", *(each for each in INSIDE if each != "memory")),
-    "worker": (*("kill",) * 9, "frozen", "handles", "file size", *INSIDE, *OBJECTS),
+    "door": (*("kill",) * 14, "frozen", "handles", *(each for each in INSIDE if each != "memory")),
+    "worker": (*("kill",) * 12, "frozen", "handles", "file size", *INSIDE, *OBJECTS),
     "reader": (*("kill",) * 7, "frozen", "handles", "file size", *INSIDE, *OBJECTS),
     "wires": ("connections", "connections", "silence"),
     "disks": ("store", "copy", "object"),
@@ -102,7 +102,7 @@ class Run:
         self.faults: list[dict[str, Any]] = []
         self.happened: Counter[str] = Counter()
         self._lock, self._next, self._done = threading.Lock(), 0, threading.Event()
-        self._damaged_until = self._start_s = 0.0
+        self._damaged_until = self._failing_until = self._start_s = 0.0
         self.kept: dict[str, Kept] = {}
 
     def start(self) -> None:
@@ -211,12 +211,9 @@ class Run:
 
     def _explained(self, reason: str) -> bool:
         """Whether faults of this moment may end a call for such a reason."""
-        if reason == "CONTEXT_CORRUPT":
+        if reason in ("CONTEXT_CORRUPT", "OPERATION_CORRUPT"):
             return time.monotonic() < self._damaged_until
-        return reason == "INTERNAL" and any(
-            each["kind"] in ("thread", "memory", "handles") and time.monotonic() - each["at"] < DEADLINE_S
-            for each in self.faults[-40:]
-        )
+        return reason == "INTERNAL" and time.monotonic() < self._failing_until
 
     def _lane(self, lane: str) -> None:
         draws = random.Random(f"{self.seed} {lane}")
@@ -265,6 +262,8 @@ class Run:
         if not pids:
             return None
         pid = pids[seed % len(pids)]
+        if kind in ("thread", "memory", "handles"):
+            self._failing_until = time.monotonic() + DEADLINE_S
         match kind:
             case "kill":
                 happened = killed(pid)

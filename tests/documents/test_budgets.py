@@ -36,11 +36,11 @@ MOST_LINES = {
     "decode_engine/layers": 2_120,
     "decode_engine/model": 2_620,  # drafts are chosen by time; a CPU's steps go through layers in few calls
     "decode_engine/orders": 1_010,
-    "decode_engine/processes": 1_570,  # draining by a client
+    "decode_engine/processes": 1_600,  # draining by a client, ends told by the kernel
     "decode_engine/rpc": 7_300,  # who calls, what they may, and what was refused
     "decode_engine/settings": 640,  # the file of quotas
     "decode_engine/steps": 3_000,  # with those of models with states
-    "index_store": 30_750,  # tenants, quotas, options from files; contexts as single files, and in object stores
+    "index_store": 30_850,  # tenants, quotas, options from files; contexts as single files, and in object stores
     "prefill_worker": 7_750,  # a job knows its tenant, and keeps states at marks
 }
 

@@ -18,6 +18,7 @@ KINDS = [
     "deepseek_v2",
     "falcon_h1",
     "granitemoehybrid",
+    "jamba",
     "kimi_linear",
     "lara_mini",
     "lfm2",
@@ -30,6 +31,7 @@ KINDS = [
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "qwen3_next",
+    "zamba",
     "zamba2",
     "zaya",
 ]

@@ -56,6 +56,14 @@ _STATES: Mapping[str, object] = {
     "mlp_only_layers": [0, 1, 2],
 }
 
+_JAMBA: Mapping[str, object] = {
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "num_experts": 2,
+    "num_experts_per_tok": 2,
+    "mamba_d_state": 16,
+    "mamba_dt_rank": 8,
+}
 LAYER_KINDS: Mapping[str, tuple[str, Mapping[str, object]]] = MappingProxyType(
     {
         "windows": ("qwen2", {**_WINDOWS, "use_sliding_window": True}),
@@ -67,6 +75,7 @@ LAYER_KINDS: Mapping[str, tuple[str, Mapping[str, object]]] = MappingProxyType(
         "no positions": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
         "states": ("qwen3_next", _STATES),
         "convolutions": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3}),
+        "single tokens": ("jamba", _JAMBA),
         "latents": ("deepseek_v3", {**_LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2}),
         "chunks": ("llama4_text", {**_EXPERTS, **_CHUNKS}),
         "caps": ("gemma2", {**_WINDOWS, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4}),

@@ -1,7 +1,7 @@
 """Counters that threads of one loop share: who takes which task of a phase, and when all of them are done.
 
-For functions that numba compiles. Counters are [phases, LINE] int64, of which the first of a row counts. No thread waits
-for one that has not come: only for tasks that were taken.
+For functions that numba compiles. Counters are [phases, LINE] int64, of which the first of a row counts. No thread
+waits for one that has not come: only for tasks that were taken.
 """
 
 from __future__ import annotations

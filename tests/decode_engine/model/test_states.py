@@ -1,6 +1,7 @@
 """Models with recurrent and convolution states: those behind a text's last token are part of what is stored.
 
-And models that attend in chunks, or by latents, in every way in which tokens may come to stand behind a text.
+And models whose mixers read single tokens alone behind a state, that attend in chunks, or by latents, in every way in
+which tokens may come to stand behind a text.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ KINDS = ("states", "convolutions")
 with_states = pytest.mark.parametrize("own", KINDS, indirect=True)
 
 
-@pytest.fixture(scope="module", params=(*KINDS, "chunks", "latents"))
+@pytest.fixture(scope="module", params=(*KINDS, "single tokens", "chunks", "latents"))
 def own(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A served model, and what it answers by itself."""
     path = tmp_path_factory.mktemp("states")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import http.client
 import json
 import logging
@@ -23,9 +24,9 @@ import pytest
 
 from decode_engine.__main__ import main
 from decode_engine.errors import AddressError, EngineCrashedError, InternalError, ShuttingDownError
-from decode_engine.processes import attached
+from decode_engine.processes import attached, supervisor
 from decode_engine.processes.attached import Setup, read_setup, setup_line
-from decode_engine.processes.supervisor import Supervisor, kept_port
+from decode_engine.processes.supervisor import Child, Supervisor, kept_port
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.transport.starting import Stopping
 from decode_engine.settings.config import ServeConfig
@@ -33,7 +34,6 @@ from index_store.cli.logs import LogLevel
 from index_store.errors import SparseKVError
 from tests.decode_engine.conftest import Library
 from tests.decode_engine.rpc.turns.test_stopping import IN_TIME_S, Server, Streams, serving
-from tests.support.waiting import wait_until
 
 ENGINE, DOOR = b"engine_process", b"door_process"
 
@@ -130,14 +130,61 @@ def test_a_process_that_cannot_start_ends_the_start(
         asyncio.run(run())
 
 
-def test_a_signal_ends_a_server_whose_thread_for_signals_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    died = threading.Event()
-    monkeypatch.setattr(attached, "_watch", lambda *_: died.set())
+def test_no_thread_must_live_for_an_end_to_be_noticed(tmp_path: Path) -> None:
+    setup = Setup(ServeConfig(store=tmp_path, model="m", doors=2), b"key", tmp_path, LogLevel.INFO, True)
+    waits = (sys.executable, "-c", "import sys; sys.stdin.readline(); sys.stdin.readline()")
+
+    async def run() -> None:
+        stopping = Stopping()
+        kept = Supervisor(setup, print, print, waits, waits)
+        running = asyncio.ensure_future(kept.run(stopping))
+        while any(each.pid is None for each in (kept.engine, *kept.doors)):
+            await asyncio.sleep(0.01)
+        assert not any("waitpid" in each.name for each in threading.enumerate())
+        kept.engine.kill()
+        with pytest.raises(InternalError, match="the engine ended with -9 while it started"):
+            await running
+
+    asyncio.run(run())
+
+
+def test_a_process_for_which_nothing_is_left_is_started_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Setup(ServeConfig(store=tmp_path, model="m"), b"key", tmp_path, LogLevel.INFO, True)
+    waits = (sys.executable, "-c", "import sys; sys.stdin.readline(); sys.stdin.readline()")
+    start = asyncio.create_subprocess_exec
+    ends: list[int] = []
+
+    async def refuse(*_: object, **__: object) -> None:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    monkeypatch.setattr(supervisor, "_LEAST_S", 0.01)
+
+    async def run() -> None:
+        child = Child("it", waits, setup, print, lambda _, code: ends.append(code))
+        running = asyncio.ensure_future(child.keep())
+        while child.pid is None:
+            await asyncio.sleep(0.01)
+        child.stop(0.0)
+        await running
+
+    asyncio.run(run())
+    assert ends == [126]
+
+
+@pytest.mark.parametrize("wakes", [False, True])
+def test_a_signal_ends_a_server_whose_thread_for_signals_dies(
+    monkeypatch: pytest.MonkeyPatch, wakes: bool
+) -> None:
+    """Before a signal, or of the signal that wakes it."""
+    monkeypatch.setattr(attached, "_watch", lambda reading, *_: reading.recv(1) if wakes else None)
     with attached.stop_signals(1.0) as stopping:
-        assert died.wait(60)
-        wait_until(lambda: not any(each.name == "signals" for each in threading.enumerate()))
         os.kill(os.getpid(), signal.SIGTERM)
         assert stopping.wait(60)
+        assert stopping.left_s <= 1.0
 
 
 def test_a_process_without_torch_takes_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
