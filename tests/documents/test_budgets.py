@@ -35,7 +35,7 @@ MOST_LINES = {
     "decode_engine/host_search": 1_700,
     "decode_engine/kernels": 9_600,  # states are copied there, too
     "decode_engine/layers": 2_120,
-    "decode_engine/model": 2_620,  # drafts are chosen by time; a CPU's steps go through layers in few calls
+    "decode_engine/model": 2_580,  # drafts are chosen by time; a CPU's steps go through layers in few calls
     "decode_engine/orders": 1_010,
     "decode_engine/processes": 1_600,  # draining by a client, ends told by the kernel
     "decode_engine/rpc": 7_420,  # who calls, what they may, and what was refused; what is made again
