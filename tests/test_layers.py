@@ -28,6 +28,7 @@ MAY_IMPORT = {
 # A package's own files, errors and configuration, are a floor like any other; `__main__` may import all.
 FLOORS = (
     "decode_engine/cli",
+    "decode_engine/cluster",
     "decode_engine/evaluation",
     "decode_engine/evaluation/tasks",
     "decode_engine/processes",
@@ -53,6 +54,7 @@ FLOORS = (
     "decode_engine/kernels/attention",
     "decode_engine/kernels",
     "decode_engine/processes/link",
+    "decode_engine/routing",
     "decode_engine/orders",
     "decode_engine/settings",
     "decode_engine",
@@ -110,7 +112,7 @@ ROLES = {
     "registry": "all there are, by name",
 }
 
-GRPC_PLACES = ("sparsekv/v1/*", "decode_engine/rpc/*")
+GRPC_PLACES = ("sparsekv/v1/*", "decode_engine/rpc/*", "decode_engine/cluster/*")
 
 # Where a third-party package may be imported; a package that is not listed may be imported anywhere.
 PLACES = {
@@ -152,8 +154,10 @@ PLACES = {
         "decode_engine/model/decode_attention.py",
     ),
     "huggingface_hub": ("index_store/models/model_folder.py",),
-    "starlette": ("decode_engine/gateway/*",),
+    "starlette": ("decode_engine/gateway/*", "decode_engine/cluster/http_door.py"),
     "uvicorn": ("decode_engine/gateway/*",),
+    "aiohttp": ("decode_engine/cluster/*",),
+    "ray": ("decode_engine/cluster/application.py", "decode_engine/cluster/command.py"),
     "h11": ("decode_engine/gateway/serving.py",),
     "llguidance": ("decode_engine/engine/sampling/*",),
     "zmq": ("decode_engine/processes/link/*", "decode_engine/core/kv_events.py"),
