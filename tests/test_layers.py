@@ -28,7 +28,7 @@ MAY_IMPORT = {
 # A package's own files, errors and configuration, are a floor like any other; `__main__` may import all.
 FLOORS = (
     "decode_engine/cli",
-    "decode_engine/cluster",
+    "decode_engine/processes/cluster",
     "decode_engine/evaluation",
     "decode_engine/evaluation/tasks",
     "decode_engine/processes",
@@ -54,11 +54,11 @@ FLOORS = (
     "decode_engine/kernels/attention",
     "decode_engine/kernels",
     "decode_engine/processes/link",
-    "decode_engine/routing",
     "decode_engine/orders",
     "decode_engine/settings",
     "decode_engine",
     "decode_engine/rpc/door",
+    "decode_engine/rpc/routing",
     "prefill_worker/cli",
     "prefill_worker/worker",
     "prefill_worker/jobs",
@@ -112,7 +112,7 @@ ROLES = {
     "registry": "all there are, by name",
 }
 
-GRPC_PLACES = ("sparsekv/v1/*", "decode_engine/rpc/*", "decode_engine/cluster/*")
+GRPC_PLACES = ("sparsekv/v1/*", "decode_engine/rpc/*", "decode_engine/processes/cluster/*")
 
 # Where a third-party package may be imported; a package that is not listed may be imported anywhere.
 PLACES = {
@@ -154,10 +154,10 @@ PLACES = {
         "decode_engine/model/decode_attention.py",
     ),
     "huggingface_hub": ("index_store/models/model_folder.py",),
-    "starlette": ("decode_engine/gateway/*", "decode_engine/cluster/http_door.py"),
+    "starlette": ("decode_engine/gateway/*", "decode_engine/processes/cluster/http_door.py"),
     "uvicorn": ("decode_engine/gateway/*",),
-    "aiohttp": ("decode_engine/cluster/*",),
-    "ray": ("decode_engine/cluster/application.py", "decode_engine/cluster/command.py"),
+    "aiohttp": ("decode_engine/processes/cluster/*",),
+    "ray": ("decode_engine/processes/cluster/application.py", "decode_engine/processes/cluster/command.py"),
     "h11": ("decode_engine/gateway/serving.py",),
     "llguidance": ("decode_engine/engine/sampling/*",),
     "zmq": ("decode_engine/processes/link/*", "decode_engine/core/kv_events.py"),

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import aiohttp
 
-from decode_engine.routing.router import Replica
+from decode_engine.rpc.routing.router import Replica
 
 KNOWN_S = 60.0
 """Parents do not change, names seldom; what is out of date costs a request a longer way and nothing else."""

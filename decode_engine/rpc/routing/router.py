@@ -20,7 +20,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from decode_engine.routing.rendezvous import order_of
+from decode_engine.rpc.routing.rendezvous import order_of
 
 BOUND = 1.25
 """Of a replica's part of all requests."""

@@ -8,10 +8,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from decode_engine.cluster.asked import Asked
-from decode_engine.cluster.directory import Directory
 from decode_engine.errors import NotReadyError
-from decode_engine.routing.router import Replica, Router, Wanted
+from decode_engine.processes.cluster.asked import Asked
+from decode_engine.processes.cluster.directory import Directory
+from decode_engine.rpc.routing.router import Replica, Router, Wanted
 
 PATIENCE_S = 30.0
 """How long a call waits for a replica that can take it: as long as a replica may take to start again."""

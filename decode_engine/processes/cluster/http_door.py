@@ -12,8 +12,6 @@ import aiohttp
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
-from decode_engine.cluster.asked import asked_by_http
-from decode_engine.cluster.tries import ELSEWHERE, MOVED_ON, Tries
 from decode_engine.errors import EngineCrashedError, TooManyRequestsError
 from decode_engine.gateway.exchange import (
     Bounds,
@@ -24,6 +22,8 @@ from decode_engine.gateway.exchange import (
     refusal,
 )
 from decode_engine.gateway.wire.reply_structs import event
+from decode_engine.processes.cluster.asked import asked_by_http
+from decode_engine.processes.cluster.tries import ELSEWHERE, MOVED_ON, Tries
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import SparseKVError
 from index_store.jobs.uploads import MOST_DOCUMENT_BYTES

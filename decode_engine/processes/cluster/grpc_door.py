@@ -10,10 +10,10 @@ from typing import Any, cast
 import grpc
 from grpc import aio
 
-from decode_engine.cluster.asked import MANY_MESSAGES, asked_by_rpc
-from decode_engine.cluster.tries import ELSEWHERE, MOVED_ON, Tries
 from decode_engine.errors import EngineCrashedError, NotReadyError
-from decode_engine.routing.router import Replica
+from decode_engine.processes.cluster.asked import MANY_MESSAGES, asked_by_rpc
+from decode_engine.processes.cluster.tries import ELSEWHERE, MOVED_ON, Tries
+from decode_engine.rpc.routing.router import Replica
 from decode_engine.rpc.transport.status import code_of, error_info, to_trailers
 from index_store.errors import InvalidArgumentError, SparseKVError
 

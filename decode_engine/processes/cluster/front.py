@@ -11,16 +11,16 @@ from typing import Any, Self, TypeVar
 import aiohttp
 from grpc import aio
 
-from decode_engine.cluster.asked import Asked
-from decode_engine.cluster.directory import Directory
-from decode_engine.cluster.grpc_door import GrpcForwarding
-from decode_engine.cluster.http_door import HttpForwarding
-from decode_engine.cluster.tries import Tries
 from decode_engine.errors import AddressError
 from decode_engine.gateway.exchange import Bounds
 from decode_engine.gateway.serving import HttpPort
-from decode_engine.routing.router import Replica, Router
+from decode_engine.processes.cluster.asked import Asked
+from decode_engine.processes.cluster.directory import Directory
+from decode_engine.processes.cluster.grpc_door import GrpcForwarding
+from decode_engine.processes.cluster.http_door import HttpForwarding
+from decode_engine.processes.cluster.tries import Tries
 from decode_engine.rpc.door.options import Certificates
+from decode_engine.rpc.routing.router import Replica, Router
 from decode_engine.rpc.transport.calls import Limits
 from decode_engine.rpc.transport.listener import server_credentials, server_options
 
