@@ -18,10 +18,10 @@ from typing import Any
 import ray
 from ray import serve
 
+from decode_engine.processes.cluster.cluster_config import ClusterConfig
 from decode_engine.processes.cluster.front import FrontDoor
 from decode_engine.processes.cluster.roster import Roster
 from decode_engine.processes.cluster.scaling import Load, replicas_wanted
-from decode_engine.processes.cluster.settings import ClusterConfig
 from decode_engine.processes.cluster.watched import Watched
 from decode_engine.rpc.client.clients import Client
 from decode_engine.rpc.door.options import Certificates, Credentials

@@ -24,7 +24,7 @@ from typing import Any
 
 import typer
 
-from decode_engine.processes.cluster.settings import ClusterConfig, StateConfig
+from decode_engine.processes.cluster.cluster_config import ClusterConfig, StateConfig
 from index_store.cli.app import new_app
 from index_store.cli.entry import run_command
 from index_store.cli.options import configured

@@ -18,8 +18,6 @@ from decode_engine.rpc.server import DecodeServer
 from index_store.errors import ContextNotFoundError, InvalidArgumentError
 from sparsekv.v1 import context_pb2, generation_pb2
 
-pytest.importorskip("aiohttp")
-
 GONE = Replica("gone", "127.0.0.1:1", "http://127.0.0.1:1", store="here")
 ABSENT = "contexts/" + "0" * 64
 
