@@ -28,6 +28,7 @@ MAY_IMPORT = {
 # A package's own files, errors and configuration, are a floor like any other; `__main__` may import all.
 FLOORS = (
     "decode_engine/cli",
+    "decode_engine/processes/cluster",
     "decode_engine/evaluation",
     "decode_engine/evaluation/tasks",
     "decode_engine/processes",
@@ -57,6 +58,7 @@ FLOORS = (
     "decode_engine/settings",
     "decode_engine",
     "decode_engine/rpc/door",
+    "decode_engine/rpc/routing",
     "prefill_worker/cli",
     "prefill_worker/worker",
     "prefill_worker/corpus",
@@ -111,7 +113,7 @@ ROLES = {
     "registry": "all there are, by name",
 }
 
-GRPC_PLACES = ("sparsekv/v1/*", "decode_engine/rpc/*")
+GRPC_PLACES = ("sparsekv/v1/*", "decode_engine/rpc/*", "decode_engine/processes/cluster/*")
 
 # Where a third-party package may be imported; a package that is not listed may be imported anywhere.
 PLACES = {
@@ -155,8 +157,10 @@ PLACES = {
         "decode_engine/model/decode_attention.py",
     ),
     "huggingface_hub": ("index_store/models/model_folder.py",),
-    "starlette": ("decode_engine/gateway/*",),
+    "starlette": ("decode_engine/gateway/*", "decode_engine/processes/cluster/http_door.py"),
     "uvicorn": ("decode_engine/gateway/*",),
+    "aiohttp": ("decode_engine/processes/cluster/*",),
+    "ray": ("decode_engine/processes/cluster/application.py", "decode_engine/processes/cluster/command.py"),
     "h11": ("decode_engine/gateway/serving.py",),
     "llguidance": ("decode_engine/engine/sampling/*",),
     "zmq": ("decode_engine/processes/link/*", "decode_engine/core/kv_events.py"),

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import h11
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from decode_engine.errors import AddressError
@@ -119,8 +120,8 @@ _UNREAD_BYTES = 2**17
 """What the system keeps of an answer that is not read."""
 
 
-class Gateway:
-    """Serves from its making until `stop`, or until the door beside it stops. Use as a context manager.
+class HttpPort:
+    """Serves an application from its making until `stop`. Use as a context manager.
 
     address: with the port that was found where 0 was asked for.
     """
@@ -128,20 +129,20 @@ class Gateway:
     def __init__(
         self,
         listen: str,
-        beside: GrpcDoor,
+        app: ASGIApp,
+        loop: asyncio.AbstractEventLoop,
         *,
         certificates: Certificates | None = None,
-        cors_origins: Sequence[str] = (),
         bounds: Bounds = Bounds(),  # noqa: B008  frozen
         shared: bool = False,
     ) -> None:
-        """beside: the door whose answers, event loop and tokens it shares. shared: other processes listen there, too.
+        """loop: runs already, on another thread. shared: other processes listen there, too.
 
         Raises AddressError, CertificateError.
         """
         self._certificates = certificates
         self._bounds = bounds
-        config = self._uvicorn_config(make_app(beside, bounds, cors_origins))
+        config = self._uvicorn_config(app)
         config.load()
         if config.ssl is not None and certificates is not None:
             certificates.renew(config.ssl)
@@ -149,8 +150,7 @@ class Gateway:
         self.address = f"{listen.rpartition(':')[0]}:{bound.getsockname()[1]}"
         self._server = uvicorn.Server(config)
         serving = self._server.serve(sockets=[bound])
-        self._serving = asyncio.run_coroutine_threadsafe(serving, beside.listener.loop)
-        beside.listener.also_stop(self._end)
+        self._serving = asyncio.run_coroutine_threadsafe(serving, loop)
 
     def __enter__(self) -> Self:
         return self
@@ -170,7 +170,8 @@ class Gateway:
         self._begin_stop(grace_s)
         wait([self._serving])
 
-    async def _end(self, grace_s: float) -> None:
+    async def end(self, grace_s: float) -> None:
+        """As `stop`, on the loop."""
         self._begin_stop(grace_s)
         await asyncio.wait([asyncio.wrap_future(self._serving)])
 
@@ -194,6 +195,26 @@ class Gateway:
             timeout_keep_alive=int(self._bounds.idle_s),
             **_encryption(self._certificates),
         )
+
+
+class Gateway(HttpPort):
+    """OpenAI's API, which stops when the door beside it does, too."""
+
+    def __init__(
+        self,
+        listen: str,
+        beside: GrpcDoor,
+        *,
+        certificates: Certificates | None = None,
+        cors_origins: Sequence[str] = (),
+        bounds: Bounds = Bounds(),  # noqa: B008  frozen
+        shared: bool = False,
+    ) -> None:
+        """beside: the door whose answers, event loop and tokens it shares. Else as `HttpPort`."""
+        app = make_app(beside, bounds, cors_origins)
+        loop = beside.listener.loop
+        super().__init__(listen, app, loop, certificates=certificates, bounds=bounds, shared=shared)
+        beside.listener.also_stop(self.end)
 
 
 @contextmanager

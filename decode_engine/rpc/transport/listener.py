@@ -110,7 +110,9 @@ class Listener:
         self._gate = Gate(self._limits, self._paths, self._door, self._traces, self._audit)
         self.work = self._gate.work
         self.health = Health(services, self._phase)
-        self._server = aio.server(interceptors=[self._gate], options=_options(self._limits, self._shared))
+        self._server = aio.server(
+            interceptors=[self._gate], options=server_options(self._limits, self._shared)
+        )
         register(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         reflection = ReflectionServicer((*services, HEALTH_SERVICE, *REFLECTION_SERVICES))
@@ -121,7 +123,7 @@ class Listener:
             if self._certificates is None:
                 port = self._server.add_insecure_port(address)
             else:
-                port = self._server.add_secure_port(address, _server_credentials(self._certificates))
+                port = self._server.add_secure_port(address, server_credentials(self._certificates))
         except RuntimeError as error:
             raise AddressError.of(address) from error
         await self._server.start()
@@ -158,7 +160,7 @@ class Listener:
         self.loop.close()
 
 
-def _server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
+def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
     """Of the files as they are when a connection is made."""
     authorities = certificates.client_authorities
 
@@ -192,7 +194,8 @@ async def _cancel_others() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-def _options(limits: Limits, shared: bool) -> list[tuple[str, int]]:
+def server_options(limits: Limits, shared: bool) -> list[tuple[str, int]]:
+    """What bounds connections and messages of a port. shared: other processes listen there, too."""
     return [
         ("grpc.so_reuseport", int(shared)),  # else a second server on the port is a mistake, not a replica
         ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),

@@ -1,0 +1,92 @@
+"""What a cluster is told: the options of `ops/cluster up`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from decode_engine.settings.command_options import ModelOption
+from index_store.cli.options import (
+    Address,
+    AtLeast,
+    InputFile,
+    ObjectsOption,
+    StoreOption,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateConfig:
+    """`ops/cluster down`, `status`: which cluster."""
+
+    state: Annotated[
+        Path,
+        Option(
+            "--state",
+            metavar="DIR",
+            help="A folder that says where a cluster of this machine runs, and has its logs.",
+        ),
+    ] = Path(".cluster")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig(StateConfig):
+    """`ops/cluster up`: what runs."""
+
+    store: StoreOption
+    model: ModelOption
+    objects: ObjectsOption = None
+    replicas: Annotated[int, Option(help="Engines at least."), AtLeast(1, 1000)] = 1
+    most_replicas: Annotated[
+        int,
+        Option(help="Engines at most, where requests wait or memory is full; 0: --replicas."),
+        AtLeast(0, 1000),
+    ] = 0
+    workers: Annotated[int, Option(help="Prefill workers."), AtLeast(0, 1000)] = 1
+    doors: Annotated[
+        int,
+        Option(help="Front doors, which share the ports: where one ends, another takes connections."),
+        AtLeast(1, 16),
+    ] = 2
+    listen: Annotated[
+        str, Option("--listen", metavar="HOST:PORT", help="Where front doors answer gRPC."), Address()
+    ] = "127.0.0.1:50051"
+    http_port: Annotated[int, Option(help="And HTTP, at the same host."), AtLeast(1, 65535)] = 8000
+    tls_cert: Annotated[
+        Path | None,
+        Option("--tls-cert", help="Encrypt at front doors, with this certificate (PEM)."),
+        InputFile(),
+    ] = None
+    tls_key: Annotated[Path | None, Option("--tls-key", help="Its private key (PEM)."), InputFile()] = None
+    engine_config: Annotated[
+        Path | None,
+        Option("--engine-config", metavar="FILE", help="Further options of `decode-engine serve`, in TOML."),
+        InputFile(),
+    ] = None
+    worker_config: Annotated[
+        Path | None,
+        Option("--worker-config", metavar="FILE", help="Further options of `prefill-worker serve`, in TOML."),
+        InputFile(),
+    ] = None
+    token: Annotated[
+        Path | None,
+        Option("--token", metavar="FILE", help="A token with the right admin, where engines ask for tokens."),
+        InputFile(),
+    ] = None
+    gpus: Annotated[float, Option("--gpus", help="GPUs of each engine."), AtLeast(0, 16)] = 0.0
+    cpus: Annotated[
+        float, Option("--cpus", help="Cores that Ray counts for each engine."), AtLeast(0, 1024)
+    ] = 0.0
+    host: Annotated[
+        str,
+        Option(
+            "--host",
+            help="This machine's address for the cluster's other machines; by default there are none.",
+        ),
+    ] = "127.0.0.1"
+    grace: Annotated[
+        float, Option(help="Seconds that running requests have when an engine ends."), AtLeast(0)
+    ] = 30.0

@@ -1,0 +1,125 @@
+"""The front door: two ports that forward what comes to the replicas that the rule names."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import aiohttp
+from grpc import aio
+
+from decode_engine.errors import AddressError
+from decode_engine.gateway.exchange import Bounds
+from decode_engine.gateway.serving import HttpPort
+from decode_engine.processes.cluster.asked import Asked
+from decode_engine.processes.cluster.directory import Directory
+from decode_engine.processes.cluster.grpc_door import GrpcForwarding
+from decode_engine.processes.cluster.http_door import HttpForwarding
+from decode_engine.processes.cluster.tries import Tries
+from decode_engine.rpc.door.options import Certificates
+from decode_engine.rpc.routing.router import Replica, Router
+from decode_engine.rpc.transport.calls import Limits
+from decode_engine.rpc.transport.listener import server_credentials, server_options
+
+ResultT = TypeVar("ResultT")
+
+_PLACES = 4096
+"""Requests that a front door may have open at once. How many a replica takes it says itself."""
+
+
+class FrontDoor:
+    """Serves from its making until `stop`. Use as a context manager. Its methods are for any thread but its own.
+
+    address, url: of gRPC, and where HTTP's paths begin. Raises AddressError, CertificateError.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        http_listen: str,
+        *,
+        replicas: Iterable[Replica] = (),
+        certificates: Certificates | None = None,
+        shared: bool = False,
+    ) -> None:
+        """listen, http_listen: HOST:PORT, port 0 for a free one. shared: other processes listen there, too."""
+        self._router = Router()
+        self._router.update(replicas)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="front-door", daemon=True)
+        self._thread.start()
+        bounds = Bounds().beside(_PLACES)
+        try:
+            self.address = self._run(self._start(listen, bounds, certificates, shared))
+            self._http = HttpPort(
+                http_listen, self._app, self._loop, certificates=certificates, bounds=bounds, shared=shared
+            )
+        except BaseException:
+            self._end_loop()
+            raise
+        self.url = f"{'http' if certificates is None else 'https'}://{self._http.address}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop(0.0)
+
+    def update(self, replicas: Iterable[Replica]) -> None:
+        """Says who serves from now on."""
+        self._loop.call_soon_threadsafe(self._router.update, tuple(replicas))
+
+    def stop(self, grace_s: float) -> None:
+        """Takes no more calls, and ends those that run after the grace."""
+        self._run(self._stop(grace_s))
+        self._end_loop()
+
+    async def _start(
+        self, listen: str, bounds: Bounds, certificates: Certificates | None, shared: bool
+    ) -> str:
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
+            connector=aiohttp.TCPConnector(limit=0),
+            auto_decompress=False,
+            skip_auto_headers=("user-agent", "accept", "accept-encoding", "content-type"),
+            max_line_size=2**16,
+            max_field_size=2**16,
+        )
+        self._directory = Directory(self._session)
+        self._forwarding = GrpcForwarding(self._begin)
+        self._app = HttpForwarding(self._begin, self._session, self._serving, bounds)
+        self._server = aio.server(options=server_options(Limits(), shared))
+        self._server.add_generic_rpc_handlers([self._forwarding])
+        try:
+            if certificates is None:
+                port = self._server.add_insecure_port(listen)
+            else:
+                port = self._server.add_secure_port(listen, server_credentials(certificates))
+        except RuntimeError as error:
+            raise AddressError.of(listen) from error
+        await self._server.start()
+        return f"{listen.rpartition(':')[0]}:{port}"
+
+    def _begin(self, asked: Asked, authorization: str) -> Tries:
+        return Tries(self._router, self._directory, asked, authorization)
+
+    def _serving(self) -> bool:
+        return any(not replica.draining for replica in self._router.replicas)
+
+    async def _stop(self, grace_s: float) -> None:
+        await asyncio.gather(self._server.stop(grace_s), self._http.end(grace_s))
+        await self._forwarding.close()
+        await self._session.close()
+
+    def _run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

@@ -1,0 +1,44 @@
+"""How many replicas are wanted: by the requests that wait, and by the memory that contexts fill."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FULL = 0.9
+"""Share of the memory for contexts from which on one more replica holds some of them."""
+_EMPTY = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Of one replica. waiting, running: requests. sessions: that it runs at once. resident: share of its memory for
+    contexts that is filled."""
+
+    waiting: float
+    running: float
+    sessions: float
+    resident: float
+
+
+def replicas_wanted(loads: Sequence[Load]) -> int:
+    """The number that these would be enough for, 1 or more; bounds and delays are whoever asks'.
+
+    Of requests, as many as all of them need; one more where memory is full and requests come. One fewer replica where
+    neither is needed: what the others then hold must fit.
+    """
+    now = max(1, len(loads))
+    if not loads:
+        return 1
+    sessions = max(1.0, sum(load.sessions for load in loads) / now)
+    asked = sum(load.waiting + load.running for load in loads)
+    for_requests = max(1, math.ceil(asked / sessions))
+    filled = sum(load.resident for load in loads)
+    if for_requests > now:
+        return for_requests
+    if filled / now >= FULL and asked:
+        return now + 1
+    if for_requests < now and now > 1 and (filled / (now - 1) <= _EMPTY or not asked):
+        return now - 1
+    return now
