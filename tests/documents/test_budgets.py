@@ -37,7 +37,7 @@ MOST_LINES = {
     "decode_engine/layers": 2_120,
     "decode_engine/model": 2_580,  # drafts are chosen by time; a CPU's steps go through layers in few calls
     "decode_engine/orders": 1_010,
-    "decode_engine/processes": 3_210,  # draining by a client, ends told by the kernel
+    "decode_engine/processes": 3_210,  # draining by a client, ends told by the kernel; front doors of a cluster on Ray
     "decode_engine/rpc": 7_580,  # who calls, what they may, and what was refused; what is made again
     "decode_engine/settings": 640,  # the file of quotas
     "decode_engine/steps": 2_970,  # with those of models with states
