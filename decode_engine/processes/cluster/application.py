@@ -81,13 +81,13 @@ class Engine(_Member):
         host = ray.util.get_node_ip_address()
         command = ["-m", "decode_engine", "serve", "--store", str(config.store), "--model", config.model]
         command += ["--listen", f"{host}:0", "--http-port", "0", "--doors", "0", "--format", "json"]
-        command += ["--grace", str(config.grace)]
+        command += ["--grace", str(config.grace), "--max-sessions", str(config.max_sessions)]
         command += [] if config.objects is None else ["--objects", config.objects]
         command += [] if config.engine_config is None else ["--config", str(config.engine_config)]
         token = None if config.token is None else config.token.read_text().strip()
         self._credentials = Credentials(token=token)
         self._watched = Watched(command, serves=True)
-        self._name, self._load = "", Load(0, 0, 16, 0)
+        self._name, self._load = "", Load(0, 0, config.max_sessions, 0)
         if not self._watched.wait(_START_S):
             raise RuntimeError(f"the engine does not serve after {_START_S:g} s; its log says why")
         self._tell()
@@ -103,7 +103,7 @@ class Engine(_Member):
         limit = status.context_limit_bytes + status.context_device_limit_bytes
         used = status.context_used_bytes + status.context_device_used_bytes
         running = status.prompting + status.decoding
-        sessions = 16
+        sessions = self._config.max_sessions
         self._load = Load(status.waiting, running, sessions, used / max(1, limit))
         self._note(
             Replica(
