@@ -31,7 +31,8 @@ class Cable:
         """Resets all connections; how many there were."""
 
         async def reset() -> int:
-            found = list(self._open)
+            # One that was pulled before may still be on its way out.
+            found = [each for each in self._open if not each.transport.is_closing()]
             for each in found:
                 each.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                 each.transport.abort()
