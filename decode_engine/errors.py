@@ -8,82 +8,56 @@ from typing import Self
 from index_store.errors import SparseKVError
 
 
-class PromptTooLongError(SparseKVError):
+class PromptTooLongError(SparseKVError, reason="PROMPT_TOO_LONG"):
     """Context, prompt and completion together exceed the model's positions."""
 
-    reason = "PROMPT_TOO_LONG"
 
-
-class TooManyRequestsError(SparseKVError):
+class TooManyRequestsError(SparseKVError, reason="TOO_MANY_REQUESTS"):
     """All sessions are taken and the queue of waiting requests is full, or as full as one context may make it."""
 
-    reason = "TOO_MANY_REQUESTS"
 
-
-class SessionMemoryError(SparseKVError):
+class SessionMemoryError(SparseKVError, reason="SESSION_MEMORY_EXCEEDED"):
     """A request needs more memory for prompt and answer than the server has for all sessions together."""
 
-    reason = "SESSION_MEMORY_EXCEEDED"
 
-
-class NotReadyError(SparseKVError):
+class NotReadyError(SparseKVError, reason="NOT_READY"):
     """The server is still loading its model."""
 
-    reason = "NOT_READY"
 
-
-class ShuttingDownError(SparseKVError):
+class ShuttingDownError(SparseKVError, reason="SHUTTING_DOWN"):
     """The server accepts no more requests, or its grace for running ones is over."""
 
-    reason = "SHUTTING_DOWN"
 
-
-class DeadlineExceededError(SparseKVError):
+class DeadlineExceededError(SparseKVError, reason="DEADLINE_EXCEEDED"):
     """The request's deadline passed before its generation ended."""
 
-    reason = "DEADLINE_EXCEEDED"
 
-
-class UnfinishedCallError(SparseKVError):
+class UnfinishedCallError(SparseKVError, reason="CALL_UNFINISHED"):
     """The client opened a call and did not send its message in time."""
 
-    reason = "CALL_UNFINISHED"
 
-
-class UnreadAnswerError(SparseKVError):
+class UnreadAnswerError(SparseKVError, reason="ANSWER_UNREAD"):
     """The client did not read the answer in time."""
 
-    reason = "ANSWER_UNREAD"
 
-
-class CancelledError(SparseKVError):
+class CancelledError(SparseKVError, reason="CANCELLED"):
     """The client ended the call."""
 
-    reason = "CANCELLED"
 
-
-class EngineCrashedError(SparseKVError):
+class EngineCrashedError(SparseKVError, reason="ENGINE_CRASHED"):
     """The scheduler failed; the server has to be restarted."""
 
-    reason = "ENGINE_CRASHED"
 
-
-class InternalError(SparseKVError):
+class InternalError(SparseKVError, reason="INTERNAL"):
     """A fault of the server; its log has the details under the request id."""
 
-    reason = "INTERNAL"
 
-
-class ServerUnreachableError(SparseKVError):
+class ServerUnreachableError(SparseKVError, reason="UNREACHABLE"):
     """No server answered at the address."""
 
-    reason = "UNREACHABLE"
 
-
-class AddressError(SparseKVError):
+class AddressError(SparseKVError, reason="ADDRESS_UNUSABLE"):
     """The server cannot listen at the address."""
-
-    reason = "ADDRESS_UNUSABLE"
 
     @classmethod
     def of(cls, address: str, flag: str = "--listen") -> Self:

@@ -30,46 +30,38 @@ class SparseKVError(Exception):
     reason: ClassVar[str] = "INTERNAL"
     retry_after_s: float | None = None
 
+    def __init_subclass__(cls, *, reason: str | None = None) -> None:
+        super().__init_subclass__()
+        cls.reason = reason or cls.reason
+
     def __init__(self, message: str, **metadata: object) -> None:
         super().__init__(message)
         self.message = message
         self.metadata = {key: str(value) for key, value in metadata.items()}
 
 
-class InvalidArgumentError(SparseKVError):
+class InvalidArgumentError(SparseKVError, reason="INVALID_ARGUMENT"):
     """A parameter is out of its documented range or cannot be parsed."""
 
-    reason = "INVALID_ARGUMENT"
 
-
-class PermissionDeniedError(SparseKVError):
+class PermissionDeniedError(SparseKVError, reason="PERMISSION_DENIED"):
     """The caller may not do that, to what it knows of anyway."""
 
-    reason = "PERMISSION_DENIED"
 
-
-class StoreError(SparseKVError):
+class StoreError(SparseKVError, reason="STORE_UNUSABLE"):
     """The store's folder cannot be used (missing, not writable, not a store)."""
 
-    reason = "STORE_UNUSABLE"
 
-
-class StoreFullError(StoreError):
+class StoreFullError(StoreError, reason="STORE_FULL"):
     """The disk filled up while a context was written; nothing visible was left."""
 
-    reason = "STORE_FULL"
 
-
-class StoreBoundError(SparseKVError):
+class StoreBoundError(SparseKVError, reason="STORE_BOUND_REACHED"):
     """A context does not fit into what the store may hold, and nothing that may go makes room for it."""
 
-    reason = "STORE_BOUND_REACHED"
 
-
-class QuotaExceededError(SparseKVError):
+class QuotaExceededError(SparseKVError, reason="QUOTA_EXCEEDED"):
     """A tenant has used up what its quota allows; the metadata name the limit, what is used, wanted and allowed."""
-
-    reason = "QUOTA_EXCEEDED"
 
     @classmethod
     def of(
@@ -93,63 +85,47 @@ class QuotaExceededError(SparseKVError):
         return error
 
 
-class StoreUnavailableError(StoreError):
+class StoreUnavailableError(StoreError, reason="STORE_UNAVAILABLE"):
     """A file of the store cannot be read now (permissions, open files, a disk or server that does not answer).
 
     Nothing is known to be damaged: the same read may succeed later.
     """
 
-    reason = "STORE_UNAVAILABLE"
 
-
-class ObjectsUnavailableError(StoreUnavailableError):
+class ObjectsUnavailableError(StoreUnavailableError, reason="OBJECTS_UNAVAILABLE"):
     """The object store does not answer, or refuses. Nothing is known to be damaged."""
 
-    reason = "OBJECTS_UNAVAILABLE"
 
-
-class ContextElsewhereError(SparseKVError):
+class ContextElsewhereError(SparseKVError, reason="CONTEXT_ELSEWHERE"):
     """A context's keys and values are in an object store that this program was not told of."""
 
-    reason = "CONTEXT_ELSEWHERE"
 
-
-class ContextFetchingError(SparseKVError):
+class ContextFetchingError(SparseKVError, reason="CONTEXT_FETCHING"):
     """A context is being fetched from an object store, for longer than the caller wanted to wait; it comes on."""
 
-    reason = "CONTEXT_FETCHING"
+
+class ContextNotFoundError(SparseKVError, reason="CONTEXT_NOT_FOUND"):
+    """No context is what was asked for."""
 
 
-class ContextNotFoundError(SparseKVError):
-    reason = "CONTEXT_NOT_FOUND"
-
-
-class ContextAmbiguousError(SparseKVError):
+class ContextAmbiguousError(SparseKVError, reason="CONTEXT_AMBIGUOUS"):
     """A name or an id prefix fits more than one context."""
 
-    reason = "CONTEXT_AMBIGUOUS"
 
-
-class NameTakenError(SparseKVError):
+class NameTakenError(SparseKVError, reason="NAME_TAKEN"):
     """A name belongs to another context."""
 
-    reason = "NAME_TAKEN"
 
-
-class ContextBusyError(SparseKVError):
+class ContextBusyError(SparseKVError, reason="CONTEXT_BUSY"):
     """A job changes the context, and does not let go of it in time."""
 
-    reason = "CONTEXT_BUSY"
+
+class ContextExpiredError(SparseKVError, reason="CONTEXT_EXPIRED"):
+    """The context has expired, and goes."""
 
 
-class ContextExpiredError(SparseKVError):
-    reason = "CONTEXT_EXPIRED"
-
-
-class ContextHasChildrenError(SparseKVError):
+class ContextHasChildrenError(SparseKVError, reason="CONTEXT_HAS_CHILDREN"):
     """A context cannot be removed because others continue it and need its keys and values."""
-
-    reason = "CONTEXT_HAS_CHILDREN"
 
     @classmethod
     def of(cls, id_: str, children: int) -> Self:
@@ -163,46 +139,32 @@ class ContextHasChildrenError(SparseKVError):
         )
 
 
-class ContextCorruptError(SparseKVError):
+class ContextCorruptError(SparseKVError, reason="CONTEXT_CORRUPT"):
     """Stored bytes were read and are not what was written; the message names file and array."""
 
-    reason = "CONTEXT_CORRUPT"
 
-
-class ChecksumError(ContextCorruptError):
+class ChecksumError(ContextCorruptError, reason="CHECKSUM_MISMATCH"):
     """A chunk's crc32c differs from the one at its file's end or from the one that the manifest records."""
 
-    reason = "CHECKSUM_MISMATCH"
 
-
-class TruncatedChunkError(ContextCorruptError):
+class TruncatedChunkError(ContextCorruptError, reason="CHUNK_TRUNCATED"):
     """A chunk file is shorter or longer than its array says."""
 
-    reason = "CHUNK_TRUNCATED"
 
-
-class MissingChunkError(ContextCorruptError):
+class MissingChunkError(ContextCorruptError, reason="CHUNK_MISSING"):
     """A chunk file that the manifest promises is not there."""
 
-    reason = "CHUNK_MISSING"
 
-
-class UnexpectedFileError(ContextCorruptError):
+class UnexpectedFileError(ContextCorruptError, reason="FILE_UNEXPECTED"):
     """A file lies in a context's folder that the manifest does not list; nothing reads it."""
 
-    reason = "FILE_UNEXPECTED"
 
-
-class ContextFileError(ContextCorruptError):
+class ContextFileError(ContextCorruptError, reason="CONTEXT_FILE_INVALID"):
     """One file with a whole context in it is not what was written, is cut, or is another kind of file."""
 
-    reason = "CONTEXT_FILE_INVALID"
 
-
-class ParentMissingError(ContextCorruptError):
+class ParentMissingError(ContextCorruptError, reason="PARENT_MISSING"):
     """A child's parent is not in the store, or is not the context that the child continues."""
-
-    reason = "PARENT_MISSING"
 
     @classmethod
     def of(cls, child: str, parent: str, state: str) -> Self:
@@ -214,91 +176,61 @@ class ParentMissingError(ContextCorruptError):
         )
 
 
-class ManifestError(ContextCorruptError):
+class ManifestError(ContextCorruptError, reason="MANIFEST_INVALID"):
     """The manifest cannot be parsed; the message names field, value and path."""
 
-    reason = "MANIFEST_INVALID"
 
-
-class FormatVersionError(SparseKVError):
+class FormatVersionError(SparseKVError, reason="FORMAT_VERSION_UNSUPPORTED"):
     """The context was written in a format version that this program does not read."""
 
-    reason = "FORMAT_VERSION_UNSUPPORTED"
 
-
-class ModelMismatchError(SparseKVError):
+class ModelMismatchError(SparseKVError, reason="MODEL_MISMATCH"):
     """The context was prefilled by another model or tokenizer."""
 
-    reason = "MODEL_MISMATCH"
 
-
-class DtypeMismatchError(SparseKVError):
+class DtypeMismatchError(SparseKVError, reason="DTYPE_MISMATCH"):
     """The context's keys and values are stored in another dtype than the engine runs with."""
 
-    reason = "DTYPE_MISMATCH"
 
-
-class ModelUnsupportedError(SparseKVError):
+class ModelUnsupportedError(SparseKVError, reason="MODEL_UNSUPPORTED"):
     """The model folder is missing files or its architecture cannot be served."""
 
-    reason = "MODEL_UNSUPPORTED"
 
-
-class FetchError(SparseKVError):
+class FetchError(SparseKVError, reason="MODEL_NOT_FETCHED"):
     """A model cannot be fetched, or not all of it."""
 
-    reason = "MODEL_NOT_FETCHED"
 
-
-class MethodUnsupportedError(SparseKVError):
+class MethodUnsupportedError(SparseKVError, reason="METHOD_UNSUPPORTED"):
     """The method is unknown, or the context has no index that it can use."""
 
-    reason = "METHOD_UNSUPPORTED"
 
-
-class MemoryBudgetError(SparseKVError):
+class MemoryBudgetError(SparseKVError, reason="MEMORY_BUDGET_EXCEEDED"):
     """A context does not fit into the memory budget, even with everything else evicted."""
 
-    reason = "MEMORY_BUDGET_EXCEEDED"
 
-
-class ArrayMetadataError(ContextCorruptError):
+class ArrayMetadataError(ContextCorruptError, reason="ARRAY_METADATA_INVALID"):
     """An array's `zarr.json` is missing, unreadable or says something else than the manifest."""
 
-    reason = "ARRAY_METADATA_INVALID"
 
-
-class JobNotFoundError(SparseKVError):
+class JobNotFoundError(SparseKVError, reason="OPERATION_NOT_FOUND"):
     """There is no job, and so no operation, of that name."""
 
-    reason = "OPERATION_NOT_FOUND"
 
-
-class JobUnfinishedError(SparseKVError):
+class JobUnfinishedError(SparseKVError, reason="OPERATION_UNFINISHED"):
     """The job has not ended, and what was asked for needs that."""
 
-    reason = "OPERATION_UNFINISHED"
 
-
-class JobCorruptError(SparseKVError):
+class JobCorruptError(SparseKVError, reason="OPERATION_CORRUPT"):
     """A file of a queued job was read and is not what was written, or is of another format; other jobs go on."""
 
-    reason = "OPERATION_CORRUPT"
 
-
-class JobLostError(SparseKVError):
+class JobLostError(SparseKVError, reason="WORKERS_LOST"):
     """Every worker that took the job ended before it had come any further."""
 
-    reason = "WORKERS_LOST"
 
-
-class QueueFullError(SparseKVError):
+class QueueFullError(SparseKVError, reason="QUEUE_FULL"):
     """The queue of prefill jobs holds as many jobs, or as large documents, as it may."""
 
-    reason = "QUEUE_FULL"
 
-
-class UploadNotFoundError(SparseKVError):
+class UploadNotFoundError(SparseKVError, reason="UPLOAD_NOT_FOUND"):
     """There is no uploaded document of that name: it was used, has expired, or never was."""
-
-    reason = "UPLOAD_NOT_FOUND"

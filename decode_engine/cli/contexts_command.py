@@ -59,8 +59,10 @@ from index_store.cli.report import (
     id_of,
     labels_text,
     parse_labels,
+    print_context,
     print_contexts,
     print_done,
+    print_either,
     print_rows,
 )
 from index_store.errors import InvalidArgumentError, format_bytes
@@ -96,6 +98,14 @@ class CreateConfig(ServerConfig):
     parent: Annotated[
         str | None,
         typer.Option(metavar="CONTEXT", help="A context that the new one continues, by name or id."),
+        Filled(),
+    ] = None
+    again: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONTEXT",
+            help="In place of text: what an expired context of that name or id was made of.",
+        ),
         Filled(),
     ] = None
     label: Annotated[
@@ -143,22 +153,23 @@ def create_context(
     """
     for path in inputs or ():
         InputFile(dash=True).check("FILE", path)
-    if bool(inputs) == (config.messages is not None):
-        raise InvalidArgumentError("expected text files, or --messages with a conversation, and not both")
+    if sum(map(bool, (inputs, config.messages, config.again))) != 1:
+        raise InvalidArgumentError("expected one of text files, --messages with a conversation, and --again")
     given = inputs or [config.messages or STANDARD_INPUT]
     text = read_document(given, sys.stdin.buffer) if inputs else None
-    said = None if text is not None else read_messages(given[0], sys.stdin.buffer)
+    said = read_messages(given[0], sys.stdin.buffer) if config.messages else None
     with Client(config.server, credentials=config.credentials()) as client:
         operation = client.create_context(
             text,
             messages=said,
+            again=config.again,
             wait=False,
-            display_name=config.name or document_name(given),
+            display_name=config.name or ("" if config.again else document_name(given)),
             move_name=config.move_name,
             ttl_s=seconds_of(config.ttl),
             renew_s=seconds_of(config.renew),
             methods=config.method,
-            rows=config.rows,
+            rows="" if config.again and config.rows == AS_DTYPE else config.rows,
             priority=config.priority,
             request_id=config.request_id,
             parent=None if config.parent is None else client.find_context(config.parent).name,
@@ -216,14 +227,10 @@ def extend_context(
         with client.generate(parent.name, text=text, method="full", keep=keep) as generation:
             generation.read()
         child = client.get_context(generation.summary.kept_context)
-    if output is OutputFormat.JSON:
-        print_json(context_object(child))
-        return
     added = child.token_count - parent.token_count
-    typer.echo(
-        f"{id_of(child)}: {child.token_count} tokens, {added} of them new, {format_bytes(child.kv_bytes)}"
-    )
-    if child.state_message:
+    line = f"{id_of(child)}: {child.token_count} tokens, {added} of them new, {format_bytes(child.kv_bytes)}"
+    print_either(output, context_object(child), line)
+    if child.state_message and output is OutputFormat.TEXT:
         typer.echo(child.state_message, err=True)
 
 
@@ -270,10 +277,7 @@ def show_context(
     """Show all that the server says about a context."""
     with Client(config.server, credentials=config.credentials()) as client:
         found = client.find_context(reference)
-    if output is OutputFormat.JSON:
-        print_json(context_object(found))
-        return
-    print_rows(detail_rows(found))
+    print_context(found, output)
 
 
 @contexts.command("warm")
@@ -284,13 +288,13 @@ def warm_contexts(
     """Load contexts into the server's memory and verify them."""
     with Client(config.server, credentials=config.credentials()) as client:
         results = [client.warm_context(context.name) for context in _find_all(client, references)]
-    if output is OutputFormat.JSON:
-        warmed = [{**asdict(result), "context": context_object(result.context)} for result in results]
-        print_json({"warmed": warmed})
-        return
-    for result in results:
-        did = "was in memory" if result.already_resident else f"loaded in {result.load_ns / 1e9:.2f} s"
-        typer.echo(f"{id_of(result.context)}: {did}")
+    warmed = [{**asdict(result), "context": context_object(result.context)} for result in results]
+    did = (
+        "was in memory" if each.already_resident else f"loaded in {each.load_ns / 1e9:.2f} s"
+        for each in results
+    )
+    lines = (f"{id_of(each.context)}: {what}" for each, what in zip(results, did, strict=True))
+    print_either(output, {"warmed": warmed}, *lines)
 
 
 @contexts.command("rm")
@@ -357,10 +361,7 @@ def label_context(
     changes = parse_labels(labels)
     with Client(config.server, credentials=config.credentials()) as client:
         changed = client.update_context(client.find_context(reference).name, labels=changes)
-    if output is OutputFormat.JSON:
-        print_json(context_object(changed))
-        return
-    typer.echo(f"{id_of(changed)}: {labels_text(changed.labels)}")
+    print_either(output, context_object(changed), f"{id_of(changed)}: {labels_text(changed.labels)}")
 
 
 def _find_all(client: Client, references: Sequence[str]) -> list[ContextInfo]:
@@ -429,10 +430,7 @@ def update_context(
     """Change the name of a context, when it expires, and who reads it."""
     with Client(config.server, credentials=config.credentials()) as client:
         changed = client.update_context(client.find_context(reference).name, **config.changes())
-    if output is OutputFormat.JSON:
-        print_json(context_object(changed))
-        return
-    print_rows(detail_rows(changed))
+    print_context(changed, output)
 
 
 operations = new_group("Show, await, cancel and forget the making of contexts.")
@@ -514,7 +512,4 @@ def remove_operation(
     """Forget an operation that has ended; its context stays."""
     with Client(config.server, credentials=config.credentials()) as client:
         client.delete_operation(_name(operation))
-    if output is OutputFormat.JSON:
-        print_json({"removed": [_name(operation)]})
-    else:
-        typer.echo(f"removed {_name(operation)}")
+    print_done("removed", [_name(operation)], output)

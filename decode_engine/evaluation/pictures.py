@@ -17,10 +17,8 @@ _MAP_KEEP, _MAP_MASS = 0.02, 0.9  # the map shows every method at the budget nea
 _MAP_COLUMNS = 6
 
 
-class PictureUnavailableError(SparseKVError):
+class PictureUnavailableError(SparseKVError, reason="MATPLOTLIB_MISSING"):
     """The picture needs a package that is not installed."""
-
-    reason = "MATPLOTLIB_MISSING"
 
 
 def check_pictures() -> None:

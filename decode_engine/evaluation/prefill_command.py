@@ -22,10 +22,8 @@ MUSE_SETTINGS: Mapping[str, type[int] | type[float]] = {
 """What follows `muse:` as name=number; `monopole` stands for itself."""
 
 
-class PrefillFailedError(SparseKVError):
+class PrefillFailedError(SparseKVError, reason="PREFILL_FAILED"):
     """The prefill worker's command ended with an error; the message quotes it."""
-
-    reason = "PREFILL_FAILED"
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,7 +240,7 @@ CREATE = Endpoint(
     "/v1/contexts",
     (
         Parameter(
-            "text", TEXT, "The document. Exactly one of `text`, `token_ids`, `messages` and `file_id`."
+            "text", TEXT, "The document. Exactly one of `text`, `token_ids`, `messages`, `file_id`, `again`."
         ),
         Parameter("token_ids", TOKENS, "The document as tokens."),
         Parameter(
@@ -248,6 +248,7 @@ CREATE = Endpoint(
         ),
         Parameter("tools", TOOLS, "With `messages`: functions that the model may call.", inside=TOOL),
         Parameter("file_id", TEXT, "The document as a file that /v1/files took, by its id."),
+        Parameter("again", TEXT, "What an expired or removed context of that name or id was made of."),
         Parameter(
             "parent",
             TEXT,
@@ -273,7 +274,7 @@ CREATE = Endpoint(
         Parameter("stream", FLAG, "Send the progress as server-sent events, the context at the end."),
     ),
 )
-_SOURCES = ("text", "token_ids", "messages", "file_id")
+_SOURCES = ("text", "token_ids", "messages", "file_id", "again")
 _FILE_PREFIX = "file-"
 _PURPOSE = "user_data"
 _WAIT_S = 1.0
@@ -302,6 +303,7 @@ async def create_context(request: Request) -> Response:
         token_ids=given.get("token_ids"),
         messages=_messages_of(given),
         upload=upload,
+        again=given.get("again"),
     )
     operation = await LocalVerbs(request).run(order)
     if given.get("stream"):

@@ -30,7 +30,9 @@ STEP = 9
 """Number of the step in a mailbox shared with the host (`host.mailbox`), from 1 on; 0 where nothing is searched."""
 STEP_FIELDS = (KEYS, STEP + 1)
 
-TABLES, TABLE_ROW, CENTROIDS, SCALES = 10, 11, 12, 13
+OWN = range(10, 16)
+"""What only the kernels of the search read, each in a way of its own; query tables as follows."""
+TABLES, TABLE_ROW, CENTROIDS, SCALES = OWN[:4]
 """Query tables [H, S, A] int8, bytes from one row to the next, centroids [H, m, C, d/m] and scales [H, m] float32."""
 MEANS, VALUE_MEANS, SIZES, OFFSETS, MEMBERS, ASSIGNMENT, VARIANCES, CLUSTERS = range(16, 24)
 UNCLUSTERED = 30

@@ -39,7 +39,7 @@ def stop_signals(grace_s: float) -> Iterator[Stopping]:
     grace_s: of running requests, after a signal. If the process lives IN_ORDER_S after its time, the interpreter's
     watchdog, which needs no thread and no lock, says what its threads do and ends it with 1. What a signal does at once
     is to write its number into a pipe that a thread of its own reads: Python's handlers run on the main thread only,
-    when that comes by.
+    when that comes by. They begin the same once more, since that thread may die of what wakes it, such as no memory.
     """
     stopping = Stopping(_watch_end)
     reading, writing = socket.socketpair()
@@ -50,11 +50,15 @@ def stop_signals(grace_s: float) -> Iterator[Stopping]:
     thread = threading.Thread(
         target=_watch, args=(reading, frozenset(numbers), stopping, grace_s), name="signals", daemon=True
     )
+    handled = False
 
     def handle(number: int, frame: FrameType | None) -> None:
-        """A handler has to be there for the signal to be written into the pipe."""
-        if not thread.is_alive():  # an error has ended it, such as no memory
-            stopping.begin(grace_s)
+        nonlocal handled
+        if handled:
+            end_process(128 + number)
+        handled = True
+        # On a thread, since this one may hold the locks that are taken there.
+        threading.Thread(target=stopping.begin, args=(grace_s,), name="signalled", daemon=True).start()
 
     wakeup = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
     before = {number: signal.signal(number, handle) for number in numbers}

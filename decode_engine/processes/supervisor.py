@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -46,7 +45,7 @@ _LAST_S = 3.5
 """After the grace, for requests to be told why they end, and for processes to end."""
 
 _UNSTARTED = 126  # as shells have it
-_LOOK_S = 0.1  # whether somebody has shortened the time of running requests
+_LOOK_S = 0.1  # whether it is to stop, or somebody has shortened the time of running requests
 
 _decode = msgspec.json.Decoder(Word).decode
 
@@ -164,6 +163,12 @@ class Child:
         return served, code
 
 
+async def _begun(stopping: Stopping) -> None:
+    """Until told to stop. No thread waits for that, which could die."""
+    while not stopping.is_set():
+        await asyncio.sleep(_LOOK_S)
+
+
 def _watch_by_descriptors() -> None:
     """Has the loop learn of processes' ends from the kernel, as from Python 3.12 on, not from a thread for each:
     where such a thread had died, nothing was started again."""
@@ -202,18 +207,9 @@ class Supervisor:
         """Returns when all processes have ended. Raises the error for which they cannot start."""
         self._stopping = stopping
         _watch_by_descriptors()
-        loop = asyncio.get_running_loop()
-        stopped = asyncio.Event()
-
-        def wait_for_signal() -> None:
-            stopping.wait()
-            with suppress(RuntimeError):  # the loop has ended by itself
-                loop.call_soon_threadsafe(stopped.set)
-
-        threading.Thread(target=wait_for_signal, name="stopping", daemon=True).start()
         engine = asyncio.ensure_future(self.engine.keep())
         doors = [asyncio.ensure_future(each.keep()) for each in self.doors]
-        ends = [asyncio.ensure_future(each) for each in (stopped.wait(), self._changed.wait())]
+        ends = [asyncio.ensure_future(each) for each in (_begun(stopping), self._changed.wait())]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:

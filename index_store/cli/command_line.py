@@ -33,6 +33,7 @@ from index_store.cli.report import (
     labels_text,
     parse_labels,
     print_done,
+    print_either,
     with_labels,
 )
 from index_store.errors import (
@@ -259,10 +260,7 @@ def name_context(
         changed = take_name(opened, id_, name)
     except ManifestError as error:
         raise InvalidArgumentError(error.message) from None
-    if output is OutputFormat.JSON:
-        print_json({"id": id_, "name": changed.name})
-        return
-    typer.echo(f"{id_}: {changed.name}")
+    print_either(output, {"id": id_, "name": changed.name}, f"{id_}: {changed.name}")
 
 
 @app.command("label")
@@ -277,10 +275,8 @@ def label_context(
     opened = Store(store)
     id_ = opened.resolve(ref)
     changed = opened.update(id_, partial(_relabelled, changes))
-    if output is OutputFormat.JSON:
-        print_json({"id": id_, "labels": dict(changed.labels)})
-        return
-    typer.echo(f"{id_}: {labels_text(changed.labels)}")
+    document = {"id": id_, "labels": dict(changed.labels)}
+    print_either(output, document, f"{id_}: {labels_text(changed.labels)}")
 
 
 def _relabelled(changes: Mapping[str, str | None], present: Manifest) -> Manifest:
@@ -323,16 +319,14 @@ def export(
     for each, path in wanted:
         with byte_progress(f"exporting {each.id[:12]}", file_bytes(each)) as advance:
             sizes.append(export_context(opened, each, path, advance))
-    if output is OutputFormat.JSON:
-        told = [
-            {"id": each.id, "file": str(path), "bytes": nbytes, "parent": each.parent and each.parent.id}
-            for (each, path), nbytes in zip(wanted, sizes, strict=True)
-        ]
-        print_json({"exported": told})
-        return
-    for (each, path), nbytes in zip(wanted, sizes, strict=True):
-        typer.echo(f"{each.id}: {path} ({format_bytes(nbytes)})")
-    if parent is not None and not with_parents:
+    written = [(each, path, nbytes) for (each, path), nbytes in zip(wanted, sizes, strict=True)]
+    told = [
+        {"id": each.id, "file": str(path), "bytes": nbytes, "parent": each.parent and each.parent.id}
+        for each, path, nbytes in written
+    ]
+    lines = (f"{each.id}: {path} ({format_bytes(nbytes)})" for each, path, nbytes in written)
+    print_either(output, {"exported": told}, *lines)
+    if parent is not None and not with_parents and output is OutputFormat.TEXT:
         typer.echo(f"it continues {parent.id}, which a store must have before this is imported", err=True)
 
 
@@ -356,11 +350,9 @@ def import_files(
     for file in files:
         with byte_progress(f"importing {file.name}", file.stat().st_size) as advance:
             imported.append(import_context(opened, file, advance))
-    if output is OutputFormat.JSON:
-        print_json({"imported": [{"id": each.id, "name": each.name, "new": new} for each, new in imported]})
-        return
-    for each, new in imported:
-        typer.echo(f"{each.id}: {each.name}{'' if new else ' (was there already)'}")
+    document = {"imported": [{"id": each.id, "name": each.name, "new": new} for each, new in imported]}
+    lines = (f"{each.id}: {each.name}{'' if new else ' (was there already)'}" for each, new in imported)
+    print_either(output, document, *lines)
 
 
 @app.command("gc")
@@ -375,14 +367,11 @@ def collect_garbage(
     """
     removed = clean_up(Store(store), dry_run=dry_run)
     total = sum(item.nbytes for item in removed)
-    if output is OutputFormat.JSON:
-        items = [{"kind": item.kind, "path": str(item.path), "bytes": item.nbytes} for item in removed]
-        print_json({"dry_run": dry_run, "bytes": total, "removed": items})
-        return
+    items = [{"kind": item.kind, "path": str(item.path), "bytes": item.nbytes} for item in removed]
     verb = "would remove" if dry_run else "removed"
-    for item in removed:
-        typer.echo(f"{verb} {item.kind} {item.path} ({format_bytes(item.nbytes)})")
-    typer.echo(f"{verb} {len(removed)} item{'' if len(removed) == 1 else 's'}, {format_bytes(total)}")
+    lines = [f"{verb} {item.kind} {item.path} ({format_bytes(item.nbytes)})" for item in removed]
+    lines += [f"{verb} {len(removed)} item{'' if len(removed) == 1 else 's'}, {format_bytes(total)}"]
+    print_either(output, {"dry_run": dry_run, "bytes": total, "removed": items}, *lines)
 
 
 def _tell_leftovers(leftovers: Sequence[Leftover]) -> None:

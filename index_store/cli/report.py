@@ -169,13 +169,26 @@ def print_rows(rows: Sequence[tuple[str, str]]) -> None:
         typer.echo(f"{label:<{width}}  {value}")
 
 
+def print_either(output: OutputFormat, document: Mapping[str, object], *lines: str) -> None:
+    """A result as JSON, or its lines."""
+    if output is OutputFormat.JSON:
+        print_json(document)
+    else:
+        for line in lines:
+            typer.echo(line)
+
+
 def print_done(done: str, ids: Sequence[str], output: OutputFormat) -> None:
     """Which contexts something was done to: `removed`, `pinned`."""
+    print_either(output, {done: list(ids)}, *(f"{done} {id_}" for id_ in ids))
+
+
+def print_context(context: ContextInfo, output: OutputFormat) -> None:
+    """All that is said of one."""
     if output is OutputFormat.JSON:
-        print_json({done: list(ids)})
-        return
-    for id_ in ids:
-        typer.echo(f"{done} {id_}")
+        print_json(context_object(context))
+    else:
+        print_rows(detail_rows(context))
 
 
 def rows_text(rows: str, dtype: str) -> str:

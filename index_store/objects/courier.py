@@ -38,7 +38,7 @@ from index_store.objects.records import (
 )
 from index_store.objects.tier import Tier, open_object, write_metadata, writing
 from index_store.store.catalog import CHANGEABLE, Store, neutral
-from index_store.store.clean_up import BEYOND_MARGIN
+from index_store.store.clean_up import BEYOND_MARGIN, remove_if
 from index_store.store.description.manifest import MANIFEST_NAME, MANIFESTS, Manifest
 from index_store.store.elsewhere import kept_entries
 from index_store.store.files.durable import (
@@ -287,7 +287,8 @@ class Courier:
             again = base is None or base.created_at != local.created_at
             if again and not self._store.elsewhere(id_):  # it was made since
                 return self._upload(sides, local)
-            self._store.delete(id_)
+            if not remove_if(self._store, id_, self._store.expired):
+                self._store.delete(id_)
             logger.info("context %s was deleted in %s, and is here, too", id_[:12], bucket.url)
         self._store.notes.forget_deleted(id_)
         if sides.mark is None or base is not None:

@@ -50,6 +50,7 @@ from index_store.store.elsewhere import (
     kept_entries,
     remove_arrays,
 )
+from index_store.store.ended import Ended
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,
     discard,
@@ -77,10 +78,8 @@ _LARGEST = 1 << 20
 _REPAIR = "tune the context again (`decode-engine tune`), remove the file, or name a method in every request"
 
 
-class TunedDefaultError(ContextCorruptError):
+class TunedDefaultError(ContextCorruptError, reason="TUNED_DEFAULT_INVALID"):
     """A tuned default is not what was written, or of another format; its context is not affected."""
-
-    reason = "TUNED_DEFAULT_INVALID"
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +235,7 @@ class Store:
         self.folders = StoreFolders(self.path)
         self._defaults = DefaultsFolder(self.folders.defaults)
         self._listing = Listing(self.folders.contexts)
-        self.notes = Notes(self.path)
+        self.notes, self.ended = Notes(self.path), Ended(self.path)
         self.beyond: Beyond | None = None
         self._clock = clock
         self._limit_s = read_limit_s
@@ -283,6 +282,7 @@ class Store:
         if self._caller.admin:
             return
         entry = self.bounded(partial(self._listing.known, self.folders.context(id_).name))
+        entry = entry or self.ended.known(id_)
         if entry is None or not self._sees(entry):
             raise self._missing(id_)
         known = entry.last if isinstance(entry, BrokenContext) else entry
@@ -495,9 +495,9 @@ class Store:
         """Removes a context, whatever its state; returns what was. Who has it open or mapped keeps what they have.
 
         recursive: its children with it; those that have expired go in any case. Of a link to a context only the link is
-        removed. Raises ContextNotFoundError when it is not there, ContextHasChildrenError when it has living children,
-        StoreUnavailableError while a context that may be a child cannot be read. One that is damaged keeps none: nobody
-        can use it.
+        removed. What would make it again goes, too. Raises ContextNotFoundError when it is not there,
+        ContextHasChildrenError when it has living children, StoreUnavailableError while a context that may be a child
+        cannot be read. One that is damaged keeps none: nobody can use it.
         """
         self.require_own(id_)
         with self.family_lock(id_):
@@ -536,9 +536,10 @@ class Store:
                 )
 
     def _delete(self, id_: str) -> bool:
+        forgotten = self.ended.forget(id_)
         removed = self.discard(id_)
         self._defaults.remove(id_)
-        return removed
+        return removed or forgotten
 
     def discard(self, id_: str) -> bool:
         """Removes the context's folder; False when it was not there. Called with its family lock held.

@@ -146,20 +146,28 @@ def _remove_expired(store: Store, id_: str) -> bool:
 
 
 def remove_if(store: Store, id_: str, unwanted: Callable[[Manifest], bool]) -> bool:
-    """Removes a context that is unwanted as it is now, and that no living one continues; whether it did.
+    """Removes a context that is unwanted as it is now, and that no living one continues; whether it did. What it takes
+    to make it again is kept (`store/ended.py`).
 
     Raises StoreError where nobody can tell whether another one continues it.
     """
     # A job may be replacing it, or may have removed it: then it is not ours to remove.
     with locked_file(store.folders.lock_path(id_), wait=False) as held, store.family_lock(id_):
         try:
-            if not held or not unwanted(store.manifest(id_)):
+            if not held or not unwanted(manifest := store.manifest(id_)):
                 return False
         except (ContextNotFoundError, ContextCorruptError, FormatVersionError):
             return False
         entries = store.entries()  # a child may have come meanwhile
         _require_usable(entries)
-        return id_ not in needed_ids(store, entries) and store.discard(id_)
+        if id_ in needed_ids(store, entries):
+            return False
+        if KEPT_BEGINNING not in manifest.labels:
+            try:
+                store.ended.keep(manifest)
+            except SparseKVError as error:
+                logger.warning("context %s cannot be made again: %s", id_[:12], error.message)
+        return store.discard(id_)
 
 
 def _remove_unlisted(store: Store, id_: str, path: Path) -> bool:
@@ -299,6 +307,7 @@ class StoreRoom:
         """
         if not os.access(self._store.folders.contexts, os.W_OK):
             return ()
+        self._store.ended.trim()
         expired = [
             manifest.id
             for manifest in self._store.list()

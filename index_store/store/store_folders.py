@@ -2,7 +2,8 @@
 
 `contexts/<id>/` holds one published context (`manifest.json` and its zarr arrays); names that begin with a dot are
 contexts being written (`.tmp-`) or removed (`.trash-`), which no reader sees. `locks/` holds the locks of running jobs
-and of families, `defaults/<id>.json` what a context was tuned to, `objects/` what is known of an object store.
+and of families, `defaults/<id>.json` what a context was tuned to, `objects/` what is known of an object store,
+`ended/` what it takes to make contexts again.
 """
 
 from __future__ import annotations

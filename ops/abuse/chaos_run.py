@@ -102,7 +102,7 @@ class Run:
         self.faults: list[dict[str, Any]] = []
         self.happened: Counter[str] = Counter()
         self._lock, self._next, self._done = threading.Lock(), 0, threading.Event()
-        self._damaged_until = self._start_s = 0.0
+        self._damaged_until = self._failing_until = self._start_s = 0.0
         self.kept: dict[str, Kept] = {}
 
     def start(self) -> None:
@@ -213,10 +213,7 @@ class Run:
         """Whether faults of this moment may end a call for such a reason."""
         if reason in ("CONTEXT_CORRUPT", "OPERATION_CORRUPT"):
             return time.monotonic() < self._damaged_until
-        return reason == "INTERNAL" and any(
-            each["kind"] in ("thread", "memory", "handles") and time.monotonic() - each["at"] < DEADLINE_S
-            for each in self.faults[-40:]
-        )
+        return reason == "INTERNAL" and time.monotonic() < self._failing_until
 
     def _lane(self, lane: str) -> None:
         draws = random.Random(f"{self.seed} {lane}")
@@ -265,6 +262,8 @@ class Run:
         if not pids:
             return None
         pid = pids[seed % len(pids)]
+        if kind in ("thread", "memory", "handles"):
+            self._failing_until = time.monotonic() + DEADLINE_S
         match kind:
             case "kill":
                 happened = killed(pid)

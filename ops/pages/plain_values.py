@@ -65,7 +65,7 @@ SHAPES = {
 }
 OPTIONS = {
     "GenerateRequest": Shape("GenerateFields", left_out=("context",)),
-    "CreateContextRequest": Shape("CreateFields", left_out=("text", "upload")),
+    "CreateContextRequest": Shape("CreateFields", left_out=("text", "upload", "again")),
 }
 """Fields of other messages are said in other ways: they are left out, too."""
 ALWAYS_SET = ("Context.create_time", "Upload.expire_time")

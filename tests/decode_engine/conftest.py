@@ -23,6 +23,7 @@ from prefill_worker.worker.queue_worker import QueueWorker
 from sparsekv.v1 import context_pb2_grpc, generation_pb2_grpc
 from tests.support.models import write_model_folder
 from tests.support.serving.chat import WITH_TOOLS
+from tests.support.serving.service import loaded
 from tests.support.serving.workers import working
 
 TEXT = "The lamp of the grey harbour was lit by a keeper who counted ships. " * 8
@@ -132,8 +133,7 @@ def shelf(library: Library) -> str:
 
 @pytest.fixture(scope="session")
 def server(library: Library, lamp: str) -> Iterator[DecodeServer]:
-    with DecodeServer(library.config(warm_up=True)) as started:
-        started.load()
+    with loaded(library.config(warm_up=True)) as started:
         yield started
 
 
@@ -162,8 +162,7 @@ def tool_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
 def tool_server(tool_library: Library) -> Iterator[DecodeServer]:
     """A server beside a worker that makes contexts."""
     worker = QueueWorker(WorkerConfig(store=tool_library.store, model=str(tool_library.model), device="cpu"))
-    with DecodeServer(tool_library.config()) as started, working(worker):
-        started.load()
+    with loaded(tool_library.config()) as started, working(worker):
         yield started
 
 

@@ -30,19 +30,19 @@ MOST_LINES = {
     "decode_engine/cli": 2_780,  # tokens have tenants and rights, tenants a table
     "decode_engine/core": 2_500,  # spans and audits of requests are made there, and accounts of tenants are kept
     "decode_engine/engine": 4_300,  # turns between tenants are taken there
-    "decode_engine/evaluation": 3_250,
-    "decode_engine/gateway": 3_935,  # its port serves the front door of a cluster, too
+    "decode_engine/evaluation": 3_220,
+    "decode_engine/gateway": 3_937,  # its port serves the front door of a cluster, too
     "decode_engine/host_search": 1_700,
     "decode_engine/kernels": 9_600,  # states are copied there, too
     "decode_engine/layers": 2_120,
     "decode_engine/model": 2_180,  # drafts are chosen by time, too
     "decode_engine/orders": 1_010,
     "decode_engine/processes": 3_210,  # draining by a client, ends told by the kernel; clusters, 1,600
-    "decode_engine/rpc": 7_650,  # who calls, what they may, and what was refused; routing, 350
+    "decode_engine/rpc": 7_650,  # who calls, what they may, what was refused, what is made again; routing, 200
     "decode_engine/settings": 640,  # the file of quotas
-    "decode_engine/steps": 3_000,  # with those of models with states
-    "index_store": 30_710,  # tenants, quotas, options from files; contexts as single files, and in object stores
-    "prefill_worker": 7_750,  # a job knows its tenant, and keeps states at marks
+    "decode_engine/steps": 2_970,  # with those of models with states
+    "index_store": 30_840,  # tenants, quotas, options from files; contexts as single files, in object stores, and ended
+    "prefill_worker": 7_640,  # a job knows its tenant, and keeps states at marks
 }
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from decode_engine.__main__ import main
-from decode_engine.rpc.server import DecodeServer
 from decode_engine.settings.config import ServeConfig
 from index_store.store.catalog import Store
+from tests.support.serving.service import loaded
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 
@@ -52,8 +52,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
     config = ServeConfig(
         folder / "store", "reader", listen="127.0.0.1:0", device="cpu", warm_up=False, prefill=True
     )
-    with DecodeServer(config) as server:
-        server.load()
+    with loaded(config) as server:
         yield Desk(folder, server.address)
 
 

@@ -134,8 +134,9 @@ class AsyncClient(Verbs):
         self, method: str, request: object, timeout_s: float | None, patience_s: float = 0.0
     ) -> Stream[Any]:
         repeats, send = Repeats(self._address, timeout_s or self._timeout_s, patience_s), self._method(method)
+        wire, metadata = self._wire, self._metadata
         return Stream(
-            self._wire, lambda left_s: send(request, timeout=left_s, metadata=self._metadata), repeats
+            wire, lambda left_s: wire.watched(send(request, timeout=left_s, metadata=metadata)), repeats
         )
 
     async def run(self, call: Call[ReplyT]) -> ReplyT:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
@@ -102,6 +104,13 @@ class BlockingWire:
 
     def __init__(self, address: str, encryption: grpc.ChannelCredentials | None) -> None:
         self.channel = _channel(grpc, address, encryption)
+        self._streams: weakref.WeakSet[Any] = weakref.WeakSet()
+        weakref.finalize(self, _end, self.channel, self._streams, os.getpid())
+
+    def watched(self, call: Any) -> Any:
+        """A call with many responses, which has begun: it has ended before the process does."""
+        self._streams.add(call)
+        return call
 
     async def reply(self, send: Any, request: Any, **how: Any) -> tuple[Any, Any]:
         """The one response to a request, and the metadata behind it. Raises grpc.RpcError."""
@@ -127,6 +136,9 @@ class AsyncWire(BlockingWire):
     def __init__(self, address: str, encryption: grpc.ChannelCredentials | None) -> None:
         self.channel = _channel(aio, address, encryption)
 
+    def watched(self, call: Any) -> Any:
+        return call
+
     async def reply(self, send: Any, request: Any, **how: Any) -> tuple[Any, Any]:
         call = send(request, **how)
         return await call, await call.trailing_metadata()
@@ -140,6 +152,24 @@ class AsyncWire(BlockingWire):
 
     async def close(self) -> None:
         await self.channel.close(grace=None)
+
+
+_END_S = 5.0
+
+
+def _end(channel: grpc.Channel, streams: weakref.WeakSet[Any], process: int) -> None:
+    """Closes a channel that nobody holds, or whose process ends, and waits until gRPC's thread has left its streams.
+
+    Of a process that ends with one, gRPC frees it while that thread, which stands still by then, may have its lock: the
+    process would wait for ever.
+    """
+    if os.getpid() != process:  # which was forked, without that thread
+        return
+    running = [(call, threading.Event()) for call in streams]
+    waits = [ended for call, ended in running if call.add_callback(ended.set)]
+    channel.close()
+    for each in waits:
+        each.wait(_END_S)
 
 
 def _channel(kind: Any, address: str, encryption: grpc.ChannelCredentials | None) -> Any:

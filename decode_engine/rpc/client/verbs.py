@@ -158,14 +158,18 @@ def create_context(
     token_ids: Sequence[int] | None = None,
     messages: Sequence[ChatMessage] | Conversation | None = None,
     upload: str | None = None,
+    again: str | None = None,
 ) -> Call[OperationInfo]:
     """Raises InvalidArgumentError unless there is one document, and for what no message can carry."""
-    if sum(source is not None for source in (text, token_ids, messages, upload)) != 1:
-        raise InvalidArgumentError("give exactly one of text, token_ids, messages, upload", field="source")
+    sources = (text, token_ids, messages, upload, again)
+    if sum(source is not None for source in sources) != 1:
+        raise InvalidArgumentError(
+            "give exactly one of text, token_ids, messages, upload, again", field="source"
+        )
     others: dict[str, Any] = {**options, "request_id": options.get("request_id") or str(uuid4())}
     times = {name: _duration(f"{name}_s", others.pop(f"{name}_s", None)) for name in ("ttl", "renew")}
     said = None if messages is None else _conversation(messages)
-    document = {"text": text, "token_ids": token_ids, "messages": said, "upload": upload}
+    document = {"text": text, "token_ids": token_ids, "messages": said, "upload": upload, "again": again}
     return call("CreateContext", read_operation, **document, **others, **times)
 
 
@@ -438,11 +442,13 @@ class Verbs(ABC):
         token_ids: Sequence[int] | None = None,
         messages: Sequence[ChatMessage] | Conversation | None = None,
         upload: str | None = None,
+        again: str | None = None,
         wait: bool = True,
         on_progress: Callable[[OperationInfo], None] | None = None,
         **options: Unpack[CreateOptions],
     ) -> OperationInfo:
-        """Has a context made of exactly one of a text, tokens, messages and an uploaded text (`uploads/<id>`).
+        """Has a context made of exactly one of a text, tokens, messages, an uploaded text (`uploads/<id>`), and what an
+        expired context (`again`: its name or id) was made of.
 
         A text that is larger than a message is uploaded. wait: until the operation is done; on_progress is told how it
         goes meanwhile, and errors of the operation are raised. Otherwise it goes on while nobody waits.
@@ -455,7 +461,9 @@ class Verbs(ABC):
             ) from None
         if len(document) > ONE_MESSAGE_BYTES:
             upload, text = (await self.upload_document(document)).name, None
-        ordered = create_context(options, text=text, token_ids=token_ids, messages=messages, upload=upload)
+        ordered = create_context(
+            options, text=text, token_ids=token_ids, messages=messages, upload=upload, again=again
+        )
         operation = await self.run(ordered)
         if wait:
             operation = await self.wait_operation(operation.name, on_progress=on_progress)

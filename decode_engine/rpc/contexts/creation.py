@@ -48,7 +48,13 @@ from index_store.store.description.callers import OPERATOR, Caller
 from index_store.store.description.context_id import ModelIdentity, context_id
 from index_store.store.description.dtypes import AS_DTYPE, INT8, ROW_CODINGS
 from index_store.store.description.json_fields import check_labels
-from index_store.store.description.manifest import Manifest, require_dtype, require_model
+from index_store.store.description.manifest import (
+    SHORTEST_TTL,
+    Manifest,
+    require_dtype,
+    require_model,
+)
+from index_store.store.zarr_io import ContextFiles
 from sparsekv.v1 import context_pb2
 
 
@@ -122,13 +128,16 @@ class Workshop:
         PermissionDeniedError for what the caller may not, NameTakenError, UploadNotFoundError, QuotaExceededError,
         StoreBoundError, QueueFullError, and what the store raises.
         """
+        digest = hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()
+        kept = self._kept(request) if request.WhichOneof("source") == "again" else None
+        if kept is not None:
+            request = _filled(request, kept[0])
         methods = _methods(request.methods)
         _check_texts(request)
         labels = _labels(request)
         require_own_labels(self.caller, labels)
         renew = _seconds(request, "renew")
         ttl = renew if (given := _seconds(request, "ttl")) is None else given
-        digest = hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()
         tenant = self.caller.tenant
         job_id = _job_id(request.request_id, tenant)
         there = self.queue.repeated(job_id, request.request_id, digest)
@@ -136,8 +145,8 @@ class Workshop:
             self.allow(tenant, 0)
             return there
         rows = self._rows(request)
-        document = replace(self._document(request, check), rows=rows)
-        kept, parent = document.conversation, document.parent
+        document = replace(self._document(request, check) if kept is None else self._again(*kept), rows=rows)
+        messages, parent = document.conversation, document.parent
         order = JobOrder(
             context=self._context_id(document),
             model=self.identity.fingerprint,
@@ -149,7 +158,7 @@ class Workshop:
             ttl=ttl,
             renew=renew,
             tokens=len(document.ids),
-            conversation="" if kept is None else hashlib.sha256(kept).hexdigest(),
+            conversation="" if messages is None else hashlib.sha256(messages).hexdigest(),
             parent="" if parent is None else parent.id,
             owner=self.caller.name,
             tenant=tenant if parent is None else parent.tenant,
@@ -178,7 +187,7 @@ class Workshop:
         if there is not None:
             with suppress(JobNotFoundError, JobUnfinishedError):  # another repeat was first
                 self.queue.remove(there.id)
-        added = self.queue.add(record, np.asarray(document.ids, dtype=np.uint32), kept)
+        added = self.queue.add(record, np.asarray(document.ids, dtype=np.uint32), messages)
         if added.open and (waiting := unattended(self.queue, added)):
             logger.warning("operation %s waits: %s", added.id, waiting)
         if request.upload:
@@ -211,7 +220,8 @@ class Workshop:
         source = request.WhichOneof("source")
         if source is None:
             raise InvalidArgumentError(
-                "the document is missing, expected one of text, token_ids, messages, upload", field="source"
+                "the document is missing, expected one of text, token_ids, messages, upload, again",
+                field="source",
             )
         if request.parent:
             document = self._continuation(request, source, check)
@@ -226,6 +236,43 @@ class Workshop:
         self._check_fits(len(document.ids) + (0 if parent is None else parent.token_count))
         if not document.ids:
             raise InvalidArgumentError(f"{source} has no tokens, expected at least one", field=source)
+        return document
+
+    def _kept(self, request: context_pb2.CreateContextRequest) -> tuple[Manifest, ContextFiles]:
+        """What a context of the caller's was made of, which has expired, or was removed for others' room."""
+        ref = request.again.removeprefix("contexts/")
+        if request.parent or not ref:
+            raise InvalidArgumentError(
+                "again names the context that is made again, and goes with no parent", field="again"
+            )
+        with suppress(ContextNotFoundError):
+            there = self.store.seen_by(self.caller).manifest(
+                self.store.seen_by(self.caller).resolve(ref, self.identity.fingerprint)
+            )
+            if there.tenant == self.caller.tenant:
+                require_model(there, self.identity)
+                return there, self.store.files(there)
+        manifest = self.store.ended.find(ref, self.caller.tenant, self.identity.fingerprint)
+        if manifest is None:
+            raise ContextNotFoundError(
+                f"nothing is kept of a context {ref[:600]!r}; send its document again", context=ref[:600]
+            )
+        return manifest, self.store.ended.files(manifest)
+
+    def _again(self, manifest: Manifest, files: ContextFiles) -> Document:
+        """The document that a context was made of. Raises InvalidArgumentError where an order makes another context of
+        it, ParentMissingError, and what reading it raises."""
+        base = parent_of(self.store, manifest)
+        before = () if base is None else StoredMessages(self.store, base).tokens()
+        with files as context:
+            ids, messages = context.token_ids().tolist(), context.conversation()
+        document = Document(ids, manifest.name, messages, base, before, manifest.rows)
+        if self._context_id(document) != manifest.id:
+            raise InvalidArgumentError(
+                f"context {manifest.id[:12]} was made in a way that no order has (a salt, approximate attention, "
+                "another dtype, an answer that was kept); send its document again, or make it as it was made",
+                field="again",
+            )
         return document
 
     def _text(self, request: context_pb2.CreateContextRequest, source: str, check: Callable[[], None]) -> str:
@@ -379,6 +426,22 @@ class Workshop:
             JobPhase.VERIFYING, record.order.tokens, self.identity.layers, self.identity.layers
         )
         return replace(record, state=JobState.DONE, progress=progress, ended_at=record.created_at)
+
+
+def _filled(request: context_pb2.CreateContextRequest, kept: Manifest) -> context_pb2.CreateContextRequest:
+    """The request, with what it says nothing of as it was of a context."""
+    filled = context_pb2.CreateContextRequest(
+        display_name=kept.name,
+        rows=kept.rows,
+        methods=() if request.methods or kept.parent is not None else kept.methods,
+        labels=kept.labels,
+    )
+    filled.MergeFrom(request)
+    if not request.HasField("renew") and kept.renew is not None:
+        filled.renew.FromNanoseconds(round(kept.renew * 1e9))
+    if not (request.HasField("ttl") or filled.HasField("renew")) and kept.expires_at is not None:
+        filled.ttl.FromTimedelta(max(kept.expires_at - kept.created_at, SHORTEST_TTL))
+    return filled
 
 
 def _methods(given: Sequence[str]) -> tuple[str, ...]:

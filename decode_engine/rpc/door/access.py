@@ -45,28 +45,20 @@ from index_store.store.files.durable import TEMPORARY_PREFIX, locked_file, new_f
 from index_store.store.files.reading import read_file, stamp_of
 
 
-class UnauthenticatedError(SparseKVError):
+class UnauthenticatedError(SparseKVError, reason="UNAUTHENTICATED"):
     """The caller has no token that the server knows."""
 
-    reason = "UNAUTHENTICATED"
 
-
-class TooManyAttemptsError(SparseKVError):
+class TooManyAttemptsError(SparseKVError, reason="TOO_MANY_ATTEMPTS"):
     """Too many wrong tokens came from the caller's address."""
 
-    reason = "TOO_MANY_ATTEMPTS"
 
-
-class TokenFileError(SparseKVError):
+class TokenFileError(SparseKVError, reason="TOKENS_UNUSABLE"):
     """The file of tokens is missing, damaged, or open to others."""
 
-    reason = "TOKENS_UNUSABLE"
 
-
-class CertificateError(SparseKVError):
+class CertificateError(SparseKVError, reason="CERTIFICATE_UNUSABLE"):
     """A certificate or key cannot be used."""
-
-    reason = "CERTIFICATE_UNUSABLE"
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,10 +36,8 @@ _MOST_NAME = 64
 logger = logging.getLogger(__name__)
 
 
-class KeySetError(SparseKVError):
+class KeySetError(SparseKVError, reason="JWT_KEYS_UNUSABLE"):
     """The set of keys that JWT are verified by cannot be used."""
-
-    reason = "JWT_KEYS_UNUSABLE"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ head, d head dim, F fields of a record, X programs that attend to lists, or that
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -30,13 +29,7 @@ from decode_engine.kernels.attention.sparse_attention import KeyLists, attend_li
 from decode_engine.kernels.families import ATTENTION
 from decode_engine.kernels.slots.slot_cache import CopyShape, SlotCache
 from decode_engine.kernels.slots.slot_fetch import FetchBuffers, fetch_rows, find_programs
-from decode_engine.steps.attention.selections import (
-    ClusterMeans,
-    ClusterSelection,
-    CoarseOthers,
-    CoarseSelection,
-    TableSelection,
-)
+from decode_engine.steps.attention.selections import REMAINDERS, SELECTIONS
 from decode_engine.steps.attention.step_attention import (
     KeySelection,
     RowsInPlace,
@@ -47,14 +40,11 @@ from decode_engine.steps.attention.step_attention import (
     Turn,
 )
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.coarse_rows.index import CoarseRows
-from index_store.indexes.key_clusters.index import KeyClusters
-from index_store.indexes.query_tables.index import QueryTables
 from index_store.memory.host_memory import is_readable
 from index_store.memory.placement import slots_per_head
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
-from index_store.selection.budgets import CENTRED, COARSE, MONOPOLE, Remainder
+from index_store.selection.budgets import Remainder
 from index_store.store.description.manifest import Manifest
 
 _KEYS_PER_SPLIT = 64
@@ -157,16 +147,8 @@ class ListedSteps(StepAttention):
     are those of the search. Where a search can attend to everything itself, in one piece, it does.
     """
 
-    selection_types: ClassVar[Mapping[str, type[KeySelection]]] = MappingProxyType(
-        {
-            KeyClusters.kind: ClusterSelection,
-            QueryTables.kind: TableSelection,
-            CoarseRows.kind: CoarseSelection,
-        }
-    )
-    remainder_types: ClassVar[Mapping[Remainder, type[StepRemainder]]] = MappingProxyType(
-        {COARSE: CoarseOthers, MONOPOLE: ClusterMeans, CENTRED: ClusterMeans}
-    )
+    selection_types: ClassVar[Mapping[str, type[KeySelection]]] = SELECTIONS
+    remainder_types: ClassVar[Mapping[Remainder, type[StepRemainder]]] = REMAINDERS
     rows_type: ClassVar[type[RowsInPlace]] = RowsInPlace
 
     def __init__(self, plan: StepPlan) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -411,3 +412,12 @@ def coarse_fields(context: ResidentContext, index: str, layer: int) -> Mapping[i
     """What a layer's record says about a coarse copy."""
     arrays = context.index(index, layer).arrays()
     return {field: arrays[name].data_ptr() for field, name in _ADDRESSES.items()}
+
+
+SELECTIONS: Mapping[str, type[KeySelection]] = MappingProxyType(
+    {each.kind: each for each in (ClusterSelection, TableSelection, CoarseSelection)}
+)
+"""By the kind of the index that they search."""
+REMAINDERS: Mapping[budgets.Remainder, type[StepRemainder]] = MappingProxyType(
+    {budgets.COARSE: CoarseOthers, budgets.MONOPOLE: ClusterMeans, budgets.CENTRED: ClusterMeans}
+)

@@ -23,7 +23,7 @@ from prefill_worker.muse.kernels.clusters import (
     stretches_of,
     take_best,
 )
-from prefill_worker.muse.kernels.layout import padded, precision, problem_offset, rows_at_a_time, strides
+from prefill_worker.muse.kernels.layout import load_rows, padded, precision, rows_at_a_time, rows_in, rows_of
 
 
 def draw_seeds(points_BHRND: Tensor, clusters: int, seed: int) -> Tensor:
@@ -34,12 +34,11 @@ def draw_seeds(points_BHRND: Tensor, clusters: int, seed: int) -> Tensor:
     problems = scores[..., 0].numel()
     tile = rows_at_a_time(count, 128)
     rate_kernel[(problems * triton.cdiv(count, tile),)](
-        points_BHRND,
+        rows_in(points_BHRND),
         waits,
         scores,
         heads,
         ranges,
-        *strides(points_BHRND),
         count,
         DIM=dim,
         TILE=tile,
@@ -50,15 +49,11 @@ def draw_seeds(points_BHRND: Tensor, clusters: int, seed: int) -> Tensor:
 
 @triton.jit(do_not_specialize=["heads", "ranges", "count"])
 def rate_kernel(
-    points_ptr: tl.tensor,
+    point_rows: tl.tensor,
     waits_ptr: tl.tensor,
     scores_ptr: tl.tensor,
     heads: tl.tensor,
     ranges: tl.tensor,
-    of_batch: tl.tensor,
-    of_head: tl.tensor,
-    of_range: tl.tensor,
-    of_point: tl.tensor,
     count: tl.tensor,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
@@ -66,13 +61,10 @@ def rate_kernel(
     """One program per (TILE points, problem): squared norms divided by waiting times."""
     tiles = tl.cdiv(count, TILE)
     problem = tl.program_id(0) // tiles
-    points_ptr += problem_offset(problem, heads, ranges, of_batch, of_head, of_range)
+    point_rows = rows_of(point_rows, problem, heads, ranges)
     at = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
     inside = at < count
-    dims = tl.arange(0, DIM)
-    points = tl.load(
-        points_ptr + at.to(tl.int64)[:, None] * of_point + dims[None, :], mask=inside[:, None], other=0.0
-    ).to(tl.float32)
+    points = load_rows(point_rows, at.to(tl.int64), inside, DIM).to(tl.float32)
     place = problem.to(tl.int64) * count + at
     waits = tl.load(waits_ptr + place, mask=inside, other=1.0)
     tl.store(scores_ptr + place, tl.sum(points * points, 1) / waits, mask=inside)
@@ -102,13 +94,12 @@ def move_centroids(points_BHRND: Tensor, centroids_YCD: Tensor) -> Tensor:
     sums = torch.empty(problems, stretches, clusters, dim, device=device)
     sizes = torch.empty(problems, stretches, clusters, device=device)
     move_kernel[(problems * stretches,)](
-        points_BHRND,
+        rows_in(points_BHRND),
         centroids_YCD,
         sums,
         sizes,
         heads,
         ranges,
-        *strides(points_BHRND),
         count,
         stretches,
         clusters,
@@ -143,13 +134,12 @@ def place_points(points_BHRND: Tensor, centroids_YCD: Tensor, cap: float) -> tup
     places = torch.empty(problems, count, dtype=torch.int32, device=device)
     taken = torch.empty(problems, stretches, clusters, dtype=torch.int32, device=device)
     place_kernel[(problems * stretches,)](
-        points_BHRND,
+        rows_in(points_BHRND),
         centroids_YCD,
         places,
         taken,
         heads,
         ranges,
-        *strides(points_BHRND),
         count,
         stretches,
         clusters,
@@ -186,13 +176,12 @@ def average_members(points_BHRND: Tensor, members_YCU: Tensor, counts_YC: Tensor
     problems, clusters, room = members_YCU.shape
     means = torch.empty(problems, clusters, dim, dtype=points_BHRND.dtype, device=points_BHRND.device)
     average_kernel[(problems * clusters,)](
-        points_BHRND,
+        rows_in(points_BHRND),
         members_YCU,
         counts_YC,
         means,
         heads,
         ranges,
-        *strides(points_BHRND),
         clusters,
         room,
         DIM=dim,
@@ -204,16 +193,12 @@ def average_members(points_BHRND: Tensor, members_YCU: Tensor, counts_YC: Tensor
 
 @triton.jit(do_not_specialize=["heads", "ranges", "count", "stretches", "clusters"])
 def move_kernel(
-    points_ptr: tl.tensor,
+    point_rows: tl.tensor,
     centroids_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     sizes_ptr: tl.tensor,
     heads: tl.tensor,
     ranges: tl.tensor,
-    of_batch: tl.tensor,
-    of_head: tl.tensor,
-    of_range: tl.tensor,
-    of_point: tl.tensor,
     count: tl.tensor,
     stretches: tl.tensor,
     clusters: tl.tensor,
@@ -225,7 +210,7 @@ def move_kernel(
     """One program per (stretch of consecutive points, problem): sums and sizes of the nearest centroids' points."""
     stretch = tl.program_id(0) % stretches
     problem = tl.program_id(0) // stretches
-    points_ptr += problem_offset(problem, heads, ranges, of_batch, of_head, of_range)
+    point_rows = rows_of(point_rows, problem, heads, ranges)
     dims = tl.arange(0, DIM)
     own = tl.arange(0, CLUSTERS)
     row = (problem * clusters).to(tl.int64) + own
@@ -242,9 +227,7 @@ def move_kernel(
     for start in range(first, end, TILE):
         at = start + tl.arange(0, TILE)
         inside = at < end
-        points = tl.load(
-            points_ptr + at.to(tl.int64)[:, None] * of_point + dims[None, :], mask=inside[:, None], other=0.0
-        )
+        points = load_rows(point_rows, at.to(tl.int64), inside, DIM)
         scores = tl.dot(points, tl.trans(centroids), input_precision=PRECISION) - halves[None, :]
         nearest = tl.argmax(scores, 1)
         belongs = ((own[:, None] == nearest[None, :]) & inside[None, :]).to(points.dtype)
@@ -286,16 +269,12 @@ def mean_kernel(
 
 @triton.jit(do_not_specialize=["heads", "ranges", "count", "stretches", "clusters", "room"])
 def place_kernel(
-    points_ptr: tl.tensor,
+    point_rows: tl.tensor,
     centroids_ptr: tl.tensor,
     places_ptr: tl.tensor,
     taken_ptr: tl.tensor,
     heads: tl.tensor,
     ranges: tl.tensor,
-    of_batch: tl.tensor,
-    of_head: tl.tensor,
-    of_range: tl.tensor,
-    of_point: tl.tensor,
     count: tl.tensor,
     stretches: tl.tensor,
     clusters: tl.tensor,
@@ -308,7 +287,7 @@ def place_kernel(
     """One program per (stretch, problem): cluster times `room` plus rank in the cluster of every point, and sizes."""
     stretch = tl.program_id(0) % stretches
     problem = tl.program_id(0) // stretches
-    points_ptr += problem_offset(problem, heads, ranges, of_batch, of_head, of_range)
+    point_rows = rows_of(point_rows, problem, heads, ranges)
     places_ptr += problem.to(tl.int64) * count
     dims = tl.arange(0, DIM)
     own = tl.arange(0, CLUSTERS)
@@ -324,9 +303,7 @@ def place_kernel(
     for start in range(0, tl.cdiv(count - stretch, stretches), TILE):
         at = stretch + (start + line) * stretches
         inside = at < count
-        points = tl.load(
-            points_ptr + at.to(tl.int64)[:, None] * of_point + dims[None, :], mask=inside[:, None], other=0.0
-        )
+        points = load_rows(point_rows, at.to(tl.int64), inside, DIM)
         scores = tl.dot(points, tl.trans(centroids), input_precision=PRECISION) - halves[None, :]
         waiting = inside.to(tl.int32)
         place = tl.zeros([TILE], tl.int32)
@@ -389,16 +366,12 @@ def list_kernel(
 
 @triton.jit(do_not_specialize=["heads", "ranges", "clusters", "room"])
 def average_kernel(
-    points_ptr: tl.tensor,
+    point_rows: tl.tensor,
     members_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     means_ptr: tl.tensor,
     heads: tl.tensor,
     ranges: tl.tensor,
-    of_batch: tl.tensor,
-    of_head: tl.tensor,
-    of_range: tl.tensor,
-    of_point: tl.tensor,
     clusters: tl.tensor,
     room: tl.tensor,
     DIM: tl.constexpr,
@@ -406,7 +379,7 @@ def average_kernel(
 ) -> None:
     """One program per (cluster, problem)."""
     problem = tl.program_id(0) // clusters
-    points_ptr += problem_offset(problem, heads, ranges, of_batch, of_head, of_range)
+    point_rows = rows_of(point_rows, problem, heads, ranges)
     members_ptr += tl.program_id(0).to(tl.int64) * room
     count = tl.load(counts_ptr + tl.program_id(0))
     dims = tl.arange(0, DIM)
@@ -414,8 +387,6 @@ def average_kernel(
     for start in range(0, count, TILE):
         line = start + tl.arange(0, TILE)
         at = tl.load(members_ptr + line, mask=line < count, other=0).to(tl.int64)
-        sums += tl.load(
-            points_ptr + at[:, None] * of_point + dims[None, :], mask=(line < count)[:, None], other=0.0
-        ).to(tl.float32)
+        sums += load_rows(point_rows, at, line < count, DIM).to(tl.float32)
     mean = tl.sum(sums, 0) / tl.maximum(count, 1).to(tl.float32)
     tl.store(means_ptr + tl.program_id(0).to(tl.int64) * DIM + dims, mean.to(means_ptr.dtype.element_ty))

@@ -14,11 +14,12 @@ from torch import Tensor
 from prefill_worker.muse.kernels.clusters import BoundedClusters
 from prefill_worker.muse.kernels.layout import (
     key_problem,
+    load_rows,
     padded,
     precision,
-    problem_offset,
     rows_at_a_time,
-    strides,
+    rows_in,
+    rows_of,
 )
 from prefill_worker.muse.kernels.reference import KeyValueMoments
 
@@ -36,8 +37,8 @@ def covary_members(keys_BERMD: Tensor, values_BERMD: Tensor, clusters: BoundedCl
         torch.empty(problems, key_clusters, dim, dtype=dtype, device=device),
     )
     covary_kernel[(problems * key_clusters,)](
-        keys_BERMD,
-        values_BERMD,
+        rows_in(keys_BERMD),
+        rows_in(values_BERMD),
         clusters.members,
         clusters.counts,
         clusters.centroids,
@@ -46,8 +47,6 @@ def covary_members(keys_BERMD: Tensor, values_BERMD: Tensor, clusters: BoundedCl
         moments.values,
         heads,
         ranges,
-        *strides(keys_BERMD),
-        *strides(values_BERMD),
         key_clusters,
         room,
         DIM=dim,
@@ -131,8 +130,8 @@ def problems_per_batch(problems: int, key_problems: int, group: int, ranges: int
 
 @triton.jit(do_not_specialize=["heads", "ranges", "clusters", "room"])
 def covary_kernel(
-    keys_ptr: tl.tensor,
-    values_ptr: tl.tensor,
+    key_rows: tl.tensor,
+    value_rows: tl.tensor,
     members_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     centroids_ptr: tl.tensor,
@@ -141,14 +140,6 @@ def covary_kernel(
     mean_values_ptr: tl.tensor,
     heads: tl.tensor,
     ranges: tl.tensor,
-    keys_of_batch: tl.tensor,
-    keys_of_head: tl.tensor,
-    keys_of_range: tl.tensor,
-    keys_of_point: tl.tensor,
-    values_of_batch: tl.tensor,
-    values_of_head: tl.tensor,
-    values_of_range: tl.tensor,
-    values_of_point: tl.tensor,
     clusters: tl.tensor,
     room: tl.tensor,
     DIM: tl.constexpr,
@@ -158,8 +149,8 @@ def covary_kernel(
     """One program per (key cluster, problem). Keys are taken relative to their rounded mean: products stay small."""
     index = tl.program_id(0).to(tl.int64)
     problem = tl.program_id(0) // clusters
-    keys_ptr += problem_offset(problem, heads, ranges, keys_of_batch, keys_of_head, keys_of_range)
-    values_ptr += problem_offset(problem, heads, ranges, values_of_batch, values_of_head, values_of_range)
+    key_rows = rows_of(key_rows, problem, heads, ranges)
+    value_rows = rows_of(value_rows, problem, heads, ranges)
     members_ptr += index * room
     count = tl.load(counts_ptr + index)
     dims = tl.arange(0, DIM)
@@ -171,12 +162,8 @@ def covary_kernel(
         line = start + tl.arange(0, TILE)
         inside = line < count
         at = tl.load(members_ptr + line, mask=inside, other=0).to(tl.int64)
-        keys = tl.load(
-            keys_ptr + at[:, None] * keys_of_point + dims[None, :], mask=inside[:, None], other=0.0
-        )
-        values = tl.load(
-            values_ptr + at[:, None] * values_of_point + dims[None, :], mask=inside[:, None], other=0.0
-        )
+        keys = load_rows(key_rows, at, inside, DIM)
+        values = load_rows(value_rows, at, inside, DIM)
         apart = tl.where(inside[:, None], keys.to(tl.float32) - mean[None, :], 0.0)
         products += tl.dot(tl.trans(values), apart.to(values.dtype), input_precision=PRECISION)
         sum_keys += tl.sum(apart, 0)

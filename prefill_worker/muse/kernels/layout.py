@@ -13,9 +13,10 @@ from torch import Tensor
 LEAST = 16  # of a matrix instruction
 
 
-def strides(x_BHRNX: Tensor) -> tuple[int, int, int, int]:
-    """Distances of neighbours in batch, head, range and point, in elements."""
-    return x_BHRNX.stride(0), x_BHRNX.stride(1), x_BHRNX.stride(2), x_BHRNX.stride(3)
+def rows_in(x_BHRNX: Tensor) -> tuple[Tensor, int, int, int, int]:
+    """As kernels are given rows: with the distances of neighbours in batch, head, range and point, in elements."""
+    batch, head, range_, point, *_ = x_BHRNX.stride()
+    return x_BHRNX, batch, head, range_, point
 
 
 def padded(count: int) -> int:
@@ -34,19 +35,27 @@ def rows_at_a_time(room: int, most: int) -> int:
 
 
 @triton.jit
-def problem_offset(
-    problem: tl.tensor,
-    heads: tl.tensor,
-    ranges: tl.tensor,
-    of_batch: tl.tensor,
-    of_head: tl.tensor,
-    of_range: tl.tensor,
-) -> tl.tensor:
-    """Where the rows of a problem begin."""
+def rows_of(rows: tl.tensor, problem: tl.tensor, heads: tl.tensor, ranges: tl.tensor) -> tl.tensor:
+    """Where the rows of a problem begin, and how far apart they are."""
+    rows_ptr, of_batch, of_head, of_range, of_point = rows
     own_range = problem % ranges
     head = (problem // ranges) % heads
     batch = problem // (ranges * heads)
-    return batch.to(tl.int64) * of_batch + head.to(tl.int64) * of_head + own_range.to(tl.int64) * of_range
+    begin = batch.to(tl.int64) * of_batch + head.to(tl.int64) * of_head + own_range.to(tl.int64) * of_range
+    return rows_ptr + begin, of_point
+
+
+@triton.jit
+def row_ptrs(rows: tl.tensor, at: tl.tensor, DIM: tl.constexpr) -> tl.tensor:
+    """Addresses of the numbers of some rows of a problem. at: int64."""
+    rows_ptr, of_point = rows
+    return rows_ptr + at[:, None] * of_point + tl.arange(0, DIM)[None, :]
+
+
+@triton.jit
+def load_rows(rows: tl.tensor, at: tl.tensor, inside: tl.tensor, DIM: tl.constexpr) -> tl.tensor:
+    """Some rows of a problem, zero outside."""
+    return tl.load(row_ptrs(rows, at, DIM), mask=inside[:, None], other=0.0)
 
 
 @triton.jit

@@ -12,7 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from prefill_worker.muse.kernels.clusters import BoundedClusters
-from prefill_worker.muse.kernels.layout import padded, precision, problem_offset, rows_at_a_time, strides
+from prefill_worker.muse.kernels.layout import (
+    load_rows,
+    padded,
+    precision,
+    row_ptrs,
+    rows_at_a_time,
+    rows_in,
+    rows_of,
+)
 from prefill_worker.muse.kernels.reference import QueryGrads, Summaries
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -34,7 +42,7 @@ def attend_summaries(
     problems, query_clusters, room = clusters.members.shape
     key_clusters = summaries.logits.shape[2]
     attend_kernel[(problems * query_clusters,)](
-        queries_BHRND,
+        rows_in(queries_BHRND),
         clusters.members,
         clusters.counts,
         clusters.centroids,
@@ -42,13 +50,10 @@ def attend_summaries(
         summaries.values,
         summaries.logits,
         dipoles_YCDD,
-        out_BHRND,
-        lse_BHRN,
+        rows_in(out_BHRND),
+        rows_in(lse_BHRN),
         heads,
         ranges,
-        *strides(queries_BHRND),
-        *strides(out_BHRND),
-        *strides(lse_BHRN),
         query_clusters,
         key_clusters,
         room,
@@ -86,7 +91,7 @@ def load_summaries(
 
 @triton.jit(do_not_specialize=["heads", "ranges", "query_clusters", "key_clusters", "room"])
 def attend_kernel(
-    queries_ptr: tl.tensor,
+    query_rows: tl.tensor,
     members_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     means_ptr: tl.tensor,
@@ -94,22 +99,10 @@ def attend_kernel(
     values_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     dipoles_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    lse_ptr: tl.tensor,
+    out_rows: tl.tensor,
+    lse_rows: tl.tensor,
     heads: tl.tensor,
     ranges: tl.tensor,
-    queries_of_batch: tl.tensor,
-    queries_of_head: tl.tensor,
-    queries_of_range: tl.tensor,
-    queries_of_point: tl.tensor,
-    out_of_batch: tl.tensor,
-    out_of_head: tl.tensor,
-    out_of_range: tl.tensor,
-    out_of_point: tl.tensor,
-    lse_of_batch: tl.tensor,
-    lse_of_head: tl.tensor,
-    lse_of_range: tl.tensor,
-    lse_of_point: tl.tensor,
     query_clusters: tl.tensor,
     key_clusters: tl.tensor,
     room: tl.tensor,
@@ -124,9 +117,9 @@ def attend_kernel(
     """One program per (query cluster, problem)."""
     index = tl.program_id(0).to(tl.int64)
     problem = tl.program_id(0) // query_clusters
-    queries_ptr += problem_offset(problem, heads, ranges, queries_of_batch, queries_of_head, queries_of_range)
-    out_ptr += problem_offset(problem, heads, ranges, out_of_batch, out_of_head, out_of_range)
-    lse_ptr += problem_offset(problem, heads, ranges, lse_of_batch, lse_of_head, lse_of_range)
+    query_rows = rows_of(query_rows, problem, heads, ranges)
+    out_rows = rows_of(out_rows, problem, heads, ranges)
+    lse_ptr, lse_of_point = rows_of(lse_rows, problem, heads, ranges)
     members_ptr += index * room
     count = tl.load(counts_ptr + index)
     dims = tl.arange(0, DIM)
@@ -140,9 +133,7 @@ def attend_kernel(
         line = start + tl.arange(0, TILE)
         inside = line < count
         at = tl.load(members_ptr + line, mask=inside, other=0).to(tl.int64)
-        queries = tl.load(
-            queries_ptr + at[:, None] * queries_of_point + dims[None, :], mask=inside[:, None], other=0.0
-        )
+        queries = load_rows(query_rows, at, inside, DIM)
         residuals = (queries.to(tl.float32) - mean[None, :]).to(queries.dtype)
         logits = tl.dot(residuals, tl.trans(keys), input_precision=PRECISION) * (scale * _LOG2E)
         logits += biases[None, :]
@@ -153,17 +144,18 @@ def attend_kernel(
         if DIPOLE:
             out += tl.dot(residuals, tl.trans(dipole), input_precision=PRECISION) * scale
         lse = (peak + tl.log2(total)) * _LN2
-        into = out_ptr + at[:, None] * out_of_point + dims[None, :]
+        into = row_ptrs(out_rows, at, DIM)
+        lse_ptrs = lse_ptr + at * lse_of_point
         if MERGE:
-            old_lse = tl.load(lse_ptr + at * lse_of_point, mask=inside, other=0.0)
+            old_lse = tl.load(lse_ptrs, mask=inside, other=0.0)
             old_out = tl.load(into, mask=inside[:, None], other=0.0).to(tl.float32)
             higher = tl.maximum(old_lse, lse)
             old_share = tl.exp2((old_lse - higher) * _LOG2E)
             share = tl.exp2((lse - higher) * _LOG2E)
             out = (old_out * old_share[:, None] + out * share[:, None]) / (old_share + share)[:, None]
             lse = higher + tl.log2(old_share + share) * _LN2
-        tl.store(into, out.to(out_ptr.dtype.element_ty), mask=inside[:, None])
-        tl.store(lse_ptr + at * lse_of_point, lse, mask=inside)
+        tl.store(into, out.to(into.dtype.element_ty), mask=inside[:, None])
+        tl.store(lse_ptrs, lse, mask=inside)
 
 
 _BOTH, _SUMMARIES, _DIPOLES = 0, 1, 2
@@ -198,7 +190,7 @@ def attend_summaries_backward(
     launches = (_SUMMARIES, _DIPOLES) if wide and dipole else (_BOTH if dipole else _SUMMARIES,)
     for sums in launches:
         attend_backward_kernel[(problems * query_clusters,)](
-            queries_BHRND,
+            rows_in(queries_BHRND),
             clusters.members,
             clusters.counts,
             clusters.centroids,
@@ -206,10 +198,10 @@ def attend_summaries_backward(
             summaries.values,
             summaries.logits,
             dipoles_YCDD,
-            out_BHRND,
-            lse_BHRN,
-            grad_BHRND,
-            grads.queries,
+            rows_in(out_BHRND),
+            rows_in(lse_BHRN),
+            rows_in(grad_BHRND),
+            rows_in(grads.queries),
             grads.sums,
             grads.keys,
             grads.values,
@@ -217,11 +209,6 @@ def attend_summaries_backward(
             grads.dipoles,
             heads,
             ranges,
-            *strides(queries_BHRND),
-            *strides(out_BHRND),
-            *strides(lse_BHRN),
-            *strides(grad_BHRND),
-            *strides(grads.queries),
             query_clusters,
             key_clusters,
             room,
@@ -245,14 +232,13 @@ def finish_queries(
     heads, ranges, _, dim = grad_queries_BHRND.shape[1:]
     problems, query_clusters, room = clusters.members.shape
     finish_kernel[(problems * query_clusters,)](
-        grad_queries_BHRND,
+        rows_in(grad_queries_BHRND),
         clusters.members,
         clusters.counts,
         grad_means_YCD,
         sums_YCD,
         heads,
         ranges,
-        *strides(grad_queries_BHRND),
         query_clusters,
         room,
         DIM=dim,
@@ -263,7 +249,7 @@ def finish_queries(
 
 @triton.jit(do_not_specialize=["heads", "ranges", "query_clusters", "key_clusters", "room"])
 def attend_backward_kernel(
-    queries_ptr: tl.tensor,
+    query_rows: tl.tensor,
     members_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     means_ptr: tl.tensor,
@@ -271,10 +257,10 @@ def attend_backward_kernel(
     values_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     dipoles_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    lse_ptr: tl.tensor,
-    grad_ptr: tl.tensor,
-    grad_queries_ptr: tl.tensor,
+    out_rows: tl.tensor,
+    lse_rows: tl.tensor,
+    grad_rows: tl.tensor,
+    into_rows: tl.tensor,
     sums_ptr: tl.tensor,
     grad_keys_ptr: tl.tensor,
     grad_values_ptr: tl.tensor,
@@ -282,26 +268,6 @@ def attend_backward_kernel(
     grad_dipoles_ptr: tl.tensor,
     heads: tl.tensor,
     ranges: tl.tensor,
-    queries_of_batch: tl.tensor,
-    queries_of_head: tl.tensor,
-    queries_of_range: tl.tensor,
-    queries_of_point: tl.tensor,
-    out_of_batch: tl.tensor,
-    out_of_head: tl.tensor,
-    out_of_range: tl.tensor,
-    out_of_point: tl.tensor,
-    lse_of_batch: tl.tensor,
-    lse_of_head: tl.tensor,
-    lse_of_range: tl.tensor,
-    lse_of_point: tl.tensor,
-    grad_of_batch: tl.tensor,
-    grad_of_head: tl.tensor,
-    grad_of_range: tl.tensor,
-    grad_of_point: tl.tensor,
-    into_of_batch: tl.tensor,
-    into_of_head: tl.tensor,
-    into_of_range: tl.tensor,
-    into_of_point: tl.tensor,
     query_clusters: tl.tensor,
     key_clusters: tl.tensor,
     room: tl.tensor,
@@ -316,11 +282,11 @@ def attend_backward_kernel(
     """One program per (query cluster, problem). SUMS: 0 all, 1 all but the dipole's gradient, 2 that alone."""
     index = tl.program_id(0).to(tl.int64)
     problem = tl.program_id(0) // query_clusters
-    queries_ptr += problem_offset(problem, heads, ranges, queries_of_batch, queries_of_head, queries_of_range)
-    out_ptr += problem_offset(problem, heads, ranges, out_of_batch, out_of_head, out_of_range)
-    lse_ptr += problem_offset(problem, heads, ranges, lse_of_batch, lse_of_head, lse_of_range)
-    grad_ptr += problem_offset(problem, heads, ranges, grad_of_batch, grad_of_head, grad_of_range)
-    grad_queries_ptr += problem_offset(problem, heads, ranges, into_of_batch, into_of_head, into_of_range)
+    query_rows = rows_of(query_rows, problem, heads, ranges)
+    out_rows = rows_of(out_rows, problem, heads, ranges)
+    lse_ptr, lse_of_point = rows_of(lse_rows, problem, heads, ranges)
+    grad_rows = rows_of(grad_rows, problem, heads, ranges)
+    into_rows = rows_of(into_rows, problem, heads, ranges)
     members_ptr += index * room
     count = tl.load(counts_ptr + index)
     dims = tl.arange(0, DIM)
@@ -340,20 +306,14 @@ def attend_backward_kernel(
         line = start + tl.arange(0, TILE)
         inside = line < count
         at = tl.load(members_ptr + line, mask=inside, other=0).to(tl.int64)
-        queries = tl.load(
-            queries_ptr + at[:, None] * queries_of_point + dims[None, :], mask=inside[:, None], other=0.0
-        )
-        grads = tl.load(
-            grad_ptr + at[:, None] * grad_of_point + dims[None, :], mask=inside[:, None], other=0.0
-        )
+        queries = load_rows(query_rows, at, inside, DIM)
+        grads = load_rows(grad_rows, at, inside, DIM)
         lse = tl.load(lse_ptr + at * lse_of_point, mask=inside, other=float("inf")) * _LOG2E
         residuals, shares = share_queries(queries, mean, inside, keys, biases, lse, scale, PRECISION)
         if DIPOLE:
             weighted = (tl.sum(shares, 1)[:, None] * grads.to(tl.float32)).to(queries.dtype)
         if SUMS != 2:
-            outs = tl.load(
-                out_ptr + at[:, None] * out_of_point + dims[None, :], mask=inside[:, None], other=0.0
-            )
+            outs = load_rows(out_rows, at, inside, DIM)
             by_logit = logit_grads(grads, outs, values, shares, residuals, dipole, scale, DIPOLE, PRECISION)
             grad_biases += tl.sum(by_logit, 0)
             by_logit = by_logit.to(queries.dtype)
@@ -364,11 +324,8 @@ def attend_backward_kernel(
             sums += tl.sum(by_residual, 0)
             grad_keys += tl.dot(tl.trans(by_logit), residuals, input_precision=PRECISION)
             grad_values += tl.dot(tl.trans(shares.to(queries.dtype)), grads, input_precision=PRECISION)
-            tl.store(
-                grad_queries_ptr + at[:, None] * into_of_point + dims[None, :],
-                by_residual.to(queries.dtype),
-                mask=inside[:, None],
-            )
+            into = row_ptrs(into_rows, at, DIM)
+            tl.store(into, by_residual.to(queries.dtype), mask=inside[:, None])
         if SUMS != 1:
             grad_dipole += tl.dot(tl.trans(weighted), residuals, input_precision=PRECISION)
     if SUMS != 2:
@@ -460,17 +417,13 @@ def logit_grads(
 
 @triton.jit(do_not_specialize=["heads", "ranges", "clusters", "room"])
 def finish_kernel(
-    grad_queries_ptr: tl.tensor,
+    into_rows: tl.tensor,
     members_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     grad_means_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     heads: tl.tensor,
     ranges: tl.tensor,
-    of_batch: tl.tensor,
-    of_head: tl.tensor,
-    of_range: tl.tensor,
-    of_point: tl.tensor,
     clusters: tl.tensor,
     room: tl.tensor,
     DIM: tl.constexpr,
@@ -479,7 +432,7 @@ def finish_kernel(
     """One program per (query cluster, problem)."""
     index = tl.program_id(0).to(tl.int64)
     problem = tl.program_id(0) // clusters
-    grad_queries_ptr += problem_offset(problem, heads, ranges, of_batch, of_head, of_range)
+    into_rows = rows_of(into_rows, problem, heads, ranges)
     members_ptr += index * room
     count = tl.load(counts_ptr + index)
     dims = tl.arange(0, DIM)
@@ -489,6 +442,6 @@ def finish_kernel(
         line = start + tl.arange(0, TILE)
         inside = line < count
         at = tl.load(members_ptr + line, mask=inside, other=0).to(tl.int64)
-        into = grad_queries_ptr + at[:, None] * of_point + dims[None, :]
+        into = row_ptrs(into_rows, at, DIM)
         grads = tl.load(into, mask=inside[:, None], other=0.0)
         tl.store(into, (grads.to(tl.float32) + shift[None, :]).to(grads.dtype), mask=inside[:, None])

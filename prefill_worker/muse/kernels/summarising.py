@@ -14,11 +14,12 @@ from torch import Tensor
 from prefill_worker.muse.kernels.clusters import BoundedClusters
 from prefill_worker.muse.kernels.layout import (
     key_problem,
+    load_rows,
     padded,
     precision,
-    problem_offset,
     rows_at_a_time,
-    strides,
+    rows_in,
+    rows_of,
 )
 from prefill_worker.muse.kernels.reference import KeyValueMoments, QueryGrads, Summaries
 
@@ -48,8 +49,8 @@ def summarise_keys(
     tile = min(_MEANS, padded(query_clusters))
     summarise_kernel[(problems * key_clusters, triton.cdiv(query_clusters, tile))](
         means_YCD,
-        keys_BERMD,
-        values_BERMD,
+        rows_in(keys_BERMD),
+        rows_in(values_BERMD),
         clusters.members,
         clusters.counts,
         keys,
@@ -58,8 +59,6 @@ def summarise_keys(
         keys_BERMD.shape[1] * group,
         group,
         ranges,
-        *strides(keys_BERMD),
-        *strides(values_BERMD),
         query_clusters,
         key_clusters,
         room,
@@ -104,8 +103,8 @@ def summarise_keys_backward(
     most = 32 if width > 64 or dim > 64 or keys_BERMD.dtype == torch.float32 else 64
     summarise_backward_kernel[(problems * key_clusters,)](
         means_YCD,
-        keys_BERMD,
-        values_BERMD,
+        rows_in(keys_BERMD),
+        rows_in(values_BERMD),
         clusters.members,
         clusters.counts,
         logits_YCK,
@@ -121,8 +120,6 @@ def summarise_keys_backward(
         heads,
         group,
         ranges,
-        *strides(keys_BERMD),
-        *strides(values_BERMD),
         count,
         query_clusters,
         key_clusters,
@@ -142,8 +139,8 @@ def summarise_keys_backward(
 @triton.jit(do_not_specialize=["heads", "group", "ranges", "query_clusters", "key_clusters", "room"])
 def summarise_kernel(
     means_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    values_ptr: tl.tensor,
+    key_rows: tl.tensor,
+    value_rows: tl.tensor,
     members_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     out_keys_ptr: tl.tensor,
@@ -152,14 +149,6 @@ def summarise_kernel(
     heads: tl.tensor,
     group: tl.tensor,
     ranges: tl.tensor,
-    keys_of_batch: tl.tensor,
-    keys_of_head: tl.tensor,
-    keys_of_range: tl.tensor,
-    keys_of_point: tl.tensor,
-    values_of_batch: tl.tensor,
-    values_of_head: tl.tensor,
-    values_of_range: tl.tensor,
-    values_of_point: tl.tensor,
     query_clusters: tl.tensor,
     key_clusters: tl.tensor,
     room: tl.tensor,
@@ -173,10 +162,8 @@ def summarise_kernel(
     problem = tl.program_id(0) // key_clusters
     cluster = tl.program_id(0) % key_clusters
     source = key_problem(problem, heads, group, ranges)
-    keys_ptr += problem_offset(source, heads // group, ranges, keys_of_batch, keys_of_head, keys_of_range)
-    values_ptr += problem_offset(
-        source, heads // group, ranges, values_of_batch, values_of_head, values_of_range
-    )
+    key_rows = rows_of(key_rows, source, heads // group, ranges)
+    value_rows = rows_of(value_rows, source, heads // group, ranges)
     own_cluster = source.to(tl.int64) * key_clusters + cluster
     members_ptr += own_cluster * room
     count = tl.load(counts_ptr + own_cluster)
@@ -193,12 +180,8 @@ def summarise_kernel(
         line = start + tl.arange(0, TILE)
         inside = line < count
         at = tl.load(members_ptr + line, mask=inside, other=0).to(tl.int64)
-        keys = tl.load(
-            keys_ptr + at[:, None] * keys_of_point + dims[None, :], mask=inside[:, None], other=0.0
-        )
-        values = tl.load(
-            values_ptr + at[:, None] * values_of_point + dims[None, :], mask=inside[:, None], other=0.0
-        )
+        keys = load_rows(key_rows, at, inside, DIM)
+        values = load_rows(value_rows, at, inside, DIM)
         logits = tl.dot(means, tl.trans(keys), input_precision=PRECISION) * (scale * _LOG2E)
         logits = tl.where(inside[None, :], logits, float("-inf"))
         higher = tl.maximum(peak, tl.max(logits, 1))
@@ -246,8 +229,8 @@ def less_mean(rows: tl.tensor, mean: tl.tensor) -> tl.tensor:
 )
 def summarise_backward_kernel(
     means_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    values_ptr: tl.tensor,
+    key_rows: tl.tensor,
+    value_rows: tl.tensor,
     members_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     logits_ptr: tl.tensor,
@@ -263,14 +246,6 @@ def summarise_backward_kernel(
     heads: tl.tensor,
     group: tl.tensor,
     ranges: tl.tensor,
-    keys_of_batch: tl.tensor,
-    keys_of_head: tl.tensor,
-    keys_of_range: tl.tensor,
-    keys_of_point: tl.tensor,
-    values_of_batch: tl.tensor,
-    values_of_head: tl.tensor,
-    values_of_range: tl.tensor,
-    values_of_point: tl.tensor,
     keys_count: tl.tensor,
     query_clusters: tl.tensor,
     key_clusters: tl.tensor,
@@ -286,10 +261,8 @@ def summarise_backward_kernel(
     problem = tl.program_id(0) // key_clusters
     cluster = tl.program_id(0) % key_clusters
     source = key_problem(problem, heads, group, ranges)
-    keys_ptr += problem_offset(source, heads // group, ranges, keys_of_batch, keys_of_head, keys_of_range)
-    values_ptr += problem_offset(
-        source, heads // group, ranges, values_of_batch, values_of_head, values_of_range
-    )
+    key_rows = rows_of(key_rows, source, heads // group, ranges)
+    value_rows = rows_of(value_rows, source, heads // group, ranges)
     grad_keys_ptr += problem.to(tl.int64) * keys_count * DIM
     grad_values_ptr += problem.to(tl.int64) * keys_count * DIM
     own_cluster = source.to(tl.int64) * key_clusters + cluster
@@ -311,12 +284,8 @@ def summarise_backward_kernel(
         line = start + tl.arange(0, TILE)
         inside = line < count
         at = tl.load(members_ptr + line, mask=inside, other=0).to(tl.int64)
-        keys = tl.load(
-            keys_ptr + at[:, None] * keys_of_point + dims[None, :], mask=inside[:, None], other=0.0
-        )
-        values = tl.load(
-            values_ptr + at[:, None] * values_of_point + dims[None, :], mask=inside[:, None], other=0.0
-        )
+        keys = load_rows(key_rows, at, inside, DIM)
+        values = load_rows(value_rows, at, inside, DIM)
         logits = tl.dot(means, tl.trans(keys), input_precision=PRECISION) * (scale * _LOG2E)
         shares = tl.exp2(logits - lse[:, None])
         shares = tl.where(inside[None, :], shares, 0.0)

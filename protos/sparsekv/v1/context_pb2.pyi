@@ -208,7 +208,7 @@ class WarmContextResponse(_message.Message):
     def __init__(self, context: _Optional[_Union[Context, _Mapping]] = ..., already_resident: bool = ..., load_ns: _Optional[int] = ..., first_layer_ns: _Optional[int] = ..., all_layers_ns: _Optional[int] = ...) -> None: ...
 
 class CreateContextRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "messages", "upload", "display_name", "ttl", "methods", "request_id", "priority", "parent", "labels", "rows", "move_name", "renew")
+    __slots__ = ("text", "token_ids", "messages", "upload", "again", "display_name", "ttl", "methods", "request_id", "priority", "parent", "labels", "rows", "move_name", "renew")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -220,6 +220,7 @@ class CreateContextRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     UPLOAD_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
     DISPLAY_NAME_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +235,7 @@ class CreateContextRequest(_message.Message):
     token_ids: _generation_pb2.TokenIds
     messages: _conversation_pb2.Conversation
     upload: str
+    again: str
     display_name: str
     ttl: _duration_pb2.Duration
     methods: _containers.RepeatedScalarFieldContainer[str]
@@ -244,7 +246,7 @@ class CreateContextRequest(_message.Message):
     rows: str
     move_name: bool
     renew: _duration_pb2.Duration
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., messages: _Optional[_Union[_conversation_pb2.Conversation, _Mapping]] = ..., upload: _Optional[str] = ..., display_name: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., methods: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., parent: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., rows: _Optional[str] = ..., move_name: bool = ..., renew: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., messages: _Optional[_Union[_conversation_pb2.Conversation, _Mapping]] = ..., upload: _Optional[str] = ..., again: _Optional[str] = ..., display_name: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., methods: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., parent: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., rows: _Optional[str] = ..., move_name: bool = ..., renew: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class CreateContextMetadata(_message.Message):
     __slots__ = ("phase", "tokens_done", "tokens_total", "bytes_written", "remaining", "create_time", "jobs_ahead", "context", "layers_done", "layers_total", "notes", "owner", "waiting_reason")

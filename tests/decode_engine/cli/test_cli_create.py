@@ -73,7 +73,7 @@ def test_a_conversation_is_ordered_from_a_file(
     for wrong in (("--messages", str(said), str(said)), ()):
         refused = run(*line, *wrong)
         assert (refused.returncode, refused.stdout) == (2, "")
-        assert "expected text files, or --messages" in refused.stderr
+        assert "expected one of text files, --messages with a conversation" in refused.stderr
     JobQueue(library.store).cancel(job.id)
 
 

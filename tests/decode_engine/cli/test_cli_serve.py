@@ -33,6 +33,7 @@ from decode_engine.settings.config import ServeConfig
 from index_store.cli.logs import LogLevel, logging_to_stderr
 from tests.decode_engine.cli.conftest import Run
 from tests.decode_engine.conftest import Library
+from tests.support.serving.service import loaded
 
 COMMAND = [sys.executable, "-m", "decode_engine"]
 
@@ -144,10 +145,8 @@ def test_attention_of_prompts_is_prepared_by_the_thread_that_reads_them(
     monkeypatch.setattr("decode_engine.model.preparing.warm_method", lambda *_, **__: True)
     monkeypatch.setattr(ModelRunner, "prepare_prompts", noted(ModelRunner.prepare_prompts))
     monkeypatch.setattr(ModelRunner, "read", noted(read))
-    with DecodeServer(library.config(warm_up=True)) as server, Client(server.address) as client:
-        server.load()
-        with client.generate(lamp, text="Who?", max_tokens=1) as generation:
-            generation.read()
+    with loaded(library.config(warm_up=True)) as server, Client(server.address) as client:
+        client.generate(lamp, text="Who?", max_tokens=1).read()
     assert threads[:2] == ["prepare_prompts: decode-engine", "read: decode-engine"]
 
 

@@ -19,6 +19,7 @@ from index_store.errors import InvalidArgumentError
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import DIGEST_DIGITS, PREFIX_BLOCK
 from tests.decode_engine.conftest import TEXT, Library
+from tests.support.serving.service import loaded
 
 TOPIC = "kv@here@model"
 
@@ -161,8 +162,7 @@ def test_a_subscriber_of_vllms_format_knows_what_is_held_and_where(
     stored = library.prefill("told", text=text, salt="", method=("full",))
     secret = library.prefill("secret", text="A secret. " * 60, salt="mine", method=("full",))
     config = library.config(kv_events=address, kv_events_topic=TOPIC)
-    with DecodeServer(config) as server, Client(server.address) as client:
-        server.load()
+    with loaded(config) as server, Client(server.address) as client:
         tokens = list(client.tokenize(text).ids)
         hidden = list(client.tokenize("A secret. " * 60).ids)
         while subscriber.longest("DISK", tokens) < 512:

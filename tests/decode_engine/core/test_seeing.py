@@ -23,7 +23,7 @@ from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError, SparseKVError
 from tests.decode_engine.conftest import Library
-from tests.support.serving.service import LONG, wait_until
+from tests.support.serving.service import LONG, loaded, wait_until
 
 WINDOW = "30s"
 
@@ -67,8 +67,7 @@ def prometheus(library: Library, lamp: str, tmp_path_factory: pytest.TempPathFac
     config.write_text(SCRAPES.format(rules=MONITORING / "alerts.yml", server=scraped))
     stopping = threading.Event()
     command = ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
-    with DecodeServer(library.config(metrics=scraped, audit_share=1.0)) as server:
-        server.load()
+    with loaded(library.config(metrics=scraped, audit_share=1.0)) as server:
         asking = threading.Thread(target=ask_on, args=(server.address, lamp, stopping))
         asking.start()
         with subprocess.Popen(
@@ -186,8 +185,7 @@ class Scraped:
 def scraped(library: Library, lamp: str) -> Iterator[Scraped]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    with DecodeServer(library.config(metrics=address, metrics_alias=True, audit_share=1.0)) as server:
-        server.load()
+    with loaded(library.config(metrics=address, metrics_alias=True, audit_share=1.0)) as server:
         watched = Scraped(server, address)
         ask = watched.client.generate
         ask(lamp, text="Who?", max_tokens=5, method="csattention").read()

@@ -27,6 +27,7 @@ from decode_engine.rpc.server import DecodeServer
 from index_store.cli.quotas import LIMITS, Quota, QuotaFile, parse_quotas
 from index_store.errors import InvalidArgumentError, QuotaExceededError
 from tests.decode_engine.conftest import Library
+from tests.support.serving.service import loaded
 
 
 class Clock:
@@ -286,8 +287,7 @@ def serving(
     file.write_text(quotas)
     secrets = {name: TokenFile(tokens).create(name, name) for name in ("ant", "bee", "cat")}
     secrets["admin"] = TokenFile(tokens).create("admin")
-    with DecodeServer(library.config(tokens=tokens, quotas=file, **changes)) as server:
-        server.load()
+    with loaded(library.config(tokens=tokens, quotas=file, **changes)) as server:
         yield server, secrets
 
 

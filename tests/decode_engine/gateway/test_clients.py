@@ -27,7 +27,7 @@ from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from tests.decode_engine.conftest import Library
 from tests.decode_engine.engine.fake_runner import Stream, make_client
 from tests.decode_engine.gateway.conftest import MODEL
-from tests.support.serving.service import wait_until
+from tests.support.serving.service import loaded, wait_until
 
 CERTIFICATES = Path(__file__).parents[2] / "support" / "certificates"
 LONG: Any = {"model": "model", "prompt": " The", "context": "lamp", "max_tokens": 3000, "stream": True}
@@ -194,8 +194,7 @@ def test_pages_of_other_origins_may_ask_only_where_that_is_said(
 def test_tokens_of_the_server_are_asked_for_here(tmp_path: Path, library: Any, lamp: str) -> None:
     secret = TokenFile(tmp_path / "tokens").create("alice")
     config = library.config(tokens=tmp_path / "tokens")
-    with DecodeServer(config) as guarded, Gateway("127.0.0.1:0", guarded.grpc) as gateway:
-        guarded.load()
+    with loaded(config) as guarded, Gateway("127.0.0.1:0", guarded.grpc) as gateway:
         assert httpx.get(f"{gateway.url}/health").status_code == 200
         for headers in ({}, {"authorization": "Bearer x"}, {"authorization": f"Basic {secret}"}):
             refused = httpx.get(f"{gateway.url}/v1/models", headers=headers)
@@ -246,8 +245,7 @@ def test_a_server_that_starts_says_so(library: Any, lamp: str) -> None:
 
 
 def test_both_doors_say_the_same_of_an_engine_that_has_died(library: Any, lamp: str) -> None:
-    with DecodeServer(library.config()) as server, Gateway("127.0.0.1:0", server.grpc) as gateway:
-        server.load()
+    with loaded(library.config()) as server, Gateway("127.0.0.1:0", server.grpc) as gateway:
         engine = server.backend.engine
         work = make_client("fatal", start=_die).work
         engine.submit(engine.reserve(), work, Stream(engine.wake))  # type: ignore[arg-type]

@@ -70,12 +70,6 @@ def test_full_budget_equals_dense_attention(
 ROOM = 96  # positions that one-hot values can tell apart
 
 
-def value_levels(method: Method) -> int:
-    """Levels between the least and the largest channel of a value in a coarse copy."""
-    spec = method.partition or method.index
-    return 2 ** int(spec.parameters.get("value_bits", 4))
-
-
 class Labels:
     """Values that name their key: a unit vector per position, another one in every head.
 

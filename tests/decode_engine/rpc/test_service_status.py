@@ -16,7 +16,7 @@ from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import DecodeServer
 from index_store.methods.presets import get_method
 from tests.decode_engine.conftest import Library
-from tests.support.serving.service import LONG, wait_until
+from tests.support.serving.service import LONG, loaded, wait_until
 
 
 def _need(server: DecodeServer, context: str, tokens: int) -> int:
@@ -58,8 +58,7 @@ def test_requests_wait_for_memory_and_those_that_never_fit_are_refused(
 ) -> None:
     limit = _need(server, lamp, LONG + 4) * 3 // 2
     config = library.config(session_memory=limit)
-    with DecodeServer(config) as small, Client(small.address) as client:
-        small.load()
+    with loaded(config) as small, Client(small.address) as client:
         with client.generate(lamp, text="Who?", max_tokens=LONG, method="full") as running:
             next(iter(running))
             waiting = client.generate(lamp, text="Who?", max_tokens=LONG, method="full")

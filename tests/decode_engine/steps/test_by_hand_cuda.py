@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
 from index_store.methods.presets import get_method
-from index_store.models.resolve import resolve_model
-from tests.support.models import write_model_folder
+from tests.support.devices import ON_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    folder: Path = write_model_folder(
-        tmp_path_factory.mktemp("model"), head_dim=64, max_positions=8192, dtype=torch.bfloat16
-    )
-    return ModelRunner(resolve_model(str(folder)), "cuda")
+pytestmark = ON_GPU
 
 
 def start(runner: ModelRunner, name: str) -> Session:

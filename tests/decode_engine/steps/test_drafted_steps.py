@@ -14,7 +14,7 @@ from decode_engine.engine.sampler import Guesses, Sampler, SamplingParameters
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.steps.stepper import FIXED_ROWS, MAX_ROWS, Stepper
-from tests.decode_engine.steps.sessions import GREEDY, OnlyEven, by_steps, start, successor
+from tests.decode_engine.steps.sessions import GREEDY, OnlyEven, by_steps, start, stepper_of, successor
 
 DRAWN = SamplingParameters(temperature=0.9, seed=4)
 RULED = SamplingParameters(frequency_penalty=2.0, presence_penalty=1.0, logit_bias={9: 3.0}, top_logprobs=2)
@@ -121,7 +121,7 @@ def test_a_session_that_fails_among_drafts_fails_alone(runner: ModelRunner) -> N
         logits = successor(tokens.clamp(max=60), positions, batch)
         return logits.masked_fill((tokens[:, 0] == 11)[:, None], torch.nan)
 
-    stepper = Stepper(breaks, runner.identity, torch.float32, torch.device("cpu"))
+    stepper = stepper_of(runner, breaks)
     sessions = [start(runner, [5], 90) for _ in range(3)]
     before = [session.position for session in sessions]
     found = stepper.step(sessions, [8, 11, 20], [Sampler(GREEDY)] * 3, [[9, 10, 11], [12], [21, 22, 5]])

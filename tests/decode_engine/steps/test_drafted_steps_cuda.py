@@ -8,7 +8,6 @@ by the general path but for rounding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,24 +18,12 @@ from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
 from index_store.memory.placement import Placement
 from index_store.methods.presets import METHODS
-from index_store.models.resolve import resolve_model
-from tests.support.models import write_model_folder
+from tests.decode_engine.steps.sessions import GREEDY
+from tests.support.devices import ON_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_GPU
 
-GREEDY = SamplingParameters()
 TOKENS = 40
-
-
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    folder: Path = write_model_folder(
-        tmp_path_factory.mktemp("model"), head_dim=64, max_positions=8192, dtype=torch.bfloat16
-    )
-    return ModelRunner(resolve_model(str(folder)), "cuda")
 
 
 def start(runner: ModelRunner, prompt: Sequence[int], name: str, placement: Placement) -> Session:

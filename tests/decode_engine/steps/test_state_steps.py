@@ -1,4 +1,4 @@
-"""Batches of decode steps equal the general path for models with states, in their logits and in what they leave.
+"""Batches of decode steps of models with states: what is in flight, fails or forks leaves them as it has to.
 
 Without a CUDA device the kernels run in Triton's interpreter, and no graph is captured.
 """
@@ -8,80 +8,57 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.engine.sampler import Sampler
+from decode_engine.engine.stepping import Flight
 from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
-from decode_engine.model.warm_up import made_up_context
-from decode_engine.steps.step_graph import step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.errors import SparseKVError
-from index_store.methods.presets import get_method
-from index_store.models.resolve import resolve_model
-from tests.support.devices import nightly
-from tests.support.models import LAYER_KINDS, STATEFUL, write_model_folder
+from tests.decode_engine.steps.sessions import (
+    GREEDY,
+    PAST_A_WINDOW,
+    Case,
+    begin,
+    general_logits,
+    make_contexts,
+    make_runner,
+    make_stepper,
+    method_of,
+    step_logits,
+)
+from tests.decode_engine.steps.test_equal_paths import check_states
+from tests.support.devices import DEVICE, ON_GPU
+from tests.support.models import STATEFUL
 
 pytestmark = pytest.mark.usefixtures("few_programs")
-
-LENGTHS = (90, 12, 30)
-PROMPTS = ([5, 9], list(range(40)), [7])
-GREEDY = [Sampler(SamplingParameters()) for _ in range(4)]
+SAMPLERS = [Sampler(GREEDY)] * 4
+TOKENS = 12
 
 
 def make(folder: Path, family: str) -> tuple[ModelRunner, Stepper]:
-    write_model_folder(folder, family, layers=3, max_positions=8192, head_dim=64, **STATEFUL[family])
-    runner = ModelRunner(resolve_model(str(folder)))
-    model = step_model(runner.model)
-    return runner, Stepper(model, runner.identity, torch.float32, torch.device("cpu"), forms=runner.forms)
+    runner = make_runner(folder, family)
+    return runner, make_stepper(runner)
 
 
-def start(runner: ModelRunner, name: str = "full") -> list[Session]:
-    """Sessions on contexts of several lengths, with full attention one on none, each behind a prompt."""
-    method = get_method(name, None if name == "full" else 1.0)
-    sessions = []
-    for length, prompt in zip(LENGTHS, PROMPTS, strict=True):
-        context = runner.no_context
-        if length != 12 or name != "full":
-            context = made_up_context(runner.identity, runner.kv_dtype, method, length)
-        sessions.append(runner.start(context, method.on(context.manifest)))
-        runner.read(sessions[-1:], [prompt])
-    return sessions
+def start(runner: ModelRunner) -> list[Session]:
+    """Sessions on contexts of several lengths, one on none, each behind a prompt."""
+    lengths = (90, 0, 30) if DEVICE == "cpu" else (4000, 150, 2777)
+    return begin(runner, make_contexts(runner, Case(lengths=lengths)), method_of("full"), PAST_A_WINDOW)
 
 
-def check_states(sessions: list[Session], twins: list[Session]) -> None:
-    for session, twin in zip(sessions, twins, strict=True):
-        assert session.position == twin.position
-        for own, other in zip(session.states.parts, twin.states.parts, strict=True):
-            torch.testing.assert_close(own, other, rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        *(("qwen3_next", "full"), ("granitemoehybrid", "full"), ("lfm2", "csattention")),
-        *nightly(*((each, "full") for each in STATEFUL if each not in ("qwen3_next", "granitemoehybrid"))),
-    ],
-)
-def test_steps_equal_the_general_path(tmp_path: Path, family: str, name: str) -> None:
-    """Three sessions in a batch of four rows, one after another by either way, and a second answer of one."""
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+def test_forks_go_on_behind_steps_on_either_path(tmp_path: Path, family: str) -> None:
     runner, stepper = make(tmp_path, family)
-    sessions, twins = start(runner, name), start(runner, name)
-    assert all(map(stepper.takes, sessions))
-    tokens = [3, 4, 5]
-    for step in range(3):
-        if step == 1:
-            sessions.append(sessions[1].fork())
-            twins.append(twins[1].fork())
-            tokens.append(8)
-        chosen = stepper.step(sessions, tokens, GREEDY[: len(tokens)])
-        expected = torch.cat(runner.forward(twins, [[token] for token in tokens]))
-        found = stepper.graph(sessions).logits_BV[: len(tokens)].float()
-        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+    sessions, twins = start(runner), start(runner)
+    for tokens in ([3, 4, 5], [6, 7, 8, 9]):
+        step_logits(stepper, sessions, tokens)
+        general_logits(runner, twins, tokens)
         check_states(sessions, twins)
-        tokens = [int(token) for token in chosen if isinstance(token, int)]
-    (found,) = runner.forward([sessions[0]], [[9]])
-    torch.testing.assert_close(found, runner.forward([twins[0]], [[9]])[0], rtol=2e-3, atol=2e-3)
+        sessions.append(sessions[1].fork())
+        twins.append(twins[1].fork())
+    for group in (sessions, twins):
+        runner.forward(group[:1], [[9]])
     check_states(sessions, twins)
 
 
@@ -89,7 +66,7 @@ def test_a_step_in_flight_leaves_the_states_of_who_has_ended(tmp_path: Path) -> 
     """It was computed one token too far; what is kept of the session, and other answers of it, know nothing of it."""
     runner, stepper = make(tmp_path, "qwen3_5_text")
     sessions, twins = start(runner), start(runner)
-    first = stepper.launch(sessions, [3, 4, 5], GREEDY[:3])
+    first = stepper.launch(sessions, [3, 4, 5], SAMPLERS[:3])
     second = first.follow()
     tokens = [int(token) for token in first.tokens() if isinstance(token, int)]
     second.leave(0)
@@ -99,7 +76,7 @@ def test_a_step_in_flight_leaves_the_states_of_who_has_ended(tmp_path: Path) -> 
     check_states(sessions[:1], twins[:1])
     runner.forward(twins[1:], [[token] for token in tokens[1:]])
     check_states(sessions, twins)
-    third = stepper.step([sessions[1], sessions[0].fork()], [6, 7], GREEDY[:2])
+    third = stepper.step([sessions[1], sessions[0].fork()], [6, 7], SAMPLERS[:2])
     assert all(isinstance(token, int) for token in third)
     runner.forward([twins[1]], [[6]])
     check_states(sessions, twins)
@@ -109,10 +86,10 @@ def test_a_step_that_fails_may_be_made_again(tmp_path: Path) -> None:
     runner, stepper = make(tmp_path, "lfm2")
     sessions, twins = start(runner), start(runner)
     failing = runner.model.get_output_embeddings().register_forward_hook(_fail)
-    assert all(isinstance(found, RuntimeError) for found in stepper.step(sessions, [3, 4, 5], GREEDY[:3]))
+    assert all(isinstance(found, RuntimeError) for found in stepper.step(sessions, [3, 4, 5], SAMPLERS[:3]))
     failing.remove()
     check_states(sessions, twins)
-    stepper.step(sessions, [3, 4, 5], GREEDY[:3])
+    stepper.step(sessions, [3, 4, 5], SAMPLERS[:3])
     runner.forward(twins, [[3], [4], [5]])
     check_states(sessions, twins)
 
@@ -125,19 +102,41 @@ def test_a_session_without_a_token_has_nothing_to_step_behind(tmp_path: Path) ->
     """It does not harm the one beside it."""
     runner, stepper = make(tmp_path, "lfm2")
     session, *_ = start(runner)
-    empty = runner.start(runner.no_context, get_method("full").on(runner.no_context.manifest))
-    found = stepper.step([session, empty], [3, 4], GREEDY[:2])
+    empty = runner.start(runner.no_context, method_of("full").on(runner.no_context.manifest))
+    found = stepper.step([session, empty], [3, 4], SAMPLERS[:2])
     assert isinstance(found[0], int)
     assert isinstance(found[1], SparseKVError)
     assert "without a token" in str(found[1])
 
 
-def test_chunks_take_the_general_path(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    family, settings = LAYER_KINDS["chunks"]
-    write_model_folder(tmp_path, family, layers=3, head_dim=64, **settings)
-    runner = ModelRunner(resolve_model(str(tmp_path)))
-    stepper = Stepper(step_model(runner.model), runner.identity, torch.float32, torch.device("cpu"))
-    session = runner.start(runner.no_context, get_method("full").on(runner.no_context.manifest))
-    with caplog.at_level("INFO"):
-        assert not stepper.takes(session)
-    assert any("the model attends in chunks" in record.message for record in caplog.records)
+@pytest.mark.parametrize("family", [pytest.param(each, marks=ON_GPU) for each in STATEFUL])
+def test_steps_in_flight_find_the_tokens_of_steps_one_by_one(tmp_path: Path, family: str) -> None:
+    """Launched ahead of the tokens of the step before, until one session leaves, whose fork goes on behind it."""
+    runner = make_runner(tmp_path, family)
+    found = [_answers(runner, follow) for follow in (False, True)]
+    assert found[0] == found[1]
+    assert len({token for answer in found[0] for token in answer}) > 4
+
+
+def _answers(runner: ModelRunner, follow: bool) -> list[list[int]]:
+    sessions = start(runner)
+    assert all(map(runner.has_graph, sessions))
+    samplers = SAMPLERS[:3]
+    flight: Flight[Session] = Flight(runner)
+    answers: list[list[int]] = [[3], [4], [5]]
+    for _ in range(TOKENS):
+        results = flight.step(sessions, [answer[-1] for answer in answers], samplers, follow)
+        for answer, token in zip(answers, results, strict=True):
+            assert isinstance(token, int)
+            answer.append(token)
+    assert flight.flies is follow
+    tokens = [answer[-1] for answer in answers]
+    if follow:
+        flight.leave(sessions[0])
+    fork = sessions[0].fork()
+    some = slice(1 if follow else 0, None)  # those that the next step is of, with or without who has left
+    last = flight.step(sessions[some], tokens[some], samplers[some], False)[-2:]
+    sessions[0].close()
+    more = runner.launch([fork, *sessions[1:]], [tokens[0], 6, 7], samplers).tokens()
+    assert all(isinstance(token, int) for token in [*last, *more])
+    return [*answers, [int(str(token)) for token in last], [int(str(token)) for token in more]]

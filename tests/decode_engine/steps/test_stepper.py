@@ -32,6 +32,7 @@ from tests.decode_engine.steps.sessions import (
     by_steps,
     seeded,
     start,
+    stepper_of,
     successor,
 )
 from tests.support.models import write_model_folder
@@ -125,14 +126,14 @@ def test_a_context_of_flat_layers_is_attended_to_as_by_full_attention(
 
     expected = by_forward(runner, begun("full"), 3, Sampler(GREEDY), 3)
     assert by_forward(runner, begun(expression), 3, Sampler(GREEDY), 3) == expected
-    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    stepper = stepper_of(runner)
     session, full = begun(expression), begun("full")
     assert stepper.graph([session]) is stepper.graph([full])
     assert step_counts(session) == step_counts(full)
 
 
 def test_a_step_without_anything_to_search_counts_no_search(runner: ModelRunner) -> None:
-    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    stepper = stepper_of(runner)
     one, other = (start(runner, [5], 100, name="multipole") for _ in range(2))
     by_forward(runner, one, 3, Sampler(GREEDY), 2)
     by_steps(stepper, [other], [3], [Sampler(GREEDY)], 2)
@@ -140,43 +141,9 @@ def test_a_step_without_anything_to_search_counts_no_search(runner: ModelRunner)
     assert other.figures.attended == one.figures.attended
 
 
-@pytest.mark.usefixtures("few_programs")
-def test_steps_over_host_memory_equal_the_general_path(runner: ModelRunner, stepper: Stepper) -> None:
-    """Two sessions of one context and one of another, in one batch; they share slots, and not all rows find one.
-
-    They attend to all keys: with fewer, the two paths keep others near the border.
-    """
-    method = replace(get_method("multipole+dropped", 1.0), recent=20)
-    made = [
-        made_up_context(runner.identity, runner.kv_dtype, method, length, placement=Placement.HYBRID)
-        for length in (120, 70)
-    ]
-    for context in made:
-        context.manifest = replace(context.manifest, dense_layers=(0,))
-    prompts, contexts = [[5, 9], [7], [1, 2, 3]], [made[0], made[0], made[1]]
-
-    def sessions() -> list[Session]:
-        begun = [runner.start(context, method.on(context.manifest)) for context in contexts]
-        for session, prompt in zip(begun, prompts, strict=True):
-            runner.forward([session], [prompt])
-        return begun
-
-    expected = [by_forward(runner, session, 3, Sampler(GREEDY), 2) for session in sessions()]
-    batch = sessions()
-    before = [(session.figures.attended, session.position) for session in batch]
-    assert by_steps(stepper, batch, [3] * 3, [Sampler(GREEDY)] * 3, 2) == expected
-    for session, (attended, position) in zip(batch, before, strict=True):
-        figures, model = session.figures, session.context.manifest.model
-        assert figures.rows_reused > 0
-        # Every row of the context that was attended to was read, or found; the tails are on the device.
-        tail = sum(position + step + 1 - session.context.manifest.token_count for step in range(2))
-        rows = figures.attended - attended - model.layers * model.kv_heads * tail
-        assert figures.host_bytes_read == (rows - figures.rows_reused) * 2 * model.head_dim * 4
-
-
 def test_counts_and_tails_are_right_at_every_step(runner: ModelRunner) -> None:
     """Whoever joins or leaves, while search ends move, and between steps on the general path."""
-    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    stepper = stepper_of(runner)
     method = replace(METHODS["multipole"], recent=40, append_block=8)
     contexts = [made_up_context(runner.identity, runner.kv_dtype, method, n) for n in (150, 90, 200, 70)]
     sessions = [runner.start(context, method.on(context.manifest)) for context in contexts]
@@ -209,7 +176,7 @@ def test_one_launch_serves_contexts_of_all_lengths(runner: ModelRunner) -> None:
         calls.append(len(tokens))
         return successor(tokens, positions, batch)
 
-    stepper = Stepper(counted, runner.identity, torch.float32, torch.device("cpu"))
+    stepper = stepper_of(runner, counted)
     sessions = [start(runner, [5], length) for length in (17, 5000, 512, 4096)]
     samplers = [Sampler(GREEDY)] * 4
     assert stepper.step(sessions, [1, 2, 3, 4], samplers) == [2, 3, 4, 5]
@@ -229,7 +196,7 @@ def test_more_sessions_than_a_batch_holds_keep_their_rows(
         place(self, row, session, number)
 
     monkeypatch.setattr(StepBatch, "place", counted)
-    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    stepper = stepper_of(runner)
     sessions = [start(runner, [5]) for _ in range(4)]
     tokens: list[int] = [1, 2, 3, 4]
     for _ in range(3):
@@ -241,7 +208,7 @@ def test_more_sessions_than_a_batch_holds_keep_their_rows(
 
 def test_a_tail_that_comes_back_to_its_address_is_followed(runner: ModelRunner) -> None:
     """Memory that a tail gave back when it grew may become its own again: then its heads lie farther apart."""
-    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    stepper = stepper_of(runner)
     session, samplers = start(runner, [5]), [Sampler(GREEDY)]
     tails = [layer.tail for layer in session.layers]
     rooms = []
@@ -267,7 +234,7 @@ def test_tails_grow_in_all_layers_after_memory_ran_out_between(runner: ModelRunn
 
 
 def test_what_is_prepared_is_what_runs(runner: ModelRunner) -> None:
-    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    stepper = stepper_of(runner)
     sessions = [start(runner, [5]) for _ in range(3)]
     stepper.prepare(sessions[0].fitted, 5)
     ready = stepper._graphs.graphs()
@@ -276,7 +243,7 @@ def test_what_is_prepared_is_what_runs(runner: ModelRunner) -> None:
 
 
 def test_what_another_thread_prepared_is_what_runs(runner: ModelRunner) -> None:
-    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    stepper = stepper_of(runner)
     session = start(runner, [5])
     for _ in range(2):  # the second time everything is there, though no step has taken it yet
         beside = threading.Thread(target=stepper.prepare_beside, args=(session.fitted, 3, Placement.DEVICE))
@@ -288,7 +255,7 @@ def test_what_another_thread_prepared_is_what_runs(runner: ModelRunner) -> None:
 
 
 def test_placements_are_batches_of_their_own(runner: ModelRunner) -> None:
-    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    stepper = stepper_of(runner)
     one, other = start(runner, [5]), start(runner, [5], placement=Placement.HYBRID)
     assert stepper.step([one, other], [1, 2], [Sampler(GREEDY)] * 2) == [2, 3]
     assert stepper.graph([one]) is not stepper.graph([other])
@@ -300,7 +267,7 @@ def test_sessions_that_attend_to_all_of_a_context_in_host_memory_read_it_togethe
     runner: ModelRunner,
 ) -> None:
     """One batch has them all, and one task each part of the context for both."""
-    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    stepper = stepper_of(runner)
     one, other = (start(runner, [5], placement=Placement.HYBRID) for _ in range(2))
     again = runner.start(one.context, METHODS["full"].on(one.context.manifest))
     sessions = [one, other, again]
@@ -321,7 +288,7 @@ def tasks_of(attention: DenseSteps) -> list[tuple[int, int]]:
 
 
 def test_sessions_with_seeds_step_in_graphs_of_one_shape(runner: ModelRunner) -> None:
-    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    stepper = stepper_of(runner)
     short = [start(runner, [5]) for _ in range(18)]
     long = start(runner, [5], 5000)
 
@@ -352,7 +319,7 @@ def test_a_session_with_a_seed_gets_the_same_bits_alone_and_beside_others(runner
         seen.append((tokens[:, 0].clone(), logits))
         return logits
 
-    stepper = Stepper(product, runner.identity, torch.float32, torch.device("cpu"))
+    stepper = stepper_of(runner, product)
     sessions = [start(runner, [5]) for _ in range(9)]
 
     def logits(count: int) -> torch.Tensor:
@@ -371,7 +338,7 @@ def test_a_session_with_a_seed_gets_the_same_bits_alone_and_beside_others(runner
 
 def test_a_batch_steps_in_a_larger_graph_that_was_prepared(runner: ModelRunner) -> None:
     """Nothing is captured for it; sessions with seeds alone wait for a graph of their number of rows."""
-    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    stepper = stepper_of(runner)
     sessions = [start(runner, [5]) for _ in range(3)]
     stepper.prepare_beside(sessions[0].fitted, 8, Placement.DEVICE, least=8)
     for count in (1, 3, 2):
@@ -408,7 +375,7 @@ def test_logits_that_are_not_finite_fail_their_session_only(runner: ModelRunner)
         logits = torch.nn.functional.one_hot(tokens[:, 0] + 1, runner.identity.vocab_size).float()
         return torch.where(tokens == 7, torch.nan, logits)
 
-    stepper = Stepper(broken, runner.identity, torch.float32, torch.device("cpu"))
+    stepper = stepper_of(runner, broken)
     well, ill = start(runner, [5]), start(runner, [5])
     results = stepper.step([ill, well], [7, 8], [Sampler(GREEDY)] * 2)
     assert isinstance(results[0], Exception)
@@ -422,7 +389,7 @@ def test_a_batch_that_fails_is_not_the_fault_of_others(runner: ModelRunner) -> N
             raise RuntimeError("out of something")
         return successor(tokens, positions, batch)
 
-    stepper = Stepper(broken, runner.identity, torch.float32, torch.device("cpu"))
+    stepper = stepper_of(runner, broken)
     well, ill = start(runner, [5]), start(runner, [5], name="multipole")  # a batch of its own
     results = stepper.step([ill, well], [7, 8], [Sampler(GREEDY)] * 2)
     assert str(results[0]) == "out of something"
@@ -431,7 +398,7 @@ def test_a_batch_that_fails_is_not_the_fault_of_others(runner: ModelRunner) -> N
 
 
 def test_a_session_without_a_place_is_not_the_fault_of_its_batch(runner: ModelRunner) -> None:
-    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    stepper = stepper_of(runner)
     well, ill = start(runner, [5]), start(runner, [5])
     ill.context._kv.pop(runner.identity.layers - 1)  # its last layer cannot be read any more
     for step in range(2):
@@ -446,7 +413,7 @@ def test_a_session_without_a_place_is_not_the_fault_of_its_batch(runner: ModelRu
 
 def test_a_session_whose_counts_no_record_holds_fails_alone(runner: ModelRunner) -> None:
     """One that nothing refused before, among sixteen in a batch: the others step as without it."""
-    stepper = Stepper(successor, runner.identity, torch.float32, torch.device("cpu"))
+    stepper = stepper_of(runner)
     method = replace(METHODS["multipole"], recent=8, append_block=4)
     context = made_up_context(runner.identity, runner.kv_dtype, method, 60)
     fitted = method.on(context.manifest)
@@ -472,7 +439,7 @@ def test_models_that_kernels_are_not_made_for_take_the_general_path(
 ) -> None:
     folder = write_model_folder(tmp_path, head_dim=48, max_positions=8192)
     other = ModelRunner(resolve_model(str(folder)))
-    stepper = Stepper(successor, other.identity, torch.float32, torch.device("cpu"))
+    stepper = stepper_of(other)
     assert not stepper.takes(start(other, [5]))
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
-from pathlib import Path
 from threading import Lock
 
 import pytest
@@ -17,16 +15,18 @@ from decode_engine.layers.session import Session
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.step_batch import step_counts
-from decode_engine.steps.step_graph import Captures, StepGraph, step_model
+from decode_engine.steps.step_graph import Captures, step_model
 from decode_engine.steps.stepper import Stepper
 from index_store.methods.presets import get_method
-from index_store.models.resolve import resolve_model
-from tests.support.models import write_model_folder
+from tests.decode_engine.steps.sessions import (
+    GREEDY,
+    make_stepper,
+    method_of,
+    step_logits,
+)
+from tests.support.devices import ON_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_GPU
 
 METHODS = (
     "full",
@@ -38,24 +38,11 @@ METHODS = (
     "refined",
     "refined+dropped",
 )
-GREEDY = SamplingParameters()
 LENGTHS = (4000, 1500, 2777)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_folder(
-        tmp_path_factory.mktemp("model"), head_dim=64, max_positions=8192, dtype=torch.bfloat16
-    )
-
-
-@pytest.fixture(scope="module")
-def runner(folder: Path) -> ModelRunner:
-    return ModelRunner(resolve_model(str(folder)), "cuda")
-
-
 def start(runner: ModelRunner, name: str, row: int, keep: float = 0.1) -> Session:
-    method = replace(get_method(name, None if name == "full" else keep), partition_optional=False)
+    method = method_of(name, keep)
     context = made_up_context(
         runner.identity, runner.kv_dtype, method, LENGTHS[row], distinct=2, device="cuda", seed=row
     )
@@ -64,41 +51,12 @@ def start(runner: ModelRunner, name: str, row: int, keep: float = 0.1) -> Sessio
     return session
 
 
-def make_stepper(runner: ModelRunner) -> Stepper:
-    weights = next(runner.model.parameters())
-    return Stepper(step_model(runner.model), runner.identity, weights.dtype, weights.device)
-
-
-def logits_of(stepper: Stepper, sessions: list[Session], tokens: list[int]) -> tuple[StepGraph, torch.Tensor]:
-    samplers = [Sampler(GREEDY)] * len(sessions)
-    assert all(isinstance(token, int) for token in stepper.step(sessions, tokens, samplers))
-    graph = stepper.graph(sessions)
-    return graph, graph.logits_BV[: len(sessions)].float().clone()
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_captured_batch_equals_the_general_path(runner: ModelRunner, name: str) -> None:
-    """With a budget of all keys. Of fewer, the two keep others near the border, since thresholds come from samples."""
-    stepper = make_stepper(runner)
-    sessions, twins = ([start(runner, name, row, 1.0) for row in range(3)] for _ in range(2))
-    assert all(stepper.takes(session) for session in sessions)
-    for step in range(3):
-        tokens = [3 + step, 4, 5]
-        graph, got = logits_of(stepper, sessions, tokens)
-        assert graph.captured
-        expected = torch.stack([logits[-1] for logits in runner.forward(twins, [[t] for t in tokens])])
-        # Sums in 16 bits in another order: up to .04 were found, .055 where all keys leave their clusters again.
-        assert float((got - expected).abs().amax() / expected.std()) < 0.1
-    for session, twin in zip(sessions, twins, strict=True):
-        assert session.figures.kept == twin.figures.kept
-
-
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "full"])
 def test_captured_steps_keep_about_as_many_keys_as_wanted(runner: ModelRunner, name: str) -> None:
     stepper = make_stepper(runner)
     sessions = [start(runner, name, row) for row in range(3)]
     before = [session.figures.kept for session in sessions]
-    logits_of(stepper, sessions, [3, 4, 5])
+    step_logits(stepper, sessions, [3, 4, 5])
     for session, kept in zip(sessions, before, strict=True):
         counts = step_counts(session)
         places = session.context.manifest.model.kv_heads * len(session.layers)
@@ -146,11 +104,11 @@ def test_steps_in_flight_choose_the_same_tokens(
 @pytest.mark.parametrize("name", METHODS)
 def test_replay_equals_eager_and_a_batch_equals_one_by_one(runner: ModelRunner, name: str) -> None:
     stepper = make_stepper(runner)
-    graph, replayed = logits_of(stepper, [start(runner, name, row) for row in range(3)], [3, 4, 5])
+    graph, _, replayed = step_logits(stepper, [start(runner, name, row) for row in range(3)], [3, 4, 5])
     graph.compute()
     eager = graph.logits_BV[:3].float()
     torch.testing.assert_close(replayed, eager, atol=0.02, rtol=0.02)
-    alone = [logits_of(stepper, [start(runner, name, row)], [3 + row])[1][0] for row in range(3)]
+    alone = [step_logits(stepper, [start(runner, name, row)], [3 + row])[2][0] for row in range(3)]
     difference = (torch.stack(alone) - replayed).abs().amax() / replayed.std()
     assert float(difference) < 0.1
 
@@ -174,8 +132,7 @@ def test_sessions_that_share_a_context_equal_the_general_path(runner: ModelRunne
     everyone = range(len(places))
     for rows in (everyone, [n for n in everyone if n % 5], everyone, [n for n in everyone if n % 3]):
         tokens = [3 + row for row in rows]
-        graph, _ = logits_of(stepper, [sessions[row] for row in rows], tokens)
-        assert graph.captured
+        graph, *_ = step_logits(stepper, [sessions[row] for row in rows], tokens)
         seats = [graph.batch.sessions.index(sessions[row]) for row in rows]
         got = graph.logits_BV[seats].float()
         found = runner.forward([twins[row] for row in rows], [[token] for token in tokens])
@@ -216,11 +173,10 @@ def test_steps_are_captured_while_other_threads_load(
 
     thread = threading.Thread(target=load)
     thread.start()
-    graph, _ = logits_of(make_stepper(runner), [start(runner, "full", 0)], [3])
+    step_logits(make_stepper(runner), [start(runner, "full", 0)], [3])
     captured.set()
     thread.join()
     assert not errors
-    assert graph.captured
     assert not any("without a graph" in record.message for record in caplog.records)
 
 
@@ -242,7 +198,7 @@ def test_graphs_hold_what_is_counted_and_give_it_back(runner: ModelRunner) -> No
         return found
 
     # The first capture of a process leaves scratch memory of matrix products in its pool, for all that follow.
-    logits_of(make_stepper(runner), [start(runner, METHODS[0], 0)], [3])
+    step_logits(make_stepper(runner), [start(runner, METHODS[0], 0)], [3])
     torch.cuda.synchronize()
     before = torch.cuda.memory_reserved(device)
     free = Stepper(model, runner.identity, torch.bfloat16, device)

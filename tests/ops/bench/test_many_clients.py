@@ -12,10 +12,10 @@ import pytest
 from harness.doors import Heard
 from harness.report import CheckFailedError
 
-from decode_engine.rpc.server import DecodeServer
 from decode_engine.settings.config import ServeConfig
 from tests.decode_engine.conftest import TEXT, make_library
 from tests.ops.bench.conftest import Run, load_bench
+from tests.support.serving.service import loaded
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,7 @@ def serving_here(store: Path, *options: str, model: str, device: str) -> Iterato
         for flag, value in zip(pairs[::2], pairs[1::2], strict=True)
     }
     config = ServeConfig(store, model, "127.0.0.1:0", device=device, threads=1, warm_up=False, **limits)  # type: ignore[arg-type]
-    with DecodeServer(config) as server:
-        server.load()
+    with loaded(config) as server:
         yield SimpleNamespace(address=server.address)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -10,14 +12,23 @@ from google.rpc.error_details_pb2 import ErrorInfo
 
 from decode_engine.rpc.server import DecodeServer
 from decode_engine.rpc.transport.status import error_info
+from decode_engine.settings.config import ServeConfig
 from tests.support.waiting import wait_until
 
-__all__ = ["ABSENT", "LONG", "fails", "leases", "wait_until"]
+__all__ = ["ABSENT", "LONG", "fails", "leases", "loaded", "wait_until"]
 
 ABSENT = "contexts/" + "0" * 64
 
 
 LONG = 3000  # tokens: seconds of work
+
+
+@contextmanager
+def loaded(config: ServeConfig, **options: Any) -> Iterator[DecodeServer]:
+    """A server that takes requests."""
+    with DecodeServer(config, **options) as server:
+        server.load()
+        yield server
 
 
 def leases(server: DecodeServer) -> int:

@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from decode_engine.gateway.serving import Gateway
-from decode_engine.rpc.server import DecodeServer
 from decode_engine.settings.config import ServeConfig
 from index_store.store.catalog import Store
 from prefill_worker.config import WorkerConfig
@@ -25,6 +24,7 @@ from tests.decode_engine.gateway.recorded.clients import (
     schema,
 )
 from tests.decode_engine.gateway.test_tools import made
+from tests.support.serving.service import loaded
 from tests.support.serving.workers import working
 
 NOTES = "The harbour of Elm is grey. Its lamp is lit by the keeper Anna every evening. Ships come from Oslo. "
@@ -37,12 +37,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     Store(store, create=True)
     config = ServeConfig(store, "reader", listen="127.0.0.1:0", device="cpu", warm_up=False, method="context")
     worker = QueueWorker(WorkerConfig(store=store, model="reader", device="cpu"))
-    with DecodeServer(config) as server, working(worker):
-        server.load()
-        with Gateway("127.0.0.1:0", server.grpc) as gateway:
-            with httpx.Client(base_url=gateway.url, timeout=60) as web:
-                made(web, text=NOTES * 4, display_name="notes")
-            yield f"{gateway.url}/v1"
+    with loaded(config) as server, working(worker), Gateway("127.0.0.1:0", server.grpc) as gateway:
+        with httpx.Client(base_url=gateway.url, timeout=60) as web:
+            made(web, text=NOTES * 4, display_name="notes")
+        yield f"{gateway.url}/v1"
 
 
 @pytest.fixture(params=CLIENTS, ids=lambda kind: kind.__name__)

@@ -13,12 +13,12 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from decode_engine.gateway.serving import Gateway
-from decode_engine.rpc.server import DecodeServer
 from index_store.store.catalog import Store
 from prefill_worker.config import WorkerConfig
 from prefill_worker.worker.queue_worker import QueueWorker
 from tests.decode_engine.conftest import CALLING, make_library
 from tests.decode_engine.gateway.test_tools import made
+from tests.support.serving.service import loaded
 from tests.support.serving.workers import working
 
 RECORDED: dict[str, Any] = {
@@ -38,10 +38,8 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     (library.model / "tokenizer_config.json").write_text(json.dumps(settings))
     Store(library.store, create=True)
     worker = QueueWorker(WorkerConfig(store=library.store, model=str(library.model), device="cpu"))
-    with DecodeServer(library.config()) as started, working(worker):
-        started.load()
-        with Gateway("127.0.0.1:0", started.grpc) as served:
-            yield served
+    with loaded(library.config()) as started, working(worker), Gateway("127.0.0.1:0", started.grpc) as served:
+        yield served
 
 
 def begun(body: dict[str, Any]) -> dict[str, Any]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 import pytest
 import torch
-from torch import Tensor
 
 from decode_engine.kernels.attention.sparse_attention import KeyLists, attend_lists_reference
 from decode_engine.kernels.clusters.lookup import DeviceClusters
@@ -17,55 +13,28 @@ from decode_engine.kernels.clusters.reference import (
 )
 from decode_engine.kernels.records import records_of
 from decode_engine.steps.attention.listed_steps import ListedSteps
-from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
+from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
 from index_store.indexes.key_clusters.build import divide_keys
 from index_store.indexes.key_clusters.build_triton import build_device_clusters
-from index_store.memory.resident import ResidentContext
-from index_store.methods.method import Method
 from index_store.methods.presets import get_method
-from index_store.store.description.context_id import ModelIdentity
-from index_store.store.description.manifest import Manifest
 from tests.decode_engine.kernels.problems.cluster_problems import (
     Problem,
     make_problem,
     random_lists,
     relative_error,
 )
+from tests.decode_engine.steps.attention.layer_steps import GivenLists, GivenSteps, model_of
+from tests.support.devices import ON_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_GPU
 
 H, G, D = 2, 4, 128
 
 
-class GivenLists(KeySelection):
-    """Lists that were there before."""
-
-    lists: KeyLists
-
-    @classmethod
-    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
-        return None
-
-    @classmethod
-    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
-        return {}
-
-    def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
-        return self.lists
-
-
-class GivenSteps(ListedSteps):
-    """Attends to lists that were there before."""
-
-    selection_types: ClassVar[Mapping[str, type[KeySelection]]] = {"query_tables": GivenLists}
-
-
 def plan(expression: str, size: int, max_keys: int) -> StepPlan:
-    model = ModelIdentity("test", "test", "0" * 16, "0" * 16, 2, H * G, H, D, 2, 2 * max_keys)
-    return StepPlan(model, get_method(expression), size, max_keys, torch.bfloat16, torch.device("cuda"))
+    return StepPlan(
+        model_of(G, D), get_method(expression), size, max_keys, torch.bfloat16, torch.device("cuda")
+    )
 
 
 def make_steps(problem: Problem, expression: str, max_keys: int) -> StepAttention:
@@ -144,7 +113,7 @@ def test_contexts_of_a_million_tokens_and_more(length: int) -> None:
     records = records_of([sequence], "cuda")
     q = 2 * torch.randn(1, heads, G, D, device="cuda").to(torch.bfloat16)
     problem = Problem(q[0], (sequence,), records, [arrays], heads, length // 16)
-    model = ModelIdentity("test", "test", "0" * 16, "0" * 16, 2, heads * G, heads, D, 2, 2 * length)
+    model = model_of(G, D, heads)
     options = (1, length, torch.bfloat16, torch.device("cuda"))
     multipole = ListedSteps(StepPlan(model, get_method("multipole"), *options))
     lists = random_lists(problem, 0.002, 3)

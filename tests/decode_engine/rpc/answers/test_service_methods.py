@@ -17,6 +17,7 @@ from index_store.errors import ContextCorruptError, InvalidArgumentError
 from index_store.memory.placement import Placement
 from index_store.store.catalog import TunedDefault
 from tests.decode_engine.conftest import Library
+from tests.support.serving.service import loaded
 
 REMAINDERS = {
     "csattention": "centred",
@@ -58,8 +59,7 @@ def timed(
     """A server that chooses by time, and what says it: a step of the context's own method takes so much, one of full
     attention 1."""
     monkeypatch.setattr(method_choice, "_MOST_WANTED", 0)  # it times nothing itself
-    with DecodeServer(library.config(method="auto")) as server, Client(server.address) as client:
-        server.load()
+    with loaded(library.config(method="auto")) as server, Client(server.address) as client:
         costs = server.backend.costs
 
         def fill(own: float) -> None:

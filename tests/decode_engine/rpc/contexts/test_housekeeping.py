@@ -13,12 +13,11 @@ import pytest
 from decode_engine.core import housekeeping
 from decode_engine.core.housekeeping import Housekeeping
 from decode_engine.rpc.client import Client, Keep
-from decode_engine.rpc.server import DecodeServer
 from index_store.errors import StoreBoundError, StoreError
 from index_store.store.catalog import Store, utc_now
 from index_store.store.clean_up import StoreRoom
 from tests.decode_engine.conftest import Library, make_library
-from tests.support.serving.service import wait_until
+from tests.support.serving.service import loaded, wait_until
 
 NO_MARGIN = timedelta(0)
 
@@ -81,8 +80,7 @@ def test_what_is_kept_of_sessions_counts_to_the_bound(tmp_path_factory: pytest.T
     store.update(old, lambda manifest: replace(manifest, expires_at=utc_now() + timedelta(days=1)))
     os.utime(store.folders.context(old), (0, 0))
     bound = StoreRoom(store).used()
-    with DecodeServer(library.config(store_bytes=bound)) as server, Client(server.address) as client:
-        server.load()
+    with loaded(library.config(store_bytes=bound)) as server, Client(server.address) as client:
         ask: Any = {"context": f"contexts/{named}", "max_tokens": 3}
         client.generate(**ask, text="More.", keep=Keep("child")).read()
         assert {manifest.name for manifest in store.list()} == {"named", "child"}
@@ -98,8 +96,7 @@ def test_an_order_beyond_the_bound_is_refused(tmp_path_factory: pytest.TempPathF
     library = make_library(tmp_path_factory.mktemp("small"))
     library.prefill("first")
     held = StoreRoom(Store(library.store)).used()
-    with DecodeServer(library.config(store_bytes=held + 1000)) as server, Client(server.address) as client:
-        server.load()
+    with loaded(library.config(store_bytes=held + 1000)) as server, Client(server.address) as client:
         with pytest.raises(StoreBoundError, match="--store-bytes is"):
             client.create_context("It rained. " * 40, wait=False)
         (there,) = client.list_contexts()

@@ -20,7 +20,7 @@ from index_store.objects.tier import Tier
 from index_store.store.catalog import Store
 from tests.decode_engine.conftest import Library, make_library
 from tests.index_store.objects.sites import Faults, FaultyBucket
-from tests.support.serving.service import wait_until
+from tests.support.serving.service import loaded, wait_until
 
 ASK: Any = {"text": "\nQuestion: who lit it?\nAnswer:", "max_tokens": 6, "method": "csattention"}
 
@@ -45,15 +45,13 @@ def bucket_of(library: Library) -> str:
 def other(shared: Library, tmp_path: Path) -> Iterator[DecodeServer]:
     """A server whose own store is empty."""
     library = replace(shared, store=tmp_path / "other")
-    with DecodeServer(library.config(objects=bucket_of(shared))) as started:
-        started.load()
+    with loaded(library.config(objects=bucket_of(shared))) as started:
         wait_until(lambda: len(started.grpc.store.list()) == 2)
         yield started
 
 
 def test_another_server_answers_alike_and_says_where_it_was(shared: Library, other: DecodeServer) -> None:
-    with DecodeServer(shared.config()) as own, Client(own.address) as client:
-        own.load()
+    with loaded(shared.config()) as own, Client(own.address) as client:
         expected = client.generate(context=client.find_context("lamp").name, **ASK).read()
     with Client(other.address) as client:
         lamp = client.find_context("lamp").name

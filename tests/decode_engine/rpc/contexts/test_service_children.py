@@ -19,7 +19,7 @@ from index_store.errors import (
     StoreFullError,
 )
 from tests.decode_engine.conftest import TEXT, Library, make_library
-from tests.support.serving.service import leases, wait_until
+from tests.support.serving.service import leases, loaded, wait_until
 
 MORE = "Every winter the harbour froze, and the keeper walked over the ice to the ships. "
 METHODS = ("csattention", "quest", "multipole")
@@ -124,8 +124,7 @@ def test_the_parent_stays_while_a_childs_session_runs(
 def test_a_child_without_its_parent_says_so(shelf: Shelf, tmp_path: Path) -> None:
     library = Library(shelf.library.model, tmp_path / "store")
     shutil.copytree(shelf.library.store, library.store)
-    with DecodeServer(library.config()) as server, Client(server.address) as client:
-        server.load()
+    with loaded(library.config()) as server, Client(server.address) as client:
         child = extend(client, shelf.root)
         shutil.rmtree(library.store / shelf.root)
         with pytest.raises(ContextCorruptError, match="is not in the store") as caught:

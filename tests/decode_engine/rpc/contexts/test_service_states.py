@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from decode_engine.rpc.client import Client, Keep
-from decode_engine.rpc.server import DecodeServer
 from index_store.store.catalog import Store
 from tests.decode_engine.conftest import Library
 from tests.support.models import LAYER_KINDS, write_model_folder
+from tests.support.serving.service import loaded
 
 PROMPT = list(range(70, 78))
 
@@ -34,10 +34,8 @@ def root(library: Library) -> str:
 
 @pytest.fixture(scope="module")
 def client(library: Library, root: str) -> Iterator[Client]:
-    with DecodeServer(library.config()) as server:
-        server.load()
-        with Client(server.address) as connected:
-            yield connected
+    with loaded(library.config()) as server, Client(server.address) as connected:
+        yield connected
 
 
 def answer(client: Client, context: str, **options: object) -> list[int]:

@@ -11,6 +11,7 @@ from decode_engine.rpc.server import DecodeServer
 from prefill_worker.config import WorkerConfig
 from prefill_worker.worker.queue_worker import QueueWorker
 from tests.decode_engine.conftest import Library, make_library
+from tests.support.serving.service import loaded
 from tests.support.serving.workers import working
 
 WORDS = "The keeper of the {} lighthouse counted ships and wrote them down. "
@@ -35,8 +36,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Library:
 
 @pytest.fixture(scope="module")
 def server(shop: Library) -> Iterator[DecodeServer]:
-    with DecodeServer(shop.config()) as started:
-        started.load()
+    with loaded(shop.config()) as started:
         yield started
 
 

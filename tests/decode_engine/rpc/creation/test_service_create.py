@@ -13,6 +13,7 @@ import pytest
 
 from decode_engine.errors import CancelledError
 from decode_engine.rpc.client import NEVER, AsyncClient, Client, CreateOptions, Keep
+from decode_engine.rpc.contexts.creation import _filled
 from decode_engine.rpc.server import DecodeServer
 from index_store.errors import (
     ContextExpiredError,
@@ -23,13 +24,16 @@ from index_store.errors import (
 )
 from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.uploads import UploadWriting
+from index_store.models.conversation.messages import Message, Role
 from index_store.store.catalog import Store, utc_now
 from index_store.store.clean_up import clean_up
+from index_store.store.description.manifest import Manifest
 from prefill_worker.build.checkpoint import Checkpoint
 from prefill_worker.worker.queue_worker import QueueWorker
+from sparsekv.v1 import context_pb2
 from tests.decode_engine.conftest import Library
 from tests.decode_engine.rpc.creation.conftest import document, make_worker, names
-from tests.support.serving.service import wait_until
+from tests.support.serving.service import loaded, wait_until
 
 
 def test_it_is_the_context_that_a_job_on_the_machine_makes(
@@ -118,12 +122,10 @@ def test_a_request_id_makes_repeats_harmless_also_after_a_restart(
     assert client.create_context(document("repeated"), request_id="order 1", wait=False).name == first.name
     with pytest.raises(InvalidArgumentError, match="request_id 'order 1' was used for another request"):
         client.create_context(document("another"), request_id="order 1", wait=False)
-    with DecodeServer(shop.config()) as restarted:
-        restarted.load()
-        with Client(restarted.address) as later:
-            assert later.create_context(document("repeated"), request_id="order 1", wait=False) == first
-            worker.work_once()
-            assert later.wait_operation(first.name).result().name == first.context_name
+    with loaded(shop.config()) as restarted, Client(restarted.address) as later:
+        assert later.create_context(document("repeated"), request_id="order 1", wait=False) == first
+        worker.work_once()
+        assert later.wait_operation(first.name).result().name == first.context_name
     assert client.create_context(document("repeated"), request_id="order 1", wait=False).name == first.name
 
 
@@ -152,6 +154,108 @@ def test_what_has_expired_is_made_again_by_the_same_request(
         assert client.create_context(document("again"), wait=False, **order).done
         client.generate(made.name, text="a", max_tokens=1).read()
     client.delete_context(made.name)
+
+
+def test_what_a_rule_removed_is_made_again_without_its_document(
+    client: Client, worker: QueueWorker, shop: Library
+) -> None:
+    """Of a text, of messages, and of a child; with what they had, or what the request says."""
+    store = Store(shop.store)
+    orders: list[dict[str, object]] = [
+        {"text": document("kept"), "methods": ["quest"], "labels": {"team": "law"}, "ttl_s": 7200.0},
+        {"messages": [Message(Role.USER, document("kept talk"))], "renew_s": 3600.0},
+    ]
+    for number, order in enumerate(orders):
+        first = client.create_context(wait=False, display_name=f"kept {number}", **order)  # type: ignore[arg-type]
+        worker.work_once()
+        made = client.wait_operation(first.name).result()
+        store.update(made.name[9:], lambda manifest: replace(manifest, expires_at=utc_now()))
+        with pytest.raises(ContextExpiredError):
+            client.generate(made.name, text="a", max_tokens=1).read()
+        for removed in (False, True):
+            if removed:
+                store.update(made.name[9:], lambda manifest: replace(manifest, expires_at=utc_now()))
+                clean_up(store)
+                with pytest.raises(ContextNotFoundError):
+                    client.get_context(made.name)
+            ref = made.display_name if removed else made.name
+            operation = client.create_context(again=ref, ttl_s=order.get("ttl_s"), wait=False)  # type: ignore[typeddict-item]
+            worker.work_once()
+            again = client.wait_operation(operation.name).result()
+            assert (again.name, again.display_name) == (made.name, made.display_name)
+            assert (again.methods, again.labels, again.renew_s) == (made.methods, made.labels, made.renew_s)
+            lives_s = (again.expire_time - utc_now()).total_seconds()  # type: ignore[operator]
+            assert lives_s == pytest.approx(order.get("ttl_s", order.get("renew_s")), abs=60)
+            client.generate(made.name, text="a", max_tokens=1).read()
+
+    base = client.create_context(document("kept base"), wait=False)
+    worker.work_once()
+    child = client.create_context(document("more"), parent=base.context_name, ttl_s=3600.0, wait=False)
+    worker.work_once()
+    store.update(child.context_name[9:], lambda manifest: replace(manifest, expires_at=utc_now()))
+    clean_up(store)
+    operation = client.create_context(again=child.context_name, labels={"a": "b"}, ttl_s=60.0, wait=False)
+    worker.work_once()
+    again = client.wait_operation(operation.name).result()
+    assert (again.name, again.labels) == (child.context_name, {"a": "b"})
+
+
+def test_what_somebody_deleted_is_never_made_again(
+    client: Client, worker: QueueWorker, shop: Library
+) -> None:
+    """Neither what was there when it was deleted, nor what only could be made again, nor what was made again."""
+    store = Store(shop.store)
+    for number in range(3):
+        first = client.create_context(document(f"deleted {number}"), wait=False, ttl_s=3600.0)
+        worker.work_once()
+        id_ = first.context_name[9:]
+        for _ in range(number):
+            store.update(id_, lambda manifest: replace(manifest, expires_at=utc_now()))
+            clean_up(store)
+            assert store.ended.known(id_) is not None
+            if number == 2 and not store.lists(id_):
+                client.create_context(again=id_, wait=False)
+                worker.work_once()
+                break
+        client.delete_context(first.context_name)
+        with pytest.raises(ContextNotFoundError, match="nothing is kept of a context"):
+            client.create_context(again=id_, wait=False)
+        with pytest.raises(ContextNotFoundError):
+            client.delete_context(first.context_name)
+
+
+def test_it_lives_as_long_as_it_did(lamp_manifest: Manifest) -> None:
+    two_hours = lamp_manifest.created_at + timedelta(hours=2)
+    for kept, request, ttl_s, renew_s in (
+        (replace(lamp_manifest, expires_at=two_hours), {}, 7200, 0),
+        (replace(lamp_manifest, expires_at=lamp_manifest.created_at), {}, 1, 0),
+        (lamp_manifest, {}, 0, 0),
+        (replace(lamp_manifest, expires_at=two_hours, renew=60.0), {}, 0, 60),
+        (replace(lamp_manifest, expires_at=two_hours, renew=60.0), {"ttl": timedelta(seconds=5)}, 5, 60),
+    ):
+        filled = _filled(context_pb2.CreateContextRequest(again="a", **request), kept)  # type: ignore[arg-type]
+        assert (filled.ttl.seconds, filled.renew.seconds) == (ttl_s, renew_s)
+        assert filled.again == "a"
+
+
+@pytest.fixture
+def lamp_manifest(shop: Library) -> Manifest:
+    return Store(shop.store).list()[-1]
+
+
+def test_what_an_order_cannot_say_is_not_made_again(
+    client: Client, worker: QueueWorker, shop: Library
+) -> None:
+    id_ = shop.prefill("salted again", text=document("salted again"), ttl="1h")
+    with pytest.raises(InvalidArgumentError, match="was made in a way that no order has") as raised:
+        client.create_context(again=id_, wait=False)
+    assert raised.value.metadata["field"] == "again"
+    with pytest.raises(InvalidArgumentError, match="goes with no parent"):
+        client.create_context(again=id_, parent=f"contexts/{id_}", wait=False)
+    with pytest.raises(InvalidArgumentError, match="exactly one of text, token_ids, messages, upload, again"):
+        client.create_context("a", again=id_, wait=False)
+    with pytest.raises(ContextNotFoundError, match="send its document again"):
+        client.create_context(again="nobody's", wait=False)
 
 
 def test_uses_renew_at_every_door(client: Client, worker: QueueWorker, shop: Library) -> None:

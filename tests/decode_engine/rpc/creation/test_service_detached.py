@@ -7,7 +7,6 @@ import io
 import pytest
 
 from decode_engine.rpc.client import Client, Keep
-from decode_engine.rpc.server import DecodeServer
 from index_store.cli.console import LineReporter
 from index_store.errors import InvalidArgumentError
 from index_store.store.catalog import Store
@@ -16,6 +15,7 @@ from prefill_worker.config import AddIndexConfig, DetachConfig
 from prefill_worker.jobs.added_indexes import run_add_index
 from prefill_worker.jobs.children import run_detach
 from tests.decode_engine.conftest import Library, make_library
+from tests.support.serving.service import loaded
 
 MORE = "Every winter the harbour froze, and the keeper walked over the ice to the ships. "
 
@@ -32,8 +32,7 @@ def tokens(client: Client, context: str, method: str) -> list[int]:
 
 def test_a_child_made_whole_needs_nobody(library: Library) -> None:
     root = "contexts/" + library.prefill("root", method=("csattention", "quest", "multipole"))
-    with DecodeServer(library.config()) as server, Client(server.address) as client:
-        server.load()
+    with loaded(library.config()) as server, Client(server.address) as client:
         keep = Keep(name="long", prompt_only=True)
         with client.generate(root, text=MORE * 4, method="full", keep=keep) as generation:
             generation.read()

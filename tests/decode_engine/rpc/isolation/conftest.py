@@ -18,6 +18,7 @@ from decode_engine.rpc.door.access import TokenFile
 from decode_engine.rpc.server import DecodeServer
 from sparsekv.v1 import context_pb2_grpc, generation_pb2_grpc
 from tests.decode_engine.conftest import TEXT, Library, make_library
+from tests.support.serving.service import loaded
 
 RIGHTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "acme": ("acme", ()),
@@ -99,8 +100,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     tokens, audit = TokenFile(folder / "tokens"), folder / "audit.jsonl"
     secrets = {name: tokens.create(name, *given) for name, given in RIGHTS.items()}
     config = library.config(tokens=folder / "tokens", audit_log=audit)
-    with DecodeServer(config) as server, Gateway("127.0.0.1:0", server.grpc) as gateway:
-        server.load()
+    with loaded(config) as server, Gateway("127.0.0.1:0", server.grpc) as gateway:
         parties = {name: Party(name, each, server.address, gateway.url) for name, each in secrets.items()}
         parties["acme"].client.update_context(f"contexts/{granted}", readers=["beta"])
         yield House(server, library, audit, secret, granted, parties)

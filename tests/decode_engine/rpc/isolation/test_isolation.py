@@ -122,6 +122,7 @@ BY_GRPC: Mapping[str, Callable[[Party, str], Any]] = {
         context_pb2.WarmContextRequest(name=context(i)), metadata=p.shown
     ),
     "continue": lambda p, i: created(p, parent=context(i), text="more"),
+    "make again": lambda p, i: created(p, again=i),
     "ask by tokens": lambda p, i: ask(p, i, token_ids=generation_pb2.TokenIds(ids=[5])),
     "ask by text": lambda p, i: ask(p, i, text=" the"),
     "ask a question": lambda p, i: ask(p, i, question="who?"),
@@ -148,6 +149,10 @@ BY_HTTP: Mapping[str, Callable[[Party, str], httpx.Response]] = {
     "delete": lambda p, i: p.web.delete(f"/v1/contexts/{i}"),
     "delete with children": lambda p, i: p.web.delete(f"/v1/contexts/{i}", params={"force": "true"}),
     "continue": lambda p, i: p.web.post("/v1/contexts", json={"text": "more", "parent": i}),
+    "make again": lambda p, i: p.web.post("/v1/contexts", json={"again": i}),
+    "count": lambda p, i: p.web.post(
+        "/v1/responses/input_tokens", json={"model": "model", "input": "who?", "context": i}
+    ),
     "chat": lambda p, i: p.web.post("/v1/chat/completions", json={**BODY, "messages": SAID, "context": i}),
     "chat as events": lambda p, i: p.web.post(
         "/v1/chat/completions", json={**BODY, "messages": SAID, "context": i, "stream": True}
@@ -169,6 +174,7 @@ BY_NAME = {
     "continue by name": lambda p, n: http_told(
         p.web.post("/v1/contexts", json={"text": "more", "parent": n})
     ),
+    "make again by name": lambda p, n: http_told(p.web.post("/v1/contexts", json={"again": n})),
     "delete by name": lambda p, n: http_told(p.web.delete(f"/v1/contexts/{n}")),
 }
 

@@ -23,6 +23,7 @@ from prefill_worker.jobs.job import run_job
 from tests.decode_engine.conftest import Library, make_library
 from tests.support.models import END_TOKEN
 from tests.support.serving.chat import WITH_TOOLS
+from tests.support.serving.service import loaded
 
 SYSTEM, USER, ASSISTANT = Role.SYSTEM, Role.USER, Role.ASSISTANT
 TOOLS = [{"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}]
@@ -65,8 +66,7 @@ def plain(chat: Library) -> str:
 
 @pytest.fixture(scope="module")
 def chat_server(chat: Library, talk: str, plain: str) -> Iterator[DecodeServer]:
-    with DecodeServer(chat.config()) as started:
-        started.load()
+    with loaded(chat.config()) as started:
         yield started
 
 
@@ -140,10 +140,12 @@ def test_a_changed_template_is_refused_with_the_first_token_that_differs(
     (changed / "tokenizer_config.json").unlink()
     text = (chat.model / "tokenizer_config.json").read_text()
     (changed / "tokenizer_config.json").write_text(text.replace("# Tools", "# Things"))
-    with DecodeServer(chat.config(model=str(changed))) as server:
-        server.load()
-        with Client(server.address) as client, pytest.raises(InvalidArgumentError) as caught:
-            said(client, talk, question="Who?")
+    with (
+        loaded(chat.config(model=str(changed))) as server,
+        Client(server.address) as client,
+        pytest.raises(InvalidArgumentError) as caught,
+    ):
+        said(client, talk, question="Who?")
     assert "the conversation does not begin with the context's tokens: token " in caught.value.message
     assert "('h') with these messages" in caught.value.message
     assert "('o') in the context" in caught.value.message

@@ -17,7 +17,7 @@ from decode_engine.rpc.server import DecodeServer
 from decode_engine.rpc.transport.work import BlockingWork
 from tests.decode_engine.conftest import Library
 from tests.support.devices import nightly
-from tests.support.serving.service import wait_until
+from tests.support.serving.service import loaded, wait_until
 
 SESSIONS, WAITING = 64, 256  # of which all but a quarter may be of one client, and on one context
 
@@ -27,8 +27,7 @@ Wide = tuple[DecodeServer, str]
 @pytest.fixture(scope="module")
 def wide(library: Library, lamp: str) -> Iterator[Wide]:
     config = library.config(max_sessions=SESSIONS, max_waiting=WAITING, http_port=0)
-    with DecodeServer(config) as server, http_door(config, server.grpc) as gateway:
-        server.load()
+    with loaded(config) as server, http_door(config, server.grpc) as gateway:
         yield server, gateway.url
 
 

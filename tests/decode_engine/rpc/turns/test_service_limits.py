@@ -23,7 +23,7 @@ from decode_engine.rpc.server import DecodeServer
 from decode_engine.rpc.transport.work import Appointments, BlockingWork
 from index_store.errors import MemoryBudgetError
 from tests.decode_engine.conftest import Library
-from tests.support.serving.service import LONG, leases, wait_until
+from tests.support.serving.service import LONG, leases, loaded, wait_until
 
 
 @pytest.fixture
@@ -78,8 +78,7 @@ def crowded(library: Library, server: DecodeServer, lamp: str) -> Iterator[tuple
     with backend.arena.acquire(backend.store, lamp.removeprefix("contexts/")) as resident:
         memory = resident.nbytes + resident.nbytes // 2
     settings = library.config(memory=memory, max_sessions=1, max_waiting=1)
-    with DecodeServer(settings) as small, Client(small.address) as client:
-        small.load()
+    with loaded(settings) as small, Client(small.address) as client:
         yield small, client, other
 
 
@@ -127,8 +126,7 @@ def test_waiting_for_memory_ends_with_the_deadline_or_the_client(
 @pytest.fixture(scope="module")
 def single(library: Library, lamp: str) -> Iterator[DecodeServer]:
     """A server for one request at a time."""
-    with DecodeServer(library.config(max_sessions=1)) as server:
-        server.load()
+    with loaded(library.config(max_sessions=1)) as server:
         yield server
 
 

@@ -18,14 +18,13 @@ from index_store.errors import ContextCorruptError
 from index_store.models.tokenizer import Tokenizer
 from sparsekv.v1 import generation_pb2
 from tests.decode_engine.conftest import MAX_POSITIONS, Library, Stubs
-from tests.support.serving.service import LONG, fails, wait_until
+from tests.support.serving.service import LONG, fails, loaded, wait_until
 
 
 @pytest.fixture(scope="module")
 def narrow_server(library: Library, lamp: str) -> Iterator[DecodeServer]:
     """A server for one request at a time; three more may wait, all of one client."""
-    with DecodeServer(library.config(max_sessions=1, max_waiting=3, max_client_requests=4)) as server:
-        server.load()
+    with loaded(library.config(max_sessions=1, max_waiting=3, max_client_requests=4)) as server:
         yield server
 
 
@@ -90,8 +89,7 @@ def test_the_refused_get_appointments_and_patient_clients_keep_them(
 
 
 def test_one_client_cannot_have_all_places(library: Library, lamp: str) -> None:
-    with DecodeServer(library.config(max_client_requests=2)) as server, Client(server.address) as client:
-        server.load()
+    with loaded(library.config(max_client_requests=2)) as server, Client(server.address) as client:
         running = [client.generate(lamp, text="Who?", max_tokens=LONG) for _ in range(2)]
         wait_until(lambda: server.backend.engine.places == 2)
         with pytest.raises(TooManyRequestsError, match="limit for one client"):

@@ -5,9 +5,7 @@ Without a CUDA device the kernels run in Triton's interpreter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -18,55 +16,23 @@ from decode_engine.kernels.attention.sparse_attention import KeyLists, attend_li
 from decode_engine.kernels.slots.slot_cache import SlotCache
 from decode_engine.model.warm_up import made_up_context
 from decode_engine.steps.attention.listed_steps import HybridSteps, ListedSteps, slot_cache
-from decode_engine.steps.attention.step_attention import KeySelection, StepAttention, StepPlan
-from decode_engine.steps.batch_kinds import step_attention_for
-from index_store.memory.placement import Placement, slot_bytes
-from index_store.memory.resident import ResidentContext
-from index_store.methods.method import Method
+from decode_engine.steps.attention.step_attention import StepAttention, StepPlan
+from index_store.memory.placement import slot_bytes
 from index_store.methods.presets import get_method
 from index_store.selection.budgets import TokenCount
-from index_store.store.description.context_id import ModelIdentity
-from index_store.store.description.manifest import Manifest
 from tests.decode_engine.kernels.problems.cluster_problems import Problem, make_problem, random_lists
-from tests.support.devices import nightly
+from tests.decode_engine.steps.attention.layer_steps import GivenHybridSteps, GivenLists, GivenSteps, model_of
+from tests.support.devices import DEVICE, nightly
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
-LAYERS = 2
 pytestmark = [pytest.mark.gpu if DEVICE == "cuda" else pytest.mark.usefixtures("few_programs")]
-
-
-class GivenLists(KeySelection):
-    """Lists that were there before."""
-
-    lists: KeyLists
-
-    @classmethod
-    def refusal(cls, method: Method, manifest: Manifest) -> str | None:
-        return None
-
-    @classmethod
-    def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
-        return {}
-
-    def select(self, layer: int, q_BHGD: Tensor, records_BF: Tensor) -> KeyLists:
-        return self.lists
-
-
-class GivenSteps(ListedSteps):
-    selection_types: ClassVar[Mapping[str, type[KeySelection]]] = {"query_tables": GivenLists}
-
-
-class GivenHybridSteps(HybridSteps):
-    selection_types: ClassVar[Mapping[str, type[KeySelection]]] = {"query_tables": GivenLists}
 
 
 def make_steps(kind: type[ListedSteps], problem: Problem, expression: str, segments: int = 2) -> ListedSteps:
     """segments: of the lists that they will be given."""
     rows, group, head_dim = problem.q_RGD.shape
     heads = problem.heads
-    model = ModelIdentity("test", "test", "0" * 16, "0" * 16, LAYERS, heads * group, heads, head_dim, 2, 4096)
-    size = rows // heads
+    model, size = model_of(group, head_dim, heads), rows // heads
     GivenLists.lists = random_lists(problem, 0.0, segments)
     return kind(StepPlan(model, get_method(expression), size, 128, DTYPE, torch.device(DEVICE)))
 
@@ -187,29 +153,10 @@ def test_shapes(group: int, head_dim: int) -> None:
         torch.testing.assert_close(found.view(expected.shape).float(), expected, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [
-        (get_method("csattention"), "HybridSteps"),
-        (get_method("csattention+dropped"), "HybridSteps"),
-        (get_method("multipole"), "HybridSteps"),
-        (get_method("refined"), "HybridSteps"),
-        (get_method("full"), "DenseSteps"),
-        (get_method("quest"), "no kernels"),
-        (get_method("squeezed"), "budget"),
-    ],
-)
-def test_methods_over_host_memory(method: Method, expected: str) -> None:
-    identity = ModelIdentity("test", "test", "0" * 16, "0" * 16, 2, 4, 2, 64, 2, 4096)
-    manifest = made_up_context(identity, "float32", method, 40).manifest
-    found = step_attention_for(method, manifest, Placement.HYBRID)
-    assert expected in (found if isinstance(found, str) else found.__name__)
-
-
 @pytest.mark.parametrize("tokens", [40, 400, 1000])
 def test_slots_are_a_share_of_the_context(tokens: int) -> None:
     """As many bytes as memory was counted for."""
-    identity = ModelIdentity("test", "test", "0" * 16, "0" * 16, 2, 4, 2, 64, 2, 4096)
+    identity = model_of(2, 64)
     context = made_up_context(identity, "bfloat16", get_method("full"), tokens)
     caches = [slot_cache(context, layer) for layer in range(2)]
     assert slot_cache(context, 1) is caches[1]
@@ -223,7 +170,7 @@ def test_slots_are_a_share_of_the_context(tokens: int) -> None:
 
 
 def test_sessions_of_a_context_share_its_cache() -> None:
-    identity = ModelIdentity("test", "test", "0" * 16, "0" * 16, 2, 4, 2, 64, 2, 4096)
+    identity = model_of(2, 64)
     method = replace(get_method("csattention"), budget=TokenCount(20))
     context = made_up_context(identity, "float32", method, 400)
     kind: type[StepAttention] = HybridSteps

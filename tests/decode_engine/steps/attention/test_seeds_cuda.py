@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,25 +14,13 @@ from decode_engine.model.warm_up import made_up_context
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.methods.presets import get_method
-from index_store.models.resolve import resolve_model
-from tests.support.models import write_model_folder
+from tests.support.devices import ON_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_GPU
 
 PROMPTS, OTHERS, TOKENS = 30, 15, 100
 LENGTHS = (4000, 2777, 5000)
 """Of the contexts: two that graphs of one length take, and a longer one."""
-
-
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    folder: Path = write_model_folder(
-        tmp_path_factory.mktemp("model"), head_dim=64, max_positions=8192, dtype=torch.bfloat16
-    )
-    return ModelRunner(resolve_model(str(folder)), "cuda")
 
 
 class Requests:
