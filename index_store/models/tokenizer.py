@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
 
+import msgspec
+
 from index_store.errors import InvalidArgumentError
 from index_store.models.conversation.call_syntax import CallSyntax
 from index_store.models.conversation.chat_template import ChatTemplate, OrdinaryText
@@ -27,6 +29,7 @@ _TOKENIZER_FILES = (
     "added_tokens.json",
     "special_tokens_map.json",
 )
+_MOST_IDS = 2**24
 _PIECE = 2**16  # characters of a long text that are counted at a time
 _CUT_TOKENS = 64  # that a cut through a text may add at most, as far as any tokenizer is known to go
 
@@ -201,6 +204,7 @@ def load_tokenizer(folder: ModelFolder, fingerprint: str | None = None) -> Token
     """
     if not any((folder.path / name).is_file() for name in _VOCABULARY_FILES):
         raise folder.refuse(f"it has no tokenizer (none of {', '.join(_VOCABULARY_FILES)})")
+    _check_ids(folder)
     from transformers import AutoTokenizer  # takes seconds, which those who only name a tokenizer do without
 
     try:
@@ -223,6 +227,29 @@ def tokenizer_fingerprint(folder: ModelFolder) -> str:
     settings.pop("chat_template", None)
     digest.update(json.dumps(settings, sort_keys=True).encode())
     return digest.hexdigest()
+
+
+class _Vocabulary(msgspec.Struct):
+    vocab: dict[str, int]
+
+
+class _File(msgspec.Struct):
+    model: _Vocabulary
+
+
+def _check_ids(folder: ModelFolder) -> None:
+    """Raises ModelUnsupportedError for a vocabulary whose largest id would take all memory: the tokenizers package goes
+    through all ids below it. What else may be wrong is found by who loads it."""
+    try:
+        found = msgspec.json.decode((folder.path / "tokenizer.json").read_bytes(), type=_File)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return
+    largest = max(found.model.vocab.values(), default=0)
+    if largest >= _MOST_IDS:
+        raise folder.refuse(
+            f"its tokenizer.json has the id {largest}, expected at most {_MOST_IDS - 1}; copy it anew from where the "
+            "model comes from"
+        )
 
 
 def _check_size(folder: ModelFolder, tokens: int) -> None:

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from index_store.errors import InvalidArgumentError
+from index_store.errors import InvalidArgumentError, ModelUnsupportedError
 from index_store.models import tokenizer as tokenizer_module
 from index_store.models.loading import resolve_model
+from index_store.models.model_folder import ModelFolder
 from index_store.models.tokenizer import Tokenizer, load_tokenizer
 from tests.support.models import BEGIN_TOKEN, write_model_folder
 
@@ -29,6 +30,16 @@ def test_tokenizer_round_trip_and_special_ids(llama: Path, tmp_path: Path) -> No
     shutil.copytree(llama, several)
     (several / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 5]}))
     assert load_tokenizer(resolve_model(str(several))).eos_ids == (0, 5)
+
+
+def test_an_id_that_would_take_all_memory_is_refused(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path / "large")
+    file = tmp_path / "large" / "tokenizer.json"
+    settings = json.loads(file.read_text())
+    settings["model"]["vocab"]["A"] = 2**31
+    file.write_text(json.dumps(settings))
+    with pytest.raises(ModelUnsupportedError, match="the id 2147483648, expected at most 16777215"):
+        load_tokenizer(ModelFolder(tmp_path / "large", "large"))
 
 
 def test_begin_token_is_for_the_context_not_for_questions(tmp_path: Path) -> None:
