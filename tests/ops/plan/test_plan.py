@@ -19,6 +19,10 @@ from fleet import HEAD, Fleet, Load, Sample, sample
 from routing import Replica, choose, orders
 from simulation import Shelf, simulate
 
+from decode_engine.rpc.routing.rendezvous import order_of
+from decode_engine.rpc.routing.router import BOUND, Router, Wanted, _Demand
+from decode_engine.rpc.routing.router import Replica as Member
+
 SMALL = Fleet(
     replicas=4, sessions=4, device=40.0, host=80.0, disk=400.0, host_rate=1e3, disk_rate=1e3, objects_rate=1e3
 )
@@ -148,3 +152,25 @@ def test_a_recorded_run_is_compared(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (measured["hits"], measured["p50_s"]) == (1.0, 0.1)
     assert predicted["hits"] == 1.0
     assert predicted["p50_s"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_requests_go_where_the_service_sends_them(seed: int) -> None:
+    """The rule is computed from hashes in arrays here, so it is held to the service's own."""
+    draws = np.random.default_rng(seed)
+    count, sessions, holders = int(draws.integers(1, 9)), int(draws.integers(1, 9)), int(draws.integers(1, 4))
+    loads = [int(load) for load in draws.integers(0, 30, count)]
+    up = [bool(one) for one in draws.random(count) < 0.8]
+    router = Router()
+    router.update(
+        Member(str(number), "", sessions=sessions, load=load, draining=not up[number])
+        for number, load in enumerate(loads)
+    )
+    router._demands["a"] = _Demand(0, holders, math.inf)
+    order = [int(name) for name in order_of("a", map(str, range(count)))]
+    replicas = [Replica(str(number), load, up[number]) for number, load in enumerate(loads)]
+    total = sum(load for load, one in zip(loads, up, strict=True) if one)
+    found = router.take(Wanted("a"))
+    assert choose(order, replicas, total, BOUND, sessions, holders) == (
+        -1 if found is None else int(found.name)
+    )
