@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
-from decode_engine.evaluation.summary import ALL_TASKS, MassMap, Score
+from decode_engine.evaluation.summary import Score
 
 _PROMPTS = {
     "each": "each token of a question searches (prompts each: a CPU serves so unless told otherwise, a GPU exact)",
@@ -27,7 +27,7 @@ _PROMPTS = {
 
 
 def results_table(scores: Sequence[Score], title: str, prompts: str) -> Table:
-    """One line per context length, method and budget, all tasks together; +- are standard errors.
+    """One line per context length, method and budget; +- are standard errors.
 
     prompts: what a question's tokens attended to, a value of `Prompts`.
     """
@@ -37,9 +37,8 @@ def results_table(scores: Sequence[Score], title: str, prompts: str) -> Table:
     headings = ("budget", "exact match", "loss", "KL", "KL answer", "KL text", "bytes", "keys", "ms/token")
     for heading in (*headings, "keys*", "recall*", "mass*", "error*"):
         table.add_column(heading, justify="right", no_wrap=heading == "budget")
-    overall = [score for score in scores if score.task == ALL_TASKS]
     previous = None
-    for score in overall:
+    for score in scores:
         if previous not in {None, score.context_length}:
             table.add_section()
         previous = score.context_length
@@ -60,11 +59,11 @@ def results_table(scores: Sequence[Score], title: str, prompts: str) -> Table:
             _number(score.captured_mass, 3),
             _number(score.output_error, 4),
         )
-    questions = sorted({score.questions for score in overall})
-    contexts = sorted({score.contexts for score in overall})
+    questions = sorted({score.questions for score in scores})
+    contexts = sorted({score.contexts for score in scores})
     table.caption = (
         f"n = {', '.join(map(str, questions))} questions about {', '.join(map(str, contexts))} contexts without text "
-        f"in common, which are the draws of ±{_without_error(overall)}; {_PROMPTS[prompts]}\n"
+        f"in common, which are the draws of ±{_without_error(scores)}; {_PROMPTS[prompts]}\n"
         "loss: exact match of full attention minus the method's; "
         "KL(full || method) in nats per token, of questions and answers, of answers alone, and of plain text: 0 is the "
         "same\nprobabilities as full attention; bytes, keys: read and attended by all layers, of those that full "
@@ -86,7 +85,7 @@ def warnings(scores: Sequence[Score]) -> list[str]:
         "stands for the rest does not make up for it on this model. Take another method (refined), keep more, or "
         "build its index with more subspaces or clusters"
         for score in scores
-        if score.task == ALL_TASKS and score.captured_mass is not None and score.kl > WARN_KL
+        if score.captured_mass is not None and score.kl > WARN_KL
     ]
 
 
@@ -113,7 +112,7 @@ _COSTS = (
 
 def figures_of_costs(scores: Sequence[Score]) -> list[list[str]] | None:
     """Heading and rows of the table of costs; None where nothing searched."""
-    measured = [score for score in scores if score.task == ALL_TASKS and score.search_share is not None]
+    measured = [score for score in scores if score.search_share is not None]
     if not measured:
         return None
     return [
@@ -136,37 +135,8 @@ def figures_of_costs(scores: Sequence[Score]) -> list[list[str]] | None:
     ]
 
 
-def tasks_table(scores: Sequence[Score]) -> Table | None:
-    """Exact match and KL by task, one column per task; None when a single task was asked."""
-    rows = figures_by_task(scores)
-    if rows is None:
-        return None
-    table = Table(title="exact match / KL by task")
-    for number, heading in enumerate(rows[0]):
-        table.add_column(heading, justify="left" if number == 1 else "right", no_wrap=True)
-    for row in rows[1:]:
-        table.add_row(*row)
-    return table
-
-
-def figures_by_task(scores: Sequence[Score]) -> list[list[str]] | None:
-    """Heading and rows of the table of tasks; None when a single task was asked."""
-    tasks = list(dict.fromkeys(score.task for score in scores if score.task != ALL_TASKS))
-    if not tasks:
-        return None
-    cells: dict[tuple[str, str, str], dict[str, str]] = {}
-    for score in scores:
-        row = cells.setdefault((f"{score.context_length:,}", score.method, score.budget), {})
-        exact = f"{score.exact_match:.3f} {_error(score.exact_match_se, 3)}".strip()
-        row[score.task] = f"{exact} / {score.kl:.4f}"
-    return [
-        ["context", "method", "budget", *tasks],
-        *([*key, *(row.get(task, "-") for task in tasks)] for key, row in cells.items()),
-    ]
-
-
 def markdown_table(scores: Sequence[Score], prompts: str) -> str:
-    """The tables for a document: one row per length, method and budget; exact match and KL by task below.
+    """The tables for a document: one row per length, method and budget.
 
     prompts: as of `results_table`.
     """
@@ -206,26 +176,19 @@ def markdown_table(scores: Sequence[Score], prompts: str) -> str:
             f"{_number(score.output_error, 4)} {_error(score.output_error_se, 4)}",
         ]
         for score in scores
-        if score.task == ALL_TASKS
     ]
     said = _PROMPTS[prompts]
-    lone = _without_error([score for score in scores if score.task == ALL_TASKS])
+    lone = _without_error(scores)
     text = (
         f"± is the standard error with contexts without text in common as draws{lone}; {said}. Bytes and keys: of all "
         "layers, relative to what full attention reads. *Searching*: over the layers that search alone.\n\n"
     )
     text += _markdown([headings, *rows])
-    for title, found in (
-        ("Exact match / KL by task:", figures_by_task(scores)),
-        (
-            f"What a step reads, and what a token takes; {_COSTS}:".replace("\n", " "),
-            figures_of_costs(scores),
-        ),
-    ):
-        if found is not None:
-            heading, *lines = found
-            text += f"\n{title}\n\n"
-            text += _markdown([heading, *([line[0], f"`{line[1]}`", *line[2:]] for line in lines)])
+    costs = figures_of_costs(scores)
+    if costs is not None:
+        heading, *lines = costs
+        text += f"\nWhat a step reads, and what a token takes; {_COSTS}:\n\n".replace(";\n", "; ")
+        text += _markdown([heading, *([line[0], f"`{line[1]}`", *line[2:]] for line in lines)])
     return text
 
 
@@ -262,11 +225,10 @@ FILES = ("results.json", "results.csv", "results.md")
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """setting: everything that was measured with, as JSON. scores, maps: what was measured."""
+    """setting: everything that was measured with, as JSON. scores: what was measured."""
 
     setting: Mapping[str, Any]
     scores: Sequence[Score]
-    maps: Sequence[MassMap]
 
     @property
     def prompts(self) -> str:
@@ -275,11 +237,7 @@ class Results:
 
     def as_json(self) -> dict[str, Any]:
         """The object that results.json holds."""
-        return {
-            **self.setting,
-            "scores": [asdict(score) for score in self.scores],
-            "mass_maps": [asdict(found) for found in self.maps],
-        }
+        return {**self.setting, "scores": [asdict(score) for score in self.scores]}
 
 
 def write_results(folder: Path, results: Results) -> None:
