@@ -102,7 +102,7 @@ def evaluate_command(
 def show_results(results: Results, out: Path, *, picture: bool, output: OutputFormat) -> None:
     """Draws the pictures and prints the tables, or the JSON."""
     from decode_engine.evaluation.pictures import draw_pictures
-    from decode_engine.evaluation.results import FILES, costs_table, results_table, warnings
+    from decode_engine.evaluation.results import FILES, tables, warnings
 
     for warning in (*results.setting.get("misfits", ()), *warnings(results.scores)):
         sys.stderr.write(f"warning: {warning}\n")
@@ -113,9 +113,8 @@ def show_results(results: Results, out: Path, *, picture: bool, output: OutputFo
     settings = results.setting["settings"]
     terminal = Console() if on_terminal() else Console(width=200)
     title = f"{settings['model']}, {settings['questions']} questions per context length"
-    terminal.print(results_table(results.scores, title, results.prompts))
-    if (costs := costs_table(results.scores)) is not None:
-        terminal.print(costs)
+    for table in tables(results.scores, title, results.prompts):
+        terminal.print(table)
     terminal.print(f"Written to {out}: {', '.join(files)}")
 
 

@@ -26,42 +26,50 @@ _PROMPTS = {
 """What is judged."""
 
 
-def results_table(scores: Sequence[Score], title: str, prompts: str) -> Table:
-    """One line per context length, method and budget; +- are standard errors.
+def figures_of_quality(scores: Sequence[Score]) -> list[list[str]]:
+    """Heading and rows, one per context length, method and budget; ± are standard errors."""
+    headings = [
+        "context",
+        "method",
+        "budget",
+        "exact match",
+        "loss",
+        "KL",
+        "KL answer",
+        "KL text",
+        "bytes",
+        "keys",
+    ]
+    return [
+        [*headings, "ms/token", "keys*", "recall*", "mass*", "error*"],
+        *(
+            [
+                f"{score.context_length:,}",
+                score.method,
+                score.budget,
+                f"{score.exact_match:.3f} {_error(score.exact_match_se, 3)}",
+                f"{score.exact_match_loss:+.3f} {_error(score.exact_match_loss_se, 3)}",
+                f"{score.kl:.4f} {_error(score.kl_se, 4)}",
+                f"{score.kl_answer:.4f} {_error(score.kl_answer_se, 4)}",
+                f"{score.kl_text:.4f} {_error(score.kl_text_se, 4)}",
+                _percent(score.bytes_all),
+                _percent(score.touched_all),
+                f"{score.milliseconds_per_token:.1f}",
+                _percent(score.touched_sparse),
+                f"{_number(score.recall, 3)} {_error(score.recall_se, 3)}",
+                f"{_number(score.captured_mass, 3)} {_error(score.captured_mass_se, 3)}",
+                f"{_number(score.output_error, 4)} {_error(score.output_error_se, 4)}",
+            ]
+            for score in scores
+        ),
+    ]
 
-    prompts: what a question's tokens attended to, a value of `Prompts`.
-    """
-    table = Table(title=title)
-    table.add_column("context", justify="right")
-    table.add_column("method", no_wrap=True)
-    headings = ("budget", "exact match", "loss", "KL", "KL answer", "KL text", "bytes", "keys", "ms/token")
-    for heading in (*headings, "keys*", "recall*", "mass*", "error*"):
-        table.add_column(heading, justify="right", no_wrap=heading == "budget")
-    previous = None
-    for score in scores:
-        if previous not in {None, score.context_length}:
-            table.add_section()
-        previous = score.context_length
-        table.add_row(
-            f"{score.context_length:,}",
-            score.method,
-            score.budget,
-            f"{score.exact_match:.3f} {_error(score.exact_match_se, 3)}",
-            f"{score.exact_match_loss:+.3f} {_error(score.exact_match_loss_se, 3)}",
-            f"{score.kl:.4f} {_error(score.kl_se, 4)}",
-            f"{score.kl_answer:.4f} {_error(score.kl_answer_se, 4)}",
-            f"{score.kl_text:.4f} {_error(score.kl_text_se, 4)}",
-            _percent(score.bytes_all),
-            _percent(score.touched_all),
-            f"{score.milliseconds_per_token:.1f}",
-            _percent(score.touched_sparse),
-            _number(score.recall, 3),
-            _number(score.captured_mass, 3),
-            _number(score.output_error, 4),
-        )
+
+def quality_caption(scores: Sequence[Score], prompts: str) -> str:
+    """What the figures of quality mean. prompts: what a question's tokens attended to, a value of `Prompts`."""
     questions = sorted({score.questions for score in scores})
     contexts = sorted({score.contexts for score in scores})
-    table.caption = (
+    return (
         f"n = {', '.join(map(str, questions))} questions about {', '.join(map(str, contexts))} contexts without text "
         f"in common, which are the draws of ±{_without_error(scores)}; {_PROMPTS[prompts]}\n"
         "loss: exact match of full attention minus the method's; "
@@ -70,7 +78,6 @@ def results_table(scores: Sequence[Score], title: str, prompts: str) -> Table:
         "attention reads;\n* over the layers that search alone: keys attended, recall of the true top keys, attention "
         "mass captured, relative output error"
     )
-    return table
 
 
 WARN_KL = 0.1
@@ -87,20 +94,6 @@ def warnings(scores: Sequence[Score]) -> list[str]:
         for score in scores
         if score.captured_mass is not None and score.kl > WARN_KL
     ]
-
-
-def costs_table(scores: Sequence[Score]) -> Table | None:
-    """What every method reads and takes; None where nothing searched."""
-    rows = figures_of_costs(scores)
-    if rows is None:
-        return None
-    table = Table(title="what a step reads, and what a token takes")
-    for number, heading in enumerate(rows[0]):
-        table.add_column(heading, justify="left" if number == 1 else "right", no_wrap=number == 1)
-    for row in rows[1:]:
-        table.add_row(*row)
-    table.caption = _COSTS
-    return table
 
 
 _COSTS = (
@@ -135,65 +128,38 @@ def figures_of_costs(scores: Sequence[Score]) -> list[list[str]] | None:
     ]
 
 
-def markdown_table(scores: Sequence[Score], prompts: str) -> str:
-    """The tables for a document: one row per length, method and budget.
-
-    prompts: as of `results_table`.
-    """
-    headings = [
-        "context",
-        "method",
-        "budget",
-        "questions / contexts",
-        "exact match",
-        "KL",
-        "KL, answer",
-        "KL, text",
-    ]
-    headings += [
-        "bytes",
-        "keys",
-        "keys, searching",
-        "recall, searching",
-        "mass, searching",
-        "output error, searching",
-    ]
-    rows = [
-        [
-            f"{score.context_length:,}",
-            f"`{score.method}`",
-            score.budget,
-            f"{score.questions} / {score.contexts}",
-            f"{score.exact_match:.3f} {_error(score.exact_match_se, 3)}",
-            f"{score.kl:.4f} {_error(score.kl_se, 4)}",
-            f"{score.kl_answer:.4f} {_error(score.kl_answer_se, 4)}",
-            f"{score.kl_text:.4f} {_error(score.kl_text_se, 4)}",
-            _percent(score.bytes_all),
-            _percent(score.touched_all),
-            _percent(score.touched_sparse),
-            f"{_number(score.recall, 3)} {_error(score.recall_se, 3)}",
-            f"{_number(score.captured_mass, 3)} {_error(score.captured_mass_se, 3)}",
-            f"{_number(score.output_error, 4)} {_error(score.output_error_se, 4)}",
-        ]
-        for score in scores
-    ]
-    said = _PROMPTS[prompts]
-    lone = _without_error(scores)
-    text = (
-        f"± is the standard error with contexts without text in common as draws{lone}; {said}. Bytes and keys: of all "
-        "layers, relative to what full attention reads. *Searching*: over the layers that search alone.\n\n"
-    )
-    text += _markdown([headings, *rows])
+def tables(scores: Sequence[Score], title: str, prompts: str) -> list[Table]:
+    """For the terminal: quality, and what every method reads and takes, where something searched."""
     costs = figures_of_costs(scores)
+    found = [_table(title, figures_of_quality(scores), quality_caption(scores, prompts))]
     if costs is not None:
-        heading, *lines = costs
-        text += f"\nWhat a step reads, and what a token takes; {_COSTS}:\n\n".replace(";\n", "; ")
-        text += _markdown([heading, *([line[0], f"`{line[1]}`", *line[2:]] for line in lines)])
-    return text
+        found.append(_table("what a step reads, and what a token takes", costs, _COSTS))
+    return found
+
+
+def _table(title: str, figures: Sequence[Sequence[str]], caption: str) -> Table:
+    table = Table(title=title, caption=caption)
+    for number, heading in enumerate(figures[0]):
+        table.add_column(heading, justify="left" if number == 1 else "right", no_wrap=number in (1, 2))
+    rows = figures[1:]
+    for number, row in enumerate(rows):
+        if number and rows[number - 1][0] != row[0]:
+            table.add_section()
+        table.add_row(*row)
+    return table
+
+
+def markdown_tables(scores: Sequence[Score], prompts: str) -> str:
+    """The same for a document."""
+    text = f"{quality_caption(scores, prompts)}\n\n{_markdown(figures_of_quality(scores))}"
+    costs = figures_of_costs(scores)
+    return text if costs is None else f"{text}\n{_COSTS}\n\n{_markdown(costs)}"
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(cell.strip() for cell in row)} |" for row in rows]
+    heading, *others = rows
+    named = [heading, *([row[0], f"`{row[1]}`", *row[2:]] for row in others)]
+    lines = [f"| {' | '.join(cell.strip() for cell in row)} |" for row in named]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) + "\n"
 
 
@@ -249,7 +215,7 @@ def write_results(folder: Path, results: Results) -> None:
     contents = (
         json.dumps(results.as_json(), indent=2) + "\n",
         table.getvalue(),
-        markdown_table(results.scores, results.prompts),
+        markdown_tables(results.scores, results.prompts),
     )
     for name, content in zip(FILES, contents, strict=True):
         temporary = folder / f".{name}.{os.getpid()}"

@@ -15,12 +15,7 @@ from decode_engine.evaluation.pictures import (
     draw_pictures,
     pareto_front,
 )
-from decode_engine.evaluation.results import (
-    costs_table,
-    results_table,
-    warnings,
-    write_results,
-)
+from decode_engine.evaluation.results import tables, warnings, write_results
 from tests.decode_engine.evaluation.evaluation_samples import some_results, some_scores
 
 
@@ -42,10 +37,8 @@ def test_results_hold_every_score(tmp_path: Path) -> None:
 def test_tables_on_the_terminal(tmp_path: Path) -> None:
     scores = some_scores()
     console = Console(width=200, record=True, file=(tmp_path / "table").open("w"))
-    console.print(results_table(scores, "title", "exact"))
-    costs = costs_table(scores)
-    assert costs is not None
-    console.print(costs)
+    for table in tables(scores, "title", "exact"):
+        console.print(table)
     text = console.export_text()
     assert text.count("csattention") == 8
     assert "20.0% │   2.0% │ 10.0% │      8.0%" in text.replace("\u2502", "│")
