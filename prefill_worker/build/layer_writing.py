@@ -30,7 +30,7 @@ from index_store.errors import InvalidArgumentError
 from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.coarse_rows.two_planes import find_low_plane, read_rows
-from index_store.indexes.interface.layer_index import ClusterStarts, LayerIndex, LayerSource, all_finite
+from index_store.indexes.interface.layer_index import LayerIndex, LayerSource, all_finite
 from index_store.methods.method import IndexSpec
 from index_store.selection.budgets import CLUSTERS
 from index_store.selection.calibration import ThresholdCalibrator
@@ -90,10 +90,6 @@ class StoredRows:
         """What the layer does to logits, as far as indexes depend on it: its cap, which the manifest notes."""
         cap = self._context.manifest.prefill.get(LOGIT_CAP)
         return PLAIN if cap is None else LogitForm(float(cap))
-
-    def cluster_starts(self, layer: int) -> ClusterStarts | None:
-        """Those of a second reading with approximate attention."""
-        return None if self._read_again is None else self._read_again.cluster_starts(layer)
 
     def release(self, layer: int) -> None:
         """Frees what a second reading keeps of the layer."""
@@ -511,8 +507,8 @@ class LayerWriting:
         sample = None
         if searched:
             with self._stream.running():
-                sample, starts = rows.query_sample(layer), rows.cluster_starts(layer)
-            source = LayerSource(kv_HN2D, sample, self._frequencies, starts)
+                sample = rows.query_sample(layer)
+            source = LayerSource(kv_HN2D, sample, self._frequencies)
         if captured is not None:
             with self._stream.running():  # which chunks wait for: they are copied by other streams
                 chunks = captured.chunks(layer, sample)

@@ -22,7 +22,6 @@ from transformers import AttentionInterface
 
 from index_store.attention.attention_state import PLAIN, AttentionState, LogitForm
 from index_store.attention.fused import attend_recent, narrow, widen
-from index_store.indexes.interface.layer_index import ClusterStarts
 from index_store.models.state_cache import StateCache, TextStates, attending_layer
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.dtypes import dtype_name, stored_dtype
@@ -349,12 +348,6 @@ class Capture:
             raise ValueError(f"layer {layer} has not seen any query, or was released")
         order = self._positions.argsort(stable=True)
         return QuerySample(queries.float()[:, order.to(self.device)], self._positions[order])
-
-    def cluster_starts(self, layer: int) -> ClusterStarts | None:
-        """Clusters that approximate attention found in a layer, on the capture's device; None without it."""
-        if self._approximation is None:
-            return None
-        return self._approximation.starts(layer, self.identity.kv_heads, self.token_count)
 
     @property
     def _positions(self) -> Tensor:

@@ -118,9 +118,6 @@ def _turn(vectors: Tensor, angles: Tensor) -> Tensor:
 
 _SEEDS = 2**31
 
-_STARTED = 4
-"""Of how many iterations k-means takes one where it starts from clusters: docs/prefill.md has the measurement."""
-
 _ORDER = (
     "counts",
     "means",
@@ -179,7 +176,6 @@ def build_clusters(parameters: ClusterParameters, source: LayerSource, seed: int
     blocks = _blocks(count, parameters)
     clusters = blocks[-1].end_cluster
     arrays = _empty_arrays(parameters.moments, heads, count, clusters, head_dim)
-    order_HN, iterations = _order(parameters, source)
     frequencies_F = None
     if parameters.window > 0:
         frequencies_F = check_frequencies(source.inverse_frequencies, head_dim).float()
@@ -193,10 +189,9 @@ def build_clusters(parameters: ClusterParameters, source: LayerSource, seed: int
             cluster_P = assign_clusters(
                 keys_PD,
                 own,
-                iterations,
+                parameters.iterations,
                 (seed + head * len(blocks) + number) % _SEEDS,
                 parameters.metric,
-                None if order_HN is None else order_HN[head, block.first : block.end] - block.first,
             )
             values_PD = source.values_HND[head, block.first : block.end].float()
             arrays["assignment"][head, block.first : block.end] = cluster_P + block.first_cluster
@@ -215,7 +210,6 @@ def build_clusters_on_device(
 
     heads, count, head_dim = source.keys_HND.shape
     compared_HND = None
-    order_HN, iterations = _order(parameters, source)
     frequencies_F = None
     if parameters.window > 0:
         frequencies_F = check_frequencies(source.inverse_frequencies, head_dim).float()
@@ -224,31 +218,14 @@ def build_clusters_on_device(
         source.kv_HN2D,
         _blocks(count, parameters),
         metric=parameters.metric,
-        iterations=iterations,
+        iterations=parameters.iterations,
         moments=parameters.moments,
         seed=seed,
         compared_HND=compared_HND,
-        order_HN=order_HN,
     )
     if frequencies_F is not None:
         arrays["frequencies"] = frequencies_F.to(source.kv_HN2D.device).repeat(heads, 1)
     return _ordered(arrays)
-
-
-def _order(parameters: ClusterParameters, source: LayerSource) -> tuple[Tensor | None, int]:
-    """The keys of every block by the clusters that prefill found, if it did, and the iterations of k-means.
-
-    Not with windowed RoPE, which clusters other vectors than prefill.
-    """
-    if source.starts is None or parameters.window > 0:
-        return None, parameters.iterations
-    clusters_HN = source.starts.clusters_HN.long()
-    blocks = _blocks(clusters_HN.shape[1], parameters)
-    ends = torch.tensor([blocks[0].first, *(block.end for block in blocks)], device=clusters_HN.device)
-    block_N = torch.bucketize(torch.arange(clusters_HN.shape[1], device=ends.device), ends, right=True)
-    # Keys of one block stay together; those in none come first, as they do.
-    keyed_HN = block_N * (2 + clusters_HN.amax()) + clusters_HN + 1
-    return keyed_HN.argsort(dim=1, stable=True), max(1, parameters.iterations // _STARTED)
 
 
 def _blocks(count: int, parameters: ClusterParameters) -> list[KeyBlock]:

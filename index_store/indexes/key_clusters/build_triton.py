@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from index_store.indexes.kmeans.first_centroids import Blocks
-from index_store.indexes.kmeans.kmeans_triton import cluster_blocks
+from index_store.indexes.kmeans.kmeans_triton import find_clusters
 
 
 def build_device_clusters(
@@ -25,19 +25,18 @@ def build_device_clusters(
     moments: str,
     seed: int,
     compared_HND: Tensor | None = None,
-    order_HN: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """The arrays of `build.build_clusters`, on the device of the keys, without `frequencies`.
 
     kv_HN2D: [H, N, 2, d] keys and values. blocks: keys first..end-1 and their clusters, as `build.divide_keys`
     has them; keys in none (the sinks) are in no cluster. compared_HND: what means and variances are of and, rounded to
     the keys' dtype, what is clustered, where that is not the keys as stored (windowed RoPE). moments: none or
-    diagonal. order_HN: see `kmeans_triton.find_clusters`.
+    diagonal.
 
     Does not look at the values of its arguments, so that the host never waits; keys must be finite.
     """
     keys_HND = kv_HN2D[:, :, 0] if compared_HND is None else compared_HND
-    assignment = cluster_blocks(keys_HND.to(kv_HN2D.dtype), blocks, iterations, metric, seed, order_HN)
+    assignment = find_clusters(keys_HND.to(kv_HN2D.dtype), blocks, iterations, metric, seed)[0]
     offsets, members = list_device_members(assignment, blocks[-1][3])
     arrays = measure_members(keys_HND, kv_HN2D[:, :, 1], offsets, members, moments != "none")
     return {**arrays, "assignment": assignment, "offsets": offsets, "members": members}
@@ -192,7 +191,7 @@ def build_device_tree(
         coarse_blocks.append((begin, stop, coarse, coarse + own))
         coarse += own
     compared = _fill_empty(arrays["means"], arrays["counts"])
-    parents_HC = cluster_blocks(compared, coarse_blocks, iterations, metric, seed)
+    parents_HC = find_clusters(compared, coarse_blocks, iterations, metric, seed)[0]
     ordered = _order_by_parents(arrays, parents_HC, coarse)
     return {**ordered, **_coarse_moments(ordered, ordered["coarse_offsets"])}
 

@@ -33,10 +33,9 @@ def build_tables(parameters: TableParameters, source: LayerSource, seed: int) ->
     keys_HND = source.keys_HND
     dims_MB = subspace_dims(parameters, keys_HND.shape[2])
     sample_HPD = _with_directions(source.queries.queries_HPGD.flatten(1, 2), dims_MB)
-    starts_HXD = _starts(parameters, source)
     capacity = list_capacity(parameters, keys_HND.shape[1])
     collected: dict[str, list[list[Tensor]]] = {"centroids": [], "scales": [], "scores": [], "ids": []}
-    for head, (keys_ND, sample_PD) in enumerate(zip(keys_HND, sample_HPD, strict=True)):
+    for keys_ND, sample_PD in zip(keys_HND, sample_HPD, strict=True):
         per_head: dict[str, list[Tensor]] = {name: [] for name in collected}
         for subspace, dims in enumerate(dims_MB):
             centroids = spherical_kmeans(
@@ -44,7 +43,6 @@ def build_tables(parameters: TableParameters, source: LayerSource, seed: int) ->
                 parameters.centroids,
                 parameters.iterations,
                 seed + subspace,
-                None if starts_HXD is None else starts_HXD[head][:, dims],
             )
             slices = keys_ND[:, dims].float()
             if parameters.scores == "cosine":
@@ -74,7 +72,6 @@ def build_tables_on_device(parameters: TableParameters, source: LayerSource, see
         "centroids": parameters.centroids,
         "iterations": parameters.iterations,
         "seed": seed,
-        "starts_HXD": _starts(parameters, source),
     }
     if parameters.layout == "dense":
         return build_device_tables(keys_HND, sample_HPD, dims_MB, **numbers, cosine=cosine)
@@ -100,12 +97,6 @@ def _with_directions(sample_HPD: Tensor, dims_MB: Tensor) -> Tensor:
     for head, subspace in empty_HM.nonzero().tolist():
         filled[head][:, dims_MB[subspace].to(filled.device)] = 1.0
     return filled
-
-
-def _starts(parameters: TableParameters, source: LayerSource) -> Tensor | None:
-    """Means of queries that k-means starts from, where prefill has found enough of them."""
-    starts = source.starts
-    return starts.queries_HXD if starts and starts.queries_HXD.shape[1] > parameters.centroids else None
 
 
 def _compress(scores_CN: Tensor, layout: str, capacity: int) -> dict[str, Tensor]:

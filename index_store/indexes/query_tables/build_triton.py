@@ -28,17 +28,15 @@ def build_device_tables(
     iterations: int,
     seed: int,
     cosine: bool = False,
-    starts_HXD: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Arrays of dense query tables on the device of the keys: `centroids`, `scales` and `scores`.
 
     keys_HND: [H, N, d] with contiguous rows. sample_HPD: [H, P, d] sampled queries of each KV head's whole group.
-    dims_MB: [m, B] dimensions of each subspace. cosine: scores of normalised key slices. starts_HXD: means of clusters
-    of such queries, of which k-means takes its seeds.
+    dims_MB: [m, B] dimensions of each subspace. cosine: scores of normalised key slices.
 
     centroids [H, m, C, B] float32 of unit length, scales [H, m] float32, scores [H, m, C, N] int8.
     """
-    found = cluster_queries(sample_HPD, dims_MB, centroids, iterations, seed, starts_HXD)
+    found = cluster_queries(sample_HPD, dims_MB, centroids, iterations, seed)
     dims = dims_MB.to(keys_HND.device, non_blocking=True)
     if cosine:
         slices = normalize(keys_HND[..., dims].float(), dim=-1)
@@ -60,13 +58,12 @@ def build_device_lists(
     seed: int,
     capacity: int,
     cosine: bool = False,
-    starts_HXD: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Arrays of Top-L lists of the best L = capacity keys of every centroid, best first; otherwise as dense tables.
 
     centroids [H, m, C, B] float32 of unit length, scales [H, m] float32, scores [H, m, C, L] int16, ids int32.
     """
-    found = cluster_queries(sample_HPD, dims_MB, centroids, iterations, seed, starts_HXD)
+    found = cluster_queries(sample_HPD, dims_MB, centroids, iterations, seed)
     dims = dims_MB.to(keys_HND.device, non_blocking=True)
     heads, count, _ = keys_HND.shape
     subspaces = len(dims)
@@ -96,18 +93,13 @@ def cluster_queries(
     centroids: int,
     iterations: int,
     seed: int,
-    starts_HXD: Tensor | None = None,
 ) -> Tensor:
     """Unit-length centroids [H, m, C, B] float32 of the sampled queries' slices."""
     heads = len(sample_HPD)
     dims = dims_MB.to(sample_HPD.device, non_blocking=True)
     subspaces, width = dims.shape
-
-    def slices(rows_HXD: Tensor) -> Tensor:
-        return rows_HXD[..., dims].permute(0, 2, 1, 3).reshape(heads * subspaces, -1, width)
-
-    starts_YXB = None if starts_HXD is None else slices(starts_HXD)
-    found = spherical_kmeans_batch(slices(sample_HPD), centroids, iterations, seed, starts_YXB)
+    slices_YPB = sample_HPD[..., dims].permute(0, 2, 1, 3).reshape(heads * subspaces, -1, width)
+    found = spherical_kmeans_batch(slices_YPB, centroids, iterations, seed)
     return found.view(heads, subspaces, centroids, width)
 
 
