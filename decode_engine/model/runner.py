@@ -316,6 +316,7 @@ class ModelRunner:
         self._check_tokens(sessions, token_ids)
         # A state goes on through all tokens of a sequence, so these are of one session alone.
         alone = self.identity.states is not None and not _steps(sessions, token_ids)
+        alone = alone or bool(self.identity.index_keys)
         at_once = [[row] for row in range(len(sessions))] if alone else [list(range(len(sessions)))]
         steps: list[DecodeStep] = []
         logits: list[Tensor] = []

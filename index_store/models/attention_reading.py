@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from index_store.models.model_folder import ModelFolder, first_line
 from index_store.models.quantized import widened
-from index_store.models.state_cache import StateCache
+from index_store.models.state_cache import IndexCache, StateCache
 from index_store.store.description.context_id import ModelStates
 
 
@@ -50,19 +50,10 @@ def read_config(folder: ModelFolder) -> Any:
     quantized = value(config, "quantization_config") or value(whole, "quantization_config")
     if quantized is not None:
         config.quantization_config = widened(folder, quantized)
-    for name, feature in _OTHER_STATE.items():
-        if value(config, name):
-            raise folder.refuse(f"it has {feature} ({name} {value(config, name)})")
     absent = [name for name in ("num_hidden_layers", "vocab_size") if not value(config, name)]
     if absent:
         raise folder.refuse(f"its configuration has no {', '.join(absent)}")
     return config
-
-
-_OTHER_STATE: Mapping[str, str] = {
-    "index_topk": "attention that selects its keys by a learnt index of its own",
-}
-"""Settings of attention that keeps something else than keys and values, or reads them otherwise."""
 
 
 def value(config: Any, name: str) -> Any:
@@ -164,12 +155,11 @@ _TOKENS = 5
 _FEATURES: Mapping[str, str] = {
     "position_bias": "learnt biases of positions",
     "sinks": "sinks that depend on the text",
-    "indices": "keys that a learnt index of its own selects",
     "block_indices": "blocks of keys that a learnt index of its own selects",
 }
 """Arguments of the attention interface that no store of keys and values can serve, in words."""
 
-_UNDERSTOOD = frozenset({"sliding_window", "softcap", "s_aux", "is_causal"})
+_UNDERSTOOD = frozenset({"sliding_window", "softcap", "s_aux", "is_causal", "indices"})
 _WITHOUT_EFFECT = frozenset(
     {
         "dropout",
@@ -190,7 +180,8 @@ class LayerReading:
     head_dim: of queries and keys, or of values where those are wider; the narrower ones are filled up with zeros.
     window: a query sees so many keys, its own included; None for all. chunked: those of its own chunk of so many.
     scale: of the logits. cap: see `LogitForm`. sinks: name of the decoder's parameter with a learnt sink for
-    every query head; None without.
+    every query head; None without. index_keys: numbers in a token's key of the model's own index, for which the last KV
+    head stands in layers without a window; 0 without such an index.
     """
 
     query_heads: int
@@ -201,6 +192,7 @@ class LayerReading:
     cap: float | None
     sinks: str | None
     chunked: bool = False
+    index_keys: int = 0
 
 
 def logit_cap(readings: Sequence[LayerReading]) -> float | None:
@@ -210,11 +202,12 @@ def logit_cap(readings: Sequence[LayerReading]) -> float | None:
 
 @dataclass(slots=True)
 class _Notes:
-    """Of one pass. cache: of a model with states. names: of the decoder's parameters, by id. masks: those that were
-    made, with the functions that they show. calls: of attention, in order.
+    """Of one pass. cache: of a model with states. index: of one with an index of its own. names: of the decoder's
+    parameters, by id. masks: those that were made, with the functions that they show. calls: of attention, in order.
     """
 
     cache: StateCache | None
+    index: IndexCache | None = None
     names: dict[int, str] = field(default_factory=dict)
     masks: list[tuple[Tensor, Callable[..., Tensor]]] = field(default_factory=list)
     calls: list[_Call] = field(default_factory=list)
@@ -262,7 +255,8 @@ def read_layers(folder: ModelFolder, config: Any) -> tuple[tuple[LayerReading, .
     if not calls[0].handed_on:
         raise folder.refuse("its layers do not hand on to the attention function what they are called with")
     limit = max_positions(folder, config)
-    readings = tuple(_read(folder, config, call, limit) for call in calls)
+    width = 0 if notes.index is None else notes.index.width
+    readings = tuple(_read(folder, config, call, limit, width) for call in calls)
     _check_cache(folder, config, dict(zip(attending, readings, strict=True)), limit)
     return readings, states
 
@@ -316,7 +310,7 @@ def _check_order(
     return states
 
 
-def _read(folder: ModelFolder, config: Any, call: _Call, limit: int) -> LayerReading:
+def _read(folder: ModelFolder, config: Any, call: _Call, limit: int, index_keys: int) -> LayerReading:
     layer, given = call.layer, call.arguments
     _check_arguments(folder, call)
     (_, query_heads, tokens, head_dim), (_, kv_heads, keys, _), width = call.query, call.key, call.value[-1]
@@ -334,6 +328,14 @@ def _read(folder: ModelFolder, config: Any, call: _Call, limit: int) -> LayerRea
         raise folder.refuse(f"layer {layer} has sinks that are not one learnt number for every query head")
     cap = given.get("softcap")
     window, chunked = _window(folder, config, call, limit)
+    if index_keys > 2 * max(head_dim, width):
+        raise folder.refuse(
+            f"keys of its own index have {index_keys} numbers, more than a key and a value ({2 * max(head_dim, width)})"
+        )
+    if window is not None:
+        index_keys = 0
+    if index_keys:  # they are kept as those of one KV head more
+        query_heads, kv_heads = query_heads + query_heads // kv_heads, kv_heads + 1
     return LayerReading(
         query_heads,
         kv_heads,
@@ -343,6 +345,7 @@ def _read(folder: ModelFolder, config: Any, call: _Call, limit: int) -> LayerRea
         None if not cap else float(cap),
         call.sinks,
         chunked,
+        index_keys,
     )
 
 
@@ -415,7 +418,8 @@ def _take_notes(folder: ModelFolder, config: Any) -> _Notes:
         "cpu": lambda: decoder_of(_hollow(skeleton)),
     }
     for device, made in tries.items():
-        notes = _Notes(StateCache.noting(decoder.config))
+        cache = StateCache.noting(decoder.config)
+        notes = _Notes(cache, IndexCache.noting(decoder.config) if cache is None else None)
         try:
             _run(made(), device, notes)
             return notes
@@ -447,7 +451,8 @@ def _run(decoder: Any, device: str, notes: _Notes) -> None:
         with torch.device(device), torch.inference_mode(), _quietly():
             # Without position_ids, which count from 0, and with a mask, so that nobody looks for numbers in them.
             ids = torch.zeros(1, _TOKENS, dtype=torch.long)
-            states = {} if notes.cache is None else {"cache": notes.cache}
+            cache = notes.cache or notes.index
+            states = {} if cache is None else {"cache": cache}
             mask = torch.ones_like(ids)
             decoder(input_ids=ids, attention_mask=mask, use_cache=False, attention_notes=True, **states)
     finally:

@@ -208,7 +208,12 @@ def write_layers(
                 f"--attention muse cannot approximate capped logits, which model {job.identity.name!r} has; "
                 "leave it out"
             )
-        for spec in specs:
+        if config.muse is not None and job.identity.index_keys:
+            raise InvalidArgumentError(
+                f"--attention muse cannot approximate attention to keys that model {job.identity.name!r} selects by an "
+                "index of its own; leave it out"
+            )
+        for spec in specs if job.identity.searched_layers else ():
             check_build(spec, job.identity, frequencies, kv_dtype, config.torch_device)
     compute = next(loaded.model.parameters()).dtype
     placement = place_kv(
