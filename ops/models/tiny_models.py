@@ -58,6 +58,7 @@ SMALL: Mapping[str, object] = {
     "rotary_dim": 8,
     "index_topk": 128,
     "index_head_dim": 16,
+    "index_n_heads": 16,
 }
 LATENT: Mapping[str, object] = {
     "num_key_value_heads": 4,
