@@ -6,9 +6,10 @@ to the sessions' own tails instead of a transformers cache. So does a batch of d
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from decode_engine.layers.dense_layer import DenseLayer, attend_dense_together
 from decode_engine.layers.sparse_layer import SparseLayer, attend_sparse_together
 from index_store.attention.fused import narrow, widen
 from index_store.errors import InvalidArgumentError
-from index_store.models.state_cache import IndexCache, StateCache, attending_layer, without_index_head
+from index_store.models.state_cache import IndexCache, StateCache, passed, without_index_head
 from index_store.store.description.dtypes import stored_dtype
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class DecodeStep:
     counts: how many tokens each has. exact: every layer attends to everything, whatever the sessions' methods. shared:
     the positions of a session share one selection in every layer. rows: every token is computed as a step of its own
     would be. drafts: sessions that draft do so. between: called after each layer's attention. cache: of the states of a
-    model that has some. index: of a model with an index of its own, of which one session comes at a time.
+    model that has some. index: of a model with an index of its own, of which one session comes at a time. calls:
+    numbers those of attention: layers attend in the same order in every pass, some several times.
     """
 
     sessions: Sequence[Session]
@@ -48,6 +50,7 @@ class DecodeStep:
     between: Callable[[], None] = lambda: None
     cache: StateCache | None = None
     index: IndexCache | None = None
+    calls: Iterator[int] = field(default_factory=itertools.count)
 
     def advance(self) -> None:
         """Has the sessions go on behind their tokens: the pass has succeeded."""
@@ -131,8 +134,11 @@ def decode_attention(
     Raises InvalidArgumentError without either step, or with a mask that such an index did not need (tokens are never
     padded).
     """
+    if decode_step is None and step_batch is None:
+        found = passed()
+        decode_step, step_batch = (found, None) if isinstance(found, DecodeStep) else (None, found)
     step = decode_step or step_batch
-    layer = attending_layer(module, None if step is None else step.cache)
+    layer = -1 if step is None else next(step.calls)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     width = value.shape[-1]
     if width != key.shape[-1]:

@@ -167,7 +167,6 @@ _WITHOUT_EFFECT = frozenset(
         "position_ids",
         "use_cache",
         "cache_position",
-        "attention_notes",
         "encoder_hidden_states",
     }
 )
@@ -217,7 +216,7 @@ class _Notes:
 class _Call:
     """One call of the attention function. mask: its function; None without one. foreign: the mask is the layer's own.
 
-    sinks: name of the parameter that was given for them. handed_on: what the model was called with arrives.
+    sinks: name of the parameter that was given for them.
     """
 
     layer: int | None
@@ -229,7 +228,6 @@ class _Call:
     mask: Callable[..., Tensor] | None
     foreign: bool
     sinks: str | None
-    handed_on: bool
     arguments: Mapping[str, Any]
 
 
@@ -252,8 +250,6 @@ def read_layers(folder: ModelFolder, config: Any) -> tuple[tuple[LayerReading, .
     calls = notes.calls
     attending = [call.layer for call in calls]
     states = _check_order(folder, config, notes, attending)
-    if not calls[0].handed_on:
-        raise folder.refuse("its layers do not hand on to the attention function what they are called with")
     limit = max_positions(folder, config)
     width = 0 if notes.index is None else notes.index.width
     readings = tuple(_read(folder, config, call, limit, width) for call in calls)
@@ -280,7 +276,7 @@ def _check_cache(
 def _check_order(
     folder: ModelFolder, config: Any, notes: _Notes, found: Sequence[int | None]
 ) -> ModelStates | None:
-    """Every layer must attend exactly once, one after another, or keep a state; returns what those keep."""
+    """Every layer must attend, one after another, or several times, or keep a state; returns what those keep."""
     layers = int(config.num_hidden_layers)
     if not found and notes.cache is not None:
         raise folder.refuse(
@@ -289,9 +285,11 @@ def _check_order(
     if not found:
         raise folder.refuse("its attention does not go through transformers' attention interface")
     if len(set(found)) < len(found):
-        raise folder.refuse(
-            f"its {len(set(found))} layers attend {len(found)} times in a pass; every layer must attend once"
-        )
+        if notes.cache is not None or notes.index is not None:
+            raise folder.refuse(
+                f"its {len(set(found))} layers attend {len(found)} times in a pass, and keep more than keys and values"
+            )
+        return None  # each time with keys of its own: calls are counted
     attending = [layer for layer in found if layer is not None]
     if attending != sorted(found, key=lambda layer: -1 if layer is None else layer):
         raise folder.refuse(f"its layers attend in the order {list(found)}, expected one after another")
@@ -454,7 +452,7 @@ def _run(decoder: Any, device: str, notes: _Notes) -> None:
             cache = notes.cache or notes.index
             states = {} if cache is None else {"cache": cache}
             mask = torch.ones_like(ids)
-            decoder(input_ids=ids, attention_mask=mask, use_cache=False, attention_notes=True, **states)
+            decoder(input_ids=ids, attention_mask=mask, use_cache=False, **states)
     finally:
         _running.notes = None
 
@@ -500,7 +498,6 @@ def _note_call(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    attention_notes: bool = False,
     **arguments: object,
 ) -> tuple[Tensor, None]:
     notes: _Notes = _running.notes
@@ -519,7 +516,6 @@ def _note_call(
             mask,
             attention_mask is not None and mask is None,
             notes.names.get(id(arguments.get("s_aux"))),
-            attention_notes,
             arguments,
         )
     )

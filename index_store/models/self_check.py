@@ -10,12 +10,13 @@ Shape legend: Hq query heads, H KV heads, T tokens, V vocabulary, d head dim.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -30,7 +31,8 @@ from index_store.models.state_cache import (
     IndexCache,
     StateCache,
     TextStates,
-    attending_layer,
+    passed,
+    passing,
     without_index_head,
 )
 from index_store.store.description.context_id import ModelIdentity
@@ -62,7 +64,8 @@ logger = logging.getLogger(__name__)
 class PlainPass:
     """One pass with plain attention. queries: [Hq, T, d] of every layer as the model gives them. kv: [H, T, 2, d].
 
-    cache: where a model with states puts them, which nobody reads. index: of a model with an index of its own.
+    cache: where a model with states puts them, which nobody reads. index: of a model with an index of its own. calls:
+    numbers those of attention.
     """
 
     identity: ModelIdentity
@@ -72,6 +75,7 @@ class PlainPass:
     kv: dict[int, Tensor] = field(default_factory=dict)
     cache: StateCache | None = None
     index: IndexCache | None = None
+    calls: Iterator[int] = field(default_factory=itertools.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +180,7 @@ def _logits(
     elif plain_pass is not None and plain_pass.identity.index_keys:
         plain_pass.index = IndexCache(plain_pass.identity.layers)
         more |= plain_pass.index.inputs(len(ids), weight.device)
-    with torch.inference_mode(), using_attention(model, attention):
+    with torch.inference_mode(), using_attention(model, attention), passing(plain_pass):
         out = model(
             input_ids=ids.to(weight.device)[None], position_ids=positions[None], use_cache=False, **more
         )
@@ -189,7 +193,7 @@ def _attend_plainly(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    plain_pass: PlainPass,
+    plain_pass: PlainPass | None = None,
     indices: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
@@ -197,7 +201,8 @@ def _attend_plainly(
 
     indices: positions [1, T, K] that the model selected by an index of its own.
     """
-    layer = attending_layer(module, plain_pass.cache)
+    plain_pass = plain_pass or cast(PlainPass, passed())
+    layer = next(plain_pass.calls)
     reading, form = plain_pass.readings[layer], plain_pass.forms[layer]
     width, own_heads = value.shape[-1], query.shape[1]
     query, key, value = widen(query, key, value)

@@ -9,12 +9,13 @@ Models that select what they attend to by an index of their own give the cache i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
 from transformers.cache_utils import (
@@ -139,7 +140,6 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers has no types here
         self.numbers = numbers
         self.attending = -1
         self.begun = False
-        self._attends: Sequence[int] = ()
         self._held: list[tuple[int, StatePart, Tensor]] = []
         self._texts: Sequence[TextStates] = ()
         self._parts: Sequence[Tensor] = ()
@@ -160,7 +160,7 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers has no types here
             for layer in part.layers:
                 numbers[layer] = max(numbers[layer], part.number + 1)
         made = cls(numbers)
-        made._attends, made.begun = model.attending, begun
+        made.begun = begun
         for part, own in zip(model.parts, parts, strict=True):
             for layer, rows in zip(part.layers, own, strict=True):
                 _put(made.layers[layer], part.kind, part.number, rows, begun)
@@ -196,11 +196,6 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers has no types here
             StateCache._tell()
         state: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
         return state
-
-    @property
-    def place(self) -> int:
-        """Which of the layers that attend does so next."""
-        return self._attends.index(self.attending)
 
     def settle(self) -> None:
         """Puts what a pass has left into the states that the cache began with, where a layer did not do so itself."""
@@ -352,9 +347,22 @@ def without_index_head(out: Tensor, heads: int) -> Tensor:
     return out[:, :, :heads]
 
 
-def attending_layer(module: nn.Module, cache: StateCache | None) -> int:
-    """Which of the layers that attend a module belongs to, which calls the attention function."""
-    return int(module.layer_idx) if cache is None else cache.place  # type: ignore[arg-type]
+_running = threading.local()
+
+
+@contextmanager
+def passing(what: object) -> Iterator[None]:
+    """Runs a model for this: the attention function asks (`passed`) where layers do not hand on what they are given."""
+    before, _running.what = passed(), what
+    try:
+        yield
+    finally:
+        _running.what = before
+
+
+def passed() -> Any:
+    """What this thread runs a model for; None where it was not said."""
+    return getattr(_running, "what", None)
 
 
 def _held(layer: Any, kind: str) -> dict[int, Any]:

@@ -12,9 +12,11 @@ P sampled tokens, d head dim.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ from index_store.models.state_cache import (
     IndexCache,
     StateCache,
     TextStates,
-    attending_layer,
+    passed,
     without_index_head,
 )
 from index_store.store.description.context_id import ModelIdentity
@@ -107,6 +109,7 @@ class Capture:
         self._behind = 0
         self.cache: StateCache | None = None
         self.index: IndexCache | None = None
+        self.calls: Iterator[int] = itertools.count()
         self._start = self._count = 0
         self._kept_T = torch.empty(0, dtype=torch.int64)
         self._first_row = 0
@@ -149,6 +152,7 @@ class Capture:
     def begin_pass(self, dtype: torch.dtype) -> Mapping[str, object]:
         """What else the next forward pass is called with, by a model that computes in the dtype."""
         model = self.identity.states
+        self.calls = itertools.count()
         if self.identity.index_keys:
             rows = partial(self._rows_to, end=self._start)
             self.index = IndexCache(self.identity.layers, self._start, rows, self.kv_dtype)
@@ -454,7 +458,7 @@ def capture_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    capture: Capture,
+    capture: Capture | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -467,7 +471,8 @@ def capture_attention(
     apply (inference, one sequence); which layers have a window says the model's identity. indices: positions [1, T, K]
     that the model selected by an index of its own.
     """
-    layer = attending_layer(module, capture.cache)
+    capture = capture or cast(Capture, passed())
+    layer = next(capture.calls)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     width, heads = value.shape[-1], query.shape[1]
     query, key, value = widen(query, key, value)

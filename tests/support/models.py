@@ -85,6 +85,8 @@ LAYER_KINDS: Mapping[str, tuple[str, Mapping[str, object]]] = MappingProxyType(
         "single tokens": ("jamba", _JAMBA),
         "learnt index": ("deepseek_v32", {**_LATENT, **_LEARNT, "num_experts_per_tok": 2}),
         "latents": ("deepseek_v3", {**_LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2}),
+        "several times": ("diffllama", {}),
+        "nothing handed on": ("nemotron", {}),
         "chunks": ("llama4_text", {**_EXPERTS, **_CHUNKS}),
         "caps": ("gemma2", {**_WINDOWS, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4}),
     }

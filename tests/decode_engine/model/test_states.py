@@ -1,7 +1,7 @@
 """Models with recurrent and convolution states: those behind a text's last token are part of what is stored.
 
-And models whose mixers read single tokens alone behind a state, that attend in chunks, by latents, or to what an index
-of their own selects, in every way in which tokens may come to stand behind a text.
+And models whose mixers read single tokens alone behind a state, that attend in chunks, by latents, to what an index of
+their own selects, or several times in a layer, in every way in which tokens may come to stand behind a text.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ KINDS = ("states", "convolutions")
 with_states = pytest.mark.parametrize("own", KINDS, indirect=True)
 
 
-@pytest.fixture(scope="module", params=(*KINDS, "single tokens", "chunks", "latents", "learnt index"))
+OTHERS = ("single tokens", "chunks", "latents", "learnt index", "several times", "nothing handed on")
+
+
+@pytest.fixture(scope="module", params=(*KINDS, *OTHERS))
 def own(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A served model, and what it answers by itself."""
     path = tmp_path_factory.mktemp("states")
