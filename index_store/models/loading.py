@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -37,7 +37,7 @@ from index_store.models.attention_reading import (
 from index_store.models.digests import Progress, Stamp, hash_files
 from index_store.models.model_folder import ModelFolder, first_line, weight_files, weights_entry
 from index_store.models.resolve import resolve_model
-from index_store.models.self_check import Examination, Verdict, examine, remembered
+from index_store.models.self_check import Examination, Verdict, examine, remembered, short_lists
 from index_store.models.token_by_token import noting_readers, read_singly
 from index_store.models.tokenizer import Tokenizer, load_tokenizer, tokenizer_fingerprint
 from index_store.store.description.context_id import LayerShape, ModelIdentity, ModelStates, WindowLayers
@@ -134,6 +134,7 @@ def _describe(folder: ModelFolder) -> ModelIdentity:
         max_positions=max_positions(folder, config),
         window=window,
         states=states,
+        index_keys=max((reading.index_keys for reading in readings), default=0),
     )
 
 
@@ -264,18 +265,19 @@ class LoadedModel:
 
         def find_out() -> Verdict:
             try:
-                seen = examine(self.model, self.identity, self.readings, self.forms)
-                if seen.difference is not None:
-                    return {"attention": seen.difference}
-                with noting_readers(self.model) as readers:
-                    found = check(seen)
-                if found.get(what) is not None and readers:
-                    undo = read_singly(self.model, readers)
-                    if (again := check(seen)).get(what) is None:
-                        found = {**again, _SINGLY: " ".join(readers)}
-                    else:
-                        undo()
-                return {"attention": None, **found}
+                with short_lists(self.model):
+                    seen = examine(self.model, self.identity, self.readings, self.forms)
+                    if seen.difference is not None:
+                        return {"attention": seen.difference}
+                    with noting_readers(self.model) as readers:
+                        found = check(seen)
+                    if found.get(what) is not None and readers:
+                        undo = read_singly(self.model, readers)
+                        if (again := check(seen)).get(what) is None:
+                            found = {**again, _SINGLY: " ".join(readers)}
+                        else:
+                            undo()
+                    return {"attention": None, **found}
             except Exception as error:  # whatever an unusual layer may raise
                 raise ModelUnsupportedError(
                     f"model {self.identity.name!r} cannot be served: it cannot be compared with its own attention "
@@ -436,7 +438,7 @@ def _forms(model: Any, readings: Sequence[LayerReading]) -> tuple[LogitForm, ...
     def form(own: LayerReading) -> LogitForm:
         if own.sinks is None:
             return PLAIN if own.cap is None else LogitForm(own.cap)
-        sinks: Tensor = decoder.get_parameter(own.sinks)
-        return LogitForm(own.cap, sinks.detach().float().view(own.kv_heads, -1))
+        sinks = decoder.get_parameter(own.sinks).detach().float()
+        return LogitForm(own.cap, pad(sinks, (0, own.query_heads - len(sinks))).view(own.kv_heads, -1))
 
     return tuple(map(form, readings))

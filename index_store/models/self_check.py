@@ -10,12 +10,13 @@ Shape legend: Hq query heads, H KV heads, T tokens, V vocabulary, d head dim.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -26,14 +27,21 @@ from index_store.attention.attention_state import LogitForm
 from index_store.attention.fused import narrow, widen
 from index_store.models.attention_reading import LayerReading
 from index_store.models.digests import keep, recall
-from index_store.models.state_cache import StateCache, TextStates, attending_layer
+from index_store.models.state_cache import (
+    IndexCache,
+    StateCache,
+    TextStates,
+    passed,
+    passing,
+    without_index_head,
+)
 from index_store.store.description.context_id import ModelIdentity
 
 TOKENS, CONTEXT = 96, 48
 """Tokens of the text, and how many of them are the context where it is cut in two."""
 
 _WINDOW = 24
-"""Windows are made this small for the check, so that a short text is longer."""
+"""Windows, and lists of a model's own index, are made this small for the check, so that a short text is longer."""
 
 _SHIFT = 1000
 """Positions by which the text is moved, at most, to see how keys are rotated."""
@@ -56,7 +64,8 @@ logger = logging.getLogger(__name__)
 class PlainPass:
     """One pass with plain attention. queries: [Hq, T, d] of every layer as the model gives them. kv: [H, T, 2, d].
 
-    cache: where a model with states puts them, which nobody reads.
+    cache: where a model with states puts them, which nobody reads. index: of a model with an index of its own. calls:
+    numbers those of attention.
     """
 
     identity: ModelIdentity
@@ -65,6 +74,8 @@ class PlainPass:
     queries: dict[int, Tensor] = field(default_factory=dict)
     kv: dict[int, Tensor] = field(default_factory=dict)
     cache: StateCache | None = None
+    index: IndexCache | None = None
+    calls: Iterator[int] = field(default_factory=itertools.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +177,10 @@ def _logits(
     if plain_pass is not None and plain_pass.identity.states is not None:
         texts = [TextStates(plain_pass.identity.states, weight.dtype, weight.device)]
         more["cache"] = plain_pass.cache = StateCache.over(texts)
-    with torch.inference_mode(), using_attention(model, attention):
+    elif plain_pass is not None and plain_pass.identity.index_keys:
+        plain_pass.index = IndexCache(plain_pass.identity.layers)
+        more |= plain_pass.index.inputs(len(ids), weight.device)
+    with torch.inference_mode(), using_attention(model, attention), passing(plain_pass):
         out = model(
             input_ids=ids.to(weight.device)[None], position_ids=positions[None], use_cache=False, **more
         )
@@ -179,14 +193,22 @@ def _attend_plainly(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    plain_pass: PlainPass,
+    plain_pass: PlainPass | None = None,
+    indices: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention of one text to itself, as the reading has it: query [1, Hq, T, d] -> [1, T, Hq, d]."""
-    layer = attending_layer(module, plain_pass.cache)
+    """Causal attention of one text to itself, as the reading has it: query [1, Hq, T, d] -> [1, T, Hq, d].
+
+    indices: positions [1, T, K] that the model selected by an index of its own.
+    """
+    plain_pass = plain_pass or cast(PlainPass, passed())
+    layer = next(plain_pass.calls)
     reading, form = plain_pass.readings[layer], plain_pass.forms[layer]
-    width = value.shape[-1]
-    query_HqTD, key_HTD, value_HTD = (tensor[0] for tensor in widen(query, key, value))
+    width, own_heads = value.shape[-1], query.shape[1]
+    query, key, value = widen(query, key, value)
+    if plain_pass.index is not None and reading.index_keys:
+        query, key, value = plain_pass.index.join(layer, query, key, value)
+    query_HqTD, key_HTD, value_HTD = query[0], key[0], value[0]
     plain_pass.queries[layer] = query_HqTD
     plain_pass.kv[layer] = torch.stack([key_HTD, value_HTD], dim=2)
     heads, tokens, dim = key_HTD.shape
@@ -199,13 +221,15 @@ def _attend_plainly(
         unseen |= places[:, None] // reading.window != places // reading.window
     elif reading.window is not None:
         unseen |= ages >= reading.window
+    if indices is not None:
+        unseen |= torch.ones_like(unseen).scatter_(1, indices[0].long(), False)
     logits.masked_fill_(unseen, -torch.inf)
     lse_HGT = logits.logsumexp(-1)
     if form.sink_HG is not None:
         lse_HGT = torch.logaddexp(lse_HGT, form.sink_HG[:, :, None])
     weights = torch.exp(logits - lse_HGT[..., None])
     out = torch.einsum("hgts,hsd->thgd", weights, value_HTD.float()).flatten(1, 2)
-    return narrow(out[None], width).to(query.dtype).contiguous(), None
+    return narrow(without_index_head(out[None], own_heads), width).to(query.dtype).contiguous(), None
 
 
 @contextmanager
@@ -228,6 +252,19 @@ def _small_windows(model: Any, identity: ModelIdentity) -> Iterator[ModelIdentit
     finally:
         for holder in holders:
             setattr(holder, name, window.size)
+
+
+@contextmanager
+def short_lists(model: Any) -> Iterator[None]:
+    """The model with lists of its own index that are shorter than the text of the check."""
+    sizes = {module: module.index_topk for module in model.modules() if hasattr(module, "index_topk")}
+    try:
+        for module, size in sizes.items():
+            module.index_topk = min(size, _WINDOW)
+        yield
+    finally:
+        for module, size in sizes.items():
+            module.index_topk = size
 
 
 def remembered(

@@ -88,7 +88,9 @@ def check(kind: str, folder: Path) -> dict[str, Any]:
                 if length == LENGTHS[0]:
                     found["differing"] = sorted(_differing(runner, context, without))
                     found["without"] = without
-            if any(what in found["attention"] for what in ("states", "chunk", "latents")):
+            if any(
+                what in found["attention"] for what in ("states", "chunk", "latents", "learnt", "several")
+            ):
                 found["equal"] |= _ways(runner, folder, model, length)
     except SparseKVError as error:
         return {"refused": _clause(error)}
@@ -135,6 +137,10 @@ def _describe(folder: Path) -> str:
     text = config.get("text_config", config)
     if text.get("kv_lora_rank"):
         parts.append("latents")
+    if len(readings) > (text.get("num_layers_per_stack") or text.get("num_hidden_layers") or len(readings)):
+        parts.append("layers that attend several times")
+    if any(own.index_keys for own in readings):
+        parts.append("a learnt index")
     if any("expert" in name and text[name] not in (None, 0, 1) for name in text):
         parts.append("experts")
     return ", ".join(parts)

@@ -56,6 +56,9 @@ SMALL: Mapping[str, object] = {
     "mamba_dt_rank": 8,
     "ssm_state_size": 16,
     "rotary_dim": 8,
+    "index_topk": 128,
+    "index_head_dim": 16,
+    "index_n_heads": 16,
 }
 LATENT: Mapping[str, object] = {
     "num_key_value_heads": 4,

@@ -388,8 +388,8 @@ class LayerWriting:
         the way how selective the attention of every layer is. rows: how those of a capture are written, one of
         `ROW_CODINGS`; in 8 bits the index HIGH_PLANE is among the indexes.
         """
-        full_layers = self._rows.identity.full_layers
-        self._indexes = [IndexWriting(self._writer, spec, full_layers, self._seed) for spec in indexes]
+        searched = self._rows.identity.searched_layers
+        self._indexes = [IndexWriting(self._writer, spec, searched, self._seed) for spec in indexes]
         self._measure = measure
         self._captured = None if capture is None else CapturedWriting(self._writer, capture, rows)
         for layer, record in {} if self._keeper is None else self._keeper.records().items():
@@ -513,7 +513,7 @@ class LayerWriting:
             with self._stream.running():  # which chunks wait for: they are copied by other streams
                 chunks = captured.chunks(layer, sample)
             self._submit(layer, chunks)
-        if sample is None:
+        if sample is None or layer not in rows.identity.searched_layers:
             if self._measure:
                 self._measured[layer] = EXACT
             return

@@ -35,14 +35,14 @@ MOST_LINES = {
     "decode_engine/host_search": 1_700,
     "decode_engine/kernels": 9_600,  # states are copied there, too
     "decode_engine/layers": 2_120,
-    "decode_engine/model": 2_580,  # drafts are chosen by time; a CPU's steps go through layers in few calls
+    "decode_engine/model": 2_610,  # drafts are chosen by time; a CPU's steps in few calls; models' own indexes
     "decode_engine/orders": 1_010,
     "decode_engine/processes": 3_210,  # draining by a client, ends told by the kernel; front doors of a cluster on Ray
     "decode_engine/rpc": 7_580,  # who calls, what they may, and what was refused; what is made again
     "decode_engine/settings": 640,  # the file of quotas
-    "decode_engine/steps": 2_970,  # with those of models with states
-    "index_store": 31_150,  # one loop over coded rows; tenants, quotas, options from files; contexts as single files, in object stores, and ended
-    "prefill_worker": 8_240,  # many documents on Ray; a job knows its tenant, and keeps states at marks
+    "decode_engine/steps": 2_980,  # with those of models with states
+    "index_store": 31_200,  # one loop over coded rows; tenants, quotas, options from files; contexts as single files, in object stores, and ended
+    "prefill_worker": 8_270,  # many documents on Ray; a job knows its tenant, and keeps states at marks
 }
 
 

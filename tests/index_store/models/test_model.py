@@ -239,13 +239,11 @@ LATENT = {
         ("vit", {}, "not a causal language model"),
         ("bert", {"max_position_embeddings": 512}, "layer 0 is not causal"),
         (
-            "stablelm",
-            {"intermediate_size": 64, "num_key_value_heads": 2},
-            "do not hand on to the attention function",
+            "deepseek_v32",
+            {"num_key_value_heads": 4, **LATENT},
+            "keys of its own index have 128 numbers, more than",
         ),
-        ("deepseek_v32", {"num_key_value_heads": 4, **LATENT}, "a learnt index of its own.*index_topk"),
         ("doge", {"num_key_value_heads": 2}, "layer 0 makes an attention mask of its own"),
-        ("diffllama", {"num_key_value_heads": 2}, "its 2 layers attend 4 times in a pass"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_weights_are_read(
