@@ -26,8 +26,8 @@ KINDS = ("engine", "replica", "worker", "door")
 _MARKS = {
     "engine": b"decode_engine\0serve",
     "worker": b"prefill_worker\0serve",
-    "replica": b"ServeReplica:sparsekv:engine",
-    "door": b"ServeReplica:sparsekv:door",
+    "replica": b"ray::Engine",
+    "door": b"ray::Door",
     "head": b"gcs/gcs_server",
 }
 _HEAD_EVERY = 25

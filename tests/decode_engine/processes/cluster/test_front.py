@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import httpx
@@ -15,8 +16,11 @@ from decode_engine.processes.cluster.front import FrontDoor
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.routing.router import Replica
 from decode_engine.rpc.server import DecodeServer
+from decode_engine.rpc.transport.calls import Limits
 from index_store.errors import ContextNotFoundError, InvalidArgumentError
 from sparsekv.v1 import context_pb2, generation_pb2
+from tests.support.serving.raw_http2 import GENERATE, RawConnection
+from tests.support.waiting import wait_until
 
 GONE = Replica("gone", "127.0.0.1:1", "http://127.0.0.1:1", store="here")
 ABSENT = "contexts/" + "0" * 64
@@ -92,6 +96,36 @@ def test_a_call_waits_for_a_replica_and_is_then_told_that_none_is_there(
             client.generate(lamp, text="Who?") as found,
         ):
             found.read()
+
+
+def test_a_caller_hears_that_no_replica_is_there_before_its_deadline(lamp: str) -> None:
+    """And no other reason, though the client asks again by itself, which waits a second time."""
+    with (
+        FrontDoor("127.0.0.1:0", "127.0.0.1:0", replicas=[GONE]) as door,
+        Client(door.address, timeout_s=3) as client,
+        pytest.raises(NotReadyError, match=r"try again later|do not answer"),
+        client.generate(lamp, text="Who?") as found,
+    ):
+        found.read()
+
+
+def test_callers_that_send_or_read_nothing_are_given_up(
+    served: Replica, lamp: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = Limits(message_s=0.3, unread_s=0.3)
+    sent = generation_pb2.GenerateRequest(context=lamp, text="Who?", max_tokens=50).SerializeToString()
+    with (
+        caplog.at_level(logging.INFO),
+        FrontDoor("127.0.0.1:0", "127.0.0.1:0", replicas=[served], limits=limits) as door,
+        RawConnection(door.address, window=0) as raw,
+    ):
+        raw.call(GENERATE)
+        raw.call(GENERATE, sent)
+        wait_until(lambda: {"CALL_UNFINISHED", "ANSWER_UNREAD"} <= reasons(caplog))
+
+
+def reasons(caplog: pytest.LogCaptureFixture) -> set[str]:
+    return {str(getattr(record, "reason", "")) for record in caplog.records}
 
 
 def test_a_call_goes_to_a_replica_that_comes_while_it_waits(served: Replica, lamp: str) -> None:
