@@ -179,16 +179,20 @@ def keep(config: ClusterConfig, stopping: Callable[[], bool], on_serving: Callab
     scale = Scale(config.replicas, max(config.replicas, config.most_replicas))
     serving = False
     while not stopping():
+        time.sleep(_TELL_S)
         wanted = {"engine": scale.number, "worker": config.workers, "door": config.doors}
         _have(config, {f"{kind}-{number}": kind for kind in wanted for number in range(wanted[kind])})
-        told = ray.get(roster().loads.remote(), timeout=_ANSWER_S)
+        try:
+            told = ray.get(roster().loads.remote(), timeout=_ANSWER_S)
+        except ray.exceptions.RayError as error:
+            logger.warning("the roster does not answer: %s", error)
+            continue
         if not serving and len(told) >= config.replicas:
             doors = [ray.get_actor(f"door-{number}", NAMESPACE) for number in range(config.doors)]
             ray.get([door.serves.remote() for door in doors])
             serving = True
             on_serving()
         scale.note(told)
-        time.sleep(_TELL_S)
     for kinds in (("door",), ("engine", "worker")):
         ends = [ray.get_actor(name, NAMESPACE).end.remote() for name in _names() if name.startswith(kinds)]
         ray.wait(ends, num_returns=max(1, len(ends)), timeout=config.grace + 2 * _LAST_S) if ends else None

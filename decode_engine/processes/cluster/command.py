@@ -105,11 +105,12 @@ def watch(config: ClusterConfig) -> None:
     _adopt_orphans()
     state = _State(config.state)
     (state.folder / "pid").write_text(str(os.getpid()))
+    served = False
     try:
         while not stopping:
             with _Head(config, state) as head:
-                head.keep(sys.argv[2:], stopping)
-            state.serving = False
+                head.keep(sys.argv[2:], stopping, served)
+            served, state.serving = served or state.serving, False
             if not stopping:
                 time.sleep(_AGAIN_S)
     finally:
@@ -123,8 +124,9 @@ def keep(config: ClusterConfig) -> None:
     """Keep what is wanted running on a head that runs."""
     from decode_engine.processes.cluster import application
 
-    stopping, state = _told_to_stop(), _State(config.state)
+    state = _State(config.state)
     _connect(state)
+    stopping = _told_to_stop()  # Ray has taken the signals, too
     application.keep(config, lambda: bool(stopping), (state.folder / "serving").touch)
 
 
@@ -315,8 +317,8 @@ class _Head:
         """Whether it does."""
         return self._process is not None and self._process.poll() is None
 
-    def keep(self, arguments: list[str], stopping: list[int]) -> None:
-        """Has the application kept running there until the head ends, or all is to end."""
+    def keep(self, arguments: list[str], stopping: list[int], served: bool) -> None:
+        """Has the application kept running there until the head ends, or all is to end. served: it was once."""
         while self.runs and not stopping:
             with subprocess.Popen(
                 [sys.executable, "-m", _MODULE, "keep", *arguments],
@@ -325,7 +327,7 @@ class _Head:
                 while keeping.poll() is None and self.runs and not stopping:
                     time.sleep(_LOOK_S)
                 keeping.terminate()
-            if not (self._state.serving or stopping):
+            if not (served or self._state.serving or stopping):
                 stopping.append(0)  # it cannot begin; the log says why
             time.sleep(_AGAIN_S)
 

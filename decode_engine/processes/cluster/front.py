@@ -36,7 +36,7 @@ _LIMITS = Limits(unfinished=_PLACES, unread=_PLACES)
 class FrontDoor:
     """Serves from its making until `stop`. Use as a context manager. Its methods are for any thread but its own.
 
-    address, url: of gRPC, and where HTTP's paths begin. Raises AddressError, CertificateError.
+    address, url: of gRPC, and where HTTP's paths begin. http: its port. Raises AddressError, CertificateError.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class FrontDoor:
         try:
             self.address = self._run(self._start(listen, limits, certificates, shared))
             app = HttpForwarding(self._begin, self._session, self._serving, bounds)
-            self._http = HttpPort(
+            self.http = HttpPort(
                 http_listen, app, self._loop, certificates=certificates, bounds=bounds, shared=shared
             )
         except BaseException:
             self._end_loop()
             raise
-        self.url = f"{'http' if certificates is None else 'https'}://{self._http.address}"
+        self.url = f"{'http' if certificates is None else 'https'}://{self.http.address}"
 
     def __enter__(self) -> Self:
         return self
@@ -117,7 +117,7 @@ class FrontDoor:
         return any(not replica.draining for replica in self._router.replicas)
 
     async def _stop(self, grace_s: float) -> None:
-        await asyncio.gather(self._server.stop(grace_s), self._http.end(grace_s))
+        await asyncio.gather(self._server.stop(grace_s), self.http.end(grace_s))
         await self._forwarding.close()
         await self._session.close()
         self._gate.work.close()

@@ -19,10 +19,10 @@ from decode_engine.rpc.server import DecodeServer
 from decode_engine.rpc.transport.calls import Limits
 from index_store.errors import ContextNotFoundError, InvalidArgumentError
 from sparsekv.v1 import context_pb2, generation_pb2
+from tests.support.serving.front import GONE
 from tests.support.serving.raw_http2 import GENERATE, RawConnection
 from tests.support.waiting import wait_until
 
-GONE = Replica("gone", "127.0.0.1:1", "http://127.0.0.1:1", store="here")
 ABSENT = "contexts/" + "0" * 64
 
 
