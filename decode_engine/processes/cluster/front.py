@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Coroutine, Iterable
 from types import TracebackType
@@ -97,7 +98,7 @@ class FrontDoor:
         )
         self._directory = Directory(self._session)
         self._forwarding = GrpcForwarding(self._begin)
-        self._gate = Gate(limits, Paths(), Door())
+        self._gate = Gate(limits, Paths(), Door(), line=logging.DEBUG)  # replicas tell of it
         self._server = aio.server(interceptors=[self._gate], options=server_options(limits, shared))
         self._server.add_generic_rpc_handlers([self._forwarding])
         try:

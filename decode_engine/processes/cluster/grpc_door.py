@@ -89,6 +89,7 @@ class _Relay:
     ) -> None:
         self._path, self._first, self._rest = path, first, rest
         self._metadata, self._caller = metadata, caller
+        self._first_taken = False
 
     async def run(self, channel: aio.Channel, tries: Tries) -> bool:
         """Whether the call has ended; else the next replica is to be asked."""
@@ -107,6 +108,7 @@ class _Relay:
 
     async def _sending(self) -> AsyncIterator[bytes]:
         yield self._first
+        self._first_taken = True  # what comes behind it is not kept
         if self._rest is not None:
             async for message in self._rest:
                 yield message
@@ -114,9 +116,9 @@ class _Relay:
     async def _end(self, error: aio.AioRpcError, tries: Tries) -> bool:
         info = error_info(error)
         reason = "" if info is None else info.reason
-        lost = info is None and error.code() in _LOST and not self._path.startswith("/grpc.")
-        unsent = lost and (error.details() or "").startswith(_UNSENT)
-        if not self._caller.begun and self._rest is None:
+        unsent = info is None and (error.details() or "").startswith(_UNSENT)
+        lost = unsent or (info is None and error.code() in _LOST and not self._path.startswith("/grpc."))
+        if not self._caller.begun and (self._rest is None or not self._first_taken):
             again = tries.asked.repeatable or unsent or reason in MOVED_ON - {"ENGINE_CRASHED"}
             if (lost or reason in MOVED_ON) and again and tries.failed():
                 return False

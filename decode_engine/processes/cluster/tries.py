@@ -77,7 +77,7 @@ class Tries:
         if self._taken is not None:
             self._router.suspect(self._taken[0].name)
             self._excluded.add(self._taken[0].name)
-        return time.monotonic() < self._until
+        return time.monotonic() < self._until or self._another()
 
     def absent(self) -> bool:
         """The replica's store does not have what was asked for; whether there is another store to ask."""
@@ -88,6 +88,9 @@ class Tries:
         self._excluded |= {
             each.name for each in self._router.replicas if (each.store or each.name) in self._asked_stores
         }
+        return self._another()
+
+    def _another(self) -> bool:
         return any(not each.draining and each.name not in self._excluded for each in self._router.replicas)
 
     async def _find(self) -> Wanted | None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator
 
+import grpc
 import httpx
 import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from decode_engine.errors import NotReadyError
 from decode_engine.gateway.serving import Gateway
@@ -76,6 +79,25 @@ def test_http_answers_are_those_of_the_server(front: FrontDoor, served: Replica,
     assert texts(front.url) == texts(served.http)
 
 
+def test_uploads_and_reflection_go_to_the_replica_that_is_there(front: FrontDoor) -> None:
+    """Their callers send several messages: none is lost where nobody took the first."""
+    with Client(front.address) as client:
+        for _ in range(4):
+            assert client.upload_document(b"the keeper " * 200_000).size_bytes == 2_200_000
+    with grpc.insecure_channel(front.address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        for _ in range(4):
+            asked = reflection_pb2.ServerReflectionRequest(list_services="")
+            (told,) = stub.ServerReflectionInfo(iter([asked]), timeout=60)
+            assert "sparsekv.v1.GenerationService" in str(told)
+
+
+def test_a_body_that_says_it_is_too_large_is_not_waited_for(front: FrontDoor) -> None:
+    with socket.create_connection(("127.0.0.1", int(front.url.rpartition(":")[2])), timeout=60) as raw:
+        raw.sendall(b"POST /v1/contexts HTTP/1.1\r\nhost: x\r\ncontent-length: 1099511627776\r\n\r\n")
+        assert raw.recv(64).startswith(b"HTTP/1.1 413")
+
+
 def test_what_no_store_has_is_told_as_the_server_tells_it(front: FrontDoor, served: Replica) -> None:
     with Client(front.address) as client, pytest.raises(ContextNotFoundError, match="no context"):
         client.get_context(ABSENT)
@@ -115,7 +137,7 @@ def test_callers_that_send_or_read_nothing_are_given_up(
     limits = Limits(message_s=0.3, unread_s=0.3)
     sent = generation_pb2.GenerateRequest(context=lamp, text="Who?", max_tokens=50).SerializeToString()
     with (
-        caplog.at_level(logging.INFO),
+        caplog.at_level(logging.DEBUG),
         FrontDoor("127.0.0.1:0", "127.0.0.1:0", replicas=[served], limits=limits) as door,
         RawConnection(door.address, window=0) as raw,
     ):
