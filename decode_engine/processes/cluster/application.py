@@ -176,7 +176,7 @@ def keep(config: ClusterConfig, stopping: Callable[[], bool], on_serving: Callab
     Who is called so a second time, since who was called before has ended, goes on with what it finds. Raises what keeps
     a front door from its ports.
     """
-    scale = Scale(config.replicas, max(config.replicas, config.most_replicas))
+    scale = Scale(config.replicas, max(config.replicas, config.most_replicas), config.down_after)
     serving = False
     while not stopping():
         time.sleep(_TELL_S)

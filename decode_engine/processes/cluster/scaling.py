@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 FULL = 0.9
 """Share of the memory for contexts from which on one more replica holds some of them."""
 _EMPTY = 0.5
-UP_S, DOWN_S = 5.0, 120.0
-"""How long more, or fewer, replicas have to be wanted."""
+UP_S = 5.0
+"""How long more replicas have to be wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,12 @@ def replicas_wanted(loads: Sequence[Load]) -> int:
 class Scale:
     """The number of replicas: what is wanted for a while, within bounds.
 
-    least, most: the bounds. number: from now on.
+    least, most: the bounds. down_s: how long fewer have to be wanted. number: from now on.
     """
 
     least: int
     most: int
+    down_s: float
     clock: Callable[[], float] = time.monotonic
     number: int = field(init=False)
     _other: int = field(init=False)
@@ -71,5 +72,5 @@ class Scale:
         other = (wanted > self.number) - (wanted < self.number)
         if other != self._other or not other:
             self._other, self._since = other, now
-        elif now - self._since >= (UP_S if other > 0 else DOWN_S):
+        elif now - self._since >= (UP_S if other > 0 else self.down_s):
             self.number, self._since = wanted, now

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from decode_engine.processes.cluster.roster import GONE_S, Roster
-from decode_engine.processes.cluster.scaling import DOWN_S, UP_S, Load, Scale, replicas_wanted
+from decode_engine.processes.cluster.scaling import UP_S, Load, Scale, replicas_wanted
 from decode_engine.rpc.routing.router import Replica
 
 IDLE = Load(0, 0, 4, 0)
+DOWN_S = 60.0
 
 
 def test_who_says_nothing_for_a_while_is_there_no_more() -> None:
@@ -57,7 +58,7 @@ def test_replicas_are_wanted_for_requests_and_for_memory(loads: list[Load], want
 
 def test_the_number_follows_what_is_wanted_for_a_while() -> None:
     now = [0.0]
-    scale = Scale(1, 3, clock=lambda: now[0])
+    scale = Scale(1, 3, DOWN_S, clock=lambda: now[0])
     busy = Load(9, 4, 4, 0)
 
     def after(seconds: float, *loads: Load) -> int:
