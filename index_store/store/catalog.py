@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -241,6 +242,8 @@ class Store:
         self._listing = Listing(self.folders.contexts)
         self.notes, self.ended = Notes(self.path), Ended(self.path)
         self.beyond: Beyond | None = None
+        self.cleaned_s = -math.inf
+        """When it was cleaned up last from here, on `time.monotonic`."""
         self._clock = clock
         self._limit_s = read_limit_s
         self._caller = OPERATOR

@@ -80,13 +80,15 @@ class Means:
     """load: where the model comes from. stays: whether its weights stay in memory after the reading.
 
     checkpoint: where the job leaves what another one can go on from; None without. writing: the folder in which the
-    context is written until it is published; None for one that the store removes.
+    context is written until it is published; None for one that the store removes. store: the job's, where it is open
+    already: then its contexts are known, and not read again.
     """
 
     load: Load = load_for_reading
     stays: bool = False
     checkpoint: Checkpoint | None = None
     writing: Path | None = None
+    store: Store | None = None
 
 
 DEFAULT_MEANS = Means()

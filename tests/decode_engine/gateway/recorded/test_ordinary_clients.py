@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from decode_engine.gateway.serving import Gateway
 from decode_engine.settings.config import ServeConfig
 from index_store.store.catalog import Store
 from prefill_worker.config import WorkerConfig
@@ -24,6 +23,7 @@ from tests.decode_engine.gateway.recorded.clients import (
     schema,
 )
 from tests.decode_engine.gateway.test_tools import made
+from tests.support.serving.front import both_of
 from tests.support.serving.service import loaded
 from tests.support.serving.workers import working
 
@@ -31,13 +31,13 @@ NOTES = "The harbour of Elm is grey. Its lamp is lit by the keeper Anna every ev
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[str]:
     """Of a server of the packaged reader, with notes."""
     store = tmp_path_factory.mktemp("clients") / "store"
     Store(store, create=True)
     config = ServeConfig(store, "reader", listen="127.0.0.1:0", device="cpu", warm_up=False, method="context")
     worker = QueueWorker(WorkerConfig(store=store, model="reader", device="cpu"))
-    with loaded(config) as server, working(worker), Gateway("127.0.0.1:0", server.grpc) as gateway:
+    with loaded(config) as server, working(worker), both_of(server, pytestconfig) as (_, gateway):
         with httpx.Client(base_url=gateway.url, timeout=60) as web:
             made(web, text=NOTES * 4, display_name="notes")
         yield f"{gateway.url}/v1"

@@ -12,12 +12,13 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from decode_engine.gateway.serving import Gateway
+from decode_engine.gateway.serving import HttpPort
 from index_store.store.catalog import Store
 from prefill_worker.config import WorkerConfig
 from prefill_worker.worker.queue_worker import QueueWorker
 from tests.decode_engine.conftest import CALLING, make_library
 from tests.decode_engine.gateway.test_tools import made
+from tests.support.serving.front import both_of
 from tests.support.serving.service import loaded
 from tests.support.serving.workers import working
 
@@ -30,7 +31,7 @@ LATE_SYSTEMS = CALLING.replace("message.role != 'system'", "message.role != 'sys
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+def gateway(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[HttpPort]:
     """In front of a model with tools, whose template says messages of a system wherever they stand."""
     library = make_library(tmp_path_factory.mktemp("recorded"))
     settings = json.loads((library.model / "tokenizer_config.json").read_text())
@@ -38,7 +39,11 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     (library.model / "tokenizer_config.json").write_text(json.dumps(settings))
     Store(library.store, create=True)
     worker = QueueWorker(WorkerConfig(store=library.store, model=str(library.model), device="cpu"))
-    with loaded(library.config()) as started, working(worker), Gateway("127.0.0.1:0", started.grpc) as served:
+    with (
+        loaded(library.config()) as started,
+        working(worker),
+        both_of(started, pytestconfig) as (_, served),
+    ):
         yield served
 
 
