@@ -40,11 +40,10 @@ def joined(part: HeadsPart, address: str, device: torch.device) -> Iterator[Dist
     if part.ranks == 1:
         yield None
         return
-    host, _, port = address.rpartition(":")
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        store=dist.TCPStore(host, int(port), part.ranks, is_master=part.rank == 0),
+        init_method=f"tcp://{address}",
         rank=part.rank,
         world_size=part.ranks,
         timeout=timedelta(seconds=WAIT_S),
@@ -72,19 +71,19 @@ def localize(model: Any) -> None:
             continue
         if style not in _DIVIDED or not isinstance(module, nn.Linear | nn.Embedding):
             raise _refusal(name, style or "another layer's")
-        whole = isinstance(module, nn.Embedding)
         for key, each in divided.items():
             module._parameters[key] = nn.Parameter(
-                each.full_tensor() if whole else each.to_local(), requires_grad=False
+                each.full_tensor() if isinstance(module, nn.Embedding) else each.to_local(),
+                requires_grad=False,
             )
-        if whole:
+        if isinstance(module, nn.Embedding):
             del module.forward  # the class's own
         elif style == "colwise":
             module.out_features = len(module.weight)
         elif style == "rowwise":
             module.in_features = module.weight.shape[1]
         elif module.out_features == len(module.weight) * dist.get_world_size():
-            module.forward = partial(_gathered, module)
+            vars(module)["forward"] = partial(_gathered, module)
         else:
             raise _refusal(name, f"{style} in unequal parts")
 

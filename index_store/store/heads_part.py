@@ -97,4 +97,5 @@ class _ContextPart(Context):
         super().read_head_pieces(path, layer, self._head(path, head), pieces)
 
     def _head(self, path: str, head: int) -> int:
-        return self._part.of(self._entry(path).shape[1]).start + head
+        first: int = self._part.of(self._entry(path).shape[1]).start
+        return first + head

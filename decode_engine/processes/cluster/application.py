@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 import uuid
@@ -20,6 +21,7 @@ from ray import serve
 
 from decode_engine.processes.cluster.cluster_config import ClusterConfig
 from decode_engine.processes.cluster.front import FrontDoor
+from decode_engine.processes.cluster.near import cores_near
 from decode_engine.processes.cluster.roster import Roster
 from decode_engine.processes.cluster.scaling import Load, replicas_wanted
 from decode_engine.processes.cluster.watched import Watched
@@ -86,7 +88,7 @@ class Engine(_Member):
         command += [] if config.engine_config is None else ["--config", str(config.engine_config)]
         token = None if config.token is None else config.token.read_text().strip()
         self._credentials = Credentials(token=token)
-        self._watched = Watched(command, serves=True)
+        self._watched = Watched(command, serves=True, cores=cores_near(os.environ))
         self._name, self._load = "", Load(0, 0, config.max_sessions, 0)
         if not self._watched.wait(_START_S):
             raise RuntimeError(f"the engine does not serve after {_START_S:g} s; its log says why")

@@ -7,6 +7,7 @@ and Ray's own ports ask for a token of this cluster's.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -24,7 +25,7 @@ from typing import Any
 
 import typer
 
-from decode_engine.processes.cluster.cluster_config import ClusterConfig, StateConfig
+from decode_engine.processes.cluster.cluster_config import ClusterConfig, FrontConfig, StateConfig
 from index_store.cli.app import new_app
 from index_store.cli.entry import run_command
 from index_store.cli.options import configured
@@ -93,6 +94,16 @@ def status(config: StateConfig) -> None:
     if state.pid is None:
         raise InvalidArgumentError(f"no cluster runs by {config.state}; start one with `ops/cluster up`")
     typer.echo(json.dumps(state.ask("tell", config.state), indent=2))
+
+
+@app.command()
+@configured(FrontConfig)
+def front(config: FrontConfig) -> None:
+    """Serve a front door over engines that run already, without Ray."""
+    from decode_engine.processes.cluster.fixed import serve_front
+
+    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(message)s")
+    serve_front(config)
 
 
 @app.command(hidden=True)

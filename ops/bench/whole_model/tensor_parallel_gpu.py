@@ -32,11 +32,12 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness  # noqa: F401 - before torch: sets up OpenMP
@@ -45,6 +46,7 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 import torch
 import torch.distributed as dist
 import typer
+from harness.made_up import contexts as made_up_contexts
 from harness.made_up.contexts import PlacedContexts, read_bytes
 from harness.parsing import parse_counts, parse_method
 from harness.report import CheckFailedError, compare, failure, reporting
@@ -52,7 +54,7 @@ from harness.steps.captured_steps import SteppedSessions, tidy_up, time_captured
 from harness.steps.general_steps import forward
 from harness.timing import TURNS, copy_bandwidth, event_ms
 from torch import Tensor
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from decode_engine.host_search.mailbox import SearchThreads
@@ -65,12 +67,13 @@ from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import Method
 from index_store.methods.presets import METHODS
-from index_store.models.fused.joined import give_together  # noqa: F401 - the folder without Triton
 from index_store.models.loading import load_model, load_tokenizer, resolve_model
 from index_store.selection.budgets import Ratio
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.heads_part import HeadsPart
 
+PROGRAM = (sys.executable, __file__)
+"""What a rank runs."""
 TOKENS = 8
 """Given ones, after which logits are compared."""
 TOLERANCE = 0.1
@@ -115,13 +118,12 @@ class Shape:
 SHAPES = {"70b": Shape(), "toy": Shape(256, 512, 8, 4, 64, 1024)}
 
 
-def make_divided(shape: Shape, layers: int, device: torch.device, config: Any) -> Any:
+def make_divided(shape: Shape, layers: int, device: torch.device, dtype: str, config: Any) -> Any:
     """A model of random weights, the same for any number of ranks, of which this one has its part."""
-    register_attention()
     settings = shape.config(layers)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            settings, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
+            settings, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME
         )
     if config is not None:
         kind = type(model)
@@ -129,6 +131,8 @@ def make_divided(shape: Shape, layers: int, device: torch.device, config: Any) -
         kind.maybe_distribute_model(model, config, meshes)
     for prefix, module in model.named_modules():
         for name, meta in list(module._parameters.items()):
+            if meta is None:  # a bias that there is not
+                continue
             whole = torch.empty(meta.shape, dtype=meta.dtype, device=device)
             if meta.dim() == 1:
                 whole.fill_(1.0)
@@ -152,7 +156,6 @@ def _own(whole: Tensor, meta: Any) -> Tensor:
     placements = getattr(meta, "placements", ())
     if not placements:
         return whole
-    from torch.distributed.tensor import distribute_tensor
 
     (placement,) = placements
     if not isinstance(placement, Shard):
@@ -245,11 +248,9 @@ def attended_bytes(contexts: Sequence[ResidentContext], method: Method) -> float
         if not method.sparse or method.index is None:
             total += kv
             continue
-        share = method.budget.share if isinstance(method.budget, Ratio) else 0.0
+        share = method.budget.keep if isinstance(method.budget, Ratio) else 0.0
         arrays = [
-            array
-            for layer in layers
-            for array in context.index(method.index.name, layer).arrays().values()
+            array for layer in layers for array in context.index(method.index.name, layer).arrays().values()
         ]
         total += share * kv + sum(array.numel() * array.element_size() for array in arrays)
     return total
@@ -260,10 +261,19 @@ def answer(part: HeadsPart, device: torch.device, config: Any) -> list[int]:
     folder = resolve_model("reader")
     options = {} if config is None else {"distributed_config": config}
     loaded = load_model(
-        folder, ATTENTION_NAME, device=device, options=options, arrange=localize if options else lambda _: None
+        folder,
+        ATTENTION_NAME,
+        device=device,
+        options=options,
+        arrange=localize if options else lambda _: None,
     )
     tokenizer = load_tokenizer(folder, loaded.identity.tokenizer_fingerprint)
-    text = _FILL * 30 + _FACT + _FILL * 30 + "\nQuestion: What is the access code of the overhead dairy?\nAnswer:"
+    text = (
+        _FILL * 30
+        + _FACT
+        + _FILL * 30
+        + "\nQuestion: What is the access code of the overhead dairy?\nAnswer:"
+    )
     context = no_context(part.identity(loaded.identity), loaded.kv_dtype, device)
     session = Session(context, METHODS["full"].on(context.manifest), loaded.forms)
     fed, said = tokenizer.encode(text)[-PROMPT:], []
@@ -288,6 +298,7 @@ class Job:
     methods: Sequence[str]
     turns: int
     device: torch.device
+    dtype: str
     folder: Path
     reference: bool
 
@@ -302,14 +313,16 @@ class Job:
         line: dict[str, Any] = {"figure": "reader", "answer": said, "same_tokens": alike}
         yield line | {"s": time.perf_counter() - begin} | ({} if alike else {"error": "other tokens"})
         begin = time.perf_counter()
-        model, identity = make_divided(self.shape, self.layers, self.device, config), self.shape.identity(self.layers)
+        identity = self.shape.identity(self.layers)
+        model = make_divided(self.shape, self.layers, self.device, self.dtype, config)
         bandwidth = copy_bandwidth() if self.device.type == "cuda" else 1e10
         note(part, f"{self.layers} layers made in {time.perf_counter() - begin:.1f} s")
         methods = [parse_method(label) for label in self.methods]
         for count in self.sessions:
             begin = time.perf_counter()
-            placed = PlacedContexts(identity, methods, self.tokens, count, self.device)
-            whole = placed.make(Placement.DEVICE)
+            with patch.object(made_up_contexts, "DTYPE", self.dtype):
+                placed = PlacedContexts(identity, methods, self.tokens, count, self.device)
+                whole = placed.make(Placement.DEVICE)
             placed.release()
             contexts = [part_of(each, part) for each in whole]
             note(part, f"{count} contexts made in {time.perf_counter() - begin:.1f} s")
@@ -356,8 +369,7 @@ class Job:
                 elif file.exists():
                     suffix = "" if kind == "own" or not method.sparse else "_all_keys"
                     row |= {
-                        f"{name}{suffix}": value
-                        for name, value in compared(logits, torch.load(file)).items()
+                        f"{name}{suffix}": value for name, value in compared(logits, torch.load(file)).items()
                     }
             timed = time_captured(stepped, method, self.turns)
             row |= timed.steps() | time_flight(stepped, method, self.turns, timed.said)
@@ -374,6 +386,7 @@ def note(part: HeadsPart, what: str) -> None:
 
 def run_rank(job: Job, part: HeadsPart, address: str) -> None:
     """The body of a rank."""
+    register_attention()
     with joined(part, address, job.device) as config, open(job.folder / "lines.jsonl", "a") as lines:
         for line in job.lines(part, config):
             if part.rank == 0:
@@ -419,7 +432,9 @@ def with_speedups(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def main(
-    ranks: Annotated[str, typer.Option(help="Numbers of GPUs, comma-separated; the first is compared with.")] = "1,2",
+    ranks: Annotated[
+        str, typer.Option(help="Numbers of GPUs, comma-separated; the first is compared with.")
+    ] = "1,2",
     shape: Annotated[str, typer.Option(help="Of the model: 70b or toy.")] = "70b",
     layers: Annotated[int, typer.Option(help="Of the model.")] = 8,
     tokens: Annotated[int, typer.Option(help="Of a context.")] = 131072,
@@ -427,6 +442,7 @@ def main(
     methods: Annotated[str, typer.Option(help="Comma-separated; NAME:KEEP.")] = "full,refined:0.01",
     turns: Annotated[int, typer.Option(help="Steps that are timed of each figure.")] = 20,
     device: Annotated[str, typer.Option(help="cuda, or cpu to try it out in the interpreter.")] = "cuda",
+    dtype: Annotated[str, typer.Option(help="Of weights, keys and values.")] = "bfloat16",
     seconds: Annotated[float, typer.Option(help="Each number of ranks has.")] = 200.0,
     rank: Annotated[int, typer.Option(hidden=True)] = -1,
     of: Annotated[int, typer.Option(hidden=True)] = 0,
@@ -439,15 +455,19 @@ def main(
     if folder is not None:
         job = Job(
             SHAPES[shape], layers, tokens, parse_counts(sessions), methods.split(","), turns,
-            torch.device(device), folder, reference,
+            torch.device(device), dtype, folder, reference,
         )  # fmt: skip
         run_rank(job, HeadsPart(rank, of), address)
         return
-    with reporting("tensor_parallel_gpu", gpu=device == "cuda") as report, tempfile.TemporaryDirectory() as made:
+    with (
+        reporting("tensor_parallel_gpu", gpu=device == "cuda") as report,
+        tempfile.TemporaryDirectory() as made,
+    ):
         told = ["--shape", shape, "--layers", str(layers), "--tokens", str(tokens), "--sessions", sessions]
-        told += ["--methods", methods, "--turns", str(turns), "--device", device, "--folder", made]
+        told += ["--methods", methods, "--turns", str(turns), "--device", device, "--dtype", dtype]
+        told += ["--folder", made]
         for number, count in enumerate(counts):
-            command = [sys.executable, __file__, *told, *([] if number else ["--reference"])]
+            command = [*PROGRAM, *told, *([] if number else ["--reference"])]
             code = start_ranks(count, command, seconds)
             if code:
                 report.add({"figure": "ranks", "ranks": count, "error": f"a rank ended with {code}"})
