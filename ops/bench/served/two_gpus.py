@@ -200,7 +200,10 @@ def rates(
     with fronted(told, log) as address:
         every = [id_ for pair in zip(*own.values(), strict=True) for id_ in pair]
         two = clients.rate(address, every, 2 * streams)
-    ratio = two["tokens_per_s"] / one["tokens_per_s"]
+    rate, of_one = two.get("tokens_per_s"), one.get("tokens_per_s")
+    if not rate or not of_one:
+        raise CheckFailedError(f"streams did not run beside each other: {one} and {two}")
+    ratio = rate / of_one
     missed = [f"two engines give {ratio:.2f} of one, bar {BAR}"] if ratio < BAR else []
     line = {"figure": "rate", "way": "two", "engines": 2, "streams": 2 * streams, **two, "over_one": ratio}
     report.add(line, *missed)
@@ -375,7 +378,10 @@ def main(
                 line |= {"start_s": time.monotonic() - begin, "cores": [engine.cores for engine in engines]}
                 report.add(line)
                 clients = Clients(pool, processes, answer)
-                rates(report, clients, engines, own, streams, log)
+                try:
+                    rates(report, clients, engines, own, streams, log)
+                except Exception as error:
+                    report.add({"figure": "rate", **failure(error)})
                 moved(report, clients, engines, own[0][0], log)
         except Exception as error:  # the rest may well run
             report.add({"figure": "engines", **failure(error)})
