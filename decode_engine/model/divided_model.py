@@ -7,8 +7,7 @@ nothing else of a step needs the other ranks: attention and searches are those o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -24,22 +23,23 @@ from transformers.distributed.parallel_utils import replace_layer_number_by_wild
 from index_store.errors import ModelUnsupportedError
 from index_store.store.heads_part import HeadsPart
 
-WAIT_S = 600.0
+WAIT_S = 300.0
 """How long a rank waits for the others in a step: as long as they may take to compile what it has compiled."""
+
+# Of one name in newer versions of torch, of the other one in older ones.
+_all_gather: Callable[[Tensor, Tensor], object] = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)
 
 _DIVIDED = {"colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"}
 _REPLICATED = {"replicated_with_grad_allreduce"}
 
 
-@contextmanager
-def joined(part: HeadsPart, address: str, device: torch.device) -> Iterator[DistributedConfig | None]:
+def join(part: HeadsPart, address: str, device: torch.device) -> DistributedConfig:
     """Meets the other ranks, each of which sees one GPU or none; what a model is loaded with (`localize` follows).
 
-    address: HOST:PORT at which the first rank listens. None for a single rank, which meets nobody.
+    address: HOST:PORT at which the first rank listens meanwhile.
     """
-    if part.ranks == 1:
-        yield None
-        return
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
@@ -49,10 +49,7 @@ def joined(part: HeadsPart, address: str, device: torch.device) -> Iterator[Dist
         timeout=timedelta(seconds=WAIT_S),
         device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
     )
-    try:
-        yield DistributedConfig(tp_size=part.ranks)
-    finally:
-        dist.destroy_process_group()
+    return DistributedConfig(tp_size=part.ranks)
 
 
 def localize(model: Any) -> None:
@@ -93,7 +90,7 @@ def _gathered(module: nn.Linear, x: Tensor) -> Tensor:
     own = linear(x, module.weight, module.bias).flatten(0, -2)
     ranks, (rows, outputs) = dist.get_world_size(), own.shape
     parts = own.new_empty(ranks * rows, outputs)
-    dist.all_gather_into_tensor(parts, own)
+    _all_gather(parts, own)
     return parts.view(ranks, rows, outputs).transpose(0, 1).reshape(*x.shape[:-1], ranks * outputs)
 
 

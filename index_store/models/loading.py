@@ -247,7 +247,8 @@ class LoadedModel:
 
     kv_dtype: name of the checkpoint's dtype, which is the one keys and values are stored in unless asked otherwise.
     readings: how every layer attends. forms: what every layer does to logits, sinks on the model's device.
-    weights: how they are kept, where that is not in the dtype that is computed in.
+    weights: how they are kept, where that is not in the dtype that is computed in. remembers: whether what was found
+    out about it is kept for other processes.
     """
 
     model: torch.nn.Module
@@ -256,6 +257,7 @@ class LoadedModel:
     readings: Sequence[LayerReading] = ()
     forms: Sequence[LogitForm] = ()
     weights: str = ""
+    remembers: bool = True
 
     def verify(self, what: str, check: Callable[[Examination], Verdict]) -> Verdict:
         """Compares the model with itself (`self_check`), and what `check` runs with both; remembered under `what`.
@@ -284,7 +286,11 @@ class LoadedModel:
                     model=self.identity.name,
                 ) from error
 
-        verdict = remembered(self.identity, self.model, what, find_out, self.weights)
+        verdict = (
+            remembered(self.identity, self.model, what, find_out, self.weights)
+            if self.remembers
+            else find_out()
+        )
         read_singly(self.model, (verdict.get(_SINGLY) or "").split())
         for part in ("attention", what):
             if verdict.get(part) is not None:

@@ -11,6 +11,9 @@ Clients are processes of their own and ask by gRPC, greedy, after a round that i
 - `rate`: tokens/s of `--streams` streams on the contexts of one engine, asked of it alone (`direct`), through a front
   door before it alone (`one`), and of twice the streams on all contexts through one before both (`two`). Names are
   chosen by which the rule gives each engine its own contexts. `over_one` of `two` has the bar 1.9.
+- `divided`: one server whose model is divided among both GPUs (`serve --tensor-parallel 2`), asked the same by one
+  stream and by `--streams`, beside one engine alone: `over_one` is how many times its tokens/s, `alike` the share of
+  tokens, from the beginning of each answer, that are the engine's. Not a replacement: it is for models that do not fit.
 - `moved`: seconds to the first token of a context that the other engine held, cold and again, and whether its answer is
   the other engine's. Its files are in the page cache.
 - `zipf`: `--requests` requests for `--small` contexts of the packaged reader by Zipf's law with exponent 1, each engine
@@ -78,14 +81,17 @@ class Engine:
         return f"{name}={self.address}/{self.http}"
 
 
-def environment_of(gpu: int, device: str) -> dict[str, str]:
-    """A process's that sees one GPU."""
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)} if device == "cuda" else dict(os.environ)
+def environment_of(gpu: int | None, device: str) -> dict[str, str]:
+    """A process's that sees one GPU, or all of them."""
+    seen = {} if gpu is None or device != "cuda" else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    return {**os.environ, "NCCL_NVLS_ENABLE": "0", **seen}
 
 
 @contextmanager
-def serving(gpu: int, store: Path, model: str, device: str, log: Path, *options: str) -> Iterator[Engine]:
-    """An engine on a GPU. Raises CheckFailedError where it does not start."""
+def serving(
+    gpu: int | None, store: Path, model: str, device: str, log: Path, *options: str
+) -> Iterator[Engine]:
+    """An engine on a GPU, or on all of them. Raises CheckFailedError where it does not start."""
     environment = environment_of(gpu, device)
     near = cores_near(environment) if device == "cuda" else None
     command = [sys.executable, "-m", "decode_engine", "serve", "--store", str(store), "--model", model]
@@ -383,6 +389,13 @@ def main(
                 except Exception as error:
                     report.add({"figure": "rate", **failure(error)})
                 moved(report, clients, engines, own[0][0], log)
+                alone = {
+                    count: answers(clients, engines[0].address, own[0], count)
+                    for count in sorted({1, streams})
+                }
+            options = ["--tensor-parallel", "2", "--doors", "1"]
+            with serving(None, store, model, device, log, *options) as both:
+                divided(report, Clients(pool, processes, answer), both.address, own[0], alone)
         except Exception as error:  # the rest may well run
             report.add({"figure": "engines", **failure(error)})
         if small:

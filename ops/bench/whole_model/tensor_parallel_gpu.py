@@ -60,7 +60,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from decode_engine.host_search.mailbox import SearchThreads
 from decode_engine.layers.session import Session
 from decode_engine.model.decode_attention import ATTENTION_NAME, packed, register_attention
-from decode_engine.model.divided_model import joined, localize
+from decode_engine.model.divided_model import join, localize
 from decode_engine.model.unstored import no_context
 from decode_engine.steps.step_graph import step_model
 from index_store.memory.placement import Placement
@@ -387,11 +387,14 @@ def note(part: HeadsPart, what: str) -> None:
 def run_rank(job: Job, part: HeadsPart, address: str) -> None:
     """The body of a rank."""
     register_attention()
-    with joined(part, address, job.device) as config, open(job.folder / "lines.jsonl", "a") as lines:
+    config = join(part, address, job.device) if part.ranks > 1 else None
+    with open(job.folder / "lines.jsonl", "a") as lines:
         for line in job.lines(part, config):
             if part.rank == 0:
                 lines.write(json.dumps({"ranks": part.ranks, **line}) + "\n")
                 lines.flush()
+    if config is not None:
+        dist.destroy_process_group()
 
 
 def start_ranks(count: int, command: Sequence[str], seconds: float) -> int:
