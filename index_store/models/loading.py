@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -247,7 +248,8 @@ class LoadedModel:
 
     kv_dtype: name of the checkpoint's dtype, which is the one keys and values are stored in unless asked otherwise.
     readings: how every layer attends. forms: what every layer does to logits, sinks on the model's device.
-    weights: how they are kept, where that is not in the dtype that is computed in.
+    weights: how they are kept, where that is not in the dtype that is computed in. remembers: whether what was found
+    out about it is kept for other processes.
     """
 
     model: torch.nn.Module
@@ -256,6 +258,7 @@ class LoadedModel:
     readings: Sequence[LayerReading] = ()
     forms: Sequence[LogitForm] = ()
     weights: str = ""
+    remembers: bool = True
 
     def verify(self, what: str, check: Callable[[Examination], Verdict]) -> Verdict:
         """Compares the model with itself (`self_check`), and what `check` runs with both; remembered under `what`.
@@ -285,7 +288,11 @@ class LoadedModel:
                     model=self.identity.name,
                 ) from error
 
-        verdict = remembered(self.identity, self.model, what, find_out, self.weights)
+        verdict = (
+            remembered(self.identity, self.model, what, find_out, self.weights)
+            if self.remembers
+            else find_out()
+        )
         read_singly(self.model, (verdict.get(_SINGLY) or "").split())
         for part in ("attention", what):
             if verdict.get(part) is not None:
@@ -304,10 +311,13 @@ def load_model(
     compute_dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     hashing: Progress | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    arrange: Callable[[Any], None] = lambda model: None,
 ) -> LoadedModel:
     """Loads the weights, with the attention function registered under the name `attention` in place of the model's.
 
-    Weights whose digests are not known yet are hashed meanwhile, which tells `hashing` how far it is.
+    Weights whose digests are not known yet are hashed meanwhile, which tells `hashing` how far it is. options: further
+    ones of transformers' loader. arrange: gets the model as soon as its weights are there.
 
     `compute_dtype` None: float32 on CPU (where lower precisions are slower and less exact), the checkpoint's
     own elsewhere. On a GPU small functions of its layers are one launch each (`fuse_layers`).
@@ -318,8 +328,9 @@ def load_model(
         on_cpu = torch.device(device).type == "cpu"
         compute_dtype = torch.float32 if on_cpu else stored_dtype(kv_dtype).torch_dtype
     with identifying(folder, hashing) as found:
-        model = _load_weights(folder, attention, compute_dtype)
+        model = _load_weights(folder, attention, compute_dtype, options)
         model.requires_grad_(False)
+        arrange(model)
         if torch.device(device).type == "cuda":
             _send_weights(model, torch.device(device))
         model = model.to(device).eval()
@@ -338,7 +349,9 @@ def load_model(
     return LoadedModel(model, identity, kv_dtype, readings, _forms(model, readings))
 
 
-def _load_weights(folder: ModelFolder, attention: str, compute_dtype: torch.dtype) -> Any:
+def _load_weights(
+    folder: ModelFolder, attention: str, compute_dtype: torch.dtype, options: Mapping[str, Any]
+) -> Any:
     config = read_config(folder)
     config.transformers_weights = weights_entry(folder)  # else a loader chooses among what lies in the folder
     # Bars and tables of the library are for who calls it by hand; what they say is said below.
@@ -360,6 +373,7 @@ def _load_weights(folder: ModelFolder, attention: str, compute_dtype: torch.dtyp
             output_loading_info=True,
             ignore_mismatched_sizes=True,
             **({"key_mapping": _WRAPPED} if is_text_part(folder) else {}),
+            **options,
         )
     except _UNREADABLE as error:
         raise ModelUnsupportedError(f"model {folder.name!r} cannot be loaded: {first_line(error)}") from error
@@ -395,7 +409,7 @@ def _send_weights(model: torch.nn.Module, device: torch.device) -> None:
         own.stream.synchronize()
         weight.data = sent
 
-    weights = [weight for weight in model.parameters() if weight.numel()]
+    weights = [weight for weight in model.parameters() if weight.numel() and not weight.is_cuda]
     with ThreadPoolExecutor(_SENDERS, thread_name_prefix="send") as pool:
         list(pool.map(send, weights))
 
