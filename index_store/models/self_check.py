@@ -128,6 +128,49 @@ def differ(expected: Tensor, found: Tensor, dtype: torch.dtype = torch.float32) 
     return f"differ by {float(errors.max()):.0%} from position {first} of {len(errors)} on"
 
 
+def agrees(verdict: Verdict, what: str) -> bool:
+    """Whether a model agrees with itself, in its attention and in `what`."""
+    return verdict.get("attention") is None and verdict.get(what) is None
+
+
+@contextmanager
+def in_float32(model: Any) -> Iterator[None]:
+    """The model as transformers wrote it, computing in float32: the weights of each layer are while it runs.
+
+    Embeddings are from the beginning to the end, by which everybody tells what the model computes in.
+    """
+    own: dict[torch.nn.Parameter, Tensor] = {}
+
+    def widen_weights(module: torch.nn.Module, *_: object) -> None:
+        for weight in module.parameters():
+            if weight.is_floating_point() and weight.dtype != torch.float32:
+                own[weight], weight.data = weight.data, weight.data.float()
+
+    def give_back(module: torch.nn.Module, *_: object) -> None:
+        for weight in module.parameters():
+            if weight is not first and weight in own:
+                weight.data = own.pop(weight)
+
+    base = model.get_decoder()
+    first, *_ = model.parameters()
+    parts = [each for each in model.children() if each is not base]
+    for each in base.children():
+        parts += each if isinstance(each, torch.nn.ModuleList) else [each]
+    replaced = {each: each.__dict__.pop("forward") for each in model.modules() if "forward" in each.__dict__}
+    handles = [each.register_forward_pre_hook(widen_weights) for each in parts]
+    handles += [each.register_forward_hook(give_back) for each in parts]
+    try:
+        own[first], first.data = first.data, first.data.float()
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for weight, numbers in own.items():
+            weight.data = numbers
+        for module, forward in replaced.items():
+            module.__dict__.setdefault("forward", forward)
+
+
 def rotation_differs(
     model: Any, seen: Examination, frequencies_F: Tensor, layers: Sequence[int]
 ) -> str | None:
@@ -291,8 +334,6 @@ def remembered(
     logger.info(
         "compared the %s of model %s with its own in %.1f s", name, identity.name, time.perf_counter() - begin
     )
-    if (
-        found.get("attention") is None and found.get(name) is None
-    ):  # who is refused is looked at anew every time
+    if agrees(found, name):  # who is refused is looked at anew every time
         keep(_KIND, key, found)
     return found
