@@ -192,9 +192,9 @@ def check_logits(case: Case, found: Tensor, expected: Tensor, wide: Tensor | Non
         assert float(of(distances(found, expected))) < 2**0.5 * float(of(rounding))
         assert float(rounding.median()) < 0.2
     elif DEVICE == "cuda" or (case.method, case.rows) == ("multipole", INT8):
-        # Sums in 16 bits in another order: up to .04 were found, .055 where all keys leave their clusters again. Means
+        # Sums in 16 bits in another order: up to .12 were found, by those of dropped remainders. Means
         # of clusters are of rows before they were coded, which `monopole` takes out.
-        assert float((found - expected).abs().amax() / expected.std()) < (0.1 if DEVICE == "cuda" else 2e-2)
+        assert float((found - expected).abs().amax() / expected.std()) < (0.2 if DEVICE == "cuda" else 2e-2)
     else:
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
 
