@@ -41,7 +41,7 @@ MOST_LINES = {
     "decode_engine/rpc": 7_580,  # who calls, what they may, and what was refused; what is made again
     "decode_engine/settings": 640,  # the file of quotas
     "decode_engine/steps": 2_970,  # with those of models with states
-    "index_store": 30_900,  # tenants, quotas, options from files; contexts as single files, in object stores, and ended
+    "index_store": 30_730,  # tenants, quotas, options from files; contexts as single files, in object stores, and ended
     "prefill_worker": 8_200,  # many documents on Ray; a job knows its tenant, and keeps states at marks
 }
 
