@@ -238,12 +238,10 @@ def build_tree(parameters: TreeParameters, source: LayerSource, seed: int) -> di
     parents [H, C] int32; coarse_offsets [H, K + 1] int32, the fine clusters of every coarse one; coarse_counts [H, K],
     coarse_means, coarse_value_sums and (moments diagonal) coarse_variances [H, K, d] float32.
 
-    Coarse clusters are k-means of the fine means, block by block (Squeezed Attention section 3.3); their means are
-    those of all their keys. Raises InvalidArgumentError like `build_clusters`.
+    Coarse clusters are k-means of the fine means, block by block (Squeezed Attention section 3.3), on the host; their
+    means are those of all their keys. Raises InvalidArgumentError like `build_clusters`.
     """
-    arrays = build_clusters(parameters, source, seed)
-    if source.kv_HN2D.is_cuda:
-        return build_tree_on_device(parameters, arrays, seed)
+    arrays = {name: array.cpu() for name, array in build_clusters(parameters, source, seed).items()}
     heads, count = arrays["assignment"].shape
     parents_HC = torch.empty(arrays["counts"].shape, dtype=torch.int64)
     blocks = _blocks(count, parameters)
@@ -265,25 +263,7 @@ def build_tree(parameters: TreeParameters, source: LayerSource, seed: int) -> di
     _order_by_parents(arrays, parents_HC)
     arrays["coarse_offsets"], _ = list_members(arrays["parents"], coarse)
     arrays.update(_coarse_moments(arrays, coarse))
-    return arrays
-
-
-def build_tree_on_device(
-    parameters: TreeParameters, arrays: dict[str, Tensor], seed: int
-) -> dict[str, Tensor]:
-    """The same arrays, by kernels, over the fine clusters' arrays."""
-    from index_store.indexes.key_clusters.build_triton import build_device_tree
-
-    frequencies = {"frequencies": arrays["frequencies"]} if "frequencies" in arrays else {}
-    tree = build_device_tree(
-        arrays,
-        _blocks(arrays["assignment"].shape[1], parameters),
-        keys_per_coarse=parameters.keys_per_coarse,
-        metric=parameters.metric,
-        iterations=parameters.iterations,
-        seed=seed,
-    )
-    return _ordered({**tree, **frequencies})
+    return {name: array.to(source.kv_HN2D.device) for name, array in arrays.items()}
 
 
 def _ordered(arrays: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -6,8 +6,6 @@ capacity.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -28,11 +26,12 @@ def build_tables(parameters: TableParameters, source: LayerSource, seed: int) ->
 
     Raises InvalidArgumentError for queries that are not finite, and for a KV head whose queries are all zero.
     """
-    if source.kv_HN2D.is_cuda:
-        return build_tables_on_device(parameters, source, seed)
     keys_HND = source.keys_HND
+    if keys_HND.is_cuda and parameters.layout == "dense":
+        return build_tables_on_device(parameters, source, seed)
     dims_MB = subspace_dims(parameters, keys_HND.shape[2])
-    sample_HPD = _with_directions(source.queries.queries_HPGD.flatten(1, 2), dims_MB)
+    sample_HPD = source.queries.queries_HPGD.flatten(1, 2).to(keys_HND.device)
+    sample_HPD = _with_directions(sample_HPD, dims_MB)
     capacity = list_capacity(parameters, keys_HND.shape[1])
     collected: dict[str, list[list[Tensor]]] = {"centroids": [], "scales": [], "scores": [], "ids": []}
     for keys_ND, sample_PD in zip(keys_HND, sample_HPD, strict=True):
@@ -60,23 +59,22 @@ def build_tables(parameters: TableParameters, source: LayerSource, seed: int) ->
 
 
 def build_tables_on_device(parameters: TableParameters, source: LayerSource, seed: int) -> dict[str, Tensor]:
-    """The same arrays, by kernels. Centroids of dense tables have values of the keys' dtype."""
-    from index_store.indexes.query_tables.build_triton import build_device_lists, build_device_tables
+    """The arrays of dense tables, by kernels. Centroids have values of the keys' dtype."""
+    from index_store.indexes.query_tables.build_triton import build_device_tables
 
     keys_HND = source.keys_HND
     dims_MB = subspace_dims(parameters, keys_HND.shape[2])
     sample_HPD = source.queries.queries_HPGD.flatten(1, 2).to(keys_HND.device)
     sample_HPD = _with_directions(sample_HPD, dims_MB)
-    cosine = parameters.scores == "cosine"
-    numbers: dict[str, Any] = {
-        "centroids": parameters.centroids,
-        "iterations": parameters.iterations,
-        "seed": seed,
-    }
-    if parameters.layout == "dense":
-        return build_device_tables(keys_HND, sample_HPD, dims_MB, **numbers, cosine=cosine)
-    capacity = list_capacity(parameters, keys_HND.shape[1])
-    return build_device_lists(keys_HND, sample_HPD, dims_MB, **numbers, capacity=capacity, cosine=cosine)
+    return build_device_tables(
+        keys_HND,
+        sample_HPD,
+        dims_MB,
+        centroids=parameters.centroids,
+        iterations=parameters.iterations,
+        seed=seed,
+        cosine=parameters.scores == "cosine",
+    )
 
 
 def _with_directions(sample_HPD: Tensor, dims_MB: Tensor) -> Tensor:

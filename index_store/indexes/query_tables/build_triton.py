@@ -1,7 +1,7 @@
 """Query tables, built on the device (on the host: `index_store.indexes.query_tables.build`).
 
 Shape legend: H KV heads, N keys, P sampled queries, m subspaces, C centroids, S = m*C table rows, D head dim, B = D/m
-slice width, L list capacity, Y = H*m problems of k-means.
+slice width, Y = H*m problems of k-means.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from torch.nn.functional import normalize
 from index_store.indexes.kmeans.kmeans_triton import fill_rows, spherical_kmeans_batch
 
 _INT8_MAX = 127
-_INT16_MAX = 32767
-_SCORES_AT_ONCE = 2**27  # scores of list entries before the best are taken
 
 
 def build_device_tables(
@@ -46,45 +44,6 @@ def build_device_tables(
     found = found.to(keys_HND.dtype).float()
     scales, scores = score_tables(fill_rows(keys_HND), found, dims)
     return {"centroids": found, "scales": scales, "scores": scores}
-
-
-def build_device_lists(
-    keys_HND: Tensor,
-    sample_HPD: Tensor,
-    dims_MB: Tensor,
-    *,
-    centroids: int,
-    iterations: int,
-    seed: int,
-    capacity: int,
-    cosine: bool = False,
-) -> dict[str, Tensor]:
-    """Arrays of Top-L lists of the best L = capacity keys of every centroid, best first; otherwise as dense tables.
-
-    centroids [H, m, C, B] float32 of unit length, scales [H, m] float32, scores [H, m, C, L] int16, ids int32.
-    """
-    found = cluster_queries(sample_HPD, dims_MB, centroids, iterations, seed)
-    dims = dims_MB.to(keys_HND.device, non_blocking=True)
-    heads, count, _ = keys_HND.shape
-    subspaces = len(dims)
-    shape = (heads, subspaces, centroids, capacity)
-    scales = torch.empty(heads, subspaces, device=keys_HND.device)
-    scores = torch.empty(shape, dtype=torch.int16, device=keys_HND.device)
-    ids = torch.empty(shape, dtype=torch.int32, device=keys_HND.device)
-    together = max(1, _SCORES_AT_ONCE // (centroids * count))
-    for head in range(heads):
-        for first in range(0, subspaces, together):
-            some = slice(first, first + together)
-            slices_MNB = keys_HND[head][:, dims[some]].float().transpose(0, 1)
-            if cosine:
-                slices_MNB = normalize(slices_MNB, dim=-1)
-            scores_MCN = torch.bmm(found[head, some], slices_MNB.transpose(1, 2))
-            scale_M = _scales(scores_MCN.abs().amax((1, 2)), _INT16_MAX)
-            best = scores_MCN.topk(capacity, dim=-1, sorted=True)
-            scales[head, some] = scale_M
-            scores[head, some] = (best.values / scale_M[:, None, None]).round_().to(torch.int16)
-            ids[head, some] = best.indices.to(torch.int32)
-    return {"centroids": found, "scales": scales, "scores": scores, "ids": ids}
 
 
 def cluster_queries(
@@ -147,8 +106,8 @@ def score_tables_reference(
     return scales, (products / scales[..., None, None]).round_().to(torch.int8)
 
 
-def _scales(peaks: Tensor, limit: int = _INT8_MAX) -> Tensor:
-    return peaks.clamp(min=torch.finfo(torch.float32).tiny) / limit
+def _scales(peaks: Tensor) -> Tensor:
+    return peaks.clamp(min=torch.finfo(torch.float32).tiny) / _INT8_MAX
 
 
 def _spread_centroids(centroids_HMCB: Tensor, dims_MB: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
