@@ -104,7 +104,7 @@ def _index_cache(session: Session) -> IndexCache:
 
     def rows(layer: int) -> Sequence[Tensor]:
         attention = session.layers[layer].exact
-        return attention.rows(session.tail_keys) if isinstance(attention, DenseLayer) else ()
+        return attention.rows(session.position) if isinstance(attention, DenseLayer) else ()
 
     return IndexCache(manifest.model.layers, session.position, rows, stored_dtype(manifest.dtype).torch_dtype)
 

@@ -48,7 +48,7 @@ _SHIFT = 1000
 
 _PLAIN = "sparsekv_plain"
 _KIND = "checks"
-_VERSION = 2  # of what is checked: what was remembered by another one is found out anew
+_VERSION = 3  # of what is checked: what was remembered by another one is found out anew
 _LARGE = 5e8  # parameters from which on a check is announced
 _TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3}
 _COARSE_TOLERANCE = 0.2  # of halves, in which experts are chosen otherwise here and there
