@@ -1,11 +1,12 @@
 """Clusters of several sizes beside one server, and one cluster that grows and shrinks; object store: moto's S3.
 
-usage: python ops/bench/served/clusters.py sizes [--replicas 1,2,4] [--rounds 3] [--clients 1,8] [--seconds 5]
-       python ops/bench/served/clusters.py growth [--most 4] [--contexts 64]
+usage: python ops/bench/served/clusters.py [--replicas 1,2,4] [--rounds 3] [--clients 1,8] [--seconds 5]
+       python ops/bench/served/clusters.py --growth [--most 4] [--contexts 64] [--tokens 256]
 
-`sizes`: a server and a cluster of each size run at once, and are asked in turn, round by round: clients ask about
+A server and a cluster of each size run at once, and are asked in turn, round by round: clients ask about
 contexts at random, for 16 tokens each. `requests_s`, `first_p50_ms`, `first_p99_ms`: medians of the rounds.
-`growth`: one cluster with one engine is asked by as many clients as four engines have sessions, and grows; then each
+`cpu_ms`: of cores, of all processes of the place, a request.
+`--growth`: one cluster with one engine is asked by as many clients as four engines have sessions, and grows; then each
 context is asked about once: `moved` are those that the first engine had and another one loads, `implied` those whose
 first engine by the hash another one is. Then nothing is asked, until it is as small as before.
 One JSON line per figure. Run it from the root of the repository; it needs `sparsekv[ray]`.
@@ -25,7 +26,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,17 +35,16 @@ import harness  # noqa: F401 - before torch: sets up OpenMP
 
 # isort: split
 import typer
-from harness.report import CheckFailedError
+from harness.report import CheckFailedError, Report, reporting
 from harness.served import serving
 
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.routing.rendezvous import order_of
+from index_store.store.catalog import Store
 
 ANSWER = 16
 _ENGINE = 'memory = "1GiB"\nwarm-up = false\nthreads = 1\n'
 _WAIT_S = 300.0
-
-app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 
 def free_port() -> int:
@@ -150,20 +150,26 @@ def load(address: str, contexts: Sequence[str], clients: int, seconds: float) ->
     }
 
 
-def tell(**figures: Any) -> None:
-    """One line."""
-    told = {name: round(each, 3) if isinstance(each, float) else each for name, each in figures.items()}
-    typer.echo(json.dumps(told))
+def cpu_s(pid: int) -> float:
+    """Of a process, and of all that it and these have started and that run."""
+    ticks, parents = {}, {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            own, _, rest = stat.read_text().partition(" ")
+            fields = rest.rpartition(")")[2].split()
+            parents[int(own)] = int(fields[1])
+            ticks[int(own)] = int(fields[11]) + int(fields[12])
+    found = 0
+    for each, count in ticks.items():
+        above = each
+        while above and above != pid:
+            above = parents.get(above, 0)
+        found += count if above else 0
+    return found / os.sysconf("SC_CLK_TCK")
 
 
-@app.command()
 def sizes(
-    replicas: Annotated[str, typer.Option(help="Of the clusters, comma-separated.")] = "1,2,4",
-    rounds: Annotated[int, typer.Option(min=1)] = 3,
-    clients: Annotated[str, typer.Option(help="That ask at once, comma-separated.")] = "1,8",
-    seconds: Annotated[float, typer.Option(help="Of a round, a place and a number of clients.")] = 5.0,
-    contexts: Annotated[int, typer.Option(min=1)] = 8,
-    tokens: Annotated[int, typer.Option(min=64, help="Of a context.")] = 2048,
+    report: Report, replicas: str, rounds: int, clients: str, seconds: float, contexts: int, tokens: int
 ) -> None:
     """One server, and clusters of several sizes."""
     with ExitStack() as stack:
@@ -171,12 +177,13 @@ def sizes(
         objects = stack.enter_context(object_store())
         (folder / "server.toml").write_text(_ENGINE)
         given = ["--objects", objects, "--prefill", "--config", str(folder / "server.toml"), "--doors", "0"]
-        (folder / "store" / "contexts").mkdir(parents=True)
-        (folder / "store" / "locks").mkdir()
-        places = {"server": stack.enter_context(serving(folder / "store", *given)).address}
+        Store(folder / "store", create=True)
+        server = stack.enter_context(serving(folder / "store", *given))
+        places, pids = {"server": server.address}, {"server": server.pid}
         for count in map(int, replicas.split(",")):
-            made = cluster(folder / f"cluster-{count}", objects, count)
-            places[f"cluster of {count}"] = stack.enter_context(made)
+            place = folder / f"cluster-{count}"
+            places[place.name] = stack.enter_context(cluster(place, objects, count))
+            pids[place.name] = int((place / "state" / "pid").read_text())
         with Client(places["server"]) as client:
             names = make_contexts(client, contexts, tokens)
         for address in places.values():
@@ -184,11 +191,14 @@ def sizes(
         found: dict[tuple[str, int], list[dict[str, float]]] = {}
         for _ in range(rounds):
             for number in map(int, clients.split(",")):
-                for place, address in places.items():
-                    found.setdefault((place, number), []).append(load(address, names, number, seconds))
-        for (place, number), runs in found.items():
-            middle = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-            tell(place=place, clients=number, **middle, all=[round(run["requests_s"], 1) for run in runs])
+                for name, address in places.items():
+                    before = cpu_s(pids[name])
+                    run = load(address, names, number, seconds)
+                    run["cpu_ms"] = 1e3 * (cpu_s(pids[name]) - before) / run.pop("requests")
+                    found.setdefault((name, number), []).append(run)
+        for (name, number), runs in found.items():
+            middle = {figure: statistics.median(run[figure] for run in runs) for figure in runs[0]}
+            report.add({"place": name, "clients": number, **middle})
 
 
 def wait_for(address: str, names: Sequence[str]) -> None:
@@ -203,13 +213,7 @@ def wait_for(address: str, names: Sequence[str]) -> None:
             ask(client, name)
 
 
-@app.command()
-def growth(
-    most: Annotated[int, typer.Option(min=2, help="Engines.")] = 4,
-    contexts: Annotated[int, typer.Option(min=1)] = 64,
-    tokens: Annotated[int, typer.Option(min=64, help="Of a context.")] = 256,
-    stays_s: Annotated[float, typer.Option(help="How long engines without work stay.")] = 20.0,
-) -> None:
+def growth(report: Report, most: int, contexts: int, tokens: int, stays_s: float) -> None:
     """From one engine to several, and back."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -226,6 +230,9 @@ def growth(
                 while not ending.is_set():
                     ask(own, names[0])
 
+        def add(**figures: Any) -> None:
+            report.add(figures)
+
         began = time.monotonic()
         threads = [threading.Thread(target=press) for _ in range(2 * most)]
         for thread in threads:
@@ -234,16 +241,16 @@ def growth(
         ending.set()
         for thread in threads:
             thread.join()
-        tell(what="grew", seconds={str(count): round(at, 1) for count, at in steps.items()})
+        add(what="grew", seconds={str(count): round(at, 1) for count, at in steps.items()})
         rest = names[1:]  # the first has several holders for a while
         implied = sum(order_of(key, engines(most))[0] != "engine-0" for key in map(key_of, rest))
         moved = sum(ask(client, name)[1] not in ("host", "device") for name in rest)
-        tell(what="1 to most", contexts=len(rest), moved=moved, implied=implied)
+        add(what="1 to most", contexts=len(rest), moved=moved, implied=implied)
         began = time.monotonic()
         steps = follow(place / "state", 1, began)
-        tell(what="shrank", seconds={str(count): round(at, 1) for count, at in steps.items()})
+        add(what="shrank", seconds={str(count): round(at, 1) for count, at in steps.items()})
         moved = sum(ask(client, name)[1] not in ("host", "device") for name in rest)
-        tell(what="most to 1", contexts=len(rest), moved=moved)
+        add(what="most to 1", contexts=len(rest), moved=moved)
 
 
 def engines(count: int) -> list[str]:
@@ -267,5 +274,24 @@ def follow(state: Path, wanted: int, began: float) -> dict[int, float]:
     return seen
 
 
+def main(
+    grows: Annotated[bool, typer.Option("--growth", help="One cluster that grows and shrinks.")] = False,
+    replicas: Annotated[str, typer.Option(help="Of the clusters, comma-separated.")] = "1,2,4",
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    clients: Annotated[str, typer.Option(help="That ask at once, comma-separated.")] = "1,8",
+    seconds: Annotated[float, typer.Option(help="Of a round, a place and a number of clients.")] = 5.0,
+    contexts: Annotated[int, typer.Option(min=2)] = 8,
+    tokens: Annotated[int, typer.Option(min=64, help="Of a context.")] = 2048,
+    most: Annotated[int, typer.Option(min=2, help="Engines that one grows to.")] = 4,
+    stays: Annotated[float, typer.Option(help="Seconds that engines without work stay.")] = 20.0,
+) -> None:
+    """Clusters beside a server, or one that grows; a JSON line per figure."""
+    with reporting("clusters", gpu=False) as report:
+        if grows:
+            growth(report, most, contexts, tokens, stays)
+        else:
+            sizes(report, replicas, rounds, clients, seconds, contexts, tokens)
+
+
 if __name__ == "__main__":
-    app()
+    typer.run(main)
