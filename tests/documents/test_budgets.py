@@ -37,11 +37,11 @@ MOST_LINES = {
     "decode_engine/layers": 2_120,
     "decode_engine/model": 3_110,  # drafts are chosen by time; a CPU's few calls; a model divided among GPUs
     "decode_engine/orders": 1_010,
-    "decode_engine/processes": 3_460,  # draining by a client, ends told by the kernel; front doors, with Ray and without
+    "decode_engine/processes": 3_460,  # draining, ends told by the kernel; front doors, with Ray and without
     "decode_engine/rpc": 7_580,  # who calls, what they may, and what was refused; what is made again
     "decode_engine/settings": 680,  # the file of quotas; what goes with a divided model
     "decode_engine/steps": 2_970,  # with those of models with states
-    "index_store": 31_170,  # parts of heads; tenants, quotas, options from files; contexts as single files, in object stores, and ended
+    "index_store": 31_170,  # parts of heads; tenants, quotas; contexts as single files, in object stores, and ended
     "prefill_worker": 8_240,  # many documents on Ray; a job knows its tenant, and keeps states at marks
 }
 
