@@ -74,16 +74,14 @@ def load_service(
     started = time.monotonic()
     set_threads(config.threads)
     device = pick_device(config.device)
-    divided = config.tensor_parallel > 1
-    warm_up = config.warm_up and not divided
-    alone = [manifest for manifest in store.list() if manifest.parent is None] if warm_up else []
+    alone = [manifest for manifest in store.list() if manifest.parent is None] if config.prepares else []
     named = {manifest.id: _named_methods(store, manifest) for manifest in alone}
     compile_named = partial(_compile, config, checkpoint_dtype(folder), phase, device, on_compiling)
     names = sorted({method.name for methods in named.values() for method in methods})
-    compiling = compile_named(names) if warm_up else _done()
+    compiling = compile_named(names) if config.prepares else _done()
     searching = SearchThreads(config.search_threads)
     try:
-        ranks, options = start_ranks(config, device) if divided else (Alone(), {})
+        ranks, options = start_ranks(config, device) if config.divided else (Alone(), {})
         runner = ModelRunner(
             folder,
             device,
@@ -100,12 +98,12 @@ def load_service(
     except BaseException:
         compiling.cancel()
         raise
-    quotas = QuotaFile(config.quotas)
-    budget = memory_budget(device, config.memory, config.device_memory, free_memory(torch.device("cpu")))
+    quotas, free = QuotaFile(config.quotas), free_memory(torch.device("cpu"))
+    budget = memory_budget(device, config.memory, config.device_memory, free)
     arena = Arena(
         budget,
         device=context_device(device),
-        placement=Placement.DEVICE if divided else parse_placement(config.placement),
+        placement=Placement.DEVICE if config.divided else parse_placement(config.placement),
         slot_share=config.slot_share,
         quota=partial(quotas.limit, name="resident_bytes"),
         part=ranks.part,
@@ -133,10 +131,10 @@ def load_service(
     def begin() -> None:
         """On the engine's thread, before its first turn: what a thread prepares for itself alone."""
         set_threads(config.threads)
-        if warm_up:
+        if config.prepares:
             runner.prepare_prompts()
 
-    costs, auto = StepCosts(on_gpu=device.type == "cuda"), config.method == AUTO and not divided
+    costs, auto = StepCosts(on_gpu=device.type == "cuda"), config.method == AUTO and not config.divided
     if auto:
         for fitted, where in wanted:
             costs.want(fitted.method, where)
@@ -160,7 +158,7 @@ def load_service(
         weight=tenants.weight,
         on_start=begin,
         on_crash=on_crash,
-        on_idle=(lambda: None) if divided else timer.advance,  # what is timed runs on one rank alone
+        on_idle=(lambda: None) if config.divided else timer.advance,  # what is timed runs on one rank alone
         on_step=note_step,
         send=outboxes.flush,
     )
@@ -168,8 +166,11 @@ def load_service(
     room = StoreRoom(store, config.store_bytes, quota=partial(quotas.limit, name="stored_bytes"))
     workshop = Workshop(store, queue, uploads, runner.identity, runner.tokenizer, runner.kv_dtype, room)
     housekeeping = Housekeeping(store, room, arena.leased_ids, lambda: engine.places == 0)
-    rules = KeepingRules(config.keep_beginnings, config.keep_beginnings_after, config.keep_beginnings_bytes)
-    beginnings = KeptBeginnings(workshop, arena, rules)
+    beginnings = KeptBeginnings(
+        workshop,
+        arena,
+        KeepingRules(config.keep_beginnings, config.keep_beginnings_after, config.keep_beginnings_bytes),
+    )
     leave_to_stay()
     return EngineService(
         store,

@@ -5,7 +5,6 @@ Each sees one GPU. Its standard input says what to serve; orders come over a soc
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -17,7 +16,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-import numba
 import torch
 from msgspec import Struct
 
@@ -26,6 +24,7 @@ from decode_engine.model.ranks import Alone, Follower, Leader, Line
 from decode_engine.model.runner import ModelRunner
 from decode_engine.settings.config import ServeConfig
 from index_store.cli.logs import LogLevel, logging_to_stderr
+from index_store.compiled.launch import set_num_threads
 from index_store.errors import InvalidArgumentError
 from index_store.memory.arena import Arena
 from index_store.memory.devices import context_device, memory_budget
@@ -34,7 +33,6 @@ from index_store.memory.placement import Placement
 from index_store.models.resolve import resolve_model
 from index_store.store.heads_part import HeadsPart
 
-_PR_SET_PDEATHSIG = 1
 _PROGRAM = "from decode_engine.core.rank_process import main; main()"
 _LOOPBACK = "127.0.0.1"
 
@@ -119,7 +117,7 @@ def follow(told: Told) -> None:
     config, device = told.config, torch.device(told.device)
     threads = max(1, config.threads // config.tensor_parallel)
     torch.set_num_threads(threads)
-    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    set_num_threads(threads)
     part = HeadsPart(told.rank, config.tensor_parallel)
     options: Mapping[str, Any] = {"distributed_config": join(part, told.address, device)}
     folder = resolve_model(config.model)
@@ -145,8 +143,6 @@ def follow(told: Told) -> None:
 
 def main() -> None:
     """Ends the process, whatever its threads do."""
-    if sys.platform == "linux":  # it may be in the middle of a step, and wait there for the first rank
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # which a terminal sends to all: the first rank says when to end

@@ -410,9 +410,19 @@ class ServeConfig:
                 field="listen",
             )
 
+    @property
+    def divided(self) -> bool:
+        """Whether the model is divided among GPUs."""
+        return self.tensor_parallel > 1
+
+    @property
+    def prepares(self) -> bool:
+        """Whether methods are prepared before requests: those of a divided model are by the first ones."""
+        return self.warm_up and not self.divided
+
     def _check_divided(self) -> None:
         """Raises InvalidArgumentError for options that a divided model cannot have."""
-        if self.tensor_parallel == 1:
+        if not self.divided:
             return
         for flag, wrong, instead in (
             (

@@ -215,6 +215,35 @@ def rates(
     report.add(line, *missed)
 
 
+def answers(
+    clients: Clients, address: str, ids: Sequence[str], streams: int
+) -> tuple[dict[str, Any], list[Heard]]:
+    """Figures of streams, and what they heard."""
+    row = clients.rate(address, ids, streams)
+    return row, clients.heard(address, ids, streams, _WARM_UP)
+
+
+def divided(
+    report: Report,
+    clients: Clients,
+    address: str,
+    ids: Sequence[str],
+    alone: Mapping[int, tuple[dict[str, Any], list[Heard]]],
+) -> None:
+    """A server of both GPUs beside what one engine gave by numbers of streams."""
+    for streams, (one, expected) in alone.items():
+        row, heard = answers(clients, address, ids, streams)
+        pairs = [
+            same
+            for found, told in zip(heard, expected, strict=True)
+            for same in zip(found.token_ids, told.token_ids, strict=False)
+        ]
+        line = {"figure": "divided", "gpus": 2, "streams": streams, **row}
+        line |= {"alike": sum(found == told for found, told in pairs) / max(1, len(pairs))}
+        rate, of_one = row.get("tokens_per_s"), one.get("tokens_per_s")
+        report.add(line | ({"over_one": rate / of_one, "one": of_one} if rate and of_one else {}))
+
+
 def moved(report: Report, clients: Clients, engines: Sequence[Engine], context: str, log: Path) -> None:
     """A context of the first engine, asked of a front door that the second one alone is behind."""
     (expected,) = clients.heard(engines[0].address, [context], 1, _WARM_UP)
