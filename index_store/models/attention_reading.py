@@ -50,6 +50,12 @@ def read_config(folder: ModelFolder) -> Any:
     quantized = value(config, "quantization_config") or value(whole, "quantization_config")
     if quantized is not None:
         config.quantization_config = widened(folder, quantized)
+    if (
+        value(config, "recurrent_kv_cache_mode") == "last_loop"
+    ):  # what was read in one pass or in several would differ
+        raise folder.refuse(
+            "its earlier loops read keys of the last one's (recurrent_kv_cache_mode last_loop)"
+        )
     absent = [name for name in ("num_hidden_layers", "vocab_size") if not value(config, name)]
     if absent:
         raise folder.refuse(f"its configuration has no {', '.join(absent)}")

@@ -40,6 +40,7 @@ from index_store.errors import InvalidArgumentError, SparseKVError  # noqa: E402
 from index_store.memory.arena import Arena  # noqa: E402
 from index_store.memory.resident import ResidentContext  # noqa: E402
 from index_store.methods.presets import METHODS  # noqa: E402
+from index_store.models.attention_reading import read_config  # noqa: E402
 from index_store.models.loading import (  # noqa: E402
     attention_of,
     identify,
@@ -137,7 +138,8 @@ def _describe(folder: Path) -> str:
     text = config.get("text_config", config)
     if text.get("kv_lora_rank"):
         parts.append("latents")
-    if len(readings) > (text.get("num_layers_per_stack") or text.get("num_hidden_layers") or len(readings)):
+    own = read_config(resolve_model(str(folder)))
+    if len(readings) > (text.get("num_layers_per_stack") or own.num_hidden_layers):
         parts.append("layers that attend several times")
     if any(own.index_keys for own in readings):
         parts.append("a learnt index")

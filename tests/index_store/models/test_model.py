@@ -244,6 +244,11 @@ LATENT = {
             {"num_key_value_heads": 4, **LATENT},
             "keys of its own index have 128 numbers, more than",
         ),
+        (
+            "dory",
+            {"recurrent_kv_cache_mode": "last_loop", "num_hidden_layers": 18},
+            "its earlier loops read keys",
+        ),
         ("doge", {"num_key_value_heads": 2}, "layer 0 makes an attention mask of its own"),
     ],
 )
