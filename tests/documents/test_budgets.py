@@ -18,7 +18,7 @@ MOST_WORDS = {
     "docs/gpu.md": 2_500,
     "docs/methods.md": 2_500,
     "docs/metrics.md": 1_320,  # traces and audits are told there, too, and what was mended
-    "docs/models.md": 1_700,  # its tables name every architecture; states, few bits, latents, learnt indexes
+    "docs/models.md": 1_930,  # its tables name every architecture; states, few bits, learnt indexes, figures on a GPU
     "docs/operations.md": 2_700,  # tenants, tiers, configuration, draining, backup, upgrades, and what breaks
     "docs/prefill.md": 2_000,
     "docs/start.md": 2_000,
