@@ -63,7 +63,8 @@ settings.load_profile("tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What tests/decode_engine/pins compares replies with is written anew instead."""
+    """What tests/decode_engine/pins compares replies with is written anew; how servers are reached."""
+    parser.addoption("--front-door", action="store_true", help="reach servers by a cluster's front door")
     parser.addoption("--record", action="store_true", help="record the replies of both doors anew")
 
 

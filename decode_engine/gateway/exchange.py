@@ -274,9 +274,7 @@ async def _read_body(request: Request) -> bytes:
     pieces: list[bytes] = []
     left = MAX_REQUEST_BYTES
     unpack = _unpacking(request.headers.get("content-encoding", "identity"))
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > MAX_REQUEST_BYTES:
-        raise _too_large(MAX_REQUEST_BYTES)
+    check_length(request.headers.get("content-length", ""), MAX_REQUEST_BYTES)
     bounded = Request(request.scope, bounded_receive(request.receive, MAX_REQUEST_BYTES, _BODY_S))
     try:
         async for packed in bounded.stream():
@@ -289,6 +287,12 @@ async def _read_body(request: Request) -> bytes:
     except zlib.error as error:
         raise InvalidArgumentError(f"the body is not what its content-encoding says: {error}") from error
     return b"".join(pieces)
+
+
+def check_length(declared: str, most_bytes: int) -> None:
+    """Raises HttpError for a body that says in its head that it is too large: nothing of it is waited for."""
+    if declared.isdigit() and int(declared) > most_bytes:
+        raise _too_large(most_bytes)
 
 
 def _too_large(most_bytes: int) -> HttpError:

@@ -47,7 +47,7 @@ from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
 from index_store.models.loading import ModelFolder, load_model, load_tokenizer
-from index_store.models.state_cache import TextStates
+from index_store.models.state_cache import TextStates, passing
 from index_store.store.description.dtypes import stored_dtype
 from index_store.store.description.manifest import Manifest, require_dtype, require_model
 
@@ -358,6 +358,7 @@ class ModelRunner:
 
         # A state goes on through all tokens of a sequence, so these are of one session alone.
         alone = self.identity.states is not None and not _steps(sessions, token_ids)
+        alone = alone or bool(self.identity.index_keys)
         at_once = [[row] for row in range(len(sessions))] if alone else [list(range(len(sessions)))]
         steps: list[DecodeStep] = []
         logits: list[Tensor] = []
@@ -378,7 +379,7 @@ class ModelRunner:
             keep = (
                 0 if all_logits or max(counts) == 1 else 1 if len(counts) == 1 else (ends - 1).to(self.device)
             )
-            with self.ranks.together(order), torch.inference_mode():
+            with self.ranks.together(order), torch.inference_mode(), passing(inputs["decode_step"]):
                 if self._row_layers is not None and inputs["input_ids"].shape[1] == 1:
                     logits_TV = self._row_layers.logits(inputs)
                 else:

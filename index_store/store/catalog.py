@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -241,6 +242,8 @@ class Store:
         self._listing = Listing(self.folders.contexts)
         self.notes, self.ended = Notes(self.path), Ended(self.path)
         self.beyond: Beyond | None = None
+        self.cleaned_s = -math.inf
+        """When it was cleaned up last from here, on `time.monotonic`."""
         self._clock = clock
         self._limit_s = read_limit_s
         self._caller = OPERATOR
@@ -371,7 +374,7 @@ class Store:
             shown = ", ".join([*sorted(entry.id[:16] for entry in candidates)[:8], "..."][: len(candidates)])
             raise ContextAmbiguousError(
                 f"{self.path}: {ref!r} fits {len(candidates)} contexts ({shown}); give an id, or give the name to "
-                "one of them (`index-store name ID NAME --move-name`, or at a server `contexts update`)"
+                "one of them (`index-store update ID --name NAME --move-name`, or at a server `contexts update`)"
             )
         return candidates[0].id
 

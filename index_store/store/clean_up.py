@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -49,6 +50,8 @@ from index_store.store.files.leftovers import (
 from index_store.store.listing import BrokenContext, Entry
 from index_store.store.store_folders import is_lock_name
 
+_EVERY_S = 600.0
+
 
 def find_leftovers(store: Store) -> Sequence[Leftover]:
     """Folders that killed jobs and interrupted deletions left, with size and age; nothing is changed.
@@ -73,6 +76,13 @@ def clean_up(
         return (
             _without_their_locks(found) if dry_run else [item for item in found if removed(item, on_failure)]
         )
+
+
+def clean_up_at_times(store: Store) -> None:
+    """Cleans up, unless that was done lately by this `store`: all contexts are looked at, however many there are."""
+    if store.cleaned_s + _EVERY_S < time.monotonic():
+        clean_up(store)
+        store.cleaned_s = time.monotonic()
 
 
 def _without_their_locks(found: Iterable[Leftover]) -> Sequence[Leftover]:

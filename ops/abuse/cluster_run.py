@@ -26,8 +26,8 @@ KINDS = ("engine", "replica", "worker", "door")
 _MARKS = {
     "engine": b"decode_engine\0serve",
     "worker": b"prefill_worker\0serve",
-    "replica": b"ServeReplica:sparsekv:engine",
-    "door": b"ServeReplica:sparsekv:door",
+    "replica": b"ray::Engine",
+    "door": b"ray::Door",
     "head": b"gcs/gcs_server",
 }
 _HEAD_EVERY = 25
@@ -60,6 +60,16 @@ def victims(state: Path, kind: str) -> list[int]:
     return found
 
 
+def middle_and_most(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+    """By kind of what was killed."""
+    return {kind: [round(statistics.median(each), 2), round(max(each), 2)] for kind, each in seconds.items()}
+
+
+def whole(state: Path, wanted: dict[str, int]) -> bool:
+    """Whether as many of each kind run as there were."""
+    return all(len(victims(state, kind)) >= count for kind, count in wanted.items())
+
+
 def main() -> int:
     """Runs the kills, and says what clients saw, as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -81,6 +91,8 @@ def main() -> int:
     load.start(given.askers, {})
     killed: Counter[str] = Counter()
     over_s: dict[str, list[float]] = {}
+    again_s: dict[str, list[float]] = {}
+    wanted = {kind: len(victims(given.state, kind)) for kind in _MARKS}
     for number in range(1, given.kills + 1):
         kind = "head" if number % _HEAD_EVERY == 0 else draws.choice(KINDS)
         if not (found := victims(given.state, kind)):
@@ -95,8 +107,10 @@ def main() -> int:
                 break
             time.sleep(0.1)
         over_s.setdefault(kind, []).append(time.monotonic() - begun)
-        while len(victims(given.state, kind)) < len(found) and time.monotonic() - begun < _WAIT_S:
+        while not whole(given.state, wanted) and time.monotonic() - begun < _WAIT_S:
             time.sleep(0.2)
+        again_s.setdefault(kind, []).append(time.monotonic() - begun)
+        sys.stderr.write(f"{number}: {kind}, {over_s[kind][-1]:.1f} s to the next answer\n")
         time.sleep(given.pause)
     load.stop()
     told = {
@@ -104,9 +118,9 @@ def main() -> int:
         "answers": sum(notes.answers.values()),
         "failed": dict(notes.reasons),
         "wrong": notes.wrong[:20],
-        "seconds to the next answer": {
-            kind: [round(statistics.median(each), 2), round(max(each), 2)] for kind, each in over_s.items()
-        },
+        "longest call": round(notes.longest_s, 1),
+        "seconds to the next answer, median and longest": middle_and_most(over_s),
+        "seconds until as many run": middle_and_most(again_s),
     }
     sys.stdout.write(json.dumps(told, indent=2) + "\n")
     return 1 if notes.wrong else 0

@@ -85,7 +85,8 @@ class CorpusWorker:
     def _made(self, document: Document) -> Outcome:
         tokens = document_tokens(self._tokenizer, document.text)
         job = job_over_tokens(self._job, self._folder, tokens, document.title)
-        report = carry_out(job, SilentReporter(), Clock(), Means(self._model.load, stays=True))
+        means = Means(self._model.load, stays=True, store=self._store)
+        report = carry_out(job, SilentReporter(), Clock(), means)
         return Outcome(document.source, document.nbytes, report.manifest.id, report.created, len(tokens))
 
     def _uploaded(self, made: Sequence[Outcome], courier: Courier) -> Iterator[Outcome]:

@@ -82,7 +82,7 @@ class ChildJob:
 def carry_out_child(child: ChildJob, reporter: Reporter, clock: Clock, means: Means) -> PrefillReport:
     """Makes the child, or finds it; see `publish_child`. Raises what reading, writing and the model raise."""
     job, parent = child.job, child.parent
-    store, id_ = job.config.open_store(), child.id()
+    store, id_ = means.store or job.config.open_store(), child.id()
     ttl = parse_ttl(job.config.ttl)
     there = _is_there(store, id_)
     token_ids = torch.tensor(child.own_tokens, dtype=torch.int64)

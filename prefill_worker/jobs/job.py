@@ -16,7 +16,7 @@ from index_store.models.attention_reading import logit_cap
 from index_store.models.loading import attention_of, identifying
 from index_store.models.resolve import resolve_model
 from index_store.store.catalog import Store, free_name, require_free, take_name, utc_now
-from index_store.store.clean_up import clean_up
+from index_store.store.clean_up import clean_up_at_times
 from index_store.store.description.array_entry import ArrayEntry, state_entry, window_entry
 from index_store.store.description.context_id import continued_digests, first_digest
 from index_store.store.description.json_fields import Scalar
@@ -70,7 +70,7 @@ def carry_out(
     job: PreparedJob, reporter: Reporter, clock: Clock, means: Means = DEFAULT_MEANS
 ) -> PrefillReport:
     """Does a job that was prepared; see `run_job`."""
-    store = job.config.open_store()
+    store = means.store or job.config.open_store()
     id_ = job.id()
     # Looked at without the lock first: a store that cannot be written to may have all that is wanted.
     changes = _planned(job, _find(store, id_, lambda _: None))
@@ -81,7 +81,7 @@ def carry_out(
             return PrefillReport(changes.present, False, clock.seconds)
         told = "; ".join(f"{what}: {words}" for what, words in changes.told().items())
         reporter.note(f"the store has context {id_[:12]} already, to be changed: {told}")
-    clean_up(store)
+    clean_up_at_times(store)
     with store.lock(id_, lambda: reporter.note(f"another job is writing context {id_[:12]}; waiting for it")):
         changes = _planned(job, _find(store, id_, reporter.note))
         if changes is not None:

@@ -392,11 +392,11 @@ class QueueWorker:
             )
         writing = claim.folder / "context"
         if child is not None:
-            means = Means(self._model.load, stays=True)
+            means = Means(self._model.load, stays=True, store=self._store)
             return carry_out_child(child, JobProgressWriter(claim, writing, span), clock, means)
         reporter = JobProgressWriter(claim, writing, span)
         checkpoint = Checkpoint(claim.folder / "reading", order.context, reporter.note)
-        means = Means(self._model.load, stays=True, checkpoint=checkpoint, writing=writing)
+        means = Means(self._model.load, stays=True, checkpoint=checkpoint, writing=writing, store=self._store)
         return carry_out(job, reporter, clock, means)
 
     def _prepare(self, claim: Claim) -> PreparedJob:

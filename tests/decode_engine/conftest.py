@@ -23,6 +23,7 @@ from prefill_worker.worker.queue_worker import QueueWorker
 from sparsekv.v1 import context_pb2_grpc, generation_pb2_grpc
 from tests.support.models import write_model_folder
 from tests.support.serving.chat import WITH_TOOLS
+from tests.support.serving.front import grpc_of
 from tests.support.serving.service import loaded
 from tests.support.serving.workers import working
 
@@ -138,8 +139,8 @@ def server(library: Library, lamp: str) -> Iterator[DecodeServer]:
 
 
 @pytest.fixture
-def client(server: DecodeServer) -> Iterator[Client]:
-    with Client(server.address) as connected:
+def client(server: DecodeServer, pytestconfig: pytest.Config) -> Iterator[Client]:
+    with grpc_of(server, pytestconfig) as address, Client(address) as connected:
         yield connected
 
 
@@ -176,8 +177,8 @@ class Stubs:
 
 
 @pytest.fixture
-def stubs(server: DecodeServer) -> Iterator[Stubs]:
-    with grpc.insecure_channel(server.address) as channel:
+def stubs(server: DecodeServer, pytestconfig: pytest.Config) -> Iterator[Stubs]:
+    with grpc_of(server, pytestconfig) as address, grpc.insecure_channel(address) as channel:
         yield Stubs(
             channel,
             context_pb2_grpc.ContextServiceStub(channel),  # type: ignore[no-untyped-call]

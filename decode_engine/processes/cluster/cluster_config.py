@@ -65,6 +65,9 @@ class ClusterConfig(StateConfig):
         Option(help="Engines at most, where requests wait or memory is full; 0: --replicas."),
         AtLeast(0, 1000),
     ] = 0
+    down_after: Annotated[
+        float, Option(help="Seconds that fewer engines have to be enough before one ends."), AtLeast(0)
+    ] = 120.0
     max_sessions: MaxSessionsOption = 16
     workers: Annotated[int, Option(help="Prefill workers."), AtLeast(0, 1000)] = 1
     doors: Annotated[

@@ -6,6 +6,7 @@ and Ray's own ports ask for a token of this cluster's.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -37,6 +38,7 @@ _LOOPBACK = "127.0.0.1"
 _START_S = 900.0
 _LOOK_S = 0.2
 _AGAIN_S = 1.0
+_END_S = 10.0
 _OBJECT_BYTES = 100 * 2**20  # nothing of ours lies in Ray's store
 _MODULE = "decode_engine.processes.cluster.command"
 
@@ -109,66 +111,81 @@ def front(config: FrontConfig) -> None:
 @app.command(hidden=True)
 @configured(ClusterConfig)
 def watch(config: ClusterConfig) -> None:
-    """Keep Ray's head and the application running."""
-    stopping: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: stopping.append(number))
+    """Keep Ray's head running, and what runs on it."""
+    stopping = _told_to_stop()
+    _adopt_orphans()
     state = _State(config.state)
     (state.folder / "pid").write_text(str(os.getpid()))
+    served = False
     try:
         while not stopping:
             with _Head(config, state) as head:
-                if head.deploy(sys.argv[2:], stopping):
-                    state.serving = True
-                    head.wait(stopping)
-                if stopping and head.runs:
-                    state.ask("undeploy", config.state)
-            state.serving = False
+                head.keep(sys.argv[2:], stopping, served)
+            served, state.serving = served or state.serving, False
             if not stopping:
                 time.sleep(_AGAIN_S)
     finally:
+        _end_below()
         state.clear()
 
 
 @app.command(hidden=True)
 @configured(ClusterConfig)
-def deploy(config: ClusterConfig) -> None:
-    """Have the application run on a head that runs."""
+def keep(config: ClusterConfig) -> None:
+    """Keep what is wanted running on a head that runs."""
     from decode_engine.processes.cluster import application
 
-    _connect(_State(config.state))
-    application.deploy(config)
-
-
-@app.command(hidden=True)
-@configured(StateConfig)
-def undeploy(config: StateConfig) -> None:
-    """End the application in order."""
-    from ray import serve
-
-    _connect(_State(config.state))
-    serve.shutdown()
-    typer.echo("{}")
+    state = _State(config.state)
+    _connect(state)
+    stopping = _told_to_stop()  # Ray has taken the signals, too
+    application.keep(config, lambda: bool(stopping), (state.folder / "serving").touch)
 
 
 @app.command(hidden=True)
 @configured(StateConfig)
 def tell(config: StateConfig) -> None:
-    """The replicas, and how Ray sees them."""
+    """The replicas, and what else runs."""
     import ray
-    from ray import serve
 
-    from decode_engine.processes.cluster.application import NAME, roster
+    from decode_engine.processes.cluster.application import roster
 
     _connect(_State(config.state))
-    told: dict[str, Any] = {"replicas": [asdict(each) for each in ray.get(roster().replicas.remote())]}
-    seen = serve.status().applications.get(NAME)
-    for name, deployment in () if seen is None else seen.deployments.items():
-        states = {
-            str(getattr(key, "value", key)): number for key, number in deployment.replica_states.items()
-        }
-        told[name] = {"status": str(deployment.status.value), **states}
-    typer.echo(json.dumps(told))
+    told = roster()
+    replicas, workers = ray.get([told.replicas.remote(), told.workers.remote()])
+    doors = [name for name in ray.util.list_named_actors() if name.startswith("door-")]
+    found = {"replicas": [asdict(each) for each in replicas], "workers": workers, "doors": sorted(doors)}
+    typer.echo(json.dumps(found))
+
+
+def _told_to_stop() -> list[int]:
+    """The signals to end that come from now on."""
+    found: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: found.append(number))
+    return found
+
+
+def _adopt_orphans() -> None:
+    """Has processes of Ray's whose parent ends become this one's children, so that none outlives it."""
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def _end_below() -> None:
+    """Ends all children, and theirs, which are children then."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        until = time.monotonic() + _END_S
+        while time.monotonic() < until:
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            tasks = Path("/proc/self/task").glob("*/children")
+            below = [int(pid) for task in tasks for pid in task.read_text().split()]
+            if not below:
+                return
+            for pid in below:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            time.sleep(_LOOK_S)
 
 
 def _need_ray() -> None:
@@ -248,7 +265,6 @@ class _State:
             "RAY_USAGE_STATS_ENABLED": "0",
             # By this Ray leaves 127.0.0.1 as it is, and listens nowhere else.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if host == _LOOPBACK else "1",
-            "RAY_SERVE_ENABLE_HA_PROXY": "0",
         }
 
     def ask(self, command: str, state: Path) -> dict[str, Any]:
@@ -312,26 +328,19 @@ class _Head:
         """Whether it does."""
         return self._process is not None and self._process.poll() is None
 
-    def deploy(self, arguments: list[str], stopping: list[int]) -> bool:
-        """Has the application run there, as soon as it takes one; whether it does."""
+    def keep(self, arguments: list[str], stopping: list[int], served: bool) -> None:
+        """Has the application kept running there until the head ends, or all is to end. served: it was once."""
         while self.runs and not stopping:
             with subprocess.Popen(
-                [sys.executable, "-m", _MODULE, "deploy", *arguments],
+                [sys.executable, "-m", _MODULE, "keep", *arguments],
                 env={**os.environ, **self._state.environment},
-            ) as deploying:
-                while deploying.poll() is None and self.runs and not stopping:
+            ) as keeping:
+                while keeping.poll() is None and self.runs and not stopping:
                     time.sleep(_LOOK_S)
-                if deploying.poll() is None:
-                    deploying.terminate()
-                elif deploying.returncode == 0:
-                    return True
+                keeping.terminate()
+            if not (served or self._state.serving or stopping):
+                stopping.append(0)  # it cannot begin; the log says why
             time.sleep(_AGAIN_S)
-        return False
-
-    def wait(self, stopping: list[int]) -> None:
-        """Until it ends, or is to end."""
-        while self.runs and not stopping:
-            time.sleep(_LOOK_S)
 
 
 def _free_port(host: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Coroutine, Iterable
 from types import TracebackType
@@ -19,21 +20,24 @@ from decode_engine.processes.cluster.directory import Directory
 from decode_engine.processes.cluster.grpc_door import GrpcForwarding
 from decode_engine.processes.cluster.http_door import HttpForwarding
 from decode_engine.processes.cluster.tries import Tries
+from decode_engine.rpc.door.access import Door
 from decode_engine.rpc.door.options import Certificates
 from decode_engine.rpc.routing.router import Replica, Router
-from decode_engine.rpc.transport.calls import Limits
+from decode_engine.rpc.transport.calls import Gate, Limits
 from decode_engine.rpc.transport.listener import server_credentials, server_options
+from decode_engine.rpc.transport.status import Paths
 
 ResultT = TypeVar("ResultT")
 
 _PLACES = 4096
 """Requests that a front door may have open at once. How many a replica takes it says itself."""
+_LIMITS = Limits(unfinished=_PLACES, unread=_PLACES)
 
 
 class FrontDoor:
     """Serves from its making until `stop`. Use as a context manager. Its methods are for any thread but its own.
 
-    address, url: of gRPC, and where HTTP's paths begin. Raises AddressError, CertificateError.
+    address, url: of gRPC, and where HTTP's paths begin. http: its port. Raises AddressError, CertificateError.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class FrontDoor:
         replicas: Iterable[Replica] = (),
         certificates: Certificates | None = None,
         shared: bool = False,
+        limits: Limits = _LIMITS,
     ) -> None:
         """listen, http_listen: HOST:PORT, port 0 for a free one. shared: other processes listen there, too."""
         self._router = Router()
@@ -53,14 +58,15 @@ class FrontDoor:
         self._thread.start()
         bounds = Bounds().beside(_PLACES)
         try:
-            self.address = self._run(self._start(listen, bounds, certificates, shared))
-            self._http = HttpPort(
-                http_listen, self._app, self._loop, certificates=certificates, bounds=bounds, shared=shared
+            self.address = self._run(self._start(listen, limits, certificates, shared))
+            app = HttpForwarding(self._begin, self._session, self._serving, bounds)
+            self.http = HttpPort(
+                http_listen, app, self._loop, certificates=certificates, bounds=bounds, shared=shared
             )
         except BaseException:
             self._end_loop()
             raise
-        self.url = f"{'http' if certificates is None else 'https'}://{self._http.address}"
+        self.url = f"{'http' if certificates is None else 'https'}://{self.http.address}"
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +86,7 @@ class FrontDoor:
         self._end_loop()
 
     async def _start(
-        self, listen: str, bounds: Bounds, certificates: Certificates | None, shared: bool
+        self, listen: str, limits: Limits, certificates: Certificates | None, shared: bool
     ) -> str:
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
@@ -92,8 +98,8 @@ class FrontDoor:
         )
         self._directory = Directory(self._session)
         self._forwarding = GrpcForwarding(self._begin)
-        self._app = HttpForwarding(self._begin, self._session, self._serving, bounds)
-        self._server = aio.server(options=server_options(Limits(), shared))
+        self._gate = Gate(limits, Paths(), Door(), line=logging.DEBUG)  # replicas tell of it
+        self._server = aio.server(interceptors=[self._gate], options=server_options(limits, shared))
         self._server.add_generic_rpc_handlers([self._forwarding])
         try:
             if certificates is None:
@@ -105,16 +111,17 @@ class FrontDoor:
         await self._server.start()
         return f"{listen.rpartition(':')[0]}:{port}"
 
-    def _begin(self, asked: Asked, authorization: str) -> Tries:
-        return Tries(self._router, self._directory, asked, authorization)
+    def _begin(self, asked: Asked, authorization: str, left_s: float | None = None) -> Tries:
+        return Tries(self._router, self._directory, asked, authorization, left_s)
 
     def _serving(self) -> bool:
         return any(not replica.draining for replica in self._router.replicas)
 
     async def _stop(self, grace_s: float) -> None:
-        await asyncio.gather(self._server.stop(grace_s), self._http.end(grace_s))
+        await asyncio.gather(self._server.stop(grace_s), self.http.end(grace_s))
         await self._forwarding.close()
         await self._session.close()
+        self._gate.work.close()
 
     def _run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
 import grpc
 from grpc import aio
 
 from decode_engine.errors import EngineCrashedError, NotReadyError
-from decode_engine.processes.cluster.asked import MANY_MESSAGES, asked_by_rpc
+from decode_engine.processes.cluster.asked import MANY_MESSAGES, Asked, asked_by_rpc
 from decode_engine.processes.cluster.tries import ELSEWHERE, MOVED_ON, Tries
 from decode_engine.rpc.routing.router import Replica
-from decode_engine.rpc.transport.status import code_of, error_info, to_trailers
-from index_store.errors import InvalidArgumentError, SparseKVError
+from decode_engine.rpc.transport.calls import AbortError, Call
+from decode_engine.rpc.transport.status import error_info
+from index_store.errors import InvalidArgumentError
 
 _CHANNEL = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.enable_retries", 0),  # a stream that its retries have in hand may never end where a server dies
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 20_000),  # a replica whose machine is gone ends its calls
+    ("grpc.keepalive_timeout_ms", 20_000),
 ]
 _LOST = (
     grpc.StatusCode.UNAVAILABLE,
@@ -33,24 +36,17 @@ _UNSENT = "failed to connect"
 """How gRPC's words begin where nobody took the call."""
 _OF_ONE = frozenset({"/sparsekv.v1.GenerationService/Drain"})
 
-logger = logging.getLogger(__name__)
-
 
 class GrpcForwarding(grpc.GenericRpcHandler):  # type: ignore[type-arg]
-    """All methods of all services. tries: begins a call."""
+    """All methods of all services, behind a `Gate`, which bounds what callers hold. begin: begins a call."""
 
-    def __init__(self, begin: Any) -> None:
+    def __init__(self, begin: Callable[[Asked, str, float | None], Tries]) -> None:
         self._begin = begin
         self._channels: dict[str, aio.Channel] = {}
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         """The handler of a method: a stream in and out, of which one message is a case."""
-        path = handler_call_details.method
-
-        async def forward(requests: AsyncIterator[bytes], context: aio.ServicerContext[bytes, bytes]) -> None:
-            await self._forward(path, requests, context)
-
-        return grpc.stream_stream_rpc_method_handler(cast(Any, forward))
+        return grpc.stream_stream_rpc_method_handler(cast(Any, self._forward), bytes, bytes)
 
     async def close(self) -> None:
         """Ends what is open to replicas."""
@@ -61,31 +57,23 @@ class GrpcForwarding(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             self._channels[replica.grpc] = aio.insecure_channel(replica.grpc, _CHANNEL)
         return self._channels[replica.grpc]
 
-    async def _forward(
-        self, path: str, requests: AsyncIterator[bytes], context: aio.ServicerContext[bytes, bytes]
-    ) -> None:
-        metadata = [pair for pair in context.invocation_metadata() or () if pair[0] != "user-agent"]
-        shown = {name: value for name, value in metadata if isinstance(value, str)}
-        many = path.rpartition("/")[2] in MANY_MESSAGES
-        try:
-            first = await anext(requests)
-        except StopAsyncIteration:
-            await _abort(context, InvalidArgumentError("the call has no message, expected one"))
+    async def _forward(self, requests: AsyncIterator[bytes], call: Call) -> None:
+        path = call.call_name
         if path in _OF_ONE:
-            why = (
+            raise InvalidArgumentError(
                 "a cluster is drained by `ops/cluster down`; to drain one server, call it at its own address"
             )
-            await _abort(context, InvalidArgumentError(why))
-        asked = asked_by_rpc(path, first, shown)
-        with self._begin(asked, shown.get("authorization", "")) as tries:
-            relay = _Relay(path, first, requests if many else None, metadata, context)
-            while True:
-                try:
-                    replica = await tries.next()
-                except SparseKVError as error:
-                    await _abort(context, error)
-                if await relay.run(self._channel(replica), tries):
-                    return
+        metadata = [pair for pair in call.context.invocation_metadata() or () if pair[0] != "user-agent"]
+        shown = {name: value for name, value in metadata if isinstance(value, str)}
+        many = path.rpartition("/")[2] in MANY_MESSAGES
+        first = await anext(requests, None)
+        if first is None:
+            raise InvalidArgumentError("the call has no message, expected one")
+        left_s = None if call.deadline_s is None else call.deadline_s - time.monotonic()
+        with self._begin(asked_by_rpc(path, first, shown), shown.get("authorization", ""), left_s) as tries:
+            relay = _Relay(path, first, requests if many else None, metadata, call)
+            while not await relay.run(self._channel(await tries.next()), tries):
+                pass
 
 
 class _Relay:
@@ -97,24 +85,21 @@ class _Relay:
         first: bytes,
         rest: AsyncIterator[bytes] | None,
         metadata: list[tuple[str, Any]],
-        context: aio.ServicerContext[bytes, bytes],
+        caller: Call,
     ) -> None:
         self._path, self._first, self._rest = path, first, rest
-        self._metadata, self._context = metadata, context
-        self._begun = False
+        self._metadata, self._caller = metadata, caller
+        self._first_taken = False
 
     async def run(self, channel: aio.Channel, tries: Tries) -> bool:
         """Whether the call has ended; else the next replica is to be asked."""
-        left_s = self._context.time_remaining()
+        left_s = self._caller.context.time_remaining()
         start: Any = channel.stream_stream(self._path, None, None)  # bytes as they are
         call = start(self._sending(), timeout=left_s, metadata=aio.Metadata(*self._metadata))
         try:
             async for piece in call:
-                if not self._begun:
-                    self._begun = True
-                    await self._context.send_initial_metadata(tuple(await call.initial_metadata() or ()))
-                await self._context.write(piece)
-            self._context.set_trailing_metadata(tuple(await call.trailing_metadata() or ()))
+                await self._caller.write(piece)
+            self._caller.context.set_trailing_metadata(tuple(await call.trailing_metadata() or ()))
             return True
         except aio.AioRpcError as error:
             return await self._end(error, tries)
@@ -123,6 +108,7 @@ class _Relay:
 
     async def _sending(self) -> AsyncIterator[bytes]:
         yield self._first
+        self._first_taken = True  # what comes behind it is not kept
         if self._rest is not None:
             async for message in self._rest:
                 yield message
@@ -130,22 +116,17 @@ class _Relay:
     async def _end(self, error: aio.AioRpcError, tries: Tries) -> bool:
         info = error_info(error)
         reason = "" if info is None else info.reason
-        lost = info is None and error.code() in _LOST and not self._path.startswith("/grpc.")
-        unsent = lost and (error.details() or "").startswith(_UNSENT)
-        if not self._begun and self._rest is None:
+        unsent = info is None and (error.details() or "").startswith(_UNSENT)
+        lost = unsent or (info is None and error.code() in _LOST and not self._path.startswith("/grpc."))
+        if not self._caller.begun and (self._rest is None or not self._first_taken):
             again = tries.asked.repeatable or unsent or reason in MOVED_ON - {"ENGINE_CRASHED"}
             if (lost or reason in MOVED_ON) and again and tries.failed():
                 return False
             if reason in ELSEWHERE and tries.absent():
                 return False
         if lost:
-            stopped = "the replica stopped before the answer was complete; ask again"
-            refused = "no replica takes the call; try again later"
-            await _abort(self._context, NotReadyError(refused) if unsent else EngineCrashedError(stopped))
-        trailing: Any = tuple(error.trailing_metadata() or ())
-        await self._context.abort(error.code(), error.details() or "", trailing)
-        raise AssertionError("abort raises")
-
-
-async def _abort(context: aio.ServicerContext[bytes, bytes], error: SparseKVError) -> None:
-    await context.abort(code_of(error), error.message, to_trailers(error))
+            if unsent:
+                raise NotReadyError("no replica takes the call; try again later")
+            raise EngineCrashedError("the replica stopped before the answer was complete; ask again")
+        self._caller.context.set_trailing_metadata(tuple(error.trailing_metadata() or ()))
+        raise AbortError(error.code(), error.details() or "")

@@ -17,6 +17,7 @@ from decode_engine.gateway.exchange import (
     Bounds,
     HttpError,
     bounded_receive,
+    check_length,
     end_tasks,
     failure,
     refusal,
@@ -66,6 +67,7 @@ class HttpForwarding:
                 raise TooManyRequestsError(f"{self._open - 1} requests are open here, which is the limit")
             upload = scope["path"] == "/v1/files"
             most = MOST_DOCUMENT_BYTES + _FORM_BYTES if upload else MAX_REQUEST_BYTES
+            check_length(dict(scope["headers"]).get(b"content-length", b"").decode("latin-1"), most)
             coming, pieces = bounded_receive(receive, most, _BODY_S), []
             while True:
                 message = await coming()

@@ -1,12 +1,12 @@
-"""Who serves now, as replicas tell it of themselves. Front doors read it."""
+"""Who serves now, as replicas tell it of themselves. Front doors read it, and who chooses how many there are."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import count
 
+from decode_engine.processes.cluster.scaling import Load
 from decode_engine.rpc.routing.router import Replica
 
 GONE_S = 3.0
@@ -15,42 +15,43 @@ GONE_S = 3.0
 
 @dataclass
 class Roster:
-    """Names are places, `engine-0` and on: who comes new takes the first that is free, and so the contexts that whoever
-    had it held. Nothing else moves when a replica is replaced."""
+    """Names are places, `engine-0` and on: who is started again has its place, and so its contexts."""
 
     clock: Callable[[], float] = time.monotonic
-    _told: dict[str, tuple[float, Replica]] = field(default_factory=dict)
+    _told: dict[str, tuple[float, Replica, Load]] = field(default_factory=dict)
     _workers: dict[str, tuple[float, str]] = field(default_factory=dict)
 
-    def note(self, incarnation: str, replica: Replica) -> str:
-        """A replica tells of itself; its name from now on. replica.name: the one it had, "" at first."""
-        self._forget()
-        known = self._told.get(incarnation)
-        name = known[1].name if known else replica.name
-        taken = {other.name for key, (_, other) in self._told.items() if key != incarnation}
-        if not name or name in taken:
-            name = next(each for each in (f"engine-{number}" for number in count()) if each not in taken)
-        self._told[incarnation] = self.clock(), replace(replica, name=name)
-        return name
+    def note(self, replica: Replica, load: Load) -> None:
+        """A replica tells of itself."""
+        self._told[replica.name] = self.clock(), replica, load
 
-    def note_worker(self, incarnation: str, store: str) -> None:
+    def note_worker(self, name: str, store: str) -> None:
         """A worker makes what is ordered at a store."""
-        self._workers[incarnation] = self.clock(), store
+        self._workers[name] = self.clock(), store
 
-    def leave(self, incarnation: str) -> None:
+    def leave(self, name: str) -> None:
         """A replica or worker ends."""
-        self._told.pop(incarnation, None)
-        self._workers.pop(incarnation, None)
+        self._told.pop(name, None)
+        self._workers.pop(name, None)
 
     def replicas(self) -> list[Replica]:
         """All that are there, by their names; `attended` where a worker is."""
         self._forget()
         stores = {store for _, store in self._workers.values()}
-        told = (replica for _, replica in self._told.values())
+        told = (replica for _, replica, _ in self._told.values())
         return sorted(
-            (replace(each, attended=each.store in stores) for each in told if each.grpc),
-            key=lambda each: each.name,
+            (replace(each, attended=each.store in stores) for each in told), key=lambda each: each.name
         )
+
+    def loads(self) -> list[Load]:
+        """Of all replicas that are there."""
+        self._forget()
+        return [load for _, _, load in self._told.values()]
+
+    def workers(self) -> list[str]:
+        """The names of all workers that run."""
+        self._forget()
+        return sorted(self._workers)
 
     def _forget(self) -> None:
         since = self.clock() - GONE_S

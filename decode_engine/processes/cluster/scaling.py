@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 FULL = 0.9
 """Share of the memory for contexts from which on one more replica holds some of them."""
 _EMPTY = 0.5
+UP_S = 5.0
+"""How long more replicas have to be wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +45,32 @@ def replicas_wanted(loads: Sequence[Load]) -> int:
     if for_requests < now and now > 1 and (filled / (now - 1) <= _EMPTY or not asked):
         return now - 1
     return now
+
+
+@dataclass
+class Scale:
+    """The number of replicas: what is wanted for a while, within bounds.
+
+    least, most: the bounds. down_s: how long fewer have to be wanted. number: from now on.
+    """
+
+    least: int
+    most: int
+    down_s: float
+    clock: Callable[[], float] = time.monotonic
+    number: int = field(init=False)
+    _other: int = field(init=False)
+    _since: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.number, self._other, self._since = self.least, 0, self.clock()
+
+    def note(self, loads: Sequence[Load]) -> None:
+        """How much the replicas have to do now; while one of them does not tell, nothing changes."""
+        told = replicas_wanted(loads) if len(loads) == self.number else self.number
+        wanted, now = min(max(told, self.least), self.most), self.clock()
+        other = (wanted > self.number) - (wanted < self.number)
+        if other != self._other or not other:
+            self._other, self._since = other, now
+        elif now - self._since >= (UP_S if other > 0 else self.down_s):
+            self.number, self._since = wanted, now

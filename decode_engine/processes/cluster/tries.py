@@ -15,6 +15,8 @@ from decode_engine.rpc.routing.router import Replica, Router, Wanted
 
 PATIENCE_S = 30.0
 """How long a call waits for a replica that can take it: as long as a replica may take to start again."""
+_PART = 0.75
+"""Of the time that a caller has left."""
 _LOOK_S = 0.05
 
 MOVED_ON = frozenset({"SHUTTING_DOWN", "NOT_READY", "ENGINE_CRASHED"})
@@ -27,10 +29,20 @@ class Tries:
     """Use as a context manager around the whole call. `next` gives the replica to ask; then `failed` or `absent` says
     why the next one is to be asked, if that helps."""
 
-    def __init__(self, router: Router, directory: Directory, asked: Asked, authorization: str) -> None:
+    def __init__(
+        self,
+        router: Router,
+        directory: Directory,
+        asked: Asked,
+        authorization: str,
+        left_s: float | None = None,
+    ) -> None:
+        """left_s: until the caller's deadline. By then it has heard that no replica is there: who waits for as long, or
+        asks again by itself and waits a second time, would hear of its deadline alone."""
         self.asked = asked
         self._router, self._directory, self._authorization = router, directory, authorization
-        self._until = time.monotonic() + (PATIENCE_S if asked.patient else 0.0)
+        patience_s = PATIENCE_S if left_s is None else min(PATIENCE_S, _PART * left_s)
+        self._until = time.monotonic() + (patience_s if asked.patient else 0.0)
         self._wanted: Wanted | None = None
         self._taken: tuple[Replica, Wanted] | None = None
         self._excluded: set[str] = set()
@@ -65,7 +77,7 @@ class Tries:
         if self._taken is not None:
             self._router.suspect(self._taken[0].name)
             self._excluded.add(self._taken[0].name)
-        return time.monotonic() < self._until
+        return time.monotonic() < self._until or self._another()
 
     def absent(self) -> bool:
         """The replica's store does not have what was asked for; whether there is another store to ask."""
@@ -76,6 +88,9 @@ class Tries:
         self._excluded |= {
             each.name for each in self._router.replicas if (each.store or each.name) in self._asked_stores
         }
+        return self._another()
+
+    def _another(self) -> bool:
         return any(not each.draining and each.name not in self._excluded for each in self._router.replicas)
 
     async def _find(self) -> Wanted | None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -44,26 +44,16 @@ class Watched:
         self._environment = {**os.environ, **(environment or {})}
         self._serves, self._cores = serves, cores
         self.told: dict[str, Any] | None = None
-        self.down_since: float | None = time.monotonic()
-        """When it ceased to serve, by the monotonic clock; None while it serves."""
-        self.starts = 0
         self._stopping = threading.Event()
         self._process: subprocess.Popen[str] | None = None
         # The system sends the signal when this thread ends, not the process: it lives as long as that.
         self._thread = threading.Thread(target=self._keep, name="watched", daemon=True)
         self._thread.start()
 
-    @property
-    def pid(self) -> int | None:
-        """Of the process that runs now."""
-        return None if self._process is None else self._process.pid
-
-    def wait(self, seconds: float, or_else: Callable[[], bool] = lambda: False) -> bool:
-        """Whether it came to serve in that time."""
-        until = time.monotonic() + seconds
-        while self.told is None and time.monotonic() < until and not or_else():
-            time.sleep(0.05)
-        return self.told is not None
+    def kill(self) -> None:
+        """Ends it where it is; it is started again."""
+        if self._process is not None:
+            self._process.kill()
 
     def stop(self, seconds: float) -> None:
         """Tells it to end, and ends it where it is after so many seconds."""
@@ -81,13 +71,13 @@ class Watched:
         pause_s = _LEAST_S
         while not self._stopping.is_set():
             begun = time.monotonic()
-            self.starts += 1
             with subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 text=True,
                 env=self._environment,
+                start_new_session=True,  # whoever ends the parent's group leaves it time to drain
             ) as process:
                 self._process = process
                 if self._cores:
@@ -96,15 +86,12 @@ class Watched:
                 if self._stopping.is_set():
                     process.terminate()
                 if not self._serves:
-                    self._note({})
+                    self.told = {}
                 for line in process.stdout or ():
                     if line.startswith("{"):
-                        self._note(json.loads(line))
-            self.told, self.down_since = None, time.monotonic()
+                        self.told = json.loads(line)
+            self.told = None
             pause_s = _LEAST_S if time.monotonic() - begun > _STEADY_S else min(2 * pause_s, _MOST_S)
             if not self._stopping.is_set():
                 logger.warning("%s ended with %s; starting it again", self._command[6:9], process.returncode)
             self._stopping.wait(pause_s)
-
-    def _note(self, told: dict[str, Any]) -> None:
-        self.told, self.down_since = told, None

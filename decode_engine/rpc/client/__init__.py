@@ -14,6 +14,7 @@ from decode_engine.rpc.client.answers import AsyncGeneration, Batch, Generation
 from decode_engine.rpc.client.clients import AsyncClient, Client
 from decode_engine.rpc.client.connection import ServerHealth
 from decode_engine.rpc.client.replies import BatchItem, OperationInfo, ServerStatus, calls_of
+from decode_engine.rpc.client.servers import Servers
 from decode_engine.rpc.client.verbs import NEVER, ContextChanges, CreateOptions, GenerateOptions, Keep, Never
 from decode_engine.rpc.door.options import Credentials
 from sparsekv.v1.values import (
@@ -49,6 +50,6 @@ __all__ = ["NEVER", "Alternative", "AsyncBatch", "AsyncClient", "AsyncGeneration
 __all__ += ["Client", "ContextChanges", "ContextInfo", "ContextPage", "CreateOptions", "Credentials"]
 __all__ += ["Explanation", "GenerateOptions", "Generation", "IndexInfo", "Keep", "LayersLooked", "Look"]
 __all__ += ["MethodInfo", "MethodList", "Never", "OperationInfo", "Piece", "SelectionFigures", "ServerHealth"]
-__all__ += ["ServerStatus", "Summary", "TenantLimit", "TenantList", "TenantUse", "Timings"]
+__all__ += ["ServerStatus", "Servers", "Summary", "TenantLimit", "TenantList", "TenantUse", "Timings"]
 __all__ += ["TokenLogprob", "TokenizedText", "ToolCallPart"]
 __all__ += ["UploadInfo", "Usage", "Waiting", "WarmResult", "calls_of"]

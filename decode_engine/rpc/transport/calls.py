@@ -254,7 +254,10 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
         door: Door,
         traces: Traces | None = None,
         audit: AuditLog | None = None,
+        line: int = logging.INFO,
     ) -> None:
+        """line: the level of the line about every call."""
+        self._line = line
         self._traces = traces
         self._audit = audit
         self.work = BlockingWork(waiting=limits.waiting)
@@ -391,7 +394,7 @@ class Gate(aio.ServerInterceptor):  # type: ignore[type-arg]
         task.add_done_callback(forget_error)
 
     def _log(self, call: Call, reason: str, message: str = "") -> None:
-        level = logging.DEBUG if call.open and reason in _QUIET else logging.INFO
+        level = logging.DEBUG if call.open and reason in _QUIET else self._line
         error = "" if reason in _QUIET else reason
         call.log(call.name, reason, message, level, error, rpc=call.name, reason=reason)
 

@@ -16,6 +16,7 @@ from harness.report import CheckFailedError
 from index_store.cli.console import SilentReporter
 from index_store.models.resolve import resolve_model
 from index_store.models.tokenizer import Tokenizer, load_tokenizer
+from index_store.store.catalog import Store
 from index_store.store.description.manifest import Manifest
 from prefill_worker.build.stages import Clock
 from prefill_worker.config import PrefillConfig
@@ -33,7 +34,7 @@ class Shelf:
         """methods: those whose indexes contexts have; the default method's where there are none."""
         self.store, self._model, self._methods, self._device = store, model, tuple(methods), device
         self._folder = resolve_model(model)
-        self._means = Means(KeptModel().load, stays=True)
+        self._means = Means(KeptModel().load, stays=True, store=Store(store, create=True))
         self.tokenizer: Tokenizer = load_tokenizer(self._folder)
 
     def add(self, name: str, text: str) -> Manifest:

@@ -12,9 +12,10 @@ import openai
 import pytest
 from openai.types import FileObject
 
-from decode_engine.gateway.serving import Gateway
+from decode_engine.gateway.serving import HttpPort
 from decode_engine.rpc.server import DecodeServer
 from tests.decode_engine.gateway.test_replies import valid
+from tests.support.serving.front import both_of
 
 
 def document(name: str) -> str:
@@ -23,9 +24,9 @@ def document(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def gateway(tool_server: DecodeServer) -> Iterator[Gateway]:
+def gateway(tool_server: DecodeServer, pytestconfig: pytest.Config) -> Iterator[HttpPort]:
     """In front of a server that makes contexts itself."""
-    with Gateway("127.0.0.1:0", tool_server.grpc) as served:
+    with both_of(tool_server, pytestconfig) as (_, served):
         yield served
 
 

@@ -12,13 +12,14 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from decode_engine.gateway.serving import Gateway
+from decode_engine.gateway.serving import HttpPort
 from decode_engine.gateway.wire.bodies import response_order
 from decode_engine.gateway.wire.shapes import ResponseShape
 from decode_engine.orders.events import Begins, Ends, Times
 from decode_engine.rpc.answers.answering import Said, Summary, TokenUsage
 from decode_engine.rpc.server import DecodeServer
 from index_store.models.conversation.call_syntax import CallPart
+from tests.support.serving.front import both_of
 
 PARAMETERS = {
     "type": "object",
@@ -39,9 +40,9 @@ QUESTION: Any = {"role": "user", "content": "Who lit the lamp?"}
 
 
 @pytest.fixture(scope="module")
-def gateway(tool_server: DecodeServer) -> Iterator[Gateway]:
+def gateway(tool_server: DecodeServer, pytestconfig: pytest.Config) -> Iterator[HttpPort]:
     """In front of a server that makes contexts itself, of a model with tools."""
-    with Gateway("127.0.0.1:0", tool_server.grpc) as served:
+    with both_of(tool_server, pytestconfig) as (_, served):
         yield served
 
 

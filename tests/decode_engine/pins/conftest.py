@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import httpx
 import pytest
 
 from decode_engine.core.housekeeping import Housekeeping
-from decode_engine.gateway.serving import Gateway
 from decode_engine.rpc.server import DecodeServer
+from decode_engine.settings.config import ServeConfig
 from index_store.methods.presets import METHODS
 from index_store.models.resolve import resolve_model
 from prefill_worker.config import WorkerConfig
@@ -23,6 +24,7 @@ from prefill_worker.worker.queue_worker import QueueWorker
 from tests.decode_engine.conftest import CALLING, Library, make_library
 from tests.support.models import write_model_folder
 from tests.support.serving.door_beside import door_beside
+from tests.support.serving.front import both_of
 from tests.support.serving.service import wait_until
 
 ABSENT = "0" * 64
@@ -45,9 +47,25 @@ class Service:
     work: Callable[[], None]
 
 
+Reach = Callable[[DecodeServer, ServeConfig], AbstractContextManager[tuple[str, str]]]
+"""Both doors of a server: the address of gRPC and the URL of HTTP."""
+
+
 @contextmanager
-def _serve(library: Library, names: dict[str, str], apart: bool, **changes: object) -> Iterator[Service]:
+def _reach(
+    given: pytest.Config, apart: bool, server: DecodeServer, config: ServeConfig
+) -> Iterator[tuple[str, str]]:
     """apart: through a door in a process of its own."""
+    if apart:
+        with door_beside(server.backend, config) as door:
+            yield door.address, door.url
+    else:
+        with both_of(server, given) as (address, http):
+            yield address, http.url
+
+
+@contextmanager
+def _serve(library: Library, names: dict[str, str], reach: Reach, **changes: object) -> Iterator[Service]:
     worker = QueueWorker(WorkerConfig(store=library.store, model=str(library.model), chunk=100, device="cpu"))
 
     def work() -> None:
@@ -58,18 +76,14 @@ def _serve(library: Library, names: dict[str, str], apart: bool, **changes: obje
     with ExitStack() as stack:
         server = stack.enter_context(DecodeServer(config))
         server.load()
-        if apart:
-            door = stack.enter_context(door_beside(server.backend, config))
-            address, url = door.address, door.url
-        else:
-            address, url = server.address, stack.enter_context(Gateway("127.0.0.1:0", server.grpc)).url
+        address, url = stack.enter_context(reach(server, config))
         channel = stack.enter_context(grpc.insecure_channel(address))
         web = stack.enter_context(httpx.Client(base_url=url, timeout=600))
         yield Service(channel, web, {"absent": ABSENT, **names}, work)
 
 
 @contextmanager
-def _toy(folder: Path, apart: bool) -> Iterator[Service]:
+def _toy(folder: Path, reach: Reach) -> Iterator[Service]:
     """A model whose template has tools, and contexts of every state."""
     library = make_library(folder)
     settings = json.loads((library.model / "tokenizer_config.json").read_text())
@@ -91,26 +105,26 @@ def _toy(folder: Path, apart: bool) -> Iterator[Service]:
     content[100] ^= 1
     chunk.write_bytes(content)
     (library.store / "contexts" / names["unreadable"] / "manifest.json").write_text("{")
-    with _serve(library, names, apart) as service:
+    with _serve(library, names, reach) as service:
         late = service.names["late"] = library.prefill("late", ttl="1s")
         wait_until(lambda: service.web.get(f"/v1/contexts/{late}").json()["state"] == "EXPIRED")
         yield service
 
 
 @contextmanager
-def _plain(folder: Path, apart: bool) -> Iterator[Service]:
+def _plain(folder: Path, reach: Reach) -> Iterator[Service]:
     """A model whose template knows no tools, one session at a time."""
     library = make_library(folder)
-    with _serve(library, {"lamp": library.prefill("lamp")}, apart, max_sessions=1, max_waiting=0) as service:
+    with _serve(library, {"lamp": library.prefill("lamp")}, reach, max_sessions=1, max_waiting=0) as service:
         yield service
 
 
 @contextmanager
-def _reader(folder: Path, apart: bool) -> Iterator[Service]:
+def _reader(folder: Path, reach: Reach) -> Iterator[Service]:
     """The trained model that the package brings."""
     library = Library(resolve_model("reader").path, folder / "store")
     book = library.prefill("book", text=READER_TEXT * 8, method=("refined",))
-    with _serve(library, {"book": book}, apart) as service:
+    with _serve(library, {"book": book}, reach) as service:
         yield service
 
 
@@ -134,7 +148,7 @@ Services = Callable[[str, bool], Service]
 
 
 @pytest.fixture(scope="module")
-def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+def services(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Services]:
     """Services by their names and whether their door is apart, each started when it is first asked for."""
     started: dict[tuple[str, bool], Service] = {}
     with ExitStack() as stack:
@@ -142,7 +156,9 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
         def service(name: str, apart: bool) -> Service:
             if (name, apart) not in started:
                 folder = tmp_path_factory.mktemp(name)
-                started[name, apart] = stack.enter_context(SERVICES[name](folder, apart))
+                started[name, apart] = stack.enter_context(
+                    SERVICES[name](folder, partial(_reach, pytestconfig, apart))
+                )
             return started[name, apart]
 
         yield service

@@ -23,6 +23,7 @@ from index_store.family.children import publish_child, read_own_rows
 from index_store.jobs.job_queue import JobQueue
 from index_store.jobs.job_record import MOST_PRIORITY, JobFolder, JobOrder, JobProgress, JobRecord, JobState
 from index_store.models.loading import identify, resolve_model
+from index_store.store import clean_up, listing
 from index_store.store.catalog import Store, utc_now
 from index_store.store.clean_up import find_leftovers
 from index_store.store.description.manifest import Manifest
@@ -282,6 +283,33 @@ def test_jobs_of_another_model_are_left_alone(shop: Shop) -> None:
     job = shop.order(model="another")
     assert not shop.worker().work_once()
     assert shop.queue.get(job.id).attempts == 0
+
+
+def test_a_worker_does_not_look_through_the_store_for_every_job(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor read again what it knows of its contexts: a store may have ten thousand."""
+    looks: list[Store] = []
+    read: list[str] = []
+    parse = listing._parse
+
+    def noted(id_: str, path: Path, data: bytes) -> listing.Entry:
+        read.append(id_)
+        return parse(id_, path, data)
+
+    monkeypatch.setattr(clean_up, "clean_up", looks.append)
+    monkeypatch.setattr(listing, "_SETTLED_S", 0.0)
+    monkeypatch.setattr(listing, "_parse", noted)
+    worker = shop.worker()
+    made = [shop.order(f"{number} {DOCUMENT}", number) for number in range(4)]
+    for _ in made:
+        assert worker.work_once()
+    assert len(shop.contexts.list()) == 4
+    read.clear()
+    shop.order(f"4 {DOCUMENT}", 4)
+    assert worker.work_once()
+    assert len(looks) == 1
+    assert len(set(read)) == 1
 
 
 def test_tokens_that_are_not_the_ordered_ones_end_the_job(shop: Shop) -> None:

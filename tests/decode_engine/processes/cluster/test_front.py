@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 from collections.abc import Iterator
 
+import grpc
 import httpx
 import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from decode_engine.errors import NotReadyError
 from decode_engine.gateway.serving import Gateway
@@ -15,10 +19,13 @@ from decode_engine.processes.cluster.front import FrontDoor
 from decode_engine.rpc.client import Client
 from decode_engine.rpc.routing.router import Replica
 from decode_engine.rpc.server import DecodeServer
+from decode_engine.rpc.transport.calls import Limits
 from index_store.errors import ContextNotFoundError, InvalidArgumentError
 from sparsekv.v1 import context_pb2, generation_pb2
+from tests.support.serving.front import GONE
+from tests.support.serving.raw_http2 import GENERATE, RawConnection
+from tests.support.waiting import wait_until
 
-GONE = Replica("gone", "127.0.0.1:1", "http://127.0.0.1:1", store="here")
 ABSENT = "contexts/" + "0" * 64
 
 
@@ -72,6 +79,25 @@ def test_http_answers_are_those_of_the_server(front: FrontDoor, served: Replica,
     assert texts(front.url) == texts(served.http)
 
 
+def test_uploads_and_reflection_go_to_the_replica_that_is_there(front: FrontDoor) -> None:
+    """Their callers send several messages: none is lost where nobody took the first."""
+    with Client(front.address) as client:
+        for _ in range(4):
+            assert client.upload_document(b"the keeper " * 200_000).size_bytes == 2_200_000
+    with grpc.insecure_channel(front.address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        for _ in range(4):
+            asked = reflection_pb2.ServerReflectionRequest(list_services="")
+            (told,) = stub.ServerReflectionInfo(iter([asked]), timeout=60)
+            assert "sparsekv.v1.GenerationService" in str(told)
+
+
+def test_a_body_that_says_it_is_too_large_is_not_waited_for(front: FrontDoor) -> None:
+    with socket.create_connection(("127.0.0.1", int(front.url.rpartition(":")[2])), timeout=60) as raw:
+        raw.sendall(b"POST /v1/contexts HTTP/1.1\r\nhost: x\r\ncontent-length: 1099511627776\r\n\r\n")
+        assert raw.recv(64).startswith(b"HTTP/1.1 413")
+
+
 def test_what_no_store_has_is_told_as_the_server_tells_it(front: FrontDoor, served: Replica) -> None:
     with Client(front.address) as client, pytest.raises(ContextNotFoundError, match="no context"):
         client.get_context(ABSENT)
@@ -92,6 +118,36 @@ def test_a_call_waits_for_a_replica_and_is_then_told_that_none_is_there(
             client.generate(lamp, text="Who?") as found,
         ):
             found.read()
+
+
+def test_a_caller_hears_that_no_replica_is_there_before_its_deadline(lamp: str) -> None:
+    """And no other reason, though the client asks again by itself, which waits a second time."""
+    with (
+        FrontDoor("127.0.0.1:0", "127.0.0.1:0", replicas=[GONE]) as door,
+        Client(door.address, timeout_s=3) as client,
+        pytest.raises(NotReadyError, match=r"try again later|do not answer"),
+        client.generate(lamp, text="Who?") as found,
+    ):
+        found.read()
+
+
+def test_callers_that_send_or_read_nothing_are_given_up(
+    served: Replica, lamp: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = Limits(message_s=0.3, unread_s=0.3)
+    sent = generation_pb2.GenerateRequest(context=lamp, text="Who?", max_tokens=50).SerializeToString()
+    with (
+        caplog.at_level(logging.DEBUG),
+        FrontDoor("127.0.0.1:0", "127.0.0.1:0", replicas=[served], limits=limits) as door,
+        RawConnection(door.address, window=0) as raw,
+    ):
+        raw.call(GENERATE)
+        raw.call(GENERATE, sent)
+        wait_until(lambda: {"CALL_UNFINISHED", "ANSWER_UNREAD"} <= reasons(caplog))
+
+
+def reasons(caplog: pytest.LogCaptureFixture) -> set[str]:
+    return {str(getattr(record, "reason", "")) for record in caplog.records}
 
 
 def test_a_call_goes_to_a_replica_that_comes_while_it_waits(served: Replica, lamp: str) -> None:

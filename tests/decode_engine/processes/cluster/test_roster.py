@@ -1,45 +1,38 @@
-"""Who serves: places are kept, and taken over; and how many replicas are wanted."""
+"""Who serves, and how many replicas are wanted."""
 
 from __future__ import annotations
 
 import pytest
 
 from decode_engine.processes.cluster.roster import GONE_S, Roster
-from decode_engine.processes.cluster.scaling import Load, replicas_wanted
+from decode_engine.processes.cluster.scaling import UP_S, Load, Scale, replicas_wanted
 from decode_engine.rpc.routing.router import Replica
 
+IDLE = Load(0, 0, 4, 0)
+DOWN_S = 60.0
 
-def test_who_comes_new_takes_the_place_of_who_has_gone() -> None:
+
+def test_who_says_nothing_for_a_while_is_there_no_more() -> None:
     now = [0.0]
     roster = Roster(clock=lambda: now[0])
-    names = [roster.note(each, Replica("", "a:1", store="s")) for each in ("x", "y", "z")]
-    assert names == ["engine-0", "engine-1", "engine-2"]
+    for name in ("engine-1", "engine-0"):
+        roster.note(Replica(name, "a:1", store="s"), IDLE)
+    roster.note_worker("worker-0", "s")
+    assert [each.name for each in roster.replicas()] == ["engine-0", "engine-1"]
     now[0] += GONE_S - 1
-    roster.note("x", Replica("engine-0", "a:1"))
-    roster.note("z", Replica("engine-2", "a:1"))
+    roster.note(Replica("engine-1", "a:2", store="s"), IDLE)
     now[0] += 2
-    assert [each.name for each in roster.replicas()] == ["engine-0", "engine-2"]
-    assert roster.note("new", Replica("", "a:1")) == "engine-1"
-
-
-def test_a_roster_that_was_lost_gives_back_the_same_places() -> None:
-    roster = Roster()
-    assert roster.note("y", Replica("engine-1", "a:1")) == "engine-1"
-    assert roster.note("x", Replica("engine-1", "a:1")) == "engine-0"
-
-
-def test_one_that_does_not_serve_keeps_its_place_and_is_not_told() -> None:
-    roster = Roster()
-    name = roster.note("x", Replica("", "a:1"))
-    assert roster.note("x", Replica(name, "")) == name
+    assert [(each.name, each.grpc) for each in roster.replicas()] == [("engine-1", "a:2")]
+    assert roster.workers() == []
+    assert len(roster.loads()) == 1
+    roster.leave("engine-1")
     assert roster.replicas() == []
-    assert roster.note("y", Replica("", "a:1")) != name
 
 
 def test_stores_that_a_worker_attends_are_told() -> None:
     roster = Roster()
-    roster.note("x", Replica("", "a:1", store="s"))
-    roster.note("y", Replica("", "a:2", store="t"))
+    roster.note(Replica("engine-0", "a:1", store="s"), IDLE)
+    roster.note(Replica("engine-1", "a:2", store="t"), IDLE)
     roster.note_worker("w", "t")
     assert [each.attended for each in roster.replicas()] == [False, True]
     roster.leave("w")
@@ -61,3 +54,25 @@ def test_stores_that_a_worker_attends_are_told() -> None:
 )
 def test_replicas_are_wanted_for_requests_and_for_memory(loads: list[Load], wanted: int) -> None:
     assert replicas_wanted(loads) == wanted
+
+
+def test_the_number_follows_what_is_wanted_for_a_while() -> None:
+    now = [0.0]
+    scale = Scale(1, 3, DOWN_S, clock=lambda: now[0])
+    busy = Load(9, 4, 4, 0)
+
+    def after(seconds: float, *loads: Load) -> int:
+        now[0] += seconds
+        scale.note(loads)
+        return scale.number
+
+    assert after(0, busy) == after(UP_S - 1, busy) == 1
+    assert after(0, IDLE) == after(2, busy) == after(UP_S - 1, busy) == 1  # it was not wanted all the while
+    assert after(2, busy) == 3
+    assert after(2 * UP_S, busy) == 3  # who has just been started has not told yet
+    assert after(0, busy, busy, busy) == after(2 * UP_S, busy, busy, busy) == 3  # the most
+    assert after(0, IDLE, IDLE, IDLE) == after(DOWN_S - 1, IDLE, IDLE, IDLE) == 3
+    assert after(2, IDLE, IDLE, IDLE) == 2
+    assert after(DOWN_S - 1, IDLE, IDLE) == 2
+    assert after(2, IDLE, IDLE) == 1
+    assert after(2 * DOWN_S, IDLE) == 1  # the least

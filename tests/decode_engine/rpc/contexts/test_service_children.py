@@ -19,6 +19,7 @@ from index_store.errors import (
     StoreFullError,
 )
 from tests.decode_engine.conftest import TEXT, Library, make_library
+from tests.support.serving.front import grpc_of
 from tests.support.serving.service import leases, loaded, wait_until
 
 MORE = "Every winter the harbour froze, and the keeper walked over the ice to the ships. "
@@ -50,8 +51,8 @@ def running(shelf: Shelf) -> Iterator[DecodeServer]:
 
 
 @pytest.fixture
-def client(running: DecodeServer) -> Iterator[Client]:
-    with Client(running.address) as connected:
+def client(running: DecodeServer, pytestconfig: pytest.Config) -> Iterator[Client]:
+    with grpc_of(running, pytestconfig) as address, Client(address) as connected:
         yield connected
 
 

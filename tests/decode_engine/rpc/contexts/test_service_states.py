@@ -11,6 +11,7 @@ from decode_engine.rpc.client import Client, Keep
 from index_store.store.catalog import Store
 from tests.decode_engine.conftest import Library
 from tests.support.models import LAYER_KINDS, write_model_folder
+from tests.support.serving.front import grpc_of
 from tests.support.serving.service import loaded
 
 PROMPT = list(range(70, 78))
@@ -33,8 +34,12 @@ def root(library: Library) -> str:
 
 
 @pytest.fixture(scope="module")
-def client(library: Library, root: str) -> Iterator[Client]:
-    with loaded(library.config()) as server, Client(server.address) as connected:
+def client(library: Library, root: str, pytestconfig: pytest.Config) -> Iterator[Client]:
+    with (
+        loaded(library.config()) as server,
+        grpc_of(server, pytestconfig) as address,
+        Client(address) as connected,
+    ):
         yield connected
 
 

@@ -12,12 +12,12 @@ import httpx
 import pytest
 from google.longrunning import operations_pb2_grpc
 
-from decode_engine.gateway.serving import Gateway
 from decode_engine.rpc.client import Client, Credentials
 from decode_engine.rpc.door.access import TokenFile
 from decode_engine.rpc.server import DecodeServer
 from sparsekv.v1 import context_pb2_grpc, generation_pb2_grpc
 from tests.decode_engine.conftest import TEXT, Library, make_library
+from tests.support.serving.front import both_of
 from tests.support.serving.service import loaded
 
 RIGHTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -92,7 +92,7 @@ class House:
 
 
 @pytest.fixture(scope="package")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def house(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[House]:
     library = make_library(tmp_path_factory.mktemp("house"))
     secret = library.prefill("secret", salt="", tenant="acme")
     granted = library.prefill("granted", text=TEXT * 2, salt="", tenant="acme")
@@ -100,8 +100,8 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     tokens, audit = TokenFile(folder / "tokens"), folder / "audit.jsonl"
     secrets = {name: tokens.create(name, *given) for name, given in RIGHTS.items()}
     config = library.config(tokens=folder / "tokens", audit_log=audit)
-    with loaded(config) as server, Gateway("127.0.0.1:0", server.grpc) as gateway:
-        parties = {name: Party(name, each, server.address, gateway.url) for name, each in secrets.items()}
+    with loaded(config) as server, both_of(server, pytestconfig) as (address, gateway):
+        parties = {name: Party(name, each, address, gateway.url) for name, each in secrets.items()}
         parties["acme"].client.update_context(f"contexts/{granted}", readers=["beta"])
         yield House(server, library, audit, secret, granted, parties)
         for party in parties.values():

@@ -12,6 +12,7 @@ from decode_engine.rpc.client import Client
 from decode_engine.rpc.server import DecodeServer
 from index_store.models.conversation.messages import Conversation, Message, Role, Tool
 from tests.decode_engine.conftest import TEXT
+from tests.support.serving.front import grpc_of
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -29,8 +30,8 @@ BEGUN = (
 
 
 @pytest.fixture(scope="module")
-def client(tool_server: DecodeServer) -> Iterator[Client]:
-    with Client(tool_server.address) as connected:
+def client(tool_server: DecodeServer, pytestconfig: pytest.Config) -> Iterator[Client]:
+    with grpc_of(tool_server, pytestconfig) as address, Client(address) as connected:
         yield connected
 
 

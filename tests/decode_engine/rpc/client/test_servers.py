@@ -1,0 +1,71 @@
+"""A client of several servers: the rule of a cluster's front doors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from decode_engine.errors import ServerUnreachableError
+from decode_engine.rpc.client import Client, Keep, Servers
+from decode_engine.rpc.routing.rendezvous import order_of
+from decode_engine.rpc.server import DecodeServer
+from index_store.errors import InvalidArgumentError
+from tests.decode_engine.conftest import Library
+from tests.support.serving.service import loaded
+
+
+@pytest.fixture(scope="module")
+def addresses(library: Library, server: DecodeServer) -> Iterator[tuple[str, str]]:
+    """Of two servers on one store."""
+    with loaded(library.config()) as other:
+        yield server.address, other.address
+
+
+def asked(servers: Servers, context: str, session: str = "") -> str:
+    """The address of the server that is asked."""
+    with servers.client(context, session) as client:
+        client.generate(context, text="Who?", max_tokens=1, method="full").read()
+        return client._address
+
+
+def test_a_context_is_asked_about_where_the_rule_says(
+    library: Library, addresses: tuple[str, str], client: Client
+) -> None:
+    names = [f"contexts/{library.prefill(f'spread {number}')}" for number in range(6)]
+    first = {name: order_of(name.removeprefix("contexts/"), addresses)[0] for name in names}
+    with Servers(addresses) as one, Servers(addresses[::-1]) as other:
+        assert {name: asked(one, name) for name in names} == first
+        assert {name: asked(other, name) for name in names} == first
+    assert len(set(first.values())) == 2
+
+
+def test_a_child_is_asked_about_where_its_parent_is(
+    addresses: tuple[str, str], lamp: str, client: Client
+) -> None:
+    where = set()
+    for number in range(4):
+        with client.generate(
+            lamp, text=f"Ship {number}", method="full", max_tokens=2, keep=Keep()
+        ) as generation:
+            generation.read()
+        with Servers(addresses) as servers:
+            where |= {asked(servers, generation.summary.kept_context), asked(servers, lamp)}
+    assert len(where) == 1
+
+
+def test_who_tries_again_gets_another_server(addresses: tuple[str, str], lamp: str) -> None:
+    key = lamp.removeprefix("contexts/")
+    nobody = (f"127.0.0.1:{port}" for port in range(1, 99))
+    gone = next(each for each in nobody if order_of(key, [each, addresses[0]])[0] == each)
+    with Servers([gone, addresses[0]]) as servers:
+        assert asked(servers, lamp) == addresses[0]  # the family was asked for at both
+        servers._router._suspected.clear()
+        with pytest.raises(ServerUnreachableError):
+            asked(servers, lamp)
+        assert asked(servers, lamp) == addresses[0]
+
+
+def test_no_address_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="no address"):
+        Servers([])
