@@ -95,6 +95,11 @@ def _lost(why: str) -> None:
 def _visible(device: torch.device, ranks: int) -> list[str]:
     """Names of the GPUs, one for each rank; none where a CPU computes."""
     if device.type == "cpu":
+        if torch.cuda.is_available():  # transformers would take them
+            raise InvalidArgumentError(
+                "--tensor-parallel with --device cpu needs GPUs out of sight; set CUDA_VISIBLE_DEVICES to nothing",
+                field="device",
+            )
         return []
     if torch.cuda.device_count() < ranks:
         raise InvalidArgumentError(

@@ -115,7 +115,7 @@ def _check_divided(order: Order, ground: Ground) -> None:
     """Raises InvalidArgumentError for what needs the heads of all GPUs in one place."""
     for field_, wanted, what in (
         ("keep", order.keep is not None, "keeps no sessions"),
-        ("map", order.map_every is not None, "shows no maps of what is attended to"),
+        ("map_every", order.map_every is not None, "shows no maps of what is attended to"),
         ("context", bool(ground.own_tokens), "continues no contexts that continue others"),
     ):
         if wanted:

@@ -28,7 +28,7 @@ REFERENCE = {"docs/api.md", "docs/log.md"}
 
 MOST_LINES = {
     "decode_engine/cli": 2_660,  # tokens have tenants and rights, tenants a table
-    "decode_engine/core": 2_540,  # spans and audits of requests are made there, and accounts of tenants are kept
+    "decode_engine/core": 2_545,  # spans, audits, accounts of tenants; processes of a divided model
     "decode_engine/engine": 4_300,  # turns between tenants are taken there
     "decode_engine/evaluation": 2_720,
     "decode_engine/gateway": 3_950,
