@@ -41,7 +41,7 @@ MOST_LINES = {
     "decode_engine/rpc": 7_690,  # who calls, what they may, and what was refused; what is made again; several servers
     "decode_engine/settings": 640,  # the file of quotas
     "decode_engine/steps": 2_970,  # with those of models with states
-    "index_store": 31_070,  # tenants, quotas, options from files; contexts as single files, in object stores, and ended
+    "index_store": 31_110,  # tenants, quotas, options from files; contexts as single files, in object stores, and ended
     "prefill_worker": 8_240,  # many documents on Ray; a job knows its tenant, and keeps states at marks
 }
 
