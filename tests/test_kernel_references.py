@@ -43,7 +43,7 @@ COMPARED_WITH: Mapping[Place, Place | str] = {
     ),
     ("decode_engine.kernels.clusters.lookup", "look_up"): _CLUSTERS,
     ("decode_engine.kernels.clusters.lookup", "correct_clusters"): _CLUSTERS,
-    ("index_store.indexes.coarse_rows.value_sums_numba", "add_values"): (
+    ("index_store.indexes.coarse_rows.coded_steps_numba", "_launch"): (
         "index_store.indexes.coarse_rows.reference",
         "attend_values_reference",
     ),

@@ -159,6 +159,7 @@ PLACES = {
         "index_store/models/tokenizer.py",
         "prefill_worker/reading/capture.py",
         "decode_engine/model/decode_attention.py",
+        "decode_engine/model/divided_model.py",
     ),
     "huggingface_hub": ("index_store/models/model_folder.py",),
     "starlette": ("decode_engine/gateway/*", "decode_engine/processes/cluster/http_door.py"),

@@ -18,7 +18,6 @@ from decode_engine.rpc.client import (
     Client,
     ContextChanges,
     ContextInfo,
-    Keep,
     OperationInfo,
 )
 from decode_engine.rpc.door.options import ServerConfig
@@ -44,7 +43,8 @@ from index_store.cli.options import (
     seconds_of,
 )
 from index_store.cli.report import (
-    LabelArguments,
+    LabelOption,
+    PinOption,
     RecursiveOption,
     ReferenceArgument,
     ReferenceArguments,
@@ -53,7 +53,6 @@ from index_store.cli.report import (
     error_object,
     given_labels,
     id_of,
-    labels_text,
     parse_labels,
     print_context,
     print_contexts,
@@ -185,54 +184,8 @@ def create_context(
         print_rows(detail_rows(operation.context))
 
 
-@dataclass(frozen=True, slots=True)
-class ExtendConfig(ServerConfig):
-    """`decode-engine contexts extend`. name: by default the first file's: that of the context means the context."""
-
-    name: Annotated[
-        str | None,
-        Option("--name", help="Name of the new context; by default the first file's name."),
-        Characters(1, MAX_NAME_CHARACTERS),
-    ] = None
-    move_name: MoveNameOption = False
-    ttl: TtlOption = None
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
-        parse_ttl(self.ttl)
-
-
-@configured(ExtendConfig)
-def extend_context(
-    config: ExtendConfig,
-    reference: ReferenceArgument,
-    inputs: Annotated[list[Path], typer.Argument(metavar="FILE", help="Text files; - is standard input.")],
-    output: FormatOption = OutputFormat.TEXT,
-) -> None:
-    """Continue a context by a text, as a new context.
-
-    It stores what the text adds. The text is read with full attention.
-    """
-    for path in inputs:
-        InputFile(dash=True).check("FILE", path)
-    text = read_document(inputs, sys.stdin.buffer)
-    name, ttl = config.name or document_name(inputs), parse_ttl(config.ttl)
-    keep = Keep(name, ttl, prompt_only=True, move_name=config.move_name)
-    with Client(config.server, credentials=config.credentials()) as client:
-        parent = client.find_context(reference)
-        with client.generate(parent.name, text=text, method="full", keep=keep) as generation:
-            generation.read()
-        child = client.get_context(generation.summary.kept_context)
-    added = child.token_count - parent.token_count
-    line = f"{id_of(child)}: {child.token_count} tokens, {added} of them new, {format_bytes(child.kv_bytes)}"
-    print_either(output, context_object(child), line)
-    if child.state_message and output is OutputFormat.TEXT:
-        typer.echo(child.state_message, err=True)
-
-
-contexts = new_group("Create, show, change, label, pin and remove contexts.")
+contexts = new_group("Create, show, change and remove contexts.")
 contexts.command("create")(create_context)
-contexts.command("extend")(extend_context)
 
 
 @contexts.command("ls")
@@ -316,50 +269,6 @@ def remove_contexts(
         print_done("removed", removed, output)
 
 
-@contexts.command("pin")
-@configured(ServerConfig)
-def pin_contexts(
-    config: ServerConfig, references: ReferenceArguments, output: FormatOption = OutputFormat.TEXT
-) -> None:
-    """Keep contexts: they do not expire, and leave memory last."""
-    _set_pinned(config, references, output, pinned=True)
-
-
-@contexts.command("unpin")
-@configured(ServerConfig)
-def unpin_contexts(
-    config: ServerConfig, references: ReferenceArguments, output: FormatOption = OutputFormat.TEXT
-) -> None:
-    """Let contexts expire and leave memory like others."""
-    _set_pinned(config, references, output, pinned=False)
-
-
-def _set_pinned(
-    config: ServerConfig, references: Sequence[str], output: OutputFormat, *, pinned: bool
-) -> None:
-    with Client(config.server, credentials=config.credentials()) as client:
-        changed = [
-            id_of(client.update_context(context.name, pinned=pinned))
-            for context in _find_all(client, references)
-        ]
-    print_done("pinned" if pinned else "unpinned", changed, output)
-
-
-@contexts.command("label")
-@configured(ServerConfig)
-def label_context(
-    config: ServerConfig,
-    reference: ReferenceArgument,
-    labels: LabelArguments,
-    output: FormatOption = OutputFormat.TEXT,
-) -> None:
-    """Set and remove labels of a context."""
-    changes = parse_labels(labels)
-    with Client(config.server, credentials=config.credentials()) as client:
-        changed = client.update_context(client.find_context(reference).name, labels=changes)
-    print_either(output, context_object(changed), f"{id_of(changed)}: {labels_text(changed.labels)}")
-
-
 def _find_all(client: Client, references: Sequence[str]) -> list[ContextInfo]:
     """The contexts that are meant, each once."""
     found = [client.find_context(reference) for reference in references]
@@ -397,10 +306,6 @@ class UpdateConfig(ServerConfig):
         for text in (self.ttl, self.renew):
             if text != NEVER.value:
                 parse_ttl(text)
-        if self.name is None and self.ttl is None and self.renew is None and self.readers is None:
-            raise InvalidArgumentError(
-                "expected --name, --ttl, --renew or --readers, which say what is to change"
-            )
 
     def changes(self) -> ContextChanges:
         """For the server."""
@@ -421,11 +326,20 @@ class UpdateConfig(ServerConfig):
 @contexts.command("update")
 @configured(UpdateConfig)
 def update_context(
-    config: UpdateConfig, reference: ReferenceArgument, output: FormatOption = OutputFormat.TEXT
+    config: UpdateConfig,
+    reference: ReferenceArgument,
+    label: LabelOption = None,
+    pin: PinOption = None,
+    output: FormatOption = OutputFormat.TEXT,
 ) -> None:
-    """Change the name of a context, when it expires, and who reads it."""
+    """Change a context's name, labels, pin and expiry, and who reads it."""
+    changes: ContextChanges = {**config.changes(), "labels": parse_labels(label or ()), "pinned": pin}
+    if not any(value is not None and value != {} for name, value in changes.items() if name != "move_name"):
+        raise InvalidArgumentError(
+            "expected an option that says what is to change, such as --name, --label or --pin"
+        )
     with Client(config.server, credentials=config.credentials()) as client:
-        changed = client.update_context(client.find_context(reference).name, **config.changes())
+        changed = client.update_context(client.find_context(reference).name, **changes)
     print_context(changed, output)
 
 

@@ -102,21 +102,19 @@ def evaluate_command(
 def show_results(results: Results, out: Path, *, picture: bool, output: OutputFormat) -> None:
     """Draws the pictures and prints the tables, or the JSON."""
     from decode_engine.evaluation.pictures import draw_pictures
-    from decode_engine.evaluation.results import FILES, costs_table, results_table, tasks_table, warnings
+    from decode_engine.evaluation.results import FILES, tables, warnings
 
     for warning in (*results.setting.get("misfits", ()), *warnings(results.scores)):
         sys.stderr.write(f"warning: {warning}\n")
-    files = [*FILES, *(draw_pictures(out, results.scores, results.maps) if picture else ())]
+    files = [*FILES, *(draw_pictures(out, results.scores) if picture else ())]
     if output is OutputFormat.JSON:
         print_json(results.as_json())
         return
     settings = results.setting["settings"]
     terminal = Console() if on_terminal() else Console(width=200)
     title = f"{settings['model']}, {settings['questions']} questions per context length"
-    terminal.print(results_table(results.scores, title, results.prompts))
-    for table in (tasks_table(results.scores), costs_table(results.scores)):
-        if table is not None:
-            terminal.print(table)
+    for table in tables(results.scores, title, results.prompts):
+        terminal.print(table)
     terminal.print(f"Written to {out}: {', '.join(files)}")
 
 
@@ -304,7 +302,7 @@ class DocumentConfig:
     ask: Annotated[
         int | None, Option(help="Questions to write; one per fact by default."), AtLeast(1, 100_000)
     ] = None
-    distractors: DistractorsOption = None
+    distractors: DistractorsOption = 0
     task: Annotated[str, Option(help="What kind of facts and questions."), OneOf(*FAMILIES)] = "single"
     seed: Annotated[int, Option(help="Decides facts and depths."), AtLeast(0)] = 0
     text: TextOption = ()

@@ -39,7 +39,7 @@ GROUPS = {
     "max_streams idle_timeout unread_timeout",
     "Requests": "max_sessions max_waiting max_client_requests prompt_chunk prompts method audit_share grace",
     "Memory": "memory device_memory session_memory placement slot_share",
-    "Computing": "device threads search_threads weights dtype warm_up",
+    "Computing": "device tensor_parallel threads search_threads weights dtype warm_up",
     "Making contexts": "prefill grown_share keep_beginnings keep_beginnings_after keep_beginnings_bytes",
     "Storing contexts": "store_bytes objects fetch_timeout",
 }

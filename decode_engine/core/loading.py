@@ -14,6 +14,7 @@ import torch
 
 from decode_engine.core.housekeeping import Housekeeping, KeepingRules, KeptBeginnings
 from decode_engine.core.kv_events import KVEvents
+from decode_engine.core.rank_process import start_ranks
 from decode_engine.core.seeing import Exporter, RequestSpans, Seeing
 from decode_engine.core.service import EngineService, Outboxes
 from decode_engine.core.tenants import Tenants
@@ -23,6 +24,7 @@ from decode_engine.host_search.mailbox import SearchThreads
 from decode_engine.layers.session import Session
 from decode_engine.model.method_choice import AUTO, IdleTimer, StepCosts
 from decode_engine.model.preparing import Preparation, compile_beside, methods_wanted
+from decode_engine.model.ranks import Alone
 from decode_engine.model.runner import ModelRunner
 from decode_engine.rpc.contexts.creation import Workshop
 from decode_engine.rpc.contexts.defaults import own_methods
@@ -37,7 +39,7 @@ from index_store.jobs.uploads import Uploads
 from index_store.memory.arena import Arena
 from index_store.memory.devices import context_device, describe_device, memory_budget, pick_device
 from index_store.memory.memory_sizes import free_memory
-from index_store.memory.placement import parse_placement
+from index_store.memory.placement import Placement, parse_placement
 from index_store.methods.method import FittedMethod, Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import checkpoint_dtype
@@ -72,13 +74,14 @@ def load_service(
     started = time.monotonic()
     set_threads(config.threads)
     device = pick_device(config.device)
-    alone = [manifest for manifest in store.list() if manifest.parent is None] if config.warm_up else []
+    alone = [manifest for manifest in store.list() if manifest.parent is None] if config.prepares else []
     named = {manifest.id: _named_methods(store, manifest) for manifest in alone}
     compile_named = partial(_compile, config, checkpoint_dtype(folder), phase, device, on_compiling)
     names = sorted({method.name for methods in named.values() for method in methods})
-    compiling = compile_named(names) if config.warm_up else _done()
+    compiling = compile_named(names) if config.prepares else _done()
     searching = SearchThreads(config.search_threads)
     try:
+        ranks, options = start_ranks(config, device) if config.divided else (Alone(), {})
         runner = ModelRunner(
             folder,
             device,
@@ -87,20 +90,23 @@ def load_service(
             searching,
             phase.say,
             config.weights,
+            ranks,
+            options,
         )
         loaded = time.monotonic()
         compiling.result()
     except BaseException:
         compiling.cancel()
         raise
-    quotas = QuotaFile(config.quotas)
-    budget = memory_budget(device, config.memory, config.device_memory, free_memory(torch.device("cpu")))
+    quotas, free = QuotaFile(config.quotas), free_memory(torch.device("cpu"))
+    budget = memory_budget(device, config.memory, config.device_memory, free)
     arena = Arena(
         budget,
         device=context_device(device),
-        placement=parse_placement(config.placement),
+        placement=Placement.DEVICE if config.divided else parse_placement(config.placement),
         slot_share=config.slot_share,
         quota=partial(quotas.limit, name="resident_bytes"),
+        part=ranks.part,
     )
     session_memory = config.session_memory or free_memory(device) // SHARE
     preparation = Preparation(runner, config.max_sessions, compile_named)
@@ -125,10 +131,10 @@ def load_service(
     def begin() -> None:
         """On the engine's thread, before its first turn: what a thread prepares for itself alone."""
         set_threads(config.threads)
-        if config.warm_up:
+        if config.prepares:
             runner.prepare_prompts()
 
-    costs, auto = StepCosts(on_gpu=device.type == "cuda"), config.method == AUTO
+    costs, auto = StepCosts(on_gpu=device.type == "cuda"), config.method == AUTO and not config.divided
     if auto:
         for fitted, where in wanted:
             costs.want(fitted.method, where)
@@ -152,7 +158,7 @@ def load_service(
         weight=tenants.weight,
         on_start=begin,
         on_crash=on_crash,
-        on_idle=timer.advance,
+        on_idle=(lambda: None) if config.divided else timer.advance,  # what is timed runs on one rank alone
         on_step=note_step,
         send=outboxes.flush,
     )
@@ -160,8 +166,11 @@ def load_service(
     room = StoreRoom(store, config.store_bytes, quota=partial(quotas.limit, name="stored_bytes"))
     workshop = Workshop(store, queue, uploads, runner.identity, runner.tokenizer, runner.kv_dtype, room)
     housekeeping = Housekeeping(store, room, arena.leased_ids, lambda: engine.places == 0)
-    rules = KeepingRules(config.keep_beginnings, config.keep_beginnings_after, config.keep_beginnings_bytes)
-    beginnings = KeptBeginnings(workshop, arena, rules)
+    beginnings = KeptBeginnings(
+        workshop,
+        arena,
+        KeepingRules(config.keep_beginnings, config.keep_beginnings_after, config.keep_beginnings_bytes),
+    )
     leave_to_stay()
     return EngineService(
         store,

@@ -111,6 +111,20 @@ def fit_max_tokens(order: Order, manifest: Manifest, identity: ModelIdentity, pr
     return min(order.max_tokens or max(DEFAULT_MAX_TOKENS, least), room)
 
 
+def _check_divided(order: Order, ground: Ground) -> None:
+    """Raises InvalidArgumentError for what needs the heads of all GPUs in one place."""
+    for field_, wanted, what in (
+        ("keep", order.keep is not None, "keeps no sessions"),
+        ("map", order.map_every is not None, "shows no maps of what is attended to"),
+        ("context", bool(ground.own_tokens), "continues no contexts that continue others"),
+    ):
+        if wanted:
+            raise InvalidArgumentError(
+                f"this server {what}: its model is divided among GPUs (--tensor-parallel); ask another one",
+                field=field_,
+            )
+
+
 @dataclass(slots=True)
 class Outboxes:
     """Those of all doors."""
@@ -380,6 +394,8 @@ class EngineService:
         return self.nothing if found is None else Ground.of(self.store, found), missed
 
     def _may_hold(self, manifest: Manifest) -> bool:
+        if self.runner.ranks.divided and manifest.parent is not None:
+            return False
         try:
             return self.arena.may_hold(Ground.of(self.store, manifest).base)
         except SparseKVError:
@@ -434,6 +450,8 @@ class EngineService:
             (self.ground(order.context, viewer), None) if order.context else self._beginning(order)
         )
         named, base = ground.named, ground.base
+        if self.runner.ranks.divided:
+            _check_divided(order, ground)
         if order.keep is not None:
             self.store.seen_by(viewer).require_own(named.id)
         lookup: Lookup = "named" if order.context else "found" if named.token_count else "none"

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
-from decode_engine.evaluation.summary import ALL_TASKS, MassMap, Score
+from decode_engine.evaluation.summary import Score
 
 _PROMPTS = {
     "each": "each token of a question searches (prompts each: a CPU serves so unless told otherwise, a GPU exact)",
@@ -26,52 +26,58 @@ _PROMPTS = {
 """What is judged."""
 
 
-def results_table(scores: Sequence[Score], title: str, prompts: str) -> Table:
-    """One line per context length, method and budget, all tasks together; +- are standard errors.
+def figures_of_quality(scores: Sequence[Score]) -> list[list[str]]:
+    """Heading and rows, one per context length, method and budget; ± are standard errors."""
+    headings = [
+        "context",
+        "method",
+        "budget",
+        "exact match",
+        "loss",
+        "KL",
+        "KL answer",
+        "KL text",
+        "bytes",
+        "keys",
+    ]
+    return [
+        [*headings, "ms/token", "keys*", "recall*", "mass*", "error*"],
+        *(
+            [
+                f"{score.context_length:,}",
+                score.method,
+                score.budget,
+                f"{score.exact_match:.3f} {_error(score.exact_match_se, 3)}",
+                f"{score.exact_match_loss:+.3f} {_error(score.exact_match_loss_se, 3)}",
+                f"{score.kl:.4f} {_error(score.kl_se, 4)}",
+                f"{score.kl_answer:.4f} {_error(score.kl_answer_se, 4)}",
+                f"{score.kl_text:.4f} {_error(score.kl_text_se, 4)}",
+                _percent(score.bytes_all),
+                _percent(score.touched_all),
+                f"{score.milliseconds_per_token:.1f}",
+                _percent(score.touched_sparse),
+                f"{_number(score.recall, 3)} {_error(score.recall_se, 3)}",
+                f"{_number(score.captured_mass, 3)} {_error(score.captured_mass_se, 3)}",
+                f"{_number(score.output_error, 4)} {_error(score.output_error_se, 4)}",
+            ]
+            for score in scores
+        ),
+    ]
 
-    prompts: what a question's tokens attended to, a value of `Prompts`.
-    """
-    table = Table(title=title)
-    table.add_column("context", justify="right")
-    table.add_column("method", no_wrap=True)
-    headings = ("budget", "exact match", "loss", "KL", "KL answer", "KL text", "bytes", "keys", "ms/token")
-    for heading in (*headings, "keys*", "recall*", "mass*", "error*"):
-        table.add_column(heading, justify="right", no_wrap=heading == "budget")
-    overall = [score for score in scores if score.task == ALL_TASKS]
-    previous = None
-    for score in overall:
-        if previous not in {None, score.context_length}:
-            table.add_section()
-        previous = score.context_length
-        table.add_row(
-            f"{score.context_length:,}",
-            score.method,
-            score.budget,
-            f"{score.exact_match:.3f} {_error(score.exact_match_se, 3)}",
-            f"{score.exact_match_loss:+.3f} {_error(score.exact_match_loss_se, 3)}",
-            f"{score.kl:.4f} {_error(score.kl_se, 4)}",
-            f"{score.kl_answer:.4f} {_error(score.kl_answer_se, 4)}",
-            f"{score.kl_text:.4f} {_error(score.kl_text_se, 4)}",
-            _percent(score.bytes_all),
-            _percent(score.touched_all),
-            f"{score.milliseconds_per_token:.1f}",
-            _percent(score.touched_sparse),
-            _number(score.recall, 3),
-            _number(score.captured_mass, 3),
-            _number(score.output_error, 4),
-        )
-    questions = sorted({score.questions for score in overall})
-    contexts = sorted({score.contexts for score in overall})
-    table.caption = (
+
+def quality_caption(scores: Sequence[Score], prompts: str) -> str:
+    """What the figures of quality mean. prompts: what a question's tokens attended to, a value of `Prompts`."""
+    questions = sorted({score.questions for score in scores})
+    contexts = sorted({score.contexts for score in scores})
+    return (
         f"n = {', '.join(map(str, questions))} questions about {', '.join(map(str, contexts))} contexts without text "
-        f"in common, which are the draws of ±{_without_error(overall)}; {_PROMPTS[prompts]}\n"
+        f"in common, which are the draws of ±{_without_error(scores)}; {_PROMPTS[prompts]}\n"
         "loss: exact match of full attention minus the method's; "
         "KL(full || method) in nats per token, of questions and answers, of answers alone, and of plain text: 0 is the "
         "same\nprobabilities as full attention; bytes, keys: read and attended by all layers, of those that full "
         "attention reads;\n* over the layers that search alone: keys attended, recall of the true top keys, attention "
         "mass captured, relative output error"
     )
-    return table
 
 
 WARN_KL = 0.1
@@ -86,22 +92,8 @@ def warnings(scores: Sequence[Score]) -> list[str]:
         "stands for the rest does not make up for it on this model. Take another method (refined), keep more, or "
         "build its index with more subspaces or clusters"
         for score in scores
-        if score.task == ALL_TASKS and score.captured_mass is not None and score.kl > WARN_KL
+        if score.captured_mass is not None and score.kl > WARN_KL
     ]
-
-
-def costs_table(scores: Sequence[Score]) -> Table | None:
-    """What every method reads and takes; None where nothing searched."""
-    rows = figures_of_costs(scores)
-    if rows is None:
-        return None
-    table = Table(title="what a step reads, and what a token takes")
-    for number, heading in enumerate(rows[0]):
-        table.add_column(heading, justify="left" if number == 1 else "right", no_wrap=number == 1)
-    for row in rows[1:]:
-        table.add_row(*row)
-    table.caption = _COSTS
-    return table
 
 
 _COSTS = (
@@ -113,7 +105,7 @@ _COSTS = (
 
 def figures_of_costs(scores: Sequence[Score]) -> list[list[str]] | None:
     """Heading and rows of the table of costs; None where nothing searched."""
-    measured = [score for score in scores if score.task == ALL_TASKS and score.search_share is not None]
+    measured = [score for score in scores if score.search_share is not None]
     if not measured:
         return None
     return [
@@ -136,101 +128,38 @@ def figures_of_costs(scores: Sequence[Score]) -> list[list[str]] | None:
     ]
 
 
-def tasks_table(scores: Sequence[Score]) -> Table | None:
-    """Exact match and KL by task, one column per task; None when a single task was asked."""
-    rows = figures_by_task(scores)
-    if rows is None:
-        return None
-    table = Table(title="exact match / KL by task")
-    for number, heading in enumerate(rows[0]):
-        table.add_column(heading, justify="left" if number == 1 else "right", no_wrap=True)
-    for row in rows[1:]:
+def tables(scores: Sequence[Score], title: str, prompts: str) -> list[Table]:
+    """For the terminal: quality, and what every method reads and takes, where something searched."""
+    costs = figures_of_costs(scores)
+    found = [_table(title, figures_of_quality(scores), quality_caption(scores, prompts))]
+    if costs is not None:
+        found.append(_table("what a step reads, and what a token takes", costs, _COSTS))
+    return found
+
+
+def _table(title: str, figures: Sequence[Sequence[str]], caption: str) -> Table:
+    table = Table(title=title, caption=caption)
+    for number, heading in enumerate(figures[0]):
+        table.add_column(heading, justify="left" if number == 1 else "right", no_wrap=number in (1, 2))
+    rows = figures[1:]
+    for number, row in enumerate(rows):
+        if number and rows[number - 1][0] != row[0]:
+            table.add_section()
         table.add_row(*row)
     return table
 
 
-def figures_by_task(scores: Sequence[Score]) -> list[list[str]] | None:
-    """Heading and rows of the table of tasks; None when a single task was asked."""
-    tasks = list(dict.fromkeys(score.task for score in scores if score.task != ALL_TASKS))
-    if not tasks:
-        return None
-    cells: dict[tuple[str, str, str], dict[str, str]] = {}
-    for score in scores:
-        row = cells.setdefault((f"{score.context_length:,}", score.method, score.budget), {})
-        exact = f"{score.exact_match:.3f} {_error(score.exact_match_se, 3)}".strip()
-        row[score.task] = f"{exact} / {score.kl:.4f}"
-    return [
-        ["context", "method", "budget", *tasks],
-        *([*key, *(row.get(task, "-") for task in tasks)] for key, row in cells.items()),
-    ]
-
-
-def markdown_table(scores: Sequence[Score], prompts: str) -> str:
-    """The tables for a document: one row per length, method and budget; exact match and KL by task below.
-
-    prompts: as of `results_table`.
-    """
-    headings = [
-        "context",
-        "method",
-        "budget",
-        "questions / contexts",
-        "exact match",
-        "KL",
-        "KL, answer",
-        "KL, text",
-    ]
-    headings += [
-        "bytes",
-        "keys",
-        "keys, searching",
-        "recall, searching",
-        "mass, searching",
-        "output error, searching",
-    ]
-    rows = [
-        [
-            f"{score.context_length:,}",
-            f"`{score.method}`",
-            score.budget,
-            f"{score.questions} / {score.contexts}",
-            f"{score.exact_match:.3f} {_error(score.exact_match_se, 3)}",
-            f"{score.kl:.4f} {_error(score.kl_se, 4)}",
-            f"{score.kl_answer:.4f} {_error(score.kl_answer_se, 4)}",
-            f"{score.kl_text:.4f} {_error(score.kl_text_se, 4)}",
-            _percent(score.bytes_all),
-            _percent(score.touched_all),
-            _percent(score.touched_sparse),
-            f"{_number(score.recall, 3)} {_error(score.recall_se, 3)}",
-            f"{_number(score.captured_mass, 3)} {_error(score.captured_mass_se, 3)}",
-            f"{_number(score.output_error, 4)} {_error(score.output_error_se, 4)}",
-        ]
-        for score in scores
-        if score.task == ALL_TASKS
-    ]
-    said = _PROMPTS[prompts]
-    lone = _without_error([score for score in scores if score.task == ALL_TASKS])
-    text = (
-        f"± is the standard error with contexts without text in common as draws{lone}; {said}. Bytes and keys: of all "
-        "layers, relative to what full attention reads. *Searching*: over the layers that search alone.\n\n"
-    )
-    text += _markdown([headings, *rows])
-    for title, found in (
-        ("Exact match / KL by task:", figures_by_task(scores)),
-        (
-            f"What a step reads, and what a token takes; {_COSTS}:".replace("\n", " "),
-            figures_of_costs(scores),
-        ),
-    ):
-        if found is not None:
-            heading, *lines = found
-            text += f"\n{title}\n\n"
-            text += _markdown([heading, *([line[0], f"`{line[1]}`", *line[2:]] for line in lines)])
-    return text
+def markdown_tables(scores: Sequence[Score], prompts: str) -> str:
+    """The same for a document."""
+    text = f"{quality_caption(scores, prompts)}\n\n{_markdown(figures_of_quality(scores))}"
+    costs = figures_of_costs(scores)
+    return text if costs is None else f"{text}\n{_COSTS}\n\n{_markdown(costs)}"
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(cell.strip() for cell in row)} |" for row in rows]
+    heading, *others = rows
+    named = [heading, *([row[0], f"`{row[1]}`", *row[2:]] for row in others)]
+    lines = [f"| {' | '.join(cell.strip() for cell in row)} |" for row in named]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) + "\n"
 
 
@@ -262,11 +191,10 @@ FILES = ("results.json", "results.csv", "results.md")
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """setting: everything that was measured with, as JSON. scores, maps: what was measured."""
+    """setting: everything that was measured with, as JSON. scores: what was measured."""
 
     setting: Mapping[str, Any]
     scores: Sequence[Score]
-    maps: Sequence[MassMap]
 
     @property
     def prompts(self) -> str:
@@ -275,11 +203,7 @@ class Results:
 
     def as_json(self) -> dict[str, Any]:
         """The object that results.json holds."""
-        return {
-            **self.setting,
-            "scores": [asdict(score) for score in self.scores],
-            "mass_maps": [asdict(found) for found in self.maps],
-        }
+        return {**self.setting, "scores": [asdict(score) for score in self.scores]}
 
 
 def write_results(folder: Path, results: Results) -> None:
@@ -291,7 +215,7 @@ def write_results(folder: Path, results: Results) -> None:
     contents = (
         json.dumps(results.as_json(), indent=2) + "\n",
         table.getvalue(),
-        markdown_table(results.scores, results.prompts),
+        markdown_tables(results.scores, results.prompts),
     )
     for name, content in zip(FILES, contents, strict=True):
         temporary = folder / f".{name}.{os.getpid()}"

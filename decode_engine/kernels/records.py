@@ -43,8 +43,8 @@ SLOTS, SLOT_HEAD, TAGS, STAMPS, TALLIES, SETS = range(24, 30)
 head to the next, addresses of tags and stamps [H, slots] int32 and of tallies [H, 8] int64, and its number of sets. All
 zero where there is no cache."""
 WINDOW = 31
-"""How many keys a query sees, its own included; 0 for all. With a window the address KV is that of key 0, of which, as
-of other keys that no query sees any more, no row may be there."""
+"""How many keys a query sees, its own included; 0 for all; below 0 those of its own chunk, of so many. Unless for all,
+the address KV is that of key 0, of which, as of other keys that no query sees any more, no row may be there."""
 
 KEY_CODES, VALUE_CODES, KEY_SCALES, KEY_OFFSETS, VALUE_SCALES, VALUE_OFFSETS = range(32, 38)
 """A coarse copy of the context's keys and values, all of KEYS rows: see `coarse.sizes`. Of rows in two planes it is the

@@ -20,6 +20,7 @@ from decode_engine.layers.partial_attention import attend_shared, attend_streame
 from index_store.attention.attention_state import PLAIN, AttentionState, LogitForm
 from index_store.attention.fused import attend_recent
 from index_store.attention.listed_keys_numba import Listed, attend_context, attend_listed, readable
+from index_store.attention.selected_keys import attend_selected
 from index_store.indexes.coarse_rows.two_planes import ContextRows, TwoPlanes
 from index_store.indexes.interface.layer_index import GrowingRows
 
@@ -102,6 +103,25 @@ class DenseLayer:
     def attend(self, q_HTGD: Tensor, keys_HTD: Tensor, values_HTD: Tensor, position: int) -> Tensor:
         """As `SparseLayer.attend`."""
         return attend_dense_together([(self, q_HTGD, keys_HTD, values_HTD, position)])[0]
+
+    def rows(self, end: int) -> Sequence[Tensor]:
+        """Keys and values [H, n, 2, d] of all positions before that one: those of the context, and of the tail."""
+        if isinstance(self._kv_HN2D, TwoPlanes):
+            raise TypeError("rows in two planes are no rows of one dtype")
+        return self._kv_HN2D[:, :end], self.tail.rows[:, : max(0, end - self._kv_HN2D.shape[1])]
+
+    def attend_selected(
+        self, q_HTGD: Tensor, keys_HTD: Tensor, values_HTD: Tensor, position: int, ids_TK: Tensor
+    ) -> Tensor:
+        """As `attend`, of queries that have lists of positions, which a model selected by an index of its own."""
+        begin = perf_counter_ns()
+        heads, count, _ = keys_HTD.shape
+        self.tail.write(position - self._kv_HN2D.shape[1], keys_HTD, values_HTD)
+        state = attend_selected(q_HTGD, self.rows(position + count), ids_TK, position, self._form)
+        seen = keys_in_window(position, count, ids_TK.shape[1])  # no list has the same one twice
+        self._figures.count_selected(heads * seen, heads * visible_keys(position, count))
+        self.count_time(perf_counter_ns() - begin)
+        return state.out
 
     def read_context(self, q_HTGD: Tensor, rows: bool) -> AttentionState:
         """Attention to the context alone, for queries of any sessions on it. rows: see `attend_dense_together`."""

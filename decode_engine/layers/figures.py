@@ -65,6 +65,11 @@ class Figures:
         self.attended += keys
         self.available += keys
 
+    def count_selected(self, attended: int, available: int) -> None:
+        """Notes keys that the model selected by an index of its own; no search of ours left any out."""
+        self.attended += attended
+        self.available += available
+
     def count_kept(self, keys: int) -> None:
         """Notes `keys` attended because a search chose them."""
         self.kept += keys

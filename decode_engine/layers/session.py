@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import partial
-from typing import overload
+from typing import Protocol, overload
 
 import torch
 
@@ -67,13 +67,28 @@ class Layers(Sequence[LayerAttention]):
         self._made.clear()
 
 
+class Mirror(Protocol):
+    """What keeps a session on other GPUs beside one here."""
+
+    @property
+    def number(self) -> int:
+        """Of the session there."""
+
+    def fork(self) -> Mirror:
+        """See `Session.fork`."""
+
+    def close(self) -> None:
+        """See `Session.close`."""
+
+
 class Session:
     """Decoding state over a resident context. The context is shared and never written.
 
     position: tokens so far, context included; the next token gets this position. method: as it runs over this context.
     drafts: whether it attends to everything but for drafts, by the same tails in searching layers. states: of a model
     with states, behind the last token; None of others. marked: those at an earlier position. shadow: what its steps are
-    compared with, None where they are not; lag: tokens that this was not fed yet. device: of queries, tails and
+    compared with, None where they are not; lag: tokens that this was not fed yet. mirror: where the model is divided
+    among GPUs, of the first one's sessions. device: of queries, tails and
     indexes; keys and values of the context may be in host memory beside it. Raises InvalidArgumentError when the method
     was fitted to another context.
     """
@@ -115,6 +130,7 @@ class Session:
         self.watched = watch is not None
         self.shadow: Session | None = None
         self.lag: list[int] = []
+        self.mirror: Mirror | None = None
         make = partial(_make_layer, context, fitted.drafting or fitted, self.figures, forms, watch)
         self._layers = Layers(
             context.manifest.model.layers, make, lambda layer: context.wait_for_layer(layer, check)
@@ -137,6 +153,7 @@ class Session:
             for layer, from_layer in zip(other.layers, self.layers, strict=True):
                 layer.adopt(from_layer)  # type: ignore[arg-type]  # both are made for the same layer
         other.position = self.position
+        other.mirror = None if self.mirror is None else self.mirror.fork()
         return other
 
     @property
@@ -166,6 +183,9 @@ class Session:
     def close(self) -> None:
         """Drops the tail and the layers' references to the context's memory; the session cannot be used afterwards."""
         self.end_audit()
+        if self.mirror is not None:
+            self.mirror.close()
+            self.mirror = None
         self._layers.clear()
         self._advanced_to, self._room_until = None, 0
         self.states = self.marked = self._drafting = None

@@ -6,9 +6,10 @@ to the sessions' own tails instead of a transformers cache. So does a batch of d
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,8 @@ from decode_engine.layers.dense_layer import DenseLayer, attend_dense_together
 from decode_engine.layers.sparse_layer import SparseLayer, attend_sparse_together
 from index_store.attention.fused import narrow, widen
 from index_store.errors import InvalidArgumentError
-from index_store.models.state_cache import StateCache, attending_layer
+from index_store.models.state_cache import IndexCache, StateCache, passed, without_index_head
+from index_store.store.description.dtypes import stored_dtype
 
 if TYPE_CHECKING:
     from decode_engine.layers.session import Session
@@ -35,7 +37,8 @@ class DecodeStep:
     counts: how many tokens each has. exact: every layer attends to everything, whatever the sessions' methods. shared:
     the positions of a session share one selection in every layer. rows: every token is computed as a step of its own
     would be. drafts: sessions that draft do so. between: called after each layer's attention. cache: of the states of a
-    model that has some.
+    model that has some. index: of a model with an index of its own, of which one session comes at a time. calls:
+    numbers those of attention: layers attend in the same order in every pass, some several times.
     """
 
     sessions: Sequence[Session]
@@ -46,6 +49,8 @@ class DecodeStep:
     drafts: bool = False
     between: Callable[[], None] = lambda: None
     cache: StateCache | None = None
+    index: IndexCache | None = None
+    calls: Iterator[int] = field(default_factory=itertools.count)
 
     def advance(self) -> None:
         """Has the sessions go on behind their tokens: the pass has succeeded."""
@@ -69,7 +74,7 @@ def packed(
     """What the model is called with to read new tokens of each session, any number of each, in one forward.
 
     exact, shared, rows, drafts, between: see `DecodeStep`, which the caller has advance. Sessions of a model with
-    states come one by one, or with one token each behind others.
+    states come one by one, or with one token each behind others; of one with an index of its own always one by one.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -82,13 +87,26 @@ def packed(
     states = [session.states for session in sessions if session.states is not None]
     cache = StateCache.over(states) if states else None
     counts = [len(own) for own in token_ids]
+    index = _index_cache(sessions[0]) if sessions[0].context.manifest.model.index_keys else None
     return {
         "input_ids": both[0].view(shape),
         "position_ids": both[1].view(shape),
         "use_cache": False,
-        "decode_step": DecodeStep(sessions, counts, exact, shared, rows, drafts, between, cache),
+        "decode_step": DecodeStep(sessions, counts, exact, shared, rows, drafts, between, cache, index),
         **({} if cache is None else {"cache": cache}),
+        **({} if index is None else index.inputs(len(ids), device)),
     }
+
+
+def _index_cache(session: Session) -> IndexCache:
+    """The index keys of a session, in the rows of its context and its tail."""
+    manifest = session.context.manifest
+
+    def rows(layer: int) -> Sequence[Tensor]:
+        attention = session.layers[layer].exact
+        return attention.rows(session.position) if isinstance(attention, DenseLayer) else ()
+
+    return IndexCache(manifest.model.layers, session.position, rows, stored_dtype(manifest.dtype).torch_dtype)
 
 
 def register_attention() -> None:
@@ -106,16 +124,21 @@ def decode_attention(
     dropout: float = 0.0,
     decode_step: DecodeStep | None = None,
     step_batch: StepBatch | None = None,
+    indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of all tokens: query [B, Hq, T, d], key and value [B, H, T, d] -> out [B, T, Hq, d].
 
     decode_step: the sessions of the tokens, B is 1 then, or T where each is a row. step_batch: instead of it
-    a batch of B sessions, T is 1 then. Raises InvalidArgumentError
-    without either or with a mask (tokens are never padded).
+    a batch of B sessions, T is 1 then. indices: positions [1, T, K] that the model selected by an index of its own.
+    Raises InvalidArgumentError without either step, or with a mask that such an index did not need (tokens are never
+    padded).
     """
+    if decode_step is None and step_batch is None:
+        found = passed()
+        decode_step, step_batch = (found, None) if isinstance(found, DecodeStep) else (None, found)
     step = decode_step or step_batch
-    layer = attending_layer(module, None if step is None else step.cache)
+    layer = -1 if step is None else next(step.calls)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     width = value.shape[-1]
     if width != key.shape[-1]:
@@ -125,6 +148,8 @@ def decode_attention(
         if not math.isclose(scale, usual, rel_tol=1e-6):
             query = query * (scale / usual)
         return narrow(step_batch.attend(layer, query, key, value), width), None
+    if decode_step is not None and decode_step.index is not None:
+        return narrow(_attend_indexed(decode_step, layer, query, key, value, scale, indices), width), None
     if decode_step is None or attention_mask is not None:
         raise InvalidArgumentError(
             f"attention {ATTENTION_NAME!r} needs decode_step= or step_batch= in the model's forward and no "
@@ -135,6 +160,30 @@ def decode_attention(
     query, key, value = (each.transpose(0, 2) for each in (query, key, value))  # a token of each session
     out = attend_sessions(decode_step, layer, query, key, value, scale)
     return narrow(out.transpose(0, 1), width).contiguous(), None
+
+
+def _attend_indexed(
+    step: DecodeStep,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    indices: Tensor | None,
+) -> Tensor:
+    """Attention of one session's tokens by a model with an index of its own: [1, Hq, T, d] -> [1, T, Hq, d]."""
+    own, session = query.shape[1], step.sessions[0]
+    if step.index is not None and layer in session.context.manifest.model.full_layers:
+        query, key, value = step.index.join(layer, query, key, value)
+    attention = session.layers[layer]
+    if indices is None or not isinstance(attention, DenseLayer):
+        return without_index_head(attend_sessions(step, layer, query, key, value, scale), own).contiguous()
+    out_HTGD = attention.attend_selected(
+        _by_group(query, key.shape[1], scale), key[0], value[0], session.position, indices[0]
+    )
+    step.between()
+    out = out_HTGD.transpose(0, 1).reshape(1, query.shape[2], query.shape[1], -1).to(query.dtype)
+    return without_index_head(out, own).contiguous()
 
 
 def attend_sessions(

@@ -178,6 +178,8 @@ class Preparation:
                 compiling = self._compiling = self._compile([fitted.method.name])
             compiling.result()
             self._check_open()
+        if self._runner.ranks.divided:  # the first requests prepare the rest, on all of them
+            return
         if fitted.drafting is not None:
             warm_method(self._runner, fitted.drafting.method, placement, rows=fitted.manifest.rows)
         if warm_method(self._runner, fitted.method, placement, rows=fitted.manifest.rows):

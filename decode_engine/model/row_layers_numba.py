@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from decode_engine.model.row_products_numba import OUTPUTS_PER_TASK, Numbers, multiply_some
-from index_store.attention.vectors.counters_numba import LINE, claim, wait_until
+from index_store.attention.vectors.counters_numba import LINE, phase_of
 from index_store.compiled.launch import F4, I8, njit, spread
 
 
@@ -65,45 +65,24 @@ def _rotate(out: F4, bias: F4, cos: F4, sin: F4, heads: int) -> None:  # pragma:
 
 
 @njit(_nrt=False)
-def _multiply_all(
-    counters: I8, phase: int, rows: F4, weights: Numbers, scales: F4, out: F4
+def _normalise_some(
+    task: int, more: F4, x: F4, norm: F4, eps: np.float32, out: F4
 ) -> None:  # pragma: no cover - compiled
-    tasks = (out.shape[1] + OUTPUTS_PER_TASK - 1) // OUTPUTS_PER_TASK
-    task = claim(counters, phase)
-    while task < tasks:
-        multiply_some(task, rows, weights, scales, out)
-        claim(counters, phase + 1)
-        task = claim(counters, phase)
-    wait_until(counters, phase + 1, tasks)
+    """Adds `more` to a row of x, unless it is empty, and normalises it."""
+    own = x[task : task + 1]
+    if more.shape[0] > 0:
+        _add(own, more[task : task + 1])
+    _normalise(own, norm, eps, out[task : task + 1])
 
 
 @njit(_nrt=False)
-def _gate_all(
-    counters: I8, phase: int, rows: F4, weights: Numbers, scales: F4, both: F4, gated: F4
-) -> None:  # pragma: no cover - compiled
-    tasks = (gated.shape[1] + OUTPUTS_PER_TASK - 1) // OUTPUTS_PER_TASK
-    task = claim(counters, phase)
-    while task < tasks:
-        _gate_some(task, rows, weights, scales, both, gated)
-        claim(counters, phase + 1)
-        task = claim(counters, phase)
-    wait_until(counters, phase + 1, tasks)
+def _tasks(out: F4) -> int:  # pragma: no cover - compiled
+    return (out.shape[1] + OUTPUTS_PER_TASK - 1) // OUTPUTS_PER_TASK  # type: ignore[no-any-return]
 
 
-@njit(_nrt=False)
-def _normalise_all(
-    counters: I8, phase: int, more: F4, x: F4, norm: F4, eps: np.float32, out: F4
-) -> None:  # pragma: no cover - compiled
-    """Adds `more` to x, unless it is empty, and normalises it."""
-    task = claim(counters, phase)
-    while task < x.shape[0]:
-        own = x[task : task + 1]
-        if more.shape[0] > 0:
-            _add(own, more[task : task + 1])
-        _normalise(own, norm, eps, out[task : task + 1])
-        claim(counters, phase + 1)
-        task = claim(counters, phase)
-    wait_until(counters, phase + 1, x.shape[0])
+_multiply_all = phase_of(multiply_some, _nrt=False)
+_gate_all = phase_of(_gate_some, _nrt=False)
+_normalise_all = phase_of(_normalise_some, _nrt=False)
 
 
 @njit(_nrt=False)
@@ -113,15 +92,14 @@ def _take_part(
     gate: Numbers, gate_scales: F4, down: Numbers, down_scales: F4, norm: F4, following: Numbers,
     following_scales: F4, bias: F4,
 ) -> None:  # fmt: skip # pragma: no cover - compiled
-    """One thread's part in all phases. Whoever comes takes tasks, so it does not matter how many come, or when."""
-    more = added[: min(attended.shape[0], added.shape[0])]
+    rows, more = x.shape[0], added[: min(attended.shape[0], added.shape[0])]
     if attended.shape[0] > 0:
-        _multiply_all(counters, 0, attended, output, output_scales, added)
-        _normalise_all(counters, 2, more, x, middle_norm, eps[0], normed)
-        _gate_all(counters, 4, normed, gate, gate_scales, both, gated)
-        _multiply_all(counters, 6, gated, down, down_scales, added)
-    _normalise_all(counters, 8, more, x, norm, eps[1], normed)
-    _multiply_all(counters, 10, normed, following, following_scales, out)
+        _multiply_all(counters, 0, _tasks(added), (attended, output, output_scales, added))
+        _normalise_all(counters, 2, rows, (more, x, middle_norm, eps[0], normed))
+        _gate_all(counters, 4, _tasks(gated), (normed, gate, gate_scales, both, gated))
+        _multiply_all(counters, 6, _tasks(added), (gated, down, down_scales, added))
+    _normalise_all(counters, 8, rows, (more, x, norm, eps[1], normed))
+    _multiply_all(counters, 10, _tasks(out), (normed, following, following_scales, out))
 
 
 def _loop_for(kind: str, numbers: str) -> Any:

@@ -10,9 +10,11 @@ Shape legend: V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,7 +32,9 @@ from decode_engine.host_search.mailbox import SearchThreads
 from decode_engine.layers.session import Session, Watch
 from decode_engine.layers.sparse_layer import SparseLayer
 from decode_engine.model.decode_attention import ATTENTION_NAME, DecodeStep, packed, register_attention
+from decode_engine.model.divided_model import localize
 from decode_engine.model.packed_weights import KeptWeights, pack_weights
+from decode_engine.model.ranks import Alone, CapturedStep, CatchUp, Layer, Pass, places_of
 from decode_engine.model.row_layers import row_layers
 from decode_engine.model.unstored import check_decoding, no_context
 from decode_engine.settings.command_options import Prompts, search_cores
@@ -43,7 +47,7 @@ from index_store.memory.placement import Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
 from index_store.models.loading import ModelFolder, load_model, load_tokenizer
-from index_store.models.state_cache import TextStates
+from index_store.models.state_cache import TextStates, passing
 from index_store.store.description.dtypes import stored_dtype
 from index_store.store.description.manifest import Manifest, require_dtype, require_model
 
@@ -51,6 +55,10 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 64
 """Tokens that a shadow is fed in a step: other sessions wait for them. It has the prompt to make up for at first."""
+
+
+def _nothing() -> None:
+    """Nothing is done in layers."""
 
 
 def audited(
@@ -107,12 +115,16 @@ class ModelRunner:
         searching: SearchThreads | None = None,
         say: Callable[[str, str], None] = lambda what, how_far: None,
         weights: str = AUTO,
+        ranks: Alone | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """searching: threads for contexts that are searched on the host; by default most cores.
 
         say: is told what is done, and how far it has come, by several threads. weights: how matrices are kept on a
-        CPU, one of `WEIGHTS`.
+        CPU, one of `WEIGHTS`. ranks: among which the model is divided; options: by which it is loaded then.
         """
+        self.ranks = ranks or Alone()
+        divided = self.ranks.divided
         register_attention()
         self.device = torch.device(device)
         default = Prompts.EXACT if self.device.type == "cuda" else Prompts.EACH
@@ -125,10 +137,17 @@ class ModelRunner:
             else:
                 say("load weights", folder.name)
 
-        loaded = load_model(folder, ATTENTION_NAME, device=self.device, hashing=hashing)
+        loaded = load_model(
+            folder,
+            ATTENTION_NAME,
+            device=self.device,
+            hashing=hashing,
+            options=options,
+            arrange=localize if divided else lambda model: None,
+        )
         self.model = loaded.model
         self.kept_weights = KeptWeights("", "")
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and not divided:
             checkpoint = stored_dtype(loaded.kv_dtype).torch_dtype
             self.kept_weights = kept = pack_weights(self.model, weights, checkpoint)
             logger.info("model %s: %s", loaded.identity.name, kept.told)
@@ -136,14 +155,15 @@ class ModelRunner:
         self.identity = loaded.identity
         self.forms = loaded.forms
         self.kv_dtype = loaded.kv_dtype if dtype == "auto" else dtype
-        self.no_context = no_context(self.identity, self.kv_dtype, self.device)
+        own = self.ranks.part.identity(self.identity) if divided else self.identity
+        self.no_context = no_context(own, self.kv_dtype, self.device)
         self.tokenizer = tokenizer = load_tokenizer(folder, self.identity.tokenizer_fingerprint)
         size, ends = self.identity.vocab_size, tokenizer.eos_ids
         self.vocabulary = Vocabulary(lambda: VocabularySource(tokenizer.definition(), size, ends))
         self.grammars = Grammars(self.vocabulary)
         say("compare decoding with the model's own attention", "")
-        check_decoding(loaded)
-        on_cpu = self.device.type == "cpu"
+        check_decoding(replace(loaded, identity=own, remembers=not divided))
+        on_cpu = self.device.type == "cpu" and not divided
         self._row_layers = row_layers(self.model, self.no_context, self.forms) if on_cpu else None
         self._suffixes: WeakKeyDictionary[ResidentContext, ContextSuffixes] = WeakKeyDictionary()
         self._stepper: Stepper | None = None
@@ -153,7 +173,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             self._stepper = Stepper(
                 step_model(loaded.model),
-                self.identity,
+                own,
                 weight.dtype,
                 weight.device,
                 searching=self._searching,
@@ -186,7 +206,7 @@ class ModelRunner:
         for batches of at least so many. Raises as `check` does.
         """
         self.check(fitted.manifest)
-        if self._stepper is None:
+        if self._stepper is None or self.ranks.divided:
             return
         if beside:
             self._stepper.prepare_beside(fitted, sessions, placement, least)
@@ -223,7 +243,16 @@ class ModelRunner:
                 f"states of context {context.manifest.id[:12]} are behind its last token, which cannot be read again; "
                 "give a token that follows it"
             )
-        return Session(context, fitted, self.forms, check=waiting, again=again, watch=watch, states=states)
+        if self.ranks.divided:  # a layer that does not come would end a step of all ranks
+            for layer in range(self.identity.layers):
+                context.wait_for_layer(layer, waiting)
+        session = Session(context, fitted, self.forms, check=waiting, again=again, watch=watch, states=states)
+        try:
+            self.ranks.begin(session, fitted, again)
+        except BaseException:
+            session.close()
+            raise
+        return session
 
     def suffixes(self, context: ResidentContext) -> ContextSuffixes | None:
         """What followed tokens in a context, made when it is first asked for; None where there is no text."""
@@ -244,7 +273,7 @@ class ModelRunner:
         token_ids: Sequence[Sequence[int]],
         *,
         all_logits: bool = False,
-        between: Callable[[], None] = lambda: None,
+        between: Callable[[], None] = _nothing,
     ) -> list[Tensor]:
         """`forward` of prompts, which attend to the context as the runner has them (`Prompts`)."""
         exact, shared = self.prompts is Prompts.EXACT, self.prompts is Prompts.SPARSE
@@ -254,7 +283,7 @@ class ModelRunner:
         for session in sessions:
             session.mark()
             if exact:
-                self._catch_up(session)
+                self.catch_up(session)
         return logits
 
     def restore(self, session: Session, rows: Sequence[Tensor], state: Tensor | None = None) -> None:
@@ -265,7 +294,7 @@ class ModelRunner:
         session.restore(rows)
         if state is not None and session.states is not None:
             session.states.unpack(state, self.kv_dtype)
-        self._catch_up(session)
+        self.catch_up(session)
 
     def states_behind(self, session: Session, token_ids: Sequence[int]) -> TextStates | None:
         """The states of a session that ends behind these tokens of its own; None of a model without.
@@ -283,9 +312,11 @@ class ModelRunner:
                 self.forward([session], [again], exact=True)
         return session.states
 
-    def _catch_up(self, session: Session) -> None:
+    def catch_up(self, session: Session) -> None:
         """Appends what left the window while tokens attended to everything; steps with kernels need it nowhere."""
         if not self.has_graph(session.drafting or session):
+            if session.mirror is not None:
+                self.ranks.tell(CatchUp(session.mirror.number, session.position))
             with torch.inference_mode():
                 for layer in session.layers:
                     if isinstance(layer, SparseLayer):
@@ -301,7 +332,7 @@ class ModelRunner:
         shared: bool = False,
         rows: bool = False,
         drafts: bool = False,
-        between: Callable[[], None] = lambda: None,
+        between: Callable[[], None] = _nothing,
     ) -> list[Tensor]:
         """Feeds each session its new tokens, any number of each, in one pass over the model.
 
@@ -314,8 +345,20 @@ class ModelRunner:
         outside the vocabulary.
         """
         self._check_tokens(sessions, token_ids)
+        told, own_between = between is not _nothing, between
+        if told and self.ranks.divided:
+
+            def between() -> None:
+                own_between()
+                self.ranks.tell(Layer())
+
+        def order() -> Pass:
+            ids = [[*each] for each in token_ids]
+            return Pass(places_of(sessions), ids, all_logits, exact, shared, rows, drafts, told)
+
         # A state goes on through all tokens of a sequence, so these are of one session alone.
         alone = self.identity.states is not None and not _steps(sessions, token_ids)
+        alone = alone or bool(self.identity.index_keys)
         at_once = [[row] for row in range(len(sessions))] if alone else [list(range(len(sessions)))]
         steps: list[DecodeStep] = []
         logits: list[Tensor] = []
@@ -336,7 +379,7 @@ class ModelRunner:
             keep = (
                 0 if all_logits or max(counts) == 1 else 1 if len(counts) == 1 else (ends - 1).to(self.device)
             )
-            with torch.inference_mode():
+            with self.ranks.together(order), torch.inference_mode(), passing(inputs["decode_step"]):
                 if self._row_layers is not None and inputs["input_ids"].shape[1] == 1:
                     logits_TV = self._row_layers.logits(inputs)
                 else:
@@ -383,6 +426,8 @@ class ModelRunner:
         if self._stepper is None:
             return Chosen(decode_by_forward(forward, sessions, last_tokens, samplers, drafts))
         captured = [self.has_graph(session) for session in sessions]
+        if all(captured) and self.ranks.divided:
+            return Chosen(self.step_captured(sessions, last_tokens, samplers))
         if all(captured) and not any(drafts):
             return self._stepper.launch(sessions, last_tokens, samplers)
         drafts = drafts or [()] * len(sessions)
@@ -392,12 +437,30 @@ class ModelRunner:
             some, last = [sessions[row] for row in rows], [last_tokens[row] for row in rows]
             own_samplers, own_drafts = [samplers[row] for row in rows], [drafts[row] for row in rows]
             found: Sequence[Found] = ()
-            if rows and by_graph:
+            if rows and by_graph and self.ranks.divided:
+                found = self.step_captured(some, last, own_samplers)
+            elif rows and by_graph:
                 found = self._stepper.step(some, last, own_samplers, own_drafts)
             elif rows:
                 found = decode_by_forward(forward, some, last, own_samplers, own_drafts)
             results |= zip(rows, found, strict=True)
         return Chosen([results[row] for row in range(len(sessions))])
+
+    def step_captured(
+        self, sessions: Sequence[Session], tokens: Sequence[int], samplers: Sequence[Sampler]
+    ) -> Sequence[Found]:
+        """A captured step of all ranks, which ends before this returns, without drafts.
+
+        Raises InternalError where steps are not captured.
+        """
+        if self._stepper is None:
+            raise InternalError("a captured step was asked of a runner without captured steps")
+
+        def order() -> CapturedStep:
+            return CapturedStep(places_of(sessions), [*tokens], [each.repeatable for each in samplers])
+
+        with self.ranks.together(order):
+            return self._stepper.step(sessions, tokens, samplers)
 
     def draft(
         self,
@@ -449,7 +512,9 @@ class ModelRunner:
 
     def draft_room(self, samplers: Sequence[Sampler]) -> int:
         """See `Runner.draft_room`."""
-        return MOST if self._stepper is None else self._stepper.draft_room(samplers)
+        if self._stepper is None:
+            return MOST
+        return 0 if self.ranks.divided else self._stepper.draft_room(samplers)
 
     def has_graph(self, session: Session) -> bool:
         """Whether the session's decode steps go through captured graphs."""

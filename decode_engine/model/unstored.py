@@ -15,7 +15,7 @@ from index_store.memory.resident import ResidentContext
 from index_store.methods.presets import METHODS
 from index_store.models.loading import LoadedModel
 from index_store.models.self_check import CONTEXT, Examination, Verdict, differ, using_attention
-from index_store.models.state_cache import TextStates
+from index_store.models.state_cache import TextStates, passing
 from index_store.store.description.array_entry import (
     kv_entry,
     plane_entry,
@@ -120,6 +120,7 @@ def _context(seen: Examination, tokens: int) -> ResidentContext:
 def _feed(model: Any, session: Session, ids_T: Tensor) -> Tensor:
     """Logits [T, V] float32 after each of the tokens."""
     inputs = packed([session], [ids_T.tolist()], ids_T.device, exact=True)
-    out = model(**inputs)
+    with passing(inputs["decode_step"]):
+        out = model(**inputs)
     inputs["decode_step"].advance()
     return out.logits[0].float()  # type: ignore[no-any-return]

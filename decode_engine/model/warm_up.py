@@ -108,7 +108,8 @@ def made_up_context(
     sampled = min(tokens, _SAMPLE)
     positions = torch.linspace(0, tokens - 1, sampled, device=device).long()
     layers = identity.full_layers
-    wanted = [spec for each in (method, *also) for spec in each.index_specs()]
+    methods = (method, *also) if identity.searched_layers else ()
+    wanted = [spec for each in methods for spec in each.index_specs()]
     wanted += [INDEX_SPECS[HIGH_PLANE]] if rows == INT8 else []
     specs = {spec.name: spec for spec in wanted}.values()
     stored: dict[int, torch.Tensor] = {}

@@ -279,6 +279,16 @@ class ServeConfig:
         AtLeast(1, MAX_SLOT_SHARE),
     ] = 16
     device: DeviceOption = AUTO
+    tensor_parallel: Annotated[
+        int,
+        Option(
+            "--tensor-parallel",
+            metavar="GPUS",
+            help="Divide the model, and the KV heads of contexts, among so many GPUs (on a CPU, processes). Memory is "
+            "that of each.",
+        ),
+        AtLeast(1, 64),
+    ] = 1
     weights: WeightsOption = AUTO
     dtype: Annotated[
         str, Option(help="Stored dtype of the contexts to serve; auto: the model's."), OneOf(AUTO, *KV_DTYPES)
@@ -346,6 +356,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         self._check_door()
+        self._check_divided()
         for name, place in (("metrics", self.metrics), ("kv_events", self.kv_events)):
             if place is not None and not (self.allow_remote or is_loopback(place)):
                 raise InvalidArgumentError(
@@ -398,6 +409,35 @@ class ServeConfig:
                 "keeps others out",
                 field="listen",
             )
+
+    @property
+    def divided(self) -> bool:
+        """Whether the model is divided among GPUs."""
+        return self.tensor_parallel > 1
+
+    @property
+    def prepares(self) -> bool:
+        """Whether methods are prepared before requests: those of a divided model are by the first ones."""
+        return self.warm_up and not self.divided
+
+    def _check_divided(self) -> None:
+        """Raises InvalidArgumentError for options that a divided model cannot have."""
+        if not self.divided:
+            return
+        for flag, wrong, instead in (
+            (
+                "--doors",
+                self.doors == 0,
+                "--doors 1 or more, so that clients are told when a GPU's process ends",
+            ),
+            ("--placement", self.placement not in (AUTO, "device"), "--placement device"),
+            ("--weights", self.weights != AUTO, "--weights auto"),
+        ):
+            if wrong:
+                raise InvalidArgumentError(
+                    f"{flag} does not go with --tensor-parallel {self.tensor_parallel}; expected {instead}",
+                    field=flag.removeprefix("--"),
+                )
 
     def open_store(self) -> Store:
         """The store, in front of its object store if there is one. Raises StoreError."""

@@ -118,8 +118,8 @@ class BatchKinds:
         searching: type[StepAttention] | str = DenseSteps
         if self._caps:
             reason = "the model caps its logits"
-        elif manifest.model.window is not None and manifest.model.window.chunked:
-            reason = "the model attends in chunks"
+        elif manifest.model.index_keys:
+            reason = "the model selects keys by an index of its own"
         elif stored_dtype(manifest.dtype).torch_dtype != self._dtype:
             reason = f"keys and values are {manifest.dtype}, the model computes in {self._dtype}"
         elif fitted.searching and method.period > 1:

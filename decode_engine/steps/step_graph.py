@@ -11,6 +11,7 @@ Shape legend: B rows, V vocabulary, C counts of a record, X columns of the input
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ from decode_engine.kernels import records
 from decode_engine.orders.events import TokenLogprob
 from decode_engine.steps.attention.step_batch import STEP_COUNTS, StepBatch
 from index_store.errors import SparseKVError
+from index_store.models.state_cache import passing
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +61,16 @@ def step_model(model: Any) -> StepModel:
 
     def run(tokens: Tensor, positions: Tensor, batch: StepBatch) -> Tensor:
         more = {} if batch.cache is None else {"cache": batch.cache}
-        out = model(
-            input_ids=tokens,
-            position_ids=positions,
-            use_cache=False,
-            logits_to_keep=1,
-            step_batch=batch,
-            **more,
-        )
+        batch.calls = itertools.count()
+        with passing(batch):
+            out = model(
+                input_ids=tokens,
+                position_ids=positions,
+                use_cache=False,
+                logits_to_keep=1,
+                step_batch=batch,
+                **more,
+            )
         logits: Tensor = out.logits[:, -1]
         return logits
 

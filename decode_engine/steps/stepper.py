@@ -21,6 +21,7 @@ from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.engine.stepping import sample, take
 from decode_engine.host_search.mailbox import SearchThreads
 from decode_engine.kernels.device_queue import DeviceQueue
+from decode_engine.layers.dense_layer import keys_in_chunks, keys_in_window
 from decode_engine.layers.session import Session
 from decode_engine.steps.attention.host_steps import HostPlan
 from decode_engine.steps.attention.step_attention import StepPlan
@@ -101,7 +102,8 @@ def count_touched(session: Session, kind: BatchKind, stepped: Stepped, *, follow
     heads, dense = model.kv_heads, len(model.full_layers) - searching
     figures.count_dense(heads * available * dense)
     if model.window is not None:
-        seen = min(available, model.window.size)
+        counted = keys_in_chunks if model.window.chunked else keys_in_window
+        seen = counted(session.position, 1, model.window.size)
         figures.count_dense(model.window.kv_heads * seen * len(model.window.layers))
     if kind.row_bytes and not follows:
         rows = stepped.host_rows + dense * heads * manifest.token_count

@@ -26,11 +26,11 @@ from index_store.cli.options import (
     StoreOption,
 )
 from index_store.cli.report import (
-    LabelArguments,
+    LabelOption,
+    PinOption,
     RecursiveOption,
     ReferenceArgument,
     ReferenceArguments,
-    labels_text,
     parse_labels,
     print_done,
     print_either,
@@ -215,76 +215,38 @@ def _children_first(store: Store, ids: Sequence[str]) -> list[str]:
     return sorted(ids, key=lambda id_: id_ not in children)
 
 
-@app.command("pin")
-def pin_contexts(
-    refs: ReferenceArguments, store: StoreOption, output: FormatOption = OutputFormat.TEXT
-) -> None:
-    """Keep contexts from expiring.
-
-    Servers keep them in memory before others, too.
-    """
-    _set_pinned(store, refs, output, pinned=True)
-
-
-@app.command("unpin")
-def unpin_contexts(
-    refs: ReferenceArguments, store: StoreOption, output: FormatOption = OutputFormat.TEXT
-) -> None:
-    """Let contexts expire and leave memory like others."""
-    _set_pinned(store, refs, output, pinned=False)
-
-
-def _set_pinned(store: Path, refs: Sequence[str], output: OutputFormat, *, pinned: bool) -> None:
-    opened = Store(store)
-    ids = _resolve_all(opened, refs)
-    for id_ in ids:
-        opened.update(id_, partial(replace, pinned=pinned))
-    print_done("pinned" if pinned else "unpinned", ids, output)
-
-
-@app.command("name")
-def name_context(
+@app.command("update")
+def update_context(
     ref: ReferenceArgument,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What people are to call it.")],
     store: StoreOption,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Display name; it belongs to one context of a model.")
+    ] = None,
     move_name: MoveNameOption = False,
+    label: LabelOption = None,
+    pin: PinOption = None,
     output: FormatOption = OutputFormat.TEXT,
 ) -> None:
-    """Name a context; a name belongs to one context of a model."""
+    """Change a context's name, labels and pin."""
+    labels = parse_labels(label or ())
+    if name is None and pin is None and not labels:
+        raise InvalidArgumentError("expected --name, --label, --pin or --unpin, which say what is to change")
     opened = Store(store)
     id_ = opened.resolve(ref)
-    present = opened.manifest(id_)
-    if not move_name:
-        require_free(opened, name, present.model.fingerprint, id_, present.tenant)
     try:
-        changed = take_name(opened, id_, name)
-    except ManifestError as error:
+        changed = opened.update(id_, partial(_changed, labels, pin))
+        if name is not None:
+            if not move_name:
+                require_free(opened, name, changed.model.fingerprint, id_, changed.tenant)
+            changed = take_name(opened, id_, name)
+    except ManifestError as error:  # of a name or labels that no context can have
         raise InvalidArgumentError(error.message) from None
-    print_either(output, {"id": id_, "name": changed.name}, f"{id_}: {changed.name}")
+    report.print_context(report.stored_info(opened, changed), output)
 
 
-@app.command("label")
-def label_context(
-    ref: ReferenceArgument,
-    labels: LabelArguments,
-    store: StoreOption,
-    output: FormatOption = OutputFormat.TEXT,
-) -> None:
-    """Set and remove labels of a context."""
-    changes = parse_labels(labels)
-    opened = Store(store)
-    id_ = opened.resolve(ref)
-    changed = opened.update(id_, partial(_relabelled, changes))
-    document = {"id": id_, "labels": dict(changed.labels)}
-    print_either(output, document, f"{id_}: {labels_text(changed.labels)}")
-
-
-def _relabelled(changes: Mapping[str, str | None], present: Manifest) -> Manifest:
-    """The manifest with other labels. Raises InvalidArgumentError for some that no context can have."""
-    try:
-        return replace(present, labels=with_labels(present.labels, changes))
-    except ManifestError as error:
-        raise InvalidArgumentError(error.message) from None
+def _changed(labels: Mapping[str, str | None], pinned: bool | None, present: Manifest) -> Manifest:
+    pinned = present.pinned if pinned is None else pinned
+    return replace(present, labels=with_labels(present.labels, labels), pinned=pinned)
 
 
 @app.command("export")

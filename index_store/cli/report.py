@@ -32,8 +32,13 @@ ReferenceArguments = Annotated[
 RecursiveOption = Annotated[
     bool, typer.Option("--recursive", help="Remove contexts that continue these, too.")
 ]
-LabelArguments = Annotated[
-    list[str], typer.Argument(metavar="KEY=VALUE", help="Labels to set; KEY- removes one.")
+LabelOption = Annotated[
+    list[str] | None,
+    typer.Option("--label", metavar="KEY=VALUE", help="Label to set; KEY- removes one. May be repeated."),
+]
+PinOption = Annotated[
+    bool | None,
+    typer.Option("--pin/--unpin", help="Keep it from expiring, and in memory before others; or no longer."),
 ]
 
 

@@ -38,14 +38,7 @@ _SEARCH_TREE = "index_store.indexes.key_clusters.tree_numba:_search_tree"
 CODE_ROWS = (f"{_COARSE_ROWS}.coding_numba:_write_codes", f"{_COARSE_ROWS}.coding_numba:_find_ranges")
 """What makes a coarse copy: of a context that is read, and of keys that a session appends."""
 
-_COARSE_STEP = (
-    f"{_COARSE_ROWS}.value_sums_numba:_attend_parts",
-    f"{_COARSE_ROWS}.best_keys_numba:_take_best",
-    f"{_COARSE_ROWS}.key_scores_numba:_score_keys",
-    f"{_COARSE_ROWS}.value_sums_numba:find_limits",
-    f"{_COARSE_ROWS}.value_sums_numba:_merge_parts",
-    *CODE_ROWS,
-)
+_COARSE_STEP = (f"{_COARSE_ROWS}.coded_steps_numba:go_over_rows", *CODE_ROWS)
 _COARSE = (*_COARSE_STEP, _POOL, f"{_COARSE_ROWS}.key_scores_numba:_weigh", _TOP_K, _LEAVE_OUT)
 """Several positions of a prompt ask for more than a step does."""
 

@@ -40,6 +40,7 @@ from index_store.memory.resident import IndexKinds, ResidentContext
 from index_store.store.catalog import Store
 from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.manifest import Manifest
+from index_store.store.heads_part import HeadsPart
 
 _Key = tuple[str, tuple[ArrayEntry, ...]]
 
@@ -300,6 +301,7 @@ class Arena:
         placement: Placement | None = None,
         slot_share: int = SLOT_SHARE,
         quota: Callable[[str], int | None] = lambda tenant: None,
+        part: HeadsPart | None = None,
     ) -> None:
         """`locker` page-locks host memory (CUDA's where there is a GPU); `kinds` are the index classes.
 
@@ -308,7 +310,7 @@ class Arena:
         placement: of every context; None for in device memory what fits into its budget, else hybrid, and host what has
             indexes that fit only without those which the host can search.
         slot_share: see `slots_per_head`; slots count into the device's budget.
-        quota: most bytes of both memories that a tenant's contexts may take.
+        quota: most bytes of both memories that a tenant's contexts may take. part: what is loaded of every context.
         """
         if isinstance(budget, int):
             budget = MemoryBytes(host=budget) if device is None else MemoryBytes(device=budget)
@@ -327,6 +329,7 @@ class Arena:
         self._placement = placement
         self._slot_share = slot_share
         self._quota = quota
+        self._part = part or HeadsPart()
         self._waiting: deque[_Waiter] = deque()  # first come first
         self._changed = threading.Condition()
         self._loads = self._loaded_bytes = self._hits = self._evictions = 0
@@ -484,6 +487,7 @@ class Arena:
 
     def _choose(self, manifest: Manifest) -> tuple[Placement, MemoryBytes, str]:
         """Where a context goes, how many bytes that takes, and why."""
+        manifest = self._part.manifest(manifest)
         placement, why = self._placement, "as told"
         if self._device is None:
             placement, why = Placement.DEVICE, "the CPU computes"
@@ -540,7 +544,7 @@ class Arena:
                 self._free(victim)
             self._take_memory(slot)
             loaded = start_loading(
-                store.open(slot.id, slot.manifest, expired=True),
+                self._part.context(store.open(slot.id, slot.manifest, expired=True)),
                 self._locker,
                 self._kinds,
                 self._device,

@@ -230,7 +230,7 @@ class Method:
         """
         self._check_windows(manifest.model)
         method = self._as_built(manifest)
-        if not manifest.model.full_layers:  # every query sees a window, and nothing is searched
+        if not manifest.model.searched_layers:  # every query sees a window, or what the model itself selects
             return FittedMethod(method, manifest, frozenset(), None)
         thresholds = None
         if not method._searching_layers(manifest):  # every layer attends to everything: no index is needed
@@ -262,7 +262,7 @@ class Method:
     def _as_built(self, manifest: Manifest) -> Method:
         """With the indexes as they were built; without the remainder where that may be and its clusters lack."""
         entries = [manifest.index(spec.name) for spec in self.index_specs()]
-        layers = set(manifest.model.full_layers)
+        layers = set(manifest.model.searched_layers)
         whole = all(entry is not None and layers <= set(entry.layers) for entry in entries)
         method = self.without_remainder() if self.partition_optional and not whole else self
 
@@ -276,7 +276,7 @@ class Method:
 
     def _searching_layers(self, manifest: Manifest) -> frozenset[int]:
         """The layers that attend to less than everything."""
-        layers = frozenset(manifest.model.full_layers if self.sparse else ())
+        layers = frozenset(manifest.model.searched_layers if self.sparse else ())
         return layers - set(manifest.dense_layers) if self.drops_remainder else layers
 
     def _require_entry(self, manifest: Manifest, spec: IndexSpec) -> IndexEntry:

@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from index_store.models.model_folder import ModelFolder, first_line
 from index_store.models.quantized import widened
-from index_store.models.state_cache import StateCache
+from index_store.models.state_cache import IndexCache, StateCache
 from index_store.store.description.context_id import ModelStates
 
 
@@ -50,19 +50,16 @@ def read_config(folder: ModelFolder) -> Any:
     quantized = value(config, "quantization_config") or value(whole, "quantization_config")
     if quantized is not None:
         config.quantization_config = widened(folder, quantized)
-    for name, feature in _OTHER_STATE.items():
-        if value(config, name):
-            raise folder.refuse(f"it has {feature} ({name} {value(config, name)})")
+    if (
+        value(config, "recurrent_kv_cache_mode") == "last_loop"
+    ):  # what was read in one pass or in several would differ
+        raise folder.refuse(
+            "its earlier loops read keys of the last one's (recurrent_kv_cache_mode last_loop)"
+        )
     absent = [name for name in ("num_hidden_layers", "vocab_size") if not value(config, name)]
     if absent:
         raise folder.refuse(f"its configuration has no {', '.join(absent)}")
     return config
-
-
-_OTHER_STATE: Mapping[str, str] = {
-    "index_topk": "attention that selects its keys by a learnt index of its own",
-}
-"""Settings of attention that keeps something else than keys and values, or reads them otherwise."""
 
 
 def value(config: Any, name: str) -> Any:
@@ -164,12 +161,11 @@ _TOKENS = 5
 _FEATURES: Mapping[str, str] = {
     "position_bias": "learnt biases of positions",
     "sinks": "sinks that depend on the text",
-    "indices": "keys that a learnt index of its own selects",
     "block_indices": "blocks of keys that a learnt index of its own selects",
 }
 """Arguments of the attention interface that no store of keys and values can serve, in words."""
 
-_UNDERSTOOD = frozenset({"sliding_window", "softcap", "s_aux", "is_causal"})
+_UNDERSTOOD = frozenset({"sliding_window", "softcap", "s_aux", "is_causal", "indices"})
 _WITHOUT_EFFECT = frozenset(
     {
         "dropout",
@@ -177,7 +173,6 @@ _WITHOUT_EFFECT = frozenset(
         "position_ids",
         "use_cache",
         "cache_position",
-        "attention_notes",
         "encoder_hidden_states",
     }
 )
@@ -190,7 +185,8 @@ class LayerReading:
     head_dim: of queries and keys, or of values where those are wider; the narrower ones are filled up with zeros.
     window: a query sees so many keys, its own included; None for all. chunked: those of its own chunk of so many.
     scale: of the logits. cap: see `LogitForm`. sinks: name of the decoder's parameter with a learnt sink for
-    every query head; None without.
+    every query head; None without. index_keys: numbers in a token's key of the model's own index, for which the last KV
+    head stands in layers without a window; 0 without such an index.
     """
 
     query_heads: int
@@ -201,6 +197,7 @@ class LayerReading:
     cap: float | None
     sinks: str | None
     chunked: bool = False
+    index_keys: int = 0
 
 
 def logit_cap(readings: Sequence[LayerReading]) -> float | None:
@@ -210,11 +207,12 @@ def logit_cap(readings: Sequence[LayerReading]) -> float | None:
 
 @dataclass(slots=True)
 class _Notes:
-    """Of one pass. cache: of a model with states. names: of the decoder's parameters, by id. masks: those that were
-    made, with the functions that they show. calls: of attention, in order.
+    """Of one pass. cache: of a model with states. index: of one with an index of its own. names: of the decoder's
+    parameters, by id. masks: those that were made, with the functions that they show. calls: of attention, in order.
     """
 
     cache: StateCache | None
+    index: IndexCache | None = None
     names: dict[int, str] = field(default_factory=dict)
     masks: list[tuple[Tensor, Callable[..., Tensor]]] = field(default_factory=list)
     calls: list[_Call] = field(default_factory=list)
@@ -224,7 +222,7 @@ class _Notes:
 class _Call:
     """One call of the attention function. mask: its function; None without one. foreign: the mask is the layer's own.
 
-    sinks: name of the parameter that was given for them. handed_on: what the model was called with arrives.
+    sinks: name of the parameter that was given for them.
     """
 
     layer: int | None
@@ -236,7 +234,6 @@ class _Call:
     mask: Callable[..., Tensor] | None
     foreign: bool
     sinks: str | None
-    handed_on: bool
     arguments: Mapping[str, Any]
 
 
@@ -259,10 +256,9 @@ def read_layers(folder: ModelFolder, config: Any) -> tuple[tuple[LayerReading, .
     calls = notes.calls
     attending = [call.layer for call in calls]
     states = _check_order(folder, config, notes, attending)
-    if not calls[0].handed_on:
-        raise folder.refuse("its layers do not hand on to the attention function what they are called with")
     limit = max_positions(folder, config)
-    readings = tuple(_read(folder, config, call, limit) for call in calls)
+    width = 0 if notes.index is None else notes.index.width
+    readings = tuple(_read(folder, config, call, limit, width) for call in calls)
     _check_cache(folder, config, dict(zip(attending, readings, strict=True)), limit)
     return readings, states
 
@@ -286,7 +282,7 @@ def _check_cache(
 def _check_order(
     folder: ModelFolder, config: Any, notes: _Notes, found: Sequence[int | None]
 ) -> ModelStates | None:
-    """Every layer must attend exactly once, one after another, or keep a state; returns what those keep."""
+    """Every layer must attend, one after another, or several times, or keep a state; returns what those keep."""
     layers = int(config.num_hidden_layers)
     if not found and notes.cache is not None:
         raise folder.refuse(
@@ -295,9 +291,11 @@ def _check_order(
     if not found:
         raise folder.refuse("its attention does not go through transformers' attention interface")
     if len(set(found)) < len(found):
-        raise folder.refuse(
-            f"its {len(set(found))} layers attend {len(found)} times in a pass; every layer must attend once"
-        )
+        if notes.cache is not None or notes.index is not None:
+            raise folder.refuse(
+                f"its {len(set(found))} layers attend {len(found)} times in a pass, and keep more than keys and values"
+            )
+        return None  # each time with keys of its own: calls are counted
     attending = [layer for layer in found if layer is not None]
     if attending != sorted(found, key=lambda layer: -1 if layer is None else layer):
         raise folder.refuse(f"its layers attend in the order {list(found)}, expected one after another")
@@ -316,7 +314,7 @@ def _check_order(
     return states
 
 
-def _read(folder: ModelFolder, config: Any, call: _Call, limit: int) -> LayerReading:
+def _read(folder: ModelFolder, config: Any, call: _Call, limit: int, index_keys: int) -> LayerReading:
     layer, given = call.layer, call.arguments
     _check_arguments(folder, call)
     (_, query_heads, tokens, head_dim), (_, kv_heads, keys, _), width = call.query, call.key, call.value[-1]
@@ -334,6 +332,14 @@ def _read(folder: ModelFolder, config: Any, call: _Call, limit: int) -> LayerRea
         raise folder.refuse(f"layer {layer} has sinks that are not one learnt number for every query head")
     cap = given.get("softcap")
     window, chunked = _window(folder, config, call, limit)
+    if index_keys > 2 * max(head_dim, width):
+        raise folder.refuse(
+            f"keys of its own index have {index_keys} numbers, more than a key and a value ({2 * max(head_dim, width)})"
+        )
+    if window is not None:
+        index_keys = 0
+    if index_keys:  # they are kept as those of one KV head more
+        query_heads, kv_heads = query_heads + query_heads // kv_heads, kv_heads + 1
     return LayerReading(
         query_heads,
         kv_heads,
@@ -343,6 +349,7 @@ def _read(folder: ModelFolder, config: Any, call: _Call, limit: int) -> LayerRea
         None if not cap else float(cap),
         call.sinks,
         chunked,
+        index_keys,
     )
 
 
@@ -415,7 +422,8 @@ def _take_notes(folder: ModelFolder, config: Any) -> _Notes:
         "cpu": lambda: decoder_of(_hollow(skeleton)),
     }
     for device, made in tries.items():
-        notes = _Notes(StateCache.noting(decoder.config))
+        cache = StateCache.noting(decoder.config)
+        notes = _Notes(cache, IndexCache.noting(decoder.config) if cache is None else None)
         try:
             _run(made(), device, notes)
             return notes
@@ -447,9 +455,10 @@ def _run(decoder: Any, device: str, notes: _Notes) -> None:
         with torch.device(device), torch.inference_mode(), _quietly():
             # Without position_ids, which count from 0, and with a mask, so that nobody looks for numbers in them.
             ids = torch.zeros(1, _TOKENS, dtype=torch.long)
-            states = {} if notes.cache is None else {"cache": notes.cache}
+            cache = notes.cache or notes.index
+            states = {} if cache is None else {"cache": cache}
             mask = torch.ones_like(ids)
-            decoder(input_ids=ids, attention_mask=mask, use_cache=False, attention_notes=True, **states)
+            decoder(input_ids=ids, attention_mask=mask, use_cache=False, **states)
     finally:
         _running.notes = None
 
@@ -495,7 +504,6 @@ def _note_call(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    attention_notes: bool = False,
     **arguments: object,
 ) -> tuple[Tensor, None]:
     notes: _Notes = _running.notes
@@ -514,7 +522,6 @@ def _note_call(
             mask,
             attention_mask is not None and mask is None,
             notes.names.get(id(arguments.get("s_aux"))),
-            attention_notes,
             arguments,
         )
     )

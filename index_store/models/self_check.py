@@ -10,12 +10,13 @@ Shape legend: Hq query heads, H KV heads, T tokens, V vocabulary, d head dim.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -26,21 +27,28 @@ from index_store.attention.attention_state import LogitForm
 from index_store.attention.fused import narrow, widen
 from index_store.models.attention_reading import LayerReading
 from index_store.models.digests import keep, recall
-from index_store.models.state_cache import StateCache, TextStates, attending_layer
+from index_store.models.state_cache import (
+    IndexCache,
+    StateCache,
+    TextStates,
+    passed,
+    passing,
+    without_index_head,
+)
 from index_store.store.description.context_id import ModelIdentity
 
 TOKENS, CONTEXT = 96, 48
 """Tokens of the text, and how many of them are the context where it is cut in two."""
 
 _WINDOW = 24
-"""Windows are made this small for the check, so that a short text is longer."""
+"""Windows, and lists of a model's own index, are made this small for the check, so that a short text is longer."""
 
 _SHIFT = 1000
 """Positions by which the text is moved, at most, to see how keys are rotated."""
 
 _PLAIN = "sparsekv_plain"
 _KIND = "checks"
-_VERSION = 2  # of what is checked: what was remembered by another one is found out anew
+_VERSION = 3  # of what is checked: what was remembered by another one is found out anew
 _LARGE = 5e8  # parameters from which on a check is announced
 _TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3}
 _COARSE_TOLERANCE = 0.2  # of halves, in which experts are chosen otherwise here and there
@@ -56,7 +64,8 @@ logger = logging.getLogger(__name__)
 class PlainPass:
     """One pass with plain attention. queries: [Hq, T, d] of every layer as the model gives them. kv: [H, T, 2, d].
 
-    cache: where a model with states puts them, which nobody reads.
+    cache: where a model with states puts them, which nobody reads. index: of a model with an index of its own. calls:
+    numbers those of attention.
     """
 
     identity: ModelIdentity
@@ -65,6 +74,8 @@ class PlainPass:
     queries: dict[int, Tensor] = field(default_factory=dict)
     kv: dict[int, Tensor] = field(default_factory=dict)
     cache: StateCache | None = None
+    index: IndexCache | None = None
+    calls: Iterator[int] = field(default_factory=itertools.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +128,49 @@ def differ(expected: Tensor, found: Tensor, dtype: torch.dtype = torch.float32) 
     return f"differ by {float(errors.max()):.0%} from position {first} of {len(errors)} on"
 
 
+def agrees(verdict: Verdict, what: str) -> bool:
+    """Whether a model agrees with itself, in its attention and in `what`."""
+    return verdict.get("attention") is None and verdict.get(what) is None
+
+
+@contextmanager
+def in_float32(model: Any) -> Iterator[None]:
+    """The model as transformers wrote it, computing in float32: the weights of each layer are while it runs.
+
+    Embeddings are from the beginning to the end, by which everybody tells what the model computes in.
+    """
+    own: dict[torch.nn.Parameter, Tensor] = {}
+
+    def widen_weights(module: torch.nn.Module, *_: object) -> None:
+        for weight in module.parameters():
+            if weight.is_floating_point() and weight.dtype != torch.float32:
+                own[weight], weight.data = weight.data, weight.data.float()
+
+    def give_back(module: torch.nn.Module, *_: object) -> None:
+        for weight in module.parameters():
+            if weight is not first and weight in own:
+                weight.data = own.pop(weight)
+
+    base = model.get_decoder()
+    first, *_ = model.parameters()
+    parts = [each for each in model.children() if each is not base]
+    for each in base.children():
+        parts += each if isinstance(each, torch.nn.ModuleList) else [each]
+    replaced = {each: each.__dict__.pop("forward") for each in model.modules() if "forward" in each.__dict__}
+    handles = [each.register_forward_pre_hook(widen_weights) for each in parts]
+    handles += [each.register_forward_hook(give_back) for each in parts]
+    try:
+        own[first], first.data = first.data, first.data.float()
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for weight, numbers in own.items():
+            weight.data = numbers
+        for module, forward in replaced.items():
+            module.__dict__.setdefault("forward", forward)
+
+
 def rotation_differs(
     model: Any, seen: Examination, frequencies_F: Tensor, layers: Sequence[int]
 ) -> str | None:
@@ -166,7 +220,10 @@ def _logits(
     if plain_pass is not None and plain_pass.identity.states is not None:
         texts = [TextStates(plain_pass.identity.states, weight.dtype, weight.device)]
         more["cache"] = plain_pass.cache = StateCache.over(texts)
-    with torch.inference_mode(), using_attention(model, attention):
+    elif plain_pass is not None and plain_pass.identity.index_keys:
+        plain_pass.index = IndexCache(plain_pass.identity.layers)
+        more |= plain_pass.index.inputs(len(ids), weight.device)
+    with torch.inference_mode(), using_attention(model, attention), passing(plain_pass):
         out = model(
             input_ids=ids.to(weight.device)[None], position_ids=positions[None], use_cache=False, **more
         )
@@ -179,14 +236,22 @@ def _attend_plainly(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    plain_pass: PlainPass,
+    plain_pass: PlainPass | None = None,
+    indices: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention of one text to itself, as the reading has it: query [1, Hq, T, d] -> [1, T, Hq, d]."""
-    layer = attending_layer(module, plain_pass.cache)
+    """Causal attention of one text to itself, as the reading has it: query [1, Hq, T, d] -> [1, T, Hq, d].
+
+    indices: positions [1, T, K] that the model selected by an index of its own.
+    """
+    plain_pass = plain_pass or cast(PlainPass, passed())
+    layer = next(plain_pass.calls)
     reading, form = plain_pass.readings[layer], plain_pass.forms[layer]
-    width = value.shape[-1]
-    query_HqTD, key_HTD, value_HTD = (tensor[0] for tensor in widen(query, key, value))
+    width, own_heads = value.shape[-1], query.shape[1]
+    query, key, value = widen(query, key, value)
+    if plain_pass.index is not None and reading.index_keys:
+        query, key, value = plain_pass.index.join(layer, query, key, value)
+    query_HqTD, key_HTD, value_HTD = query[0], key[0], value[0]
     plain_pass.queries[layer] = query_HqTD
     plain_pass.kv[layer] = torch.stack([key_HTD, value_HTD], dim=2)
     heads, tokens, dim = key_HTD.shape
@@ -199,13 +264,15 @@ def _attend_plainly(
         unseen |= places[:, None] // reading.window != places // reading.window
     elif reading.window is not None:
         unseen |= ages >= reading.window
+    if indices is not None:
+        unseen |= torch.ones_like(unseen).scatter_(1, indices[0].long(), False)
     logits.masked_fill_(unseen, -torch.inf)
     lse_HGT = logits.logsumexp(-1)
     if form.sink_HG is not None:
         lse_HGT = torch.logaddexp(lse_HGT, form.sink_HG[:, :, None])
     weights = torch.exp(logits - lse_HGT[..., None])
     out = torch.einsum("hgts,hsd->thgd", weights, value_HTD.float()).flatten(1, 2)
-    return narrow(out[None], width).to(query.dtype).contiguous(), None
+    return narrow(without_index_head(out[None], own_heads), width).to(query.dtype).contiguous(), None
 
 
 @contextmanager
@@ -228,6 +295,19 @@ def _small_windows(model: Any, identity: ModelIdentity) -> Iterator[ModelIdentit
     finally:
         for holder in holders:
             setattr(holder, name, window.size)
+
+
+@contextmanager
+def short_lists(model: Any) -> Iterator[None]:
+    """The model with lists of its own index that are shorter than the text of the check."""
+    sizes = {module: module.index_topk for module in model.modules() if hasattr(module, "index_topk")}
+    try:
+        for module, size in sizes.items():
+            module.index_topk = min(size, _WINDOW)
+        yield
+    finally:
+        for module, size in sizes.items():
+            module.index_topk = size
 
 
 def remembered(
@@ -254,8 +334,6 @@ def remembered(
     logger.info(
         "compared the %s of model %s with its own in %.1f s", name, identity.name, time.perf_counter() - begin
     )
-    if (
-        found.get("attention") is None and found.get(name) is None
-    ):  # who is refused is looked at anew every time
+    if agrees(found, name):  # who is refused is looked at anew every time
         keep(_KIND, key, found)
     return found

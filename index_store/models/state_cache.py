@@ -3,18 +3,28 @@
 transformers hands every layer one cache. Layers that attend give it keys and values, and get them back as they are:
 those are kept elsewhere, by the attention function. Layers with a state find it there and leave the next one. They work
 on copies, which go over to the texts once a pass has succeeded (`commit`): one that failed may be made again.
+
+Models that select what they attend to by an index of their own give the cache its keys as well (`IndexCache`).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DummyLayer, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    DynamicIndexedLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from index_store.errors import InvalidArgumentError
 from index_store.store.description.context_id import FIXED_DTYPES, STATE_KINDS, ModelStates, StatePart
@@ -130,7 +140,6 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers has no types here
         self.numbers = numbers
         self.attending = -1
         self.begun = False
-        self._attends: Sequence[int] = ()
         self._held: list[tuple[int, StatePart, Tensor]] = []
         self._texts: Sequence[TextStates] = ()
         self._parts: Sequence[Tensor] = ()
@@ -151,7 +160,7 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers has no types here
             for layer in part.layers:
                 numbers[layer] = max(numbers[layer], part.number + 1)
         made = cls(numbers)
-        made._attends, made.begun = model.attending, begun
+        made.begun = begun
         for part, own in zip(model.parts, parts, strict=True):
             for layer, rows in zip(part.layers, own, strict=True):
                 _put(made.layers[layer], part.kind, part.number, rows, begun)
@@ -187,11 +196,6 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers has no types here
             StateCache._tell()
         state: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
         return state
-
-    @property
-    def place(self) -> int:
-        """Which of the layers that attend does so next."""
-        return self._attends.index(self.attending)
 
     def settle(self) -> None:
         """Puts what a pass has left into the states that the cache began with, where a layer did not do so itself."""
@@ -255,9 +259,110 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers has no types here
         _put(self.layers[layer_idx], "recurrent", 0, linear_cache, True)
 
 
-def attending_layer(module: nn.Module, cache: StateCache | None) -> int:
-    """Which of the layers that attend a module belongs to, which calls the attention function."""
-    return int(module.layer_idx) if cache is None else cache.place  # type: ignore[arg-type]
+class IndexCache(Cache):  # type: ignore[misc]  # transformers has no types here
+    """Of one text: hands every layer's indexer the keys of all tokens.
+
+    They are stored with keys and values, as if they were one KV head more, the last one: the numbers of a token's index
+    key begin its row [2, d]. So whatever keeps, loads, copies or cuts rows does the same with them. width: of the last
+    key that was given; 0 before any.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        count: int = 0,
+        rows: Callable[[int], Sequence[Tensor]] = lambda _: (),
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """count: tokens that the text has already. rows: of a layer, [H, n, 2, d] of so many of them, in order.
+
+        dtype: in which rows are stored; new keys are rounded to it, so that it does not matter how a text is cut.
+        """
+        super().__init__(layers=[DummyLayer() for _ in range(layers)])
+        self.width = 0
+        self._count, self._rows, self._dtype = count, rows, dtype
+        self._new: dict[int, Tensor] = {}
+
+    @classmethod
+    def noting(cls, config: Any) -> IndexCache | None:
+        """One without tokens; None for a model for which transformers' own cache keeps no such keys."""
+        try:
+            layers = DynamicCache(config=config).layers
+        except Exception:  # a configuration that caches know nothing about
+            return None
+        return cls(len(layers)) if any(isinstance(layer, DynamicIndexedLayer) for layer in layers) else None
+
+    def inputs(self, tokens: int, device: torch.device | str) -> dict[str, object]:
+        """What the model is called with for so many new tokens: this, and which keys their indexers may select."""
+        queries = torch.arange(self._count, self._count + tokens, device=device)
+        keys = torch.arange(self._count + tokens, device=device)
+        return {"cache": self, "attention_mask": (keys <= queries[:, None])[None, None]}
+
+    def update_indexer(self, keys_1TW: Tensor, layer: int, *_: object) -> Tensor:
+        """Index keys of all tokens [1, N + T, W], given those of the new ones."""
+        self.width = keys_1TW.shape[-1]
+        new = keys_1TW if self._dtype is None else keys_1TW.to(self._dtype).to(keys_1TW.dtype)
+        self._new[layer] = new
+        earlier = [rows[-1].flatten(1)[:, : self.width].to(new) for rows in self._rows(layer)]
+        return torch.cat([*(each[None] for each in earlier), new], dim=1)
+
+    def join(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [1, Hq, T, d], keys and values [1, H, T, d] of new tokens, with a KV head more for their index keys.
+
+        Its query heads are zero; a layer without an indexer has zeros there as well.
+        """
+        _, heads, tokens, dim = key.shape
+        row = key.new_zeros(1, 1, tokens, 2 * dim)
+        if layer in self._new:
+            row[0, 0, :, : self.width] = self._new.pop(layer)[0]
+        group = query.shape[1] // heads
+        own_key, own_value = row.chunk(2, dim=-1)
+        return (
+            pad(query, (0, 0, 0, 0, 0, group)),
+            torch.cat([key, own_key], dim=1),
+            torch.cat([value, own_value], dim=1),
+        )
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values, as they are."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens before the new ones."""
+        return self._count
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """The same."""
+        return self._count
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Keys of all tokens, from the first one on."""
+        return self._count + query_length, 0
+
+
+def without_index_head(out: Tensor, heads: int) -> Tensor:
+    """An attention output [1, T, Hq, d] of so many heads, without those that stand for index keys."""
+    return out[:, :, :heads]
+
+
+_running = threading.local()
+
+
+@contextmanager
+def passing(what: object) -> Iterator[None]:
+    """Runs a model for this: the attention function asks (`passed`) where layers do not hand on what they are given."""
+    before, _running.what = passed(), what
+    try:
+        yield
+    finally:
+        _running.what = before
+
+
+def passed() -> Any:
+    """What this thread runs a model for; None where it was not said."""
+    return getattr(_running, "what", None)
 
 
 def _held(layer: Any, kind: str) -> dict[int, Any]:

@@ -378,7 +378,7 @@ class Store:
             shown = ", ".join([*sorted(entry.id[:16] for entry in candidates)[:8], "..."][: len(candidates)])
             raise ContextAmbiguousError(
                 f"{self.path}: {ref!r} fits {len(candidates)} contexts ({shown}); give an id, or give the name to "
-                "one of them (`index-store name ID NAME --move-name`, or at a server `contexts update`)"
+                "one of them (`index-store update ID --name NAME --move-name`, or at a server `contexts update`)"
             )
         return candidates[0].id
 

@@ -40,6 +40,7 @@ from index_store.errors import InvalidArgumentError, SparseKVError  # noqa: E402
 from index_store.memory.arena import Arena  # noqa: E402
 from index_store.memory.resident import ResidentContext  # noqa: E402
 from index_store.methods.presets import METHODS  # noqa: E402
+from index_store.models.attention_reading import read_config  # noqa: E402
 from index_store.models.loading import (  # noqa: E402
     attention_of,
     identify,
@@ -88,7 +89,9 @@ def check(kind: str, folder: Path) -> dict[str, Any]:
                 if length == LENGTHS[0]:
                     found["differing"] = sorted(_differing(runner, context, without))
                     found["without"] = without
-            if any(what in found["attention"] for what in ("states", "chunk", "latents")):
+            if any(
+                what in found["attention"] for what in ("states", "chunk", "latents", "learnt", "several")
+            ):
                 found["equal"] |= _ways(runner, folder, model, length)
     except SparseKVError as error:
         return {"refused": _clause(error)}
@@ -135,6 +138,11 @@ def _describe(folder: Path) -> str:
     text = config.get("text_config", config)
     if text.get("kv_lora_rank"):
         parts.append("latents")
+    own = read_config(resolve_model(str(folder)))
+    if len(readings) > (text.get("num_layers_per_stack") or own.num_hidden_layers):
+        parts.append("layers that attend several times")
+    if any(own.index_keys for own in readings):
+        parts.append("a learnt index")
     if any("expert" in name and text[name] not in (None, 0, 1) for name in text):
         parts.append("experts")
     return ", ".join(parts)

@@ -56,6 +56,9 @@ SMALL: Mapping[str, object] = {
     "mamba_dt_rank": 8,
     "ssm_state_size": 16,
     "rotary_dim": 8,
+    "index_topk": 128,
+    "index_head_dim": 16,
+    "index_n_heads": 16,
 }
 LATENT: Mapping[str, object] = {
     "num_key_value_heads": 4,
@@ -128,8 +131,14 @@ PARTICULAR: Mapping[str, Mapping[str, object]] = {
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
     "llama4": {"attention_chunk_size": 64},
     "llama4_text": {"attention_chunk_size": 64},
+    "dory": {"n_input_layers": 1, "n_output_layers": 1, "layer_types": _MIXED},
 }
 """Settings that the small ones do not go with, or that show what an architecture is known for."""
+_AS_WIDE = {"adapter_out_dim": SMALL["hidden_size"]}
+BESIDE: Mapping[str, Mapping[str, object]] = {
+    "dots3_note": {"vision_config": _AS_WIDE, "audio_config": _AS_WIDE}
+}
+"""What else the configuration of a larger model has, beside its text part."""
 
 
 def tiny_config(kind: str) -> Any:
@@ -156,7 +165,7 @@ def tiny_config(kind: str) -> Any:
         settings["model_type"] = text.model_type
     place = next((name for name in made_of.sub_configs if getattr(whole, name, text) is text), None)
     try:
-        return made_of(**({place: settings} if place else settings))
+        return made_of(**({place: settings, **BESIDE.get(kind, {})} if place else settings))
     except Exception:
         return made_of()
 

@@ -64,13 +64,13 @@ def choose_indexes(methods: Sequence[str], index: Sequence[str]) -> ChosenIndexe
 def with_high_plane(chosen: ChosenIndexes, identity: ModelIdentity) -> ChosenIndexes:
     """The same and the coarse copy that rows in 8 bits are half of.
 
-    Raises InvalidArgumentError for a coarse copy that was asked for in another form, and for a model whose queries all
-    see a sliding window.
+    Raises InvalidArgumentError for a coarse copy that was asked for in another form, and for a model of whose layers
+    none is searched.
     """
-    if not identity.full_layers:
+    if not identity.searched_layers:
         raise InvalidArgumentError(
-            f"--rows is int8, but all layers of model {identity.name!r} have sliding windows, whose few rows stay as "
-            "they are; leave it out"
+            f"--rows is int8, but no layer of model {identity.name!r} is searched: they have sliding windows or an "
+            "index of their own, and their rows stay as they are; leave it out"
         )
     spec = INDEX_SPECS[HIGH_PLANE]
     if HIGH_PLANE in chosen.shaped:

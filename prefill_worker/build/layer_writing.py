@@ -30,7 +30,7 @@ from index_store.errors import InvalidArgumentError
 from index_store.indexes.classes import INDEX_CLASSES
 from index_store.indexes.coarse_rows.index import CoarseRows
 from index_store.indexes.coarse_rows.two_planes import find_low_plane, read_rows
-from index_store.indexes.interface.layer_index import ClusterStarts, LayerIndex, LayerSource, all_finite
+from index_store.indexes.interface.layer_index import LayerIndex, LayerSource, all_finite
 from index_store.methods.method import IndexSpec
 from index_store.selection.budgets import CLUSTERS
 from index_store.selection.calibration import ThresholdCalibrator
@@ -90,10 +90,6 @@ class StoredRows:
         """What the layer does to logits, as far as indexes depend on it: its cap, which the manifest notes."""
         cap = self._context.manifest.prefill.get(LOGIT_CAP)
         return PLAIN if cap is None else LogitForm(float(cap))
-
-    def cluster_starts(self, layer: int) -> ClusterStarts | None:
-        """Those of a second reading with approximate attention."""
-        return None if self._read_again is None else self._read_again.cluster_starts(layer)
 
     def release(self, layer: int) -> None:
         """Frees what a second reading keeps of the layer."""
@@ -392,8 +388,8 @@ class LayerWriting:
         the way how selective the attention of every layer is. rows: how those of a capture are written, one of
         `ROW_CODINGS`; in 8 bits the index HIGH_PLANE is among the indexes.
         """
-        full_layers = self._rows.identity.full_layers
-        self._indexes = [IndexWriting(self._writer, spec, full_layers, self._seed) for spec in indexes]
+        searched = self._rows.identity.searched_layers
+        self._indexes = [IndexWriting(self._writer, spec, searched, self._seed) for spec in indexes]
         self._measure = measure
         self._captured = None if capture is None else CapturedWriting(self._writer, capture, rows)
         for layer, record in {} if self._keeper is None else self._keeper.records().items():
@@ -511,13 +507,13 @@ class LayerWriting:
         sample = None
         if searched:
             with self._stream.running():
-                sample, starts = rows.query_sample(layer), rows.cluster_starts(layer)
-            source = LayerSource(kv_HN2D, sample, self._frequencies, starts)
+                sample = rows.query_sample(layer)
+            source = LayerSource(kv_HN2D, sample, self._frequencies)
         if captured is not None:
             with self._stream.running():  # which chunks wait for: they are copied by other streams
                 chunks = captured.chunks(layer, sample)
             self._submit(layer, chunks)
-        if sample is None:
+        if sample is None or layer not in rows.identity.searched_layers:
             if self._measure:
                 self._measured[layer] = EXACT
             return

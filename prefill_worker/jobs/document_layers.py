@@ -28,7 +28,7 @@ from index_store.methods.method import IndexSpec
 from index_store.models.attention_reading import logit_cap
 from index_store.models.loading import LoadedModel, ModelFolder, load_model
 from index_store.store.catalog import Store
-from index_store.store.description.context_id import first_digest
+from index_store.store.description.context_id import ModelIdentity, first_digest
 from index_store.store.description.dtypes import AS_DTYPE, dtype_name, stored_dtype
 from index_store.store.description.json_fields import Scalar
 from index_store.store.description.manifest import STATE_MARKS, Manifest
@@ -182,6 +182,14 @@ def find_beginning(job: PreparedJob, store: Store, id_: str) -> TakenBeginning |
     return TakenBeginning(store, found.manifest, tokens) if tokens > 0 else None
 
 
+def _check_approximation(identity: ModelIdentity, cap: float | None) -> None:
+    if cap is not None or identity.index_keys:
+        what = "capped logits" if cap is not None else "an index of its own"
+        raise InvalidArgumentError(
+            f"--attention muse cannot approximate {what}, which model {identity.name!r} has; leave it out"
+        )
+
+
 def write_layers(
     job: PreparedJob,
     specs: Sequence[IndexSpec],
@@ -205,12 +213,9 @@ def write_layers(
     kv_dtype = stored_dtype(job.dtype).torch_dtype
     with clock("load"):
         loaded, frequencies = means.load(job.folder, config.torch_device)
-        if config.muse is not None and logit_cap(loaded.readings) is not None:
-            raise InvalidArgumentError(
-                f"--attention muse cannot approximate capped logits, which model {job.identity.name!r} has; "
-                "leave it out"
-            )
-        for spec in specs:
+        if config.muse is not None:
+            _check_approximation(job.identity, logit_cap(loaded.readings))
+        for spec in specs if job.identity.searched_layers else ():
             check_build(spec, job.identity, frequencies, kv_dtype, config.torch_device)
     compute = next(loaded.model.parameters()).dtype
     placement = place_kv(

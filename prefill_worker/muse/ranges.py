@@ -21,7 +21,6 @@ from torch import Tensor
 from index_store.attention.attention_state import AttentionState
 from index_store.attention.fused import attend_to_themselves
 from index_store.errors import InvalidArgumentError
-from index_store.indexes.interface.layer_index import ClusterStarts
 from index_store.store.description.context_id import ModelIdentity
 from prefill_worker.muse.backend import KERNEL_DIMS, backend_for
 from prefill_worker.muse.kernels.clusters import STRETCH, BoundedClusters
@@ -31,9 +30,6 @@ from prefill_worker.muse.tree import earlier_ranges
 
 ReadRange = Callable[[int, int], Tensor]
 """Keys and values [E, n, 2, D] of tokens first..end-1, on the device."""
-
-KEPT_BLOCKS = 8
-"""Blocks, the newest ones, whose query means are kept for building indexes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +43,8 @@ class _Range:
 def planned_bytes(settings: MuseSettings, model: ModelIdentity, tokens: int, dtype: torch.dtype) -> int:
     """Memory beside keys and values that a `RangeAttention` to so many tokens takes at most; dtype: of the queries.
 
-    Every layer keeps members and covariances of its ranges' clusters, and query means. One pass makes summaries and
-    dipoles of one range. Nothing for a context of one block, which is attended to exactly.
+    Every layer keeps members and covariances of its ranges' clusters. One pass makes summaries and dipoles of one
+    range. Nothing for a context of one block, which is attended to exactly.
     """
     levels = ((tokens - 1) // settings.block).bit_length()  # at most so many ranges are before a block
     if levels == 0:
@@ -59,10 +55,9 @@ def planned_bytes(settings: MuseSettings, model: ModelIdentity, tokens: int, dty
         tokens // STRETCH + levels
     )  # with what is rounded up
     of_ranges = model.kv_heads * (4 * places + levels * clusters * (square + 3 * dim * item))
-    means = model.query_heads * settings.clusters_of_queries * dim * item
     one_pass = model.query_heads * settings.clusters_of_queries * (2 * clusters * dim * item + square)
     new_range = model.kv_heads * clusters * square
-    return len(model.full_layers) * (of_ranges + KEPT_BLOCKS * means) + one_pass + new_range
+    return len(model.full_layers) * of_ranges + one_pass + new_range
 
 
 class RangeAttention:
@@ -71,7 +66,6 @@ class RangeAttention:
     def __init__(self, settings: MuseSettings, layers: int) -> None:
         self.settings = settings
         self._ranges: list[dict[tuple[int, int], _Range]] = [{} for _ in range(layers)]
-        self._query_means: list[list[Tensor]] = [[] for _ in range(layers)]
 
     def attend(
         self, layer: int, queries_EGTD: Tensor, start: int, chunk_ET2D: Tensor, read: ReadRange
@@ -112,9 +106,6 @@ class RangeAttention:
         queries = query.unsqueeze(2)
         cap, iterations, seed = settings.cap, settings.iterations, settings.seed
         own = backend.find_clusters(queries, settings.clusters_of_queries, cap, iterations, seed + 1)
-        kept = self._query_means[layer]
-        kept.append(own.centroids)
-        del kept[:-KEPT_BLOCKS]
         known = self._ranges[layer]
         scale = 1 / math.sqrt(query.shape[-1])
         for first, blocks in ranges:
@@ -135,32 +126,6 @@ class RangeAttention:
         for key in known.keys() - set(ranges):
             del known[key]
 
-    def starts(self, layer: int, kv_heads: int, token_count: int) -> ClusterStarts | None:
-        """The means and clusters that were found in a layer, to build indexes from; None for a context of one block."""
-        means, ranges = self._query_means[layer], self._ranges[layer]
-        if not means:
-            return None
-        queries_EXD = torch.cat([own.view(kv_heads, -1, own.shape[-1]) for own in means], dim=1)
-        clusters_EN = torch.full((kv_heads, token_count), -1, dtype=torch.int32, device=means[0].device)
-        for number, ((first, blocks), own) in enumerate(ranges.items()):
-            begin = first * self.settings.block
-            end = (first + blocks) * self.settings.block
-            labels = label_points(own.clusters, end - begin)
-            clusters_EN[:, begin:end] = labels + number * self.settings.clusters
-        return ClusterStarts(queries_EXD.float(), clusters_EN)
-
     def release(self, layer: int) -> None:
         """Forgets a layer."""
-        self._query_means[layer].clear()
         self._ranges[layer].clear()
-
-
-def label_points(clusters: BoundedClusters, count: int) -> Tensor:
-    """The cluster of every point, [Y, N] int32."""
-    problems, number, room = clusters.members.shape
-    own = torch.arange(number, dtype=torch.int32, device=clusters.counts.device)
-    labels = torch.empty(problems, count + 1, dtype=torch.int32, device=own.device)
-    # Places that are free write behind the last point.
-    place = torch.where(clusters.filled, clusters.members, count).long().flatten(1)
-    labels.scatter_(1, place, own[:, None].expand(problems, -1, room).flatten(1))
-    return labels[:, :count]

@@ -12,18 +12,27 @@ P sampled tokens, d head dim.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from index_store.attention.attention_state import PLAIN, AttentionState, LogitForm
 from index_store.attention.fused import attend_recent, narrow, widen
-from index_store.indexes.interface.layer_index import ClusterStarts
-from index_store.models.state_cache import StateCache, TextStates, attending_layer
+from index_store.attention.selected_keys import attend_selected
+from index_store.models.state_cache import (
+    IndexCache,
+    StateCache,
+    TextStates,
+    passed,
+    without_index_head,
+)
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.dtypes import dtype_name, stored_dtype
 from index_store.store.stored_context import QuerySample
@@ -98,7 +107,9 @@ class Capture:
         self._marked: dict[int, Tensor] = {}
         self._behind = 0
         self.cache: StateCache | None = None
-        self._start = 0
+        self.index: IndexCache | None = None
+        self.calls: Iterator[int] = itertools.count()
+        self._start = self._count = 0
         self._kept_T = torch.empty(0, dtype=torch.int64)
         self._first_row = 0
 
@@ -137,9 +148,14 @@ class Capture:
         every = self._state_marks
         return every is not None and 0 < tokens < self.token_count and tokens % every == 0
 
-    def begin_pass(self, dtype: torch.dtype) -> dict[str, StateCache]:
+    def begin_pass(self, dtype: torch.dtype) -> Mapping[str, object]:
         """What else the next forward pass is called with, by a model that computes in the dtype."""
         model = self.identity.states
+        self.calls = itertools.count()
+        if self.identity.index_keys:
+            rows = partial(self._rows_to, end=self._start)
+            self.index = IndexCache(self.identity.layers, self._start, rows, self.kv_dtype)
+            return self.index.inputs(self._count, self.device)
         if model is None:
             return {}
         if self._states is None:
@@ -189,7 +205,7 @@ class Capture:
         rows = self._sampled_rows(start, count)
         self._first_row = rows.start
         self._kept_T = (self._sampled.context_P[rows] - start).to(self.device)
-        self._start, self._behind = start, start + count
+        self._start, self._behind, self._count = start, start + count, count
 
     def begin_prompt_chunk(self, prompt: int, start: int, count: int) -> None:
         """The next forward pass carries tokens start..start+count-1 of a calibration prompt, after the context.
@@ -204,7 +220,7 @@ class Capture:
         earlier = sum(len(other) for other in self._sampled.prompts[:prompt])
         self._first_row = len(self._sampled.context_P) + earlier + before
         self._kept_T = (inside - start).to(self.device)
-        self._start = self.token_count + start
+        self._start, self._count = self.token_count + start, count
 
     def forget_prompt(self) -> None:
         """Drops keys, values and states of the calibration prompt; the context's are as if it had never been read."""
@@ -212,14 +228,22 @@ class Capture:
         self._prompt_kv = [None] * self.identity.layers
 
     def attend(
-        self, layer: int, query_HqTD: Tensor, key_HTD: Tensor, value_HTD: Tensor, form: LogitForm = PLAIN
+        self,
+        layer: int,
+        query_HqTD: Tensor,
+        key_HTD: Tensor,
+        value_HTD: Tensor,
+        form: LogitForm = PLAIN,
+        ids_TK: Tensor | None = None,
     ) -> Tensor:
         """Stores one layer's keys and values, samples its queries, returns its attention output [T, Hq, d].
 
-        Logits are scaled by 1/sqrt(d).
+        Logits are scaled by 1/sqrt(d). ids_TK: positions that the model selected by an index of its own.
         """
         self._forms[layer] = form
         query_HGTD = query_HqTD.view(len(key_HTD), -1, *query_HqTD.shape[1:])
+        if ids_TK is not None:
+            return self._attend_selected(layer, query_HGTD, key_HTD, value_HTD, ids_TK)
         attend = self._attend_all if layer in self._places else self._attend_window
         state = attend(layer, query_HGTD, key_HTD, value_HTD, form.cap)
         by_token = AttentionState(state.out.transpose(1, 2), state.lse.transpose(1, 2))
@@ -248,6 +272,30 @@ class Capture:
             self._tell(layer, count)  # only now are the clusters found that indexes start from
             return state
         return attend_causally(query_HGTD, pasts, chunk, cap=cap)
+
+    def _attend_selected(
+        self, layer: int, query_HGTD: Tensor, key_HTD: Tensor, value_HTD: Tensor, ids_TK: Tensor
+    ) -> Tensor:
+        """`attend` of a layer whose queries have lists of keys."""
+        count = key_HTD.shape[1]
+        self._sample(layer, query_HGTD)
+        if self._start < self.token_count:
+            self._kept.write(self._places[layer], self._start, key_HTD, value_HTD)
+            self._tell(layer, count)
+        else:
+            self._add_to_prompt(layer, key_HTD, value_HTD)
+        queries_HTGD = query_HGTD.transpose(1, 2).float() * query_HGTD.shape[-1] ** -0.5
+        parts = self._rows_to(layer, self._start + count)
+        state = attend_selected(queries_HTGD, parts, ids_TK, self._start, self._forms[layer])
+        return state.out.to(query_HGTD.dtype).transpose(0, 1).flatten(1, 2)
+
+    def _rows_to(self, layer: int, end: int) -> Sequence[Tensor]:
+        """Keys and values [H, n, 2, d] of all tokens before that one, as stored, of a layer whose queries see all."""
+        if layer not in self._places:
+            return ()
+        context = self._kept.part(self._places[layer], 0, min(end, self.token_count))
+        prompt = self._prompt_kv[layer]
+        return (context,) if prompt is None else (context, prompt)
 
     def _attend_window(
         self, layer: int, query_HGTD: Tensor, key_HTD: Tensor, value_HTD: Tensor, cap: float | None
@@ -350,12 +398,6 @@ class Capture:
         order = self._positions.argsort(stable=True)
         return QuerySample(queries.float()[:, order.to(self.device)], self._positions[order])
 
-    def cluster_starts(self, layer: int) -> ClusterStarts | None:
-        """Clusters that approximate attention found in a layer, on the capture's device; None without it."""
-        if self._approximation is None:
-            return None
-        return self._approximation.starts(layer, self.identity.kv_heads, self.token_count)
-
     @property
     def _positions(self) -> Tensor:
         prompts = (kept + self.token_count for kept in self._sampled.prompts)
@@ -409,25 +451,33 @@ def capture_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    capture: Capture,
+    capture: Capture | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, Hq, T, d], key and value [1, H, T, d] -> ([1, T, Hq, d], None).
 
     The scale of the logits is folded into the queries, which are kept as if it were 1/sqrt(d). Dropout and mask do not
-    apply (inference, one sequence); which layers have a window says the model's identity.
+    apply (inference, one sequence); which layers have a window says the model's identity. indices: positions [1, T, K]
+    that the model selected by an index of its own.
     """
-    layer = attending_layer(module, capture.cache)
+    capture = capture or cast(Capture, passed())
+    layer = next(capture.calls)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    width = value.shape[-1]
+    width, heads = value.shape[-1], query.shape[1]
     query, key, value = widen(query, key, value)
+    if capture.index is not None and layer in capture.identity.full_layers:
+        query, key, value = capture.index.join(layer, query, key, value)
     factor = scale * query.shape[-1] ** 0.5
     if not math.isclose(factor, 1.0, rel_tol=1e-6):
         query = query * factor
-    sink_HG = None if s_aux is None else s_aux.float().view(key.shape[1], -1)
+    if s_aux is not None:
+        s_aux = pad(s_aux.float(), (0, query.shape[1] - len(s_aux)))
+    sink_HG = None if s_aux is None else s_aux.view(key.shape[1], -1)
     form = LogitForm(softcap or None, sink_HG) if softcap or sink_HG is not None else PLAIN
-    out = capture.attend(layer, query[0], key[0], value[0], form)
-    return narrow(out, width)[None].contiguous(), None
+    lists = None if indices is None else indices[0]
+    out = capture.attend(layer, query[0], key[0], value[0], form, lists)[None]
+    return narrow(without_index_head(out, heads), width).contiguous(), None

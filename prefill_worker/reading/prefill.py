@@ -14,6 +14,7 @@ from torch import Tensor
 from index_store.models.attention_reading import decoder_of
 from index_store.models.loading import LoadedModel
 from index_store.models.self_check import Examination, Verdict, differ, rotation_differs
+from index_store.models.state_cache import passing
 from prefill_worker.reading.capture import Capture
 from prefill_worker.reading.query_sample import plan_sample
 
@@ -87,13 +88,15 @@ def _forward(model: Any, capture: Capture, ids: Tensor, first_position: int) -> 
     """One pass through the layers; the output head is left out, since only attention's inputs are wanted."""
     weight = next(model.parameters())
     positions = torch.arange(first_position, first_position + len(ids), device=weight.device)
-    decoder_of(model)(
-        input_ids=ids.to(weight.device)[None],
-        position_ids=positions[None],
-        use_cache=False,
-        capture=capture,
-        **capture.begin_pass(weight.dtype),
-    )
+    more = capture.begin_pass(weight.dtype)
+    with passing(capture):
+        decoder_of(model)(
+            input_ids=ids.to(weight.device)[None],
+            position_ids=positions[None],
+            use_cache=False,
+            capture=capture,
+            **more,
+        )
     capture.end_pass()
 
 

@@ -6,6 +6,7 @@ import atexit
 import json
 import random
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,16 +34,17 @@ from index_store.models.conversation.turns import StoredConversation
 from index_store.models.model_folder import ModelFolder
 from index_store.models.resolve import resolve_model
 from index_store.models.tokenizer import load_tokenizer
-from index_store.objects.context_file import HEAD_BYTES, nowhere, read_contents, receive
+from index_store.objects.context_file import HEAD_BYTES, nowhere, packed, read_contents, receive
 from index_store.objects.records import Held, read_record
+from index_store.store.catalog import Store
 from index_store.store.description.json_fields import render_document
 from sparsekv.v1 import context_pb2, generation_pb2
 from tests.fuzz.inputs import as_json, changed, with_odd_values
 from tests.index_store.models.gguf_files import write_gguf
 from tests.index_store.objects.sites import memory_bucket
-from tests.index_store.objects.test_fuzzed_files import Memory, written
 from tests.sealed_records.records import KINDS
 from tests.support.models import write_model_folder
+from tests.support.store import synthetic_context
 
 WHERE = "a folder/file"
 
@@ -233,14 +235,36 @@ requests_per_minute = 3
 """
 
 
+class Memory:
+    """Bytes as a source."""
+
+    where = WHERE
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self.size = data, len(data)
+
+    def read(self, start: int, count: int) -> bytes:
+        return self._data[start : start + count]
+
+
 def _files() -> Mapping[str, Case]:
-    data = written()
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(f"{folder}/store", create=True)
+        context = synthetic_context(tokens=9)
+        context.write(store)
+        data = b"".join(packed(store, store.manifest(context.id)))
     manifest, record = read_contents(Memory(data)).manifest, data[HEAD_BYTES:]
     size = read_contents(Memory(data)).parts[0].start - HEAD_BYTES
     record = record[:size]
     bucket = memory_bucket()
 
     def file(draws: random.Random) -> bytes:
+        if draws.random() < 0.1:  # numbers of any size ask for no memory
+            numbers = (draws.getrandbits(draws.choice((2, 32))), draws.getrandbits(32), draws.getrandbits(64))
+            head = struct.pack("<8sIIQ", data[:8], *numbers)
+            return (
+                head + google_crc32c.value(head).to_bytes(4, "little") + draws.randbytes(draws.randrange(200))
+            )
         found = bytearray(changed(data, [data], draws, len(data) if draws.random() < 0.5 else HEAD_BYTES))
         if len(found) >= HEAD_BYTES and draws.random() < 0.7:
             found[HEAD_BYTES - 4 : HEAD_BYTES] = google_crc32c.value(bytes(found[: HEAD_BYTES - 4])).to_bytes(
@@ -250,7 +274,6 @@ def _files() -> Mapping[str, Case]:
 
     def receive_all(given: bytes) -> None:
         source = Memory(given)
-        source.where = WHERE
         contents = read_contents(source)
         if len(given) < 2 * len(data):
             receive(source, contents.parts, nowhere, threads=1)

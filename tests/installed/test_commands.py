@@ -57,12 +57,8 @@ NEEDED = {
     "decode-engine contexts ls": "",
     "decode-engine contexts create": "c",
     "decode-engine contexts show": "c",
-    "decode-engine contexts extend": "",
     "decode-engine contexts warm": "c",
     "decode-engine contexts rm": "c",
-    "decode-engine contexts pin": "c",
-    "decode-engine contexts unpin": "c",
-    "decode-engine contexts label": "",
     "decode-engine contexts update": "c",
     "decode-engine operations ls": "",
     "decode-engine operations show": "c",
@@ -73,8 +69,6 @@ NEEDED = {
 ARGUMENTS = {
     "prefill-worker corpus": ["text.txt"],
     "decode-engine ask": ["Who?"],
-    "decode-engine contexts label": ["c", "team=law"],
-    "decode-engine contexts extend": ["c", "text.txt"],
 }
 
 NO_NUMBERS = ("nan", "inf", "-inf", "1e400", "-1", "1e30", str(10**30), "", "x", "0x1")

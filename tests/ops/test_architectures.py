@@ -1,4 +1,4 @@
-"""Architectures with states, chunks or latents, as tiny models, in every way in which tokens stand behind a text."""
+"""Tiny models with states, chunks, latents or learnt indexes, in every way in which tokens stand behind a text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ ROOT = Path(__file__).resolve().parents[2]
 KINDS = [
     "bailing_hybrid",
     "bamba",
+    "axk2",
     "deepseek_v2",
+    "deepseek_v32",
+    "dots3_note_text",
     "falcon_h1",
+    "glm_moe_dsa",
     "granitemoehybrid",
+    "hy_v4",
     "jamba",
     "kimi_linear",
     "lara_mini",

@@ -47,6 +47,13 @@ _LATENT: Mapping[str, object] = {
     "topk_group": 1,
     "moe_intermediate_size": 32,
 }
+_LEARNT: Mapping[str, object] = {
+    "n_routed_experts": 4,
+    "index_topk": 40,
+    "index_head_dim": 16,
+    "mlp_layer_types": ["dense", "dense", "dense"],
+}
+"""What an index of a model's own has beside latents. It has 64 heads: of few all might say nothing of many keys."""
 _STATES: Mapping[str, object] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2,
@@ -76,7 +83,10 @@ LAYER_KINDS: Mapping[str, tuple[str, Mapping[str, object]]] = MappingProxyType(
         "states": ("qwen3_next", _STATES),
         "convolutions": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3}),
         "single tokens": ("jamba", _JAMBA),
+        "learnt index": ("deepseek_v32", {**_LATENT, **_LEARNT, "num_experts_per_tok": 2}),
         "latents": ("deepseek_v3", {**_LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2}),
+        "several times": ("diffllama", {}),
+        "nothing handed on": ("nemotron", {}),
         "chunks": ("llama4_text", {**_EXPERTS, **_CHUNKS}),
         "caps": ("gemma2", {**_WINDOWS, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4}),
     }

@@ -2,7 +2,6 @@
 
 from decode_engine.evaluation.tasks.documents import (
     Document,
-    DocumentSet,
     Encoder,
     Question,
     chat_question,
@@ -21,7 +20,6 @@ from decode_engine.evaluation.tasks.family import (
     FAMILIES,
     PROMPT,
     STATEMENTS,
-    Family,
     get_family,
     make_facts,
 )
@@ -33,9 +31,7 @@ __all__ = [
     "PROMPT",
     "STATEMENTS",
     "Document",
-    "DocumentSet",
     "Encoder",
-    "Family",
     "Question",
     "chat_question",
     "get_family",

@@ -552,7 +552,7 @@ def window_kernel(
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """Program (split, row): a share of the context and one of the tail of a KV head, of the last WINDOW keys."""
+    """Program (split, row): a share of the context and one of the tail of a KV head, of the keys that WINDOW says."""
     wait_for_launch(CHAINED)
     row = tl.program_id(1)
     b = row // HEADS
@@ -562,7 +562,10 @@ def window_kernel(
     peaks, totals, sums = no_keys_yet(DIM)
     keys = field(records_ptr, b, KEYS).to(tl.int32)
     tail_keys = field(records_ptr, b, TAIL_KEYS).to(tl.int32)
-    first = tl.maximum(keys + tail_keys - field(records_ptr, b, WINDOW).to(tl.int32), 0)
+    window = field(records_ptr, b, WINDOW).to(tl.int32)
+    first = tl.maximum(keys + tail_keys - window, 0)
+    if window < 0:  # the own chunk's
+        first = tl.maximum(keys + tail_keys - 1, 0) // -window * -window
     context_ptr = head_rows(records_ptr, b, h, KV, element)
     peaks, totals, sums = attend_share(
         q,
@@ -599,7 +602,7 @@ def attend_window(q_BHGD: Tensor, records_BF: Tensor, partials: Partials, scale:
     """Fills the partial attention [B * H, S, G, d] of contexts and tails, one slot per split.
 
     q_BHGD: contiguous, unscaled, in the dtype of keys and values; G 1..16, d 64, 128 or 256. scale: of the logits.
-    The last keys count, as many as the records say.
+    The last keys count, as many as the records say, or those of the last key's chunk.
     """
     _, heads, group, head_dim = q_BHGD.shape
     rows, splits, _, _ = partials.sums_RSGD.shape

@@ -7,9 +7,10 @@ a port of every replica at all addresses, which unpickles what anybody sends the
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import ray
 
 from decode_engine.processes.cluster.cluster_config import ClusterConfig
 from decode_engine.processes.cluster.front import FrontDoor
+from decode_engine.processes.cluster.near import cores_near
 from decode_engine.processes.cluster.roster import Roster
 from decode_engine.processes.cluster.scaling import Load, Scale
 from decode_engine.processes.cluster.watched import Watched
@@ -46,7 +48,15 @@ def roster() -> Any:
 class _Member:
     """Runs a command, and tells the roster of it again and again, on a thread."""
 
-    def __init__(self, name: str, config: ClusterConfig, command: list[str], *, serves: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: ClusterConfig,
+        command: list[str],
+        *,
+        serves: bool,
+        cores: Collection[int] | None = None,
+    ) -> None:
         self._name, self._config = name, config
         self._leaving = threading.Event()
         self._roster = roster()
@@ -55,7 +65,7 @@ class _Member:
         self._store = f"{node}:{Path(config.store).resolve()}"
         given = ["--store", str(config.store), "--model", config.model]
         given += [] if config.objects is None else ["--objects", config.objects]
-        self._watched = Watched(["-m", *command, *given], serves=serves)
+        self._watched = Watched(["-m", *command, *given], serves=serves, cores=cores)
         threading.Thread(target=self._keep, name="member", daemon=True).start()
 
     def end(self) -> None:
@@ -91,10 +101,9 @@ class Engine(_Member):
         command += ["--listen", f"{host}:0", "--http-port", "0", "--doors", "0", "--format", "json"]
         command += ["--grace", str(config.grace), "--max-sessions", str(config.max_sessions)]
         command += [] if config.engine_config is None else ["--config", str(config.engine_config)]
-        self._credentials = Credentials(
-            token=None if config.token is None else config.token.read_text().strip()
-        )
-        super().__init__(name, config, command, serves=True)
+        token = None if config.token is None else config.token.read_text().strip()
+        self._credentials = Credentials(token=token)
+        super().__init__(name, config, command, serves=True, cores=cores_near(os.environ))
 
     def _tell(self) -> None:
         told = self._watched.told

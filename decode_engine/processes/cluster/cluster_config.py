@@ -12,10 +12,30 @@ from decode_engine.settings.command_options import ModelOption
 from index_store.cli.options import (
     Address,
     AtLeast,
+    Filled,
     InputFile,
     ObjectsOption,
     StoreOption,
 )
+
+MaxSessionsOption = Annotated[
+    int, Option(help="Requests in progress at once, of each engine."), AtLeast(1, 4096)
+]
+ListenOption = Annotated[
+    str, Option("--listen", metavar="HOST:PORT", help="Where front doors answer gRPC."), Address()
+]
+HttpPortOption = Annotated[int, Option(help="And HTTP, at the same host."), AtLeast(1, 65535)]
+TlsCertOption = Annotated[
+    Path | None,
+    Option("--tls-cert", help="Encrypt at front doors, with this certificate (PEM)."),
+    InputFile(),
+]
+TlsKeyOption = Annotated[Path | None, Option("--tls-key", help="Its private key (PEM)."), InputFile()]
+TokenOption = Annotated[
+    Path | None,
+    Option("--token", metavar="FILE", help="A token with the right admin, where engines ask for tokens."),
+    InputFile(),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,25 +68,17 @@ class ClusterConfig(StateConfig):
     down_after: Annotated[
         float, Option(help="Seconds that fewer engines have to be enough before one ends."), AtLeast(0)
     ] = 120.0
-    max_sessions: Annotated[
-        int, Option(help="Requests in progress at once, of each engine."), AtLeast(1, 4096)
-    ] = 16
+    max_sessions: MaxSessionsOption = 16
     workers: Annotated[int, Option(help="Prefill workers."), AtLeast(0, 1000)] = 1
     doors: Annotated[
         int,
         Option(help="Front doors, which share the ports: where one ends, another takes connections."),
         AtLeast(1, 16),
     ] = 2
-    listen: Annotated[
-        str, Option("--listen", metavar="HOST:PORT", help="Where front doors answer gRPC."), Address()
-    ] = "127.0.0.1:50051"
-    http_port: Annotated[int, Option(help="And HTTP, at the same host."), AtLeast(1, 65535)] = 8000
-    tls_cert: Annotated[
-        Path | None,
-        Option("--tls-cert", help="Encrypt at front doors, with this certificate (PEM)."),
-        InputFile(),
-    ] = None
-    tls_key: Annotated[Path | None, Option("--tls-key", help="Its private key (PEM)."), InputFile()] = None
+    listen: ListenOption = "127.0.0.1:50051"
+    http_port: HttpPortOption = 8000
+    tls_cert: TlsCertOption = None
+    tls_key: TlsKeyOption = None
     engine_config: Annotated[
         Path | None,
         Option("--engine-config", metavar="FILE", help="Further options of `decode-engine serve`, in TOML."),
@@ -77,11 +89,7 @@ class ClusterConfig(StateConfig):
         Option("--worker-config", metavar="FILE", help="Further options of `prefill-worker serve`, in TOML."),
         InputFile(),
     ] = None
-    token: Annotated[
-        Path | None,
-        Option("--token", metavar="FILE", help="A token with the right admin, where engines ask for tokens."),
-        InputFile(),
-    ] = None
+    token: TokenOption = None
     gpus: Annotated[float, Option("--gpus", help="GPUs of each engine."), AtLeast(0, 16)] = 0.0
     cpus: Annotated[
         float, Option("--cpus", help="Cores that Ray counts for each engine."), AtLeast(0, 1024)
@@ -96,3 +104,29 @@ class ClusterConfig(StateConfig):
     grace: Annotated[
         float, Option(help="Seconds that running requests have when an engine ends."), AtLeast(0)
     ] = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontConfig:
+    """`ops/cluster front`: one front door over engines that run already."""
+
+    engine: Annotated[
+        tuple[str, ...],
+        Option(
+            "--engine",
+            metavar="[NAME=]HOST:PORT/HTTP-PORT",
+            help="An engine's address for gRPC, and its port for HTTP; repeatable. Its name, which says what it holds, "
+            "is engine-0 and on, by its place.",
+        ),
+        Filled(),
+    ] = ()
+    one_store: Annotated[
+        bool, Option("--one-store", help="Engines read one store: what one has, all have.")
+    ] = False
+    max_sessions: MaxSessionsOption = 16
+    listen: ListenOption = "127.0.0.1:50051"
+    http_port: HttpPortOption = 8000
+    tls_cert: TlsCertOption = None
+    tls_key: TlsKeyOption = None
+    token: TokenOption = None
+    grace: Annotated[float, Option(help="Seconds that running requests have at the end."), AtLeast(0)] = 30.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -25,7 +26,7 @@ from typing import Any
 
 import typer
 
-from decode_engine.processes.cluster.cluster_config import ClusterConfig, StateConfig
+from decode_engine.processes.cluster.cluster_config import ClusterConfig, FrontConfig, StateConfig
 from index_store.cli.app import new_app
 from index_store.cli.entry import run_command
 from index_store.cli.options import configured
@@ -95,6 +96,16 @@ def status(config: StateConfig) -> None:
     if state.pid is None:
         raise InvalidArgumentError(f"no cluster runs by {config.state}; start one with `ops/cluster up`")
     typer.echo(json.dumps(state.ask("tell", config.state), indent=2))
+
+
+@app.command()
+@configured(FrontConfig)
+def front(config: FrontConfig) -> None:
+    """Serve a front door over engines that run already, without Ray."""
+    from decode_engine.processes.cluster.fixed import serve_front
+
+    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(message)s")
+    serve_front(config)
 
 
 @app.command(hidden=True)

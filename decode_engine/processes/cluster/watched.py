@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 _FIRST = (
@@ -28,15 +29,20 @@ logger = logging.getLogger(__name__)
 class Watched:
     """Runs until `stop`. told: what it said on standard output when it began to serve, None while it does not.
 
-    serves: whether it says so; else it serves when it runs.
+    serves: whether it says so; else it serves when it runs. cores: that it runs on; those of this process by default.
     """
 
     def __init__(
-        self, command: Sequence[str], *, serves: bool, environment: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        *,
+        serves: bool,
+        environment: Mapping[str, str] | None = None,
+        cores: Collection[int] | None = None,
     ) -> None:
         self._command = [sys.executable, "-S", "-c", _FIRST, str(os.getpid()), sys.executable, *command]
         self._environment = {**os.environ, **(environment or {})}
-        self._serves = serves
+        self._serves, self._cores = serves, cores
         self.told: dict[str, Any] | None = None
         self._stopping = threading.Event()
         self._process: subprocess.Popen[str] | None = None
@@ -74,6 +80,9 @@ class Watched:
                 start_new_session=True,  # whoever ends the parent's group leaves it time to drain
             ) as process:
                 self._process = process
+                if self._cores:
+                    with suppress(ProcessLookupError):  # it has ended
+                        os.sched_setaffinity(process.pid, self._cores)
                 if self._stopping.is_set():
                     process.terminate()
                 if not self._serves:

@@ -207,11 +207,11 @@ class Workshop:
             raise InvalidArgumentError(
                 f"rows is {rows[:80]!r}, expected one of {', '.join(ROW_CODINGS)}, or nothing", field="rows"
             )
-        if rows == INT8 and (request.parent or not self.identity.full_layers):
+        if rows == INT8 and (request.parent or not self.identity.searched_layers):
             reason = (
                 "a context that continues another one, whose few rows stay"
                 if request.parent
-                else f"model {self.identity.name!r}, whose layers all have sliding windows, and whose rows stay"
+                else f"model {self.identity.name!r}, with windows or an index of its own, whose rows stay"
             )
             raise InvalidArgumentError(f"rows is int8, of {reason} as they are; leave it out", field="rows")
         return rows

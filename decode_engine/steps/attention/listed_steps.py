@@ -95,7 +95,7 @@ class DenseSteps(StepAttention):
 
 
 class WindowSteps(StepAttention):
-    """Attends to the last keys of context and tail, in layers that keep no others of the context.
+    """Attends to the last keys of context and tail, or to a chunk's, in layers that keep no others of the context.
 
     Their heads may be others than those of the layers that keep all keys.
     """
@@ -119,7 +119,8 @@ class WindowSteps(StepAttention):
 
     @classmethod
     def fields(cls, context: ResidentContext, method: Method, layer: int) -> Mapping[int, int]:
-        kv_HW2D, window = context.kv(layer), context.manifest.model.shape(layer).window or 0
+        kv_HW2D, shape = context.kv(layer), context.manifest.model.shape(layer)
+        window = (shape.window or 0) * (-1 if shape.chunked else 1)
         absent = context.manifest.token_count - kv_HW2D.shape[1]
         row = kv_HW2D.stride(1) * kv_HW2D.element_size()
         return {records.WINDOW: window, records.KV: kv_HW2D.data_ptr() - absent * row}

@@ -5,6 +5,7 @@ Shape legend: L layers, B rows, H KV heads, G query heads per KV head, d head di
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 from collections import Counter
@@ -83,6 +84,8 @@ class StepBatch:
         self._chunks = None if states is None else StateChunks.of(states, plan.dtype, plan.device)
         self.cache: StateCache | None = None
         """Of the rows' states, within a step of a model that has some."""
+        self.calls: Iterator[int] = itertools.count()
+        """Numbers calls of attention in a pass."""
         self.sessions: list[Session | None] = [None] * plan.size
         self.numbers = [0] * plan.size
         self.seatings = 0

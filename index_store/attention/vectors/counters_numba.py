@@ -6,6 +6,7 @@ waits for one that has not come: only for tasks that were taken.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from numba import types
@@ -44,3 +45,22 @@ def wait_until(counters: I8, phase: int, count: int) -> None:  # pragma: no cove
         looks += 1
         if looks > _PATIENCE:
             _let_others_run()
+
+
+def phase_of(task: Callable[..., None], **options: Any) -> Any:
+    """What each thread of a loop calls for tasks of one phase: `run(counters, phase, count, arguments)`.
+
+    task: compiled, a function of a task's number and the arguments. Whoever comes takes tasks, so it does not matter
+    how many come, or when; all are done when a thread returns. Counters `phase` and `phase + 1` are its own.
+    """
+
+    @njit(**options)
+    def run(counters: I8, phase: int, count: int, arguments: Any) -> None:  # pragma: no cover - compiled
+        number = claim(counters, phase)
+        while number < count:
+            task(number, *arguments)
+            claim(counters, phase + 1)
+            number = claim(counters, phase)
+        wait_until(counters, phase + 1, count)
+
+    return run

@@ -8,7 +8,6 @@ Shape legend: H KV heads, Q sessions, G group heads, R = Q * G rows of weights, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,7 +16,6 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from torch import Tensor
 
 from index_store.attention.vectors.bytes_numba import instruction_sets, prefetch
 from index_store.attention.vectors.code import (
@@ -39,8 +37,8 @@ from index_store.attention.vectors.code import (
     variable,
 )
 from index_store.attention.vectors.floats_numba import add_product, larger
-from index_store.compiled.launch import F4, I4, I8, launch, njit, spread, thread_count
-from index_store.indexes.coarse_rows.coded_passes_numba import SPAN, Spans, span_count
+from index_store.compiled.launch import F4, I4, I8, njit
+from index_store.indexes.coarse_rows.coded_passes_numba import SPAN, span_count
 from index_store.selection.top_k_numba import lower_bound, top_k_row
 
 _PLACE = (types.intp, types.intp)
@@ -129,9 +127,9 @@ def take_reaching(
 TILE = LANES * LANES
 """Positions whose largest weights fill a vector."""
 
-_MOST = SPAN // LANES  # largest weights of a span
+SPAN_MAXIMA = SPAN // LANES
+"""Largest weights of neighbours, of a span."""
 _AHEAD = 8  # vectors asked for before they are added up again
-_ROWS_EACH = 4  # of a thread, for which there is no need to share out spans
 _largest_sums, _sums = make_sums(LANES), make_sums(1)
 
 
@@ -166,42 +164,8 @@ class Columns:
         return cls(shared, own, shift, own_shift, lead, own_begin, room, shared_spans, spans)
 
 
-def take_best(
-    weights: F4,
-    places_HQG: I8,
-    spans: Spans,
-    columns: Sequence[Columns],
-    keeps: Sequence[int],
-    ids_HQK: Tensor,
-    counts_HQ: Tensor,
-) -> None:
-    """Writes column ids of so many best keys of each session, and how many there are; their weights become 0.
-
-    weights: a line of exponentials (`Spans`), where a session's rows begin at places_HQG: its first column there, and
-    `lead` numbers before it a multiple of TILE. Those of row q * G + g have the peaks and totals of that row. ids_HQK:
-    int32, ascending, ties going to the lower. counts_HQ: int32.
-    """
-    if ids_HQK.numel() == 0:
-        return
-    heads, queries, _ = places_HQG.shape
-    launch(
-        _take_best,
-        weights,
-        places_HQG.reshape(heads * queries, -1),
-        spans.peaks_HRS,
-        spans.totals_HRS,
-        np.empty(spans.peaks_HRS.shape, np.float32),
-        np.empty((heads * queries, spans.peaks_HRS.shape[2] * _MOST), np.float32),
-        *_tables(tuple(columns), tuple(keeps)),
-        _ROWS_EACH * thread_count(),
-        ids_HQK.numpy(),
-        counts_HQ.numpy(),
-        work=0.08 * heads * places_HQG.shape[2] * sum([each.room for each in columns]),
-    )
-
-
 @lru_cache(maxsize=64)  # all layers of a step ask for the same
-def _tables(columns: tuple[Columns, ...], keeps: tuple[int, ...]) -> tuple[I8, I8, I8]:
+def column_tables(columns: tuple[Columns, ...], keeps: tuple[int, ...]) -> tuple[I8, I8, I8]:
     """What the loop is told of sessions' columns, of their parts, and how many each keeps."""
     return (
         np.array([(each.shared, each.shift, each.own, each.own_shift) for each in columns], np.int64),
@@ -211,7 +175,7 @@ def _tables(columns: tuple[Columns, ...], keeps: tuple[int, ...]) -> tuple[I8, I
 
 
 @njit()
-def _find_row_factors(
+def find_row_factors(
     task: int, peaks: F4, totals: F4, factors: F4, rows: int
 ) -> None:  # pragma: no cover - compiled
     head, row = task // rows, task % rows
@@ -219,7 +183,7 @@ def _find_row_factors(
 
 
 @njit()
-def _find_span_maxima(
+def find_span_maxima(
     task: int,
     places: I8,
     maxima: F4,
@@ -236,7 +200,7 @@ def _find_span_maxima(
 
 
 @njit()
-def _take_row(
+def take_row(
     row: int,
     weights: F4,
     places: I8,
@@ -270,61 +234,6 @@ def _take_row(
         for g in range(group):
             for k in range(count):
                 weights[places[row, g] + best[k] + (behind if best[k] >= shared else 0)] = 0
-
-
-@njit("f4x1 i8x2 f4x3 f4x3 f4x3 f4x2 i8x2 i8x2 i8x1 i8 i4x3 i4x2")
-def _take_best(
-    weights: F4,
-    places: I8,
-    peaks: F4,
-    totals: F4,
-    factors: F4,
-    maxima: F4,
-    columns: I8,
-    parts: I8,
-    keeps: I8,
-    enough: int,
-    ids: I4,
-    found: I4,
-) -> None:  # pragma: no cover - compiled
-    """enough: sessions and heads whose rows occupy all threads."""
-    heads, rows, spans = peaks.shape
-    queries, group = keeps.shape[0], places.shape[1]
-    line = weights.reshape(1, weights.size)
-    factor_of = factors.reshape(heads * rows, spans)
-    # A thread that has whole rows needs one loop: threads are woken once, and what a row's maxima are found in is still
-    # near when its keys are chosen.
-    whole = heads * queries >= enough
-    if not whole:
-        spread(_find_row_factors, heads * rows, (peaks, totals, factors, rows))
-        spread(
-            _find_span_maxima,
-            heads * queries * spans,
-            (places, maxima, columns, parts, queries, line, factor_of, spans),
-        )
-    spread(
-        _take_row,
-        heads * queries,
-        (
-            weights,
-            places,
-            peaks,
-            totals,
-            factors,
-            maxima,
-            columns,
-            parts,
-            keeps,
-            ids,
-            found,
-            whole,
-            queries,
-            spans,
-            line,
-            factor_of,
-            group,
-        ),
-    )
 
 
 @njit()
@@ -366,7 +275,7 @@ def _find_maxima(
             line[0, places[row, g] + x] = 0
         for x in range(high, begin + end * LANES):
             line[0, places[row, g] + x] = 0
-    at = span * _MOST
+    at = span * SPAN_MAXIMA
     for tile in range(first // LANES, (end + LANES - 1) // LANES):
         _largest_sums(
             line,
@@ -383,7 +292,7 @@ def _find_maxima(
         )
     for each in range(first):
         maxima[row, at + each] = -np.inf
-    for each in range(end, _MOST):
+    for each in range(end, SPAN_MAXIMA):
         maxima[row, at + each] = -np.inf
 
 
@@ -403,10 +312,10 @@ def _choose(
     ends, count = np.empty(factors.shape[1], np.int64), 0
     for span in range(ends.shape[0]):
         begin = _extent(span, columns, parts)[0]
-        for each in range(0, _MOST, LANES):
+        for each in range(0, SPAN_MAXIMA, LANES):
             place = begin + each * LANES
             count += take_reaching(
-                maxima, row, span * _MOST + each, bound, 0, LANES, place, LANES, numbers, opened, count
+                maxima, row, span * SPAN_MAXIMA + each, bound, 0, LANES, place, LANES, numbers, opened, count
             )
         ends[span] = count
     opened[0, count:] = 0

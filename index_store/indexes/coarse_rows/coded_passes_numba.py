@@ -13,7 +13,7 @@ groups of a value's channels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 
@@ -55,7 +55,7 @@ class Spans:
 
     def of(self, rows_R: I8, first_R: I8) -> Spans:
         """The same room for other rows of weights."""
-        return replace(self, rows_R=rows_R, first_R=first_R)
+        return Spans(self.peaks_HRS, self.totals_HRS, rows_R, first_R)
 
 
 @lru_cache(maxsize=64)
@@ -205,7 +205,7 @@ class PassTable:
         numbers = self.numbers.copy()
         for row, place in zip(numbers, places, strict=True):
             row[:COUNT] = place
-        return replace(self, numbers=numbers)
+        return PassTable(numbers, self.tasks, self.stride, self.slots, self.weights, self.most)
 
 
 @lru_cache(maxsize=256)  # all layers of a step ask for the same, and so do the steps that follow

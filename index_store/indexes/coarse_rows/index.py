@@ -28,14 +28,13 @@ from index_store.attention.attention_state import AttentionState
 from index_store.attention.rows_in_line_numba import RowsInLine
 from index_store.attention.vectors.code import LANES
 from index_store.compiled.launch import on_host, thread_count
-from index_store.indexes.coarse_rows.best_keys_numba import Columns, take_best
+from index_store.indexes.coarse_rows.best_keys_numba import Columns
 from index_store.indexes.coarse_rows.coded_passes_numba import SPAN, CodedPass, Spans, shift_of
+from index_store.indexes.coarse_rows.coded_steps_numba import attend_best_passes, attend_values, score_keys
 from index_store.indexes.coarse_rows.coding_numba import code_rows
-from index_store.indexes.coarse_rows.key_scores_numba import score_keys
 from index_store.indexes.coarse_rows.parameters import BLOCK, CoarseKind, CoarseParameters, value_groups
 from index_store.indexes.coarse_rows.reference import attend_values_reference, score_keys_reference
 from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
-from index_store.indexes.coarse_rows.value_sums_numba import add_values, attend_values
 from index_store.indexes.interface.layer_index import (
     AppendedKeys,
     Asked,
@@ -161,11 +160,9 @@ def _attend_heads(
     passes, queries_HXD, weights, own = _plan(rows, searched, line, places_HQG, spans)
     if not passes:  # nobody searches anything
         return
-    score_keys(passes, queries_HXD, weights, own)
-    take_best(line, places_HQG, spans, columns, keeps, ids_HQK, counts_HQ)
-    found = add_values(passes, weights, own)
-    state.out[:] = found.out.view(state.out.shape)
-    state.lse[:] = found.lse.view(state.lse.shape)
+    attend_best_passes(
+        passes, queries_HXD, weights, own, places_HQG, columns, keeps, ids_HQK, counts_HQ, state
+    )
 
 
 @lru_cache(maxsize=64)  # all layers of a step ask for the same

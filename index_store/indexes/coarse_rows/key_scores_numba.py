@@ -10,10 +10,7 @@ Shape legend: H KV heads, N keys, B blocks of 128 keys, R rows of queries, X tho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-from torch import Tensor
 
 from index_store.attention.rows_in_line_numba import RowsInLine, exponentiate_in_place, largest
 from index_store.attention.vectors.code import LANES
@@ -36,8 +33,6 @@ from index_store.indexes.coarse_rows.coded_passes_numba import (
     SPAN,
     SPLITS,
     TASKS,
-    CodedPass,
-    PassTable,
     Spans,
     at_cache_line,
     largest_count,
@@ -52,38 +47,6 @@ _LEAST_AT_ONCE, _CODES_AT_ONCE = 64, 8192
 _ROWS_AT_ONCE = 16
 _NO_SPANS = Spans.empty(0, 0, 0)
 _write_scaled = make_scaling(add=False)
-
-
-def score_keys(
-    passes: Sequence[CodedPass], queries_HXD: Tensor, out: RowsInLine, spans: Spans | None = None
-) -> None:
-    """Writes the products of queries [H, X, d] float32 with the keys of each pass, as many as a row of out has.
-
-    spans: where given, peaks and totals are written to them, and to out the exponentials (`Spans`).
-    """
-    kept = _NO_SPANS if spans is None else spans
-    heads, _, head_dim = queries_HXD.shape
-    table = PassTable.of_keys(passes, out.counts_R)
-    if table.tasks == 0:
-        return
-    launch(
-        _score_keys,
-        table.tasks,
-        table.numbers,
-        table.tasks,
-        table.stride,
-        passes[0].rows.key_codes_HNC.shape[2],
-        passes[0].rows.key_bits,
-        queries_HXD.contiguous().numpy(),
-        out.numbers,
-        out.places_HR,
-        out.counts_R,
-        kept.peaks_HRS,
-        kept.totals_HRS,
-        kept.rows_R,
-        kept.first_R,
-        work=heads * head_dim * (0.03 * table.most + 0.008 * table.weights),
-    )
 
 
 def weigh(logits: RowsInLine, shift: int, spans: Spans) -> None:
@@ -103,8 +66,8 @@ def weigh(logits: RowsInLine, shift: int, spans: Spans) -> None:
         )
 
 
-@task_loop("i8x2 i8 i8 i8 i8 f4x3 f4x1 i8x2 i8x1 f4x3 f4x3 i8x1 i8x1")
-def _score_keys(
+@njit()
+def score_some(
     number: int,
     table: I8,
     tasks: int,

@@ -14,17 +14,13 @@ keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-from torch import Tensor
 
-from index_store.attention.attention_state import AttentionState
-from index_store.attention.rows_in_line_numba import RowsInLine
 from index_store.attention.vectors.code import LANES
 from index_store.attention.vectors.floats_numba import FOLDED, add_weighted, fold_rows, make_scaling, total_of
-from index_store.compiled.launch import F4, I1, I2, I8, U1, byte_table, int16_table, launch, njit, task_loop
+from index_store.compiled.launch import F4, I1, I2, I8, U1, byte_table, int16_table, njit
 from index_store.indexes.coarse_rows.coded_passes_numba import (
     BEGIN,
     CODES,
@@ -42,27 +38,19 @@ from index_store.indexes.coarse_rows.coded_passes_numba import (
     SPAN,
     SPLITS,
     TASKS,
-    CodedPass,
-    PassTable,
-    Spans,
     at_cache_line,
     largest_count,
     pass_of,
-    passes_among,
-    shift_of,
-    span_count,
     widen_groups,
 )
-from index_store.indexes.coarse_rows.key_scores_numba import weigh
 from index_store.indexes.coarse_rows.packed_codes_numba import multiply, pack_values
 from index_store.indexes.coarse_rows.parameters import BLOCK
-from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
 
 NEGLIGIBLE = 0.02
 
 
-@task_loop("f4x3 f4x3 i8x1 i8x1 i8x1 i8x1 f4x2 f4x2")
-def find_limits(
+@njit()
+def find_limit(
     task: int,
     peaks: F4,
     totals: F4,
@@ -121,101 +109,17 @@ def _add_up(line: F4, first: int, count: int) -> np.float32:  # pragma: no cover
 
 
 _ROWS_AT_ONCE = 16
-_MOST_PARTS = 16
-_MOST_ROWS = 256  # of one launch, whose parts' outputs are all in memory
 _add_scaled = make_scaling(add=True)
 
 
-def attend_values(
-    rows: ScalarRows, logits: RowsInLine, first: int, elsewhere_HR: Tensor | None = None
-) -> AttentionState:
-    """Attention by logits to the values of rows `first`.., as many as a row of logits has; -inf marks what counts not.
-
-    Logits become weights. elsewhere_HR: log-sum-exp of the logits of keys of these rows that count elsewhere. Returns
-    out [H, R, d] and lse [H, R], float32; 0 and -inf where nothing counts.
-    """
-    heads, queries = logits.places_HR.shape
-    shift = shift_of(rows, first)
-    spans = Spans.empty(heads, queries, span_count(int(logits.counts_R.max(initial=0)), shift))
-    weigh(logits, shift, spans)
-    return add_values([CodedPass(rows, first, range(queries))], logits, spans, elsewhere_HR)
-
-
-def add_values(
-    passes: Sequence[CodedPass], weights: RowsInLine, spans: Spans, elsewhere_HR: Tensor | None = None
-) -> AttentionState:
-    """Attention to the values of each pass by exponentials of logits; 0 marks what counts not.
-
-    Rows of queries of several passes may add to one row of results, that of their spans. spans: their totals may hold
-    the weights of keys that count elsewhere; those that they do not are in elsewhere_HR, as in `attend_values`, of one
-    pass. How keys are divided into parts depends on the coded rows alone. Returns out [H, R, d] and lse [H, R],
-    float32; 0 and -inf where nothing counts.
-    """
-    heads, results, _ = spans.peaks_HRS.shape
-    state = AttentionState.empty((heads, results), passes[0].rows.head_dim)
-    if not weights.counts_R.any():
-        return state
-    limits = np.empty((heads, len(weights.counts_R)), np.float32)
-    beside = np.empty((0, 0), np.float32) if elsewhere_HR is None else elsewhere_HR.contiguous().numpy()
-    launch(
-        find_limits,
-        limits.size,
-        spans.peaks_HRS,
-        spans.totals_HRS,
-        spans.rows_R,
-        spans.first_R,
-        weights.counts_R,
-        _shifts(tuple([(each.shift, len(each.queries)) for each in passes])),
-        beside,
-        limits,
-        work=14 * limits.size * spans.peaks_HRS.shape[2],
-    )
-    for first in range(0, results, _MOST_ROWS):
-        some = passes
-        if results > _MOST_ROWS:
-            some = passes_among(passes, spans.rows_R, range(first, first + _MOST_ROWS))
-        table = PassTable.of_values(some, weights.counts_R, spans.rows_R, _MOST_PARTS)
-        if table.tasks == 0:
-            continue
-        shape = (heads, table.slots, min(_MOST_ROWS, results - first))
-        outs = np.empty((*shape, state.out.shape[2]), np.float32)
-        peaks, totals = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.float32)
-        coded = some[0].rows
-        launch(
-            _attend_parts,
-            table.tasks,
-            table.numbers,
-            table.tasks,
-            table.stride,
-            coded.value_codes_HNC.shape[2],
-            coded.value_scales_HNV.shape[2],
-            coded.value_bits,
-            weights.numbers,
-            weights.places_HR,
-            weights.counts_R,
-            spans.peaks_HRS,
-            spans.rows_R,
-            spans.first_R,
-            limits,
-            first,
-            outs,
-            peaks,
-            totals,
-            work=heads * coded.head_dim * (0.04 * table.most + 0.01 * table.weights),
-        )
-        merged = (state.out.numpy(), state.lse.numpy(), first)
-        launch(_merge_parts, shape[0] * shape[2], outs, peaks, totals, *merged, work=0.25 * outs.size)
-    return state
-
-
 @lru_cache(maxsize=64)
-def _shifts(passes: tuple[tuple[int, int], ...]) -> I8:
+def shifts_of(passes: tuple[tuple[int, int], ...]) -> I8:
     """Each pass's shift, as often as it has rows of queries."""
     return np.repeat(*np.array(passes, np.int64).reshape(-1, 2).T)
 
 
-@task_loop("i8x2 i8 i8 i8 i8 i8 f4x1 i8x2 i8x1 f4x3 i8x1 i8x1 f4x2 i8 f4x4 f4x3 f4x3")
-def _attend_parts(
+@njit()
+def attend_some(
     number: int,
     table: I8,
     tasks: int,
@@ -286,7 +190,7 @@ def _attend_part(
     """Sums of weighted values [R, d] of one head's first keys, the weights' peaks and their totals.
 
     weights: of a row those in columns of spans first..end-1, as far as it has any; beyond the longest row there is
-    nothing. limits: see `find_limits`. result: number of the first row of results among those of the spans.
+    nothing. limits: see `find_limit`. result: number of the first row of results among those of the spans.
     """
     rows, dim, groups = places.shape[0], out.shape[1], scales.shape[1]
     width = dim // groups
@@ -432,8 +336,8 @@ def _fold_rows(
             )
 
 
-@task_loop("f4x4 f4x3 f4x3 f4x3 f4x2 i8")
-def _merge_parts(
+@njit()
+def merge_some(
     task: int, outs: F4, peaks: F4, totals: F4, out: F4, lse: F4, first: int
 ) -> None:  # pragma: no cover - compiled
     """Merges the parts of all rows, the first of which is row `first` of the out. Those with peak -inf hold nothing."""

@@ -169,31 +169,18 @@ def reserve_together(growing: Sequence[GrowingRows], count: int, do: Do = do_now
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterStarts:
-    """Clusters that prefill has found on its way, for k-means to start from (`prefill_worker.muse`).
-
-    queries_HXD: [H, X, d] float32, means of clusters of queries. clusters_HN: [H, N] int32, a cluster of every key
-        within its part of the context; -1 for keys that were in none.
-    """
-
-    queries_HXD: Tensor
-    clusters_HN: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class LayerSource:
     """What an index of one layer is built from.
 
     kv_HN2D: [H, N, 2, d], keys (after RoPE) and values of the context in the stored dtype.
     queries: sample of the layer's queries. inverse_frequencies: [d/2] float32 of the model's rotary embedding (angle
         of dimensions i and i + d/2 at position p: p * inverse_frequencies[i]); None for a model whose embedding
-        is of another form. starts: clusters to start from, where there are some.
+        is of another form.
     """
 
     kv_HN2D: Tensor
     queries: QuerySample
     inverse_frequencies: Tensor | None = None
-    starts: ClusterStarts | None = None
 
     @property
     def keys_HND(self) -> Tensor:

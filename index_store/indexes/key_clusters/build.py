@@ -118,9 +118,6 @@ def _turn(vectors: Tensor, angles: Tensor) -> Tensor:
 
 _SEEDS = 2**31
 
-_STARTED = 4
-"""Of how many iterations k-means takes one where it starts from clusters: docs/prefill.md has the measurement."""
-
 _ORDER = (
     "counts",
     "means",
@@ -179,7 +176,6 @@ def build_clusters(parameters: ClusterParameters, source: LayerSource, seed: int
     blocks = _blocks(count, parameters)
     clusters = blocks[-1].end_cluster
     arrays = _empty_arrays(parameters.moments, heads, count, clusters, head_dim)
-    order_HN, iterations = _order(parameters, source)
     frequencies_F = None
     if parameters.window > 0:
         frequencies_F = check_frequencies(source.inverse_frequencies, head_dim).float()
@@ -193,10 +189,9 @@ def build_clusters(parameters: ClusterParameters, source: LayerSource, seed: int
             cluster_P = assign_clusters(
                 keys_PD,
                 own,
-                iterations,
+                parameters.iterations,
                 (seed + head * len(blocks) + number) % _SEEDS,
                 parameters.metric,
-                None if order_HN is None else order_HN[head, block.first : block.end] - block.first,
             )
             values_PD = source.values_HND[head, block.first : block.end].float()
             arrays["assignment"][head, block.first : block.end] = cluster_P + block.first_cluster
@@ -215,7 +210,6 @@ def build_clusters_on_device(
 
     heads, count, head_dim = source.keys_HND.shape
     compared_HND = None
-    order_HN, iterations = _order(parameters, source)
     frequencies_F = None
     if parameters.window > 0:
         frequencies_F = check_frequencies(source.inverse_frequencies, head_dim).float()
@@ -224,31 +218,14 @@ def build_clusters_on_device(
         source.kv_HN2D,
         _blocks(count, parameters),
         metric=parameters.metric,
-        iterations=iterations,
+        iterations=parameters.iterations,
         moments=parameters.moments,
         seed=seed,
         compared_HND=compared_HND,
-        order_HN=order_HN,
     )
     if frequencies_F is not None:
         arrays["frequencies"] = frequencies_F.to(source.kv_HN2D.device).repeat(heads, 1)
     return _ordered(arrays)
-
-
-def _order(parameters: ClusterParameters, source: LayerSource) -> tuple[Tensor | None, int]:
-    """The keys of every block by the clusters that prefill found, if it did, and the iterations of k-means.
-
-    Not with windowed RoPE, which clusters other vectors than prefill.
-    """
-    if source.starts is None or parameters.window > 0:
-        return None, parameters.iterations
-    clusters_HN = source.starts.clusters_HN.long()
-    blocks = _blocks(clusters_HN.shape[1], parameters)
-    ends = torch.tensor([blocks[0].first, *(block.end for block in blocks)], device=clusters_HN.device)
-    block_N = torch.bucketize(torch.arange(clusters_HN.shape[1], device=ends.device), ends, right=True)
-    # Keys of one block stay together; those in none come first, as they do.
-    keyed_HN = block_N * (2 + clusters_HN.amax()) + clusters_HN + 1
-    return keyed_HN.argsort(dim=1, stable=True), max(1, parameters.iterations // _STARTED)
 
 
 def _blocks(count: int, parameters: ClusterParameters) -> list[KeyBlock]:
@@ -261,12 +238,10 @@ def build_tree(parameters: TreeParameters, source: LayerSource, seed: int) -> di
     parents [H, C] int32; coarse_offsets [H, K + 1] int32, the fine clusters of every coarse one; coarse_counts [H, K],
     coarse_means, coarse_value_sums and (moments diagonal) coarse_variances [H, K, d] float32.
 
-    Coarse clusters are k-means of the fine means, block by block (Squeezed Attention section 3.3); their means are
-    those of all their keys. Raises InvalidArgumentError like `build_clusters`.
+    Coarse clusters are k-means of the fine means, block by block (Squeezed Attention section 3.3), on the host; their
+    means are those of all their keys. Raises InvalidArgumentError like `build_clusters`.
     """
-    arrays = build_clusters(parameters, source, seed)
-    if source.kv_HN2D.is_cuda:
-        return build_tree_on_device(parameters, arrays, seed)
+    arrays = {name: array.cpu() for name, array in build_clusters(parameters, source, seed).items()}
     heads, count = arrays["assignment"].shape
     parents_HC = torch.empty(arrays["counts"].shape, dtype=torch.int64)
     blocks = _blocks(count, parameters)
@@ -288,25 +263,7 @@ def build_tree(parameters: TreeParameters, source: LayerSource, seed: int) -> di
     _order_by_parents(arrays, parents_HC)
     arrays["coarse_offsets"], _ = list_members(arrays["parents"], coarse)
     arrays.update(_coarse_moments(arrays, coarse))
-    return arrays
-
-
-def build_tree_on_device(
-    parameters: TreeParameters, arrays: dict[str, Tensor], seed: int
-) -> dict[str, Tensor]:
-    """The same arrays, by kernels, over the fine clusters' arrays."""
-    from index_store.indexes.key_clusters.build_triton import build_device_tree
-
-    frequencies = {"frequencies": arrays["frequencies"]} if "frequencies" in arrays else {}
-    tree = build_device_tree(
-        arrays,
-        _blocks(arrays["assignment"].shape[1], parameters),
-        keys_per_coarse=parameters.keys_per_coarse,
-        metric=parameters.metric,
-        iterations=parameters.iterations,
-        seed=seed,
-    )
-    return _ordered({**tree, **frequencies})
+    return {name: array.to(source.kv_HN2D.device) for name, array in arrays.items()}
 
 
 def _ordered(arrays: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -17,9 +17,7 @@ Blocks = Sequence[tuple[int, int, int, int]]
 """Vectors first..end-1 and their clusters first..end-1, per block."""
 
 
-def first_centroids(
-    vectors_HND: Tensor, table_TX: Tensor, blocks: Blocks, seed: int, order_HN: Tensor | None = None
-) -> Tensor:
+def first_centroids(vectors_HND: Tensor, table_TX: Tensor, blocks: Blocks, seed: int) -> Tensor:
     """[H, C, D] float32: one vector out of every stretch of a block, at random."""
     clusters = blocks[-1][3]
     sizes_T = table_TX[:, 3] - table_TX[:, 2]
@@ -34,6 +32,4 @@ def first_centroids(
     # As many clusters as vectors: each vector once.
     places_HC = first_C + torch.where(size_C > own_C, spread_HC, torch.minimum(number_C, size_C - 1))
     places_HC = places_HC.long().clamp_(min=0, max=max(0, vectors_HND.shape[1] - 1))
-    if order_HN is not None:
-        places_HC = order_HN.gather(1, places_HC)
     return vectors_HND.gather(1, places_HC[..., None].expand(-1, -1, vectors_HND.shape[2])).float()

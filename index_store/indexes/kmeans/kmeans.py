@@ -11,14 +11,11 @@ from index_store.errors import InvalidArgumentError
 from index_store.indexes.kmeans.first_centroids import METRICS
 
 
-def spherical_kmeans(
-    points_PD: Tensor, clusters: int, iterations: int, seed: int, starts_XD: Tensor | None = None
-) -> Tensor:
+def spherical_kmeans(points_PD: Tensor, clusters: int, iterations: int, seed: int) -> Tensor:
     """Unit-length centroids [clusters, D] float32 of the directions of P points [P, D].
 
     k-means++ seeds, all points used (faiss would subsample to 256 a centroid). Zero vectors have no direction
     and are left out. With fewer points than clusters every point is a centroid and the last one repeats.
-    starts: means of clusters of such points; they are clustered, and k-means starts from what is found.
     Raises InvalidArgumentError when no point is left, one is not finite, or a parameter is below 1.
     """
     _check(points_PD, clusters, iterations)
@@ -37,23 +34,18 @@ def spherical_kmeans(
     parameters = _parameters(count, iterations, seed, spherical=True)
     parameters.init_method = faiss.ClusteringInitMethod_KMEANS_PLUS_PLUS
     clustering = faiss.Clustering(dim, clusters, parameters)
-    if starts_XD is not None and len(starts_XD) > clusters:
-        _begin_at(clustering, spherical_kmeans(starts_XD, clusters, iterations, seed))
     clustering.train(directions.numpy(), faiss.IndexFlatIP(dim))
     centroids = faiss.vector_to_array(clustering.centroids).reshape(clusters, dim).astype(np.float32)
     return torch.nn.functional.normalize(torch.from_numpy(centroids), dim=-1)
 
 
-def assign_clusters(
-    points_PD: Tensor, clusters: int, iterations: int, seed: int, metric: str, order_P: Tensor | None = None
-) -> Tensor:
+def assign_clusters(points_PD: Tensor, clusters: int, iterations: int, seed: int, metric: str) -> Tensor:
     """The cluster, [P] int64 from 0 to clusters - 1, that k-means puts each of P points [P, D] into.
 
     Random seeds, all points used. `cosine` clusters the points' directions (a zero vector, which has none, lands in
-    any cluster), `euclidean` the points themselves. order: the points by coarser clusters; one out of every stretch of
-    it is a seed then, so that each of those gets seeds in proportion to its size. Some clusters may stay empty; with
-    no more points than clusters, every point has its own. Raises InvalidArgumentError when a point is not finite, a
-    parameter is below 1 or the metric is unknown.
+    any cluster), `euclidean` the points themselves. Some clusters may stay empty; with no more points than clusters,
+    every point has its own. Raises InvalidArgumentError when a point is not finite, a parameter is below 1 or the
+    metric is unknown.
     """
     _check(points_PD, clusters, iterations)
     if metric not in METRICS:
@@ -62,55 +54,19 @@ def assign_clusters(
     if count <= clusters:
         return torch.arange(count, device=points_PD.device)
     if points_PD.is_cuda:
-        return _find_on_device(points_PD, clusters, iterations, seed, metric)[0].long()
+        from index_store.indexes.kmeans.kmeans_triton import find_clusters
+
+        blocks = [(0, count, 0, clusters)]
+        return find_clusters(points_PD[None], blocks, iterations, metric, seed)[0][0].long()
     points = points_PD.float()
     cosine = metric == "cosine"
     if cosine:
         points = torch.nn.functional.normalize(points, dim=-1)
     vectors = points.contiguous().numpy()
     clustering = faiss.Clustering(dim, clusters, _parameters(count, iterations, seed, spherical=cosine))
-    if order_P is not None:
-        places_C = (torch.arange(clusters) + 0.5) * (count / clusters)
-        _begin_at(clustering, points[order_P[places_C.long()]])
     nearest = faiss.IndexFlatIP(dim) if cosine else faiss.IndexFlatL2(dim)
     clustering.train(vectors, nearest)
     return torch.from_numpy(nearest.search(vectors, 1)[1][:, 0])
-
-
-def euclidean_kmeans(points_PD: Tensor, clusters: int, iterations: int, seed: int) -> Tensor:
-    """Centroids [clusters, D] float32 of P points [P, D].
-
-    Random seeds, all points used. With no more points than clusters every point is a centroid and the last one
-    repeats. Raises InvalidArgumentError when there is no point, one is not finite, or a parameter is below 1.
-    """
-    _check(points_PD, clusters, iterations)
-    points = points_PD.float().contiguous()
-    count, dim = points.shape
-    if count == 0:
-        raise InvalidArgumentError("k-means got no points")
-    if count <= clusters:
-        return torch.cat([points, points[-1:].expand(clusters - count, dim)])
-    if points.is_cuda:
-        return _find_on_device(points, clusters, iterations, seed, "euclidean")[1]
-    clustering = faiss.Clustering(dim, clusters, _parameters(count, iterations, seed, spherical=False))
-    clustering.train(points.numpy(), faiss.IndexFlatL2(dim))
-    centroids = faiss.vector_to_array(clustering.centroids).reshape(clusters, dim)
-    return torch.from_numpy(centroids.astype(np.float32))
-
-
-def euclidean_kmeans_batch(points_YPD: Tensor, clusters: int, iterations: int, seed: int) -> Tensor:
-    """Centroids [Y, clusters, D] float32 of Y sets of P points [Y, P, D]: on a device all at once.
-
-    Otherwise as `euclidean_kmeans`.
-    """
-    if points_YPD.is_cuda and points_YPD.shape[1] > clusters:
-        from index_store.indexes.kmeans.kmeans_triton import find_clusters
-
-        _check(points_YPD, clusters, iterations)
-        blocks = [(0, points_YPD.shape[1], 0, clusters)]
-        return find_clusters(points_YPD, blocks, iterations, "euclidean", seed)[1].float()
-    sets = enumerate(points_YPD)
-    return torch.stack([euclidean_kmeans(points, clusters, iterations, seed + n) for n, points in sets])
 
 
 def _check(points_PD: Tensor, clusters: int, iterations: int) -> None:
@@ -130,19 +86,3 @@ def _parameters(count: int, iterations: int, seed: int, spherical: bool) -> fais
     parameters.min_points_per_centroid = 1
     parameters.max_points_per_centroid = count
     return parameters
-
-
-def _begin_at(clustering: faiss.Clustering, centroids_CD: Tensor) -> None:
-    """Has faiss start from these centroids."""
-    faiss.copy_array_to_vector(centroids_CD.float().contiguous().numpy().ravel(), clustering.centroids)
-
-
-def _find_on_device(
-    points_PD: Tensor, clusters: int, iterations: int, seed: int, metric: str
-) -> tuple[Tensor, Tensor]:
-    """Clusters [P] int32 and centroids [clusters, D] of points that are there in the dtype that they have."""
-    from index_store.indexes.kmeans.kmeans_triton import find_clusters
-
-    blocks = [(0, len(points_PD), 0, clusters)]
-    assignment, centroids = find_clusters(points_PD[None], blocks, iterations, metric, seed)
-    return assignment[0], centroids[0]

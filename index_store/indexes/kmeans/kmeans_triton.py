@@ -166,32 +166,18 @@ def fill_rows(rows: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def cluster_blocks(
-    vectors_HND: Tensor,
-    blocks: Blocks,
-    iterations: int,
-    metric: str,
-    seed: int,
-    order_HN: Tensor | None = None,
-) -> Tensor:
-    """The cluster of every vector, [H, N] int32; -1 for vectors in no block. Otherwise as `find_clusters`."""
-    return find_clusters(vectors_HND, blocks, iterations, metric, seed, order_HN)[0]
-
-
 def find_clusters(
     vectors_HND: Tensor,
     blocks: Blocks,
     iterations: int,
     metric: str,
     seed: int,
-    order_HN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The cluster of every vector, [H, N] int32, and the centroids [H, C, D] in the vectors' dtype.
 
     vectors_HND: bfloat16, float16 or float32. blocks: in ascending order, clusters numbered through; vectors in no
     block have cluster -1. `cosine` compares directions (a zero vector lands in any cluster), `euclidean` the vectors.
-    Seeds are spread over the block at random; with `order`, the vectors of every block in another order (by coarser
-    clusters), over that. A cluster that loses all its vectors keeps its centroid. With no more
+    Seeds are spread over the block at random. A cluster that loses all its vectors keeps its centroid. With no more
     vectors than clusters, every vector has its own, and the last one's repeats.
 
     Raises InvalidArgumentError for an unknown metric, no iteration, no block, or more than 256 dimensions.
@@ -211,7 +197,7 @@ def find_clusters(
         # Before the first centroids: the device works on it while the host prepares them.
         scales_HN = inverse_norms(vectors_HND)
     table = torch.tensor(blocks, dtype=torch.int32).to(device, non_blocking=True)
-    centroids = first_centroids(vectors_HND, table, blocks, seed, order_HN)
+    centroids = first_centroids(vectors_HND, table, blocks, seed)
     if metric == "cosine":
         centroids = torch.nn.functional.normalize(centroids, dim=-1)
     rounded = centroids.to(vectors_HND.dtype)
@@ -452,14 +438,11 @@ _NEAR = 1e-9
 """Squared distance of a point to itself, so that repeated points can fill up the seeds."""
 
 
-def spherical_kmeans_batch(
-    points_YPB: Tensor, clusters: int, iterations: int, seed: int, starts_YXB: Tensor | None = None
-) -> Tensor:
+def spherical_kmeans_batch(points_YPB: Tensor, clusters: int, iterations: int, seed: int) -> Tensor:
     """Unit-length centroids [Y, C, B] float32 of the directions of Y sets of points [Y, P, B].
 
-    k-means++ seeds, of the points or of `starts`, which are means of clusters of such points. Zero vectors have no
-    direction and count for nothing. With fewer points than clusters centroids repeat. A cluster that loses all its
-    points keeps its centroid.
+    k-means++ seeds. Zero vectors have no direction and count for nothing. With fewer points than clusters centroids
+    repeat. A cluster that loses all its points keeps its centroid.
     """
     if clusters < 1 or iterations < 1 or points_YPB.shape[1] == 0:
         raise InvalidArgumentError(
@@ -468,10 +451,7 @@ def spherical_kmeans_batch(
         )
     problems, count, width = points_YPB.shape
     points = fill_rows(normalize(points_YPB.float(), dim=-1).to(torch.float16))
-    source = points
-    if starts_YXB is not None:
-        source = fill_rows(normalize(starts_YXB.float(), dim=-1).to(torch.float16))
-    centroids = spread_seeds(source, clusters, seed)
+    centroids = spread_seeds(points, clusters, seed)
     blocks = [(0, count, 0, clusters)]
     table = torch.tensor(blocks, dtype=torch.int32).to(points.device, non_blocking=True)
     ones = torch.ones(problems, count, device=points.device)

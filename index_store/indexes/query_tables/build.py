@@ -6,8 +6,6 @@ capacity.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -28,15 +26,15 @@ def build_tables(parameters: TableParameters, source: LayerSource, seed: int) ->
 
     Raises InvalidArgumentError for queries that are not finite, and for a KV head whose queries are all zero.
     """
-    if source.kv_HN2D.is_cuda:
-        return build_tables_on_device(parameters, source, seed)
     keys_HND = source.keys_HND
+    if keys_HND.is_cuda and parameters.layout == "dense":
+        return build_tables_on_device(parameters, source, seed)
     dims_MB = subspace_dims(parameters, keys_HND.shape[2])
-    sample_HPD = _with_directions(source.queries.queries_HPGD.flatten(1, 2), dims_MB)
-    starts_HXD = _starts(parameters, source)
+    sample_HPD = source.queries.queries_HPGD.flatten(1, 2).to(keys_HND.device)
+    sample_HPD = _with_directions(sample_HPD, dims_MB)
     capacity = list_capacity(parameters, keys_HND.shape[1])
     collected: dict[str, list[list[Tensor]]] = {"centroids": [], "scales": [], "scores": [], "ids": []}
-    for head, (keys_ND, sample_PD) in enumerate(zip(keys_HND, sample_HPD, strict=True)):
+    for keys_ND, sample_PD in zip(keys_HND, sample_HPD, strict=True):
         per_head: dict[str, list[Tensor]] = {name: [] for name in collected}
         for subspace, dims in enumerate(dims_MB):
             centroids = spherical_kmeans(
@@ -44,7 +42,6 @@ def build_tables(parameters: TableParameters, source: LayerSource, seed: int) ->
                 parameters.centroids,
                 parameters.iterations,
                 seed + subspace,
-                None if starts_HXD is None else starts_HXD[head][:, dims],
             )
             slices = keys_ND[:, dims].float()
             if parameters.scores == "cosine":
@@ -62,24 +59,22 @@ def build_tables(parameters: TableParameters, source: LayerSource, seed: int) ->
 
 
 def build_tables_on_device(parameters: TableParameters, source: LayerSource, seed: int) -> dict[str, Tensor]:
-    """The same arrays, by kernels. Centroids of dense tables have values of the keys' dtype."""
-    from index_store.indexes.query_tables.build_triton import build_device_lists, build_device_tables
+    """The arrays of dense tables, by kernels. Centroids have values of the keys' dtype."""
+    from index_store.indexes.query_tables.build_triton import build_device_tables
 
     keys_HND = source.keys_HND
     dims_MB = subspace_dims(parameters, keys_HND.shape[2])
     sample_HPD = source.queries.queries_HPGD.flatten(1, 2).to(keys_HND.device)
     sample_HPD = _with_directions(sample_HPD, dims_MB)
-    cosine = parameters.scores == "cosine"
-    numbers: dict[str, Any] = {
-        "centroids": parameters.centroids,
-        "iterations": parameters.iterations,
-        "seed": seed,
-        "starts_HXD": _starts(parameters, source),
-    }
-    if parameters.layout == "dense":
-        return build_device_tables(keys_HND, sample_HPD, dims_MB, **numbers, cosine=cosine)
-    capacity = list_capacity(parameters, keys_HND.shape[1])
-    return build_device_lists(keys_HND, sample_HPD, dims_MB, **numbers, capacity=capacity, cosine=cosine)
+    return build_device_tables(
+        keys_HND,
+        sample_HPD,
+        dims_MB,
+        centroids=parameters.centroids,
+        iterations=parameters.iterations,
+        seed=seed,
+        cosine=parameters.scores == "cosine",
+    )
 
 
 def _with_directions(sample_HPD: Tensor, dims_MB: Tensor) -> Tensor:
@@ -100,12 +95,6 @@ def _with_directions(sample_HPD: Tensor, dims_MB: Tensor) -> Tensor:
     for head, subspace in empty_HM.nonzero().tolist():
         filled[head][:, dims_MB[subspace].to(filled.device)] = 1.0
     return filled
-
-
-def _starts(parameters: TableParameters, source: LayerSource) -> Tensor | None:
-    """Means of queries that k-means starts from, where prefill has found enough of them."""
-    starts = source.starts
-    return starts.queries_HXD if starts and starts.queries_HXD.shape[1] > parameters.centroids else None
 
 
 def _compress(scores_CN: Tensor, layout: str, capacity: int) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Query tables, built on the device (on the host: `index_store.indexes.query_tables.build`).
 
 Shape legend: H KV heads, N keys, P sampled queries, m subspaces, C centroids, S = m*C table rows, D head dim, B = D/m
-slice width, L list capacity, Y = H*m problems of k-means.
+slice width, Y = H*m problems of k-means.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from torch.nn.functional import normalize
 from index_store.indexes.kmeans.kmeans_triton import fill_rows, spherical_kmeans_batch
 
 _INT8_MAX = 127
-_INT16_MAX = 32767
-_SCORES_AT_ONCE = 2**27  # scores of list entries before the best are taken
 
 
 def build_device_tables(
@@ -28,17 +26,15 @@ def build_device_tables(
     iterations: int,
     seed: int,
     cosine: bool = False,
-    starts_HXD: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Arrays of dense query tables on the device of the keys: `centroids`, `scales` and `scores`.
 
     keys_HND: [H, N, d] with contiguous rows. sample_HPD: [H, P, d] sampled queries of each KV head's whole group.
-    dims_MB: [m, B] dimensions of each subspace. cosine: scores of normalised key slices. starts_HXD: means of clusters
-    of such queries, of which k-means takes its seeds.
+    dims_MB: [m, B] dimensions of each subspace. cosine: scores of normalised key slices.
 
     centroids [H, m, C, B] float32 of unit length, scales [H, m] float32, scores [H, m, C, N] int8.
     """
-    found = cluster_queries(sample_HPD, dims_MB, centroids, iterations, seed, starts_HXD)
+    found = cluster_queries(sample_HPD, dims_MB, centroids, iterations, seed)
     dims = dims_MB.to(keys_HND.device, non_blocking=True)
     if cosine:
         slices = normalize(keys_HND[..., dims].float(), dim=-1)
@@ -50,64 +46,19 @@ def build_device_tables(
     return {"centroids": found, "scales": scales, "scores": scores}
 
 
-def build_device_lists(
-    keys_HND: Tensor,
-    sample_HPD: Tensor,
-    dims_MB: Tensor,
-    *,
-    centroids: int,
-    iterations: int,
-    seed: int,
-    capacity: int,
-    cosine: bool = False,
-    starts_HXD: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """Arrays of Top-L lists of the best L = capacity keys of every centroid, best first; otherwise as dense tables.
-
-    centroids [H, m, C, B] float32 of unit length, scales [H, m] float32, scores [H, m, C, L] int16, ids int32.
-    """
-    found = cluster_queries(sample_HPD, dims_MB, centroids, iterations, seed, starts_HXD)
-    dims = dims_MB.to(keys_HND.device, non_blocking=True)
-    heads, count, _ = keys_HND.shape
-    subspaces = len(dims)
-    shape = (heads, subspaces, centroids, capacity)
-    scales = torch.empty(heads, subspaces, device=keys_HND.device)
-    scores = torch.empty(shape, dtype=torch.int16, device=keys_HND.device)
-    ids = torch.empty(shape, dtype=torch.int32, device=keys_HND.device)
-    together = max(1, _SCORES_AT_ONCE // (centroids * count))
-    for head in range(heads):
-        for first in range(0, subspaces, together):
-            some = slice(first, first + together)
-            slices_MNB = keys_HND[head][:, dims[some]].float().transpose(0, 1)
-            if cosine:
-                slices_MNB = normalize(slices_MNB, dim=-1)
-            scores_MCN = torch.bmm(found[head, some], slices_MNB.transpose(1, 2))
-            scale_M = _scales(scores_MCN.abs().amax((1, 2)), _INT16_MAX)
-            best = scores_MCN.topk(capacity, dim=-1, sorted=True)
-            scales[head, some] = scale_M
-            scores[head, some] = (best.values / scale_M[:, None, None]).round_().to(torch.int16)
-            ids[head, some] = best.indices.to(torch.int32)
-    return {"centroids": found, "scales": scales, "scores": scores, "ids": ids}
-
-
 def cluster_queries(
     sample_HPD: Tensor,
     dims_MB: Tensor,
     centroids: int,
     iterations: int,
     seed: int,
-    starts_HXD: Tensor | None = None,
 ) -> Tensor:
     """Unit-length centroids [H, m, C, B] float32 of the sampled queries' slices."""
     heads = len(sample_HPD)
     dims = dims_MB.to(sample_HPD.device, non_blocking=True)
     subspaces, width = dims.shape
-
-    def slices(rows_HXD: Tensor) -> Tensor:
-        return rows_HXD[..., dims].permute(0, 2, 1, 3).reshape(heads * subspaces, -1, width)
-
-    starts_YXB = None if starts_HXD is None else slices(starts_HXD)
-    found = spherical_kmeans_batch(slices(sample_HPD), centroids, iterations, seed, starts_YXB)
+    slices_YPB = sample_HPD[..., dims].permute(0, 2, 1, 3).reshape(heads * subspaces, -1, width)
+    found = spherical_kmeans_batch(slices_YPB, centroids, iterations, seed)
     return found.view(heads, subspaces, centroids, width)
 
 
@@ -155,8 +106,8 @@ def score_tables_reference(
     return scales, (products / scales[..., None, None]).round_().to(torch.int8)
 
 
-def _scales(peaks: Tensor, limit: int = _INT8_MAX) -> Tensor:
-    return peaks.clamp(min=torch.finfo(torch.float32).tiny) / limit
+def _scales(peaks: Tensor) -> Tensor:
+    return peaks.clamp(min=torch.finfo(torch.float32).tiny) / _INT8_MAX
 
 
 def _spread_centroids(centroids_HMCB: Tensor, dims_MB: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:

@@ -161,7 +161,8 @@ class ModelIdentity:
     layers: that attend, which is all of them but where `states` says otherwise. query_heads, kv_heads, head_dim (d): of
     the layers whose queries see all keys; where there are none, of the others. max_positions: the longest sequence the
     model takes, in tokens. window: the layers whose queries see the last keys only; None without any. states: what
-    layers keep that have a recurrent or convolution state; None without any.
+    layers keep that have a recurrent or convolution state; None without any. index_keys: numbers in a key of the index
+    by which the model itself selects what it attends to, for which the last KV head stands; 0 without such an index.
     """
 
     name: str
@@ -176,6 +177,7 @@ class ModelIdentity:
     max_positions: int
     window: WindowLayers | None = None
     states: ModelStates | None = None
+    index_keys: int = 0
 
     def __post_init__(self) -> None:
         for name in ("name", "architecture", "fingerprint", "tokenizer_fingerprint"):
@@ -191,11 +193,13 @@ class ModelIdentity:
             self._check_window(self.window)
         if self.states is not None and len(self.states.attending) != self.layers:
             raise field_error("model.states.attending", self.states.attending, f"{self.layers} layers")
+        if not 0 <= self.index_keys <= 2 * self.head_dim:
+            raise field_error("model.index_keys", self.index_keys, f"0 to {2 * self.head_dim}")
 
     @property
     def unsaid(self) -> tuple[str, ...]:
         """Fields that a manifest says nothing of."""
-        return tuple(name for name in ("window", "states") if getattr(self, name) is None)
+        return tuple(name for name in ("window", "states", "index_keys") if not getattr(self, name))
 
     @property
     def window_layers(self) -> tuple[int, ...]:
@@ -204,8 +208,13 @@ class ModelIdentity:
 
     @property
     def full_layers(self) -> tuple[int, ...]:
-        """Layers whose queries see all keys, ascending. Only these have indexes."""
+        """Layers whose queries see all keys, ascending."""
         return tuple(layer for layer in range(self.layers) if layer not in self.window_layers)
+
+    @property
+    def searched_layers(self) -> tuple[int, ...]:
+        """Layers that may have indexes, ascending: those whose queries see all keys, unless the model selects them."""
+        return () if self.index_keys else self.full_layers
 
     def shape(self, layer: int) -> LayerShape:
         """Of one layer."""

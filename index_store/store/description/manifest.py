@@ -70,7 +70,10 @@ LAYERS_VERSION = 6
 MARKS_VERSION = 7
 """The same where states are kept behind earlier tokens, too."""
 
-READABLE_VERSIONS = (2, 3, 4, 5, 6, 7)
+INDEX_VERSION = 8
+"""What is written of a model with a learnt index of its own."""
+
+READABLE_VERSIONS = (2, 3, 4, 5, 6, 7, 8)
 
 STATE_MARKS = "state_marks"
 """Note of a prefill: states are kept behind every so many tokens, those of the last one apart."""
@@ -298,6 +301,8 @@ class Manifest:
     @property
     def written_version(self) -> int:
         """The format version that it is written in."""
+        if self.model.index_keys:
+            return INDEX_VERSION
         chunked = self.model.window is not None and self.model.window.chunked
         if self.state_marks:
             return MARKS_VERSION

@@ -55,11 +55,11 @@ _LONG = 1536
 _PROMPT = "What is the access code of the overhead dairy?"
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, layers: int = 32, device: str = "cuda") -> None:
     """The folder of a random 8B shape: weights in four files, and the reader's tokenizer."""
     from harness.made_up.contexts import make_model
 
-    model, _ = make_model(32, attention="sdpa", fused=False)
+    model, _ = make_model(layers, device, attention="sdpa", fused=False)
     model.config.max_position_embeddings = 2**18
     model.save_pretrained(folder, max_shard_size="4GB")
     reader = resolve_model("reader").path

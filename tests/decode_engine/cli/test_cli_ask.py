@@ -382,12 +382,10 @@ class _Stopped:
 
 def test_contexts_are_pinned_labelled_and_chosen(run: Run, library: Library, client: Client) -> None:
     ids = {name: library.prefill(name) for name in ("shown", "hidden")}
-    assert run("contexts", "pin", "shown").stdout == f"pinned {ids['shown']}\n"
-    assert (
-        run("contexts", "label", "shown", "team=law", "year=2026").stdout
-        == f"{ids['shown']}: team=law, year=2026\n"
-    )
-    changed = json.loads(run("contexts", "label", "shown", "year-", "place=x", "--format", "json").stdout)
+    said = run("contexts", "update", "shown", "--pin", "--label", "team=law", "--label", "year=2026").stdout
+    assert "team=law, year=2026" in said
+    more = ("--label", "year-", "--label", "place=x", "--format", "json")
+    changed = json.loads(run("contexts", "update", "shown", *more).stdout)
     assert (changed["labels"], changed["pinned"]) == ({"place": "x", "team": "law"}, True)
     rows = dict(line.split("  ", 1) for line in run("contexts", "show", "shown").stdout.splitlines())
     assert (rows["labels"].strip(), rows["expires"].strip()) == (
@@ -399,11 +397,10 @@ def test_contexts_are_pinned_labelled_and_chosen(run: Run, library: Library, cli
     assert "has no contexts that fit" in run("contexts", "ls", "--label", "team=nowhere").stdout
     refused = run("contexts", "ls", "--state", "GOOD")
     assert (refused.returncode, refused.stderr.startswith("error: state is 'GOOD'")) == (2, True)
-    assert json.loads(run("contexts", "unpin", "shown", "--format", "json").stdout) == {
-        "unpinned": [ids["shown"]]
-    }
+    unpinned = run("contexts", "update", "shown", "--unpin", "--format", "json").stdout
+    assert not json.loads(unpinned)["pinned"]
     assert (
-        run("contexts", "label", "shown", "law").stderr
+        run("contexts", "update", "shown", "--label", "law").stderr
         == "error: label 'law': expected KEY=VALUE, or KEY- to remove it\n"
     )
     for id_ in ids.values():

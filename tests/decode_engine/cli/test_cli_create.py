@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from decode_engine.rpc.client import Client, Keep
 from decode_engine.rpc.contexts import own_worker
 from decode_engine.rpc.contexts.own_worker import LOWEST_PRIORITY, OwnWorker
 from decode_engine.rpc.server import DecodeServer
@@ -213,25 +214,17 @@ def test_a_worker_is_stopped(tmp_path: Path) -> None:
         os.kill(pid, 0)
 
 
-def test_a_context_is_continued_shown_and_removed(
-    run: Run, server: DecodeServer, lamp: str, tmp_path: Path
+def test_a_context_that_is_continued_is_shown_and_removed(
+    run: Run, server: DecodeServer, client: Client, lamp: str
 ) -> None:
     place = ("--server", server.address)
-    text = tmp_path / "more.txt"
-    text.write_text("Every winter the harbour froze. ")
-    made = run("contexts", "extend", lamp, str(text), "--name", "winter", "--ttl", "1h", *place)
-    assert made.returncode == 0, made.stderr
-    assert "32 of them new" in made.stdout
+    keep = Keep("winter", timedelta(hours=1), prompt_only=True)
+    client.generate(lamp, text="Every winter the harbour froze. ", method="full", keep=keep).read()
     shown = json.loads(run("contexts", "show", "winter", "--format", "json", *place).stdout)
     assert (shown["parent"], shown["children"]) == (lamp, 0)
     assert shown["expire_time"] is not None
     lines = [line.split() for line in run("contexts", "show", "winter", *place).stdout.splitlines()]
     assert ["continues", f"{lamp.removeprefix('contexts/')},"] in [line[:2] for line in lines]
-    other = tmp_path / "spring.txt"
-    other.write_text("Every spring it thawed. ")
-    assert run("contexts", "extend", lamp, str(other), *place).returncode == 0
-    assert run("contexts", "show", "lamp", *place).returncode == 0
-    assert run("contexts", "rm", "spring", *place).returncode == 0
     refused = run("contexts", "rm", lamp, *place)
     assert (refused.returncode, "--recursive" in refused.stderr) == (1, True)
     assert run("contexts", "rm", "winter", *place).returncode == 0
@@ -240,7 +233,7 @@ def test_a_context_is_continued_shown_and_removed(
 def test_a_text_that_cannot_be_read_is_told(run: Run, tmp_path: Path) -> None:
     text = tmp_path / "more.txt"
     text.write_bytes(b"\xff\xfe")
-    result = run("contexts", "extend", "lamp", str(text))
+    result = run("contexts", "create", str(text))
     assert (result.returncode, "is not UTF-8 text" in result.stderr) == (2, True)
 
 

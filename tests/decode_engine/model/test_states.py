@@ -1,7 +1,7 @@
 """Models with recurrent and convolution states: those behind a text's last token are part of what is stored.
 
-And models whose mixers read single tokens alone behind a state, that attend in chunks, or by latents, in every way in
-which tokens may come to stand behind a text.
+And models whose mixers read single tokens alone behind a state, that attend in chunks, by latents, to what an index of
+their own selects, or several times in a layer, in every way in which tokens may come to stand behind a text.
 """
 
 from __future__ import annotations
@@ -18,22 +18,38 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.unstored import unstored_manifest
-from index_store.errors import ContextCorruptError, ManifestError, ModelUnsupportedError
+from decode_engine.steps.batch_kinds import BatchKinds
+from index_store.errors import (
+    ContextCorruptError,
+    InvalidArgumentError,
+    ManifestError,
+    ModelUnsupportedError,
+)
 from index_store.family.children import read_own_rows
 from index_store.memory.arena import Arena
+from index_store.memory.placement import Placement
+from index_store.methods.presets import METHODS
 from index_store.models.loading import identify, resolve_model
 from index_store.store.catalog import Store
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.json_fields import plain
-from index_store.store.description.manifest import FORMAT_VERSION, LAYERS_VERSION, MANIFESTS, Manifest
+from index_store.store.description.manifest import (
+    FORMAT_VERSION,
+    INDEX_VERSION,
+    LAYERS_VERSION,
+    MANIFESTS,
+    Manifest,
+)
 from index_store.store.zarr_io import CHECKSUM_BYTES, chunk_path
 from prefill_worker.build.checkpoint import Checkpoint
+from prefill_worker.build.stages import Clock
 from prefill_worker.jobs.document_layers import load_for_reading
+from prefill_worker.jobs.job import carry_out
 from prefill_worker.reading.capture import Capture
 from prefill_worker.reading.prefill import run_context
 from prefill_worker.reading.query_sample import plan_sample
 from tests.support.models import LAYER_KINDS, write_model_folder, write_tokenizer
-from tests.support.ways import WAYS, Served, served
+from tests.support.ways import QUIET, WAYS, Served, served
 
 TEXT = torch.randint(3, 259, (300,), generator=torch.Generator().manual_seed(1)).tolist()
 PROMPT = list(range(70, 82))
@@ -42,7 +58,10 @@ KINDS = ("states", "convolutions")
 with_states = pytest.mark.parametrize("own", KINDS, indirect=True)
 
 
-@pytest.fixture(scope="module", params=(*KINDS, "single tokens", "chunks", "latents"))
+OTHERS = ("single tokens", "chunks", "latents", "learnt index", "several times", "nothing handed on")
+
+
+@pytest.fixture(scope="module", params=(*KINDS, *OTHERS))
 def own(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A served model, and what it answers by itself."""
     path = tmp_path_factory.mktemp("states")
@@ -164,19 +183,54 @@ def _load(store: Store, manifest: Manifest) -> None:
         pass
 
 
-@pytest.mark.parametrize("own", [*KINDS, "chunks"], indirect=True)
-def test_a_manifest_with_states_or_chunks_has_a_version_of_its_own(own: tuple[Served, list[int]]) -> None:
+@pytest.mark.parametrize("own", [*KINDS, "chunks", "learnt index"], indirect=True)
+def test_a_manifest_with_more_than_rows_has_a_version_of_its_own(own: tuple[Served, list[int]]) -> None:
     """So that a program that knows of none refuses it by that; of other models everything is as it was."""
     manifest = own[0].manifest
     document = json.loads((own[0].store.path / "contexts" / manifest.id / "manifest.json").read_text())
-    assert document["format_version"] == manifest.format_version == LAYERS_VERSION
+    version = INDEX_VERSION if manifest.model.index_keys else LAYERS_VERSION
+    assert document["format_version"] == manifest.format_version == version
     assert MANIFESTS.parse(MANIFESTS.render(manifest), "here") == manifest
-    other = unstored_manifest(replace(manifest.model, states=None, window=None), "float32", 3)
+    other = unstored_manifest(replace(manifest.model, states=None, window=None, index_keys=0), "float32", 3)
     assert (other.state, other.written_version) == (None, FORMAT_VERSION)
-    assert "states" not in plain(other)["model"]
+    assert not {"states", "index_keys"} & set(plain(other)["model"])
     if manifest.state is not None:
         with pytest.raises(ManifestError, match="state"):
             replace(manifest, state=None)
+
+
+@pytest.mark.parametrize("own", ["learnt index"], indirect=True)
+def test_what_a_model_selects_is_attended_to_whatever_the_method(
+    own: tuple[Served, list[int]], tmp_path: Path
+) -> None:
+    """No index of ours is built over it, rows stay as they are, nothing approximates it, and no graph holds it."""
+    found, _ = own
+    config = replace(found.config, store=tmp_path, method=("refined",))
+    manifest = _prefill(replace(found, config=config))
+    assert [entry.arrays for entry in manifest.indexes] == [()]
+    with Arena(2**30).acquire(Store(tmp_path), manifest.id) as context:
+        sessions = [found.runner.start(context, METHODS[name].on(manifest)) for name in ("full", "refined")]
+        for session in sessions:
+            found.runner.read([session], [PROMPT])
+        one, other = found.runner.forward(sessions, [[5], [5]])
+        assert torch.equal(one, other)
+        assert (sessions[0].figures.fraction, sessions[1].figures.sparse_fraction) == (
+            pytest.approx(0.13, abs=0.01),
+            0,
+        )
+    reason = BatchKinds(torch.float32).sort(METHODS["full"].on(manifest), Placement.DEVICE)
+    assert reason == "the model selects keys by an index of its own"
+    for settings, why in (
+        ({"rows": "int8"}, "index of their own"),
+        ({"attention": "muse"}, "an index of its own"),
+    ):
+        refused = replace(found, config=replace(config, store=tmp_path / "none", **settings))
+        with pytest.raises(InvalidArgumentError, match=why):
+            _prefill(refused)
+
+
+def _prefill(own: Served) -> Manifest:
+    return carry_out(own.job(own.text), QUIET, Clock()).manifest
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the real server says about itself, and how it admits requests by the memory that they may need."""
+"""What the real server says about itself, how it admits requests by memory, and which RPCs it has."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+from google.longrunning import operations_pb2
 from typer.testing import CliRunner
 
 from decode_engine.cli.command_line import commands
@@ -13,8 +14,12 @@ from decode_engine.cli.status_command import rate_lines, status_lines
 from decode_engine.engine.session_memory import session_bytes
 from decode_engine.errors import SessionMemoryError
 from decode_engine.rpc.client import Client
+from decode_engine.rpc.client.connection import REPEATED
+from decode_engine.rpc.context_service import ContextService, OperationsService
+from decode_engine.rpc.generation_service import GenerationService
 from decode_engine.rpc.server import DecodeServer
 from index_store.methods.presets import get_method
+from sparsekv.v1 import context_pb2, generation_pb2
 from tests.decode_engine.conftest import Library
 from tests.support.serving.service import LONG, loaded, wait_until
 
@@ -134,3 +139,40 @@ def test_a_status_is_watched_until_interrupted(
 def test_what_came_since_is_not_told_of_a_server_that_was_started_again(client: Client) -> None:
     status = client.server_status()
     assert rate_lines(status, replace(status, steps=status.steps + 1)) == rate_lines(status, None) == []
+
+
+CHANGING = {"DeleteContext", "UploadDocument", "DeleteOperation"}
+"""Calls that change something: nobody repeats them unasked."""
+
+HANDLERS = {
+    "ContextService": ContextService,
+    "GenerationService": GenerationService,
+    "Operations": OperationsService,
+}
+"""The class that answers the calls of each service."""
+
+SERVICES = [
+    descriptor
+    for module in (context_pb2, generation_pb2, operations_pb2)
+    for descriptor in module.DESCRIPTOR.services_by_name.values()
+]
+
+
+def test_every_rpc_has_a_handler() -> None:
+    missing = [
+        method.full_name
+        for descriptor in SERVICES
+        for method in descriptor.methods
+        if method.name not in vars(HANDLERS[descriptor.name])
+    ]
+    assert missing == []
+
+
+def test_every_rpc_is_repeated_or_known_to_change_something() -> None:
+    expected = {
+        method.name
+        for descriptor in SERVICES
+        for method in descriptor.methods
+        if method.name not in CHANGING and not method.server_streaming
+    }
+    assert expected == REPEATED

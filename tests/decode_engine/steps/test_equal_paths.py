@@ -58,7 +58,7 @@ def in_the_interpreter() -> list[Any]:
         Case(method="refined", rows=INT8, placement=HYBRID, heads="large groups", lengths=(90, 40)),
         Case(method="csattention+dropped", model="windows", lengths=WINDOWS),
         Case(method="csattention", model="windows only", lengths=WINDOWS),
-        *(Case(model=each, lengths=WINDOWS) for each in ("sinks", "experts", "another scale")),
+        *(Case(model=each, lengths=WINDOWS) for each in ("sinks", "experts", "another scale", "chunks")),
         Case(method="multipole", model="sinks", lengths=WINDOWS),
         Case(method="multipole+dropped", model="sinks", lengths=WINDOWS, placement=HYBRID),
         Case(method="refined", model="windows", heads="long rows", placement=HYBRID, lengths=(90, 40)),
@@ -86,7 +86,7 @@ def in_the_interpreter() -> list[Any]:
 def on_a_gpu() -> list[Any]:
     methods = ("full", "csattention+dropped", "csattention", "multipole", "multipole+dropped", "refined")
     in_planes = ("full", "refined", "csattention", "csattention+dropped", "multipole")
-    kinds = ("windows", "windows only", "sinks", "experts", "another scale")
+    kinds = ("windows", "windows only", "chunks", "sinks", "experts", "another scale")
     long = (4000, 150, 2777)  # coarse rows are no shorter
     return [
         *(Case(method=name) for name in (*methods, "csattention+monopole", "refined+dropped")),
@@ -192,9 +192,9 @@ def check_logits(case: Case, found: Tensor, expected: Tensor, wide: Tensor | Non
         assert float(of(distances(found, expected))) < 2**0.5 * float(of(rounding))
         assert float(rounding.median()) < 0.2
     elif DEVICE == "cuda" or (case.method, case.rows) == ("multipole", INT8):
-        # Sums in 16 bits in another order: up to .04 were found, .055 where all keys leave their clusters again. Means
+        # Sums in 16 bits in another order: up to .12 were found, by those of dropped remainders. Means
         # of clusters are of rows before they were coded, which `monopole` takes out.
-        assert float((found - expected).abs().amax() / expected.std()) < (0.1 if DEVICE == "cuda" else 2e-2)
+        assert float((found - expected).abs().amax() / expected.std()) < (0.2 if DEVICE == "cuda" else 2e-2)
     else:
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
 
@@ -232,15 +232,12 @@ def check_states(sessions: list[Session], twins: list[Session], exact: list[Sess
                 assert float(apart.max()) < max(2**0.5 * float(rounding.max()), 0.01)
 
 
-def test_capped_logits_and_chunks_take_the_general_path(
-    runners: Runners, caplog: pytest.LogCaptureFixture
-) -> None:
-    for model, why in (("caps", "the model caps its logits"), ("chunks", "the model attends in chunks")):
-        runner = runners(model, "usual")
-        session = runner.start(runner.no_context, method_of("full").on(runner.no_context.manifest))
-        with stepping(runner) as stepper, caplog.at_level("INFO"):
-            assert not stepper.takes(session)
-        assert any(why in record.message for record in caplog.records)
+def test_capped_logits_take_the_general_path(runners: Runners, caplog: pytest.LogCaptureFixture) -> None:
+    runner = runners("caps", "usual")
+    session = runner.start(runner.no_context, method_of("full").on(runner.no_context.manifest))
+    with stepping(runner) as stepper, caplog.at_level("INFO"):
+        assert not stepper.takes(session)
+    assert any("the model caps its logits" in record.message for record in caplog.records)
 
 
 @pytest.mark.parametrize("window", [1, 5, 24])

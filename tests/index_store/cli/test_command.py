@@ -116,15 +116,16 @@ def test_format_bytes(count: int, text: str) -> None:
 def test_contexts_are_pinned_and_labelled(command: Command, expired: SyntheticContext) -> None:
     """A pinned context does not expire."""
     id_ = expired.id
-    assert command.ok("pin", "old") == f"pinned {id_}\n"
-    assert command.ok("label", "old", "team=law", "year=2026") == f"{id_}: team=law, year=2026\n"
-    code, _, err = command.run("label", "old", "A b=c")
+    said = command.ok("update", "old", "--pin", "--label", "team=law", "--label", "year=2026")
+    assert "team=law, year=2026" in said
+    code, _, err = command.run("update", "old", "--label", "A b=c")
     assert (code, "'A b'" in err) == (2, True)
-    assert command.json("label", "old", "year-") == {"id": id_, "labels": {"team": "law"}}
+    assert command.run("update", "old")[0] == 2
+    assert command.json("update", "old", "--label", "year-")["labels"] == {"team": "law"}
     shown = command.json("show", id_)
     assert (shown["pinned"], shown["labels"], shown["state"]) == (True, {"team": "law"}, "READY")
     assert command.json("gc")["removed"] == []
-    assert command.json("unpin", id_) == {"unpinned": [id_]}
+    assert command.json("update", id_, "--unpin", "--name", "older")["display_name"] == "older"
     assert command.json("show", id_)["state"] == "EXPIRED"
 
 

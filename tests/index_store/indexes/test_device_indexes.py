@@ -5,8 +5,6 @@ Without a CUDA device the kernels run in Triton's interpreter, over few keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -19,10 +17,8 @@ from index_store.indexes.key_clusters.build import (
     build_clusters,
     build_clusters_on_device,
     build_tree,
-    build_tree_on_device,
     undo_rotary,
 )
-from index_store.indexes.key_clusters.build_triton import build_device_tree
 from index_store.indexes.key_clusters.parameters import ClusterParameters, TreeParameters
 from index_store.indexes.query_tables.build import build_tables, build_tables_on_device
 from index_store.indexes.query_tables.parameters import TableParameters
@@ -30,7 +26,6 @@ from index_store.methods.method import INDEX_SPECS
 from index_store.store.stored_context import QuerySample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-Arrays = dict[str, Tensor]
 
 
 def make_source(
@@ -111,25 +106,12 @@ def test_clusters(parameters: ClusterParameters) -> None:
     torch.testing.assert_close(found["means"][0, 3], keys[0, own].float().mean(0), rtol=1e-4, atol=1e-4)
 
 
-def tree_by_kernels(parameters: TreeParameters, source: LayerSource) -> tuple[Arrays, Arrays]:
-    """Of fine clusters, and of the tree over them."""
-    fine = build_clusters_on_device(parameters, source, 0)
-    found = build_tree_on_device(parameters, dict(fine), 0)
-    assert shapes(found) == shapes(build_tree(parameters, on_host(source), 0))
-    return fine, found
-
-
-def tree_on_host(parameters: TreeParameters, source: LayerSource) -> tuple[Arrays, Arrays]:
-    return build_clusters(parameters, source, 0), build_tree(parameters, source, 0)
-
-
 @pytest.mark.parametrize("moments", ["none", "diagonal"])
-@pytest.mark.parametrize("build", [tree_by_kernels, tree_on_host])
-def test_a_tree(build: Callable[[TreeParameters, LayerSource], tuple[Arrays, Arrays]], moments: str) -> None:
+def test_a_tree(moments: str) -> None:
     """Fine clusters in the order of their parents, whose moments are direct sums."""
     parameters = TreeParameters(4, "cosine", 128, 4, moments, 0, 4, keys_per_coarse=20)
-    source = make_source(300, device="cpu" if build is tree_on_host else DEVICE)
-    fine, found = build(parameters, source)
+    source = make_source(300)
+    fine, found = build_clusters(parameters, source, 0), build_tree(parameters, source, 0)
     coarse_of_key = found["parents"].long().gather(1, found["assignment"].clamp(min=0).long())
     coarse_of_key = torch.where(found["assignment"] >= 0, coarse_of_key, -1)
     coarse = found["coarse_counts"].shape[1]
@@ -160,18 +142,20 @@ def test_a_tree_over_empty_clusters() -> None:
     source = make_source(200)
     source.kv_HN2D[:, 100:] = source.kv_HN2D[:, 100:101]
     parameters = TreeParameters(4, "euclidean", 0, 3, "none", 0, 0, keys_per_coarse=25)
-    fine = build_clusters_on_device(parameters, source, 0)
-    assert bool((fine["counts"] == 0).any())
-    found = build_device_tree(
-        fine, [(0, 200, 0, 50)], keys_per_coarse=25, metric="euclidean", iterations=3, seed=0
-    )
+    found = build_tree(parameters, source, 0)
+    assert bool((found["counts"] == 0).any())
     assert (found["coarse_counts"].sum(1) == 200).all()
     assert int((found["coarse_counts"] > 0).sum(1).min()) >= 4
 
 
 @pytest.mark.parametrize(
     ("layout", "scores", "subspaces", "centroids"),
-    [("dense", "dot", 8, 16), ("lists", "cosine", 4, 12), ("lists", "dot", 1, 140), ("dense", "dot", 1, 140)],
+    [
+        ("dense", "dot", 8, 16),
+        ("dense", "cosine", 4, 12),
+        ("lists", "cosine", 4, 12),
+        ("dense", "dot", 1, 140),
+    ],
 )
 def test_tables(layout: str, scores: str, subspaces: int, centroids: int) -> None:
     parameters = TableParameters.parse(
@@ -186,7 +170,8 @@ def test_tables(layout: str, scores: str, subspaces: int, centroids: int) -> Non
         }
     )
     source = make_source(100)
-    found = build_tables_on_device(parameters, source, 0)
+    build = build_tables if layout == "lists" else build_tables_on_device
+    found = build(parameters, source, 0)
     expected = build_tables(parameters, on_host(source), 0)
     assert shapes(found) == shapes(expected)
     slices = source.keys_HND[..., subspace_dims(parameters, 32).to(DEVICE)]
@@ -198,7 +183,7 @@ def test_tables(layout: str, scores: str, subspaces: int, centroids: int) -> Non
         products = products.gather(-1, found["ids"].long())
     stored = found["scores"].float() * found["scales"][..., None, None]
     assert float((stored - products).abs().max()) <= 0.51 * float(found["scales"].max())
-    again = build_tables_on_device(parameters, source, 0)
+    again = build(parameters, source, 0)
     assert all(torch.equal(found[name], again[name]) for name in found)
 
 

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import shutil
+import types
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -22,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from index_store.attention.attention_state import PLAIN, LogitForm
 from index_store.errors import InvalidArgumentError, ModelUnsupportedError
-from index_store.models import loading
+from index_store.models import loading, self_check
 from index_store.models.attention_reading import LayerReading
 from index_store.models.fused.kernels_triton import (
     Gate,
@@ -239,13 +240,16 @@ LATENT = {
         ("vit", {}, "not a causal language model"),
         ("bert", {"max_position_embeddings": 512}, "layer 0 is not causal"),
         (
-            "stablelm",
-            {"intermediate_size": 64, "num_key_value_heads": 2},
-            "do not hand on to the attention function",
+            "deepseek_v32",
+            {"num_key_value_heads": 4, **LATENT},
+            "keys of its own index have 128 numbers, more than",
         ),
-        ("deepseek_v32", {"num_key_value_heads": 4, **LATENT}, "a learnt index of its own.*index_topk"),
+        (
+            "dory",
+            {"recurrent_kv_cache_mode": "last_loop", "num_hidden_layers": 18},
+            "its earlier loops read keys",
+        ),
         ("doge", {"num_key_value_heads": 2}, "layer 0 makes an attention mask of its own"),
-        ("diffllama", {"num_key_value_heads": 2}, "its 2 layers attend 4 times in a pass"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_weights_are_read(
@@ -394,6 +398,35 @@ def test_a_model_that_differs_is_refused_by_what_differs(
             wrong.verify("prefill", lambda seen: {})
     with pytest.raises(ModelUnsupportedError, match="logits of decoding here are wrong"):
         loaded.verify("decoding", lambda seen: {"decoding": "are wrong"})
+
+
+def test_what_only_rounding_changes_is_compared_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and forwards are as before then, and what is read wrongly is refused in float32, too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    loaded = load(tmp_path / "model", "experts")
+    loaded.model.bfloat16()
+    norm = loaded.model.model.norm
+    norm.forward = types.MethodType(lambda self, x: x * self.weight, norm)  # as fused layers are
+    before = {name: weight.clone() for name, weight in loaded.model.named_parameters()}
+    seen: list[torch.dtype] = []
+
+    def check(found: Examination) -> Verdict:
+        seen.append(found.plain.kv[1].dtype)
+        return {"decoding": None if seen[-1] == torch.float32 else "differ by 30%"}
+
+    assert loaded.verify("decoding", check)["decoding"] is None
+    assert seen == [torch.bfloat16, torch.float32]
+    assert isinstance(norm.__dict__["forward"], types.MethodType)
+    for name, weight in loaded.model.named_parameters():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, before[name])
+    wrong = replace(loaded, readings=[with_another_scale(own) for own in loaded.readings])
+    assert wrong.readings != loaded.readings
+    monkeypatch.setattr(self_check, "_COARSE_TOLERANCE", 0.0)
+    with pytest.raises(ModelUnsupportedError, match="attention as its layers describe it differ by"):
+        wrong.verify("prefill", lambda found: {})
 
 
 def test_a_few_positions_may_differ_and_none_may_be_nan() -> None:

@@ -307,7 +307,7 @@ def test_stores_with_several_of_one_name_open_and_are_mended(store: Store) -> No
     for context in contexts:
         context.write(store)
     assert len(store.list()) == 3
-    with pytest.raises(ContextAmbiguousError, match="index-store name ID NAME --move-name"):
+    with pytest.raises(ContextAmbiguousError, match="index-store update ID --name NAME --move-name"):
         store.resolve("same")
     take_name(store, contexts[1].id, "same")
     assert store.resolve("same") == contexts[1].id
@@ -347,7 +347,7 @@ def test_a_name_that_moves_is_one_edition_s_at_any_time(
         with pytest.raises(KeyboardInterrupt):
             take_name(store, to.id, "handbook")
         assert store.resolve("handbook", model_of(first)) == means.id
-        with pytest.raises(ContextAmbiguousError, match="index-store name ID NAME --move-name"):
+        with pytest.raises(ContextAmbiguousError, match="index-store update ID --name NAME --move-name"):
             store.resolve("handbook")  # at a machine itself, where it may be to remove one
         left[0] = 2
         take_name(store, to.id, "handbook")

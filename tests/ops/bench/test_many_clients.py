@@ -1,4 +1,4 @@
-"""Many clients at once: the whole path over a toy model, and what times say."""
+"""Many clients at once, and streams of tenants: the whole path over a toy model, and what times say."""
 
 from __future__ import annotations
 
@@ -69,3 +69,19 @@ def test_changed_answers_are_not_reported(bench: ModuleType, monkeypatch: pytest
     monkeypatch.setattr(bench, "refuse", lambda *asked: (0.1, 0.2))
     with pytest.raises(CheckFailedError, match="changed the answers"):
         bench.ask_absurdly(None, Changing(), "contexts/0", "refined", {"answer_tokens": 2})
+
+
+def test_shares_and_cost_are_reported(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load_bench("served/tenants")
+    monkeypatch.setattr("harness.served.source_text", lambda files: TEXT * 4)
+    model = make_library(tmp_path).model
+    options = {"streams": 12, "tenants": 3, "minutes": 0.5, "sessions": 3, "turns": 2, "tokens": "300"}
+    rows, code, written = run(bench, model=str(model), device="cpu", processes=1, **options)
+    assert code == 0, written
+    shares, cost = rows
+    assert (shares["case"], cost["case"]) == ("shares", "cost")
+    assert shares["starved"] == 0
+    assert 0.5 < shares["share_least"] <= 1 <= shares["share_most"] < 1.5
+    assert 0 < shares["gap_p50_ms"] <= shares["gap_p99_ms"]
+    assert 0 < shares["first_p50_ms"] <= shares["first_p99_ms"]
+    assert cost["ratio"] > 0

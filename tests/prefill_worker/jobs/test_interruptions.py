@@ -18,9 +18,12 @@ import pytest
 from index_store.cli.console import reporter_for
 from index_store.methods.presets import get_method
 from index_store.store.catalog import Store
+from index_store.store.writer import ContextWriter
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
-from tests.support.forking import kill_after, run, start
+from tests.index_store.store.writing.writer_processes import WRITING, die_at_call
+from tests.support.forking import kill_after, killed_at_each_step, run, start
+from tests.support.models import LAYER_KINDS, write_model_folder
 
 MakeConfig = Callable[..., PrefillConfig]
 KILLS = 12
@@ -72,6 +75,32 @@ def test_kill_at_any_moment_leaves_a_usable_store(make_config: MakeConfig) -> No
     assert leftovers(config.store) == []
     assert run_job(replace(config, salt="kill 0"), reporter_for()).manifest.token_count == keeper.token_count
     assert Store(config.store).verify(keeper.id) == []
+
+
+def run_until(config: PrefillConfig, die_at: int) -> None:
+    """Kills itself before a step of writing."""
+    die_at_call(die_at, (ContextWriter, "write_state"), *WRITING)
+    run_job(config, reporter_for())
+
+
+@pytest.mark.nightly
+def test_killed_before_any_array_of_a_model_with_states(make_config: MakeConfig, tmp_path: Path) -> None:
+    family, settings = LAYER_KINDS["states"]
+    model = write_model_folder(tmp_path / "model", family, layers=3, **settings)
+    config = make_config(model=str(model), method=("full",))
+    kept = run_job(replace(config, salt="keeper"), reporter_for()).manifest
+    store, steps = Store(config.store), 0
+    for _ in killed_at_each_step(run_until, config):
+        steps += 1
+        for manifest in store.list():
+            assert store.verify(manifest.id) == []
+            if manifest.id != kept.id:  # killed after the rename
+                store.delete(manifest.id)
+    assert (
+        steps > len(kept.arrays) + 2
+    )  # each is made, and one of them is the states'; then the sync and the rename
+    assert store.verify(kept.id) == []
+    assert leftovers(config.store) == []
 
 
 @pytest.mark.slow

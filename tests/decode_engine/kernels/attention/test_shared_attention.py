@@ -370,13 +370,14 @@ def test_attention_to_a_window_over_everything(
         torch.testing.assert_close(lse[b], expected.lse, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("window", [1, 40, 500])
-def test_attention_to_a_window(window: int) -> None:
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("window", [1, 32, 40, 500])
+def test_attention_to_a_window(window: int, chunked: bool) -> None:
     """Rows that no query sees are not there: what lies before the others must not be read."""
     lengths, tails = [63, 0, 100, 30], (1, 0, 130, 10)
     problem = make_problem(lengths, heads=2, group=4, tails=tails, device=DEVICE)
     records_BF = problem.records_BF.clone()
-    records_BF[:, records.WINDOW] = window
+    records_BF[:, records.WINDOW] = -window if chunked else window
     kept = []
     for b, sequence in enumerate(problem.sequences):
         if sequence is not None:
@@ -393,9 +394,9 @@ def test_attention_to_a_window(window: int) -> None:
         if sequence is None:
             assert not out[b].any()
             continue
-        kv_HN2D = torch.cat([sequence.kv_HN2D, sequence.tail_HT2D[:, : sequence.tail_keys]], dim=1)[
-            :, -window:
-        ]
+        kv_HN2D = torch.cat([sequence.kv_HN2D, sequence.tail_HT2D[:, : sequence.tail_keys]], dim=1)
+        count = kv_HN2D.shape[1]
+        kv_HN2D = kv_HN2D[:, (count - 1) // window * window if chunked else max(0, count - window) :]
         expected = attend_dense_reference(q_BHGD[b], kv_HN2D, problem.scale)
         assert relative_error(out[b], expected.out) < TOLERANCE[torch.float32]
         torch.testing.assert_close(lse[b], expected.lse, rtol=2e-5, atol=2e-5)

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from functools import partial
 
 import pytest
 
 from decode_engine.rpc.client import Client
-from index_store.errors import ContextBusyError, ContextNotFoundError, NameTakenError
+from decode_engine.rpc.contexts.listing import fits
+from index_store.errors import (
+    ContextBusyError,
+    ContextCorruptError,
+    ContextNotFoundError,
+    FormatVersionError,
+    NameTakenError,
+    StoreUnavailableError,
+)
 from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up
+from index_store.store.listing import BrokenContext, Entry, state_of
 from sparsekv.v1 import context_pb2
 from tests.decode_engine.conftest import Library, Stubs
 from tests.support.serving.service import fails, wait_until
+from tests.support.store import CREATED, synthetic_context
 
 
 def test_a_name_that_another_context_has_is_taken_by_wish_alone(library: Library, client: Client) -> None:
@@ -106,3 +118,40 @@ def test_lists_of_some_contexts_come_page_by_page(library: Library, client: Clie
         assert (info.metadata["field"], "expected " in details) == (field, True)
     for name in names:
         client.delete_context(name)
+
+
+def made(name: str, **changes: object) -> Entry:
+    return replace(synthetic_context(name=name).draft, **changes)  # type: ignore[arg-type]
+
+
+PAST = CREATED + timedelta(days=3)
+ENTRIES: Mapping[str, Entry] = {
+    "law": made("Tax law", labels={"team": "law", "year": "2026"}),
+    "novel": made("Tales", labels={"team": "arts"}),
+    "old": made("old", labels={"team": "law"}, expires_at=PAST),
+    "corrupt": BrokenContext("b" * 64, ContextCorruptError("damaged")),
+    "unsupported": BrokenContext("c" * 64, FormatVersionError("new")),
+    "unavailable": BrokenContext("d" * 64, StoreUnavailableError("away")),
+}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ({}, " ".join(ENTRIES)),
+        ({"name_prefix": "Ta"}, "law novel"),
+        ({"name_prefix": "ta"}, ""),
+        ({"labels": {"team": "law"}}, "law old"),
+        ({"labels": {"team": "law", "year": "2026"}}, "law"),
+        ({"labels": {"year": ""}}, ""),
+        ({"state": "READY"}, "law novel"),
+        ({"state": "EXPIRED", "labels": {"team": "law"}}, "old"),
+        ({"state": "CORRUPT"}, "corrupt"),
+        ({"state": "UNSUPPORTED"}, "unsupported"),
+        ({"state": "UNAVAILABLE"}, "unavailable"),
+    ],
+)
+def test_lists_hold_what_fits(wanted: Mapping[str, object], found: str) -> None:
+    request = context_pb2.ListContextsRequest(**wanted)  # type: ignore[arg-type]
+    states = {name: state_of(entry, expired=name == "old") for name, entry in ENTRIES.items()}
+    assert " ".join(name for name, entry in ENTRIES.items() if fits(entry, request, states[name])) == found

@@ -1,8 +1,9 @@
-"""Contexts made over the network: orders, operations, uploads, and a worker that takes them, over a real server."""
+"""Contexts made over the network: orders, operations, uploads, a worker that takes them, and children made whole."""
 
 from __future__ import annotations
 
 import asyncio
+import io
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from decode_engine.errors import CancelledError
 from decode_engine.rpc.client import NEVER, AsyncClient, Client, CreateOptions, Keep
 from decode_engine.rpc.contexts.creation import _filled
 from decode_engine.rpc.server import DecodeServer
+from index_store.cli.console import LineReporter
 from index_store.errors import (
     ContextExpiredError,
     ContextNotFoundError,
@@ -29,9 +31,12 @@ from index_store.store.catalog import Store, utc_now
 from index_store.store.clean_up import clean_up
 from index_store.store.description.manifest import Manifest
 from prefill_worker.build.checkpoint import Checkpoint
+from prefill_worker.config import AddIndexConfig, DetachConfig
+from prefill_worker.jobs.added_indexes import run_add_index
+from prefill_worker.jobs.children import run_detach
 from prefill_worker.worker.queue_worker import QueueWorker
 from sparsekv.v1 import context_pb2
-from tests.decode_engine.conftest import Library
+from tests.decode_engine.conftest import Library, make_library
 from tests.decode_engine.rpc.creation.conftest import document, make_worker, names
 from tests.support.serving.service import loaded, wait_until
 
@@ -475,3 +480,58 @@ def test_damaged_jobs_are_named_and_hold_nobody_up(
     (shop.store / "jobs" / short.name.removeprefix("operations/") / "tokens").write_bytes(b"1234")
     assert worker.work_once()
     assert isinstance(client.get_operation(short.name).error, JobCorruptError)
+
+
+MORE = "Every winter the harbour froze, and the keeper walked over the ice to the ships. "
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    return make_library(tmp_path_factory.mktemp("detached"))
+
+
+def tokens(client: Client, context: str, method: str) -> list[int]:
+    with client.generate(context, text="The lamp", max_tokens=12, method=method) as generation:
+        return [token for piece in generation for token in piece.token_ids]
+
+
+def test_a_child_made_whole_needs_nobody(library: Library) -> None:
+    root = "contexts/" + library.prefill("root", method=("csattention", "quest", "multipole"))
+    with loaded(library.config()) as server, Client(server.address) as client:
+        keep = Keep(name="long", prompt_only=True)
+        with client.generate(root, text=MORE * 4, method="full", keep=keep) as generation:
+            generation.read()
+        child = generation.summary.kept_context
+        expected = tokens(client, child, "full")
+        with pytest.raises(InvalidArgumentError, match="continues; add them there"):
+            run_add_index(AddIndexConfig(child, library.store, index=("pages",)), LineReporter(io.StringIO()))
+        running = client.generate(child, text="The lamp", max_tokens=400, method="full")
+        pieces = iter(running)
+        begun = [*next(pieces).token_ids]
+        changed = client.update_context(child, labels={"team": "sea"})
+        report = run_detach(DetachConfig("long", library.store, device="cpu"), LineReporter(io.StringIO()))
+        whole = client.find_context("long")
+        assert whole.name == f"contexts/{report.manifest.id}" == child
+        assert (whole.parent, whole.labels) == ("", {"team": "sea"})
+        assert (whole.token_count, whole.create_time) == (changed.token_count, changed.create_time)
+        assert Store(library.store).verify(report.manifest.id) == []
+        again = client.generate(root, text=MORE * 4, method="full", keep=keep)
+        again.read()
+        assert again.summary.kept_context == child
+        assert client.get_context(child).parent == ""
+        (replaced,) = {left.kind for left in clean_up(Store(library.store))}
+        assert (replaced, Store(library.store).verify(report.manifest.id)) == ("array", [])
+        begun += [token for piece in pieces for token in piece.token_ids]
+        assert (len(begun), begun[:12]) == (400, expected)
+        client.delete_context(root)
+        assert tokens(client, whole.name, "full") == expected
+        for method in ("csattention", "quest", "multipole"):
+            assert method in whole.methods
+            assert len(tokens(client, whole.name, method)) == 12
+            with client.generate(
+                whole.name, text="The lamp", max_tokens=12, method=method, keep_ratio=1.0
+            ) as generation:
+                found = [token for piece in generation for token in piece.token_ids]
+            assert found == expected, method
+    with pytest.raises(InvalidArgumentError, match="stands alone already"):
+        run_detach(DetachConfig("long", library.store), LineReporter(io.StringIO()))

@@ -15,9 +15,9 @@ from index_store.attention.attention_state import AttentionState
 from index_store.attention.rows_in_line_numba import RowsInLine
 from index_store.attention.vectors.bytes_numba import instruction_sets, make_block_product
 from index_store.attention.vectors.code import LANES
-from index_store.indexes.coarse_rows import best_keys_numba, value_sums_numba
+from index_store.indexes.coarse_rows import coded_steps_numba
 from index_store.indexes.coarse_rows import index as coarse_index
-from index_store.indexes.coarse_rows.best_keys_numba import Columns, take_best
+from index_store.indexes.coarse_rows.best_keys_numba import Columns
 from index_store.indexes.coarse_rows.coded_passes_numba import (
     BEGIN,
     EACH,
@@ -32,9 +32,15 @@ from index_store.indexes.coarse_rows.coded_passes_numba import (
     pass_of,
     span_count,
 )
+from index_store.indexes.coarse_rows.coded_steps_numba import (
+    add_values,
+    attend_values,
+    score_keys,
+    take_best,
+)
 from index_store.indexes.coarse_rows.coding_numba import code_rows
 from index_store.indexes.coarse_rows.index import CoarseRows
-from index_store.indexes.coarse_rows.key_scores_numba import score_keys, weigh
+from index_store.indexes.coarse_rows.key_scores_numba import weigh
 from index_store.indexes.coarse_rows.parameters import BLOCK
 from index_store.indexes.coarse_rows.reference import (
     attend_values_reference,
@@ -43,7 +49,7 @@ from index_store.indexes.coarse_rows.reference import (
     weigh_reference,
 )
 from index_store.indexes.coarse_rows.scalar_rows import ScalarRows
-from index_store.indexes.coarse_rows.value_sums_numba import NEGLIGIBLE, add_values, attend_values
+from index_store.indexes.coarse_rows.value_sums_numba import NEGLIGIBLE
 from index_store.indexes.interface.layer_index import Asked, Best, LayerSource
 from index_store.methods.method import INDEX_SPECS
 from index_store.selection.budgets import COARSE, TokenCount
@@ -279,6 +285,12 @@ def alone(each: CodedPass, weights: RowsInLine, spans: Spans) -> tuple[CodedPass
     return again, few, empty.of(spans.rows_R[own], spans.first_R[own])
 
 
+def added(passes: list[CodedPass], weights: RowsInLine, spans: Spans) -> AttentionState:
+    state = AttentionState.empty((HEADS, spans.peaks_HRS.shape[1]), HEAD_DIM)
+    add_values(passes, weights, spans, state)
+    return state
+
+
 def test_scores_of_several_tables_are_those_of_each() -> None:
     passes = make_passes()
     queries = torch.randn(HEADS, sum(QUERIES), HEAD_DIM, generator=torch.Generator().manual_seed(1)) / 8
@@ -300,17 +312,17 @@ def test_scores_of_several_tables_are_those_of_each() -> None:
 @pytest.mark.parametrize("most_rows", [256, 4])  # of one launch
 def test_values_of_several_tables_are_those_of_each(most_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of results to which two passes add are the union of both."""
-    monkeypatch.setattr(value_sums_numba, "_MOST_ROWS", most_rows)
+    monkeypatch.setattr(coded_steps_numba, "_MOST_ROWS", most_rows)
     passes = make_passes()
     queries = torch.randn(HEADS, sum(QUERIES), HEAD_DIM, generator=torch.Generator().manual_seed(2)) / 8
     weights, spans = layout(passes)
     score_keys(passes, queries, weights, spans)
-    together = add_values(passes, weights, spans)
+    together = added(passes, weights, spans)
     states = []
     for each in passes:
         again, few, own = alone(each, weights, spans)
         own.peaks_HRS[:], own.totals_HRS[:] = spans.peaks_HRS, spans.totals_HRS
-        states.append(add_values([again], few, own))
+        states.append(added([again], few, own))
     merged = states[0]
     for state in states[1:]:
         merged = merged.merge(state)
@@ -353,7 +365,7 @@ def test_passes_over_nothing_leave_everything_as_it_was() -> None:
     spans = Spans.empty(HEADS, 2, 1)
     passes = [CodedPass(rows, 0, range(1)), CodedPass(rows, 300, range(1, 2))]
     score_keys(passes, torch.zeros(HEADS, 2, HEAD_DIM), weights, spans)
-    state = add_values(passes, weights, spans)
+    state = added(passes, weights, spans)
     assert (state.lse == -torch.inf).all()
     assert not state.out.any()
     assert not weights.numbers.any()
@@ -382,15 +394,15 @@ def test_weights_equal_the_reference(count: int, shift: int) -> None:
     torch.testing.assert_close(torch.from_numpy(spans.totals_HRS), totals, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("threads", [0, 1000])
+@pytest.mark.parametrize("rows_each", [0, 1000])
 @pytest.mark.parametrize(
     ("count", "shift", "keep"), [(1, 0, 1), (100, 7, 9), (2 * SPAN + 77, 19, 40), (60, 0, 60)]
 )
 def test_the_best_keys_are_those_of_the_reference(
-    count: int, shift: int, keep: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    count: int, shift: int, keep: int, rows_each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether a thread has whole rows or spans of them."""
-    monkeypatch.setattr(best_keys_numba, "thread_count", lambda: threads)
+    monkeypatch.setattr(coded_steps_numba, "_ROWS_EACH", rows_each)
     weights, peaks, totals = weigh_reference(5 * random(HEADS, GROUP, count), shift)
     ids, left = take_best_reference(weights, peaks, totals, shift, keep)
     columns = Columns.of(count, 0, shift, 0)

@@ -9,14 +9,11 @@ from torch import Tensor
 from index_store.errors import InvalidArgumentError
 from index_store.indexes.kmeans.kmeans import (
     assign_clusters,
-    euclidean_kmeans,
-    euclidean_kmeans_batch,
     spherical_kmeans,
 )
 from index_store.indexes.kmeans.kmeans_triton import (
     assign_vectors,
     assign_vectors_reference,
-    cluster_blocks,
     fill_rows,
     find_clusters,
     inverse_norms,
@@ -50,15 +47,6 @@ def test_fewer_points_than_centroids_and_zero_vectors() -> None:
         spherical_kmeans(torch.zeros(5, 2), 2, 10, 0)
     with pytest.raises(InvalidArgumentError, match="at least 1"):
         spherical_kmeans(points, 0, 10, 0)
-
-
-@pytest.mark.parametrize("count", [7, 300])
-def test_several_sets_of_points_at_once(count: int) -> None:
-    points = torch.randn(3, count, 4, generator=torch.Generator().manual_seed(2))
-    centroids = euclidean_kmeans_batch(points, 16, 5, 3)
-    assert centroids.shape == (3, 16, 4)
-    for number in range(3):
-        assert torch.equal(centroids[number], euclidean_kmeans(points[number], 16, 5, 3 + number))
 
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
@@ -177,7 +165,7 @@ def test_clusters_are_as_tight_as_the_hosts(metric: str) -> None:
     vectors = torch.randn(1, 200, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     points = torch.nn.functional.normalize(vectors, dim=-1) if metric == "cosine" else vectors
     points = points[0].cpu()
-    assignment = cluster_blocks(vectors, [(0, 200, 0, 12)], 4, metric, seed=1).cpu()
+    assignment = find_clusters(vectors, [(0, 200, 0, 12)], 4, metric, seed=1)[0].cpu()
     theirs = assign_clusters(vectors[0].cpu(), 12, 4, 1, metric)
     own_spread = _spread(points, assignment[0].long())
     assert own_spread < 1.05 * _spread(points, theirs)

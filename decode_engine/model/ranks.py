@@ -1,0 +1,371 @@
+"""Ranks of a model that is divided: the first one is the server's engine, the others repeat what it does.
+
+The first rank says what it is about to do, and then all do it over their own heads; sums in the model's layers keep
+them together. Sessions have numbers, and every order says at which position a session is, so that nothing else about
+them has to be agreed on. What a session reads is of a context that each rank has loaded for itself, its heads' part.
+
+No rank goes on alone: where one ends, or cannot do what it was told, all of them end, and with them the process of the
+engine, whose end its clients are told as that of any engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from typing import Protocol
+
+import msgspec
+from msgspec import Struct
+
+from decode_engine.engine.sampler import Sampler, SamplingParameters
+from decode_engine.errors import InternalError
+from decode_engine.layers.session import Session
+from index_store.errors import InvalidArgumentError, SparseKVError
+from index_store.memory.arena import Arena
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import FittedMethod, Method
+from index_store.methods.presets import METHODS, get_method
+from index_store.selection.budgets import Mass, Ratio, Threshold, TokenCount
+from index_store.store.catalog import Store
+from index_store.store.heads_part import HeadsPart
+
+logger = logging.getLogger(__name__)
+
+Places = list[tuple[int, int]]
+"""Numbers of sessions, and the position of each."""
+
+
+class Start(Struct, frozen=True, tag=True):
+    """A session begins, on a context or on none (""). The method: by its expression and what its budget is given by.
+
+    Each rank answers with a line: why it cannot, or nothing.
+    """
+
+    number: int
+    context: str
+    method: str
+    keep: float | None
+    mass: float | None
+    tokens: int | None
+    period: int | None
+    again: int
+
+
+class Fork(Struct, frozen=True, tag=True):
+    """Another session goes on by itself."""
+
+    number: int
+    new: int
+
+
+class Close(Struct, frozen=True, tag=True):
+    """A session ends."""
+
+    number: int
+
+
+class Pass(Struct, frozen=True, tag=True):
+    """A pass over the model, see `ModelRunner.forward`. between: orders may come in every layer, until `Layer`."""
+
+    places: Places
+    token_ids: list[list[int]]
+    all_logits: bool
+    exact: bool
+    shared: bool
+    rows: bool
+    drafts: bool
+    between: bool
+
+
+class Layer(Struct, frozen=True, tag=True):
+    """The pass goes on behind a layer's attention."""
+
+
+class CatchUp(Struct, frozen=True, tag=True):
+    """What has left the window is made searchable."""
+
+    number: int
+    position: int
+
+
+class CapturedStep(Struct, frozen=True, tag=True):
+    """A captured step. repeatable: see `Sampler`."""
+
+    places: Places
+    tokens: list[int]
+    repeatable: list[bool]
+
+
+Order = Start | Fork | Close | Pass | Layer | CatchUp | CapturedStep
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Order).decode
+_WIDTH = 4
+
+
+class Line:
+    """Messages to and from another rank, each behind its length."""
+
+    def __init__(self, own: socket.socket) -> None:
+        self._file = own.makefile("rwb")
+
+    def send(self, message: bytes) -> None:
+        """Raises OSError where nobody hears it."""
+        self._file.write(len(message).to_bytes(_WIDTH, "big") + message)
+        self._file.flush()
+
+    def receive(self) -> bytes | None:
+        """The next one; None where the other side has ended."""
+        head = self._file.read(_WIDTH)
+        if len(head) < _WIDTH:
+            return None
+        return self._file.read(int.from_bytes(head, "big"))
+
+
+class Alone:
+    """The only rank, or one that repeats what the first one does: whatever it does, it tells nobody."""
+
+    def __init__(self, part: HeadsPart | None = None) -> None:
+        self.part = part or HeadsPart()
+
+    @property
+    def divided(self) -> bool:
+        """Whether there are others."""
+        return self.part.ranks > 1
+
+    def tell(self, order: Order) -> None:
+        """What all others are to do, too."""
+
+    def begin(self, session: Session, fitted: FittedMethod, again: int) -> None:
+        """Has a session that was just made begin on the others. Raises SparseKVError where one of them cannot."""
+
+    @contextmanager
+    def together(self, order: Callable[[], Order]) -> Iterator[None]:
+        """While the block runs, all ranks do what was told: it must not fail for one alone."""
+        yield
+
+
+class Leader(Alone):
+    """The first rank. lost: ends the process, where another rank has ended or this one cannot go on."""
+
+    def __init__(self, part: HeadsPart, lines: Sequence[Line], lost: Callable[[str], None]) -> None:
+        super().__init__(part)
+        self._lines, self._lost = lines, lost
+        self._numbers = count(1)
+        self._lock = threading.Lock()
+
+    def new_number(self) -> int:
+        """Of a session."""
+        return next(self._numbers)
+
+    def tell(self, order: Order) -> None:
+        message = _encode(order)
+        with self._lock:
+            try:
+                for line in self._lines:
+                    line.send(message)
+            except OSError as error:
+                self._lost(f"another rank does not listen: {error}")
+
+    def begin(self, session: Session, fitted: FittedMethod, again: int) -> None:
+        number, context = self.new_number(), session.context.manifest
+        self.tell(Start(number, context.id if context.token_count else "", *_told(fitted), again))
+        refusals = [self._answer(line) for line in self._lines]
+        session.mirror = Mirror(self, number)
+        for refusal in filter(None, refusals):
+            raise InvalidArgumentError(f"another GPU cannot begin: {refusal}")
+
+    def _answer(self, line: Line) -> str:
+        message = line.receive()
+        if message is None:
+            self._lost("another rank has ended")
+        return (message or b"").decode()
+
+    @contextmanager
+    def together(self, order: Callable[[], Order]) -> Iterator[None]:
+        self.tell(order())
+        try:
+            yield
+        except BaseException as error:
+            logger.exception("a step of several ranks failed")
+            self._lost(f"a step of several ranks failed: {error}")
+            raise
+
+
+class Mirror:
+    """A session's counterparts on the other ranks."""
+
+    def __init__(self, leader: Leader, number: int) -> None:
+        self._leader, self.number = leader, number
+
+    def fork(self) -> Mirror:
+        """Those of a session that goes on by itself."""
+        other = Mirror(self._leader, self._leader.new_number())
+        self._leader.tell(Fork(self.number, other.number))
+        return other
+
+    def close(self) -> None:
+        """Ends them."""
+        self._leader.tell(Close(self.number))
+
+
+def places_of(sessions: Sequence[Session]) -> Places:
+    """Of sessions that have begun on all ranks."""
+    return [(each.mirror.number if each.mirror else 0, each.position) for each in sessions]
+
+
+def _told(fitted: FittedMethod) -> tuple[str, float | None, float | None, int | None, int | None]:
+    """What `get_method` makes the method of again. Raises InvalidArgumentError where that is another one."""
+    method, budget = fitted.method, fitted.method.budget
+    keep = budget.keep if isinstance(budget, Ratio | Threshold) else None
+    mass = budget.mass if isinstance(budget, Mass) else None
+    tokens = budget.tokens if isinstance(budget, TokenCount) else None
+    told = (method.name, keep, mass, tokens, method.period if method.sparse else None)
+    if _method(*told).on(fitted.manifest).method != method:
+        raise InvalidArgumentError(
+            f"method {method.name!r} cannot be told to other GPUs; take another one", field="method"
+        )
+    return told
+
+
+def _method(
+    name: str, keep: float | None, mass: float | None, tokens: int | None, period: int | None
+) -> Method:
+    return get_method(name, keep, period, mass=mass, tokens=tokens)
+
+
+class Repeating(Protocol):
+    """What a rank needs of its runner."""
+
+    no_context: ResidentContext
+
+    def start(self, context: ResidentContext, fitted: FittedMethod, *, again: int) -> Session:
+        """See `ModelRunner`."""
+
+    def forward(
+        self,
+        sessions: Sequence[Session],
+        token_ids: Sequence[Sequence[int]],
+        *,
+        all_logits: bool,
+        exact: bool,
+        shared: bool,
+        rows: bool,
+        drafts: bool,
+        between: Callable[[], None],
+    ) -> object:
+        """See `ModelRunner`."""
+
+    def catch_up(self, session: Session) -> None:
+        """See `ModelRunner`."""
+
+    def step_captured(
+        self, sessions: Sequence[Session], tokens: Sequence[int], samplers: Sequence[Sampler]
+    ) -> object:
+        """See `ModelRunner`."""
+
+
+class Follower:
+    """Another rank: repeats what the first one says."""
+
+    def __init__(self, line: Line, runner: Repeating, store: Store, arena: Arena) -> None:
+        self._line, self._runner, self._store, self._arena = line, runner, store, arena
+        self._sessions: dict[int, Session] = {}
+        self._leases: dict[int, ExitStack] = {}
+
+    def run(self) -> None:
+        """Until the first rank has ended. Raises what went wrong: this rank can no longer follow."""
+        while self._next():
+            pass
+
+    def _next(self) -> bool:
+        """Does the next thing; whether there is more to do here."""
+        message = self._line.receive()
+        order = None if message is None else _decode(message)
+        match order:
+            case None | Layer():
+                return False
+            case Start():
+                self._line.send(self._start(order).encode())
+            case Fork():
+                other = self._sessions[order.new] = self._sessions[order.number].fork()
+                self._lease(order.new, other.context)
+            case Close():
+                self._sessions.pop(order.number).close()
+                self._leases.pop(order.number).close()
+            case Pass():
+                self._forward(order)
+            case CatchUp():
+                self._runner.catch_up(*self._at([(order.number, order.position)]))
+            case CapturedStep():
+                samplers = [_sampler(each) for each in order.repeatable]
+                self._runner.step_captured(self._at(order.places), order.tokens, samplers)
+        return True
+
+    def _start(self, order: Start) -> str:
+        """Why a session cannot begin; "" where it has."""
+        self._leases[order.number] = ExitStack()
+        try:
+            context = self._lease(
+                order.number, None if order.context else self._runner.no_context, order.context
+            )
+            context.wait_for_layers()
+            method = _method(order.method, order.keep, order.mass, order.tokens, order.period)
+            fitted = method.on(context.manifest)
+            self._sessions[order.number] = self._runner.start(context, fitted, again=order.again)
+        except SparseKVError as error:
+            logger.warning("a session cannot begin here: %s", error)
+            self._sessions.setdefault(order.number, Session(self._runner.no_context, _full(self._runner)))
+            return error.message
+        return ""
+
+    def _lease(self, number: int, context: ResidentContext | None, id_: str = "") -> ResidentContext:
+        """A context, for as long as the session lives. Those of no tokens need none."""
+        own = self._leases.setdefault(number, ExitStack())
+        id_ = id_ or (context.manifest.id if context is not None and context.manifest.token_count else "")
+        if not id_ and context is not None:
+            return context
+        return own.enter_context(self._arena.acquire(self._store, id_, wait_for_memory=True, expired=True))
+
+    def _at(self, places: Places) -> list[Session]:
+        """Sessions, at the positions where the first rank has them."""
+        found = []
+        for number, position in places:
+            session = self._sessions[number]
+            if session.position < position:
+                raise InternalError(f"session {number} is at {session.position}, and should be at {position}")
+            if session.position > position:
+                session.rewind(session.position - position)
+            found.append(session)
+        return found
+
+    def _forward(self, order: Pass) -> None:
+        def between() -> None:
+            while self._next():
+                pass
+
+        self._runner.forward(
+            self._at(order.places),
+            order.token_ids,
+            all_logits=order.all_logits,
+            exact=order.exact,
+            shared=order.shared,
+            rows=order.rows,
+            drafts=order.drafts,
+            between=between if order.between else lambda: None,
+        )
+
+
+def _full(runner: Repeating) -> FittedMethod:
+    return METHODS["full"].on(runner.no_context.manifest)
+
+
+def _sampler(repeatable: bool) -> Sampler:
+    """What chooses as others do, so that a step has as many rows here; its tokens are nobody's."""
+    return Sampler(
+        SamplingParameters(temperature=1.0, seed=0) if repeatable else SamplingParameters(temperature=0.0)
+    )

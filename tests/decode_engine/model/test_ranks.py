@@ -1,0 +1,176 @@
+"""What the first rank says, another one does: the same sessions, at the same positions, in the same order."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+
+from decode_engine.engine.sampler import Sampler
+from decode_engine.layers.session import Session
+from decode_engine.model.ranks import (
+    CapturedStep,
+    CatchUp,
+    Follower,
+    Layer,
+    Leader,
+    Line,
+    Pass,
+    places_of,
+)
+from decode_engine.model.unstored import no_context
+from index_store.errors import InvalidArgumentError
+from index_store.memory.arena import Arena
+from index_store.memory.resident import ResidentContext
+from index_store.methods.method import FittedMethod
+from index_store.methods.presets import METHODS, get_method
+from index_store.store.catalog import Store
+from index_store.store.heads_part import HeadsPart
+from tests.support.tiny_model import IDENTITY
+
+
+class Recorder:
+    """Stands for a runner. did: what it was asked for, and the positions of the sessions."""
+
+    def __init__(self) -> None:
+        self.no_context = no_context(IDENTITY, "float32", torch.device("cpu"))
+        self.did: list[tuple[object, ...]] = []
+        self.numbers: dict[int, int] = {}
+
+    def start(self, context: ResidentContext, fitted: FittedMethod, *, again: int) -> Session:
+        self.did.append(("start", fitted.method.name, again))
+        return Session(context, fitted)
+
+    def forward(
+        self,
+        sessions: Sequence[Session],
+        token_ids: Sequence[Sequence[int]],
+        *,
+        between: Callable[[], None],
+        **told: Any,
+    ) -> None:
+        self.did.append(("forward", [each.position for each in sessions], token_ids, told["exact"]))
+        for layer in range(2):
+            between()
+            self.did.append(("layer", layer))
+        for session, own in zip(sessions, token_ids, strict=True):
+            session.position += len(own)
+
+    def catch_up(self, session: Session) -> None:
+        self.did.append(("catch up", session.position))
+
+    def step_captured(
+        self, sessions: Sequence[Session], tokens: Sequence[int], samplers: Sequence[Sampler]
+    ) -> None:
+        positions = [each.position for each in sessions]
+        self.did.append(("step", positions, tokens, [each.repeatable for each in samplers]))
+        for session in sessions:
+            session.position += 1
+
+
+class Two:
+    """Two ranks in one process. lost: why the first one would have ended."""
+
+    def __init__(self) -> None:
+        own, theirs = socket.socketpair()
+        self.lost: list[str] = []
+        self.leader = Leader(HeadsPart(0, 2), [Line(own)], self.lost.append)
+        self.runner, self.raised = Recorder(), list[BaseException]()
+        self._own = own
+        self._follower = Follower(
+            Line(theirs), self.runner, cast(Store, None), cast(Arena, None)
+        )  # which contexts of no tokens do not need
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._follower.run()
+        except BaseException as error:
+            self.raised.append(error)
+
+    def session(self, again: int = 0) -> Session:
+        fitted = METHODS["full"].on(self.runner.no_context.manifest)
+        session = Session(self.runner.no_context, fitted)
+        self.leader.begin(session, fitted, again)
+        return session
+
+    def end(self) -> list[tuple[object, ...]]:
+        """All that the other rank did."""
+        self._own.shutdown(socket.SHUT_RDWR)
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        return self.runner.did
+
+
+@pytest.fixture
+def two() -> Iterator[Two]:
+    made = Two()
+    yield made
+    made.end()
+
+
+def forward(sessions: Sequence[Session], ids: list[list[int]], between: bool) -> Pass:
+    return Pass(places_of(sessions), ids, False, True, False, False, False, between)
+
+
+def test_sessions_are_where_the_first_rank_has_them(two: Two) -> None:
+    first = two.session()
+    two.leader.tell(forward([first], [[1, 2, 3]], False))
+    first.position += 3
+    other = first.fork()
+    two.leader.tell(CapturedStep(places_of([first, other]), [4, 5], [False, True]))
+    first.position += 1  # the other one's step found no token
+    two.leader.tell(CapturedStep(places_of([first, other]), [6, 7], [False, False]))
+    two.leader.tell(CatchUp(cast(Any, first.mirror).number, first.position))
+    first.close()
+    other.close()
+    assert two.end() == [
+        ("start", "full", 0),
+        ("forward", [0], [[1, 2, 3]], True),
+        ("layer", 0),
+        ("layer", 1),
+        ("step", [3, 3], [4, 5], [False, True]),
+        ("step", [4, 3], [6, 7], [False, False]),
+        ("catch up", 4),
+    ]
+    assert not two.raised
+
+
+def test_steps_between_layers_come_in_the_same_layers(two: Two) -> None:
+    reading, stepping = two.session(), two.session()
+    two.leader.tell(forward([reading], [[1]], True))
+    two.leader.tell(Layer())
+    two.leader.tell(CapturedStep(places_of([stepping]), [9], [False]))
+    two.leader.tell(Layer())
+    did = two.end()[2:]
+    assert [each[0] for each in did] == ["forward", "layer", "step", "layer"]
+
+
+def test_a_rank_that_cannot_follow_stops(two: Two) -> None:
+    session = two.session()
+    session.position += 5  # tokens that the other rank has not seen
+    two.leader.tell(CapturedStep(places_of([session]), [1], [False]))
+    two.end()
+    assert [type(error).__name__ for error in two.raised] == ["InternalError"]
+
+
+def test_what_fails_in_a_step_of_all_ends_the_first_one(two: Two) -> None:
+    session = two.session()
+    with pytest.raises(ZeroDivisionError), two.leader.together(lambda: forward([session], [[1]], False)):
+        1 / 0  # noqa: B018
+    assert "division by zero" in two.lost[0]
+
+
+def test_a_method_that_cannot_be_told_is_refused(two: Two) -> None:
+    from dataclasses import replace
+
+    method = replace(get_method("full"), sinks=3)
+    fitted = method.on(two.runner.no_context.manifest)
+    session = Session(two.runner.no_context, fitted)
+    with pytest.raises(InvalidArgumentError, match="cannot be told"):
+        two.leader.begin(session, fitted, 0)
