@@ -168,7 +168,7 @@ def remove_if(store: Store, id_: str, unwanted: Callable[[Manifest], bool]) -> b
                 return False
         except (ContextNotFoundError, ContextCorruptError, FormatVersionError):
             return False
-        entries = store.entries()  # a child may have come meanwhile
+        entries = store.entries_for(id_)  # a child may have come meanwhile
         _require_usable(entries)
         if id_ in needed_ids(store, entries):
             return False

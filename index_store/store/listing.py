@@ -92,6 +92,36 @@ class Listing:
         with self._books:
             return list(self._order)
 
+    def entries_for(self, id_: str) -> list[Entry]:
+        """The same, where contexts that do not continue this one may be as they were: a look at the folder, those that
+        are new, and its children, however many there are. Raises as `entries`."""
+        with may_block(self._contexts):
+            self._refreshing.acquire()
+        try:
+            found = self._found()
+            for each in (*(found - self._known.keys()), *self._unsettled, *self._children(id_)):
+                self._note(each, self._read(each, self._known.get(each)))
+        finally:
+            self._refreshing.release()
+        with self._books:
+            return list(self._order)
+
+    def _children(self, id_: str) -> list[str]:
+        with self._books:
+            entries = [entry.last if isinstance(entry, BrokenContext) else entry for entry in self._order]
+        return [entry.id for entry in entries if entry and entry.parent and entry.parent.id == id_]
+
+    def _found(self) -> set[str]:
+        """The names of all contexts; forgets what is gone. Raises StoreUnavailableError."""
+        try:
+            with may_block(self._contexts), os.scandir(self._contexts) as items:
+                found = {item.name for item in items if is_context_id(item.name)}
+        except OSError as error:
+            raise unavailable(self._contexts, error) from error
+        for id_ in self._known.keys() - found:
+            self._note(id_, None)
+        return found
+
     def known(self, id_: str) -> Entry | None:
         """The entry of a context in the list, None where it has none: nothing is done for the one that is not done for
         the other. Raises as `entries`."""
@@ -136,13 +166,9 @@ class Listing:
                 stamp, settled = _stamp(os.stat(self._contexts), time.time())
                 if stamp == self._folder_stamp:
                     return stamp, list(self._unsettled)
-                with os.scandir(self._contexts) as items:
-                    found = {item.name for item in items if is_context_id(item.name)}
         except OSError as error:
             raise unavailable(self._contexts, error) from error
-        for id_ in self._known.keys() - found:
-            self._note(id_, None)
-        ids = sorted(found)
+        ids = sorted(self._found())
         changed: list[str] = []
         for first in range(0, len(ids), _LOOKED_AT_TOGETHER):
             with may_block(self._contexts):

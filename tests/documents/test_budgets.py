@@ -38,7 +38,7 @@ MOST_LINES = {
     "decode_engine/model": 3_140,  # drafts are chosen by time; a CPU's steps in few calls; models' own indexes
     "decode_engine/orders": 1_010,
     "decode_engine/processes": 3_480,  # draining by a client, ends told by the kernel; front doors of a cluster on Ray
-    "decode_engine/rpc": 7_690,  # who calls, what they may, and what was refused; what is made again
+    "decode_engine/rpc": 7_690,  # who calls, what they may, and what was refused; what is made again; several servers
     "decode_engine/settings": 680,  # the file of quotas
     "decode_engine/steps": 2_980,  # with those of models with states
     "index_store": 31_330,  # one loop over coded rows; tenants, quotas, tiers; contexts made again

@@ -7,10 +7,10 @@ values are hard links. So what a context says is wrong, and what a store of so m
 
 - `read`: a process that has not seen the store lists it; `again`: once more; `added`: with one more context; `seconds`,
   `memory_mb`: of the process, more than before;
-- `start`: `decode-engine serve` over it until it serves, `memory_mb`: its resident memory then; and over one context;
-- `list`: all pages over gRPC, which reads all manifests first; `list again`; `label`: those of a label (one of a
-  hundred); `page`: the first page alone; `name`: one by its name; `beginning`: a prompt that begins with one of them
-  and names none, to its first token;
+- `start`: `decode-engine serve` over it until it serves, `memory_mb`: its memory then; and over one context;
+- `list`: all pages over gRPC, which reads manifests; `list again`; `label`: those of a label (one of 100); `page`:
+  the first page alone; `name`: one by its name; `beginning`: a prompt that begins with one of them and names none, to
+  its first token;
 - `expire`: a tenth has expired; `index-store gc` finds and removes it;
 - `objects`: `--objects` of them are put into moto's S3; a store that has none looks there for the first time, and
   again.

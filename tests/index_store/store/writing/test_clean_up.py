@@ -6,6 +6,7 @@ import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -13,11 +14,12 @@ import pytest
 import torch
 
 from index_store.errors import ContextExpiredError, ContextNotFoundError, MissingChunkError, StoreError
+from index_store.family.children import publish_child
 from index_store.store.catalog import Store
-from index_store.store.clean_up import clean_up, find_leftovers
+from index_store.store.clean_up import clean_up, find_leftovers, remove_if
 from index_store.store.files.durable import locked_file
 from index_store.store.zarr_io import chunk_path
-from tests.support.store import CREATED, SyntheticContext, synthetic_context
+from tests.support.store import CREATED, SyntheticContext, continuation, synthetic_context
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -247,3 +249,15 @@ def test_gc_takes_no_lock_from_jobs_that_come_and_go(store: Store) -> None:
             job.result()
     assert most == 1
     assert list((store.path / "locks").iterdir()) == []
+
+
+def test_an_expired_parent_stays_whose_child_was_given_a_longer_life_meanwhile(store: Store) -> None:
+    """By another process, while this one knows the child as expired: its list of others may be old."""
+    parent, past = synthetic_context(), CREATED + timedelta(hours=1)
+    parent.write(store)
+    child = publish_child(store, continuation(store, parent.id, expires_at=past)).id
+    store.update(parent.id, lambda present: replace(present, expires_at=past))
+    assert all(map(store.expired, store.list()))
+    Store(store.path).update(child, lambda present: replace(present, expires_at=None))
+    assert not remove_if(store, parent.id, store.expired)
+    assert parent.id in {each.id for each in store.list()}
