@@ -6,8 +6,8 @@ usage: python ops/bench/whole_model/checkpoints_gpu.py --shapes qwen3-next --tok
 Each shape is written to a folder, read by a prefill, and served from the store: nothing is made in memory alone.
 
 - `qwen3-next`: three layers of linear attention, then one that sees all keys, as often as `--layers` has it; 10 experts
-  in place of 512, all of which a token takes, as many as in the large one: routers of random weights have no margin, and
-  rounding would choose others. So several sessions read fewer experts than there.
+  in place of 512, all of which a token takes, as many as in the large one: routers of random weights have no margin,
+  and rounding would choose others. So several sessions read fewer experts than there.
 - `8b`: Llama-3.1-8B. `8b-float8`: the same weights in float8, by transformers' own quantizer.
 
 Figures:
