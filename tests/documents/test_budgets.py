@@ -13,7 +13,7 @@ MOST_WORDS = {
     "CONTRIBUTING.md": 1_500,
     "docs/architecture.md": 3_000,
     "docs/benchmarks.md": 2_500,
-    "docs/cluster.md": 2_000,  # a front door without Ray, and several GPUs, are told there
+    "docs/cluster.md": 2_150,  # a front door without Ray, and several GPUs with their figures, are told there
     "docs/evaluation.md": 2_500,
     "docs/gpu.md": 2_500,
     "docs/methods.md": 2_500,

@@ -5,9 +5,8 @@ usage: python ops/bench/whole_model/checkpoints_gpu.py --shapes qwen3-next --tok
 
 Each shape is written to a folder, read by a prefill, and served from the store: nothing is made in memory alone.
 
-- `qwen3-next`: three layers of linear attention, then one that sees all keys, as often as `--layers` has it; 10 experts
-  in place of 512, all of which a token takes, as many as in the large one: routers of random weights have no margin,
-  and rounding would choose others. So several sessions read fewer experts than there.
+- `qwen3-next`: three layers of linear attention, then one that sees all keys, as often as `--layers` has it; 64 experts
+  in place of 512, ten of which a token takes, as in the large one.
 - `8b`: Llama-3.1-8B. `8b-float8`: the same weights in float8, by transformers' own quantizer.
 
 Figures:
@@ -91,7 +90,7 @@ def config_of(shape: str, layers: int) -> Any:
     """The configuration of so many layers."""
     common = {"num_hidden_layers": layers, "max_position_embeddings": POSITIONS, "eos_token_id": None}
     if shape == "qwen3-next":
-        return Qwen3NextConfig(num_experts=10, **common)
+        return Qwen3NextConfig(num_experts=64, **common)
     return LlamaConfig(
         vocab_size=128256,
         hidden_size=4096,
