@@ -106,7 +106,7 @@ def show_results(results: Results, out: Path, *, picture: bool, output: OutputFo
 
     for warning in (*results.setting.get("misfits", ()), *warnings(results.scores)):
         sys.stderr.write(f"warning: {warning}\n")
-    files = [*FILES, *(draw_pictures(out, results.scores) if picture else ())]
+    files = [*FILES, *(draw_pictures(out, results.scores, results.maps) if picture else ())]
     if output is OutputFormat.JSON:
         print_json(results.as_json())
         return
@@ -302,7 +302,7 @@ class DocumentConfig:
     ask: Annotated[
         int | None, Option(help="Questions to write; one per fact by default."), AtLeast(1, 100_000)
     ] = None
-    distractors: DistractorsOption = 0
+    distractors: DistractorsOption = None
     task: Annotated[str, Option(help="What kind of facts and questions."), OneOf(*FAMILIES)] = "single"
     seed: Annotated[int, Option(help="Decides facts and depths."), AtLeast(0)] = 0
     text: TextOption = ()

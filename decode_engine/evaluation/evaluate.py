@@ -26,6 +26,8 @@ from decode_engine.evaluation.scoring import (
 )
 from decode_engine.evaluation.settings import TIMED_STEPS, WARM_UP_STEPS, EvaluationConfig, Variant
 from decode_engine.evaluation.summary import (
+    ALL_TASKS,
+    MassMap,
     Score,
     StoredBytes,
     Tally,
@@ -100,6 +102,7 @@ class _Evaluation:
     text: str
     setting: dict[str, Any]
     scores: dict[int, list[Score]] = field(default_factory=dict)
+    maps: dict[int, list[MassMap]] = field(default_factory=dict)
 
     def run(self, length: int, start_stage: StartStage) -> None:
         """Evaluates all methods at one context length; writes the results after every context."""
@@ -108,12 +111,9 @@ class _Evaluation:
             tokenizer,
             self.text,
             length - len(tokenizer.prefix_ids),
-            -(-config.questions // config.facts),
-            facts=config.facts,
+            config.document_sets(length),
             seed=config.seed,
             spare=16 * config.text_tokens,
-            distractors=config.distractors,
-            family=config.task,
         )
         device = self.runner.device
         store, contexts = _prefill_all(config, documents, length, device, start_stage)
@@ -191,16 +191,21 @@ class _Evaluation:
         tallies: Sequence[Tally],
         stored: Callable[[Variant], StoredBytes],
     ) -> None:
+        tasks = tallies[0].tasks
         self.scores[length] = [
-            tally.summarise(length, variant, tallies[0], stored(variant))
+            tally.summarise(length, variant, tallies[0], stored(variant), task)
+            for task in (ALL_TASKS, *(tasks if len(self.config.tasks) > 1 else ()))
             for variant, tally in zip(variants, tallies, strict=True)
         ]
+        maps = [tally.mass_map(length, variant) for variant, tally in zip(variants, tallies, strict=True)]
+        self.maps[length] = [found for found in maps if found is not None]
 
     def write(self, *, complete: bool) -> Results:
         """Writes and returns the results so far."""
         results = Results(
             {**self.setting, "complete": complete},
             [score for scores in self.scores.values() for score in scores],
+            [found for maps in self.maps.values() for found in maps],
         )
         write_results(self.config.out, results)
         return results
@@ -209,12 +214,12 @@ class _Evaluation:
 def share_questions(
     config: EvaluationConfig, documents: Sequence[Document]
 ) -> list[tuple[Document, list[Question]]]:
-    """Which questions each document is asked: all of them until no more are wanted, then some of every depth."""
-    left = config.questions
+    """Which questions each document is asked: all of them until a task's share is used up, then some of every depth."""
+    left = config.questions_by_task()
     shared = []
     for document in documents:
-        chosen = [document.questions[i] for i in _spread(len(document.questions), left)]
-        left -= len(chosen)
+        chosen = [document.questions[i] for i in _spread(len(document.questions), left[document.family])]
+        left[document.family] -= len(chosen)
         shared.append((document, chosen))
     return shared
 
@@ -286,12 +291,12 @@ def question_segment(
     whole = tokenizer.encode_behind(f"{question.prompt} {question.answer}{question.ending}")
     if whole[: len(prompt)] != prompt:
         whole = prompt + tokenizer.encode_behind(f" {question.answer}{question.ending}")
-    return Segment((*turn, *whole), len(turn) + len(prompt), observed)
+    return Segment((*turn, *whole), len(turn) + len(prompt), question.family, observed)
 
 
 def _text_segment(tokenizer: Tokenizer, document: Document, tokens: int) -> Segment:
     ids = tokenizer.encode_behind(document.continuation[: 16 * tokens])[:tokens]
-    return Segment(tuple(ids), None, observed=True)
+    return Segment(tuple(ids), None, document.family, observed=True)
 
 
 def _stored_bytes(

@@ -1,17 +1,20 @@
-"""Pictures of an evaluation's results: quality against keys kept, and against bytes read."""
+"""Pictures of an evaluation's results: quality against keys kept, and where in the model attention mass is captured."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from decode_engine.evaluation.summary import Score
+from decode_engine.evaluation.summary import ALL_TASKS, MassMap, Score
 from index_store.errors import SparseKVError
 
-QUALITY, COSTS = "quality.png", "costs.png"
+QUALITY, COSTS, MASS_MAP = "quality.png", "costs.png", "mass_map.png"
 _LEAST = 1e-7  # what is exact within rounding has no place on a logarithmic axis
 _MARKERS = "os^D"
+_MAP_KEEP, _MAP_MASS = 0.02, 0.9  # the map shows every method at the budget nearest to these
+_MAP_COLUMNS = 6
 
 
 class PictureUnavailableError(SparseKVError, reason="MATPLOTLIB_MISSING"):
@@ -30,7 +33,7 @@ def check_pictures() -> None:
     matplotlib.use("Agg")
 
 
-def draw_pictures(folder: Path, scores: Sequence[Score]) -> list[str]:
+def draw_pictures(folder: Path, scores: Sequence[Score], maps: Sequence[MassMap]) -> list[str]:
     """Draws what there is to draw into the folder; returns the files' names."""
     check_pictures()
     draw_quality(folder / QUALITY, scores)
@@ -38,6 +41,9 @@ def draw_pictures(folder: Path, scores: Sequence[Score]) -> list[str]:
     if any(_has_place(score) for score in scores):
         draw_costs(folder / COSTS, scores)
         drawn.append(COSTS)
+    if maps:
+        draw_mass_maps(folder / MASS_MAP, maps)
+        drawn.append(MASS_MAP)
     return drawn
 
 
@@ -53,8 +59,9 @@ def draw_quality(path: Path, scores: Sequence[Score]) -> None:
     """Exact match, KL and output error against the share of the keys that was read, one column per length."""
     import matplotlib.pyplot as plt
 
-    lengths = sorted({score.context_length for score in scores})
-    methods = list(dict.fromkeys(score.method for score in scores if score.touched_sparse is not None))
+    overall = [score for score in scores if score.task == ALL_TASKS]
+    lengths = sorted({score.context_length for score in overall})
+    methods = list(dict.fromkeys(score.method for score in overall if score.touched_sparse is not None))
     figure, axes = plt.subplots(
         len(_ROWS),
         len(lengths),
@@ -64,7 +71,7 @@ def draw_quality(path: Path, scores: Sequence[Score]) -> None:
         squeeze=False,
     )
     for column, length in enumerate(lengths):
-        rows = [score for score in scores if score.context_length == length]
+        rows = [score for score in overall if score.context_length == length]
         for full in (score for score in rows if score.touched_sparse is None):
             axes[0][column].axhline(full.exact_match, color="black", linestyle="--", label=full.method)
         for number, method in enumerate(methods):
@@ -159,9 +166,9 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def _has_place(score: Score) -> bool:
-    """Whether a score is a point of a method; what is exact has no place on a logarithmic axis."""
+    """Whether a score is a point of a method over all tasks; what is exact has no place on a logarithmic axis."""
     known = score.search_share is not None and score.bytes_all is not None
-    return known and score.kl > _LEAST
+    return score.task == ALL_TASKS and known and score.kl > _LEAST
 
 
 def _place(score: Score) -> tuple[float, float]:
@@ -200,3 +207,54 @@ def _draw_method(axes: Sequence[Any], number: int, method: str, scores: Sequence
                 capsize=2,
                 label=method,
             )
+
+
+def draw_mass_maps(path: Path, maps: Sequence[MassMap]) -> None:
+    """Attention mass captured by every query head of every searching layer, per method, after the longest context."""
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+
+    longest = max(found.context_length for found in maps)
+    chosen = _one_budget([found for found in maps if found.context_length == longest])
+    columns = min(_MAP_COLUMNS, len(chosen))
+    rows = math.ceil(len(chosen) / columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(2.6 * columns + 1, 2.7 * rows + 0.5), squeeze=False, layout="constrained"
+    )
+    image = None
+    layers = sorted({layer for found in chosen for layer in found.layers})
+    colours = plt.get_cmap("viridis").with_extremes(bad="0.85")
+    for axis, found in zip(axes.flat, chosen, strict=False):
+        rows_of = dict(zip(found.layers, found.captured, strict=True))
+        missing = (math.nan,) * len(found.captured[0])
+        captured = [rows_of.get(layer, missing) for layer in layers]
+        image = axis.imshow(captured, vmin=0.0, vmax=1.0, cmap=colours, aspect="auto")
+        axis.set_title(f"{found.method}\n{found.budget}", fontsize=8)
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.yaxis.set_major_formatter(lambda row, _: str(layers[int(row)]) if 0 <= row < len(layers) else "")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.tick_params(labelsize=6)
+    for axis in list(axes.flat)[len(chosen) :]:
+        axis.axis("off")
+    figure.supxlabel("query head")
+    figure.supylabel("layer")
+    figure.suptitle(f"attention mass captured after {longest:,} tokens (grey: does not search)", fontsize=10)
+    if image is not None:
+        figure.colorbar(image, ax=axes, shrink=0.8)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _one_budget(maps: Sequence[MassMap]) -> list[MassMap]:
+    """For each method the map at the budget nearest to the one that is shown."""
+
+    def distance(found: MassMap) -> float:
+        if found.keep is not None:
+            return abs(math.log(found.keep / _MAP_KEEP))
+        return abs((found.mass or 0.0) - _MAP_MASS)
+
+    best: dict[str, MassMap] = {}
+    for found in maps:
+        if found.method not in best or distance(found) < distance(best[found.method]):
+            best[found.method] = found
+    return list(best.values())

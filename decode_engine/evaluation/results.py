@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
-from decode_engine.evaluation.summary import Score
+from decode_engine.evaluation.summary import ALL_TASKS, MassMap, Score
 
 _PROMPTS = {
     "each": "each token of a question searches (prompts each: a CPU serves so unless told otherwise, a GPU exact)",
@@ -61,12 +61,14 @@ def figures_of_quality(scores: Sequence[Score]) -> list[list[str]]:
                 f"{_number(score.output_error, 4)} {_error(score.output_error_se, 4)}",
             ]
             for score in scores
+            if score.task == ALL_TASKS
         ),
     ]
 
 
 def quality_caption(scores: Sequence[Score], prompts: str) -> str:
     """What the figures of quality mean. prompts: what a question's tokens attended to, a value of `Prompts`."""
+    scores = [score for score in scores if score.task == ALL_TASKS]
     questions = sorted({score.questions for score in scores})
     contexts = sorted({score.contexts for score in scores})
     return (
@@ -92,7 +94,7 @@ def warnings(scores: Sequence[Score]) -> list[str]:
         "stands for the rest does not make up for it on this model. Take another method (refined), keep more, or "
         "build its index with more subspaces or clusters"
         for score in scores
-        if score.captured_mass is not None and score.kl > WARN_KL
+        if score.task == ALL_TASKS and score.captured_mass is not None and score.kl > WARN_KL
     ]
 
 
@@ -105,7 +107,7 @@ _COSTS = (
 
 def figures_of_costs(scores: Sequence[Score]) -> list[list[str]] | None:
     """Heading and rows of the table of costs; None where nothing searched."""
-    measured = [score for score in scores if score.search_share is not None]
+    measured = [score for score in scores if score.task == ALL_TASKS and score.search_share is not None]
     if not measured:
         return None
     return [
@@ -130,11 +132,28 @@ def figures_of_costs(scores: Sequence[Score]) -> list[list[str]] | None:
 
 def tables(scores: Sequence[Score], title: str, prompts: str) -> list[Table]:
     """For the terminal: quality, and what every method reads and takes, where something searched."""
-    costs = figures_of_costs(scores)
     found = [_table(title, figures_of_quality(scores), quality_caption(scores, prompts))]
-    if costs is not None:
+    if (by_task := figures_by_task(scores)) is not None:
+        found.append(_table("exact match / KL by task", by_task, ""))
+    if (costs := figures_of_costs(scores)) is not None:
         found.append(_table("what a step reads, and what a token takes", costs, _COSTS))
     return found
+
+
+def figures_by_task(scores: Sequence[Score]) -> list[list[str]] | None:
+    """Heading and rows of the table of tasks; None when a single task was asked."""
+    tasks = list(dict.fromkeys(score.task for score in scores if score.task != ALL_TASKS))
+    if not tasks:
+        return None
+    cells: dict[tuple[str, str, str], dict[str, str]] = {}
+    for score in scores:
+        row = cells.setdefault((f"{score.context_length:,}", score.method, score.budget), {})
+        exact = f"{score.exact_match:.3f} {_error(score.exact_match_se, 3)}".strip()
+        row[score.task] = f"{exact} / {score.kl:.4f}"
+    return [
+        ["context", "method", "budget", *tasks],
+        *([*key, *(row.get(task, "-") for task in tasks)] for key, row in cells.items()),
+    ]
 
 
 def _table(title: str, figures: Sequence[Sequence[str]], caption: str) -> Table:
@@ -152,6 +171,8 @@ def _table(title: str, figures: Sequence[Sequence[str]], caption: str) -> Table:
 def markdown_tables(scores: Sequence[Score], prompts: str) -> str:
     """The same for a document."""
     text = f"{quality_caption(scores, prompts)}\n\n{_markdown(figures_of_quality(scores))}"
+    if (by_task := figures_by_task(scores)) is not None:
+        text = f"{text}\nExact match / KL by task:\n\n{_markdown(by_task)}"
     costs = figures_of_costs(scores)
     return text if costs is None else f"{text}\n{_COSTS}\n\n{_markdown(costs)}"
 
@@ -191,10 +212,11 @@ FILES = ("results.json", "results.csv", "results.md")
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """setting: everything that was measured with, as JSON. scores: what was measured."""
+    """setting: everything that was measured with, as JSON. scores, maps: what was measured."""
 
     setting: Mapping[str, Any]
     scores: Sequence[Score]
+    maps: Sequence[MassMap]
 
     @property
     def prompts(self) -> str:
@@ -203,7 +225,11 @@ class Results:
 
     def as_json(self) -> dict[str, Any]:
         """The object that results.json holds."""
-        return {**self.setting, "scores": [asdict(score) for score in self.scores]}
+        return {
+            **self.setting,
+            "scores": [asdict(score) for score in self.scores],
+            "mass_maps": [asdict(found) for found in self.maps],
+        }
 
 
 def write_results(folder: Path, results: Results) -> None:

@@ -29,12 +29,13 @@ OBSERVED_POSITIONS = 6
 class Segment:
     """A text that follows a context: a question with its answer, or plain text.
 
-    token_ids: T ids. answer_start: how many of them are the prompt; None for plain text.
+    token_ids: T ids. answer_start: how many of them are the prompt; None for plain text. task: name of the family.
     observed: whether searching layers are compared with exact attention at some of its positions.
     """
 
     token_ids: tuple[int, ...]
     answer_start: int | None = None
+    task: str = "single"
     observed: bool = False
 
     @property
@@ -81,6 +82,7 @@ class SegmentScore:
     answer_T: Tensor
     touched: Touched
     hit_T: Tensor
+    task: str = "single"
     samples: tuple[LayerSample, ...] = ()
 
 
@@ -112,7 +114,7 @@ def score_segment(
     if segment.answer_start is not None:
         answer_T[segment.answer_start - 1 :] = True
         exact = bool(hit_T[answer_T].all())
-    return SegmentScore(exact, kl_T, answer_T, touched, hit_T, samples)
+    return SegmentScore(exact, kl_T, answer_T, touched, hit_T, segment.task, samples)
 
 
 def seconds_per_token(

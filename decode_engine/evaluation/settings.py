@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from decode_engine.evaluation.prefill_command import attention_flags
-from decode_engine.evaluation.tasks import FAMILIES, parse_length
+from decode_engine.evaluation.tasks import FAMILIES, DocumentSet, get_family, parse_length
 from decode_engine.settings.command_options import (
     DeviceOption,
     DistractorsOption,
@@ -85,8 +85,9 @@ def _parse_number(text: str) -> float:
 class EvaluationConfig:
     """What to evaluate: what the flags of `decode-engine evaluate` say.
 
-    methods: expressions for `get_method`, all presets when none is given. text: sources of the contexts, joined; the
-    packaged novels when empty.
+    tasks: families that share the questions evenly. methods: expressions for `get_method`, all presets when none is
+    given. text: sources of the
+    contexts, joined; the packaged novels when empty.
     index: indexes with other parameters than the methods' own, each as `prefill-worker run --index` takes it.
     attention: "exact", or how a second set of contexts is prefilled, which is compared with the first
     (`attention_flags`). index_for: methods whose indexes the contexts get besides, so that runs of different methods
@@ -102,10 +103,17 @@ class EvaluationConfig:
         comma_separated("8k,32k", parse_length),
         AtLeast(1, 2**31),
     ] = (8192, 32768)
-    task: Annotated[str, Option(help="What kind of facts and questions."), OneOf(*FAMILIES)] = "single"
-    questions: Annotated[int, Option(help="Questions per context length."), AtLeast(1, 1_000_000)] = 216
+    tasks: Annotated[
+        tuple[str, ...],
+        Option(help=f"Tasks, comma-separated: {', '.join(FAMILIES)}."),
+        comma_separated("single"),
+        OneOf(*FAMILIES),
+    ] = ("single",)
+    questions: Annotated[
+        int, Option(help="Questions per context length, over all tasks."), AtLeast(1, 1_000_000)
+    ] = 216
     facts: Annotated[int, Option(help="Questions per context at most."), AtLeast(1, 100_000)] = 24
-    distractors: DistractorsOption = 0
+    distractors: DistractorsOption = None
     methods: Annotated[
         tuple[str, ...],
         Option(help=f"Methods, comma-separated, each {EXPRESSION_HELP}; by default all presets."),
@@ -168,6 +176,14 @@ class EvaluationConfig:
         check_weights(self.weights, self.device)
         if not self.context_lengths:
             raise InvalidArgumentError("--context-length is empty, expected lengths such as 8k,32k")
+        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise InvalidArgumentError(
+                f"--tasks is {','.join(self.tasks)!r}, expected one or more, each once"
+            )
+        if self.questions < len(self.tasks):
+            raise InvalidArgumentError(
+                f"--questions is {self.questions}, expected at least one for each of {len(self.tasks)} tasks"
+            )
         if not self.methods:
             object.__setattr__(self, "methods", tuple(METHODS))
         for name in self.index_for:
@@ -206,3 +222,16 @@ class EvaluationConfig:
 
         names = {*self.methods, *self.index_for}
         return sorted(name for name in names if get_method(name).index_specs())
+
+    def document_sets(self, length: int) -> list[DocumentSet]:
+        """How many contexts of each task, and how many questions in each, answer for all questions of a length."""
+        sets = []
+        for task, questions in self.questions_by_task().items():
+            facts = get_family(task).questions_in(length, self.facts)
+            sets.append(DocumentSet(-(-questions // facts), facts, task, self.distractors))
+        return sets
+
+    def questions_by_task(self) -> dict[str, int]:
+        """The questions of a length, divided evenly; the first tasks get what is left over."""
+        each, rest = divmod(self.questions, len(self.tasks))
+        return {task: each + (number < rest) for number, task in enumerate(self.tasks)}

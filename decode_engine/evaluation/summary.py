@@ -16,10 +16,12 @@ from decode_engine.evaluation.probe import LayerSample
 from decode_engine.evaluation.scoring import SegmentScore
 from decode_engine.evaluation.settings import Variant
 
+ALL_TASKS = "all"
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What is reported for one method at one budget and context length.
+    """What is reported for one method at one budget, context length and task ("all" stands for all tasks together).
 
     budget: as a text. keep, mass: the budget as a number, whichever it is; None for a method that keeps everything.
     Fields ending in _se are standard errors of the mean with a context and all that was asked about it as one draw,
@@ -43,6 +45,7 @@ class Score:
     """
 
     context_length: int
+    task: str
     method: str
     budget: str
     keep: float | None
@@ -92,6 +95,19 @@ class StoredBytes:
     host: float
 
 
+@dataclass(frozen=True, slots=True)
+class MassMap:
+    """Mean attention weight captured by each query head (columns) of each searching layer (rows)."""
+
+    context_length: int
+    method: str
+    budget: str
+    keep: float | None
+    mass: float | None
+    layers: tuple[int, ...]
+    captured: tuple[tuple[float, ...], ...]
+
+
 class Tally:
     """Collects the segment scores of one method at one budget."""
 
@@ -111,9 +127,14 @@ class Tally:
         variant: Variant,
         full: Tally,
         stored: StoredBytes,
+        task: str = ALL_TASKS,
     ) -> Score:
         """Means and standard errors. `full` is full attention's tally over the same segments in the same order."""
-        pairs = list(zip(self.contexts, self.scores, full.scores, strict=True))
+        pairs = [
+            (context, mine, reference)
+            for context, mine, reference in zip(self.contexts, self.scores, full.scores, strict=True)
+            if task in {ALL_TASKS, mine.task}
+        ]
         scores = [mine for _, mine, _ in pairs]
         observed = [(context, mine) for context, mine, _ in pairs if mine.samples]
         asked = [pair for pair in pairs if pair[1].exact is not None]
@@ -131,6 +152,7 @@ class Tally:
         read_share = _observed(observed, lambda sample: sample.bytes_T / sample.full_bytes_T)[0]
         return Score(
             context_length=context_length,
+            task=task,
             method=variant.name,
             budget=variant.budget,
             keep=variant.keep,
@@ -172,6 +194,27 @@ class Tally:
             device_bytes_per_token=stored.device,
             host_bytes_per_token=stored.host,
         )
+
+    def mass_map(self, context_length: int, variant: Variant) -> MassMap | None:
+        """Mass captured per layer and query head over all observed positions; None when no layer searched."""
+        by_layer: dict[int, list[Tensor]] = {}
+        for score in self.scores:
+            for sample in score.samples:
+                heads = sample.mass_HTG.transpose(0, 1).flatten(1)
+                by_layer.setdefault(sample.layer, []).append(heads)
+        if not by_layer:
+            return None
+        layers = tuple(sorted(by_layer))
+        means = [torch.cat(by_layer[layer]).mean(0) for layer in layers]
+        captured = tuple(tuple(round(value, 6) for value in mean.tolist()) for mean in means)
+        return MassMap(
+            context_length, variant.name, variant.budget, variant.keep, variant.mass, layers, captured
+        )
+
+    @property
+    def tasks(self) -> list[str]:
+        """The families asked so far, in order."""
+        return list(dict.fromkeys(score.task for score in self.scores if score.exact is not None))
 
 
 def _mean(

@@ -99,8 +99,8 @@ TextOption = Annotated[
     InputFile(),
 ]
 DistractorsOption = Annotated[
-    int,
-    Option("--distractors", help="Further statements that resemble an asked one."),
+    int | None,
+    Option("--distractors", help="Further statements that resemble an asked one; by task if not given."),
     AtLeast(0, 1_000_000),
 ]
 DeviceOption = Annotated[

@@ -2,6 +2,7 @@
 
 from decode_engine.evaluation.tasks.documents import (
     Document,
+    DocumentSet,
     Encoder,
     Question,
     chat_question,
@@ -20,6 +21,7 @@ from decode_engine.evaluation.tasks.family import (
     FAMILIES,
     PROMPT,
     STATEMENTS,
+    Family,
     get_family,
     make_facts,
 )
@@ -31,7 +33,9 @@ __all__ = [
     "PROMPT",
     "STATEMENTS",
     "Document",
+    "DocumentSet",
     "Encoder",
+    "Family",
     "Question",
     "chat_question",
     "get_family",

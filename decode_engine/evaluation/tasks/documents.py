@@ -199,8 +199,9 @@ class Question:
     """A question about a document.
 
     prompt: the question as a text to be completed, ending before the answer; a model without a chat template can
-    be asked with it. token: where the statement begins that has to be read for the answer. depth: the same as a
-    fraction of the document. opening: the end of the prompt, with which the answer's sentence begins. ending: what
+    be asked with it. token: where the first statement begins that has to be read for the answer. depth: the same as
+    a fraction of the document. opening: the end of the prompt, with which the answer's sentence begins. family: name
+    of the task. evidence: where every statement begins that has to be read, in the order of the answer. ending: what
     follows the answer in the text that a model is judged by.
     """
 
@@ -210,6 +211,8 @@ class Question:
     token: int
     depth: float
     opening: str = ""
+    family: str = "single"
+    evidence: tuple[int, ...] = ()
     ending: str = ANSWER_END
 
 
@@ -225,7 +228,21 @@ class Document:
     token_count: int
     questions: tuple[Question, ...]
     continuation: str
+    family: str = "single"
     stretch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentSet:
+    """`count` documents of one family, with `facts` questions in each.
+
+    distractors: statements per document that resemble others; the family's own number when None.
+    """
+
+    count: int
+    facts: int
+    family: str = "single"
+    distractors: int | None = None
 
 
 def make_document(
@@ -236,27 +253,28 @@ def make_document(
     facts: int,
     seed: int,
     questions: int | None = None,
-    distractors: int = 0,
+    distractors: int | None = None,
     start: int = 0,
     family: str = "single",
 ) -> Document:
     """A document of exactly `tokens` tokens: `text` from character `start` on, with facts put in.
 
     facts: how many questions it could be asked. questions: how many of them are returned, evenly over the depths; all
-    by default. distractors: further statements that nearly equal one that is asked about. Raises InvalidArgumentError
-    when the text is too short or the statements do not fit.
+    by default. distractors: further statements that nearly equal one that is asked about; the family's own number
+    by default. Raises InvalidArgumentError when the text is too short or the statements do not fit.
     """
     import numpy as np  # not above: the command line reads the families
 
-    make_draft = get_family(family)
+    task = get_family(family)
     asked = facts if questions is None else questions
-    if not 0 < asked <= facts or distractors < 0:
+    extra = task.distractors * facts if distractors is None else distractors
+    if not 0 < asked <= facts or extra < 0:
         raise InvalidArgumentError(
-            f"{asked} questions about {facts} facts with {distractors} distractors: expected at least one question, "
+            f"{asked} questions about {facts} facts with {extra} distractors: expected at least one question, "
             "at most one per fact, and no negative number"
         )
     rng = np.random.default_rng(seed)
-    draft = make_draft(rng, held_out_words(), facts, distractors)
+    draft = task.draft(rng, held_out_words(), facts, extra)
     count = len(draft.statements)
     room = tokens - len(encoder.encode("".join(draft.statements)))
     if room < 2 * tokens // 3:
@@ -268,43 +286,38 @@ def make_document(
     body = Body(encoder, text, start, draft.statements, depths, room)
     end = body.fit(tokens)
     places = body.statement_tokens(end)
-    by_depth = sorted(draft.asked, key=lambda one: one.place)
+    by_depth = sorted(draft.asked, key=lambda one: min(one.evidence))
     chosen = [by_depth[i] for i in np.linspace(0, len(by_depth) - 1, asked).round().astype(int)]
     return Document(
         text=body.assemble(end),
         token_count=tokens,
-        questions=tuple(_question(one, places[one.place], tokens) for one in chosen),
+        questions=tuple(_question(one, places, tokens, family) for one in chosen),
         continuation=text[end:],
+        family=family,
     )
 
 
-def _question(asked: Asked, token: int, tokens: int) -> Question:
+def _question(asked: Asked, places: Sequence[int], tokens: int, family: str) -> Question:
+    evidence = tuple(places[i] for i in asked.evidence)
     return Question(
         question=asked.question,
         answer=asked.answer,
         prompt=PROMPT_FORM.format(question=asked.question, opening=asked.opening),
-        token=token,
-        depth=token / tokens,
+        token=min(evidence),
+        depth=min(evidence) / tokens,
         opening=asked.opening,
+        family=family,
+        evidence=evidence,
     )
 
 
 def make_documents(
-    encoder: Encoder,
-    text: str,
-    tokens: int,
-    count: int,
-    *,
-    facts: int,
-    seed: int,
-    spare: int = 0,
-    distractors: int = 0,
-    family: str = "single",
+    encoder: Encoder, text: str, tokens: int, sets: Sequence[DocumentSet], *, seed: int, spare: int = 0
 ) -> list[Document]:
-    """`count` documents over different parts of the text, which overlap only when the text is too short for that.
+    """Documents over different parts of the text, which overlap only when the text is too short for that.
 
-    facts, distractors, family: of each, as of `make_document`. spare: characters that must remain after each document,
-    for its continuation. Documents that overlap, or overlap with the same ones, are of one stretch.
+    spare: characters that must remain after each document, for its continuation. Documents that overlap, or overlap
+    with the same ones, are of one stretch.
     Raises InvalidArgumentError when the text is too short for a single document.
     """
     import numpy as np
@@ -312,25 +325,26 @@ def make_documents(
     needed = round(tokens * characters_per_token(encoder, text) * 1.05) + 1_000 + spare
     if needed > len(text):
         raise too_short(len(text), needed)
-    stride = len(text) // count
+    each = [one for one in sets for _ in range(one.count)]
+    stride = len(text) // len(each)
     if stride >= needed:
-        offsets = np.random.default_rng(seed).integers(0, stride - needed + 1, count)
+        offsets = np.random.default_rng(seed).integers(0, stride - needed + 1, len(each))
         starts = [i * stride + int(offset) for i, offset in enumerate(offsets)]
     else:
-        starts = [int(start) for start in np.linspace(0, len(text) - needed, count)]
+        starts = [int(start) for start in np.linspace(0, len(text) - needed, len(each))]
     documents: list[Document] = []
     stretch, used = -1, 0
-    for i, near in enumerate(starts):
+    for i, (one, near) in enumerate(zip(each, starts, strict=True)):
         start = word_end(text, near) if near else 0
         document = make_document(
             encoder,
             text,
             tokens,
-            facts=facts,
+            facts=one.facts,
             seed=seed + i,
-            distractors=distractors,
+            distractors=one.distractors,
             start=start,
-            family=family,
+            family=one.family,
         )
         stretch += start >= used
         documents.append(replace(document, stretch=stretch))

@@ -124,20 +124,21 @@ def make_facts(
 
 PROMPT_FORM = "\nQuestion: {question}\nAnswer: {opening}"
 ANSWER_END = ".\n"
+LIST_SEPARATOR = ", "
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A question before it is known where its statement stands.
+    """A question before it is known where its evidence stands.
 
-    opening: what an answer begins with; the right continuation is a space and `answer`. place: of the statement that
-    has to be read for it, in `Draft.statements`.
+    opening: what an answer begins with; the right continuation is a space and `answer`. evidence: which statements
+    have to be read for it, as positions in `Draft.statements`.
     """
 
     question: str
     opening: str
     answer: str
-    place: int
+    evidence: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,25 @@ class MakeDraft(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A kind of task.
+
+    distractors: how many there are for each question unless asked otherwise. tokens_per_question: a document asks at
+    most one question for as many of its tokens, so that the statements stay a small part of it.
+    """
+
+    name: str
+    summary: str
+    draft: MakeDraft
+    distractors: int = 0
+    tokens_per_question: int = 1
+
+    def questions_in(self, tokens: int, wanted: int) -> int:
+        """How many of the wanted questions a document of that many tokens has room for, at least one."""
+        return max(1, min(wanted, tokens // self.tokens_per_question))
+
+
 def places_of(order: Sequence[int] | np.ndarray) -> list[int]:
     """The inverse of a permutation: where each statement went when place j holds statement order[j]."""
     places = [0] * len(order)
@@ -182,10 +202,253 @@ def ask_each(rng: np.random.Generator, facts: Sequence[Fact], asked: int) -> Dra
     return Draft(
         tuple(statements[i] for i in order),
         tuple(
-            Asked(fact.question, fact.opening, fact.value, place)
+            Asked(fact.question, fact.opening, fact.value, (place,))
             for fact, place in zip(facts[:asked], places, strict=False)
         ),
     )
+
+
+SINGLE = Family("single", "one fact among unrelated ones", draft_single)
+
+AT_ONCE = 3
+
+
+def draft_questions(
+    rng: np.random.Generator, words: Sequence[str], questions: int, distractors: int
+) -> Draft:
+    """As many facts as questions (AT_ONCE at least); every prompt asks for AT_ONCE of them, in random order.
+
+    Each fact leads one prompt; the others of a prompt are drawn from all.
+    """
+    single = draft_single(rng, words, max(questions, AT_ONCE), distractors)
+    asked = []
+    for number in range(questions):
+        others = [i for i in range(len(single.asked)) if i != number]
+        chosen = [number, *(int(i) for i in rng.choice(others, AT_ONCE - 1, replace=False))]
+        asked.append(_together([single.asked[i] for i in chosen]))
+    return Draft(single.statements, tuple(asked))
+
+
+def _together(asked: Sequence[Asked]) -> Asked:
+    first, *rest = asked
+    return Asked(
+        " ".join(one.question for one in asked),
+        first.opening,
+        ". ".join([first.answer, *(f"{one.opening} {one.answer}" for one in rest)]),
+        tuple(place for one in asked for place in one.evidence),
+    )
+
+
+QUESTIONS = Family(
+    "questions", f"{AT_ONCE} facts asked for in one prompt, answered in order", draft_questions
+)
+
+
+def draft_keys(rng: np.random.Generator, words: Sequence[str], questions: int, distractors: int) -> Draft:
+    """Facts about names of two or three words, and in turn another attribute of a name or a name one word away."""
+    facts: list[Fact] = []
+    taken: set[tuple[str, str]] = set()
+
+    def add(attribute: str, name: str) -> None:
+        if (attribute, name) not in taken:
+            taken.add((attribute, name))
+            facts.append(Fact(attribute, name, random_value(rng, words)))
+
+    while len(facts) < questions:
+        add(random_attribute(rng), random_phrase(rng, words, 2, 3))
+    turn = 0
+    while len(facts) < questions + distractors:
+        near = facts[turn // 2 % questions]
+        if turn % 2:
+            add(random_attribute(rng), near.name)
+        else:
+            add(near.attribute, _one_word_away(rng, words, near.name))
+        turn += 1
+    return ask_each(rng, facts, questions)
+
+
+def _one_word_away(rng: np.random.Generator, words: Sequence[str], name: str) -> str:
+    parts = name.split()
+    parts[int(rng.integers(len(parts)))] = words[int(rng.integers(len(words)))]
+    return " ".join(parts)
+
+
+KEYS = Family(
+    "keys",
+    "one fact among near misses: other attributes of the same name, and names that differ in one word",
+    draft_keys,
+    distractors=3,
+    tokens_per_question=256,
+)
+
+
+VALUES = 4
+VALUES_QUESTION = "What are all values of the {attribute} of the {name}, in order of appearance?"
+
+
+def draft_values(rng: np.random.Generator, words: Sequence[str], questions: int, distractors: int) -> Draft:
+    """VALUES statements for every question; the answer lists their values in the order of the text."""
+    drawn = make_facts(rng, words, questions, distractors)
+    subjects, others = drawn[:questions], drawn[questions:]
+    facts = [
+        Fact(subject.attribute, subject.name, value)
+        for subject in subjects
+        for value in _distinct_values(rng, words)
+    ]
+    statements = [random_statement(rng, fact) for fact in [*facts, *others]]
+    order = rng.permutation(len(statements))
+    places = places_of(order)
+    asked = []
+    for number, subject in enumerate(subjects):
+        own = sorted(range(number * VALUES, (number + 1) * VALUES), key=places.__getitem__)
+        asked.append(
+            Asked(
+                VALUES_QUESTION.format(attribute=subject.attribute, name=subject.name),
+                subject.opening,
+                LIST_SEPARATOR.join(facts[i].value for i in own),
+                tuple(places[i] for i in own),
+            )
+        )
+    return Draft(tuple(statements[i] for i in order), tuple(asked))
+
+
+def _distinct_values(rng: np.random.Generator, words: Sequence[str]) -> list[str]:
+    values: list[str] = []
+    while len(values) < VALUES:
+        value = random_value(rng, words)
+        if value not in values:
+            values.append(value)
+    return values
+
+
+VALUES_FAMILY = Family(
+    "values",
+    f"all {VALUES} values that one attribute of one name has, in order",
+    draft_values,
+    tokens_per_question=256,
+)
+
+
+LINKS = 4
+SET = " The variable {name} is {value}."
+COPY = " The variable {name} equals the variable {other}."
+
+
+def draft_chain(rng: np.random.Generator, words: Sequence[str], questions: int, distractors: int) -> Draft:
+    """One chain of LINKS variables for every question, its links in order at different depths.
+
+    Every other question asks for the value of the last variable, the others for all variables that hold the value.
+    Distractors are chains of one variable. Names are distinct words, values are distinct numbers.
+    """
+    count = questions * LINKS + distractors
+    names = [words[i] for i in rng.choice(len(words), count, replace=count > len(words))]
+    values: list[str] = []
+    while len(values) < questions + distractors:
+        value = random_number(rng)
+        if value not in values:
+            values.append(value)
+    order = rng.permutation(count)
+    places = places_of(order)
+    statements = [""] * count
+    asked = []
+    for number in range(questions):
+        chain = names[number * LINKS : (number + 1) * LINKS]
+        own = tuple(sorted(places[number * LINKS : (number + 1) * LINKS]))
+        statements[own[0]] = SET.format(name=chain[0], value=values[number])
+        for place, name, other in zip(own[1:], chain[1:], chain[:-1], strict=True):
+            statements[place] = COPY.format(name=name, other=other)
+        asked.append(_chain_question(number, chain, values[number], own))
+    for number in range(distractors):
+        name, value = names[questions * LINKS + number], values[questions + number]
+        statements[places[questions * LINKS + number]] = SET.format(name=name, value=value)
+    return Draft(tuple(statements), tuple(asked))
+
+
+def _chain_question(number: int, chain: Sequence[str], value: str, places: tuple[int, ...]) -> Asked:
+    if number % 2:
+        return Asked(
+            f"Which variables hold {value}, in order of appearance?",
+            f"The variables that hold {value} are",
+            LIST_SEPARATOR.join(chain),
+            places,
+        )
+    last = chain[-1]
+    return Asked(f"What is the value of the variable {last}?", f"The variable {last} is", value, places)
+
+
+CHAIN = Family(
+    "chain",
+    f"chains of {LINKS} variables set to one another: the value of the last one, or all that hold a value",
+    draft_chain,
+    tokens_per_question=256,
+)
+
+
+FREQUENT = (7, 5, 3)
+"""How often the words that are asked for occur."""
+RARE = 5
+"""Further words that occur once each."""
+PER_STATEMENT = 4
+WORDS_STATEMENT = " The list of the {name} has {words}."
+WORDS_QUESTION = "Which three words does the list of the {name} have most often, the most frequent one first?"
+WORDS_OPENING = "The list of the {name} most often has"
+
+_CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
+
+
+def draft_words(rng: np.random.Generator, words: Sequence[str], questions: int, distractors: int) -> Draft:
+    """One list for every question and distractor, given in parts of PER_STATEMENT words all over the text."""
+    statements: list[str] = []
+    subjects: list[tuple[str, list[str], range]] = []
+    taken: set[str] = set()
+    names: set[str] = set()
+    while len(subjects) < questions + distractors:
+        name = random_phrase(rng, words, 2, 3)
+        if name in names:
+            continue
+        names.add(name)
+        coded = [_coded_word(rng, taken) for _ in range(len(FREQUENT) + RARE)]
+        counts = [*FREQUENT, *(1 for _ in range(RARE))]
+        mentions = [word for word, count in zip(coded, counts, strict=True) for _ in range(count)]
+        rng.shuffle(mentions)
+        first = len(statements)
+        for start in range(0, len(mentions), PER_STATEMENT):
+            part = LIST_SEPARATOR.join(mentions[start : start + PER_STATEMENT])
+            statements.append(WORDS_STATEMENT.format(name=name, words=part))
+        subjects.append((name, coded[: len(FREQUENT)], range(first, len(statements))))
+    order = rng.permutation(len(statements))
+    places = places_of(order)
+    asked = [
+        Asked(
+            WORDS_QUESTION.format(name=name),
+            WORDS_OPENING.format(name=name),
+            LIST_SEPARATOR.join(frequent),
+            tuple(sorted(places[i] for i in own)),
+        )
+        for name, frequent, own in subjects[:questions]
+    ]
+    return Draft(tuple(statements[i] for i in order), tuple(asked))
+
+
+def _coded_word(rng: np.random.Generator, taken: set[str]) -> str:
+    """Consonants and vowels in turn, five letters, never the same twice."""
+    while True:
+        letters = (
+            (_CONSONANTS, _VOWELS)[place % 2][int(rng.integers((len(_CONSONANTS), len(_VOWELS))[place % 2]))]
+            for place in range(5)
+        )
+        word = "".join(letters)
+        if word not in taken:
+            taken.add(word)
+            return word
+
+
+WORDS = Family(
+    "words",
+    "the three most frequent of the made-up words that a list has, its parts all over the text",
+    draft_words,
+    tokens_per_question=1024,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,15 +633,19 @@ def draft_sentences(
     places = places_of(shuffled)
     return Draft(
         tuple(statements[i] for i in shuffled),
-        tuple(Asked(*one, place) for one, place in zip(asked, places, strict=False)),
+        tuple(Asked(*one, (place,)) for one, place in zip(asked, places, strict=False)),
     )
 
 
-FAMILIES: Mapping[str, MakeDraft] = MappingProxyType({"single": draft_single, "sentences": draft_sentences})
-"""One fact among unrelated ones; and one everyday fact, asked for in everyday words."""
+SENTENCES = Family("sentences", "one everyday fact, asked for in everyday words", draft_sentences)
 
 
-def get_family(name: str) -> MakeDraft:
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {family.name: family for family in (SINGLE, KEYS, VALUES_FAMILY, QUESTIONS, CHAIN, WORDS, SENTENCES)}
+)
+
+
+def get_family(name: str) -> Family:
     """The named family. Raises InvalidArgumentError for an unknown name."""
     family = FAMILIES.get(name)
     if family is None:

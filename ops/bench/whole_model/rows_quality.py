@@ -39,7 +39,7 @@ from torch import Tensor
 from decode_engine.evaluation.evaluate import question_segment
 from decode_engine.evaluation.scoring import Segment, SegmentScore, reference_log_probs, score_segment
 from decode_engine.evaluation.tasks import parse_length, source_text
-from decode_engine.evaluation.tasks.documents import Document, make_documents
+from decode_engine.evaluation.tasks.documents import Document, DocumentSet, make_documents
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.unstored import no_context
 from decode_engine.model.warm_up import made_up_context
@@ -151,8 +151,7 @@ def main(
             reader.tokenizer,
             source_text(()),
             tokens - len(prefix),
-            documents,
-            facts=facts,
+            [DocumentSet(documents, facts)],
             seed=0,
             spare=16 * text_tokens,
         )

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,7 +19,7 @@ from decode_engine.evaluation.evaluate import evaluate, question_segment, share_
 from decode_engine.evaluation.prefill_command import PrefillCommand, PrefillFailedError, attention_flags
 from decode_engine.evaluation.settings import EvaluationConfig
 from decode_engine.evaluation.summary import Score
-from decode_engine.evaluation.tasks import Document, Question, held_out_text
+from decode_engine.evaluation.tasks import Document, DocumentSet, Question, held_out_text
 from index_store.cli.console import show_stages
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.models.loading import Tokenizer
@@ -56,10 +57,10 @@ def test_question_segment_splits_prompt_and_answer() -> None:
 
 
 def test_question_segment_ends_as_the_question_says() -> None:
-    question = Question("?", "48213", "It is", token=0, depth=0.0, ending=".")
+    question = Question("?", "48213", "It is", token=0, depth=0.0, family="keys", ending=".")
     segment = question_segment(cast(Tokenizer, Characters()), question, observed=True)
     assert "".join(map(chr, segment.token_ids)) == "It is 48213."
-    assert segment.observed
+    assert (segment.task, segment.observed) == ("keys", True)
 
 
 def test_variants_cross_methods_with_their_budgets_after_full_attention() -> None:
@@ -91,18 +92,27 @@ def test_contexts_get_the_same_indexes_whichever_run_measures_them() -> None:
     assert config("squeezed", "csattention@period=2 tactic").indexed() == one.indexed()
 
 
-def test_a_context_with_too_many_questions_is_asked_at_every_depth() -> None:
-    def document(count: int) -> Document:
-        questions = tuple(Question(str(i), "a", "p", i, i / count) for i in range(count))
-        return Document("", 10, questions, "")
+def test_questions_are_shared_among_tasks_and_contexts() -> None:
+    config = EvaluationConfig(Path("x"), questions=216, facts=24)
+    assert config.document_sets(8192) == [DocumentSet(9, 24)]
+    assert replace(config, questions=25).document_sets(8192) == [DocumentSet(2, 24)]
+    several = replace(config, tasks=("single", "words"), questions=31, distractors=1)
+    assert several.questions_by_task() == {"single": 16, "words": 15}
+    assert several.document_sets(8192) == [DocumentSet(1, 24, "single", 1), DocumentSet(2, 8, "words", 1)]
 
-    shared = share_questions(
-        EvaluationConfig(Path("x"), questions=6), [document(4), document(8), document(6)]
-    )
+
+def test_a_context_with_too_many_questions_is_asked_at_every_depth() -> None:
+    def document(family: str, count: int) -> Document:
+        questions = tuple(Question(str(i), "a", "p", i, i / count, family=family) for i in range(count))
+        return Document("", 10, questions, "", family)
+
+    config = EvaluationConfig(Path("x"), tasks=("single", "chain"), questions=12)
+    documents = [document("single", 4), document("single", 8), document("chain", 6)]
+    shared = share_questions(config, documents)
     assert [[int(question.question) for question in chosen] for _, chosen in shared] == [
         [0, 1, 2, 3],
         [2, 6],
-        [],
+        [0, 1, 2, 3, 4, 5],
     ]
 
 
@@ -114,7 +124,9 @@ def test_a_context_with_too_many_questions_is_asked_at_every_depth() -> None:
         ({"index_for": ("nearest",)}, MethodUnsupportedError),
         ({"keep": (0.0,)}, InvalidArgumentError),
         ({"mass": (1.5,)}, InvalidArgumentError),
-        ({"task": "riddles"}, InvalidArgumentError),
+        ({"tasks": ("riddles",)}, InvalidArgumentError),
+        ({"tasks": ("single", "single")}, InvalidArgumentError),
+        ({"tasks": ("single", "keys"), "questions": 1}, InvalidArgumentError),
         ({"distractors": -1}, InvalidArgumentError),
         ({"questions": 0}, InvalidArgumentError),
         ({"context_lengths": ()}, InvalidArgumentError),
@@ -197,9 +209,9 @@ def test_evaluate_command_end_to_end(run: Run, tmp_path: Path) -> None:
     results = run("evaluate", "--out", str(tmp_path / "a"), *arguments)
     assert results["settings"]["prompts"] == "each"
     scores = [Score(**row) for row in results["scores"]]
-    assert [(score.context_length, score.method, score.keep) for score in scores] == [
-        (1024, "full", None),
-        *((1024, method, keep) for method in methods.split(",") for keep in (0.05, 1.0)),
+    assert [(score.context_length, score.task, score.method, score.keep) for score in scores] == [
+        (1024, "all", "full", None),
+        *((1024, "all", method, keep) for method in methods.split(",") for keep in (0.05, 1.0)),
     ]
     for score in scores:
         assert score.questions == 2
@@ -216,9 +228,10 @@ def test_evaluate_command_end_to_end(run: Run, tmp_path: Path) -> None:
         assert score.bytes_all is not None
         assert score.bytes_share is not None
         assert min(score.bytes_share, 1.0) - 1e-6 <= score.bytes_all  # what does not search is read whole
-        # The reader has two KV heads of 64 in each of its six layers; what is left are token ids and padding.
+        # The reader has two KV heads of 64 in each of its layers; what is left are token ids and padding.
+        layers = len(json.loads((tmp_path / "a" / "results.json").read_text())["mass_maps"][0]["layers"])
         assert score.device_bytes_per_token == 0
-        least = 2 * 2 * 64 * 2 * 6 + score.index_bytes_per_token
+        least = 2 * 2 * 64 * 2 * layers + score.index_bytes_per_token
         assert least < (score.host_bytes_per_token or 0.0)
         assert score.output_error is not None
         assert score.captured_mass is not None
@@ -232,6 +245,7 @@ def test_evaluate_command_end_to_end(run: Run, tmp_path: Path) -> None:
             assert score.method != "oracle" or score.recall == pytest.approx(1.0, abs=0.01)
     assert (tmp_path / "a" / "quality.png").exists()
     assert (tmp_path / "a" / "costs.png").exists()
+    assert (tmp_path / "a" / "mass_map.png").exists()
     stored = sorted(path.name for path in (tmp_path / "store" / "contexts").iterdir())
     assert len(stored) == 1
 
@@ -253,7 +267,7 @@ def test_a_folder_of_ones_own_is_evaluated_with_ones_own_texts(run: Run, tmp_pat
         (tmp_path / f"text{number}").write_text(novels[number * 20_000 : (number + 1) * 20_000])
     arguments = ["--model", str(model), "--out", str(tmp_path / "out"), "--context-length", "1500"]
     arguments += ["--text", str(tmp_path / "text0"), "--text", str(tmp_path / "text1"), "--chat"]
-    arguments += ["--task", "sentences", "--questions", "2", "--facts", "1", "--text-tokens", "16"]
+    arguments += ["--tasks", "chain,words", "--questions", "2", "--facts", "1", "--text-tokens", "16"]
     arguments += ["--methods", "tactic,squeezed,oracle@period=2,multipole", "--keep", "0.05", "--mass", "0.8"]
     arguments += ["--dense-layers", "none", "--index", "key_clusters:keys_per_cluster=32"]
     results = run("evaluate", *arguments, "--no-picture")
@@ -267,7 +281,11 @@ def test_a_folder_of_ones_own_is_evaluated_with_ones_own_texts(run: Run, tmp_pat
         ("oracle@period=2", "5.00%"),
         ("multipole", "5.00%"),
     ]
-    assert {score.questions for score in scores} == {2}
+    assert [(score.task, score.questions) for score in scores[::5]] == [
+        ("all", 2),
+        ("chain", 1),
+        ("words", 1),
+    ]
     assert all(score.method == "full" or 0.0 < (score.captured_mass or 0.0) <= 1.0 for score in scores)
     without = write_model_folder(tmp_path / "plain", chat_template=None)
     arguments = ["--model", str(without), "--chat", "--out", str(tmp_path / "x")]

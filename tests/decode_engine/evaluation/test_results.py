@@ -11,11 +11,13 @@ from rich.console import Console
 
 from decode_engine.evaluation.pictures import (
     COSTS,
+    MASS_MAP,
     QUALITY,
     draw_pictures,
     pareto_front,
 )
-from decode_engine.evaluation.results import tables, warnings, write_results
+from decode_engine.evaluation.results import figures_by_task, tables, warnings, write_results
+from decode_engine.evaluation.summary import ALL_TASKS
 from tests.decode_engine.evaluation.evaluation_samples import some_results, some_scores
 
 
@@ -30,7 +32,7 @@ def test_results_hold_every_score(tmp_path: Path) -> None:
     assert [float(row["kl"]) for row in rows] == [score.kl for score in results.scores]
     blocks = (tmp_path / "results.md").read_text().split("\n\n")
     tables = [block.splitlines() for block in blocks if block.startswith("|")]
-    assert [len(table) for table in tables] == [2 + 6, 2 + 4]
+    assert [len(table) for table in tables] == [2 + 6, 2 + 6, 2 + 4]
     assert all(len({line.count("|") for line in table}) == 1 for table in tables)
 
 
@@ -40,20 +42,22 @@ def test_tables_on_the_terminal(tmp_path: Path) -> None:
     for table in tables(scores, "title", "exact"):
         console.print(table)
     text = console.export_text()
-    assert text.count("csattention") == 8
+    assert text.count("csattention") == 12
     assert "20.0% │   2.0% │ 10.0% │      8.0%" in text.replace("\u2502", "│")
     assert "n = 2 questions about 2 contexts" in text
     assert "prompts exact" in text
+    assert "keys" in text
+    assert figures_by_task([score for score in scores if score.task == ALL_TASKS]) is None
 
 
 def test_many_methods_are_drawn(tmp_path: Path) -> None:
     results = some_results([*(f"method-{number}" for number in range(13)), "csattention"])
-    names = draw_pictures(tmp_path, results.scores)
-    assert names == [QUALITY, COSTS]
+    names = draw_pictures(tmp_path, results.scores, results.maps)
+    assert names == [QUALITY, COSTS, MASS_MAP]
     for name in names:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     only_full = [score for score in results.scores if score.method == "full"]
-    assert draw_pictures(tmp_path, only_full) == [QUALITY]
+    assert draw_pictures(tmp_path, only_full, []) == [QUALITY]
 
 
 def test_the_front_holds_what_nothing_beats() -> None:
@@ -72,9 +76,9 @@ def test_results_are_replaced_as_a_whole(tmp_path: Path) -> None:
 
 def test_a_method_far_from_full_attention_is_warned_of() -> None:
     score = some_scores()[0]
-    near = replace(score, captured_mass=0.47, kl=0.05)
+    near = replace(score, task=ALL_TASKS, captured_mass=0.47, kl=0.05)
     far = replace(near, kl=0.59)
-    assert warnings([near, replace(far, captured_mass=None)]) == []
+    assert warnings([near, replace(far, task="single"), replace(far, captured_mass=None)]) == []
     (said,) = warnings([near, far])
     assert said.startswith(
         f"{score.method} at {score.budget} after {score.context_length:,} tokens is 0.59 nats"

@@ -230,7 +230,7 @@ def test_decode_steps_are_timed_one_token_at_a_time() -> None:
 def test_summary() -> None:
     full, sparse = make_tally([True, True, True, False]), make_tally([True, False, True, False], mass=0.8)
     score = sparse.summarise(8192, SOME, full, StoredBytes(512.0, 300.0, 400.0))
-    assert (score.method, score.budget, score.keep) == ("csattention", "2.00%", 0.02)
+    assert (score.task, score.method, score.budget, score.keep) == ("all", "csattention", "2.00%", 0.02)
     assert (score.questions, score.exact_match, score.exact_match_loss) == (4, 0.5, 0.25)
     # The first context's questions are answered, the second's are not: as uncertain as two questions, not four.
     assert score.contexts == 2
@@ -251,6 +251,9 @@ def test_summary() -> None:
     assert (*shares, score.bytes_per_token) == pytest.approx((0.02, 0.1, 0.08, 4.0))
     stored = (score.index_bytes_per_token, score.device_bytes_per_token, score.host_bytes_per_token)
     assert stored == (512.0, 300.0, 400.0)
+    mass_map = sparse.mass_map(8192, SOME)
+    assert mass_map.layers == (1, 3)
+    assert [value for row in mass_map.captured for value in row] == pytest.approx([0.85, 0.85, 0.425, 0.425])
 
 
 def test_what_was_not_observed_is_not_reported() -> None:
@@ -259,6 +262,20 @@ def test_what_was_not_observed_is_not_reported() -> None:
     assert (score.budget, score.keep, score.mass) == ("all", None, None)
     assert (score.recall, score.captured_mass, score.output_error, score.bytes_share) == (None,) * 4
     assert score.bytes_all == score.touched_all or score.bytes_all is None
+    assert full.mass_map(8192, ALL) is None
+
+
+def test_tasks_are_summarised_apart() -> None:
+    full, sparse = make_tally([True, True]), make_tally([True, False])
+    for tally, more in (
+        (full, make_tally([True] * 4, task="keys")),
+        (sparse, make_tally([False] * 4, task="keys")),
+    ):
+        tally.scores += more.scores
+        tally.contexts += [context + 2 for context in more.contexts]
+    assert full.tasks == ["single", "keys"]
+    scores = [sparse.summarise(8192, SOME, full, NOTHING_STORED, task) for task in ("all", *full.tasks)]
+    assert [(score.questions, score.exact_match) for score in scores] == [(6, 1 / 6), (2, 0.5), (4, 0.0)]
 
 
 def test_standard_errors() -> None:

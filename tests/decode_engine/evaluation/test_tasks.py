@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +15,12 @@ from decode_engine.evaluation.tasks import (
     ANSWER_END,
     ATTRIBUTES,
     FAMILIES,
+    PROMPT,
+    DocumentSet,
     Encoder,
     Question,
     chat_question,
+    get_family,
     held_out_text,
     held_out_words,
     make_document,
@@ -26,6 +29,7 @@ from decode_engine.evaluation.tasks import (
     parse_length,
     source_text,
 )
+from decode_engine.evaluation.tasks.family import AT_ONCE, FREQUENT, LINKS, VALUES
 from index_store.errors import InvalidArgumentError
 from tests.support.devices import crossed
 
@@ -79,20 +83,25 @@ def test_every_family_fills_its_length_and_names_where_the_evidence_stands(
     tokens = 12_000 if isinstance(encoder, Bytes) else 6000
     document = make_document(encoder, novels, tokens, facts=3, seed=5, family=family)
     assert len(encoder.encode(document.text)) == document.token_count == tokens
+    assert document.family == family
     assert len(document.questions) == 3
     places = _sentence_places(encoder, document.text)
     for question in document.questions:
         if family == "sentences":  # whose statements are all of one kind each
             places |= {len(encoder.encode(document.text[: document.text.index(f" {question.opening} ")]))}
+        assert question.family == family
         assert question.prompt == f"\nQuestion: {question.question}\nAnswer: {question.opening}"
+        assert question.token == min(question.evidence)
         assert question.depth == question.token / tokens
-        assert question.token in places, "no statement begins there"
+        assert len(set(question.evidence)) == len(question.evidence)
+        for place in question.evidence:
+            assert place in places, "no statement begins there"
 
 
 def _sentence_places(encoder: Encoder, text: str) -> set[int]:
     """Token positions at which a statement begins."""
     openings = " (?:The|Remember that the|Note: the|It was written down that the) "
-    kinds = "|".join(f"{attribute} of" for attribute in ATTRIBUTES)
+    kinds = "|".join([*(f"{attribute} of" for attribute in ATTRIBUTES), "variable ", "list of"])
     starts = [found.start() for found in re.finditer(f"{openings}(?:{kinds})", text)]
     return {len(encoder.encode(text[:start])) for start in starts}
 
@@ -106,6 +115,115 @@ def test_every_family_follows_from_the_seed(family: str, novels: str) -> None:
     assert first.questions != other.questions
 
 
+def test_near_misses_differ_in_one_word(novels: str) -> None:
+    document = make_document(Words(), novels, 6000, facts=4, seed=2, family="keys")
+    stated = _stated(document.text)
+    assert len(stated) == 4 * (1 + FAMILIES["keys"].distractors)
+    for question in document.questions:
+        attribute, name = _subject(question.question)
+        assert stated.pop((attribute, name)) == question.answer
+        assert question.prompt == PROMPT.format(attribute=attribute, name=name)
+    asked = [_subject(question.question) for question in document.questions]
+    for attribute, name in stated:
+        assert any(_is_near((attribute, name), other) for other in asked)
+
+
+def _stated(text: str) -> dict[tuple[str, str], str]:
+    found = re.findall(f"he ({'|'.join(ATTRIBUTES)}) of the ([a-z ]+) is ([a-z0-9 ]+)\\.", text)
+    return {(attribute, name): value for attribute, name, value in found}
+
+
+def _subject(question: str) -> tuple[str, str]:
+    attribute, _, name = question.removeprefix("What is the ").removesuffix("?").partition(" of the ")
+    return attribute, name
+
+
+def _is_near(one: tuple[str, str], other: tuple[str, str]) -> bool:
+    if one[1] == other[1]:
+        return one[0] != other[0]
+    words, others = one[1].split(), other[1].split()
+    return one[0] == other[0] and len(words) == len(others) and sum(map(str.__ne__, words, others)) == 1
+
+
+def test_values_are_listed_in_order_of_appearance(novels: str) -> None:
+    document = make_document(Words(), novels, 6000, facts=3, seed=1, family="values")
+    for question in document.questions:
+        attribute, name = re.findall(r"values of the (.+) of the (.+), in order", question.question)[0]
+        found = re.findall(f"he {attribute} of the {name} is ([a-z0-9 ]+)\\.", document.text)
+        assert question.answer.split(", ") == found
+        assert len(set(found)) == VALUES == len(question.evidence)
+        assert list(question.evidence) == sorted(question.evidence)
+
+
+def test_questions_of_one_prompt_are_answered_in_turn(novels: str) -> None:
+    document = make_document(Words(), novels, 6000, facts=5, seed=1, family="questions")
+    stated = _stated(document.text)
+    assert len(stated) == 5
+    for question in document.questions:
+        subjects = [_subject(part + "?") for part in question.question.removesuffix("?").split("? ")]
+        assert len(set(subjects)) == AT_ONCE
+        sentences = [f"The {subject[0]} of the {subject[1]} is {stated[subject]}" for subject in subjects]
+        assert f"{question.opening} {question.answer}" == ". ".join(sentences)
+    alone = make_document(Words(), novels, 6000, facts=1, seed=1, family="questions")
+    assert len(_stated(alone.text)) == AT_ONCE
+
+
+def test_chains_lead_from_the_value_to_the_last_variable(novels: str) -> None:
+    document = make_document(Words(), novels, 6000, facts=6, seed=4, family="chain", distractors=3)
+    values = dict(re.findall(r" The variable (\w+) is (\d+)\.", document.text))
+    copies = re.findall(r" The variable (\w+) equals the variable (\w+)\.", document.text)
+    assert len(values) == 6 + 3
+    assert len(copies) == 6 * (LINKS - 1)
+    for name, other in copies:  # every variable is set before it is copied
+        values[name] = values[other]
+    kinds = set()
+    for question in document.questions:
+        if found := re.findall(r"value of the variable (\w+)", question.question):
+            kinds.add("value")
+            assert values[found[0]] == question.answer
+        else:
+            kinds.add("variables")
+            (value,) = re.findall(r"hold (\d+),", question.question)
+            assert question.answer.split(", ") == [name for name, held in values.items() if held == value]
+        assert len(question.evidence) == LINKS
+    assert kinds == {"value", "variables"}
+
+
+def test_frequent_words_are_the_most_frequent(novels: str) -> None:
+    document = make_document(Words(), novels, 6000, facts=3, seed=4, family="words", distractors=2)
+    lists = re.findall(r" The list of the ([a-z ]+) has ([a-z, ]+)\.", document.text)
+    assert len({name for name, _ in lists}) == 5
+    for question in document.questions:
+        (name,) = re.findall(r"list of the ([a-z ]+) have most", question.question)
+        words = [word for owner, part in lists if owner == name for word in part.split(", ")]
+        counted = Counter(words).most_common()
+        assert [word for word, _ in counted[:3]] == question.answer.split(", ")
+        assert tuple(count for _, count in counted[:3]) == FREQUENT
+        assert counted[3][1] < FREQUENT[-1]
+
+
+def test_a_document_asks_no_more_than_it_has_room_for() -> None:
+    assert get_family("single").questions_in(8192, 24) == 24
+    assert get_family("words").questions_in(8192, 24) == 8
+    assert get_family("words").questions_in(500, 24) == 1
+    with pytest.raises(InvalidArgumentError, match="task is 'riddles', expected one of single, keys"):
+        get_family("riddles")
+
+
+def test_several_families_share_the_text(novels: str) -> None:
+    parts = [
+        DocumentSet(2, 4, "single"),
+        DocumentSet(1, 2, "words", distractors=1),
+        DocumentSet(1, 3, "chain"),
+    ]
+    documents = make_documents(ReaderTokens(), novels, 2048, parts, seed=0, spare=500)
+    assert [document.family for document in documents] == ["single", "single", "words", "chain"]
+    assert [len(document.questions) for document in documents] == [4, 4, 2, 3]
+    ends = [len(novels) - len(document.continuation) for document in documents]
+    lengths = [len(document.text) for document in documents]
+    assert all(end < later - length for end, later, length in zip(ends, ends[1:], lengths[1:], strict=False))
+
+
 @pytest.mark.parametrize(
     ("turn", "begun"),
     [
@@ -116,12 +234,12 @@ def test_every_family_follows_from_the_seed(family: str, novels: str) -> None:
     ],
 )
 def test_a_chat_question_is_worded_by_the_template_and_opens_the_answer(turn: str, begun: str) -> None:
-    question = Question("Who?", "Jude", "", token=3, depth=0.1, opening="It is")
+    question = Question("Who?", "Jude", "", token=3, depth=0.1, opening="It is", evidence=(3,))
     asked = chat_question(question, turn)
     assert asked.prompt == begun
     assert asked.ending == "."
     assert question.ending == ANSWER_END
-    assert (asked.answer, asked.token) == (question.answer, question.token)
+    assert (asked.answer, asked.evidence) == (question.answer, question.evidence)
 
 
 def test_texts_are_joined_in_order(tmp_path: Path) -> None:
@@ -196,7 +314,7 @@ def test_distractors_are_in_the_text_but_not_asked(novels: str) -> None:
 
 
 def test_documents_of_one_length_do_not_share_text(novels: str) -> None:
-    documents = make_documents(ReaderTokens(), novels, 2048, 9, facts=3, seed=0, spare=500)
+    documents = make_documents(ReaderTokens(), novels, 2048, [DocumentSet(9, 3)], seed=0, spare=500)
     starts = [novels.find(document.text[:60]) for document in documents]
     ends = [len(novels) - len(document.continuation) for document in documents]
     assert all(start >= 0 for start in starts)
@@ -204,11 +322,12 @@ def test_documents_of_one_length_do_not_share_text(novels: str) -> None:
 
 
 def test_documents_that_overlap_are_of_one_stretch(novels: str) -> None:
-    apart = make_documents(ReaderTokens(), novels, 2048, 4, facts=3, seed=0, spare=500)
+    sets = [DocumentSet(4, 3)]
+    apart = make_documents(ReaderTokens(), novels, 2048, sets, seed=0, spare=500)
     assert [document.stretch for document in apart] == [0, 1, 2, 3]
-    (one,) = make_documents(ReaderTokens(), novels, 2048, 1, facts=3, seed=0)
+    (one,) = make_documents(ReaderTokens(), novels, 2048, [DocumentSet(1, 3)], seed=0)
     shorter = novels[: 3 * len(one.text)]
-    crowded = make_documents(ReaderTokens(), shorter, 2048, 4, facts=3, seed=0, spare=500)
+    crowded = make_documents(ReaderTokens(), shorter, 2048, sets, seed=0, spare=500)
     assert [document.stretch for document in crowded] == [0, 0, 0, 0]
 
 
@@ -219,17 +338,13 @@ def test_documents_that_overlap_are_of_one_stretch(novels: str) -> None:
         ({"tokens": 4096, "facts": 0}, "0 questions about 0 facts"),
         ({"tokens": 3000, "facts": 20}, "20 facts of task 'single' take"),
         ({"tokens": 100_000, "facts": 3}, "longer text"),
-        (
-            {"tokens": 4096, "facts": 3, "family": "riddles"},
-            "task is 'riddles', expected one of single, sentences",
-        ),
     ],
 )
-def test_what_cannot_be_made_is_refused(arguments: dict[str, Any], message: str, novels: str) -> None:
+def test_what_cannot_be_made_is_refused(arguments: dict[str, int], message: str, novels: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         make_document(Bytes(), novels[:50_000], seed=0, **arguments)
 
 
 def test_a_text_shorter_than_one_context_is_refused(novels: str) -> None:
     with pytest.raises(InvalidArgumentError, match="longer text"):
-        make_documents(Bytes(), novels[:3000], 4096, 1, facts=2, seed=0)
+        make_documents(Bytes(), novels[:3000], 4096, [DocumentSet(1, 2)], seed=0)
