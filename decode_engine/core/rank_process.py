@@ -19,7 +19,7 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from decode_engine.model.divided_model import join
+from decode_engine.model.divided_model import join, meeting_place
 from decode_engine.model.ranks import Alone, Follower, Leader, Line
 from decode_engine.model.runner import ModelRunner
 from decode_engine.settings.config import ServeConfig
@@ -34,18 +34,17 @@ from index_store.models.resolve import resolve_model
 from index_store.store.heads_part import HeadsPart
 
 _PROGRAM = "from decode_engine.core.rank_process import main; main()"
-_LOOPBACK = "127.0.0.1"
 
 logger = logging.getLogger(__name__)
 
 
 class Told(Struct, frozen=True):
-    """What a rank is told at its start. address: where ranks meet. fd: of its socket. log_level: of the engine."""
+    """What a rank is told at its start. place: where ranks meet. fd: of its socket. log_level: of the engine."""
 
     config: ServeConfig
     rank: int
     device: str
-    address: str
+    place: str
     fd: int
     log_level: LogLevel
 
@@ -58,11 +57,11 @@ def start_ranks(config: ServeConfig, device: torch.device) -> tuple[Leader, dict
     ranks = config.tensor_parallel
     seen = _visible(device, ranks)
     lines, started = [], []
-    address = f"{_LOOPBACK}:{_free_port()}"
+    place = meeting_place()
     level = LogLevel(logging.getLevelName(logger.getEffectiveLevel()).lower())
     for rank in range(1, ranks):
         own, theirs = socket.socketpair()
-        told = Told(config, rank, device.type, address, theirs.fileno(), level)
+        told = Told(config, rank, device.type, place, theirs.fileno(), level)
         process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM],
             stdin=subprocess.PIPE,
@@ -78,7 +77,7 @@ def start_ranks(config: ServeConfig, device: torch.device) -> tuple[Leader, dict
     for process in started:
         threading.Thread(target=_watch, args=(process,), name="rank", daemon=True).start()
     part = HeadsPart(0, ranks)
-    return Leader(part, lines, _lost), {"distributed_config": join(part, address, device)}
+    return Leader(part, lines, _lost), {"distributed_config": join(part, place, device)}
 
 
 def _watch(process: subprocess.Popen[bytes]) -> None:
@@ -110,13 +109,6 @@ def _visible(device: torch.device, ranks: int) -> list[str]:
     return told.split(",") if told else [str(number) for number in range(ranks)]
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind((_LOOPBACK, 0))
-        port: int = found.getsockname()[1]
-    return port
-
-
 def follow(told: Told) -> None:
     """The body of another rank. Returns when the first one has ended."""
     config, device = told.config, torch.device(told.device)
@@ -124,7 +116,7 @@ def follow(told: Told) -> None:
     torch.set_num_threads(threads)
     set_num_threads(threads)
     part = HeadsPart(told.rank, config.tensor_parallel)
-    options: Mapping[str, Any] = {"distributed_config": join(part, told.address, device)}
+    options: Mapping[str, Any] = {"distributed_config": join(part, told.place, device)}
     folder = resolve_model(config.model)
     runner = ModelRunner(
         folder,

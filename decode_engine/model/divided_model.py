@@ -7,6 +7,7 @@ nothing else of a step needs the other ranks: attention and searches are those o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -35,15 +36,23 @@ _DIVIDED = {"colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"}
 _REPLICATED = {"replicated_with_grad_allreduce"}
 
 
-def join(part: HeadsPart, address: str, device: torch.device) -> DistributedConfig:
+def meeting_place() -> str:
+    """A file in memory, where ranks find each other as long as this process lives: torch's own server of addresses
+    listens at all of them."""
+    return f"/proc/{os.getpid()}/fd/{os.memfd_create('ranks')}"
+
+
+def join(part: HeadsPart, place: str, device: torch.device) -> DistributedConfig:
     """Meets the other ranks, each of which sees one GPU or none; what a model is loaded with (`localize` follows).
 
-    address: HOST:PORT at which the first rank listens meanwhile.
+    place: the first rank's `meeting_place`.
     """
     on_gpu = device.type == "cuda"
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")  # all ranks are of one host
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        init_method=f"tcp://{address}",
+        init_method=f"file://{place}",
         rank=part.rank,
         world_size=part.ranks,
         timeout=timedelta(seconds=WAIT_S),

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -60,7 +59,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from decode_engine.host_search.mailbox import SearchThreads
 from decode_engine.layers.session import Session
 from decode_engine.model.decode_attention import ATTENTION_NAME, packed, register_attention
-from decode_engine.model.divided_model import join, localize
+from decode_engine.model.divided_model import join, localize, meeting_place
 from decode_engine.model.unstored import no_context
 from decode_engine.steps.step_graph import step_model
 from index_store.memory.placement import Placement
@@ -384,10 +383,10 @@ def note(part: HeadsPart, what: str) -> None:
         typer.echo(f"{time.strftime('%H:%M:%S')} {part.ranks} ranks: {what}", err=True)
 
 
-def run_rank(job: Job, part: HeadsPart, address: str) -> None:
+def run_rank(job: Job, part: HeadsPart, place: str) -> None:
     """The body of a rank."""
     register_attention()
-    config = join(part, address, job.device) if part.ranks > 1 else None
+    config = join(part, place, job.device) if part.ranks > 1 else None
     with open(job.folder / "lines.jsonl", "a") as lines:
         for line in job.lines(part, config):
             if part.rank == 0:
@@ -399,14 +398,11 @@ def run_rank(job: Job, part: HeadsPart, address: str) -> None:
 
 def start_ranks(count: int, command: Sequence[str], seconds: float) -> int:
     """Runs the command once for each rank, with one GPU each; 0 where all ended well. No rank outlives this."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{found.getsockname()[1]}"
-    started = []
+    place, started = meeting_place(), []
     try:
         for rank in range(count):
             own = {"CUDA_VISIBLE_DEVICES": str(rank), "NCCL_NVLS_ENABLE": "0"}
-            told = ["--rank", str(rank), "--of", str(count), "--address", address]
+            told = ["--rank", str(rank), "--of", str(count), "--place", place]
             started.append(subprocess.Popen([*command, *told], env={**os.environ, **own}))
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -449,7 +445,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="Each number of ranks has.")] = 200.0,
     rank: Annotated[int, typer.Option(hidden=True)] = -1,
     of: Annotated[int, typer.Option(hidden=True)] = 0,
-    address: Annotated[str, typer.Option(hidden=True)] = "",
+    place: Annotated[str, typer.Option(hidden=True)] = "",
     folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
     reference: Annotated[bool, typer.Option("--reference", hidden=True)] = False,
 ) -> None:
@@ -460,7 +456,7 @@ def main(
             SHAPES[shape], layers, tokens, parse_counts(sessions), methods.split(","), turns,
             torch.device(device), dtype, folder, reference,
         )  # fmt: skip
-        run_rank(job, HeadsPart(rank, of), address)
+        run_rank(job, HeadsPart(rank, of), place)
         return
     with (
         reporting("tensor_parallel_gpu", gpu=device == "cuda") as report,

@@ -15,6 +15,7 @@ from decode_engine.rpc.client import Client, Keep
 from index_store.errors import InvalidArgumentError, SparseKVError
 from tests.decode_engine.conftest import Library
 from tests.decode_engine.rpc.turns.test_stopping import Server, serving
+from tests.support.serving.listening import LOOPBACK, listeners
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -79,6 +80,9 @@ def test_it_says_what_one_process_says(
     divided: tuple[Server, str], expected: list[list[int]], context: str
 ) -> None:
     assert said(divided[1], context) == expected
+    found = listeners(divided[0].process.pid)
+    assert found
+    assert set(found) <= LOOPBACK
 
 
 def test_what_needs_all_heads_in_one_place_is_refused(divided: tuple[Server, str], context: str) -> None:
