@@ -93,10 +93,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """What a test draws without a generator of its own depends on no test that ran before it in this process."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a test draws without a generator of its own depends on no test that ran before it in this process.
+
+    Tests for a CUDA device, which who runs one file selects, too, are left out where there is none.
+    """
     import torch  # not above: it reads how many threads it may have when it is imported
 
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
     torch.manual_seed(0)
 
 

@@ -42,10 +42,8 @@ _CHECKS: dict[str, Check | None] = {
     "stop_token_ids": AtLeast(0, 2**32 - 1),
     "logit_bias": None,
     "choices": None,
-    "prompt_logprobs": None,
-    "explain": None,
 }
-"""Where the range of the table is none."""
+"""Where the table has no range, and what is given is no flag."""
 _MOST = {
     "stop": MAX_STOP_STRINGS,
     "stop_token_ids": MAX_STOP_TOKENS,
@@ -79,7 +77,7 @@ def _option(field: Field) -> Any:
     says = field.says.replace("`", "'") + ("" if field.each is None else " Repeatable.")
     option = Option(field.flag, metavar=field.metavar, help=says)
     if field.range is None:
-        check = _CHECKS.get(field.name, Filled())
+        check = None if field.kind is FLAG else _CHECKS.get(field.name, Filled())
     else:
         check = (MoreThan if field.range.above else AtLeast)(field.range.least, field.range.most)
     return Annotated.__class_getitem__((kind | None, option, *([check] if check else [])))  # type: ignore[attr-defined]

@@ -37,7 +37,8 @@ def make_kv(count: int, dtype: torch.dtype, head_dim: int = 64, centres: int = 3
 def crossed(axes: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:
     """Parametrises with every combination of the axes' values, two diagonals of which run by day: each value does.
 
-    A name of several parameters (`"count, first"`) has tuples for values.
+    A name of several parameters (`"count, first"`) has tuples for values. A value may be a `pytest.param`, whose marks
+    are those of its cases.
     """
     values = [list(axis) for axis in axes.values()]
     longest = max(map(len, values))
@@ -48,7 +49,13 @@ def crossed(axes: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:
     cases = []
     for places in itertools.product(*(range(len(axis)) for axis in values)):
         chosen = [axis[place] for axis, place in zip(values, places, strict=True)]
-        parts = [part if "," in names else (part,) for names, part in zip(axes, chosen, strict=True)]
-        marks = () if places in daily else pytest.mark.nightly
+        marks = [] if places in daily else [pytest.mark.nightly]
+        parts = []
+        for names, part in zip(axes, chosen, strict=True):
+            if isinstance(part, type(pytest.param())):
+                marks += part.marks
+                parts.append(part.values)
+            else:
+                parts.append(part if "," in names else (part,))
         cases.append(pytest.param(*itertools.chain(*parts), marks=marks))
     return pytest.mark.parametrize(", ".join(axes), cases)

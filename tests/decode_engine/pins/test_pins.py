@@ -29,6 +29,7 @@ from tests.decode_engine.pins.recording import Case, Line, Names, differences, r
 
 FOLDER = Path(__file__).parent / "recorded"
 FILES = sorted(FOLDER.glob("*/*.jsonl"))
+ON_PURPOSE = "where this is meant: python -m pytest tests/decode_engine/pins --record"
 MARGIN = 0.03
 """Between the log probabilities of the likeliest two tokens."""
 _UNMEASURED = {"keep", "tool_choice", "prompt_logprobs", "temperature", "logit_bias", "constraint"} | {
@@ -52,7 +53,7 @@ def test_doors_say_what_they_said(file: Path, services: Services, request: pytes
             changed.append(f"{case.name}:\n{found}")
     if record:
         write_cases(file, cases)
-    assert not changed, "\n\n".join(changed)
+    assert not changed, "\n\n".join([*changed, ON_PURPOSE])
 
 
 APART = [pytest.param(each, marks=[] if each.parent.name == "reader" else pytest.mark.slow) for each in FILES]
@@ -64,9 +65,8 @@ def test_a_door_in_a_process_of_its_own_says_the_same(file: Path, services: Serv
     service = services(file.parent.name, True)
     names = Names(service.names)
     cases = [(case, differences(case, play(service, names, case))) for case in read_cases(file)]
-    assert not any(found for _, found in cases), "\n\n".join(
-        f"{case.name}:\n{found}" for case, found in cases if found
-    )
+    changed = [f"{case.name}:\n{found}" for case, found in cases if found]
+    assert not changed, "\n\n".join([*changed, ON_PURPOSE])
 
 
 def play(service: Service, names: Names, case: Case) -> list[Line]:

@@ -18,7 +18,7 @@ from index_store.memory.arena import Arena
 from index_store.memory.host_memory import HostBlock
 from index_store.memory.resident import LayerGate
 from index_store.methods.method import INDEX_SPECS, Method
-from index_store.methods.presets import get_method
+from index_store.methods.presets import METHODS, get_method
 from index_store.store.catalog import Store
 from index_store.store.description.dtypes import STORED_DTYPES
 from tests.index_store.memory.hybrid_arenas import CPU, check_contents, decode, no_collector, same
@@ -73,7 +73,7 @@ def searched_context(method: Method) -> SyntheticContext:
     return indexed_context(method.index.name, small_spec(method.index).parameters, built, kv, group=2)
 
 
-FREED = (
+_LISTED = (
     "csattention+dropped",
     "csattention-paper",
     "multipole+dropped",
@@ -82,6 +82,16 @@ FREED = (
     "quest",
     "refined+dropped",
 )
+_LISTED_KINDS = {method.index.kind for method in map(get_method, _LISTED) if method.index is not None}
+FREED = (
+    *_LISTED,
+    *(
+        name
+        for name, method in METHODS.items()
+        if method.index is not None and method.index.stored and method.index.kind not in _LISTED_KINDS
+    ),
+)
+"""Methods over every kind of index that is stored, new ones by themselves."""
 
 
 def test_a_method_of_every_stored_kind_is_freed() -> None:
