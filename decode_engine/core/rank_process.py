@@ -146,6 +146,12 @@ def follow(told: Told) -> None:
     Follower(Line(socket.socket(fileno=told.fd)), runner, config.open_store(), arena).run()
 
 
+def _end_with_engine() -> None:
+    """Ends this process when the engine's has ended, also where it waits for others, or for a GPU."""
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
 def main() -> None:
     """Ends the process, whatever its threads do."""
     signal.signal(
@@ -154,6 +160,7 @@ def main() -> None:
     told = msgspec.json.decode(
         sys.stdin.buffer.readline(), type=Told, dec_hook=lambda kind, value: kind(value)
     )
+    threading.Thread(target=_end_with_engine, name="engine", daemon=True).start()
     code = 1
     with logging_to_stderr(told.log_level, False):
         try:
