@@ -19,7 +19,7 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from decode_engine.model.divided_model import join
+from decode_engine.model.divided_model import check_division, join
 from decode_engine.model.ranks import Alone, Follower, Leader, Line
 from decode_engine.model.runner import ModelRunner
 from decode_engine.settings.config import ServeConfig
@@ -53,9 +53,11 @@ class Told(Struct, frozen=True):
 def start_ranks(config: ServeConfig, device: torch.device) -> tuple[Leader, dict[str, Any]]:
     """Starts all other ranks and meets them: this one among them, and what the model is loaded with.
 
-    From here on the process ends when one of them does. Raises InvalidArgumentError where there are too few GPUs.
+    From here on the process ends when one of them does. Raises what `check_division` does, and InvalidArgumentError
+    where there are too few GPUs.
     """
     ranks = config.tensor_parallel
+    check_division(resolve_model(config.model), ranks)
     seen = _visible(device, ranks)
     lines, started = [], []
     address = f"{_LOOPBACK}:{_free_port()}"
