@@ -19,7 +19,7 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from decode_engine.model.divided_model import join, meeting_place
+from decode_engine.model.divided_model import check_division, join, meeting_place
 from decode_engine.model.ranks import Alone, Follower, Leader, Line
 from decode_engine.model.runner import ModelRunner
 from decode_engine.settings.config import ServeConfig
@@ -52,9 +52,11 @@ class Told(Struct, frozen=True):
 def start_ranks(config: ServeConfig, device: torch.device) -> tuple[Leader, dict[str, Any]]:
     """Starts all other ranks and meets them: this one among them, and what the model is loaded with.
 
-    From here on the process ends when one of them does. Raises InvalidArgumentError where there are too few GPUs.
+    From here on the process ends when one of them does. Raises what `check_division` does, and InvalidArgumentError
+    where there are too few GPUs.
     """
     ranks = config.tensor_parallel
+    check_division(resolve_model(config.model), ranks)
     seen = _visible(device, ranks)
     lines, started = [], []
     place = meeting_place()
@@ -138,6 +140,12 @@ def follow(told: Told) -> None:
     Follower(Line(socket.socket(fileno=told.fd)), runner, config.open_store(), arena).run()
 
 
+def _end_with_engine() -> None:
+    """Ends this process when the engine's has ended, also where it waits for others, or for a GPU."""
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
 def main() -> None:
     """Ends the process, whatever its threads do."""
     signal.signal(
@@ -146,6 +154,7 @@ def main() -> None:
     told = msgspec.json.decode(
         sys.stdin.buffer.readline(), type=Told, dec_hook=lambda kind, value: kind(value)
     )
+    threading.Thread(target=_end_with_engine, name="engine", daemon=True).start()
     code = 1
     with logging_to_stderr(told.log_level, False):
         try:

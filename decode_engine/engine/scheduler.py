@@ -246,6 +246,9 @@ class Scheduler(Generic[SessionT]):
             job.reply.tell(Waits(""))
             try:
                 job.session = job.work.start()
+            except GiveWayError:  # of a session that begins when its context is there
+                self._put_back(job)
+                return
             except Exception as error:
                 self._endings.fail(job, error)
 

@@ -18,10 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from index_store.errors import ModelUnsupportedError
+from index_store.models.attention_reading import read_config
+from index_store.models.loading import describe
+from index_store.models.model_folder import ModelFolder
 from index_store.store.heads_part import HeadsPart
 
 WAIT_S = 300.0
@@ -59,6 +63,20 @@ def join(part: HeadsPart, place: str, device: torch.device) -> DistributedConfig
         device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
     )
     return DistributedConfig(tp_size=part.ranks)
+
+
+def check_division(folder: ModelFolder, ranks: int) -> None:
+    """What can be known before weights are read. Raises InvalidArgumentError and ModelUnsupportedError, as a runner
+    would, for a model that so many ranks cannot share."""
+    HeadsPart(0, ranks).identity(describe(folder))
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(read_config(folder))
+    plan: dict[str, str] = skeleton.tp_plan
+    for name, module in skeleton.named_modules():
+        style = plan.get(replace_layer_number_by_wildcard(name), "")
+        simple = style in _DIVIDED and isinstance(module, nn.Linear | nn.Embedding)
+        if style and style not in _REPLICATED and not simple:
+            raise _refusal(name, style)
 
 
 def localize(model: Any) -> None:

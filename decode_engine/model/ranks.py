@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from decode_engine.engine.sampler import Sampler, SamplingParameters
-from decode_engine.errors import InternalError
+from decode_engine.errors import InternalError, error_by_reason
 from decode_engine.layers.session import Session
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.memory.arena import Arena
@@ -42,7 +42,7 @@ Places = list[tuple[int, int]]
 class Start(Struct, frozen=True, tag=True):
     """A session begins, on a context or on none (""). The method: by its expression and what its budget is given by.
 
-    Each rank answers with a line: why it cannot, or nothing.
+    Each rank answers: why it cannot (`Refusal`), or nothing.
     """
 
     number: int
@@ -53,6 +53,13 @@ class Start(Struct, frozen=True, tag=True):
     tokens: int | None
     period: int | None
     again: int
+
+
+class Refusal(Struct, frozen=True):
+    """Why a session cannot begin: an error by its reason."""
+
+    reason: str
+    message: str
 
 
 class Fork(Struct, frozen=True, tag=True):
@@ -104,6 +111,7 @@ Order = Start | Fork | Close | Pass | Layer | CatchUp | CapturedStep
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Order).decode
+_decode_refusal = msgspec.msgpack.Decoder(Refusal).decode
 _WIDTH = 4
 
 
@@ -174,16 +182,17 @@ class Leader(Alone):
     def begin(self, session: Session, fitted: FittedMethod, again: int) -> None:
         number, context = self.new_number(), session.context.manifest
         self.tell(Start(number, context.id if context.token_count else "", *_told(fitted), again))
-        refusals = [self._answer(line) for line in self._lines]
+        answers = [self._answer(line) for line in self._lines]
         session.mirror = Mirror(self, number)
-        for refusal in filter(None, refusals):
-            raise InvalidArgumentError(f"another GPU cannot begin: {refusal}")
+        for answer in filter(None, answers):
+            refusal = _decode_refusal(answer)
+            raise error_by_reason(refusal.reason, f"another GPU cannot begin: {refusal.message}", {})
 
-    def _answer(self, line: Line) -> str:
+    def _answer(self, line: Line) -> bytes:
         message = line.receive()
         if message is None:
             self._lost("another rank has ended")
-        return (message or b"").decode()
+        return message or b""
 
     @contextmanager
     def together(self, order: Callable[[], Order]) -> Iterator[None]:
@@ -290,13 +299,16 @@ class Follower:
             case None | Layer():
                 return False
             case Start():
-                self._line.send(self._start(order).encode())
+                self._line.send(self._start(order))
             case Fork():
-                other = self._sessions[order.new] = self._sessions[order.number].fork()
-                self._lease(order.new, other.context)
+                self._sessions[order.new] = self._sessions[order.number].fork()
+                # Not one of its own: the context may have been deleted, or have expired, since the first one began.
+                self._leases[order.new] = self._leases[order.number]
             case Close():
                 self._sessions.pop(order.number).close()
-                self._leases.pop(order.number).close()
+                lease = self._leases.pop(order.number)
+                if all(each is not lease for each in self._leases.values()):
+                    lease.close()
             case Pass():
                 self._forward(order)
             case CatchUp():
@@ -306,13 +318,14 @@ class Follower:
                 self._runner.step_captured(self._at(order.places), order.tokens, samplers)
         return True
 
-    def _start(self, order: Start) -> str:
-        """Why a session cannot begin; "" where it has."""
-        self._leases[order.number] = ExitStack()
+    def _start(self, order: Start) -> bytes:
+        """Why a session cannot begin; nothing where it has."""
+        lease = self._leases[order.number] = ExitStack()
         try:
-            context = self._lease(
-                order.number, None if order.context else self._runner.no_context, order.context
-            )
+            context = self._runner.no_context
+            if order.context:
+                # Never waits for memory: what others hold ends by orders, which nobody would read meanwhile.
+                context = lease.enter_context(self._arena.acquire(self._store, order.context, expired=True))
             context.wait_for_layers()
             method = _method(order.method, order.keep, order.mass, order.tokens, order.period)
             fitted = method.on(context.manifest)
@@ -320,16 +333,8 @@ class Follower:
         except SparseKVError as error:
             logger.warning("a session cannot begin here: %s", error)
             self._sessions.setdefault(order.number, Session(self._runner.no_context, _full(self._runner)))
-            return error.message
-        return ""
-
-    def _lease(self, number: int, context: ResidentContext | None, id_: str = "") -> ResidentContext:
-        """A context, for as long as the session lives. Those of no tokens need none."""
-        own = self._leases.setdefault(number, ExitStack())
-        id_ = id_ or (context.manifest.id if context is not None and context.manifest.token_count else "")
-        if not id_ and context is not None:
-            return context
-        return own.enter_context(self._arena.acquire(self._store, id_, wait_for_memory=True, expired=True))
+            return _encode(Refusal(error.reason, error.message))
+        return b""
 
     def _at(self, places: Places) -> list[Session]:
         """Sessions, at the positions where the first rank has them."""

@@ -89,7 +89,7 @@ def identifying(folder: ModelFolder, progress: Progress | None = None) -> Iterat
     A model that cannot be served is refused before the block begins. Leaving the block waits for the fingerprint, and
     raises ModelUnsupportedError if a file of the model changed since it was entered.
     """
-    described = _describe(folder)
+    described = describe(folder)
     before = _stamps(folder)
     stop = threading.Event()
     with ThreadPoolExecutor(1, thread_name_prefix="identify") as pool:
@@ -106,8 +106,8 @@ def identifying(folder: ModelFolder, progress: Progress | None = None) -> Iterat
             )
 
 
-def _describe(folder: ModelFolder) -> ModelIdentity:
-    """Everything but the fingerprint."""
+def describe(folder: ModelFolder) -> ModelIdentity:
+    """Everything but the fingerprint: no weights are read. Raises ModelUnsupportedError as `read_attention` does."""
     config = read_config(folder)
     readings, states = _read_once(folder, (folder.path / "config.json").read_bytes())
     full = _common(
@@ -219,6 +219,7 @@ __all__ = [
     "Tokenizer",
     "check_positions",
     "checkpoint_dtype",
+    "describe",
     "identify",
     "identifying",
     "load_model",

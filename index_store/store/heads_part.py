@@ -37,6 +37,10 @@ class HeadsPart:
             raise InvalidArgumentError(f"model {model.name!r} has states, which are not divided among GPUs")
         if self.ranks == 1:
             return model
+        if model.index_keys:
+            raise InvalidArgumentError(
+                f"model {model.name!r} has an index of its own, which is not divided among GPUs"
+            )
         window = model.window
         if window is not None:
             own = self.of(window.kv_heads)

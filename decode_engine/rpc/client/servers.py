@@ -8,13 +8,24 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Self
 
-from decode_engine.errors import NotReadyError, ServerUnreachableError
+from decode_engine.errors import (
+    DeadlineExceededError,
+    EngineCrashedError,
+    NotReadyError,
+    ServerUnreachableError,
+    ShuttingDownError,
+)
 from decode_engine.rpc.client.clients import Client
 from decode_engine.rpc.door.options import Credentials
 from decode_engine.rpc.routing.router import Replica, Router, Wanted
 from index_store.errors import InvalidArgumentError
 
 _MOST_KNOWN = 100_000
+_MOVED_ON = (
+    *(ServerUnreachableError, NotReadyError, ShuttingDownError, EngineCrashedError),
+    DeadlineExceededError,  # all that is heard of a machine that hangs
+)
+"""Of a server that does not take requests now; another one may."""
 
 
 class Servers:
@@ -36,8 +47,9 @@ class Servers:
         credentials: Credentials = Credentials(),  # noqa: B008  frozen
     ) -> None:
         """As `Client`."""
-        if not addresses:
-            raise InvalidArgumentError("no address is given, expected one or more, HOST:PORT each")
+        if not addresses or isinstance(addresses, str):
+            given = repr(addresses) if addresses else "no address"
+            raise InvalidArgumentError(f"{given} is given, expected a list of one or more, HOST:PORT each")
         self._router, self._lock = Router(), threading.Lock()
         self._router.update(Replica(address, address) for address in addresses)
         self._roots: dict[str, str] = {}
@@ -60,8 +72,8 @@ class Servers:
     def client(self, context: str = "", session: str = "") -> Iterator[Client]:
         """The server to ask about a context, for one request, which ends with the block.
 
-        session: whose requests stay together. One that cannot be reached in the block is not asked for a while, so who
-        tries again gets another one.
+        session: whose requests stay together. One that cannot be reached in the block, or ends, is not asked for a
+        while, so who tries again gets another one.
         """
         with self._taken(Wanted(self._root(context) if context else "", session)) as client:
             yield client
@@ -74,7 +86,7 @@ class Servers:
             raise NotReadyError("no server is there to be asked")
         try:
             yield self._clients[replica.name]
-        except (ServerUnreachableError, NotReadyError):
+        except _MOVED_ON:
             with self._lock:
                 self._router.suspect(replica.name)
             raise
@@ -93,7 +105,7 @@ class Servers:
                     while parent := client.get_context(seen).parent:
                         seen = parent
                 break
-            except (ServerUnreachableError, NotReadyError):
+            except _MOVED_ON:
                 if attempt == len(self._clients) - 1:
                     raise
         if len(self._roots) >= _MOST_KNOWN:

@@ -119,6 +119,15 @@ def test_where_a_rank_dies_clients_are_told_and_all_begin_again(
     assert new != rank
 
 
+def test_a_rank_ends_with_an_engine_that_it_waits_for(library: Library) -> None:
+    with serving(library, *DIVIDED) as server:
+        wait_until(lambda: ranks_of(server.process.pid), 120)
+        (rank,) = ranks_of(server.process.pid)
+        engine = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(engine, signal.SIGKILL)  # before the two have met
+        wait_until(lambda: rank not in ranks_of(os.getpid()) and not Path(f"/proc/{rank}").exists(), 60)
+
+
 def test_options_that_do_not_go_with_it_are_refused(library: Library) -> None:
     for changes in ({"doors": 0}, {"doors": 1, "placement": "hybrid"}, {"doors": 1, "weights": "int8"}):
         with pytest.raises(SparseKVError, match="--tensor-parallel 2"):

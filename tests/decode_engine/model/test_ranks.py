@@ -5,6 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -23,7 +26,12 @@ from decode_engine.model.ranks import (
     places_of,
 )
 from decode_engine.model.unstored import no_context
-from index_store.errors import InvalidArgumentError
+from index_store.errors import (
+    ContextNotFoundError,
+    InvalidArgumentError,
+    MemoryBudgetError,
+    SparseKVError,
+)
 from index_store.memory.arena import Arena
 from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod
@@ -72,6 +80,27 @@ class Recorder:
             session.position += 1
 
 
+class Contexts:
+    """Stands for an arena with one context of no tokens. held: leases on it. refusal: what it raises instead."""
+
+    def __init__(self, context: ResidentContext) -> None:
+        self._context, self.held = context, 0
+        self.refusal: SparseKVError | None = None
+
+    @contextmanager
+    def acquire(
+        self, store: Store, id_: str, *, wait_for_memory: bool = False, expired: bool
+    ) -> Iterator[ResidentContext]:
+        assert not wait_for_memory, "nobody reads the orders that end other sessions"
+        if self.refusal is not None:
+            raise self.refusal
+        self.held += 1
+        try:
+            yield self._context
+        finally:
+            self.held -= 1
+
+
 class Two:
     """Two ranks in one process. lost: why the first one would have ended."""
 
@@ -80,10 +109,9 @@ class Two:
         self.lost: list[str] = []
         self.leader = Leader(HeadsPart(0, 2), [Line(own)], self.lost.append)
         self.runner, self.raised = Recorder(), list[BaseException]()
+        self.contexts = Contexts(self.runner.no_context)
         self._own = own
-        self._follower = Follower(
-            Line(theirs), self.runner, cast(Store, None), cast(Arena, None)
-        )  # which contexts of no tokens do not need
+        self._follower = Follower(Line(theirs), self.runner, cast(Store, None), cast(Arena, self.contexts))
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -92,6 +120,18 @@ class Two:
             self._follower.run()
         except BaseException as error:
             self.raised.append(error)
+
+    def session_on(self, id_: str) -> Session:
+        """One on a stored context, as the other rank is told."""
+        fitted = METHODS["full"].on(self.runner.no_context.manifest)
+        session = Session(self.runner.no_context, fitted)
+        stored = replace(self.runner.no_context.manifest, id=id_, token_count=1)
+        told = SimpleNamespace(context=SimpleNamespace(manifest=stored), mirror=None)
+        try:
+            self.leader.begin(cast(Session, told), fitted, 0)
+        finally:
+            session.mirror = told.mirror
+        return session
 
     def session(self, again: int = 0) -> Session:
         fitted = METHODS["full"].on(self.runner.no_context.manifest)
@@ -159,6 +199,28 @@ def test_a_rank_that_cannot_follow_stops(two: Two) -> None:
     assert [type(error).__name__ for error in two.raised] == ["InternalError"]
 
 
+def test_answers_share_the_lease_of_their_context_which_may_be_deleted(two: Two) -> None:
+    first = two.session_on("a" * 64)
+    two.contexts.refusal = ContextNotFoundError("it was deleted")
+    other = first.fork()
+    first.close()
+    two.session()  # whose answer comes behind what was told before
+    assert two.contexts.held == 1
+    other.close()
+    two.session()
+    assert two.contexts.held == 0
+    assert not two.raised
+
+
+@pytest.mark.parametrize("error", [MemoryBudgetError("it is full"), ContextNotFoundError("it was deleted")])
+def test_why_another_rank_cannot_begin_is_told_by_its_reason(two: Two, error: SparseKVError) -> None:
+    two.contexts.refusal = error
+    with pytest.raises(type(error), match=f"another GPU cannot begin: {error.message}"):
+        two.session_on("a" * 64)
+    two.session()
+    assert not two.raised
+
+
 def test_what_fails_in_a_step_of_all_ends_the_first_one(two: Two) -> None:
     session = two.session()
     with pytest.raises(ZeroDivisionError), two.leader.together(lambda: forward([session], [[1]], False)):
@@ -167,8 +229,6 @@ def test_what_fails_in_a_step_of_all_ends_the_first_one(two: Two) -> None:
 
 
 def test_a_method_that_cannot_be_told_is_refused(two: Two) -> None:
-    from dataclasses import replace
-
     method = replace(get_method("full"), sinks=3)
     fitted = method.on(two.runner.no_context.manifest)
     session = Session(two.runner.no_context, fitted)

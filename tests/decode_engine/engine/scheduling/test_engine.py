@@ -386,6 +386,31 @@ def test_who_is_alone_runs_behind_the_loading_until_somebody_comes() -> None:
     assert engine.places == 0
 
 
+def test_a_session_that_begins_behind_the_loading_gives_way_as_well() -> None:
+    engine, runner = make_loading()
+    waiting = cold(runner, "cold")
+    start = waiting.work.begin
+
+    def start_behind_the_loading() -> FakeSession:
+        while "cold" in runner.loading:
+            runner.waits += 1
+            runner.meanwhile()
+            engine.give_way()
+        return start()
+
+    waiting.work.begin = start_behind_the_loading
+    submit(engine, waiting)
+    came: list[Client] = []
+    runner.meanwhile = lambda: came.append(submit(engine, make_client("resident", max_tokens=2)))
+    run(engine, 2)
+    assert runner.waits == 1
+    assert results(came[0])[0] == [1, 2]
+    runner.meanwhile = runner.loading.clear
+    run(engine, 4)
+    assert results(waiting)[0] == [1, 2, 3]
+    assert engine.places == 0
+
+
 def test_of_two_that_are_being_loaded_the_first_that_is_there_is_served() -> None:
     engine, runner = make_loading()
     first, second = submit(engine, cold(runner, "first")), submit(engine, cold(runner, "second"))

@@ -495,6 +495,25 @@ def test_a_session_gets_the_bits_that_it_gets_alone(monkeypatch: pytest.MonkeyPa
         assert torch.equal(alone.others.lse, best.others.lse)
 
 
+def test_many_sessions_get_the_bits_that_each_gets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows of queries than one launch adds values of, every other session with rows of its own."""
+    index = build(1500, 32)
+    ends = [1500 if number % 2 else 1501 + number for number in range(90)]
+    assert len(ends) * GROUP > coded_steps_numba._MOST_ROWS
+    asked = [ask(index, 4, end, 32, seed) for seed, end in enumerate(ends)]
+    keeps = [1 + number % 40 for number in range(90)]
+    together = index.best_together(asked, keeps)
+    monkeypatch.setattr(coded_steps_numba, "thread_count", lambda: 1)
+    alone = index.best_together(asked, keeps)
+    assert torch.equal(alone.ids_HSK, together.ids_HSK)
+    assert torch.equal(alone.others.out, together.others.out)
+    for number in (0, 1, 84, 85, 86, 89):  # of rows 252 to 260, the first launch has the first four
+        best, single = together.of([number]), index.best_together([asked[number]], [keeps[number]])
+        assert listed(single) == listed(best)
+        assert torch.equal(single.others.out, best.others.out)
+        assert torch.equal(single.others.lse, best.others.lse)
+
+
 def test_nothing_is_left_of_keys_that_are_all_kept() -> None:
     index = build(300, 32)
     asked = [ask(index, 4, 300, 32, 0), ask(index, 4, 4, 32, 1)]
