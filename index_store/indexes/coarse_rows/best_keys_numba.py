@@ -26,6 +26,7 @@ from index_store.attention.vectors.code import (
     SIZE,
     WORD,
     WORDS,
+    Place,
     Rows,
     ask_for,
     call,
@@ -47,7 +48,7 @@ _PLACE = (types.intp, types.intp)
 def make_sums(vectors: int) -> Any:
     """For so many vectors: 16, of each of which the largest number is found, or one, which is written."""
 
-    @emits(types.void, "rows rows i i i rows i i rows i i")
+    @emits(types.void, "rows rows i i i place place")
     def add_rows(
         builder: Any,
         line: Rows,
@@ -55,21 +56,17 @@ def make_sums(vectors: int) -> Any:
         row: Any,
         count: Any,
         column: Any,
-        factors: Rows,
-        factor_row: Any,
-        factor_column: Any,
-        out: Rows,
-        to_row: Any,
-        to_column: Any,
+        factors: Place,
+        out: Place,
     ) -> None:
-        """out[to_row, to_column..], 16 numbers: with n[i] = the sum over r < count of line[0, begins[row, r] + column +
-        i] * factors[factor_row + r, factor_column], these n of one vector, or of every vector the largest. begins:
-        int64. Both find the same sums.
+        """out, 16 numbers: with n[i] = the sum over r < count of line[0, begins[row, r] + column + i] * the first of
+        `factors`, r rows below, these n of one vector, or of every vector the largest. begins: int64. Both find the
+        same sums.
         """
         totals = [variable(builder, constants(FLOATS, 0.0)) for _ in range(vectors)]
         with cgutils.for_range(builder, count) as loop:
             begin = builder.add(begins.load(row, loop.index, SIZE), column)
-            factor = factors.load(builder.add(factor_row, loop.index), factor_column, FLOAT)
+            factor = factors.rows.load(builder.add(factors.row, loop.index), factors.column, FLOAT)
             factor = repeated(builder, factor)
             for number, total in enumerate(totals):
                 place = plus(builder, begin, LANES * number)
@@ -80,17 +77,15 @@ def make_sums(vectors: int) -> Any:
         found = gathered(
             builder, [builder.load(total) for total in totals], lambda a, b: larger(builder, a, b)
         )
-        out.store(found, to_row, to_column)
+        out.store(found, SIZE(0))
 
     return add_rows
 
 
-@emits(types.int64, "rows i i f i i i i rows rows i")
+@emits(types.int64, "place f i i i i rows rows i")
 def take_reaching(
     builder: Any,
-    numbers: Rows,
-    row: Any,
-    column: Any,
+    numbers: Place,
     bound: Any,
     low: Any,
     high: Any,
@@ -108,7 +103,7 @@ def take_reaching(
     """
     low, high, name, step = (repeated(builder, builder.trunc(x, WORD)) for x in (low, high, name, step))
     lanes = ir.Constant(WORDS, list(range(LANES)))
-    found = numbers.load(row, column, FLOATS)
+    found = numbers.load(SIZE(0), FLOATS)
     chosen = builder.fcmp_unordered(">=", found, repeated(builder, bound))
     chosen = builder.and_(chosen, builder.icmp_signed(">=", lanes, low))
     chosen = builder.and_(chosen, builder.icmp_signed("<", lanes, high))
