@@ -50,14 +50,7 @@ def make_sums(vectors: int) -> Any:
 
     @emits(types.void, "rows rows i i i place place")
     def add_rows(
-        builder: Any,
-        line: Rows,
-        begins: Rows,
-        row: Any,
-        count: Any,
-        column: Any,
-        factors: Place,
-        out: Place,
+        builder: Any, line: Rows, begins: Rows, row: Any, count: Any, column: Any, factors: Place, out: Place
     ) -> None:
         """out, 16 numbers: with n[i] = the sum over r < count of line[0, begins[row, r] + column + i] * the first of
         `factors`, r rows below, these n of one vector, or of every vector the largest. begins: int64. Both find the
