@@ -291,7 +291,7 @@ class ServiceCollector(Collector):
         model = facts.identity.name
         limit, running = engine.session_limit_bytes, engine.prompting + engine.decoding
         spoken_for = engine.session_bytes / limit if limit else 0.0
-        taken = arena.used_bytes / arena.budget_bytes if arena.budget_bytes else 0.0
+        taken = arena.used.total / arena.budget.total if arena.budget.total else 0.0
         rows: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, float, str], ...] = (
             (_GAUGE, "num_requests_running", running, "Requests that read their prompts or decode."),
             (
@@ -313,8 +313,8 @@ class ServiceCollector(Collector):
                 "Share of the contexts' memory that is taken, 0 to 1.",
             ),
             (_GAUGE, "contexts_in_memory", arena.contexts, "Contexts that are wholly in memory."),
-            (_GAUGE, "context_memory_bytes", arena.used_bytes, "Memory that contexts take."),
-            (_GAUGE, "context_memory_in_use_bytes", arena.leased_bytes, "Of that, what cannot be freed now."),
+            (_GAUGE, "context_memory_bytes", arena.used.total, "Memory that contexts take."),
+            (_GAUGE, "context_memory_in_use_bytes", arena.leased.total, "Of that, what cannot be freed now."),
             (_GAUGE, "decode_batch", engine.decode_batch, "Sessions that decoded in the latest step."),
             (_COUNTER, "context_loads", arena.loads, "Contexts that were brought into memory."),
             (_COUNTER, "kv_offload_load_bytes", arena.loaded_bytes, "Bytes of contexts read from the store."),
@@ -358,7 +358,7 @@ class ServiceCollector(Collector):
             "max_sessions": str(facts.max_sessions),
             "max_waiting": str(facts.max_waiting),
             "session_memory_bytes": str(limit or 0),
-            "context_memory_bytes": str(arena.budget_bytes),
+            "context_memory_bytes": str(arena.budget.total),
         }
         info = InfoMetricFamily(f"{prefix}:cache_config", "What the server was told.")
         info.add_metric([], told)

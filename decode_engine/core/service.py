@@ -293,9 +293,9 @@ class EngineService:
             asdict(self.engine.stats()),
             asdict(self.beginnings.stats()),
             {
-                "context_bytes": arena.used_bytes,
-                "context_used_bytes": arena.leased_bytes,
-                "context_limit_bytes": arena.budget_bytes,
+                "context_bytes": arena.used.total,
+                "context_used_bytes": arena.leased.total,
+                "context_limit_bytes": arena.budget.total,
                 "contexts": arena.contexts,
                 "context_loads": arena.loads,
                 "context_hits": arena.hits,
@@ -337,7 +337,7 @@ class EngineService:
             ground.read(self.store)
             load_ns = self.engine.clock_ns() - before
             renew(self.store, ground.named)
-            return Warmed(already, load_ns, resident.first_layer_ns, resident.all_layers_ns)
+            return Warmed(already, load_ns, resident.gate.first_layer_ns, resident.gate.all_layers_ns)
 
     def _fetch(self, ground: Ground, check: Callable[[], None], limit_s: float | None = None) -> None:
         """Has in the store what has to be loaded, where an object store has it. limit_s: see `Beyond.bring`."""

@@ -91,7 +91,7 @@ class SessionWork(Work[Session]):
     @property
     def loading(self) -> bool:
         """Whether the context is still being loaded."""
-        return self.resident.loading
+        return self.resident.gate.loading
 
     def start(self) -> Session:
         """See `ModelRunner.start`."""

@@ -326,7 +326,7 @@ class Follower:
             if order.context:
                 # Never waits for memory: what others hold ends by orders, which nobody would read meanwhile.
                 context = lease.enter_context(self._arena.acquire(self._store, order.context, expired=True))
-            context.wait_for_layers()
+            context.gate.wait_for_all()
             method = _method(order.method, order.keep, order.mass, order.tokens, order.period)
             fitted = method.on(context.manifest)
             self._sessions[order.number] = self._runner.start(context, fitted, again=order.again)

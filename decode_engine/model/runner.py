@@ -245,7 +245,7 @@ class ModelRunner:
             )
         if self.ranks.divided:  # a layer that does not come would end a step of all ranks
             for layer in range(self.identity.layers):
-                context.wait_for_layer(layer, waiting)
+                context.gate.wait(layer, waiting)
         session = Session(context, fitted, self.forms, check=waiting, again=again, watch=watch, states=states)
         try:
             self.ranks.begin(session, fitted, again)

@@ -15,7 +15,6 @@ from decode_engine.rpc.contexts.defaults import default_method, remainder_name, 
 from decode_engine.rpc.contexts.listing import COLLECTION
 from index_store.errors import FormatVersionError, StoreUnavailableError
 from index_store.family.parents import outgrown
-from index_store.indexes.registry import INDEX_KINDS
 from index_store.jobs.uploads import Upload
 from index_store.memory.placement import Placement
 from index_store.methods.method import Method
@@ -187,9 +186,7 @@ def _describe_method(method: Method, head_dim: int) -> generation_pb2.Method:
         remainder=remainder_name(method),
         remainder_optional=method.partition_optional,
         parameters=dict(_parameters(method)),
-        bytes_per_token=sum(
-            INDEX_KINDS[spec.kind].bytes_per_token(spec.parameters, head_dim) for spec in method.index_specs()
-        ),
+        bytes_per_token=sum(spec.built.bytes_per_token(head_dim) for spec in method.index_specs()),
     )
 
 

@@ -28,14 +28,7 @@ from index_store.errors import (
     QueueFullError,
     StoreUnavailableError,
 )
-from index_store.jobs.job_record import (
-    JobFolder,
-    JobRecord,
-    JobState,
-    ReadRecord,
-    is_job_id,
-    unknown_job,
-)
+from index_store.jobs.job_record import JobFolder, JobRecord, JobState, ReadRecord, is_job_id, unknown_job
 from index_store.store.description.callers import OPERATOR, Caller, crowds
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,

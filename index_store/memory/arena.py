@@ -99,21 +99,6 @@ class ArenaStats:
     hits: int
     evictions: int
 
-    @property
-    def budget_bytes(self) -> int:
-        """Of both memories."""
-        return self.budget.total
-
-    @property
-    def used_bytes(self) -> int:
-        """Of both memories."""
-        return self.used.total
-
-    @property
-    def leased_bytes(self) -> int:
-        """Of both memories."""
-        return self.leased.total
-
 
 class Books:
     """Every context's place, the least recently used first, and how much of the budget is left."""

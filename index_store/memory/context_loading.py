@@ -185,7 +185,7 @@ class LoadedContext:
 
     def wait(self) -> None:
         """Returns when everything is there. Raises what loading raised."""
-        self.resident.wait_for_layers()
+        self.resident.gate.wait_for_all()
         self._ended.wait()
 
     def stop(self) -> None:

@@ -35,13 +35,7 @@ from index_store.store.catalog import Store, free_name
 from index_store.store.clean_up import note_use
 from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.manifest import MANIFESTS, Manifest
-from index_store.store.files.durable import (
-    CHECKSUM_BYTES,
-    TEMPORARY_PREFIX,
-    storing,
-    sync_path,
-    unused_name,
-)
+from index_store.store.files.durable import CHECKSUM_BYTES, TEMPORARY_PREFIX, storing, sync_path, unused_name
 from index_store.store.files.reading import WrongFileError, file_threads, open_regular, unavailable
 from index_store.store.zarr_io import chunk_file, extend_crc32c
 

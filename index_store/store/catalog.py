@@ -46,13 +46,7 @@ from index_store.store.description.json_fields import (
     field_error,
 )
 from index_store.store.description.manifest import MANIFEST_NAME, MANIFESTS, Manifest
-from index_store.store.elsewhere import (
-    Beyond,
-    Notes,
-    bytes_here,
-    kept_entries,
-    remove_arrays,
-)
+from index_store.store.elsewhere import Beyond, Notes, bytes_here, kept_entries, remove_arrays
 from index_store.store.ended import Ended
 from index_store.store.files.durable import (
     TEMPORARY_PREFIX,

@@ -29,13 +29,7 @@ from index_store.store.catalog import DefaultsFolder, Store, neutral
 from index_store.store.description.array_entry import kv_entry, state_entry, window_entry
 from index_store.store.description.context_id import ModelIdentity
 from index_store.store.description.manifest import Manifest
-from index_store.store.files.durable import (
-    TEMPORARY_PREFIX,
-    TRASH_PREFIX,
-    is_locked,
-    locked_file,
-    storing,
-)
+from index_store.store.files.durable import TEMPORARY_PREFIX, TRASH_PREFIX, is_locked, locked_file, storing
 from index_store.store.files.leftovers import (
     Leftover,
     dead_folders,

@@ -49,10 +49,7 @@ class HeadsPart:
             window = replace(window, kv_heads=heads, query_heads=query_heads)
         own = self.of(model.kv_heads)
         return replace(
-            model,
-            kv_heads=own.stop - own.start,
-            query_heads=model.query_heads // self.ranks,
-            window=window,
+            model, kv_heads=own.stop - own.start, query_heads=model.query_heads // self.ranks, window=window
         )
 
     def manifest(self, manifest: Manifest) -> Manifest:

@@ -13,19 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from index_store.errors import (
-    InvalidArgumentError,
-    MissingChunkError,
-)
+from index_store.errors import InvalidArgumentError, MissingChunkError
 from index_store.store.description.array_entry import ArrayEntry
 from index_store.store.description.dtypes import STORED_DTYPES
 from index_store.store.description.manifest import Manifest
 from index_store.store.files.reading import READ_LIMIT_S, read_bounded
-from index_store.store.zarr_io import (
-    ContextFiles,
-    Pieces,
-    map_chunk,
-)
+from index_store.store.zarr_io import ContextFiles, Pieces, map_chunk
 
 
 @dataclass(frozen=True, slots=True)

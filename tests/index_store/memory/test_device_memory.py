@@ -56,7 +56,7 @@ def test_contents(
     needed = resident_bytes(context.manifest, device)
     arena = Arena(needed, kinds=KINDS, device=device)
     with arena.acquire(store, context.id) as resident:
-        assert arena.stats().used_bytes == needed
+        assert arena.stats().used.total == needed
         assert arena.stats().page_locked_bytes == 0
         assert resident.device.type == device.type
         check_contents(resident, context, device, device)

@@ -70,7 +70,7 @@ def load(store: Store, context: SyntheticContext) -> None:
             pass
     finally:
         arena.clear()
-        assert arena.stats().used_bytes == 0
+        assert arena.stats().used.total == 0
 
 
 def flip(path: Path, position: int, bit: int = 0) -> None:
