@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import h11
@@ -155,9 +154,7 @@ class HttpPort:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.stop(0.0)
 
     @property

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -369,9 +368,7 @@ class LayerWriting:
         self._stages.enter_context(self._building)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._stopped = True
         self._stages.close()
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import threading
 from collections.abc import Coroutine, Iterable
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import aiohttp
@@ -71,9 +70,7 @@ class FrontDoor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.stop(0.0)
 
     def update(self, replicas: Iterable[Replica]) -> None:

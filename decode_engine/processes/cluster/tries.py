@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 
 from decode_engine.errors import NotReadyError
@@ -51,9 +50,7 @@ class Tries:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._end()
 
     async def next(self) -> Replica:
