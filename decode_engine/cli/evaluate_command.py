@@ -16,17 +16,7 @@ from typer import Option
 
 from decode_engine.evaluation.settings import CONTINUATION_TOKENS, EvaluationConfig
 from decode_engine.evaluation.tasks import FAMILIES, make_document, source_text, write_questions
-from decode_engine.settings.command_options import (
-    DeviceOption,
-    DistractorsOption,
-    ModelOption,
-    PlacementOption,
-    TextOption,
-    WeightsOption,
-    check_device,
-    check_placement,
-    check_weights,
-)
+from decode_engine.settings import command_options as shared
 from index_store.cli.app import fail
 from index_store.cli.console import on_terminal, print_json, print_table, show_stages
 from index_store.cli.options import (
@@ -131,7 +121,7 @@ class TuneConfig:
         Option("--target-kl", help="KL divergence from full attention to stay below, nats per token."),
         MoreThan(0, 1000),
     ]
-    model: ModelOption
+    model: shared.ModelOption
     prompts: Annotated[
         Path | None,
         Option(
@@ -149,16 +139,16 @@ class TuneConfig:
         ),
         comma_separated(""),
     ] = ()
-    device: DeviceOption = AUTO
-    placement: PlacementOption = AUTO
-    weights: WeightsOption = AUTO
+    device: shared.DeviceOption = AUTO
+    placement: shared.PlacementOption = AUTO
+    weights: shared.WeightsOption = AUTO
     dry_run: Annotated[bool, Option("--dry-run", help="Only measure, keep nothing.")] = False
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        check_device(self.device)
-        check_placement(self.placement, self.device)
-        check_weights(self.weights, self.device)
+        shared.check_device(self.device)
+        shared.check_placement(self.placement, self.device)
+        shared.check_weights(self.weights, self.device)
 
 
 @configured(TuneConfig)
@@ -302,11 +292,11 @@ class DocumentConfig:
     ask: Annotated[
         int | None, Option(help="Questions to write; one per fact by default."), AtLeast(1, 100_000)
     ] = None
-    distractors: DistractorsOption = None
+    distractors: shared.DistractorsOption = None
     task: Annotated[str, Option(help="What kind of facts and questions."), OneOf(*FAMILIES)] = "single"
     seed: Annotated[int, Option(help="Decides facts and depths."), AtLeast(0)] = 0
-    text: TextOption = ()
-    model: ModelOption = "reader"
+    text: shared.TextOption = ()
+    model: shared.ModelOption = "reader"
 
     def __post_init__(self) -> None:
         if self.out.absolute() == self.questions.absolute() or _same_file(self.out, self.questions):

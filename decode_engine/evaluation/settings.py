@@ -10,19 +10,7 @@ from typer import Option
 
 from decode_engine.evaluation.prefill_command import attention_flags
 from decode_engine.evaluation.tasks import FAMILIES, DocumentSet, get_family, parse_length
-from decode_engine.settings.command_options import (
-    DeviceOption,
-    DistractorsOption,
-    ModelOption,
-    PlacementOption,
-    Prompts,
-    PromptsOption,
-    TextOption,
-    WeightsOption,
-    check_device,
-    check_placement,
-    check_weights,
-)
+from decode_engine.settings import command_options as shared
 from index_store.cli.options import (
     AUTO,
     AtLeast,
@@ -96,7 +84,7 @@ class EvaluationConfig:
     """
 
     out: Annotated[Path, Option(help="Folder for the results, the pictures and the store."), OutputFolder()]
-    model: ModelOption = "reader"
+    model: shared.ModelOption = "reader"
     context_lengths: Annotated[
         tuple[int, ...],
         Option("--context-length", help="Context lengths in tokens, comma-separated."),
@@ -113,7 +101,7 @@ class EvaluationConfig:
         int, Option(help="Questions per context length, over all tasks."), AtLeast(1, 1_000_000)
     ] = 216
     facts: Annotated[int, Option(help="Questions per context at most."), AtLeast(1, 100_000)] = 24
-    distractors: DistractorsOption = None
+    distractors: shared.DistractorsOption = None
     methods: Annotated[
         tuple[str, ...],
         Option(help=f"Methods, comma-separated, each {EXPRESSION_HELP}; by default all presets."),
@@ -131,7 +119,7 @@ class EvaluationConfig:
         comma_separated("0.5,0.7,0.9,0.95", _parse_number),
         MoreThan(0, 1),
     ] = (0.5, 0.7, 0.9, 0.95)
-    text: TextOption = ()
+    text: shared.TextOption = ()
     text_tokens: Annotated[
         int,
         Option(help="Plain-text tokens scored after each context."),
@@ -150,10 +138,10 @@ class EvaluationConfig:
         Path | None, Option(help="Store for the contexts; OUT/store by default."), OutputFolder()
     ] = None
     seed: Annotated[int, Option(help="Decides facts, depths and parts of the text."), AtLeast(0)] = 0
-    device: DeviceOption = AUTO
-    placement: PlacementOption = AUTO
-    prompts: PromptsOption = Prompts.AUTO
-    weights: WeightsOption = AUTO
+    device: shared.DeviceOption = AUTO
+    placement: shared.PlacementOption = AUTO
+    prompts: shared.PromptsOption = shared.Prompts.AUTO
+    weights: shared.WeightsOption = AUTO
     attention: Annotated[
         str,
         Option(
@@ -171,9 +159,9 @@ class EvaluationConfig:
         from index_store.methods.presets import METHODS, get_method
 
         check_bounds(self)
-        check_device(self.device)
-        check_placement(self.placement, self.device)
-        check_weights(self.weights, self.device)
+        shared.check_device(self.device)
+        shared.check_placement(self.placement, self.device)
+        shared.check_weights(self.weights, self.device)
         if not self.context_lengths:
             raise InvalidArgumentError("--context-length is empty, expected lengths such as 8k,32k")
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):

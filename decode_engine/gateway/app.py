@@ -19,17 +19,9 @@ from decode_engine.errors import CancelledError, TooManyRequestsError
 from decode_engine.gateway import generating, resources
 from decode_engine.gateway.exchange import Bounds, Exchange, HttpError, refusal
 from decode_engine.gateway.resources import CREATE, DETOKENIZE, INPUT_TOKENS, MOST_TOKENS, TOKENIZE, UPDATE
+from decode_engine.gateway.wire import reply_structs as replies
 from decode_engine.gateway.wire.bodies import CHAT, COMPLETIONS, RESPONSES
 from decode_engine.gateway.wire.parameters import Endpoint, Fate, Members, Parameter, Variants
-from decode_engine.gateway.wire.reply_structs import (
-    ChatChunk,
-    ChatReply,
-    CompletionChunk,
-    CompletionReply,
-    ErrorReply,
-    JsonReply,
-    ResponseReply,
-)
 from decode_engine.rpc.door.rights import admit
 from decode_engine.rpc.server import GrpcDoor
 from index_store.errors import InvalidArgumentError
@@ -55,9 +47,11 @@ class _Operation:
 _TEXT: Mapping[str, Any] = {"type": "string"}
 _EVENT = {"type": "object", "properties": {"event": _TEXT, "data": _TEXT}, "required": ["data"]}
 _OPERATIONS: Mapping[str, _Operation] = {
-    "chat": _Operation(CHAT, ChatReply, streams=True, chunk=ChatChunk),
-    "completions": _Operation(COMPLETIONS, CompletionReply, streams=True, chunk=CompletionChunk),
-    "responses": _Operation(RESPONSES, ResponseReply, streams=True),
+    "chat": _Operation(CHAT, replies.ChatReply, streams=True, chunk=replies.ChatChunk),
+    "completions": _Operation(
+        COMPLETIONS, replies.CompletionReply, streams=True, chunk=replies.CompletionChunk
+    ),
+    "responses": _Operation(RESPONSES, replies.ResponseReply, streams=True),
     "count_input": _Operation(INPUT_TOKENS),
     "tokenize": _Operation(TOKENIZE),
     "detokenize": _Operation(DETOKENIZE),
@@ -80,7 +74,14 @@ _OPERATIONS: Mapping[str, _Operation] = {
     "delete_context": _Operation(query={"force": {"enum": ["true", "false"]}}),
 }
 """By the names of handlers; what is missing takes nothing and replies an object."""
-_REPLIES = (ErrorReply, ChatReply, ChatChunk, CompletionReply, CompletionChunk, ResponseReply)
+_REPLIES = (
+    replies.ErrorReply,
+    replies.ChatReply,
+    replies.ChatChunk,
+    replies.CompletionReply,
+    replies.CompletionChunk,
+    replies.ResponseReply,
+)
 _FORM = {
     "type": "object",
     "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "user_data"}},
@@ -126,7 +127,7 @@ def _described(route: Route) -> dict[str, Any]:
     }
     if operation.streams:
         answers.setdefault("200", {"description": "With `stream`.", "content": {}})["content"].update(streams)
-    refusal = {"schema": _ref(ErrorReply)} if name != "health" else {"schema": _OBJECT}
+    refusal = {"schema": _ref(replies.ErrorReply)} if name != "health" else {"schema": _OBJECT}
     given = [
         {"name": each, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for each in route.param_convertors
@@ -244,7 +245,7 @@ ROUTES = (
 )
 
 
-_DOCUMENT = JsonReply(document(ROUTES)).body
+_DOCUMENT = replies.JsonReply(document(ROUTES)).body
 
 
 async def openapi(_: Request) -> Response:

@@ -11,36 +11,9 @@ from typing import Annotated
 
 from typer import Option
 
-from decode_engine.rpc.door.options import (
-    DEFAULT_LISTEN,
-    AllowRemoteOption,
-    Certificates,
-    JwtAudienceOption,
-    JwtIssuerOption,
-    JwtKeysOption,
-    JwtRightsClaimOption,
-    JwtTenantClaimOption,
-    TlsCertOption,
-    TlsClientCaOption,
-    TlsKeyOption,
-    TlsNamesOption,
-    TokensOption,
-    is_loopback,
-)
+from decode_engine.rpc.door import options as door
 from decode_engine.rpc.door.signed_tokens import JwtRules
-from decode_engine.settings.command_options import (
-    DeviceOption,
-    ModelOption,
-    PlacementOption,
-    Prompts,
-    PromptsOption,
-    WeightsOption,
-    check_device,
-    check_placement,
-    check_prefill,
-    check_weights,
-    search_cores,
-)
+from decode_engine.settings import command_options as shared
 from decode_engine.settings.request_bounds import LONGEST_WAIT_S
 from index_store.cli.options import (
     AUTO,
@@ -89,12 +62,12 @@ class ServeConfig:
     """
 
     store: StoreOption
-    model: ModelOption
+    model: shared.ModelOption
     listen: Annotated[
         str,
         Option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 picks a free one."),
         Address(),
-    ] = DEFAULT_LISTEN
+    ] = door.DEFAULT_LISTEN
     http_port: Annotated[
         int | None,
         Option(
@@ -150,16 +123,16 @@ class ServeConfig:
     kv_events_topic: Annotated[
         str, Option("--kv-events-topic", help="With --kv-events: what subscribers filter by.")
     ] = ""
-    tls_cert: TlsCertOption = None
-    tls_key: TlsKeyOption = None
-    tls_client_ca: TlsClientCaOption = None
-    tls_names: TlsNamesOption = False
-    tokens: TokensOption = None
-    jwt_keys: JwtKeysOption = None
-    jwt_issuer: JwtIssuerOption = ""
-    jwt_audience: JwtAudienceOption = ""
-    jwt_tenant_claim: JwtTenantClaimOption = "tenant"
-    jwt_rights_claim: JwtRightsClaimOption = "rights"
+    tls_cert: door.TlsCertOption = None
+    tls_key: door.TlsKeyOption = None
+    tls_client_ca: door.TlsClientCaOption = None
+    tls_names: door.TlsNamesOption = False
+    tokens: door.TokensOption = None
+    jwt_keys: door.JwtKeysOption = None
+    jwt_issuer: door.JwtIssuerOption = ""
+    jwt_audience: door.JwtAudienceOption = ""
+    jwt_tenant_claim: door.JwtTenantClaimOption = "tenant"
+    jwt_rights_claim: door.JwtRightsClaimOption = "rights"
     quotas: QuotasOption = None
     audit_log: Annotated[
         Path | None,
@@ -170,7 +143,7 @@ class ServeConfig:
         ),
         OutputFile(),
     ] = None
-    allow_remote: AllowRemoteOption = False
+    allow_remote: door.AllowRemoteOption = False
     memory: Annotated[
         int | None,
         Option(
@@ -190,7 +163,7 @@ class ServeConfig:
         SIZE,
         AtLeast(1),
     ] = None
-    placement: PlacementOption = AUTO
+    placement: shared.PlacementOption = AUTO
     session_memory: Annotated[
         int | None,
         Option(
@@ -236,7 +209,7 @@ class ServeConfig:
         Spelled(0, lambda tokens: tokens or None),
         AtLeast(1, 2**20),
     ] = None
-    prompts: PromptsOption = Prompts.AUTO
+    prompts: shared.PromptsOption = shared.Prompts.AUTO
     method: Annotated[
         str,
         Option(
@@ -267,9 +240,9 @@ class ServeConfig:
             help="Threads that search on the CPU beside a GPU, for contexts of placement host; each takes a core "
             "while a step runs. 0: all cores but two."
         ),
-        Spelled(0, lambda threads: threads or search_cores()),
+        Spelled(0, lambda threads: threads or shared.search_cores()),
         AtLeast(1),
-    ] = field(default_factory=search_cores)
+    ] = field(default_factory=shared.search_cores)
     slot_share: Annotated[
         int,
         Option(
@@ -278,7 +251,7 @@ class ServeConfig:
         ),
         AtLeast(1, MAX_SLOT_SHARE),
     ] = 16
-    device: DeviceOption = AUTO
+    device: shared.DeviceOption = AUTO
     tensor_parallel: Annotated[
         int,
         Option(
@@ -289,7 +262,7 @@ class ServeConfig:
         ),
         AtLeast(1, 64),
     ] = 1
-    weights: WeightsOption = AUTO
+    weights: shared.WeightsOption = AUTO
     dtype: Annotated[
         str, Option(help="Stored dtype of the contexts to serve; auto: the model's."), OneOf(AUTO, *KV_DTYPES)
     ] = AUTO
@@ -358,7 +331,7 @@ class ServeConfig:
         self._check_door()
         self._check_divided()
         for name, place in (("metrics", self.metrics), ("kv_events", self.kv_events)):
-            if place is not None and not (self.allow_remote or is_loopback(place)):
+            if place is not None and not (self.allow_remote or door.is_loopback(place)):
                 raise InvalidArgumentError(
                     f"--{name.replace('_', '-')} is {place}, which other machines can reach, and there is neither "
                     "encryption nor any token; answer at 127.0.0.1, or add --allow-remote where a network or a proxy "
@@ -402,7 +375,7 @@ class ServeConfig:
                 "make keys of their own",
                 field="jwt_keys",
             )
-        if self.unprotected and not (self.allow_remote or is_loopback(self.listen)):
+        if self.unprotected and not (self.allow_remote or door.is_loopback(self.listen)):
             raise InvalidArgumentError(
                 f"--listen is {self.listen}, which other machines can reach, and there {self.unprotected}. Listen at "
                 "127.0.0.1, give --tls-cert, --tls-key and --tokens, or add --allow-remote where a network or a proxy "
@@ -461,7 +434,7 @@ class ServeConfig:
 
     def warn_of_exposure(self) -> None:
         """Says in the log what is not protected, where other machines reach the port."""
-        if self.unprotected and not is_loopback(self.listen):
+        if self.unprotected and not door.is_loopback(self.listen):
             logger.warning("other machines can reach %s, and there %s", self.listen, self.unprotected)
 
     def jwt_rules(self) -> JwtRules | None:
@@ -471,11 +444,11 @@ class ServeConfig:
         claims = (self.jwt_tenant_claim, self.jwt_rights_claim)
         return JwtRules(self.jwt_keys, self.jwt_issuer, self.jwt_audience, *claims)
 
-    def certificates(self) -> Certificates | None:
+    def certificates(self) -> door.Certificates | None:
         """Those to show, None where nothing is encrypted. Raises CertificateError."""
         if self.tls_cert is None or self.tls_key is None:
             return None
-        certificates = Certificates(self.tls_cert, self.tls_key, self.tls_client_ca)
+        certificates = door.Certificates(self.tls_cert, self.tls_key, self.tls_client_ca)
         certificates.check()
         return certificates
 
@@ -501,7 +474,7 @@ class ServeConfig:
 
         Raises InvalidArgumentError.
         """
-        check_device(self.device)
-        check_placement(self.placement, self.device, self.device_memory)
-        check_prefill(self.prefill, self.device)
-        check_weights(self.weights, self.device)
+        shared.check_device(self.device)
+        shared.check_placement(self.placement, self.device, self.device_memory)
+        shared.check_prefill(self.prefill, self.device)
+        shared.check_weights(self.weights, self.device)

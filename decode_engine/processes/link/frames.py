@@ -72,7 +72,8 @@ class Leaves(Struct, frozen=True, array_like=True, tag="leave"):
     """The last message of a door: it wants nothing any more."""
 
 
-FromDoor = Hello | Submits | Stops | Cancels | Asks | Alive | Leaves
+OfKnownDoor = Submits | Stops | Cancels | Asks | Alive | Leaves
+FromDoor = Hello | OfKnownDoor
 
 
 class Starting(Struct, frozen=True, array_like=True, tag="starting"):
