@@ -60,7 +60,6 @@ def asking(*names: str) -> Callable[[ClassT], ClassT]:
 
 
 def _option(field: Field) -> Any:
-    """The annotation of a member."""
     kind: Any = str if field.range is None else int if field.range.whole else float
     if field.kind is FLAG:
         kind = bool
@@ -115,7 +114,6 @@ class AnswerConfig(ServerConfig):
 
     @property
     def answers(self) -> int:
-        """How many are wanted."""
         return int(self.given.get("n", 1))
 
     @property

@@ -384,7 +384,6 @@ def _stream_text(generation: Generation) -> Iterable[Piece]:
 
 
 def _answer(pieces: Sequence[Piece], index: int) -> Piece:
-    """One answer as a whole."""
     own = [piece for piece in pieces if piece.index == index]
     return Piece(
         tuple(id_ for piece in own for id_ in piece.token_ids),

@@ -293,7 +293,6 @@ class UpdateConfig(ServerConfig):
                 parse_ttl(text)
 
     def changes(self) -> ContextChanges:
-        """For the server."""
         changes: ContextChanges = {"display_name": self.name, "move_name": self.move_name}
         if self.readers is not None:
             changes["readers"] = [name.strip() for name in self.readers.split(",") if name.strip()]
@@ -411,7 +410,6 @@ def remove_operation(
 
 
 def _operation_object(operation: OperationInfo) -> dict[str, Any]:
-    """An operation as JSON."""
     plain = replace(operation, context=None, error=None)
     times = {"create_time": operation.create_time and operation.create_time.isoformat()}
     context = None if operation.context is None else report.context_object(operation.context)
@@ -420,7 +418,6 @@ def _operation_object(operation: OperationInfo) -> dict[str, Any]:
 
 
 def _print_operations(operations: Sequence[OperationInfo]) -> None:
-    """A table of them."""
     rows = [
         [
             operation.name,

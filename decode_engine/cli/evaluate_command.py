@@ -90,7 +90,6 @@ def evaluate_command(
 
 
 def show_results(results: Results, out: Path, *, picture: bool, output: OutputFormat) -> None:
-    """Draws the pictures and prints the tables, or the JSON."""
     from decode_engine.evaluation.pictures import draw_pictures
     from decode_engine.evaluation.results import FILES, tables, warnings
 
@@ -193,7 +192,6 @@ def tune_command(
 def _open_meter(
     config: TuneConfig, store: Store, manifest: Manifest, device: torch.device
 ) -> Iterator[KlMeter]:
-    """Loads the model and the context."""
     from decode_engine.evaluation.machine import arena_for
     from decode_engine.evaluation.tuning import KlMeter
     from decode_engine.model.runner import ModelRunner

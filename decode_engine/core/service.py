@@ -132,7 +132,6 @@ class Outboxes:
     of_doors: list[Outbox] = field(default_factory=list)
 
     def open(self, sink: Sink) -> Outbox:
-        """One more."""
         outbox = Outbox(sink)
         self.of_doors = [*self.of_doors, outbox]
         return outbox
@@ -142,7 +141,6 @@ class Outboxes:
         self.of_doors = [each for each in self.of_doors if each is not outbox]
 
     def flush(self) -> None:
-        """Sends what is there."""
         for outbox in self.of_doors:
             outbox.flush()
 
@@ -267,7 +265,6 @@ class EngineService:
         self.runner.close()
 
     def facts(self) -> Facts:
-        """See `Core.facts`."""
         runner = self.runner
         return Facts(
             runner.identity,
@@ -287,7 +284,6 @@ class EngineService:
             self._fail(reply, error)
 
     def status(self) -> Status:
-        """See `Core.status`."""
         arena = self.arena.stats()
         return Status(
             asdict(self.engine.stats()),
@@ -309,7 +305,6 @@ class EngineService:
         )
 
     def residency(self, bases: Sequence[str]) -> Residency:
-        """See `Core.residency`."""
         placements = {}
         for id_ in bases:
             try:
@@ -319,7 +314,6 @@ class EngineService:
         return Residency(self.arena.ids(), placements)
 
     def tenancy(self) -> Tenancy:
-        """See `Core.tenancy`."""
         stored: Counter[str] = Counter()
         for manifest in self.store.list():
             stored[manifest.tenant] += manifest.kv_bytes + manifest.index_bytes
@@ -347,7 +341,6 @@ class EngineService:
             self.store.bring(ground.named.id, check, limit_s)
 
     def changed(self, context: str) -> None:
-        """See `Core.changed`."""
         try:
             self.arena.note(self.store.manifest(context))
         except SparseKVError:  # it is not there, or is not to be used

@@ -82,7 +82,6 @@ class OwnText:
             self.add(token)
 
     def add(self, token: int) -> None:
-        """The text goes on with this token."""
         self.tokens.append(token)
         if len(self.tokens) >= _LEAST:
             pair, end = (self.tokens[-2], token), len(self.tokens) - 1
@@ -269,7 +268,6 @@ class Drafter:
         self._with = self._since = 0
 
     def take(self, token: int) -> None:
-        """The answer goes on with this token."""
         self._own.add(token)
 
     @property

@@ -107,7 +107,6 @@ class Engine(Generic[SessionT]):
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are accepted."""
         return self._accepting and self._crash is None
 
     @property

@@ -202,7 +202,6 @@ class Pace:
         self._most = self._FIRST
 
     def note_layer(self) -> None:
-        """A layer of a prompt was read, or launched."""
         self._layers += 1
 
     @property

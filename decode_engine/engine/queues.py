@@ -137,7 +137,6 @@ class Waiting(Generic[SessionT]):
             yield job, place
 
     def remove(self, job: Job[SessionT]) -> None:
-        """Takes out a request, if it is here."""
         queue = self._queues.get(_key(job))
         if queue is None or job not in queue:
             return
@@ -147,7 +146,6 @@ class Waiting(Generic[SessionT]):
             del self._queues[_key(job)]
 
     def _in_turn(self) -> list[_Key]:
-        """Queues in the order in which they are served."""
         return sorted(self._queues, key=lambda key: (*self.turns.place(key[0]), key[1]))
 
 
@@ -189,7 +187,6 @@ class Queues(Generic[SessionT]):
         return not (self.all() or self.keeping)
 
     def remove(self, job: Job[SessionT]) -> None:
-        """Forgets a job."""
         self.waiting.remove(job)
         for queue in (self.prompting, self.decoding, self.held, self.keeping):
             if job in queue:
@@ -217,7 +214,6 @@ class Queues(Generic[SessionT]):
         return job
 
     def put_back(self, job: Job[SessionT]) -> None:
-        """Undoes the admission of a job."""
         self.prompting.remove(job)
         self.waiting.put_back(job)
 

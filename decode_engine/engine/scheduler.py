@@ -182,7 +182,6 @@ class Scheduler(Generic[SessionT]):
         """What was done so far; guarded by `changed`. It is counted before a request that it ends has ended."""
 
     def turn(self) -> None:
-        """One iteration."""
         with self._changed:
             self.stats = self.stats.after_turn()
         self._drop_ended()
@@ -253,7 +252,6 @@ class Scheduler(Generic[SessionT]):
                 self._endings.fail(job, error)
 
     def _advance_prompts(self) -> None:
-        """Feeds pieces of prompts."""
         with self._changed:
             passes = self._queues.take_passes(self._prompt_chunk)
         for pieces in passes:
@@ -368,7 +366,6 @@ class Scheduler(Generic[SessionT]):
             self._flight.launch_ahead(*_fed(batch))
 
     def _batch(self) -> Batch[SessionT]:
-        """All that decode."""
         with self._changed:
             jobs = list(self._queues.decoding)
         batch: Batch[SessionT] = []

@@ -25,7 +25,6 @@ class Turns:
         self._now = 0.0
 
     def given(self, tenant: str) -> float:
-        """What a tenant was given."""
         return self._given.get(tenant, self._now)
 
     def join(self, tenant: str) -> None:
@@ -36,7 +35,6 @@ class Turns:
         self._given[tenant] = max(self.given(tenant), self._now)
 
     def serve(self, tenant: str) -> None:
-        """A tenant has its turn."""
         self._now = max(self._now, self.given(tenant))
 
     def charge(self, tenant: str, tokens: float) -> None:
@@ -44,7 +42,6 @@ class Turns:
         self._given[tenant] = self.given(tenant) + self.share(tenant, tokens)
 
     def share(self, tenant: str, tokens: float) -> float:
-        """What tokens count for a tenant."""
         return tokens / self._weight(tenant)
 
     def place(self, tenant: str) -> tuple[float, str]:

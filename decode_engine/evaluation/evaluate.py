@@ -87,7 +87,6 @@ def _setting(config: EvaluationConfig, runner: ModelRunner, text: str) -> dict[s
 
 
 def _plain(value: Any) -> Any:
-    """A setting as JSON has it."""
     if isinstance(value, Prompts):
         return value.value
     return str(value) if isinstance(value, Path) else value
@@ -201,7 +200,6 @@ class _Evaluation:
         self.maps[length] = [found for found in maps if found is not None]
 
     def write(self, *, complete: bool) -> Results:
-        """Writes and returns the results so far."""
         results = Results(
             {**self.setting, "complete": complete},
             [score for scores in self.scores.values() for score in scores],

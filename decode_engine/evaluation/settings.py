@@ -51,7 +51,6 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """For tables."""
         return self.expression if self.after is None else f"{self.expression} after {self.after}"
 
     @property

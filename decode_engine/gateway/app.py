@@ -91,7 +91,6 @@ _FORM = {
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
-    """The document, in OpenAPI 3.1."""
     _, schemas = msgspec.json.schema_components(_REPLIES, ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -283,7 +282,6 @@ class Front:
         """That are being taken."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']} is not served")
         exchange = Exchange(scope, send, self._beside, self._hold)

@@ -68,7 +68,6 @@ class MailboxSizes:
 
     @property
     def wave_heads(self) -> list[range]:
-        """KV heads of every wave."""
         ends = [self.heads * wave // self.waves for wave in range(self.waves + 1)]
         return [range(*pair) for pair in pairwise(ends)]
 
@@ -79,12 +78,10 @@ class MailboxSizes:
 
     @property
     def lists(self) -> int:
-        """Of all rows together."""
         return self.rows * self.heads
 
     @property
     def tiles(self) -> int:
-        """Of the longest context."""
         return -(-self.max_keys // TILE)
 
     @property
@@ -306,14 +303,12 @@ class SearchThreads:
 
     @property
     def workers(self) -> SearchWorkers:
-        """The threads."""
         if self._workers is None:
             self._workers = SearchWorkers(self.threads)
             logger.info("%d threads search on the host", self.threads)
         return self._workers
 
     def close(self) -> None:
-        """Ends the threads, if there are any."""
         if self._workers is not None:
             self._workers.close()
             self._workers = None
@@ -341,7 +336,6 @@ class SearchWorkers:
 
     @property
     def alive(self) -> int:
-        """Threads that live."""
         return sum(thread.is_alive() for thread in self._threads)
 
     def check(self) -> None:

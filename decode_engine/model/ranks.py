@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
@@ -24,14 +24,17 @@ from msgspec import Struct
 from decode_engine.engine.sampler import Sampler, SamplingParameters
 from decode_engine.errors import InternalError, error_by_reason
 from decode_engine.layers.session import Session
+from decode_engine.model.decode_attention import Manner
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.memory.arena import Arena
-from index_store.memory.resident import ResidentContext
 from index_store.methods.method import FittedMethod, Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.selection.budgets import Mass, Ratio, Threshold, TokenCount
 from index_store.store.catalog import Store
 from index_store.store.heads_part import HeadsPart
+
+if TYPE_CHECKING:
+    from decode_engine.model.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +84,7 @@ class Pass(Struct, frozen=True, tag=True):
     places: Places
     token_ids: list[list[int]]
     all_logits: bool
-    exact: bool
-    shared: bool
-    rows: bool
-    drafts: bool
+    manner: Manner
     between: bool
 
 
@@ -142,7 +142,6 @@ class Alone:
 
     @property
     def divided(self) -> bool:
-        """Whether there are others."""
         return self.part.ranks > 1
 
     def tell(self, order: Order) -> None:
@@ -167,7 +166,6 @@ class Leader(Alone):
         self._lock = threading.Lock()
 
     def new_number(self) -> int:
-        """Of a session."""
         return next(self._numbers)
 
     def tell(self, order: Order) -> None:
@@ -218,7 +216,6 @@ class Mirror:
         return other
 
     def close(self) -> None:
-        """Ends them."""
         self._leader.tell(Close(self.number))
 
 
@@ -247,41 +244,10 @@ def _method(
     return get_method(name, keep, period, mass=mass, tokens=tokens)
 
 
-class Repeating(Protocol):
-    """What a rank needs of its runner."""
-
-    no_context: ResidentContext
-
-    def start(self, context: ResidentContext, fitted: FittedMethod, *, again: int) -> Session:
-        """See `ModelRunner`."""
-
-    def forward(
-        self,
-        sessions: Sequence[Session],
-        token_ids: Sequence[Sequence[int]],
-        *,
-        all_logits: bool,
-        exact: bool,
-        shared: bool,
-        rows: bool,
-        drafts: bool,
-        between: Callable[[], None],
-    ) -> object:
-        """See `ModelRunner`."""
-
-    def catch_up(self, session: Session) -> None:
-        """See `ModelRunner`."""
-
-    def step_captured(
-        self, sessions: Sequence[Session], tokens: Sequence[int], samplers: Sequence[Sampler]
-    ) -> object:
-        """See `ModelRunner`."""
-
-
 class Follower:
     """Another rank: repeats what the first one says."""
 
-    def __init__(self, line: Line, runner: Repeating, store: Store, arena: Arena) -> None:
+    def __init__(self, line: Line, runner: ModelRunner, store: Store, arena: Arena) -> None:
         self._line, self._runner, self._store, self._arena = line, runner, store, arena
         self._sessions: dict[int, Session] = {}
         self._leases: dict[int, ExitStack] = {}
@@ -357,15 +323,12 @@ class Follower:
             self._at(order.places),
             order.token_ids,
             all_logits=order.all_logits,
-            exact=order.exact,
-            shared=order.shared,
-            rows=order.rows,
-            drafts=order.drafts,
             between=between if order.between else lambda: None,
+            **order.manner,
         )
 
 
-def _full(runner: Repeating) -> FittedMethod:
+def _full(runner: ModelRunner) -> FittedMethod:
     return METHODS["full"].on(runner.no_context.manifest)
 
 

@@ -200,7 +200,6 @@ class Parent:
             self._words.write(line)
 
     def fail(self, error: SparseKVError) -> None:
-        """Says that the process cannot start."""
         self.say(Failed(error.reason, error.message))
 
     def end(self) -> None:

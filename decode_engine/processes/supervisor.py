@@ -92,7 +92,6 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
         return None if self._process is None else self._process.pid
 
     async def keep(self) -> None:
@@ -115,7 +114,6 @@ class Child:
                 await asyncio.wait_for(self._stopping.wait(), self._pause_s)
 
     def stop(self, grace_s: float) -> None:
-        """Has the process end in order."""
         self._stopping.set()
         process = self._process
         if process is not None and process.stdin is not None:
@@ -123,7 +121,6 @@ class Child:
                 process.stdin.write(msgspec.json.encode(attached.Stop(grace_s)) + b"\n")
 
     def kill(self) -> None:
-        """Ends the process where it is."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGKILL)

@@ -246,7 +246,6 @@ _SENTENCES = {
 
 
 def _escaped(text: str) -> str:
-    """A regular expression for exactly this text."""
     return "".join(letter if letter.isalnum() else f"\\x{{{ord(letter):X}}}" for letter in text)
 
 
@@ -286,7 +285,6 @@ class Vocabulary:
             return self._made
 
     def close(self) -> None:
-        """Ends its process."""
         self._trial.close()
 
     @cached_property
@@ -354,7 +352,6 @@ class Trial:
         self._process: subprocess.Popen[bytes] | None = None
 
     def close(self) -> None:
-        """Ends the process."""
         with self._lock:
             self._end()
 
@@ -434,7 +431,6 @@ def _try(vocabulary: LLTokenizer, constraint: Constraint) -> str:
 
 
 def main() -> None:
-    """The process."""
     source = json.loads(sys.stdin.readline())
     vocabulary = VocabularySource(**source).make()
     used = int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024

@@ -54,7 +54,6 @@ class Answered:
 
     @property
     def text(self) -> str:
-        """All of it."""
         return "".join(self.texts)
 
 
@@ -239,7 +238,6 @@ def usage(summaries: Sequence[Summary], each: int) -> replies.Usage:
 
 
 def figures_of(summary: Summary) -> replies.Figures:
-    """How an answer was made."""
     begins, end = summary.begins, summary.end
     return replies.Figures(
         method=begins.method,

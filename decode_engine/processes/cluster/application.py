@@ -166,7 +166,6 @@ class Door:
                 logger.warning("the roster does not answer: %s", error)
 
     def serves(self) -> bool:
-        """It does, where it answers."""
         return True
 
     def end(self) -> None:

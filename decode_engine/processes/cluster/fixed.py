@@ -69,7 +69,6 @@ class Engines:
         self._pool = ThreadPoolExecutor(len(engines), thread_name_prefix="ask-engine")
 
     def ask(self) -> list[Replica]:
-        """Those that answer now."""
         asked = list(self._pool.map(self._ask_one, self._engines))
         for engine, (_, said) in zip(self._engines, asked, strict=True):
             if said != self._told.get(engine.name):

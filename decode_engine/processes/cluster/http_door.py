@@ -56,7 +56,6 @@ class HttpForwarding:
         self._open = self._body_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
         self._open += 1
         held = 0
         try:

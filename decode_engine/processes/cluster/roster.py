@@ -22,7 +22,6 @@ class Roster:
     _workers: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def note(self, replica: Replica, load: Load) -> None:
-        """A replica tells of itself."""
         self._told[replica.name] = self.clock(), replica, load
 
     def note_worker(self, name: str, store: str) -> None:
@@ -30,7 +29,6 @@ class Roster:
         self._workers[name] = self.clock(), store
 
     def leave(self, name: str) -> None:
-        """A replica or worker ends."""
         self._told.pop(name, None)
         self._workers.pop(name, None)
 
@@ -44,12 +42,10 @@ class Roster:
         )
 
     def loads(self) -> list[Load]:
-        """Of all replicas that are there."""
         self._forget()
         return [load for _, _, load in self._told.values()]
 
     def workers(self) -> list[str]:
-        """The names of all workers that run."""
         self._forget()
         return sorted(self._workers)
 

@@ -132,7 +132,6 @@ decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 
 
 def decode_result(result: Raw, kind: type[ResultT]) -> ResultT:
-    """A question's answer."""
     return msgspec.msgpack.decode(result, type=kind)
 
 

@@ -92,11 +92,9 @@ class EngineHost:
             raise
 
     def say(self, phase: str) -> None:
-        """What the engine does while it starts."""
         self.loop.call_soon_threadsafe(self._say, phase)
 
     def open(self, core: Core) -> Facts:
-        """From here on requests are taken."""
         return asyncio.run_coroutine_threadsafe(self._take_in(core), self.loop).result()
 
     def close(self, error: Fails) -> None:

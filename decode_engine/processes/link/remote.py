@@ -158,7 +158,6 @@ class RemoteCore:
         self._socket.send(frames.encode(message))
 
     def give_up(self, number: int) -> None:
-        """A request is wanted no more."""
         if self._requests.pop(number, None) is not None:
             self.send(frames.Cancels(number))
 

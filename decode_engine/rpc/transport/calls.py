@@ -231,7 +231,6 @@ class Call(Asker):
         return self._gate.traffic()
 
     def certificate(self) -> str:
-        """See `Asker.certificate`."""
         names = self.context.auth_context().get("x509_common_name", ())
         return next((name.decode("utf-8", "replace") for name in names), "")
 

@@ -113,7 +113,6 @@ class Appointments:
         self._given = 0.0
 
     def place_freed(self) -> None:
-        """A request has ended."""
         now = self._clock()
         between = min(max(now - self._freed, 0.01), 10.0)
         self._freed = now
