@@ -82,12 +82,10 @@ class AnswerConfig(ServerConfig):
     """
 
     timeout: Annotated[
-        float | None, Option(help="Seconds to wait for the whole answer."), MoreThan(0, bounds.LONGEST_WAIT_S)
+        float | None, "Seconds to wait for the whole answer.", MoreThan(0, bounds.LONGEST_WAIT_S)
     ] = None
     json_schema: Annotated[
-        Path | None,
-        Option("--json-schema", help="The answer has to be JSON that the schema in this file describes."),
-        InputFile(),
+        Path | None, "The answer has to be JSON that the schema in this file describes.", InputFile()
     ] = None
 
     def __post_init__(self) -> None:

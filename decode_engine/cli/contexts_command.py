@@ -13,13 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from decode_engine.rpc.client import (
-    NEVER,
-    Client,
-    ContextChanges,
-    ContextInfo,
-    OperationInfo,
-)
+from decode_engine.rpc.client import NEVER, Client, ContextChanges, ContextInfo, OperationInfo
 from decode_engine.rpc.door.options import ServerConfig
 from decode_engine.settings.request_bounds import MAX_NAME_CHARACTERS
 from index_store.cli import report
@@ -53,24 +47,19 @@ from index_store.store.listing import STATES
 class CreateConfig(ServerConfig):
     """A context to be made. name: by default the first file's."""
 
-    name: Annotated[
-        str | None, typer.Option(help="Display name; by default the first file's name."), Characters(1, 500)
-    ] = None
+    name: Annotated[str | None, "Display name; by default the first file's name.", Characters(1, 500)] = None
     move_name: MoveNameOption = False
     messages: Annotated[
         Path | None,
-        typer.Option(help="In place of text: messages of a conversation (JSON); - is standard input."),
+        "In place of text: messages of a conversation (JSON); - is standard input.",
         InputFile(dash=True),
     ] = None
     method: Annotated[
-        tuple[str, ...],
-        typer.Option(help=f"Method whose indexes to build; may be repeated. Default: {DEFAULT_METHOD}."),
+        tuple[str, ...], f"Method whose indexes to build; may be repeated. Default: {DEFAULT_METHOD}."
     ] = ()
     rows: Annotated[
         str,
-        typer.Option(
-            help="How exact keys and values are stored: in the server's dtype, or in 8 bits (int8)."
-        ),
+        "How exact keys and values are stored: in the server's dtype, or in 8 bits (int8).",
         OneOf(*ROW_CODINGS),
     ] = AS_DTYPE
     parent: Annotated[
@@ -93,12 +82,10 @@ class CreateConfig(ServerConfig):
     ] = ()
     ttl: TtlOption = None
     renew: RenewOption = None
-    priority: Annotated[
-        int, typer.Option(help="Contexts of a higher priority are made first."), AtLeast(0, 100)
-    ] = 0
+    priority: Annotated[int, "Contexts of a higher priority are made first.", AtLeast(0, 100)] = 0
     request_id: Annotated[
         str | None,
-        typer.Option(help="Repeats with the same id return the same operation; by default a random one."),
+        "Repeats with the same id return the same operation; by default a random one.",
         Characters(1, 128),
     ] = None
 
@@ -181,8 +168,7 @@ def list_contexts(
         Option("--label", metavar="KEY=VALUE", help="Only those with this label; may be repeated."),
     ] = None,
     state: Annotated[
-        str | None,
-        Option("--state", help=f"Only those of this state: {', '.join(STATES)}."),
+        str | None, Option("--state", help=f"Only those of this state: {', '.join(STATES)}.")
     ] = None,
     output: FormatOption = OutputFormat.TEXT,
 ) -> None:
@@ -264,18 +250,11 @@ def _find_all(client: Client, references: Sequence[str]) -> list[ContextInfo]:
 class UpdateConfig(ServerConfig):
     """`decode-engine contexts update`. What is None stays."""
 
-    name: Annotated[
-        str | None, Option("--name", help="Display name."), Characters(1, MAX_NAME_CHARACTERS)
-    ] = None
+    name: Annotated[str | None, "Display name.", Characters(1, MAX_NAME_CHARACTERS)] = None
     move_name: MoveNameOption = False
-    ttl: Annotated[
-        str | None, Option("--ttl", help="Time to live from now, for example 30m, 1.5h, 7d; never: for good.")
-    ] = None
+    ttl: Annotated[str | None, "Time to live from now, for example 30m, 1.5h, 7d; never: for good."] = None
     renew: Annotated[
-        str | None,
-        Option(
-            "--renew", help="Time to live that every use begins anew, likewise; never: uses change nothing."
-        ),
+        str | None, "Time to live that every use begins anew, likewise; never: uses change nothing."
     ] = None
     readers: Annotated[
         str | None,

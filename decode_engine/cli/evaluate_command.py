@@ -116,32 +116,24 @@ class TuneConfig:
         str, Option("--context", metavar="ID", help="Id, its first digits, or a name."), Filled()
     ]
     target_kl: Annotated[
-        float,
-        Option("--target-kl", help="KL divergence from full attention to stay below, nats per token."),
-        MoreThan(0, 1000),
+        float, "KL divergence from full attention to stay below, nats per token.", MoreThan(0, 1000)
     ]
     model: shared.ModelOption
     prompts: Annotated[
         Path | None,
-        Option(
-            "--prompts",
-            help=f"Texts to predict, one per line; by default the context's last {CONTINUATION_TOKENS} tokens once "
-            "more.",
-        ),
+        f"Texts to predict, one per line; by default the context's last {CONTINUATION_TOKENS} tokens once "
+        "more.",
         InputFile(),
     ] = None
     methods: Annotated[
         tuple[str, ...],
-        Option(
-            "--methods",
-            help=f"Methods to try, comma-separated, each {EXPRESSION_HELP}; by default all that fit.",
-        ),
+        f"Methods to try, comma-separated, each {EXPRESSION_HELP}; by default all that fit.",
         comma_separated(""),
     ] = ()
     device: shared.DeviceOption = AUTO
     placement: shared.PlacementOption = AUTO
     weights: shared.WeightsOption = AUTO
-    dry_run: Annotated[bool, Option("--dry-run", help="Only measure, keep nothing.")] = False
+    dry_run: Annotated[bool, "Only measure, keep nothing."] = False
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -279,20 +271,14 @@ def _print(manifest: Manifest, outcomes: Sequence[Outcome], *, written: bool) ->
 class DocumentConfig:
     """`decode-engine make-document`."""
 
-    out: Annotated[Path, Option(help="Where to write the text."), OutputFile()]
-    questions: Annotated[
-        Path, Option(help="Where to write the questions, one JSON object per line."), OutputFile()
-    ]
-    tokens: Annotated[
-        int, Option(help="Exact length of the text in the model's tokens."), AtLeast(1, 2**31)
-    ] = 32768
-    facts: Annotated[int, Option(help="Facts to put into the text."), AtLeast(1, 100_000)] = 24
-    ask: Annotated[
-        int | None, Option(help="Questions to write; one per fact by default."), AtLeast(1, 100_000)
-    ] = None
+    out: Annotated[Path, "Where to write the text.", OutputFile()]
+    questions: Annotated[Path, "Where to write the questions, one JSON object per line.", OutputFile()]
+    tokens: Annotated[int, "Exact length of the text in the model's tokens.", AtLeast(1, 2**31)] = 32768
+    facts: Annotated[int, "Facts to put into the text.", AtLeast(1, 100_000)] = 24
+    ask: Annotated[int | None, "Questions to write; one per fact by default.", AtLeast(1, 100_000)] = None
     distractors: shared.DistractorsOption = None
-    task: Annotated[str, Option(help="What kind of facts and questions."), OneOf(*FAMILIES)] = "single"
-    seed: Annotated[int, Option(help="Decides facts and depths."), AtLeast(0)] = 0
+    task: Annotated[str, "What kind of facts and questions.", OneOf(*FAMILIES)] = "single"
+    seed: Annotated[int, "Decides facts and depths.", AtLeast(0)] = 0
     text: shared.TextOption = ()
     model: shared.ModelOption = "reader"
 

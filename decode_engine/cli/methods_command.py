@@ -30,11 +30,7 @@ class MethodsConfig(CredentialOptions):
         ),
         Address(),
     ] = None
-    model: Annotated[
-        str | None,
-        Option(help=f"Sizes for this model: {MODELS}."),
-        Filled(),
-    ] = None
+    model: Annotated[str | None, f"Sizes for this model: {MODELS}.", Filled()] = None
 
     def __post_init__(self) -> None:
         if self.server is not None and self.model is not None:

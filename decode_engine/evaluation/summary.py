@@ -123,12 +123,7 @@ class Tally:
         self.contexts.append(context)
 
     def summarise(
-        self,
-        context_length: int,
-        variant: Variant,
-        full: Tally,
-        stored: StoredBytes,
-        task: str = ALL_TASKS,
+        self, context_length: int, variant: Variant, full: Tally, stored: StoredBytes, task: str = ALL_TASKS
     ) -> Score:
         """Means and standard errors. `full` is full attention's tally over the same segments in the same order."""
         pairs = [

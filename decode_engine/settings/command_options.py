@@ -92,7 +92,7 @@ class Prompts(Enum):
     EACH = "each"
 
 
-ModelOption = Annotated[str, Option("--model", help=f"{MODELS}."), Filled()]
+ModelOption = Annotated[str, f"{MODELS}.", Filled()]
 TextOption = Annotated[
     tuple[Path, ...],
     Option("--text", help="Text to make contexts of, may be repeated; packaged novels by default."),

@@ -79,11 +79,8 @@ class ServeConfig:
     ] = None
     cors_origin: Annotated[
         tuple[str, ...],
-        Option(
-            "--cors-origin",
-            help="With --http-port: let pages of this origin, such as https://example.org, ask from browsers; "
-            "repeatable.",
-        ),
+        "With --http-port: let pages of this origin, such as https://example.org, ask from browsers; "
+        "repeatable.",
         Filled(),
     ] = ()
     doors: Annotated[
@@ -104,12 +101,9 @@ class ServeConfig:
         ),
         Address(),
     ] = None
-    metrics_alias: Annotated[
-        bool,
-        Option(
-            "--metrics-alias", help="With --metrics: under vLLM's names, too, for boards that have those."
-        ),
-    ] = False
+    metrics_alias: Annotated[bool, "With --metrics: under vLLM's names, too, for boards that have those."] = (
+        False
+    )
     kv_events: Annotated[
         str | None,
         Option(
@@ -120,9 +114,7 @@ class ServeConfig:
         ),
         Address(),
     ] = None
-    kv_events_topic: Annotated[
-        str, Option("--kv-events-topic", help="With --kv-events: what subscribers filter by.")
-    ] = ""
+    kv_events_topic: Annotated[str, "With --kv-events: what subscribers filter by."] = ""
     tls_cert: door.TlsCertOption = None
     tls_key: door.TlsKeyOption = None
     tls_client_ca: door.TlsClientCaOption = None
@@ -174,10 +166,8 @@ class ServeConfig:
         SIZE,
         AtLeast(1),
     ] = None
-    max_sessions: Annotated[int, Option(help="Requests in progress at once."), AtLeast(1, 4096)] = 16
-    max_waiting: Annotated[
-        int, Option(help="Requests that may wait; more are refused."), AtLeast(0, 65_536)
-    ] = 64
+    max_sessions: Annotated[int, "Requests in progress at once.", AtLeast(1, 4096)] = 16
+    max_waiting: Annotated[int, "Requests that may wait; more are refused.", AtLeast(0, 65_536)] = 64
     max_client_requests: Annotated[
         int | None,
         Option(
@@ -188,34 +178,26 @@ class ServeConfig:
         Spelled(0, lambda requests: requests or None),
         AtLeast(1),
     ] = None
-    max_connections: Annotated[int, Option(help="Connections at once; more are closed."), AtLeast(1)] = 4096
-    max_streams: Annotated[
-        int, Option(help="Calls at once on one connection; clients hold back more."), AtLeast(1)
-    ] = 256
+    max_connections: Annotated[int, "Connections at once; more are closed.", AtLeast(1)] = 4096
+    max_streams: Annotated[int, "Calls at once on one connection; clients hold back more.", AtLeast(1)] = 256
     idle_timeout: Annotated[
-        float, Option(help="Seconds after which a connection without calls is closed."), AtLeast(1)
+        float, "Seconds after which a connection without calls is closed.", AtLeast(1)
     ] = 300.0
     unread_timeout: Annotated[
-        float,
-        Option(help="Seconds that a client may leave an answer unread; then its work ends."),
-        AtLeast(1),
+        float, "Seconds that a client may leave an answer unread; then its work ends.", AtLeast(1)
     ] = 60.0
     prompt_chunk: Annotated[
         int | None,
-        Option(
-            help="Prompt tokens per step, of all prompts, fewer where a method makes them cost more; answers pause for "
-            "that long. 0: 256 on a CPU, 512 on a GPU."
-        ),
+        "Prompt tokens per step, of all prompts, fewer where a method makes them cost more; answers pause for "
+        "that long. 0: 256 on a CPU, 512 on a GPU.",
         Spelled(0, lambda tokens: tokens or None),
         AtLeast(1, 2**20),
     ] = None
     prompts: shared.PromptsOption = shared.Prompts.AUTO
     method: Annotated[
         str,
-        Option(
-            help="What a request gets that names no method: what takes less time, full attention or its context's own "
-            "method, by steps that are timed while there are no requests (auto); always the context's own (context)."
-        ),
+        "What a request gets that names no method: what takes less time, full attention or its context's own "
+        "method, by steps that are timed while there are no requests (auto); always the context's own (context).",
         OneOf(AUTO, "context"),
     ] = AUTO
     audit_share: Annotated[
@@ -230,25 +212,21 @@ class ServeConfig:
     ] = 0.0
     threads: Annotated[
         int,
-        Option(help="Threads of searches and matrix products; 0 means all cores."),
+        "Threads of searches and matrix products; 0 means all cores.",
         Spelled(0, lambda threads: threads or available_cores()),
         AtLeast(1),
     ] = field(default_factory=available_cores)
     search_threads: Annotated[
         int,
-        Option(
-            help="Threads that search on the CPU beside a GPU, for contexts of placement host; each takes a core "
-            "while a step runs. 0: all cores but two."
-        ),
+        "Threads that search on the CPU beside a GPU, for contexts of placement host; each takes a core "
+        "while a step runs. 0: all cores but two.",
         Spelled(0, lambda threads: threads or shared.search_cores()),
         AtLeast(1),
     ] = field(default_factory=shared.search_cores)
     slot_share: Annotated[
         int,
-        Option(
-            help="Of contexts in host memory, one row in so many has a slot in GPU memory. Fewer rows are fetched with "
-            "more slots: 8 for four and more sessions on one context, 4 for sixteen."
-        ),
+        "Of contexts in host memory, one row in so many has a slot in GPU memory. Fewer rows are fetched with "
+        "more slots: 8 for four and more sessions on one context, 4 for sixteen.",
         AtLeast(1, MAX_SLOT_SHARE),
     ] = 16
     device: shared.DeviceOption = AUTO
@@ -264,7 +242,7 @@ class ServeConfig:
     ] = 1
     weights: shared.WeightsOption = AUTO
     dtype: Annotated[
-        str, Option(help="Stored dtype of the contexts to serve; auto: the model's."), OneOf(AUTO, *KV_DTYPES)
+        str, "Stored dtype of the contexts to serve; auto: the model's.", OneOf(AUTO, *KV_DTYPES)
     ] = AUTO
     warm_up: Annotated[
         bool,
@@ -276,10 +254,8 @@ class ServeConfig:
     ] = True
     grown_share: Annotated[
         float,
-        Option(
-            help="With --prefill: share of a context's tokens from which on what continues it is made to stand alone; "
-            "0: never."
-        ),
+        "With --prefill: share of a context's tokens from which on what continues it is made to stand alone; "
+        "0: never.",
         AtLeast(0, 1000),
     ] = GROWN_SHARE
     store_bytes: StoreBytesOption = None
@@ -295,11 +271,8 @@ class ServeConfig:
     ] = 60.0
     prefill: Annotated[
         bool,
-        Option(
-            "--prefill",
-            help="Make the contexts that are ordered here, too, in a process of the lowest priority beside the server, "
-            "on a CPU, and make the store where there is none. Otherwise `prefill-worker serve` does that.",
-        ),
+        "Make the contexts that are ordered here, too, in a process of the lowest priority beside the server, "
+        "on a CPU, and make the store where there is none. Otherwise `prefill-worker serve` does that.",
     ] = False
     keep_beginnings: Annotated[
         int,
@@ -322,9 +295,9 @@ class ServeConfig:
         Spelled("8GiB", parse_size),
         AtLeast(1),
     ] = 8 * 2**30
-    grace: Annotated[
-        float, Option(help="Seconds for running requests when told to stop."), AtLeast(0, LONGEST_WAIT_S)
-    ] = 10.0
+    grace: Annotated[float, "Seconds for running requests when told to stop.", AtLeast(0, LONGEST_WAIT_S)] = (
+        10.0
+    )
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -4,13 +4,14 @@
     class Config:
         store: StoreOption
         memory: Annotated[int | None, Option(metavar="SIZE", help="..."), SIZE, AtLeast(1)] = None
+        chunk: Annotated[int, "Tokens of a pass.", AtLeast(1)] = 256
 
     @app.command()
     @configured(Config)
     def serve(config: Config, output: FormatOption = OutputFormat.TEXT) -> None: ...
 
 Flag, help, default and bounds of an option stand in its field and nowhere else: every number has its range, every
-file says whether it is read or written (`index_store.cli.options`). A command checks them all before it does anything.
+file says whether it is read or written. A text is the help of a flag of the field's name. A command checks them all before it does anything.
 An option of type `tuple[X, ...]` may be repeated; one that is not given has the field's default.
 """
 
@@ -311,7 +312,7 @@ def options_of(config: type[Any]) -> tuple[tuple[Field[Any], Any, tuple[Any, ...
 
 def flag_of(field: Field[Any], marks: tuple[Any, ...]) -> str:
     """What people write for a field: its flag, or an argument's name."""
-    (info,) = (mark for mark in marks if isinstance(mark, ParameterInfo))
+    info = _info(field, marks)
     told = (
         info.default,
         *(info.param_decls or ()),
@@ -320,6 +321,15 @@ def flag_of(field: Field[Any], marks: tuple[Any, ...]) -> str:
         return (info.metavar or field.name).upper()
     flags = [flag for flag in told if isinstance(flag, str) and flag.startswith("--")]
     return flags[0].partition("/")[0] if flags else "--" + field.name.replace("_", "-")
+
+
+def _info(field: Field[Any], marks: tuple[Any, ...]) -> ParameterInfo:
+    """What typer is told of a field: its own mark, or a flag of the field's name with a text as its help."""
+    told = [mark for mark in marks if isinstance(mark, ParameterInfo)]
+    flag = "--" + field.name.replace("_", "-")
+    told += [Option(..., flag, help=mark) for mark in marks if isinstance(mark, str)]
+    (info,) = told
+    return info
 
 
 def check_bounds(config: Any) -> None:
@@ -424,7 +434,7 @@ def _parameter(field: Field[Any], kind: Any, marks: tuple[Any, ...], heading: st
     """The parameter of a command that typer makes a field's flag of. heading: of its group in the help."""
     default = Parameter.empty if field.default is MISSING else field.default
     repeated = [get_args(part)[0] for part in (kind, *get_args(kind)) if get_origin(part) is tuple]
-    (info,) = (copy(mark) for mark in marks if isinstance(mark, ParameterInfo))
+    info = copy(_info(field, marks))
     info.rich_help_panel = heading
     for mark in marks:
         if isinstance(mark, Spelled):

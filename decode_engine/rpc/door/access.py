@@ -183,11 +183,7 @@ class TokenFile:
         return stamp_of(self._path)
 
     def create(
-        self,
-        name: str,
-        tenant: str = "",
-        rights: Sequence[str] = (),
-        expires_at: datetime | None = None,
+        self, name: str, tenant: str = "", rights: Sequence[str] = (), expires_at: datetime | None = None
     ) -> str:
         """Adds a token and returns it, the only time that it is seen. Makes the file where there is none.
 

@@ -143,13 +143,9 @@ def is_loopback(address: str) -> bool:
 
 
 TlsCertOption = Annotated[
-    Path | None,
-    Option("--tls-cert", help="Encrypt, with this certificate (PEM, with those that vouch for it)."),
-    InputFile(),
+    Path | None, "Encrypt, with this certificate (PEM, with those that vouch for it).", InputFile()
 ]
-TlsKeyOption = Annotated[
-    Path | None, Option("--tls-key", help="The certificate's private key (PEM)."), InputFile()
-]
+TlsKeyOption = Annotated[Path | None, "The certificate's private key (PEM).", InputFile()]
 TlsClientCaOption = Annotated[
     Path | None,
     Option(

@@ -56,7 +56,9 @@ def workers() -> Iterator[SearchWorkers]:
 def test_the_search_is_compiled_before_a_device_can_ask_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a machine's first server it takes longer than a device waits."""
     begun: list[set[threading.Thread]] = []
-    monkeypatch.setattr(workers_module.jobs, "compile_search", lambda: begun.append(set(threading.enumerate())))
+    monkeypatch.setattr(
+        workers_module.jobs, "compile_search", lambda: begun.append(set(threading.enumerate()))
+    )
     before = set(threading.enumerate())
     made = SearchWorkers(2)
     assert [[thread for thread in seen - before if thread.name.startswith("search-")] for seen in begun] == [
