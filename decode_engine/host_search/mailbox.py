@@ -24,6 +24,7 @@ from torch import Tensor
 
 from decode_engine.host_search import shared_search_numba as jobs
 from decode_engine.host_search.mailbox_triton import SharedWords
+from decode_engine.host_search.shared_search_numba import compile_search, take_part
 from decode_engine.host_search.table_lists_numba import BINS
 from index_store.errors import InvalidArgumentError, SparseKVError
 from index_store.indexes.query_tables.search_numba import TILE
@@ -320,7 +321,7 @@ class SearchWorkers:
     def __init__(self, threads: int) -> None:
         """Raises InvalidArgumentError without a thread."""
         _check_threads(threads)
-        jobs.compile_search()
+        compile_search()
         self._step = np.zeros(jobs.STEP_WORDS, np.int64)
         self._mailbox: Mailbox | None = None
         self._epochs = 0
@@ -403,7 +404,7 @@ class SearchWorkers:
     def _run(self, number: int) -> None:
         semaphore = int(self._semaphores[number].ctypes.data)
         try:
-            jobs.take_part(self._step.ctypes.data, semaphore, self._end.ctypes.data)
+            take_part(self._step.ctypes.data, semaphore, self._end.ctypes.data)
         except BaseException as error:
             logger.exception("a search thread has died")
             self._error = error

@@ -56,9 +56,7 @@ def workers() -> Iterator[SearchWorkers]:
 def test_the_search_is_compiled_before_a_device_can_ask_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a machine's first server it takes longer than a device waits."""
     begun: list[set[threading.Thread]] = []
-    monkeypatch.setattr(
-        workers_module.jobs, "compile_search", lambda: begun.append(set(threading.enumerate()))
-    )
+    monkeypatch.setattr(workers_module, "compile_search", lambda: begun.append(set(threading.enumerate())))
     before = set(threading.enumerate())
     made = SearchWorkers(2)
     assert [[thread for thread in seen - before if thread.name.startswith("search-")] for seen in begun] == [
@@ -179,7 +177,7 @@ def test_a_thread_that_dies_ends_the_wait(layers: list[Layer], monkeypatch: pyte
         asked.wait(SECONDS)
         raise MemoryError("no more")
 
-    monkeypatch.setattr(workers_module.jobs, "take_part", die)
+    monkeypatch.setattr(workers_module, "take_part", die)
     workers = SearchWorkers(1)
     mailbox = Mailbox(make_plan(1), page_locked=False)
     row = searched(0, layers, 8, LONG, 100)
@@ -210,7 +208,7 @@ def test_a_thread_that_dies_inside_of_a_step_that_is_ended_is_not_waited_for_lon
         time.sleep(0.2)
         raise MemoryError("no more")
 
-    monkeypatch.setattr(workers_module.jobs, "take_part", die)
+    monkeypatch.setattr(workers_module, "take_part", die)
     workers = SearchWorkers(1)
     mailbox = Mailbox(make_plan(1), page_locked=False)
     mailbox.begin([searched(0, layers, 8, LONG, 100)], range(3))
