@@ -78,8 +78,7 @@ def choose_method(order: Order, manifest: Manifest, tuned: TunedDefault | None =
     method = get_method(name, keep, order.search_period, mass=mass, tokens=tokens)
     if method.period > MAX_SEARCH_PERIOD:
         raise InvalidArgumentError(
-            f"method {name!r}: @period is {method.period}, expected 1 to {MAX_SEARCH_PERIOD}",
-            field="method",
+            f"method {name!r}: @period is {method.period}, expected 1 to {MAX_SEARCH_PERIOD}", field="method"
         )
     if method.append_block < MIN_APPEND_BLOCK:
         raise InvalidArgumentError(
@@ -584,15 +583,7 @@ class EngineService:
             if order.keep is not None:
                 options = replace(order.keep, owner=order.caller)
                 keeper = SessionKeeper(
-                    store,
-                    runner,
-                    ground,
-                    fitted,
-                    resident,
-                    own,
-                    meaning.prompt,
-                    options,
-                    self.workshop.room,
+                    store, runner, ground, fitted, resident, own, meaning.prompt, options, self.workshop.room
                 )
                 keeper.check()
             looking = None

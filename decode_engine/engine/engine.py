@@ -19,11 +19,7 @@ from decode_engine.engine.job import Place, Places, Reply, Use, call_all, new_jo
 from decode_engine.engine.queues import Queues
 from decode_engine.engine.requests import EngineStats, GiveWayError, Runner, SessionT, Work
 from decode_engine.engine.scheduler import Scheduler
-from decode_engine.errors import (
-    EngineCrashedError,
-    SessionMemoryError,
-    ShuttingDownError,
-)
+from decode_engine.errors import EngineCrashedError, SessionMemoryError, ShuttingDownError
 from decode_engine.orders.events import Waits
 from index_store.errors import InvalidArgumentError
 
@@ -129,12 +125,7 @@ class Engine(Generic[SessionT]):
             )
 
     def reserve(
-        self,
-        context: str = "",
-        memory: int = 0,
-        client: str = "",
-        tenant: str = "",
-        use: Use | None = None,
+        self, context: str = "", memory: int = 0, client: str = "", tenant: str = "", use: Use | None = None
     ) -> Place:
         """Takes the place of one request before it costs anything.
 

@@ -11,13 +11,7 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from decode_engine.rpc.client.answers import (
-    AsyncGeneration,
-    Batch,
-    Generation,
-    finish,
-    ignore_waiting,
-)
+from decode_engine.rpc.client.answers import AsyncGeneration, Batch, Generation, finish, ignore_waiting
 from decode_engine.rpc.client.connection import (
     HEALTH_TIMEOUT_S,
     REPEATED,

@@ -48,12 +48,7 @@ from index_store.store.description.callers import OPERATOR, Caller
 from index_store.store.description.context_id import ModelIdentity, context_id
 from index_store.store.description.dtypes import AS_DTYPE, INT8, ROW_CODINGS
 from index_store.store.description.json_fields import check_labels
-from index_store.store.description.manifest import (
-    SHORTEST_TTL,
-    Manifest,
-    require_dtype,
-    require_model,
-)
+from index_store.store.description.manifest import SHORTEST_TTL, Manifest, require_dtype, require_model
 from index_store.store.zarr_io import ContextFiles
 from sparsekv.v1 import context_pb2
 

@@ -110,9 +110,7 @@ class Pager:
             for entry in store.entries()
             if (last is None or place_of(entry) > last)
             and fits(
-                entry,
-                request,
-                state_of(entry, expired=isinstance(entry, Manifest) and store.expired(entry)),
+                entry, request, state_of(entry, expired=isinstance(entry, Manifest) and store.expired(entry))
             )
         ]
         token = self.token(place_of(found[size - 1]), asked) if size < len(found) else ""
