@@ -116,7 +116,6 @@ class AnswerConfig(ServerConfig):
 
     @property
     def constrained(self) -> bool:
-        """Whether it is said what answers have to be."""
         return self.json_schema is not None or not self.given.keys().isdisjoint(CONSTRAINTS)
 
     def biases(self) -> dict[int, float]:

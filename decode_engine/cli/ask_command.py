@@ -421,7 +421,6 @@ def _print_json(generation: Generation, answers: Sequence[Piece]) -> None:
 
 
 def summary_lines(summary: Summary) -> list[str]:
-    """What a generation touched and took, in a few lines."""
     times, keys = summary.timings, summary.selection
     sparse = (
         "no layer searches"

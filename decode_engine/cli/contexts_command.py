@@ -413,7 +413,6 @@ def _print_operations(operations: Sequence[OperationInfo]) -> None:
 
 
 def _operation_rows(operation: OperationInfo) -> list[tuple[str, str]]:
-    """All that the server says of an operation."""
     left = operation.remaining_s
     return [
         ("name", operation.name),

@@ -539,7 +539,6 @@ class Seeing:
     audit_share: float = 0.0
 
     def watch(self, order: Order, reply: Reply, arrived_ns: int) -> None:
-        """Follows a request by what it is told."""
         if self.exporter is not None:
             self.exporter.metrics.watch(reply, arrived_ns)
         if self.spans is not None:

@@ -111,7 +111,6 @@ class Engine(Generic[SessionT]):
         return self._places.total
 
     def stats(self) -> EngineStats:
-        """What the engine does now, and did so far."""
         with self._changed:
             queues = self._queues
             return replace(

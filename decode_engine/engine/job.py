@@ -66,7 +66,6 @@ class Outbox:
         self._lock = threading.Lock()
 
     def put(self, number: int, event: Event) -> None:
-        """Adds an event, which `flush` sends."""
         with self._lock:
             self._events.append((number, event))
 
@@ -108,7 +107,6 @@ class Places:
 
     @property
     def total(self) -> int:
-        """Places that are taken."""
         with self._lock:
             return self._taken.total()
 

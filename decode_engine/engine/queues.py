@@ -178,12 +178,10 @@ class Queues(Generic[SessionT]):
         self.waiting, self.reading = Waiting(Turns(self.weight)), Turns(self.weight)
 
     def all(self) -> list[Job[SessionT]]:
-        """All jobs that the scheduler works on, or will."""
         return [*self.waiting, *self.prompting, *self.decoding, *self.held]
 
     @property
     def empty(self) -> bool:
-        """Whether nobody waits for anything any more."""
         return not (self.all() or self.keeping)
 
     def remove(self, job: Job[SessionT]) -> None:
@@ -194,7 +192,6 @@ class Queues(Generic[SessionT]):
 
     @property
     def held_bytes(self) -> int:
-        """What the admitted jobs may need."""
         queues = (self.prompting, self.decoding, self.held, self.keeping)
         return sum(job.memory for queue in queues for job in queue)
 

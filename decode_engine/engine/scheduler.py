@@ -146,7 +146,6 @@ class CrashError(BaseException):
 
 
 def _fed(batch: Batch[SessionT]) -> tuple[list[SessionT], list[int], list[Sampler]]:
-    """What a step takes: sessions, their last tokens, and samplers."""
     sessions = [session for _, session in batch]
     return sessions, [job.last_token for job, _ in batch], [job.sampler for job, _ in batch]
 

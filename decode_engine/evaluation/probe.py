@@ -68,7 +68,6 @@ class Probe:
         self.samples: list[LayerSample] = []
 
     def attach(self, session: Session) -> None:
-        """Observes every searching layer of the session from now on."""
         for number, layer in enumerate(session.layers):
             if isinstance(layer, SparseLayer):
                 layer.observer = partial(self._observe, number)

@@ -195,7 +195,6 @@ class Tally:
 
     @property
     def tasks(self) -> list[str]:
-        """The families asked so far, in order."""
         return list(dict.fromkeys(score.task for score in self.scores if score.exact is not None))
 
 

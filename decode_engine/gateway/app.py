@@ -343,6 +343,5 @@ def _route(scope: Scope) -> str:
 
 
 def _allowed(scope: Scope) -> str:
-    """The methods of a path, of all routes that it has."""
     routes = [route for route in ROUTES if route.matches(scope)[0] is not Match.NONE]
     return ", ".join(sorted({method for route in routes for method in route.methods or ()}))

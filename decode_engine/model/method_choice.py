@@ -290,7 +290,6 @@ def time_steps(runner: ModelRunner, costs: StepCosts, method: Method, placement:
 
 
 def _beside(method: Method, runner: ModelRunner) -> list[Method]:
-    """Methods that are timed together; a model with states drafts nothing."""
     drafting = [] if runner.identity.states is not None else [METHODS["exact"]]
     return [METHODS["full"], *drafting, method]
 

@@ -509,7 +509,6 @@ class ModelRunner:
         return 0 if self.ranks.divided else self._stepper.draft_room(samplers)
 
     def has_graph(self, session: Session) -> bool:
-        """Whether the session's decode steps go through captured graphs."""
         return self._stepper is not None and not session.watched and self._stepper.takes(session)
 
     def feed(self, session: Session, token: int) -> Tensor:

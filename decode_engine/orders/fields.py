@@ -164,7 +164,6 @@ class Field:
     member: str = ""
 
     def names(self, endpoint: Endpoint) -> tuple[str, ...]:
-        """What an endpoint calls it; none where it is not there."""
         return (self.name,) if self.http is None else self.http.get(endpoint, ())
 
     def check(self, value: float) -> None:

@@ -193,7 +193,6 @@ class Parent:
         threading.Thread(target=self._listen, name="parent", daemon=True).start()
 
     def say(self, word: Word) -> None:
-        """From any thread."""
         line = msgspec.json.encode(word) + b"\n"
         with self._lock:
             self._serves = self._serves or isinstance(word, Serving)

@@ -358,7 +358,6 @@ class ServeConfig:
 
     @property
     def divided(self) -> bool:
-        """Whether the model is divided among GPUs."""
         return self.tensor_parallel > 1
 
     @property

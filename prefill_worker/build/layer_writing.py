@@ -91,7 +91,6 @@ class StoredRows:
         return PLAIN if cap is None else LogitForm(float(cap))
 
     def release(self, layer: int) -> None:
-        """Frees what a second reading keeps of the layer."""
         if self._read_again is not None:
             self._read_again.release(layer)
 
@@ -171,7 +170,6 @@ class IndexWriting:
 
     @property
     def name(self) -> str:
-        """Of the index in the store."""
         return self._spec.name
 
     def build(
@@ -216,7 +214,6 @@ class IndexWriting:
         return wanted
 
     def kept_arrays(self) -> tuple[KeptArray, ...]:
-        """What `expect` takes."""
         return tuple(KeptArray(name, entry.shape[1:], entry.dtype) for name, entry in self._arrays.items())
 
     def count(self, layer: int, keys_B: Tensor, searched: int) -> None:
@@ -224,14 +221,12 @@ class IndexWriting:
         self._calibrator(layer).add_counts(keys_B, searched)
 
     def counts(self, layer: int) -> tuple[Tensor, int]:
-        """What `count` takes."""
         return self._calibrator(layer).counts
 
     def _calibrator(self, layer: int) -> ThresholdCalibrator:
         return self._calibrators.setdefault(layer, ThresholdCalibrator())
 
     def entry(self) -> IndexEntry:
-        """The finished index as the manifest describes it."""
         calibrator = ThresholdCalibrator()
         for layer in sorted(self._calibrators):
             calibrator.add_counts(*self._calibrators[layer].counts)
@@ -246,7 +241,6 @@ class IndexWriting:
 
 
 def create(writer: ContextWriter, entry: ArrayEntry) -> ArrayEntry:
-    """Creates the array that an entry describes."""
     return writer.create_array(entry.path, entry.shape, entry.chunks, entry.dtype)
 
 

@@ -280,7 +280,6 @@ class Vocabulary:
 
     @property
     def made(self) -> LLTokenizer:
-        """The vocabulary as llguidance has it."""
         with self._lock:
             return self._made
 
@@ -313,7 +312,6 @@ class Vocabulary:
 
 
 def unfit(constraint: Constraint, error: UnfitConstraintError) -> InvalidArgumentError:
-    """What clients are told of a constraint that cannot be obeyed."""
     calls = constraint.kind == "calls"
     return InvalidArgumentError(
         f"{constraint.kind} cannot be obeyed: {error}; expected {'schemas' if calls else 'one'} that this "

@@ -42,7 +42,6 @@ class Answered:
     looks: list[Looks] = field(default_factory=list)
 
     def add(self, said: Said) -> None:
-        """Takes in what is said next of it."""
         self.texts.append(said.text)
         self.logprobs += said.logprobs
         self.looks += said.looks

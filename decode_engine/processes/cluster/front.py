@@ -74,7 +74,6 @@ class FrontDoor:
         self.stop(0.0)
 
     def update(self, replicas: Iterable[Replica]) -> None:
-        """Says who serves from now on."""
         self._loop.call_soon_threadsafe(self._router.update, tuple(replicas))
 
     def stop(self, grace_s: float) -> None:

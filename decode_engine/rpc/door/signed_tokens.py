@@ -53,7 +53,6 @@ class JwtRules:
 
     @property
     def remote(self) -> bool:
-        """Whether the keys are fetched."""
         return self.keys.startswith("https://")
 
 
@@ -124,7 +123,6 @@ class SignedTokens:
         return stamp_of(Path(self._rules.keys)) != self._stamp
 
     def _read(self) -> Mapping[str, PyJWK]:
-        """The keys by their ids."""
         from jwt import PyJWKSet
         from jwt.exceptions import PyJWTError
 

@@ -86,16 +86,13 @@ class Router:
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
-        """All that are known now."""
         return tuple(self._replicas.values())
 
     def update(self, replicas: Iterable[Replica]) -> None:
-        """Says who is there from now on."""
         self._replicas = {replica.name: replica for replica in replicas}
         self._suspected = {name: until for name, until in self._suspected.items() if name in self._replicas}
 
     def suspect(self, name: str) -> None:
-        """Notes that a replica did not answer."""
         self._suspected[name] = self.clock() + SUSPECTED_S
 
     def load(self, name: str) -> int:
