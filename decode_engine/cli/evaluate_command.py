@@ -15,7 +15,8 @@ from rich.console import Console
 from typer import Option
 
 from decode_engine.evaluation.settings import CONTINUATION_TOKENS, EvaluationConfig
-from decode_engine.evaluation.tasks import FAMILIES, make_document, source_text, write_questions
+from decode_engine.evaluation.tasks.documents import make_document, source_text, write_questions
+from decode_engine.evaluation.tasks.family import FAMILIES
 from decode_engine.settings import command_options as shared
 from index_store.cli.app import fail
 from index_store.cli.console import on_terminal, print_json, print_table, show_stages

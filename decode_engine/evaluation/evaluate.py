@@ -21,7 +21,13 @@ from decode_engine.evaluation.results import Results, write_results
 from decode_engine.evaluation.scoring import Segment, reference_log_probs, score_segment, seconds_per_token
 from decode_engine.evaluation.settings import TIMED_STEPS, WARM_UP_STEPS, EvaluationConfig, Variant
 from decode_engine.evaluation.summary import ALL_TASKS, MassMap, Score, StoredBytes, Tally
-from decode_engine.evaluation.tasks import Document, Question, chat_question, make_documents, source_text
+from decode_engine.evaluation.tasks.documents import (
+    Document,
+    Question,
+    chat_question,
+    make_documents,
+    source_text,
+)
 from decode_engine.model.runner import ModelRunner
 from decode_engine.settings.command_options import Prompts
 from index_store.cli.console import Advance, StartStage

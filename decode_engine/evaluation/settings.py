@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from decode_engine.evaluation.prefill_command import attention_flags
-from decode_engine.evaluation.tasks import FAMILIES, DocumentSet, get_family, parse_length
+from decode_engine.evaluation.tasks.documents import DocumentSet, parse_length
+from decode_engine.evaluation.tasks.family import FAMILIES, get_family
 from decode_engine.settings import command_options as shared
 from index_store.cli.options import (
     AUTO,

@@ -19,8 +19,7 @@ import ray
 from decode_engine.processes.cluster.cluster_config import ClusterConfig
 from decode_engine.processes.cluster.front import FrontDoor
 from decode_engine.processes.cluster.near import cores_near
-from decode_engine.processes.cluster.roster import Roster
-from decode_engine.processes.cluster.scaling import Load, Scale
+from decode_engine.processes.cluster.roster import Load, Roster, Scale
 from decode_engine.processes.cluster.watched import Watched
 from decode_engine.rpc.client.clients import Client
 from decode_engine.rpc.door.options import Certificates, Credentials

@@ -14,11 +14,9 @@ from grpc import aio
 from decode_engine.errors import AddressError
 from decode_engine.gateway.exchange import Bounds
 from decode_engine.gateway.serving import HttpPort
-from decode_engine.processes.cluster.asked import Asked
-from decode_engine.processes.cluster.directory import Directory
 from decode_engine.processes.cluster.grpc_door import GrpcForwarding
 from decode_engine.processes.cluster.http_door import HttpForwarding
-from decode_engine.processes.cluster.tries import Tries
+from decode_engine.processes.cluster.tries import Asked, Directory, Tries
 from decode_engine.rpc.door.access import Door
 from decode_engine.rpc.door.options import Certificates
 from decode_engine.rpc.routing.router import Replica, Router

@@ -13,12 +13,12 @@ from typing import Any, cast
 import pytest
 import torch
 
+from decode_engine.core.rank_process import Follower
 from decode_engine.engine.sampler import Sampler
 from decode_engine.layers.session import Session
 from decode_engine.model.ranks import (
     CapturedStep,
     CatchUp,
-    Follower,
     Layer,
     Leader,
     Line,
