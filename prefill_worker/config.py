@@ -123,11 +123,8 @@ class JobConfig:
     ] = AUTO
     device_memory: Annotated[
         int | None,
-        Option(
-            metavar="SIZE",
-            help="Device memory to use beside the model's weights, for example 20GiB; keys and values that do not fit "
-            "stay in host memory. auto: what is free once the model is loaded.",
-        ),
+        "Device memory to use beside the model's weights, for example 20GiB; keys and values that do not fit "
+        "stay in host memory. auto: what is free once the model is loaded.",
         SIZE,
         AtLeast(1),
     ] = None
@@ -342,10 +339,7 @@ class WorkerConfig:
     ] = AUTO
     device_memory: Annotated[
         int | None,
-        Option(
-            metavar="SIZE",
-            help="Device memory to use beside the model's weights, for example 20GiB; auto: what is free.",
-        ),
+        "Device memory to use beside the model's weights, for example 20GiB; auto: what is free.",
         SIZE,
         AtLeast(1),
     ] = None

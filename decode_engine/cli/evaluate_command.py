@@ -284,7 +284,9 @@ class DocumentConfig:
     model: shared.ModelOption = "reader"
 
     def __post_init__(self) -> None:
-        if self.out.absolute() == self.questions.absolute() or _same_file(self.out, self.questions):
+        one, other = self.out, self.questions
+        same = one.is_file() and other.exists() and one.samefile(other)
+        if same or one.absolute() == other.absolute():
             raise InvalidArgumentError(
                 f"--out and --questions are both {str(self.out)!r}, expected two files; one would replace the other"
             )
@@ -292,10 +294,6 @@ class DocumentConfig:
             raise InvalidArgumentError(
                 f"--ask is {self.ask}, expected at most one for each of --facts {self.facts}"
             )
-
-
-def _same_file(one: Path, other: Path) -> bool:
-    return one.exists() and other.exists() and one.samefile(other) and one.is_file()
 
 
 @configured(DocumentConfig)

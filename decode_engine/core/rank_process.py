@@ -34,7 +34,6 @@ from index_store.memory.arena import Arena
 from index_store.memory.devices import context_device, memory_budget
 from index_store.memory.memory_sizes import free_memory
 from index_store.memory.placement import Placement
-from index_store.methods.method import FittedMethod
 from index_store.methods.presets import METHODS
 from index_store.models.resolve import resolve_model
 from index_store.store.catalog import Store
@@ -172,7 +171,8 @@ class Follower:
             self._sessions[order.number] = self._runner.start(context, fitted, again=order.again)
         except SparseKVError as error:
             logger.warning("a session cannot begin here: %s", error)
-            self._sessions.setdefault(order.number, Session(self._runner.no_context, _full(self._runner)))
+            full = METHODS["full"].on(self._runner.no_context.manifest)
+            self._sessions.setdefault(order.number, Session(self._runner.no_context, full))
             return ranks.encode(ranks.Refusal(error.reason, error.message))
         return b""
 
@@ -200,10 +200,6 @@ class Follower:
             between=between if order.between else lambda: None,
             **order.manner,
         )
-
-
-def _full(runner: ModelRunner) -> FittedMethod:
-    return METHODS["full"].on(runner.no_context.manifest)
 
 
 def _sampler(repeatable: bool) -> Sampler:

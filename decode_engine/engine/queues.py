@@ -140,7 +140,7 @@ class Waiting(Generic[SessionT]):
         loading: also one whose context is still being loaded.
         """
         blocked: list[Job[SessionT]] = []
-        for key in self._in_turn():
+        for key in sorted(self._queues, key=lambda key: (*self.turns.place(key[0]), key[1])):
             queue = self._queues[key]
             job = queue[0]
             if job.work.loading and not loading:
@@ -188,9 +188,6 @@ class Waiting(Generic[SessionT]):
         queue.remove(job)
         if not queue:
             del self._queues[_key(job)]
-
-    def _in_turn(self) -> list[_Key]:
-        return sorted(self._queues, key=lambda key: (*self.turns.place(key[0]), key[1]))
 
 
 def _key(job: Job[SessionT]) -> _Key:

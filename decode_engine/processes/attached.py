@@ -167,11 +167,7 @@ def setup_line(setup: Setup) -> bytes:
 
 def read_setup(line: bytes) -> Setup:
     """What `setup_line` wrote. Imports no torch."""
-    return msgspec.json.decode(line, type=Setup, dec_hook=_decode_hook)
-
-
-def _decode_hook(kind: type, value: str) -> object:
-    return kind(value)
+    return msgspec.json.decode(line, type=Setup, dec_hook=lambda kind, value: kind(value))
 
 
 class Parent:

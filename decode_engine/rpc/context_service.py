@@ -259,17 +259,16 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
     async def CreateContext(
         self, request: context_pb2.CreateContextRequest, call: Asker
     ) -> operations_pb2.Operation:
-        # Who leaves has the order made or not made, and finds out by its request_id.
-        work = partial(self._create, request, call)
-        operation = await self._ordering.run(partial(call.run_alone, work), call.caller.tenant)
-        call.note(operation=operation.name)
-        return operation
-
-    def _create(self, request: context_pb2.CreateContextRequest, call: Asker) -> operations_pb2.Operation:
         traceparent = call.traceparent if trace_id(call.traceparent) else ""
         library = self._library.seen_by(call.caller)
-        order = library.workshop.order(request, call.check, traceparent)
-        return library.operation(order)
+
+        def create() -> operations_pb2.Operation:
+            return library.operation(library.workshop.order(request, call.check, traceparent))
+
+        # Who leaves has the order made or not made, and finds out by its request_id.
+        operation = await self._ordering.run(partial(call.run_alone, create), call.caller.tenant)
+        call.note(operation=operation.name)
+        return operation
 
     async def UploadDocument(
         self, requests: AsyncIterator[context_pb2.UploadDocumentRequest], call: Asker
@@ -310,24 +309,25 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
     async def GetContext(self, request: context_pb2.GetContextRequest, call: Asker) -> context_pb2.Context:
         if request.name:
             call.note(context=parse_name(request.name))
-        context = await call.run(partial(self._get, request, self._library.seen_by(call.caller)))
+        library = self._library.seen_by(call.caller)
+
+        def get() -> context_pb2.Context:
+            return library.describe([find_context(library.store, request, self._model)])[0]
+
+        context = await call.run(get)
         call.note(context=context.name.removeprefix(COLLECTION))
         return context
-
-    def _get(self, request: context_pb2.GetContextRequest, library: Library) -> context_pb2.Context:
-        return library.describe([find_context(library.store, request, self._model)])[0]
 
     async def ListContexts(
         self, request: context_pb2.ListContextsRequest, call: Asker
     ) -> context_pb2.ListContextsResponse:
         library = self._library.seen_by(call.caller)
-        return await call.run(partial(library.store.bounded, partial(self._list, request, library)))
 
-    def _list(
-        self, request: context_pb2.ListContextsRequest, library: Library
-    ) -> context_pb2.ListContextsResponse:
-        page, token = library.pager.page(library.store, request)
-        return context_pb2.ListContextsResponse(contexts=library.describe(page), next_page_token=token)
+        def list_page() -> context_pb2.ListContextsResponse:
+            page, token = library.pager.page(library.store, request)
+            return context_pb2.ListContextsResponse(contexts=library.describe(page), next_page_token=token)
+
+        return await call.run(partial(library.store.bounded, list_page))
 
     async def UpdateContext(
         self, request: context_pb2.UpdateContextRequest, call: Asker

@@ -63,11 +63,7 @@ class ServeConfig:
 
     store: StoreOption
     model: shared.ModelOption
-    listen: Annotated[
-        str,
-        Option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 picks a free one."),
-        Address(),
-    ] = door.DEFAULT_LISTEN
+    listen: Annotated[str, "Where to listen; port 0 picks a free one.", Address()] = door.DEFAULT_LISTEN
     http_port: Annotated[
         int | None,
         Option(
@@ -95,10 +91,7 @@ class ServeConfig:
     ] = field(default_factory=lambda: _doors(AUTO))
     metrics: Annotated[
         str | None,
-        Option(
-            metavar="HOST:PORT",
-            help="Answer Prometheus there; port 0 picks a free one. Without it nothing is counted.",
-        ),
+        "Answer Prometheus there; port 0 picks a free one. Without it nothing is counted.",
         Address(),
     ] = None
     metrics_alias: Annotated[bool, "With --metrics: under vLLM's names, too, for boards that have those."] = (
@@ -106,12 +99,8 @@ class ServeConfig:
     )
     kv_events: Annotated[
         str | None,
-        Option(
-            "--kv-events",
-            metavar="HOST:PORT",
-            help="Publish there over ZeroMQ which contexts are held where, as vLLM does; the next port sends events "
-            "again that were missed.",
-        ),
+        "Publish there over ZeroMQ which contexts are held where, as vLLM does; the next port sends events "
+        "again that were missed.",
         Address(),
     ] = None
     kv_events_topic: Annotated[str, "With --kv-events: what subscribers filter by."] = ""
@@ -138,31 +127,22 @@ class ServeConfig:
     allow_remote: door.AllowRemoteOption = False
     memory: Annotated[
         int | None,
-        Option(
-            metavar="SIZE",
-            help="Host memory for contexts, for example 8GiB; the least recently used go first, requests wait while "
-            "those in use fill it. auto: 8GiB, or beside a GPU half of what is free once the model is loaded.",
-        ),
+        "Host memory for contexts, for example 8GiB; the least recently used go first, requests wait while "
+        "those in use fill it. auto: 8GiB, or beside a GPU half of what is free once the model is loaded.",
         SIZE,
         AtLeast(1),
     ] = None
     device_memory: Annotated[
         int | None,
-        Option(
-            metavar="SIZE",
-            help="GPU memory for contexts, likewise. auto: half of what is free once the model is loaded.",
-        ),
+        "GPU memory for contexts, likewise. auto: half of what is free once the model is loaded.",
         SIZE,
         AtLeast(1),
     ] = None
     placement: shared.PlacementOption = AUTO
     session_memory: Annotated[
         int | None,
-        Option(
-            metavar="SIZE",
-            help="Memory that requests in progress may come to need together for prompts and answers; others wait. "
-            "auto: a quarter of what is free once the model is loaded.",
-        ),
+        "Memory that requests in progress may come to need together for prompts and answers; others wait. "
+        "auto: a quarter of what is free once the model is loaded.",
         SIZE,
         AtLeast(1),
     ] = None

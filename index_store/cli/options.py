@@ -3,8 +3,7 @@
     @dataclass(frozen=True)
     class Config:
         store: StoreOption
-        memory: Annotated[int | None, Option(metavar="SIZE", help="..."), SIZE, AtLeast(1)] = None
-        chunk: Annotated[int, "Tokens of a pass.", AtLeast(1)] = 256
+        memory: Annotated[int | None, "Of the host, for contexts.", SIZE, AtLeast(1)] = None
 
     @app.command()
     @configured(Config)
@@ -129,6 +128,8 @@ class Characters(Check):
 
 class Address(Check):
     """HOST:PORT with a port of 0 to 65535."""
+
+    metavar = "HOST:PORT"
 
     def check(self, flag: str, value: object) -> None:
         match = _ADDRESS.fullmatch(str(value))
@@ -267,16 +268,17 @@ class Spelled:
     """Of an option that people write in another way than programs hold it.
 
     default: as it is written, which says the type of the flag too; `read` makes the field's default of it, as of any
-    other value. It raises InvalidArgumentError for what it cannot read.
+    other value. It raises InvalidArgumentError for what it cannot read. metavar: in the help.
     """
 
     default: str | int
     read: Callable[[Any], object]
+    metavar: str | None = None
 
 
 NO_BOUND = "none"
 
-SIZE = Spelled(AUTO, lambda text: None if text == AUTO else parse_size(text))
+SIZE = Spelled(AUTO, lambda text: None if text == AUTO else parse_size(text), "SIZE")
 """Of an option in bytes, None for auto."""
 
 
@@ -327,7 +329,8 @@ def _info(field: Field[Any], marks: tuple[Any, ...]) -> ParameterInfo:
     """What typer is told of a field: its own mark, or a flag of the field's name with a text as its help."""
     told = [mark for mark in marks if isinstance(mark, ParameterInfo)]
     flag = "--" + field.name.replace("_", "-")
-    told += [Option(..., flag, help=mark) for mark in marks if isinstance(mark, str)]
+    metavar = next(filter(None, (getattr(mark, "metavar", None) for mark in marks)), None)
+    told += [Option(..., flag, help=mark, metavar=metavar) for mark in marks if isinstance(mark, str)]
     (info,) = told
     return info
 

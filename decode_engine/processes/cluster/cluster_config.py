@@ -12,9 +12,7 @@ from decode_engine.settings.command_options import ModelOption
 from index_store.cli.options import Address, AtLeast, Filled, InputFile, ObjectsOption, StoreOption
 
 MaxSessionsOption = Annotated[int, "Requests in progress at once, of each engine.", AtLeast(1, 4096)]
-ListenOption = Annotated[
-    str, Option("--listen", metavar="HOST:PORT", help="Where front doors answer gRPC."), Address()
-]
+ListenOption = Annotated[str, "Where front doors answer gRPC.", Address()]
 HttpPortOption = Annotated[int, "And HTTP, at the same host.", AtLeast(1, 65535)]
 TlsCertOption = Annotated[Path | None, "Encrypt at front doors, with this certificate (PEM).", InputFile()]
 TlsKeyOption = Annotated[Path | None, "Its private key (PEM).", InputFile()]
