@@ -398,11 +398,7 @@ class ServeConfig:
 
     def certificates(self) -> door.Certificates | None:
         """Those to show, None where nothing is encrypted. Raises CertificateError."""
-        if self.tls_cert is None or self.tls_key is None:
-            return None
-        certificates = door.Certificates(self.tls_cert, self.tls_key, self.tls_client_ca)
-        certificates.check()
-        return certificates
+        return door.Certificates.given(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     def checks(self) -> Iterator[Callable[[], object]]:
         """What can be looked at before a model is loaded and a port opened; each raises a SparseKVError."""

@@ -145,10 +145,7 @@ class Door:
 
     def __init__(self, name: str, config: ClusterConfig) -> None:
         self._config, self._roster = config, roster()
-        certificates = None
-        if config.tls_cert is not None and config.tls_key is not None:
-            certificates = Certificates(config.tls_cert, config.tls_key)
-            certificates.check()
+        certificates = Certificates.given(config.tls_cert, config.tls_key)
         http = f"{config.listen.rpartition(':')[0]}:{config.http_port}"
         replicas = ray.get(self._roster.replicas.remote())
         self._front = FrontDoor(

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +21,7 @@ from msgspec import Raw
 from decode_engine.errors import InternalError
 from decode_engine.orders.events import Core, Ends, Event, Facts, Fails, Handle, event_of_error
 from decode_engine.processes.link import frames
+from decode_engine.rpc.transport.work import LoopThread
 
 logger = logging.getLogger(__name__)
 
@@ -82,36 +81,25 @@ class EngineHost:
         self._peers: dict[bytes, _Peer] = {}
         self._spoken_of: list[_Peer] = []
         self._tick: asyncio.TimerHandle | None = None
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("link")
+        self.loop = self._thread.loop
         try:
-            asyncio.run_coroutine_threadsafe(self._open(path), self.loop).result()
+            self._thread.do(self._open(path))
         except BaseException:
-            self._end_loop()
+            self._thread.close()
             raise
 
     def say(self, phase: str) -> None:
         self.loop.call_soon_threadsafe(self._say, phase)
 
     def open(self, core: Core) -> Facts:
-        return asyncio.run_coroutine_threadsafe(self._take_in(core), self.loop).result()
+        return self._thread.do(self._take_in(core))
 
     def close(self, error: Fails) -> None:
         """Ends all requests that are open with that error, and speaks no more. Idempotent."""
         if not self.loop.is_closed():
-            done: Future[None] = asyncio.run_coroutine_threadsafe(self._close(error), self.loop)
-            done.result()
-            self._end_loop()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-
-    def _end_loop(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
+            self._thread.do(self._close(error))
+            self._thread.close()
 
     async def _open(self, path: Path) -> None:
         gone = int(zmq.Event.DISCONNECTED)

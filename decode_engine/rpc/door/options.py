@@ -29,6 +29,17 @@ class Certificates:
     key: Path
     client_authorities: Path | None = None
 
+    @classmethod
+    def given(
+        cls, chain: Path | None, key: Path | None, client_authorities: Path | None = None
+    ) -> Certificates | None:
+        """Those to show, checked; None where nothing is encrypted. Raises CertificateError."""
+        if chain is None or key is None:
+            return None
+        found = cls(chain, key, client_authorities)
+        found.check()
+        return found
+
     def check(self) -> None:
         """Raises CertificateError, which names the option, for files that are missing or do not go together."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
