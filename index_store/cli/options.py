@@ -10,8 +10,9 @@
     def serve(config: Config, output: FormatOption = OutputFormat.TEXT) -> None: ...
 
 Flag, help, default and bounds of an option stand in its field and nowhere else: every number has its range, every
-file says whether it is read or written. A text is the help of a flag of the field's name. A command checks them all before it does anything.
-An option of type `tuple[X, ...]` may be repeated; one that is not given has the field's default.
+file says whether it is read or written. A text is the help of a flag of the field's name. A command checks them all
+before it does anything. An option of type `tuple[X, ...]` may be repeated; one that is not given has the field's
+default.
 """
 
 from __future__ import annotations

@@ -159,10 +159,7 @@ TlsCertOption = Annotated[
 TlsKeyOption = Annotated[Path | None, "The certificate's private key (PEM).", InputFile()]
 TlsClientCaOption = Annotated[
     Path | None,
-    Option(
-        "--tls-client-ca",
-        help="Ask clients for certificates, too, that one of these authorities signed (PEM).",
-    ),
+    "Ask clients for certificates, too, that one of these authorities signed (PEM).",
     InputFile(),
 ]
 TokensOption = Annotated[
@@ -183,10 +180,8 @@ JwtKeysOption = Annotated[
         "every 5 minutes.",
     ),
 ]
-JwtIssuerOption = Annotated[str, Option("--jwt-issuer", help="With --jwt-keys: the issuer that a JWT names.")]
-JwtAudienceOption = Annotated[
-    str, Option("--jwt-audience", help="With --jwt-keys: the audience that a JWT is for.")
-]
+JwtIssuerOption = Annotated[str, "With --jwt-keys: the issuer that a JWT names."]
+JwtAudienceOption = Annotated[str, "With --jwt-keys: the audience that a JWT is for."]
 JwtTenantClaimOption = Annotated[
     str, Option("--jwt-tenant-claim", metavar="NAME", help="The claim that says whose a JWT is."), Filled()
 ]
@@ -201,19 +196,13 @@ JwtRightsClaimOption = Annotated[
 ]
 TlsNamesOption = Annotated[
     bool,
-    Option(
-        "--tls-names",
-        help="With --tls-client-ca: let in who shows a certificate and no token, as the tenant that its subject's "
-        "common name is, with all rights but admin.",
-    ),
+    "With --tls-client-ca: let in who shows a certificate and no token, as the tenant that its subject's "
+    "common name is, with all rights but admin.",
 ]
 AllowRemoteOption = Annotated[
     bool,
-    Option(
-        "--allow-remote",
-        help="Listen where other machines reach it without encryption or tokens: whoever can reach the port may read "
-        "what is sent, or question and delete every context.",
-    ),
+    "Listen where other machines reach it without encryption or tokens: whoever can reach the port may read "
+    "what is sent, or question and delete every context.",
 ]
 
 
