@@ -81,9 +81,9 @@ class FetchConfig:
         typer.Argument(help=f"{', '.join(FETCHED_MODELS)}, or OWNER/NAME at the Hugging Face hub."),
         Filled(),
     ]
-    revision: Annotated[
-        str | None, typer.Option(help="Of the hub: a branch, a tag or a commit. By default main."), Filled()
-    ] = None
+    revision: Annotated[str | None, "Of the hub: a branch, a tag or a commit. By default main.", Filled()] = (
+        None
+    )
     file: Annotated[
         str | None,
         typer.Option(

@@ -101,7 +101,6 @@ class KeptBeginnings:
         self._stats = BeginningStats()
 
     def stats(self) -> BeginningStats:
-        """What was done so far."""
         with self._lock:
             return self._stats
 

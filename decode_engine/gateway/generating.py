@@ -98,7 +98,6 @@ class _Running:
 
     @property
     def ended(self) -> list[Summary]:
-        """Summaries of all answers, in order."""
         return [self.summaries[index] for index in sorted(self.summaries)]
 
 

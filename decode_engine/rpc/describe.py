@@ -104,7 +104,6 @@ def _advice(child: Manifest, parent: Manifest) -> str:
 
 
 def describe_broken(broken: BrokenContext) -> context_pb2.Context:
-    """A context whose metadata cannot be used."""
     states = context_pb2.Context
     state = states.CORRUPT
     if isinstance(broken.error, FormatVersionError):
@@ -160,7 +159,6 @@ def describe_tenancy(tenancy: Tenancy, caller: Caller) -> generation_pb2.ListTen
 
 
 def describe_upload(upload: Upload) -> context_pb2.Upload:
-    """An uploaded document as the API shows it."""
     return context_pb2.Upload(
         name=f"uploads/{upload.id}",
         size_bytes=upload.nbytes,

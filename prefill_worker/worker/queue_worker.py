@@ -309,7 +309,7 @@ class QueueWorker:
         Whatever becomes of the job is written into its record. An interrupt leaves it to the next worker, and so do
         StoreFullError and StoreUnavailableError, which are raised, as long as it has attempts left.
         """
-        with self._queue.claim(self._accepts) as claim:
+        with self._queue.claim(lambda record: record.order.model == self._identity.fingerprint) as claim:
             if claim is None:
                 return False
             if claim.unwanted():
@@ -327,9 +327,6 @@ class QueueWorker:
             claim.write(replace(record, attempts=attempts, progress=JobProgress()))
             self._work(claim)
             return True
-
-    def _accepts(self, record: JobRecord) -> bool:
-        return record.order.model == self._identity.fingerprint
 
     def _work(self, claim: Claim) -> None:
         order = claim.record.order

@@ -69,7 +69,6 @@ class Engines:
         self._pool = ThreadPoolExecutor(len(engines), thread_name_prefix="ask-engine")
 
     def ask(self) -> list[Replica]:
-        """Those that answer now."""
         asked = list(self._pool.map(self._ask_one, self._engines))
         for engine, (_, said) in zip(self._engines, asked, strict=True):
             if said != self._told.get(engine.name):
@@ -118,10 +117,7 @@ def serve_front(config: FrontConfig) -> None:
     engines = parse_engines(config.engine, config.max_sessions, config.one_store)
     if not engines:
         raise InvalidArgumentError("no engine is given; name each with --engine HOST:PORT/HTTP-PORT")
-    certificates = None
-    if config.tls_cert is not None and config.tls_key is not None:
-        certificates = Certificates(config.tls_cert, config.tls_key)
-        certificates.check()
+    certificates = Certificates.given(config.tls_cert, config.tls_key)
     token = None if config.token is None else config.token.read_text().strip()
     ending = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

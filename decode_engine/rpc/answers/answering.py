@@ -287,18 +287,15 @@ class Inbox:
         self._there = asyncio.Event()
 
     def put(self, events: Sequence[Event]) -> None:
-        """Adds events. On the loop."""
         self._events += events
         self._there.set()
 
     def take(self) -> list[Event]:
-        """All that are there."""
         events, self._events = self._events, []
         self._there.clear()
         return events
 
     async def wait(self, timeout_s: float | None) -> bool:
-        """Whether there are events in time."""
         if timeout_s is None:
             await self._there.wait()
             return True
@@ -360,7 +357,6 @@ class _Asked:
         self.has_place = False
 
     async def said(self) -> AsyncGenerator[Said, None]:
-        """All that is said."""
         notices = Notices()
         try:
             while self._left:

@@ -61,7 +61,7 @@ from harness.steps.captured_steps import (
 from harness.steps.general_steps import full_logits
 
 from decode_engine.evaluation.pictures import check_pictures
-from decode_engine.evaluation.tasks import parse_length
+from decode_engine.evaluation.tasks.documents import parse_length
 from decode_engine.host_search.mailbox import SearchThreads
 from decode_engine.settings.command_options import search_cores
 from decode_engine.steps import batch_kinds

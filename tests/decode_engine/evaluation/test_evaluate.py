@@ -19,7 +19,7 @@ from decode_engine.evaluation.evaluate import evaluate, question_segment, share_
 from decode_engine.evaluation.prefill_command import PrefillCommand, PrefillFailedError, attention_flags
 from decode_engine.evaluation.settings import EvaluationConfig
 from decode_engine.evaluation.summary import Score
-from decode_engine.evaluation.tasks import Document, DocumentSet, Question, held_out_text
+from decode_engine.evaluation.tasks.documents import Document, DocumentSet, Question, held_out_text
 from index_store.cli.console import show_stages
 from index_store.errors import InvalidArgumentError, MethodUnsupportedError
 from index_store.models.loading import Tokenizer

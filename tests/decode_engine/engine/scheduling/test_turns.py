@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from decode_engine.engine.engine import Engine
 from decode_engine.engine.job import Job, Place, new_job
-from decode_engine.engine.queues import Queues, Waiting
-from decode_engine.engine.turns import Turns
+from decode_engine.engine.queues import Queues, Turns, Waiting
 from tests.decode_engine.engine.fake_runner import (
     FakeEngine,
     FakeRunner,

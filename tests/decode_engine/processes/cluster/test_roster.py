@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from decode_engine.processes.cluster.roster import GONE_S, Roster
-from decode_engine.processes.cluster.scaling import UP_S, Load, Scale, replicas_wanted
+from decode_engine.processes.cluster.roster import GONE_S, UP_S, Load, Roster, Scale, replicas_wanted
 from decode_engine.rpc.routing.router import Replica
 
 IDLE = Load(0, 0, 4, 0)
