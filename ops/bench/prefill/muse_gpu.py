@@ -108,7 +108,7 @@ def eager_on(dtype: torch.dtype) -> Backend:
         points: Tensor, clusters: int, cap: float, iterations: int, seed: int
     ) -> BoundedClusters:
         found = kernels().find_clusters(points.to(dtype), clusters, cap, iterations, seed)
-        return replace(found, centroids=found.centroids.to(points.dtype))
+        return found._replace(centroids=found.centroids.to(points.dtype))
 
     return replace(EAGER, find_clusters=find_clusters)
 
