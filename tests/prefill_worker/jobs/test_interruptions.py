@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,10 +21,10 @@ from index_store.store.writer import ContextWriter
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs.job import run_job
 from tests.index_store.store.writing.writer_processes import WRITING, die_at_call
+from tests.prefill_worker.conftest import MakeConfig, hidden_entries
 from tests.support.forking import kill_after, killed_at_each_step, run, start
 from tests.support.models import LAYER_KINDS, write_model_folder
 
-MakeConfig = Callable[..., PrefillConfig]
 KILLS = 12
 
 
@@ -33,10 +32,6 @@ def run_in_process(config: PrefillConfig, result: Path | None = None) -> None:
     report = run_job(config, reporter_for())
     if result is not None:
         result.write_text(json.dumps({"id": report.manifest.id, "created": report.created}))
-
-
-def leftovers(store: Path) -> list[str]:
-    return [name for name in os.listdir(store / "contexts") if name.startswith(".")]
 
 
 @pytest.mark.nightly
@@ -57,7 +52,7 @@ def test_kill_at_any_moment_leaves_a_usable_store(make_config: MakeConfig) -> No
             window *= 0.8  # it was done before the blow: jobs take less time than the timed one did
             continue
         killed += 1
-        if leftovers(config.store):
+        if hidden_entries(config.store):
             seen_leftovers += 1
         else:
             window *= 1.1  # the blow came before it wrote anything: jobs may take more time
@@ -72,7 +67,7 @@ def test_kill_at_any_moment_leaves_a_usable_store(make_config: MakeConfig) -> No
     assert not run_job(replace(config, salt="keeper"), reporter_for()).created
     # The next job that writes removes what the dead ones left.
     assert run_job(replace(config, salt="next"), reporter_for()).created
-    assert leftovers(config.store) == []
+    assert hidden_entries(config.store) == []
     assert run_job(replace(config, salt="kill 0"), reporter_for()).manifest.token_count == keeper.token_count
     assert Store(config.store).verify(keeper.id) == []
 
@@ -100,7 +95,7 @@ def test_killed_before_any_array_of_a_model_with_states(make_config: MakeConfig,
         steps > len(kept.arrays) + 2
     )  # each is made, and one of them is the states'; then the sync and the rename
     assert store.verify(kept.id) == []
-    assert leftovers(config.store) == []
+    assert hidden_entries(config.store) == []
 
 
 @pytest.mark.slow
@@ -115,7 +110,7 @@ def test_two_jobs_on_the_same_content(make_config: MakeConfig, tmp_path: Path) -
     store = Store(make_config().store)
     assert [manifest.id for manifest in store.list()] == [reports[0]["id"]]
     assert store.verify(reports[0]["id"]) == []
-    assert leftovers(make_config().store) == []
+    assert hidden_entries(make_config().store) == []
 
 
 @pytest.mark.slow
@@ -130,7 +125,7 @@ def test_jobs_with_different_methods_share_a_context(make_config: MakeConfig) ->
     assert set(stored.methods) == set(methods)
     assert all(get_method(method).on(stored) for method in methods)
     assert store.verify(stored.id) == []
-    assert leftovers(store.path) == []
+    assert hidden_entries(store.path) == []
 
 
 def command(config: PrefillConfig, *more: str) -> list[str]:
@@ -177,7 +172,7 @@ def test_a_signal_ends_the_job_cleanly(make_config: MakeConfig, tmp_path: Path, 
     assert output == ""
     assert "Traceback" not in rest
     assert Store(config.store).entries() == []
-    assert leftovers(config.store) == []
+    assert hidden_entries(config.store) == []
 
 
 @pytest.mark.slow
@@ -195,4 +190,4 @@ def test_a_disk_limit_ends_the_job_with_a_sentence(make_config: MakeConfig) -> N
     assert "Raise the limit on file size" in last
     assert "Traceback" not in done.stderr
     assert Store(config.store).entries() == []
-    assert leftovers(config.store) == []
+    assert hidden_entries(config.store) == []

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -21,13 +20,11 @@ from safetensors.torch import load_file, save_file
 from index_store.cli.console import LineReporter
 from index_store.cli.documents import document_name, read_document
 from index_store.errors import (
-    ChecksumError,
     InvalidArgumentError,
     MethodUnsupportedError,
     SparseKVError,
     StoreError,
     StoreFullError,
-    TruncatedChunkError,
 )
 from index_store.models.loading import Tokenizer, identify, load_model, load_tokenizer, resolve_model
 from index_store.store.catalog import Store, utc_now
@@ -40,8 +37,7 @@ from prefill_worker.jobs import document_layers
 from prefill_worker.jobs.added_indexes import plan_changes
 from prefill_worker.jobs.job import run_job
 from prefill_worker.jobs.prepared_job import PrefillReport, fingerprint_prompts, read_prompts
-from tests.prefill_worker.conftest import DOCUMENT
-from tests.prefill_worker.jobs.support_jobs import MakeConfig, hidden_entries, run
+from tests.prefill_worker.conftest import DOCUMENT, MakeConfig, hidden_entries, run
 from tests.support.devices import nightly
 from tests.support.models import write_model_folder
 from tests.support.store import synthetic_context
@@ -267,39 +263,6 @@ def test_space_is_checked_before_the_model_runs(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(StoreFullError, match="1000 are free"):
         run(make_config())
-
-
-def _cut(data: bytearray) -> None:
-    del data[-5:]
-
-
-def _other_end(data: bytearray) -> None:
-    data[-1] ^= 1
-
-
-@pytest.mark.parametrize(("damage", "error"), [(_cut, TruncatedChunkError), (_other_end, ChecksumError)])
-def test_files_that_are_not_what_was_written_are_never_published(
-    make_config: MakeConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    damage: Callable[[bytearray], None],
-    error: type[Exception],
-) -> None:
-    """Lengths and ends of files are compared with what the memory held; contents when they are read."""
-    original = ContextWriter.sync
-
-    def sync_then_damage(self: ContextWriter, *arguments: Any) -> None:
-        original(self, *arguments)
-        chunk = next((make_config().store / "contexts").rglob("kv/c/*/*/*/*/*"))
-        data = bytearray(chunk.read_bytes())
-        damage(data)
-        chunk.write_bytes(data)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ContextWriter, "sync", sync_then_damage)
-        with pytest.raises(error, match="kv"):
-            run(make_config())
-    assert Store(make_config().store).entries() == []
-    assert hidden_entries(make_config().store) == []
 
 
 @pytest.fixture(scope="module")

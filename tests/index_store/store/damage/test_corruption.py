@@ -236,6 +236,13 @@ def test_exchanged_before_publishing(store: Store) -> None:
         swap(*(chunk_path(temporary, kv, (layer, 0)) for layer in (0, 2)))
         with pytest.raises(ChecksumError, match=INTACT):
             writer.publish(context.draft)
+        writer.write_chunk("kv", (2, 0), context.kv[2, 0])
+        path = chunk_path(temporary, kv, (0, 0))
+        for damage, error in (("a byte less", TruncatedChunkError), ("checksum's last byte", ChecksumError)):
+            writer.write_chunk("kv", (0, 0), context.kv[0, 0])
+            DAMAGES[damage].do(path, path)
+            with pytest.raises(error, match="kv"):
+                writer.publish(context.draft)
         writer.write_chunk("kv", (0, 0), context.kv[0, 0])
         writer.write_chunk("kv", (2, 0), context.kv[0, 0])  # written twice: the last one counts
         writer.write_chunk("kv", (2, 0), context.kv[2, 0])
