@@ -20,7 +20,7 @@ from torch import Tensor
 
 from decode_engine.layers.partial_attention import copy_rows, pick_rows, stream_blocks
 from decode_engine.layers.session import Session
-from index_store.errors import ChecksumError, InvalidArgumentError, MemoryBudgetError, MethodUnsupportedError
+from index_store.errors import InvalidArgumentError, MemoryBudgetError, MethodUnsupportedError
 from index_store.indexes.classes import INDEX_CLASSES
 from index_store.memory import context_loading, host_memory
 from index_store.memory.arena import Arena
@@ -44,7 +44,7 @@ from index_store.store.description.dtypes import STORED_DTYPES
 from tests.index_store.memory.hybrid_arenas import CPU, DEVICES, check_contents, decode, no_collector, same
 from tests.support.devices import crossed
 from tests.support.layers import build_index, small_spec
-from tests.support.memory import copy_padded, load_context, resident_bytes
+from tests.support.memory import copy_padded, resident_bytes
 from tests.support.store import (
     KINDS,
     PARAMETERS,
@@ -370,20 +370,6 @@ def test_every_piece_finds_its_place(piece: int, monkeypatch: pytest.MonkeyPatch
         pieces.filled(done, buffer.size)
         done += buffer.size
     assert torch.equal(out, contents)
-
-
-def test_damage_is_found_on_the_way(stored: Store, context: SyntheticContext) -> None:
-    path: Path = next(
-        p
-        for p in sorted((stored.path / "contexts" / context.id / "kv").rglob("*"))
-        if p.is_file() and p.name != "zarr.json"
-    )
-    opened = stored.open(context.id)
-    contents = bytearray(path.read_bytes())
-    contents[5] ^= 1
-    path.write_bytes(contents)
-    with pytest.raises(ChecksumError, match="altered or damaged"):
-        load_context(opened, kinds=KINDS, device=CPU)
 
 
 def test_a_context_too_large_for_the_budget_is_refused(stored: Store, context: SyntheticContext) -> None:

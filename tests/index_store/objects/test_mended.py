@@ -35,14 +35,8 @@ from tests.index_store.objects import site_process
 from tests.index_store.objects.site_process import book, work
 from tests.index_store.objects.sites import Site
 from tests.support.forking import start
-from tests.support.store import SyntheticContext
+from tests.support.store import SyntheticContext, flip
 from tests.support.waiting import wait_until
-
-
-def flip(path: Path, at: int = 5) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def files(store: Store, id_: str) -> dict[str, bytes]:

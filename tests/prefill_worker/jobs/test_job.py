@@ -30,7 +30,6 @@ from index_store.models.loading import Tokenizer, identify, load_model, load_tok
 from index_store.store.catalog import Store, utc_now
 from index_store.store.description.manifest import MANIFESTS
 from index_store.store.files import durable
-from index_store.store.writer import ContextWriter
 from prefill_worker.build.index_choice import ChosenIndexes
 from prefill_worker.config import PrefillConfig
 from prefill_worker.jobs import document_layers
@@ -38,7 +37,6 @@ from prefill_worker.jobs.added_indexes import plan_changes
 from prefill_worker.jobs.job import run_job
 from prefill_worker.jobs.prepared_job import PrefillReport, fingerprint_prompts, read_prompts
 from tests.prefill_worker.conftest import DOCUMENT, MakeConfig, hidden_entries, run
-from tests.support.devices import nightly
 from tests.support.models import write_model_folder
 from tests.support.store import synthetic_context
 from tests.support.waiting import wait_until
@@ -220,40 +218,6 @@ def test_overflow_of_the_stored_dtype_is_an_error(make_config: MakeConfig, tmp_p
     with pytest.raises(InvalidArgumentError, match=r"layer 1 are not finite in float16"):
         run(config)
     assert hidden_entries(config.store) == []
-
-
-@pytest.mark.parametrize(
-    "moment", ["write_rows", "publish", *nightly("create_array", "write_tokens", "sync")]
-)
-def test_a_full_disk_leaves_nothing(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    config = make_config()
-    keeper = run(make_config(salt="keeper")).manifest
-    calls = 0
-
-    def fail(*_: object, **__: object) -> None:
-        raise StoreFullError("no space is left")
-
-    original = getattr(ContextWriter, moment)
-
-    def fail_late(self: ContextWriter, *arguments: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return (
-            fail()
-            if calls > 2 or moment in ("publish", "sync", "write_tokens")
-            else original(self, *arguments, **options)
-        )
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ContextWriter, moment, fail_late)
-        with pytest.raises(StoreFullError):
-            run(config)
-    store = Store(config.store)
-    assert [manifest.id for manifest in store.list()] == [keeper.id]
-    assert hidden_entries(config.store) == []
-    assert run(config).created
 
 
 def test_space_is_checked_before_the_model_runs(
