@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -298,7 +299,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
 
 @pytest.mark.nightly
 def test_the_examples_run(desk: Desk) -> None:
-    """Those of gRPC; the others do in test_start."""
+    """Those of gRPC; the start needs more."""
     page = (EXAMPLES.parent / "start.md").read_text()
     shown = {path.name for path in EXAMPLES.glob("*.py") if f"docs/examples/{path.name}" in page}
     assert {path.name for path in EXAMPLES.glob("*.py")} - shown == {
@@ -313,3 +314,20 @@ def test_the_examples_run(desk: Desk) -> None:
     told = desk.run("many_questions.py", desk.server, "1", str(desk.folder / "1.jsonl"))
     assert told.endswith("of 2 answers are as expected\n")
     assert not told.startswith("0")
+
+
+@pytest.mark.nightly
+def test_the_start_runs(tmp_path: Path) -> None:
+    """LangChain's client among it where it is installed, as with the extra `dev`."""
+    blocks = examples("docs/start.md")
+    assert [block.how for block in blocks] == ["serve", *["run"] * 3, "langchain", *["run"] * 5]
+    installed = find_spec("langchain_openai") is not None
+    run_blocks([block for block in blocks if block.how != "langchain" or installed], tmp_path)
+
+
+@pytest.mark.slow
+def test_the_operations_run(tmp_path: Path) -> None:
+    """A configuration, tokens, a drain, and a backup that is brought back."""
+    blocks = examples("docs/operations.md")
+    assert [block.how for block in blocks] == ["run", "serve", "run", "run", "run"]
+    run_blocks(blocks, tmp_path)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-import torch
 from torch import Tensor
 
 from index_store.errors import (
@@ -39,6 +38,7 @@ from tests.support.store import (
     RecordedIndex,
     RecordingLocker,
     SyntheticContext,
+    bits,
     synthetic_context,
 )
 from tests.support.waiting import wait_until
@@ -56,10 +56,6 @@ def ids(contexts: list[SyntheticContext]) -> list[str]:
 def touch(arena: Arena, store: Store, context: SyntheticContext) -> None:
     with arena.acquire(store, context.id):
         pass
-
-
-def bits(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def test_second_acquire_shares(many: Many) -> None:

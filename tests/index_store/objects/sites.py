@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from obstore.store import MemoryStore
 
@@ -117,6 +118,12 @@ class Site:
         tier = Tier(store, bucket.url, lambda _: bucket, store_bytes, timeout_s)
         store.beyond = tier
         return cls(store, tier, Courier(store, tier))
+
+    def fails(self, **faults: Any) -> Faults:
+        """Its bucket fails so from now on; the calls are noted."""
+        made = Faults(**faults)
+        self.tier._bucket = FaultyBucket(self.tier.bucket, made)
+        return made
 
     def settle(self) -> None:
         """Looks until nothing is left to be done, without any pause."""

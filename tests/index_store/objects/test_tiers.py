@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -48,26 +47,6 @@ from tests.support.store import (
 from tests.support.waiting import wait_until
 
 __all__ = ["command"]  # a fixture
-
-
-@pytest.fixture
-def bucket() -> Bucket:
-    return memory_bucket()
-
-
-@pytest.fixture
-def here(tmp_path: Path, bucket: Bucket, context: SyntheticContext) -> Site:
-    """A site that has the context, and has uploaded it."""
-    site = Site.at(tmp_path / "here", bucket)
-    context.write(site.store)
-    site.settle()
-    return site
-
-
-@pytest.fixture
-def there(tmp_path: Path, bucket: Bucket) -> Site:
-    """Another one, which has nothing."""
-    return Site.at(tmp_path / "there", bucket)
 
 
 def idle(store: Store, id_: str) -> None:
@@ -162,8 +141,7 @@ def test_an_index_that_was_added_there_comes_here(here: Site, there: Site, conte
     idle(here.store, context.id)
     here.settle()
     assert here.store.manifest(context.id) == added
-    faults = Faults()
-    here.tier._bucket = FaultyBucket(here.tier.bucket, faults)
+    faults = here.fails()
     with here.store.open(context.id):
         assert here.store.verify(context.id) == []
     read = [verb for verb, _ in faults.calls].count("read")
@@ -302,9 +280,8 @@ def test_eviction_gives_way_to_whoever_begins_to_read(here: Site, context: Synth
 
 def test_one_fetch_for_many_who_wait(here: Site, there: Site, context: SyntheticContext) -> None:
     there.settle()
-    go, faults = threading.Event(), Faults()
-    faults.before = lambda verb, key: verb != "size" or go.wait(60)
-    there.tier._bucket = FaultyBucket(there.tier.bucket, faults)
+    go = threading.Event()
+    faults = there.fails(before=lambda verb, key: verb != "size" or go.wait(60))
     threads = [threading.Thread(target=there.store.bring, args=(context.id,)) for _ in range(8)]
     for each in threads:
         each.start()
@@ -320,9 +297,8 @@ def test_one_fetch_for_many_who_wait(here: Site, there: Site, context: Synthetic
 
 def test_who_does_not_wait_is_told_how_far_it_is(here: Site, there: Site, context: SyntheticContext) -> None:
     there.settle()
-    go, faults = threading.Event(), Faults()
-    faults.before = lambda verb, key: go.wait(60)
-    there.tier._bucket = FaultyBucket(there.tier.bucket, faults)
+    go = threading.Event()
+    there.fails(before=lambda verb, key: go.wait(60))
     with pytest.raises(ContextFetchingError, match=r"0 B of .* ask again, or send the text") as raised:
         there.store.bring(context.id, limit_s=0.0)
     assert raised.value.retry_after_s == 5.0
@@ -349,7 +325,7 @@ def test_a_fetch_that_failed_goes_on_from_what_it_had(
         if reads[0] > 12:
             raise ObjectsUnavailableError("gone")
 
-    there.tier._bucket = FaultyBucket(pristine, Faults(before=fail_later))
+    there.fails(before=fail_later)
     with pytest.raises(ObjectsUnavailableError, match="gone"):
         there.store.bring(context.id)
     assert there.store.elsewhere(context.id)
@@ -364,42 +340,6 @@ def test_a_fetch_that_failed_goes_on_from_what_it_had(
     whole.store.bring(context.id)
     assert second < [verb for verb, _ in faults.calls].count("read") <= first + second
     assert there.store.verify(context.id) == []
-
-
-def test_what_was_flipped_in_the_bucket_is_never_served(
-    here: Site, there: Site, context: SyntheticContext
-) -> None:
-    there.settle()
-    bucket, key = there.tier.bucket, content_key(context.manifest)
-    data = bucket.get(key)
-    bucket.put(key, iter([data[:-1]]), len(data) - 1)
-    with pytest.raises(ContextCorruptError, match=r"has .* bytes, its beginning says"):
-        there.store.bring(context.id)
-    source = len(data) - 5000
-    for at in (3, 9, 30, source, len(data) - 2):
-        spoiled = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-        bucket.put(key, iter([spoiled]), len(spoiled))
-        with pytest.raises(ContextCorruptError, match=key):
-            there.store.bring(context.id)
-        assert there.store.elsewhere(context.id)
-    bucket.put(key, iter([data]), len(data))
-    there.store.bring(context.id)
-    assert there.store.verify(context.id) == []
-
-
-def test_a_record_that_was_flipped_is_named_and_changes_nothing(
-    here: Site, there: Site, context: SyntheticContext
-) -> None:
-    bucket = there.tier.bucket
-    (held,) = look(bucket).values()
-    data = bucket.get(held.key)
-    bucket.put(held.key, iter([data.replace(b"handbook", b"handbooj")]), len(data))
-    assert not there.courier.look()
-    assert held.key in there.courier.state().problem
-    assert there.store.list() == []
-    bucket.put(held.key, iter([data]), len(data))
-    there.settle()
-    assert there.courier.state().problem == ""
 
 
 def test_what_is_spoiled_on_the_way_to_the_bucket_is_not_recorded(
@@ -463,7 +403,7 @@ def test_a_slow_bucket_holds_up_nobody_else(here: Site, there: Site, context: Sy
     other.write(there.store)
     there.settle()
     stuck = threading.Event()
-    there.tier._bucket = FaultyBucket(there.tier.bucket, Faults(before=lambda verb, key: stuck.wait(60)))
+    there.fails(before=lambda verb, key: stuck.wait(60))
     waiting = threading.Thread(target=there.store.bring, args=(context.id,))
     waiting.start()
     with there.store.open(other.id) as opened:
@@ -551,10 +491,6 @@ def test_an_old_writer_does_not_take_a_number_again(here: Site, context: Synthet
     assert here.store.manifest(context.id).name == "d"
 
 
-def wait_for(threads: Sequence[threading.Thread]) -> Callable[[], bool]:
-    return lambda: not any(each.is_alive() for each in threads)
-
-
 def test_the_courier_runs_by_itself_and_ends(
     tmp_path: Path, bucket: Bucket, context: SyntheticContext
 ) -> None:
@@ -564,7 +500,7 @@ def test_the_courier_runs_by_itself_and_ends(
     context.write(site.store)
     wait_until(lambda: site.courier.state().pending == 0)
     site.courier.stop()
-    assert wait_for([site.courier._thread])()
+    assert not site.courier._thread.is_alive()
 
 
 def test_checksums_are_those_of_the_manifest(here: Site, there: Site, context: SyntheticContext) -> None:
@@ -619,7 +555,7 @@ def test_what_the_bucket_lost_does_not_leave_the_disk(here: Site, context: Synth
         if verb == "put":
             raise ObjectsUnavailableError("no right to write")
 
-    here.tier._bucket = FaultyBucket(bucket, Faults(before=refuse))
+    here.fails(before=refuse)
     assert not here.courier.look()
     idle(here.store, context.id)
     room = StoreRoom(here.store, 1)
@@ -644,7 +580,7 @@ def test_one_context_that_fails_holds_up_no_other(
         if first in key:
             raise RuntimeError("of a kind that nobody expects")
 
-    there.tier._bucket = FaultyBucket(there.tier.bucket, Faults(before=fail))
+    there.fails(before=fail)
     assert not there.courier.look()
     assert [each.id for each in there.store.list()] == [max(context.id, other.id)]
     assert "the log has the details" in there.courier.state().problem
@@ -734,7 +670,7 @@ def test_fetches_that_wait_have_no_threads(here: Site, there: Site, context: Syn
     here.settle()
     there.settle()
     stuck = threading.Event()
-    there.tier._bucket = FaultyBucket(there.tier.bucket, Faults(before=lambda verb, key: stuck.wait(60)))
+    there.fails(before=lambda verb, key: stuck.wait(60))
     for each in [context, *others]:
         with pytest.raises(ContextFetchingError):
             there.store.bring(each.id, limit_s=0.0)
@@ -756,7 +692,7 @@ def test_a_fetch_that_nobody_waits_for_never_begins(
     here.settle()
     there.settle()
     stuck = threading.Event()
-    there.tier._bucket = FaultyBucket(there.tier.bucket, Faults(before=lambda verb, key: stuck.wait(60)))
+    there.fails(before=lambda verb, key: stuck.wait(60))
 
     def leave() -> None:
         raise TimeoutError

@@ -13,7 +13,7 @@ from index_store.memory.arena import Arena
 from index_store.memory.context_loading import placed_bytes
 from index_store.store.catalog import Store
 from index_store.store.heads_part import HeadsPart
-from tests.support.store import KINDS, RecordedIndex, SyntheticContext, other_model, synthetic_context
+from tests.support.store import KINDS, RecordedIndex, SyntheticContext, flip, other_model, synthetic_context
 
 PARTS = [HeadsPart(rank, 2) for rank in range(2)]
 
@@ -54,9 +54,7 @@ def test_a_part_is_loaded_as_a_context_of_fewer_heads(
 def test_damage_of_a_head_is_found_by_the_part_that_has_it(store: Store, made: SyntheticContext) -> None:
     chunk = store.path / "contexts" / made.id / "kv" / "c" / "1" / "3"
     (file,) = [path for path in chunk.rglob("*") if path.is_file()]
-    content = bytearray(file.read_bytes())
-    content[5] ^= 1
-    file.write_bytes(content)
+    flip(file)
     for part, damaged in zip(PARTS, (False, True), strict=True):
         arena = Arena(2**24, kinds=KINDS, part=part)
         with (

@@ -34,7 +34,7 @@ from prefill_worker.muse.ranges import RangeAttention, planned_bytes
 from prefill_worker.muse.tree import divide_triangle, earlier_ranges
 from prefill_worker.reading.capture import Capture
 from prefill_worker.reading.query_sample import plan_sample
-from tests.prefill_worker.jobs.support_jobs import MakeConfig, run
+from tests.prefill_worker.conftest import MakeConfig, run
 from tests.prefill_worker.muse.muse_points import error, make_inputs, make_points
 
 SMALL = MuseSettings(clusters=12, iterations=3, block=32)

@@ -132,7 +132,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, count: int, step: str = "keep") -> None:
+def interrupt_after(shop: Shop, count: int, step: str = "keep") -> None:
     """Ends a worker behind so many passes (or layers, with keep_layer), as a signal does."""
     keep, seen = getattr(Checkpoint, step), []
 
@@ -142,22 +142,25 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, count: int, step: str = "ke
         if len(seen) == count:
             raise SystemExit(143)
 
-    monkeypatch.setattr(Checkpoint, step, keep_and_end)
-
-
-def arrays(manifest: Manifest) -> dict[str, str | None]:
-    return {array.path: array.checksums for array in manifest.arrays}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint, step, keep_and_end)
+        worker = shop.worker()
+        with pytest.raises(SystemExit):
+            worker.work_once()
 
 
 def same_context(found: Manifest, expected: Manifest) -> bool:
     """Whether all that is stored is the same, bit for bit."""
-    thresholds = [[index.thresholds for index in manifest.indexes] for manifest in (found, expected)]
-    return arrays(found) == arrays(expected) and thresholds[0] == thresholds[1]
+    one, other = (
+        ({each.path: each.checksums for each in made.arrays}, [index.thresholds for index in made.indexes])
+        for made in (found, expected)
+    )
+    return one == other
 
 
 @pytest.mark.parametrize("kind", ["plain", "windows", "sinks", "states"])
 def test_a_worker_goes_on_behind_the_last_pass_of_another(
-    kind: str, tmp_path: Path, tiny_model: Path, passes: list[int], monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, tiny_model: Path, passes: list[int]
 ) -> None:
     model = tiny_model
     if kind != "plain":
@@ -166,11 +169,7 @@ def test_a_worker_goes_on_behind_the_last_pass_of_another(
     shop = Shop(tmp_path, model)
     expected = reference(tmp_path, model)
     job = shop.order()
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 3)
-        worker = shop.worker()
-        with pytest.raises(SystemExit):
-            worker.work_once()
+    interrupt_after(shop, 3)
     between = shop.queue.get(job.id)
     assert (between.open, shop.queue.held(job.id)) == (True, False)
     assert shop.contexts.list() == []
@@ -183,14 +182,10 @@ def test_a_worker_goes_on_behind_the_last_pass_of_another(
 
 @pytest.mark.parametrize("damage", ["part", "lost", "list", "list gone"])
 def test_a_damaged_checkpoint_is_read_again_and_told(
-    damage: str, shop: Shop, expected: Manifest, passes: list[int], monkeypatch: pytest.MonkeyPatch
+    damage: str, shop: Shop, expected: Manifest, passes: list[int]
 ) -> None:
     job = shop.order()
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 3)
-        worker = shop.worker()
-        with pytest.raises(SystemExit):
-            worker.work_once()
+    interrupt_after(shop, 3)
     reading = shop.queue.folder(job.id) / "reading"
     part = reading / f"tokens-{CHUNK}"
     if damage == "part":
@@ -247,15 +242,10 @@ def test_a_worker_goes_on_behind_the_last_layer_of_another(
     deep_expected: Manifest,
     built: list[int],
     passes: list[int],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shop = Shop(tmp_path, deep_model)
     job = shop.order()
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 3, "keep_layer")
-        worker = shop.worker()
-        with pytest.raises(SystemExit):
-            worker.work_once()
+    interrupt_after(shop, 3, "keep_layer")
     assert shop.contexts.list() == []
     folder = shop.queue.folder(job.id)
     if damage == "record":
@@ -460,7 +450,7 @@ def test_a_full_disk_ends_neither_the_worker_nor_the_job(shop: Shop, monkeypatch
 
 
 def test_a_store_that_does_not_answer_is_asked_again_and_keeps_the_checkpoint(
-    shop: Shop, expected: Manifest, monkeypatch: pytest.MonkeyPatch
+    shop: Shop, expected: Manifest, passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = shop.order()
     with monkeypatch.context() as patch:
@@ -469,14 +459,7 @@ def test_a_store_that_does_not_answer_is_asked_again_and_keeps_the_checkpoint(
             with pytest.raises(StoreUnavailableError):
                 shop.worker().work_once()
     assert shop.queue.get(job.id).open
-    passes: list[int] = []
-    forward = prefill._forward
-
-    def count(model: Any, capture: Any, ids: Any, first: int) -> None:
-        passes.append(first)
-        forward(model, capture, ids, first)
-
-    monkeypatch.setattr(prefill, "_forward", count)
+    passes.clear()
     assert shop.worker().work_once()
     assert passes == [(TOKENS - 1) // CHUNK * CHUNK]
     assert same_context(shop.made(job), expected)

@@ -11,7 +11,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-import torch
 
 from index_store.errors import ContextExpiredError, ContextNotFoundError, MissingChunkError, StoreError
 from index_store.family.children import publish_child
@@ -19,16 +18,7 @@ from index_store.store.catalog import Store
 from index_store.store.clean_up import clean_up, find_leftovers, remove_if
 from index_store.store.files.durable import locked_file
 from index_store.store.zarr_io import chunk_path
-from tests.support.store import CREATED, SyntheticContext, continuation, synthetic_context
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    """The tensor's elements as raw bytes: equality of these is bit-exact, NaN included."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def folder(store: Store, id_: str) -> Path:
-    return store.path / "contexts" / id_
+from tests.support.store import CREATED, SyntheticContext, bits, continuation, synthetic_context
 
 
 def test_expired_context(store: Store) -> None:
@@ -44,7 +34,7 @@ def test_expired_context(store: Store) -> None:
     assert store.list() == [context.manifest]
     assert store.expired(context.manifest)
     (would,) = clean_up(store, dry_run=True)
-    assert (would.kind, would.path) == ("expired", folder(store, context.id))
+    assert (would.kind, would.path) == ("expired", store.folders.context(context.id))
     assert would.nbytes > context.manifest.kv_bytes
     assert store.list() == [context.manifest]
     assert clean_up(store) == [would]
@@ -61,12 +51,12 @@ def test_a_clean_up_and_a_job_remove_the_same_expired_context(
     other = Store(store.path)
 
     def removed_meanwhile(path: Path, wait: bool = True) -> AbstractContextManager[bool]:
-        if not wait and folder(store, first.id).exists():
+        if not wait and store.folders.context(first.id).exists():
             other.delete(first.id)
         return locked_file(path, wait=wait)
 
     monkeypatch.setattr("index_store.store.clean_up.locked_file", removed_meanwhile)
-    assert {item.path for item in clean_up(store)} == {folder(store, second.id)}
+    assert {item.path for item in clean_up(store)} == {store.folders.context(second.id)}
     assert os.listdir(store.path / "contexts") == []
     assert os.listdir(store.path / "locks") == []
 
@@ -92,15 +82,15 @@ def test_what_cannot_be_removed_does_not_keep_the_rest(
     (failure,) = failures
     assert contexts[1].id in failure.message
     assert contexts[1].id in caplog.text
-    assert [item.path for item in clean_up(store)] == [folder(store, contexts[1].id)]
+    assert [item.path for item in clean_up(store)] == [store.folders.context(contexts[1].id)]
 
 
 def test_of_a_linked_context_only_the_link_is_removed(
     stored: Store, context: SyntheticContext, tmp_path: Path
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
-    folder(stored, context.id).rename(elsewhere)
-    folder(stored, context.id).symlink_to(elsewhere, target_is_directory=True)
+    stored.folders.context(context.id).rename(elsewhere)
+    stored.folders.context(context.id).symlink_to(elsewhere, target_is_directory=True)
     assert stored.entries() == [context.manifest]
     stored.delete(context.id)
     assert stored.entries() == []
@@ -181,7 +171,7 @@ def test_delete_while_mapped(stored: Store, context: SyntheticContext) -> None:
 
 def test_a_missing_chunk_is_no_deletion(stored: Store, context: SyntheticContext) -> None:
     opened = stored.open(context.id)
-    chunk_path(folder(stored, context.id), context.manifest.kv, (0, 0)).unlink()
+    chunk_path(stored.folders.context(context.id), context.manifest.kv, (0, 0)).unlink()
     with pytest.raises(MissingChunkError):
         opened.array("kv", 0, 0)
 
