@@ -1,4 +1,4 @@
-"""Models with layers of every kind, and prompts without a context beside streams."""
+"""Models with layers of every kind, sessions that begin with stored rows, prompts without a context beside streams."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from index_store.memory.placement import MemoryBytes, Placement
 from index_store.memory.resident import ResidentContext
 from index_store.methods.default import DEFAULT_METHOD
 from index_store.methods.method import Method
-from index_store.methods.presets import METHODS
+from index_store.methods.presets import METHODS, get_method
 from index_store.models.loading import load_model, resolve_model
 from index_store.store.catalog import Store
 from prefill_worker.config import PrefillConfig
@@ -275,3 +275,28 @@ def test_streams_get_a_token_after_every_chunk_of_it(tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     wanted = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0)
     assert found == wanted[0, len(prompt) :].tolist()
+
+
+CONTINUED = ("full", "csattention", "csattention-paper", "multipole-tree")
+
+
+@pytest.mark.parametrize("kind", ["windows", "sinks", *nightly("windows only")])
+def test_a_restored_session_goes_on_as_the_one_before(tmp_path: Path, kind: str) -> None:
+    """Bit for bit, whatever pieces the rows come in, also where windows have passed the first of them."""
+    with serve(tmp_path, kind, CONTINUED[1:]) as kept:
+        runner, context = kept.runner, kept.context
+        tokens = runner.tokenizer.encode("\nQuestion: who lit it?\nAnswer: the keeper of the harbour " * 2)
+        for name in CONTINUED:
+            options = "" if name == "full" else "@append_block=16@recent=16"
+            fitted = get_method(name + options).on(context.manifest)
+            first, again = (runner.start(context, fitted) for _ in range(2))
+            for start in range(0, len(tokens), 10):
+                runner.read([first], [tokens[start : start + 10]])
+            rows = [layer.clone() for layer in first.tail_rows()]
+            for start, end in ((0, 1), (1, 17), (17, 40), (40, len(tokens))):
+                runner.restore(again, [layer[:, start:end] for layer in rows])
+            assert again.position == first.position
+            for token in tokens[:10]:
+                expected = runner.forward([first], [[token]])[0]
+                assert runner.forward([again], [[token]])[0].equal(expected), (kind, name)
+            assert all(a.equal(b) for a, b in zip(again.tail_rows(), first.tail_rows(), strict=True))
