@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from datetime import datetime
@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf.descriptor_pool import Default
 from google.protobuf.message import Message as ProtoMessage
 from google.protobuf.message_factory import GetMessageClass
@@ -28,12 +29,127 @@ from decode_engine.rpc.client.replies import read_reply
 from decode_engine.settings.request_bounds import MAX_REQUEST_BYTES
 from index_store.errors import ContextBusyError, InvalidArgumentError, SparseKVError
 from index_store.models.conversation.messages import Message, Role, Tool, ToolCall
-from sparsekv.v1 import context_pb2_grpc, values
+from sparsekv.v1 import context_pb2, context_pb2_grpc, generation_pb2, generation_pb2_grpc, values
 from sparsekv.v1.values import OperationState
-from tests.decode_engine.rpc.client.conftest import IDS, Scripted
+
+IDS = ("a" * 64, "a" * 40 + "b" * 24, "c" * 64)
 
 
-def test_references_are_resolved_by_the_server_in_one_call(scripted: tuple[Scripted, Client]) -> None:
+class Scripted(
+    context_pb2_grpc.ContextServiceServicer,
+    generation_pb2_grpc.GenerationServiceServicer,
+    operations_pb2_grpc.OperationsServicer,  # type: ignore[misc]
+):
+    """Answers what a test needs, and counts calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.refusals = 0
+        self.warm = threading.Event()
+        self.begun, self.ended = threading.Event(), threading.Event()
+        """A generation has come; it has ended, whoever ended it."""
+
+    def GetContext(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self.calls.append("GetContext")
+        if len(self.calls) < 3:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
+        name = request.name or f"contexts/{IDS[2]}"
+        return context_pb2.Context(name=name, display_name=request.reference)
+
+    def ListContexts(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self.calls.append("ListContexts")
+        start = int(request.page_token or 0)
+        page = [
+            context_pb2.Context(name=f"contexts/{id_}", display_name=f"book {id_[0]}")
+            for id_ in IDS[start : start + 1]
+        ]
+        token = str(start + 1) if start + 1 < len(IDS) else ""
+        return context_pb2.ListContextsResponse(contexts=page, next_page_token=token)
+
+    def DeleteContext(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self.calls.append("DeleteContext")
+        context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
+
+    def WarmContext(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self.calls.append("WarmContext")
+        self.warm.wait(60)
+        return context_pb2.WarmContextResponse()
+
+    def ListMethods(self, request: Any, context: grpc.ServicerContext) -> Any:
+        context.abort(grpc.StatusCode.PERMISSION_DENIED, "not for you")
+
+    def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        self.calls.append("Generate")
+        context.add_callback(self.ended.set)
+        self.begun.set()
+        if request.text in ("waits first", "stays silent"):
+            yield generation_pb2.GenerateResponse(waiting=generation_pb2.Waiting(cause=2))
+        if request.text == "stays silent":
+            self.ended.wait(60)
+            return
+        if self.refusals:
+            self.refusals -= 1
+            context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
+        yield generation_pb2.GenerateResponse(token_ids=[1, 2], text="hel")
+        if request.text == "breaks off":
+            context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+        yield generation_pb2.GenerateResponse(token_ids=[3])
+        summary = generation_pb2.GenerationSummary(
+            finish_reason=generation_pb2.GenerationSummary.STOP,
+            usage=generation_pb2.Usage(context_tokens=7, prompt_tokens=2, completion_tokens=3),
+            timings=generation_pb2.Timings(search_ns=5, total_ns=9),
+            selection=generation_pb2.SelectionFigures(keys_kept=4, fraction_all=0.5),
+            method="refined",
+            seed=2**64 - 1,
+            budget="2.00%",
+            remainder="centred",
+        )
+        yield generation_pb2.GenerateResponse(text="lo", summary=summary)
+
+    def WaitOperation(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self.calls.append("WaitOperation")
+        return operations_pb2.Operation(name=request.name, done=self.calls.count("WaitOperation") == 2)
+
+    def GetOperation(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return operations_pb2.Operation(name=request.name)
+
+    def BatchGenerate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        self.calls.append("BatchGenerate")
+        if self.refusals:
+            self.refusals -= 1
+            context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
+        summary = generation_pb2.GenerationSummary(finish_reason=generation_pb2.GenerationSummary.STOP)
+        told = [generation_pb2.TokenLogprob(token_id=id_, logprob=-0.5) for id_ in (3, 4)]
+        call = {"id": "c", "name": "look", "arguments_json": '{"at":'}
+        for response in (
+            generation_pb2.GenerateResponse(prompt_logprobs=told),
+            generation_pb2.GenerateResponse(token_ids=[3], logprobs=told[:1], tool_calls=[call]),
+            generation_pb2.GenerateResponse(tool_calls=[{"arguments_json": "1}"}]),  # and no text or tokens
+            generation_pb2.GenerateResponse(text="hello", token_ids=[4], logprobs=told[1:], summary=summary),
+        ):
+            yield generation_pb2.BatchGenerateResponse(response=response)
+
+
+Server = tuple[Scripted, Client]
+
+
+@pytest.fixture
+def scripted() -> Iterator[Server]:
+    servicer = Scripted()
+    server = grpc.server(ThreadPoolExecutor(8))
+    context_pb2_grpc.add_ContextServiceServicer_to_server(servicer, server)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    operations_pb2_grpc.add_OperationsServicer_to_server(servicer, server)
+    server.start()
+    with Client(f"127.0.0.1:{port}", timeout_s=60) as client:
+        yield servicer, client
+    servicer.warm.set()
+    servicer.ended.set()
+    server.stop(0)
+
+
+def test_references_are_resolved_by_the_server_in_one_call(scripted: Server) -> None:
     servicer, client = scripted
     servicer.calls += ["started"] * 2
     found = client.find_context("the book of c")
@@ -41,25 +157,25 @@ def test_references_are_resolved_by_the_server_in_one_call(scripted: tuple[Scrip
     assert servicer.calls[2:] == ["GetContext"]
 
 
-def test_calls_that_change_nothing_are_repeated(scripted: tuple[Scripted, Client]) -> None:
+def test_calls_that_change_nothing_are_repeated(scripted: Server) -> None:
     servicer, client = scripted
     assert client.get_context("contexts/x").name == "contexts/x"
     assert servicer.calls == ["GetContext"] * 3
 
 
-def test_calls_that_change_something_are_not_repeated(scripted: tuple[Scripted, Client]) -> None:
+def test_calls_that_change_something_are_not_repeated(scripted: Server) -> None:
     servicer, client = scripted
     with pytest.raises(ServerUnreachableError):
         client.delete_context("contexts/x")
     assert servicer.calls == ["DeleteContext"]
 
 
-def test_deadline_of_the_client(scripted: tuple[Scripted, Client]) -> None:
+def test_deadline_of_the_client(scripted: Server) -> None:
     with Client(scripted[1]._address, timeout_s=0.5) as hasty, pytest.raises(DeadlineExceededError):
         hasty.warm_context("contexts/x")  # which is not answered before the test ends
 
 
-def test_foreign_errors_keep_code_and_message(scripted: tuple[Scripted, Client]) -> None:
+def test_foreign_errors_keep_code_and_message(scripted: Server) -> None:
     with pytest.raises(InternalError, match="PERMISSION_DENIED: not for you"):
         scripted[1].list_methods()
 
@@ -129,7 +245,7 @@ def test_both_clients_have_the_same_verbs() -> None:
     assert verbs(Client) == verbs(AsyncClient)
 
 
-def test_an_answer_begins_again_where_no_server_took_it(scripted: tuple[Scripted, Client]) -> None:
+def test_an_answer_begins_again_where_no_server_took_it(scripted: Server) -> None:
     servicer, client = scripted
     servicer.refusals = 2
     assert client.generate("contexts/x", text="a").read() == "hello"
@@ -143,7 +259,7 @@ def test_an_answer_begins_again_where_no_server_took_it(scripted: tuple[Scripted
     assert servicer.calls == ["Generate"] * 8
 
 
-def test_a_batch_begins_again_where_no_server_took_it(scripted: tuple[Scripted, Client]) -> None:
+def test_a_batch_begins_again_where_no_server_took_it(scripted: Server) -> None:
     servicer, client = scripted
     servicer.refusals = 2
     items = list(client.batch_generate("contexts/x", [{"text": "a"}]))
@@ -155,7 +271,7 @@ def test_a_batch_begins_again_where_no_server_took_it(scripted: tuple[Scripted, 
 
 
 def test_a_batch_brings_calls_and_log_probabilities_as_an_answer_does(
-    scripted: tuple[Scripted, Client],
+    scripted: Server,
 ) -> None:
     [item] = scripted[1].batch_generate("contexts/x", [{"text": "a"}])
     assert (item.texts, item.token_ids) == (("hello",), ((3, 4),))
@@ -165,7 +281,7 @@ def test_a_batch_brings_calls_and_log_probabilities_as_an_answer_does(
 
 
 def test_the_asynchronous_client_reads_cancels_and_fails_like_the_other(
-    scripted: tuple[Scripted, Client],
+    scripted: Server,
 ) -> None:
     client = scripted[1]
 
@@ -292,9 +408,6 @@ def test_one_text_stands_for_a_list_of_it() -> None:
     ]
     order = verbs.create_context({"methods": "quest"}, text="x").request
     assert list(order.methods) == ["quest"]
-
-
-Server = tuple[Scripted, Client]
 
 
 def test_what_a_loop_has_left_is_read_later(scripted: Server) -> None:
