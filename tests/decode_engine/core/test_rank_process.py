@@ -16,8 +16,8 @@ from decode_engine.errors import EngineCrashedError, NotReadyError
 from decode_engine.rpc.client import Client, Keep
 from index_store.errors import InvalidArgumentError, SparseKVError
 from tests.decode_engine.conftest import Library
-from tests.decode_engine.rpc.turns.test_stopping import Server, serving
 from tests.support.serving.listening import LOOPBACK, listeners
+from tests.support.serving.serve_process import Server, serving
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow

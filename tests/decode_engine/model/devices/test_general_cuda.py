@@ -1,4 +1,4 @@
-"""The general path on a GPU gives what it gives on a CPU: layers with every preset and budget, models, warm-up."""
+"""Attention on a CUDA device, fused and general, beside the CPU's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from decode_engine.layers.figures import Figures
+from decode_engine.layers.partial_attention import attend_shared
 from decode_engine.layers.selected_attention import Observation
 from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
 from decode_engine.model.runner import ModelRunner
@@ -206,3 +207,19 @@ def test_kernels_over_long_contexts_take_bounded_memory() -> None:
 
 def test_every_method_is_warmed_up(runners: tuple[ModelRunner, ModelRunner]) -> None:
     assert all(warm_method(runners[1], method) for method in METHODS.values())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("keys", "positions", "group", "dim"),
+    [(700, 40, 4, 128), (9, 9, 1, 64), (33, 8, 8, 64), (20_000, 1600, 4, 128)],
+)
+def test_fused_states_equal_plain_ones(causal: bool, keys: int, positions: int, group: int, dim: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    made = torch.randn(2, positions, group, dim, generator=generator, device="cuda").bfloat16()
+    q_HTGD = made.float() * dim**-0.5
+    kv_HN2D = torch.randn(2, keys, 2, dim, generator=generator, device="cuda").bfloat16()
+    fused = attend_shared(q_HTGD, kv_HN2D, causal=causal)
+    plain = attend_shared(q_HTGD, kv_HN2D.float(), causal=causal)
+    torch.testing.assert_close(fused.out, plain.out, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(fused.lse, plain.lse, atol=1e-2, rtol=1e-2)

@@ -28,7 +28,7 @@ from index_store.store.clean_up import KEPT_BEGINNING
 from prefill_worker.config import WorkerConfig
 from prefill_worker.worker.queue_worker import QueueWorker
 from tests.decode_engine.conftest import Library, make_library
-from tests.decode_engine.rpc.turns.test_stopping import Server
+from tests.support.serving.serve_process import Server
 from tests.support.serving.service import wait_until
 
 TOKENS = 512
@@ -222,15 +222,16 @@ class Running:
     """`serve` as a process of its own, which makes what it keeps itself, so that it can be killed."""
 
     def __init__(self, shop: Library, *options: str) -> None:
-        self._server = Server(shop, "--no-warm-up", "--prefill", "--device", "cpu", *options)
+        self._server = Server(
+            shop.store, shop.model, "--no-warm-up", "--prefill", "--device", "cpu", *options
+        )
         self.client = Client(self._server.wait_until_served()["address"])
         wait_until(self.client.is_serving)
 
     def kill(self) -> None:
         """Ends it as no handler can notice."""
         self.client.close()
-        self._server.process.kill()
-        self._server.process.communicate()
+        self._server.kill()
         assert "Traceback" not in str((self._server.logs, self._server.other))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -31,14 +31,56 @@ from index_store.store.catalog import Store, utc_now
 from index_store.store.clean_up import clean_up
 from index_store.store.description.manifest import Manifest
 from prefill_worker.build.checkpoint import Checkpoint
-from prefill_worker.config import AddIndexConfig, DetachConfig
+from prefill_worker.config import AddIndexConfig, DetachConfig, WorkerConfig
 from prefill_worker.jobs.added_indexes import run_add_index
 from prefill_worker.jobs.children import run_detach
 from prefill_worker.worker.queue_worker import QueueWorker
 from sparsekv.v1 import context_pb2
 from tests.decode_engine.conftest import Library, make_library
-from tests.decode_engine.rpc.creation.conftest import document, make_worker, names
 from tests.support.serving.service import loaded, wait_until
+from tests.support.serving.workers import working
+
+WORDS = "The keeper of the {} lighthouse counted ships and wrote them down. "
+
+
+def document(name: str, times: int = 6) -> str:
+    """A text that no other test has."""
+    return WORDS.format(name) * times
+
+
+def names(client: Client) -> set[str]:
+    return {context.name for context in client.list_contexts()}
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """A store of this module alone, with a toy model."""
+    library = make_library(tmp_path_factory.mktemp("shop"))
+    library.prefill("first")  # makes the store
+    return library
+
+
+@pytest.fixture(scope="module")
+def server(shop: Library) -> Iterator[DecodeServer]:
+    with loaded(shop.config()) as started:
+        yield started
+
+
+def make_worker(shop: Library, chunk: int = 100) -> QueueWorker:
+    return QueueWorker(WorkerConfig(store=shop.store, model=str(shop.model), chunk=chunk, device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def worker(shop: Library) -> QueueWorker:
+    """A worker that works when a test tells it to."""
+    return make_worker(shop)
+
+
+@pytest.fixture(name="working")
+def _working(worker: QueueWorker) -> Iterator[None]:
+    """The worker works beside the test."""
+    with working(worker):
+        yield
 
 
 def test_it_is_the_context_that_a_job_on_the_machine_makes(

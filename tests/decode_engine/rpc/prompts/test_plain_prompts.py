@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from decode_engine.rpc.client import Client, Summary
 from decode_engine.rpc.server import DecodeServer
@@ -16,6 +13,7 @@ from index_store.errors import ContextNotFoundError
 from index_store.family import prefixes
 from index_store.models.conversation.messages import Message, Role
 from tests.decode_engine.conftest import MAX_POSITIONS, TEXT, Library
+from tests.support.models import generated
 from tests.support.serving.service import wait_until
 
 MESSAGES = (
@@ -29,12 +27,6 @@ def answered(client: Client, context: str = "", **options: Any) -> tuple[list[in
     with client.generate(context, **{"max_tokens": 12, **options}) as generation:
         tokens = [token for piece in generation for token in piece.token_ids]
     return tokens, generation.summary
-
-
-def expected(folder: Path, ids: list[int], count: int = 12) -> list[int]:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found = model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False, pad_token_id=0)
-    return found[0, len(ids) :].tolist()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +48,7 @@ def test_any_prompt_is_answered_as_by_generate(
     if ids is None:
         said = prompt.get("text") or prompt.get("messages") or (Message(Role.USER, prompt["question"]),)
         ids = list(client.tokenize(said).ids)
-    assert found == expected(library.model, ids)
+    assert found == generated(library.model, ids, 12)
     assert (summary.method, summary.context, summary.method_reason) == ("full", "", "")
     assert (summary.context_tokens, summary.cached_tokens, summary.prompt_tokens) == (0, 0, len(ids))
     assert summary.selection.fraction_all == 1.0
