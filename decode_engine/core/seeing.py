@@ -164,8 +164,7 @@ class Watched:
 class Metrics:
     """Counts what requests are told. Thread-safe."""
 
-    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        self._clock_ns = clock_ns
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self.histograms = {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
         self.counters: dict[str, Counter[str]] = {name: Counter() for name in _COUNTERS}
@@ -190,7 +189,7 @@ class Metrics:
         tell(event)
 
     def _note_tokens(self, watched: Watched, event: Says) -> None:
-        now = self._clock_ns()
+        now = time.monotonic_ns()
         before = watched.last_ns.get(event.answer)
         if before is not None:
             self.histograms["inter_token_latency_seconds"].note((now - before) / 1e9)

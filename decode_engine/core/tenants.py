@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 from decode_engine.engine.job import Use
-from decode_engine.orders.events import LimitUse, TenantUse
 from index_store.cli.quotas import LIMITS, Quota, QuotaFile, per_minute
 from index_store.errors import QuotaExceededError
+from sparsekv.v1.values import TenantLimit, TenantUse
 
 OTHERS = "other"
 """In metrics, all tenants without a table of their own."""
@@ -136,12 +136,12 @@ class Tenants:
                 count = 0
             else:
                 count = round(account.buckets[limit].spent_at(now_s, allowed))
-            used.append(LimitUse(limit, count, allowed))
+            used.append(TenantLimit(limit, count, allowed))
         counts = account.counts
         return TenantUse(
             name,
             quota.weight,
-            used,
+            tuple(used),
             counts["requests"],
             counts["prompt_tokens"],
             counts["generated_tokens"],

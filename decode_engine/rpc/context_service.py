@@ -18,6 +18,7 @@ from functools import partial
 
 from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf.empty_pb2 import Empty
+from msgspec import structs
 
 from decode_engine.errors import CancelledError, UnfinishedCallError
 from decode_engine.orders.events import Core, Residency
@@ -256,10 +257,9 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         self._uploading = Bound(_MAX_UPLOADING, "documents are being uploaded", sharing)
 
     async def CreateContext(self, request: pb.CreateContextRequest, call: Asker) -> operations_pb2.Operation:
-        traceparent = call.traceparent if trace_id(call.traceparent) else ""
-        library = self._library.seen_by(call.caller)
-
         def create() -> operations_pb2.Operation:
+            traceparent = call.traceparent if trace_id(call.traceparent) else ""
+            library = self._library.seen_by(call.caller)
             return library.operation(library.workshop.order(request, call.check, traceparent))
 
         # Who leaves has the order made or not made, and finds out by its request_id.
@@ -358,13 +358,8 @@ class ContextService(context_pb2_grpc.ContextServiceServicer):
         async with self._warming.place(call.caller.tenant):
             await call.run(partial(library.store.manifest, id_))
             warmed = await library.core.warm(id_, deadline_ns)
-            return pb.WarmContextResponse(
-                context=await call.run(partial(library.describe_id, id_)),
-                already_resident=warmed.already_resident,
-                load_ns=warmed.load_ns,
-                first_layer_ns=warmed.first_layer_ns,
-                all_layers_ns=warmed.all_layers_ns,
-            )
+            context = await call.run(partial(library.describe_id, id_))
+            return pb.WarmContextResponse(context=context, **structs.asdict(warmed))
 
 
 class OperationsService(operations_pb2_grpc.OperationsServicer):  # type: ignore[misc]  # without types

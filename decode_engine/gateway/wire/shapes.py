@@ -223,14 +223,13 @@ def finish_reason(summary: Summary) -> replies.FinishReason:
 def usage(summaries: Sequence[Summary], each: int) -> replies.Usage:
     """Tokens of all answers. each: to how many the prompt is the same."""
     prompts = [summary.usage for summary in summaries[::each]]
-    cached = sum(used.cached for used in prompts)
-    prompt = cached + sum(used.prompt for used in prompts)
-    generated = sum(summary.usage.completion for summary in summaries)
-    drafted, accepted = (
-        sum(summary.end.figures[name] for summary in summaries) for name in ("drafted", "accepted")
-    )
+    cached = sum(used.cached_tokens for used in prompts)
+    prompt = cached + sum(used.prompt_tokens for used in prompts)
+    generated = sum(summary.usage.completion_tokens for summary in summaries)
+    drafted = sum(summary.usage.drafted_tokens for summary in summaries)
+    accepted = sum(summary.usage.accepted_tokens for summary in summaries)
     details = replies.CompletionDetails(accepted, drafted - accepted) if drafted else UNSET
-    written = sum(summary.usage.written for summary in summaries) or UNSET
+    written = sum(summary.usage.cache_write_tokens for summary in summaries) or UNSET
     return replies.Usage(
         prompt, generated, prompt + generated, replies.PromptDetails(cached, written), details
     )
@@ -471,6 +470,6 @@ def _call(id_: str, name: str, arguments: str) -> replies.CallItem:
 def response_usage(summary: Summary) -> replies.ResponseUsage:
     """`usage` under the names of responses."""
     usage = summary.usage
-    prompt = usage.cached + usage.prompt
-    details = replies.InputDetails(usage.cached, usage.written), replies.OutputDetails()
-    return replies.ResponseUsage(prompt, details[0], usage.completion, details[1], prompt + usage.completion)
+    prompt, generated = usage.cached_tokens + usage.prompt_tokens, usage.completion_tokens
+    details = replies.InputDetails(usage.cached_tokens, usage.cache_write_tokens), replies.OutputDetails()
+    return replies.ResponseUsage(prompt, details[0], generated, details[1], prompt + generated)
