@@ -11,7 +11,7 @@ import ssl
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -295,10 +295,8 @@ ASKED = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_to
 @pytest.fixture(scope="module")
 def both(library: Library, lamp: str) -> Iterator[tuple[DecodeServer, Gateway]]:
     """A server with a gateway of its own, as `serve --http-port` has it."""
-    with ExitStack() as stack:
-        server = stack.enter_context(DecodeServer(library.config()))
-        server.load()
-        yield server, stack.enter_context(Gateway("127.0.0.1:0", server.grpc))
+    with loaded(library.config()) as server, Gateway("127.0.0.1:0", server.grpc) as gateway:
+        yield server, gateway
 
 
 class Lines:
@@ -353,12 +351,11 @@ def test_health_has_none(both: tuple[DecodeServer, Gateway], lines: Lines) -> No
 
 def test_a_stream_that_the_server_ends_says_so(library: Library, lamp: str, lines: Lines) -> None:
     asked = {**ASKED, "context": lamp, "stream": True, "max_tokens": 2000, "min_tokens": 2000}
-    with ExitStack() as stack:
-        server = stack.enter_context(DecodeServer(library.config()))
-        server.load()
-        gateway = stack.enter_context(Gateway("127.0.0.1:0", server.grpc))
-        web = stack.enter_context(httpx.Client(timeout=60))
-        answer = stack.enter_context(web.stream("POST", f"{gateway.url}/v1/chat/completions", json=asked))
+    with (
+        loaded(library.config()) as server,
+        Gateway("127.0.0.1:0", server.grpc) as gateway,
+        httpx.stream("POST", f"{gateway.url}/v1/chat/completions", json=asked, timeout=60) as answer,
+    ):
         events = answer.iter_lines()
         next(line for line in events if line.startswith("data:"))
         server.stop(0.0)

@@ -335,7 +335,6 @@ def expected(seen: Observation, search: LayerSearch, method: Method) -> Tensor:
             raw = torch.einsum("htgd,hnd->htgn", q, keys)
             exact = ExactKeys(ids, attended[:, None], raw, values[:, None])
             left = remainder_state(method.remainder, pieces, [exact], seen.form)
-            assert left is not None
             state = state.merge(left)
         outs.append(state.out)
     return torch.cat(outs, dim=1)

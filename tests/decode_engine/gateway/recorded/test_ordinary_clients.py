@@ -104,15 +104,10 @@ LATE_SYSTEMS = CALLING.replace("message.role != 'system'", "message.role != 'sys
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[HttpPort]:
     """In front of a model with tools, whose template says messages of a system wherever they stand."""
-    library = make_library(tmp_path_factory.mktemp("recorded"))
-    settings = json.loads((library.model / "tokenizer_config.json").read_text())
-    settings["chat_template"] = LATE_SYSTEMS
-    (library.model / "tokenizer_config.json").write_text(json.dumps(settings))
-    Store(library.store, create=True)
-    worker = QueueWorker(WorkerConfig(store=library.store, model=str(library.model), device="cpu"))
+    library = make_library(tmp_path_factory.mktemp("recorded"), chat_template=LATE_SYSTEMS)
     with (
         loaded(library.config()) as started,
-        working(worker),
+        working(library.worker()),
         both_of(started, pytestconfig) as (_, served),
     ):
         yield served

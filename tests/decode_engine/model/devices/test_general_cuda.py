@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from decode_engine.layers.figures import Figures
 from decode_engine.layers.partial_attention import attend_shared
@@ -17,10 +16,9 @@ from decode_engine.layers.sparse_layer import LayerSearch, SparseLayer
 from decode_engine.model.runner import ModelRunner
 from decode_engine.model.warm_up import made_up_context, warm_method
 from index_store.indexes.classes import INDEX_CLASSES
-from index_store.indexes.interface.layer_index import LayerIndex
 from index_store.indexes.query_tables.search_numba import TableReads, softmax_sum_rows
 from index_store.memory.resident import ResidentContext
-from index_store.methods.method import IndexSpec, Method
+from index_store.methods.method import Method
 from index_store.methods.presets import METHODS, get_method
 from index_store.models.resolve import resolve_model
 from index_store.selection.top_k_numba import top_k
@@ -33,7 +31,7 @@ from tests.decode_engine.model.devices.test_explicit_devices import (
     some_context,
     some_tokens,
 )
-from tests.support.layers import build_search, small_spec
+from tests.support.layers import build_search, moved
 from tests.support.memory import copy_padded
 from tests.support.models import write_model_folder
 
@@ -49,25 +47,15 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("index_store.indexes.coarse_rows.index.on_host", lambda _: False)
 
 
-def on_gpu(spec: IndexSpec, index: LayerIndex, kv_HN2D: Tensor) -> LayerIndex:
-    """The same index over arrays in device memory."""
-    parameters = small_spec(spec).parameters if spec.stored else spec.parameters
-    arrays = {name: copy_padded(array, "cuda") for name, array in index.arrays().items()}
-    return INDEX_CLASSES[spec.kind].from_arrays(parameters, arrays, kv_HN2D)
-
-
 def check_layer(method: Method) -> None:
     kv_HN2D, inputs = some_context(), some_tokens()
     search = build_search(method, kv_HN2D, GROUP)
     expected, expected_seen = run_layer(SparseLayer(kv_HN2D, search, method, Figures()), inputs)
     kv_gpu = kv_HN2D.cuda()
-    assert method.index is not None
-    partition = None
-    if search.partition is not None and method.partition is not None:
-        partition = on_gpu(method.partition, search.partition, kv_gpu)
-    moved = LayerSearch(on_gpu(method.index, search.index, kv_gpu), partition, search.thresholds)
     queries, keys, values = (tensor.cuda() for tensor in inputs)
-    out, seen = run_layer(SparseLayer(kv_gpu, moved, method, Figures()), (queries, keys, values))
+    out, seen = run_layer(
+        SparseLayer(kv_gpu, moved(search, method, kv_gpu, "cuda"), method, Figures()), (queries, keys, values)
+    )
     assert out.is_cuda
     assert overlap(expected_seen, seen) > 0.97
     close = torch.isclose(out.cpu(), expected, rtol=1e-3, atol=1e-4).all(-1)

@@ -22,7 +22,7 @@ from index_store.errors import ContextCorruptError, InvalidArgumentError
 from index_store.memory.placement import Placement
 from index_store.store.catalog import TunedDefault
 from tests.decode_engine.conftest import Library
-from tests.support.serving.service import leases, loaded, wait_until
+from tests.support.serving.service import answered, leases, loaded, wait_until
 
 
 def test_sixteen_streams_at_once_equal_one_at_a_time(server: DecodeServer, client: Client, lamp: str) -> None:
@@ -183,9 +183,7 @@ HERE = Placement.DEVICE
 
 def summary_of(client: Client, context: str, **arguments: Any) -> Summary:
     """Of a short generation."""
-    generation = client.generate(context, text="Who?", max_tokens=4, **arguments)
-    generation.read()
-    return generation.summary
+    return answered(client, context, text="Who?", max_tokens=4, **arguments)[1]
 
 
 def test_exact_says_what_full_says_and_how_much_was_drafted(client: Client, shelf: str) -> None:

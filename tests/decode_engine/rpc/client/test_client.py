@@ -68,6 +68,8 @@ class Scripted(
 
     def DeleteContext(self, request: Any, context: grpc.ServicerContext) -> Any:
         self.calls.append("DeleteContext")
+        if request.name == "contexts/ends":
+            context.abort(grpc.StatusCode.CANCELLED, "")
         context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
 
     def WarmContext(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -393,31 +395,18 @@ def test_another_thread_cancels_what_one_reads(scripted: Server) -> None:
     generation.cancel()
 
 
-def test_another_task_cancels_what_one_reads(scripted: Server) -> None:
+@pytest.mark.parametrize("task", [False, True])
+def test_another_task_cancels_what_one_reads_or_that_task_itself(scripted: Server, task: bool) -> None:
     servicer, client = scripted
+    error, told = (asyncio.CancelledError, "") if task else (CancelledError, "the call was cancelled")
 
     async def use() -> None:
         async with AsyncClient(client._address) as asynchronous:
             generation = asynchronous.generate("contexts/x", text="stays silent")
             reading = asyncio.create_task(generation.read())
             assert await asyncio.to_thread(servicer.begun.wait, 60)
-            generation.cancel()
-            with pytest.raises(CancelledError, match="the call was cancelled"):
-                await reading
-            assert await asyncio.to_thread(servicer.ended.wait, 60)
-
-    asyncio.run(use())
-
-
-def test_a_task_that_is_cancelled_ends_its_answer(scripted: Server) -> None:
-    servicer, client = scripted
-
-    async def use() -> None:
-        async with AsyncClient(client._address) as asynchronous:
-            reading = asyncio.create_task(asynchronous.generate("contexts/x", text="stays silent").read())
-            assert await asyncio.to_thread(servicer.begun.wait, 60)
-            reading.cancel()
-            with pytest.raises(asyncio.CancelledError):
+            (reading if task else generation).cancel()
+            with pytest.raises(error, match=told):
                 await reading
             assert await asyncio.to_thread(servicer.ended.wait, 60)
 
@@ -527,18 +516,9 @@ def test_forked_processes_have_clients_and_processes_end_without_closing_them(
     assert "Traceback" not in done.stderr
 
 
-def test_a_server_that_ends_under_a_call_is_unreachable() -> None:
-    class Ending(context_pb2_grpc.ContextServiceServicer):  # type: ignore[misc]
-        def DeleteContext(self, request: Any, context: grpc.ServicerContext) -> Any:
-            context.abort(grpc.StatusCode.CANCELLED, "")
-
-    server = grpc.server(ThreadPoolExecutor(1))
-    context_pb2_grpc.add_ContextServiceServicer_to_server(Ending(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    with Client(f"127.0.0.1:{port}") as client, pytest.raises(ServerUnreachableError, match="ended the call"):
-        client.delete_context("contexts/x")
-    server.stop(0)
+def test_a_server_that_ends_under_a_call_is_unreachable(scripted: Server) -> None:
+    with pytest.raises(ServerUnreachableError, match="ended the call"):
+        scripted[1].delete_context("contexts/ends")
 
 
 class Refused:

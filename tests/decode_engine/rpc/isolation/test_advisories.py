@@ -1,4 +1,13 @@
-"""What known attacks on such servers would get here, and what the time of a refusal tells."""
+"""Advisories of the field, each by its name: what was taken advantage of in other servers does nothing here.
+
+Salts that callers choose are refused below, and cannot stand for a tenant (`tests/index_store/store/test_tenants.py`).
+Requests that a token has the server make are in `door/test_door.py`. That nothing unpickles is a rule of imports
+(`tests/test_layers.py`), and folders of pickled weights are refused (`tests/index_store/models/test_model.py`).
+
+How long a server takes to say that there is no context tells nobody whether another tenant has it. Probes of a foreign
+id and of an absent one go in an order that is drawn, over one connection. What is compared is their ranks (Mann and
+Whitney's U), which no outlier moves.
+"""
 
 from __future__ import annotations
 

@@ -405,7 +405,6 @@ def test_the_refused_get_appointments_and_patient_clients_keep_them(
     wait_until(lambda: client.server_status().requests == 4)
     with pytest.raises(TooManyRequestsError) as caught:
         client.generate(lamp, text="Who?", max_tokens=2).read()
-    assert caught.value.retry_after_s is not None
     assert 0 < caught.value.retry_after_s <= 60
     patient = client.generate(lamp, text="Who?", max_tokens=2, patience_s=60)
     for generation in running:
